@@ -27,10 +27,10 @@ from stretto.base.errors import UserError
 from stretto.base.numbers import si
 from stretto.base.paths import checkpoint_folder
 from stretto.evals.scores import interval, resampled, share_interval
+from stretto.flow.launch import SourceTables
 from stretto.learning.recipe import RlRecipe
 from stretto.model.checkpoint import read_presets
 from stretto.report.page import to_png
-from stretto.rl.launch import SourceTables
 
 
 def main() -> None:

@@ -36,10 +36,10 @@ from stretto.api.rl import made_start
 from stretto.base.config import read_recipe
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress, read_metrics
+from stretto.flow.launch import Job
+from stretto.flow.log import read_spans
+from stretto.flow.run import run_rl
 from stretto.learning.recipe import PoolConfig, RlRecipe
-from stretto.rl.launch import Job
-from stretto.rl.log import read_spans
-from stretto.rl.run import run_rl
 
 DELAYED = "bench.common.delayed:Delayed"
 AIM, AIM_WAIT = 2.5, 0.10
@@ -149,7 +149,7 @@ def play(options: argparse.Namespace, side: Side, start: Path) -> Outcome:
 
 
 def sides(options: argparse.Namespace) -> list[Side]:
-    """The window is what the bound leaves beside the groups that are to be under way (`stretto.rl.controller`)."""
+    """The window is what the bound leaves beside the groups that are to be under way (`stretto.flow.controller`)."""
     window = (options.staleness + 1 - options.alive) * options.prompts + 1
     found = []
     for seed in range(options.seeds):

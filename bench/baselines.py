@@ -23,10 +23,10 @@ from bench.common.measure import table
 from stretto.base.config import read_tree
 from stretto.base.trajectory import Outcome
 from stretto.evals.scores import Interval, resampled, share_interval
+from stretto.flow.clients import RewardRequest
+from stretto.flow.launch import SourceTables
+from stretto.flow.reward import RewardRole
 from stretto.post.suite import SUITES, Domain, SuiteConfig, parse_suites, score_baselines
-from stretto.rl.clients import RewardRequest
-from stretto.rl.launch import SourceTables
-from stretto.rl.reward import RewardRole
 from stretto.tasks.task import Score, TaskSource
 
 FIRST = 7 << 21

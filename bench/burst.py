@@ -26,7 +26,7 @@ from bench.common.networks import write_network
 from bench.common.server import serving
 from stretto.base.paths import checkpoint_folder
 from stretto.model.checkpoint import read_config, read_presets
-from stretto.serve.client import Client, Load, LoadResult, run_load
+from stretto.server.client import Client, Load, LoadResult, run_load
 
 AIM = 2.0
 NO_QUEUE = 1_000_000

@@ -33,7 +33,7 @@ from stretto.api.agent import Endpoint, endpoint
 from stretto.api.serve import ServeOptions
 from stretto.base.track import progress
 from stretto.pictures.enhance import enhance
-from stretto.serve.client import ApiFailure
+from stretto.server.client import ApiFailure
 from stretto.tasks.shapes.fields import EXAMPLE, FIELDS, SYSTEM, fields_of, joined, messages
 
 SUFFIX = "Highly detailed photograph, soft natural light, centered composition, 50mm lens, plain background."

@@ -38,14 +38,14 @@ from stretto.api.search import extract_command
 from stretto.base.config import read_recipe
 from stretto.base.numbers import si
 from stretto.base.paths import remove
+from stretto.flow.launch import SourceTables
+from stretto.flow.plain import run_plainly
 from stretto.learning.recipe import RlRecipe, plan_prompts
 from stretto.model.checkpoint import read_checkpoint
 from stretto.model.parallel import join
 from stretto.optim.schedule import OptimConfig
 from stretto.post.sft import Demonstrations, examples, sft
 from stretto.post.suite import EvalOptions, SuiteConfig, evaluate
-from stretto.rl.launch import SourceTables
-from stretto.rl.plain import run_plainly
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.loop import Job, heal, write_trained
 from stretto.train.recipe import HealRecipe, TrainConfig

@@ -81,8 +81,8 @@ AREAS: Mapping[str, Area] = {
         ("learning/objective.py", "ops/logprob.py"),
         ("learning/test_objective.py", "ops/test_logprob.py", "learning/test_trainer.py"),
     ),
-    "throttle": Area(("rl/controller.py",), ("rl/test_controller.py", "rl/test_driver.py")),
-    "ledger": Area(("rl/ledger.py",), ("rl/test_ledger.py", "rl/test_controller.py", "rl/test_driver.py")),
+    "throttle": Area(("flow/controller.py",), ("flow/test_controller.py", "flow/test_driver.py")),
+    "ledger": Area(("flow/ledger.py",), ("flow/test_ledger.py", "flow/test_controller.py", "flow/test_driver.py")),
     "scheduler": Area(
         ("engine/scheduler.py",), ("engine/test_scheduler.py", "engine/test_engine.py", "engine/test_speculation.py")
     ),

@@ -33,10 +33,10 @@ from stretto.base.paths import CHECKPOINT, checkpoint_folder
 from stretto.base.track import progress
 from stretto.base.trajectory import WeightVersion
 from stretto.data.loader import key_of
+from stretto.flow.plain import run_plainly
 from stretto.learning.metrics import StepReport
 from stretto.learning.recipe import RlRecipe
 from stretto.learning.weights import fetch
-from stretto.rl.plain import run_plainly
 
 RECIPE = Path(__file__).with_suffix(".toml")
 FORCED = "noise, no replay"

@@ -42,9 +42,9 @@ from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, RECIPES, checkpoint_folder, write_json
 from stretto.base.records import LINEAGE_FILE
 from stretto.base.track import progress, read_metrics
+from stretto.flow.launch import SourceTables
 from stretto.learning.recipe import Prompts, RlRecipe, plan_prompts
 from stretto.model.checkpoint import ELASTIC_FILE, STRETTO_FILE
-from stretto.rl.launch import SourceTables
 
 AIM = 3.0
 THEIRS = "TRL"

@@ -36,12 +36,12 @@ import numpy as np
 from bench.common.measure import table, wide_console
 from stretto.base.track import progress
 from stretto.base.trajectory import Segment, Task
+from stretto.flow.agent import AgentRole, GroupFailed
+from stretto.flow.clients import Clients, Generated, GenerateRequest
+from stretto.flow.reward import RewardRole
 from stretto.learning.dialogue import Dialogue
 from stretto.learning.recipe import LOGS, RlRecipe
 from stretto.learning.samples import Sample, log_path, read_logs
-from stretto.rl.agent import AgentRole, GroupFailed
-from stretto.rl.clients import Clients, Generated, GenerateRequest
-from stretto.rl.reward import RewardRole
 from stretto.tasks.task import Problem, Session
 from stretto.tasks.worlds.service import ServiceArgs, ServiceSession, ServiceSource
 from stretto.text.chat import CHATML

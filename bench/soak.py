@@ -30,7 +30,7 @@ from bench.common.server import Server, serving
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
 from stretto.model.checkpoint import read_config
-from stretto.serve.client import ApiFailure, Client
+from stretto.server.client import ApiFailure, Client
 
 LEAVES, WRONG = 0.25, 0.2
 """Shares of visits that leave early and that send a wrong body; the others want their answer."""

@@ -32,10 +32,10 @@ from bench.common.studies import Run, Study
 from bench.common.walks import KIND
 from stretto.base.paths import CHECKPOINT, remove
 from stretto.base.records import read_lineage
+from stretto.flow.launch import SourceTables
 from stretto.learning.recipe import RlRecipe, SourceConfig
 from stretto.model.parallel import join
 from stretto.post.sft import sft
-from stretto.rl.launch import SourceTables
 
 NAMES = ("cat", "owl", "elk")
 """Of the sources; the last has the long answers."""

@@ -37,7 +37,7 @@ from stretto.model.checkpoint import read_config
 from stretto.post.battle import battle
 from stretto.post.panel import PANEL_FILE
 from stretto.post.suite import read_evaluation, suites_of
-from stretto.serve.judge import judge_server
+from stretto.server.judge import judge_server
 from stretto.text.passages import Part, passages
 
 WON, DIVERSE, SKILLED, LENGTH = 0.60, 1.0, 0.98, 0.10

@@ -36,7 +36,7 @@ LATE_IMPORTS = {
     "stretto/api/pictures.py": "diffusers is an extra",
     "stretto/api/rl.py": "optuna takes seconds to import, and only a student that is cut out needs the search",
     "stretto/harness/inspect_entry.py": "every command of inspect_ai loads it, whatever its model is",
-    "stretto/rl/launch.py": "torch is imported where a role lives, not where it is described",
+    "stretto/flow/launch.py": "torch is imported where a role lives, not where it is described",
     "stretto/runtime/local.py": "Ray is an extra",
 }
 

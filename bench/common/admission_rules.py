@@ -10,7 +10,7 @@ Written anew from their descriptions; none of the systems runs here:
 - TitanRL (after MiniMax, 2605.26494): (η + 1)·P slots, freed once the engines have the new weights; oldest first among the
   groups in a window that starts at the oldest one not trained, here P + 1 wide. Its bound is η + 1.
   "At η" has one step's slots less, so that its bound is ours.
-- Ours: `stretto.rl.controller` and `stretto.rl.ledger`, with the default window and with the narrowest.
+- Ours: `stretto.flow.controller` and `stretto.flow.ledger`, with the default window and with the narrowest.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 from stretto.base.trajectory import GroupRef
-from stretto.rl.controller import Limits, default_window
-from stretto.rl.ledger import State as Groups
+from stretto.flow.controller import Limits, default_window
+from stretto.flow.ledger import State as Groups
 
 
 @dataclass(frozen=True, slots=True)

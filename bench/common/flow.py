@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.trajectory import GroupRef, Task
-from stretto.rl.controller import Controller, Handout, Limits, default_window
-from stretto.rl.ledger import Ledger
+from stretto.flow.controller import Controller, Handout, Limits, default_window
+from stretto.flow.ledger import Ledger
 
 
 @dataclass(frozen=True, slots=True)

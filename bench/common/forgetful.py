@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.trajectory import Task
+from stretto.flow import agent
 from stretto.learning.samples import Sample, open_samples, remove_logs
-from stretto.rl import agent
 from stretto.tasks.strings import StringsSource
 
 _seed = agent._seed

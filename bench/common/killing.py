@@ -15,7 +15,7 @@ import numpy as np
 
 from bench.common.run_account import Account, Key, logged
 from stretto.base.errors import UserError
-from stretto.rl.log import read_status
+from stretto.flow.log import read_status
 
 STEPS, PROMPTS, GROUP = 60, 4, 4
 RECIPE = f"""

@@ -13,7 +13,7 @@ from typing import Any
 from stretto.cli.main import main
 from stretto.engine.engine import Engine
 from stretto.engine.request import Event, Request
-from stretto.serve.generate import Backend, Job
+from stretto.server.generate import Backend, Job
 
 _add, _step, _job = Engine.add, Engine.step, Backend.job
 

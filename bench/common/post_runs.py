@@ -1,6 +1,6 @@
 """What one run of a study of post-training does, in one process, from checkpoints to a checkpoint and its scores.
 
-Reinforcement learning and distillation are the synchronous loop that `stretto.rl.plain` defines, by the same trainer and engine;
+Reinforcement learning and distillation are the synchronous loop that `stretto.flow.plain` defines, by the same trainer and engine;
 without agents, leases and token logs, which small runs would mostly wait for. Every run returns plain data: scores by source, and
 what it cost: samples drawn (dropped ones, too), tokens trained on, and FLOPs of sampling, teachers and training together.
 """
@@ -24,6 +24,8 @@ from stretto.base.records import read_lineage
 from stretto.base.trajectory import Group, Outcome, Segment, Task, Trajectory, Verdict
 from stretto.data.loader import key_of
 from stretto.engine.request import Completion, Phases, Request, Sampling
+from stretto.flow.launch import SourceTables
+from stretto.flow.rollout import open_rollout_engine
 from stretto.learning.dialogue import Dialogue
 from stretto.learning.recipe import GROUPS, SUPERVISED, RlRecipe, SourceConfig, plan_prompts
 from stretto.learning.samples import discard, store_group
@@ -33,8 +35,6 @@ from stretto.model.checkpoint import read_checkpoint
 from stretto.model.parallel import Ranks
 from stretto.post.merge import MergeOptions, merge
 from stretto.post.sft import Demonstrations, Example, example, sft
-from stretto.rl.launch import SourceTables
-from stretto.rl.rollout import open_rollout_engine
 from stretto.tasks.task import Answer, Problem, TaskSource
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.loop import Job, finetune

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from stretto.base.trajectory import Trajectory
+from stretto.flow.ledger import Event, read_events
 from stretto.learning.recipe import JOURNAL_FILE, LOGS
 from stretto.learning.samples import load_group, logged_ordinals, read_logs
-from stretto.rl.ledger import Event, read_events
 
 Key = tuple[int, int]
 """Ordinal and sample."""

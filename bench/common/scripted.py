@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from bench.bfcl import filled
-from stretto.serve.server import open_socket
+from stretto.server.server import open_socket
 
 STOP = "###STOP###"
 """What tau2's customer says when he is done: said at once, the agent is never asked."""

@@ -16,7 +16,7 @@ from stretto.api.agent import AgentOptions, Endpoint, run_agent
 from stretto.api.serve import ServeOptions, served_here
 from stretto.base.track import progress
 from stretto.report.transcript import spent
-from stretto.serve.client import Client
+from stretto.server.client import Client
 from stretto.tasks.session import use
 from stretto.tasks.task import Answer, Score, TaskSource
 from stretto.tasks.worlds.search import UNKNOWN, SearchSource

@@ -16,7 +16,7 @@ import httpx
 import uvicorn
 
 from stretto.harness import suites
-from stretto.serve.server import open_socket
+from stretto.server.server import open_socket
 
 
 @dataclass(frozen=True, slots=True)

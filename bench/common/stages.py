@@ -21,14 +21,14 @@ from stretto.base.records import read_lineage
 from stretto.base.track import read_metrics
 from stretto.base.trajectory import Outcome
 from stretto.evals.diversity import vendi
+from stretto.flow.launch import Job, SourceTables
+from stretto.flow.run import run_rl
 from stretto.learning.recipe import RlRecipe
 from stretto.model.checkpoint import read_config
 from stretto.model.parallel import Ranks
 from stretto.model.spec import count
 from stretto.post.sft import sft
 from stretto.post.suite import SAMPLES_FILE, EvalOptions, Sample, SuiteConfig, evaluate
-from stretto.rl.launch import Job, SourceTables
-from stretto.rl.run import run_rl
 from stretto.text.similar import similarity_NN
 
 START = "start"

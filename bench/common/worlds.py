@@ -7,10 +7,10 @@ from pathlib import Path
 
 from stretto.base.paths import CHECKPOINT, remove
 from stretto.base.track import progress
+from stretto.flow.plain import run_plainly
 from stretto.learning.metrics import StepReport
 from stretto.learning.recipe import RlRecipe
 from stretto.post.suite import EvalOptions, Evaluation, SuiteConfig, evaluate
-from stretto.rl.plain import run_plainly
 
 
 def train(recipe: RlRecipe, folder: Path, start: Path, device: str = "cpu") -> Path:

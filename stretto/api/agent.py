@@ -25,7 +25,7 @@ from stretto.base.errors import UserError, nearest
 from stretto.base.track import progress
 from stretto.report.transcript import Call, Ending, Phase, Run, Source, Turn, phase_table, write_transcript
 from stretto.sandbox.isolate import Sandbox
-from stretto.serve.client import ApiFailure, Client
+from stretto.server.client import ApiFailure, Client
 from stretto.tasks.corpus import Corpus, Reader, citations, read_documents, without_citations
 from stretto.tasks.math import as_number
 from stretto.tasks.session import arguments_of, use

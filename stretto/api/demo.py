@@ -36,7 +36,7 @@ from stretto.base.paths import CHECKPOINT, RECIPES, remove, write_json, write_te
 from stretto.base.track import progress
 from stretto.data.demo_text import TEMPLATE, demo_documents, passages
 from stretto.post.pipeline import COMPARISON_FILE, EVALUATED
-from stretto.search.search import Limits, SearchOptions
+from stretto.subnets.search import Limits, SearchOptions
 from stretto.train.recipe import HealRecipe, Recipe
 from stretto.train.run_folder import POST, SAMPLES_FILE, Sample, read_samples
 

@@ -36,8 +36,8 @@ from stretto.evals.scores import Interval
 from stretto.model.parallel import join
 from stretto.post.calibrate import Trust, calibrate
 from stretto.report.page import Cell, Table
-from stretto.serve.judge import judge_server
-from stretto.serve.server import open_socket
+from stretto.server.judge import judge_server
+from stretto.server.server import open_socket
 from stretto.tasks.judge import EndpointConfig, EndpointJudge
 from stretto.tasks.task import Problem
 from stretto.text.passages import Part, Passage, damaged, passages

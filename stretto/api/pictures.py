@@ -31,8 +31,8 @@ from stretto.pictures.enhance import Enhanced, enhance, readable
 from stretto.pictures.renderer import Renderer
 from stretto.pictures.studio import CONVERSATION_FILE, Studio, create_studio
 from stretto.pictures.verify import EndpointVerifier, ShapesVerifier, TextVerifier, Verifiers
-from stretto.serve.client import ApiFailure
-from stretto.serve.server import open_socket
+from stretto.server.client import ApiFailure
+from stretto.server.server import open_socket
 from stretto.tasks.shapes.ledger import Ledger, describe
 
 BACKENDS = ("renderer", "diffusers", "comfy")

@@ -32,11 +32,11 @@ from stretto.base.numbers import duration, listed, short, si
 from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, read_json, write_json
 from stretto.base.records import LINEAGE_FILE, Receipt, read_lineage
 from stretto.base.track import read_metrics
+from stretto.flow.run import MOVED
 from stretto.learning.recipe import LAYOUT, START, RlRecipe
 from stretto.model.checkpoint import known_hash, read_config
 from stretto.model.spec import ModelConfig, count
 from stretto.post.pipeline import MODEL, RECIPE, STAGES, PipelineRecipe, Step, plan
-from stretto.rl.run import MOVED
 from stretto.train.recipe import SftRecipe
 from stretto.train.step import NonFiniteError
 
@@ -180,7 +180,7 @@ def _check_moved(pipeline: Pipeline, distill: Step) -> None:
 
 
 def _moved(pipeline: Pipeline) -> dict[str, float]:
-    """Of each expert that has ended: `stretto.rl.run.Result.moved`."""
+    """Of each expert that has ended: `stretto.flow.run.Result.moved`."""
     done = [step for step in pipeline.steps if step.stage == "experts" and pipeline.is_done(step)]
     found = {step.name: [row.get(MOVED) for row in read_metrics(pipeline.folder / step.name)] for step in done}
     return {name: kls[-1] for name, each in found.items() if (kls := [kl for kl in each if kl is not None])}

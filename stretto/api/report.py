@@ -50,7 +50,7 @@ from stretto.report.evals import comparison_table, read_comparison
 from stretto.report.page import write_page
 from stretto.report.search import Kept, Load
 from stretto.report.training import Curve, ReportData, Size, headline, report_page, size_table
-from stretto.search.latency import LatencyTable
+from stretto.subnets.latency import LatencyTable
 from stretto.train.recipe import (
     ElasticizeRecipe,
     MixtureConfig,

@@ -12,6 +12,8 @@ from rich.markup import escape
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
+from stretto.flow.launch import Job, SourceTables
+from stretto.flow.run import Result, has_begun, run_rl, start_of
 from stretto.learning.algorithms import load_algorithm
 from stretto.learning.recipe import START, DistillConfig, RlRecipe, TeacherConfig
 from stretto.learning.teachers import check_teachers
@@ -21,8 +23,6 @@ from stretto.post.distill import gaps
 from stretto.post.panel import EVALUATES
 from stretto.post.sft import sft
 from stretto.report.rl import report_rl_run
-from stretto.rl.launch import Job, SourceTables
-from stretto.rl.run import Result, has_begun, run_rl, start_of
 from stretto.tasks.registry import source_kind
 
 STUDENT = "student"

@@ -25,9 +25,9 @@ from stretto.model.gguf import write_gguf
 from stretto.model.parallel import Ranks, device_name, join
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, check_subnet, named_subnets, parse_subnet
 from stretto.model.transformer import Context
-from stretto.search.extract import Extracted, verified_extract
-from stretto.search.latency import LatencyTable, check, measure, read_table, usual_workloads, write_table
-from stretto.search.search import Limits, SearchOptions, SearchResult, SearchSpace, search
+from stretto.subnets.extract import Extracted, verified_extract
+from stretto.subnets.latency import LatencyTable, check, measure, read_table, usual_workloads, write_table
+from stretto.subnets.search import Limits, SearchOptions, SearchResult, SearchSpace, search
 from stretto.train.loop import Job, heal, write_trained
 from stretto.train.recipe import HealRecipe
 from stretto.train.run_folder import RunInfo, read_info

@@ -52,12 +52,12 @@ from stretto.model.transformer import Transformer
 from stretto.ops.memory import free_bytes
 from stretto.ops.tuning import ROUGH_WIDTH, fastest_threads, multiplies_bf16, thread_counts
 from stretto.pictures.door import open_door
-from stretto.search.latency import engine_seconds, serving_dtype, usual_workloads
-from stretto.serve.client import PERCENTILES, ApiFailure, Client, Load, LoadResult, run_load
-from stretto.serve.dialects import Piece, Thought
-from stretto.serve.elastic import Least, ServedModel, environment_subnet
-from stretto.serve.messages import Message, Prompts
-from stretto.serve.server import ServeSettings, create_app, make_server, open_socket
+from stretto.server.client import PERCENTILES, ApiFailure, Client, Load, LoadResult, run_load
+from stretto.server.dialects import Piece, Thought
+from stretto.server.elastic import Least, ServedModel, environment_subnet
+from stretto.server.messages import Message, Prompts
+from stretto.server.server import ServeSettings, create_app, make_server, open_socket
+from stretto.subnets.latency import engine_seconds, serving_dtype, usual_workloads
 from stretto.text.chat import tool_form
 
 AUTO = "auto"

@@ -276,7 +276,7 @@ def search(
         healing = read_recipe(heal_recipe or RECIPES / "heal.toml", HealRecipe, settings)
     from stretto.api.data import TextOptions
     from stretto.api.search import parse_limits, search_command
-    from stretto.search.search import SearchOptions
+    from stretto.subnets.search import SearchOptions
 
     limits = parse_limits(max_total, max_active, max_latency_ms)
     options = SearchOptions(seed=seed)
@@ -487,7 +487,7 @@ def _again(command: Any, arguments: Sequence[str]) -> str | None:
 
 def _say_next(run: Path, made: Path) -> None:
     from stretto.model.checkpoint import read_config
-    from stretto.search.search import reachable_limits
+    from stretto.subnets.search import reachable_limits
 
     limits = reachable_limits(read_config(made))
     asked = f"--max-total {limits.max_total} --max-active {limits.max_active}"

@@ -38,8 +38,8 @@ from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.loading import generation_ends, open_engine
 from stretto.engine.request import EngineConfig
 from stretto.model.checkpoint import read_presets
-from stretto.serve.elastic import ServedModel
-from stretto.serve.server import ServeSettings, create_app
+from stretto.server.elastic import ServedModel
+from stretto.server.server import ServeSettings, create_app
 
 MAX_TOKENS = 1024
 """Of an answer where nobody says how long it may be (a task's simulated user inherits no limit): else it may fill the context."""

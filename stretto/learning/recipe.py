@@ -303,7 +303,7 @@ class DistillConfig(Config):
 
 
 class RewardConfig(Config):
-    """What a group's answers earn beside each other, instead of what the task says of each (`stretto.rl.group_reward`):
+    """What a group's answers earn beside each other, instead of what the task says of each (`stretto.flow.group_reward`):
     quality × length × diversity, quality being the task's reward. What is left out does nothing."""
 
     diversity: Similarity | None = None

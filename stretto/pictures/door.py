@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stretto.pictures.enhance import enhance
-from stretto.serve.client import ApiFailure, Client
-from stretto.serve.limits import BODY_TIMEOUT_S, ApiError, announces_json, late_body, while_connected
+from stretto.server.client import ApiFailure, Client
+from stretto.server.limits import BODY_TIMEOUT_S, ApiError, announces_json, late_body, while_connected
 
 PATH: Final = "/api/ernie-5.1/chat"
 _MOST_BYTES = 1 << 16

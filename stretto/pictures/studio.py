@@ -23,8 +23,8 @@ from stretto.base.errors import UserError
 from stretto.base.paths import replacing, write_json
 from stretto.pictures.agent import Dialogue, Reply
 from stretto.pictures.backend import png
-from stretto.serve.limits import ApiError, GoneError, as_api_error, read_json
-from stretto.serve.server import CONTENT_POLICY
+from stretto.server.limits import ApiError, GoneError, as_api_error, read_json
+from stretto.server.server import CONTENT_POLICY
 from stretto.tasks.shapes.ledger import Ledger
 
 CONVERSATION_FILE = "conversation.json"

@@ -16,8 +16,8 @@ from stretto.base.track import progress
 from stretto.evals.battles import COVARIATES, Battles, Duel, Verdicts, controlled, fight
 from stretto.evals.scores import MOST_INFRA
 from stretto.evals.writing import text_measures
+from stretto.flow.launch import SourceTables
 from stretto.post.suite import SAMPLES_FILE, Evaluation, SuiteConfig, read_samples
-from stretto.rl.launch import SourceTables
 from stretto.tasks.judge import JudgedSource, JudgeFailed
 
 

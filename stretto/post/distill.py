@@ -1,6 +1,6 @@
 """Distillation as a stage: who teaches, as a command line says it, and how far each source has come.
 
-The run itself is `stretto.rl.run.run_rl`'s, under this name. Imports no torch.
+The run itself is `stretto.flow.run.run_rl`'s, under this name. Imports no torch.
 """
 
 from __future__ import annotations

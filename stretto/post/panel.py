@@ -14,8 +14,8 @@ from stretto.base.errors import UserError
 from stretto.base.records import LINEAGE_FILE, history, read_lineage
 from stretto.evals.scores import Interval, mean_interval
 from stretto.evals.writing import Overused, Similarity, chapter_measures, group_measures, overused, text_measures
+from stretto.flow.launch import SourceTables
 from stretto.post.suite import SAMPLES_FILE, SuiteConfig, read_samples
-from stretto.rl.launch import SourceTables
 from stretto.tasks.briefs import Constraints
 from stretto.tasks.judge import JudgedSource, JudgeFailed
 

@@ -3,7 +3,7 @@
 The loss is cross-entropy on what the model is to write, the end of its turn included; prompts and tools' answers carry none.
 Rows hold whole examples, which do not see each other. Conversations come from disk by the loader's order; demonstrations are
 made one after the other, in the order of the problems, and are what an agent loop will ask for: the same prompts, the same
-turns (`stretto.rl.agent`).
+turns (`stretto.flow.agent`).
 """
 
 from __future__ import annotations

@@ -46,15 +46,15 @@ from stretto.evals.scores import (
     pass_hat_k,
     resampled,
 )
+from stretto.flow.agent import AgentRole, GroupFailed
+from stretto.flow.clients import Clients, RewardRequest
+from stretto.flow.launch import SourceTables
+from stretto.flow.reward import RewardRole
+from stretto.flow.rollout import EngineRole, open_rollout_engine
 from stretto.learning.dialogue import Dialogue
 from stretto.learning.recipe import RlRecipe, SandboxConfig, SourceConfig
 from stretto.model.checkpoint import read_checkpoint, read_config, weights_hash
 from stretto.model.spec import Counts, Subnet, count
-from stretto.rl.agent import AgentRole, GroupFailed
-from stretto.rl.clients import Clients, RewardRequest
-from stretto.rl.launch import SourceTables
-from stretto.rl.reward import RewardRole
-from stretto.rl.rollout import EngineRole, open_rollout_engine
 from stretto.tasks.math import as_number
 from stretto.tasks.session import schemas
 from stretto.tasks.task import FIRST_REPORTED, Found, Problem, TaskSource

@@ -20,13 +20,13 @@ from stretto.base.numbers import counted, duration, listed, percent, short, si
 from stretto.base.paths import CHECKPOINT, read_json
 from stretto.base.records import git_commit, read_lineage
 from stretto.base.track import read_metrics
+from stretto.flow.log import Span, read_spans
+from stretto.flow.run import MOVED
 from stretto.learning.recipe import JOURNAL_FILE, RECIPE_FILE, RlRecipe
 from stretto.report import style
 from stretto.report.page import Cell, Page, Section, Table, pictured, write_page
 from stretto.report.rl_timeline import timeline, timeline_caption
 from stretto.report.style import BLUE, GREEN, INK, MUTED, ORANGE, PALE, PINK, SAND, SERIES, SKY, Ends, Form, Label
-from stretto.rl.log import Span, read_spans
-from stretto.rl.run import MOVED
 
 _SMOOTH_SHARE = 1 / 15
 """Of a run's steps that one point of a bold curve is the mean of."""

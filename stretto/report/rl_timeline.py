@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from stretto.base.numbers import counted, duration, listed, percent, short
+from stretto.flow.log import Span
 from stretto.report import style
 from stretto.report.style import ABSENT, BLUE, GREEN, HALO, INK, MUTED, ORANGE, PALE, SAND, SERIES, SKY, Label
-from stretto.rl.log import Span
 
 _CLOSE_STEPS = 5
 """Steps of the close-up."""

@@ -16,7 +16,7 @@ from matplotlib.patches import Rectangle
 from stretto.base import numbers
 from stretto.report import style
 from stretto.report.style import ABSENT, BLUE, FAINT, INK, LOAD_COLOURS, MUTED, TEXT_PT, TIME_COLOURS, Label
-from stretto.search.search import Candidate, SearchResult
+from stretto.subnets.search import Candidate, SearchResult
 
 _MAX_OVERLOAD = 3.0
 """Ends of the colour scale of loads: this many times perfect balance, and its inverse."""

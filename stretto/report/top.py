@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.base.numbers import short
-from stretto.rl.log import RoleRow, RunStatus, read_status
+from stretto.flow.log import RoleRow, RunStatus, read_status
 
 REFRESH_S = 1.0
 WIDTH = 80

@@ -27,7 +27,7 @@ from stretto.report.search import (
     search_caption,
 )
 from stretto.report.style import MUTED, Label
-from stretto.search.search import SearchResult, pareto_front
+from stretto.subnets.search import SearchResult, pareto_front
 
 _EDGE_SHARE = 0.15
 """Start of a run that may lie above the frame: the fall from the loss of an untrained network would flatten the rest."""

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from stretto.api.agent import AgentOptions, Desk, Endpoint, run_agent, voted
 from stretto.report.transcript import Ending, Run, Source, write_transcript
-from stretto.serve.client import ApiFailure, Client
+from stretto.server.client import ApiFailure, Client
 from stretto.tasks.corpus import Corpus, Document, Reader
 from tests.api.conftest import Run as Command
 from tests.api.conftest import refused

@@ -15,7 +15,7 @@ from stretto.api.demo import demo_command
 from stretto.base.paths import RECIPES
 from stretto.base.records import history, read_lineage
 from stretto.data.demo_text import demo_documents, passages
-from stretto.search.search import Limits
+from stretto.subnets.search import Limits
 
 STEPS = r"(?m)^(steps|eval_every|snapshot_every|problems|samples) = .*$"
 SMALL = {"num_layers": 5, "hidden_size": 64, "num_experts": 6, "expert_intermediate_size": 16, "vocab_size": 600}

@@ -14,7 +14,7 @@ from stretto.base.config import read_recipe
 from stretto.base.paths import RECIPES
 from stretto.evals.ranker import open_judge
 from stretto.learning.recipe import RlRecipe
-from stretto.serve.judge import judge_server
+from stretto.server.judge import judge_server
 from tests.api.conftest import Run, refused
 from tests.evals.judges import network
 from tests.text.books import books

@@ -9,11 +9,11 @@ import pytest
 from stretto.base.config import read_recipe
 from stretto.base.paths import RECIPES
 from stretto.base.track import read_metrics
+from stretto.flow.launch import SourceTables
 from stretto.learning.recipe import RlRecipe
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
-from stretto.rl.launch import SourceTables
 from tests.api.conftest import Run, refused
-from tests.rl.agents import MODEL, tokenizer
+from tests.flow.agents import MODEL, tokenizer
 
 SMALL = [
     f"--set={setting}"

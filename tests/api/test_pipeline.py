@@ -19,8 +19,8 @@ from stretto.base.paths import checkpoint_folder
 from stretto.base.records import read_lineage
 from stretto.post.pipeline import PipelineRecipe, plan
 from tests.api.conftest import Run
+from tests.flow.policies import checkpoint as small_checkpoint
 from tests.post.test_pipeline import PARTS, SOURCE, START
-from tests.rl.policies import checkpoint as small_checkpoint
 
 
 @pytest.fixture

@@ -18,12 +18,12 @@ from stretto.base.paths import RECIPES
 from stretto.base.track import read_metrics
 from stretto.engine.loading import open_engine
 from stretto.engine.request import EngineConfig
+from stretto.flow.launch import Job
+from stretto.flow.ledger import read_events
+from stretto.flow.log import read_status
+from stretto.flow.run import run_rl
 from stretto.learning.recipe import JOURNAL_FILE, RlRecipe
 from stretto.model.checkpoint import read_checkpoint
-from stretto.rl.launch import Job
-from stretto.rl.ledger import read_events
-from stretto.rl.log import read_status
-from stretto.rl.run import run_rl
 from tests.api.conftest import Run, refused
 from tests.api.rl_recipes import PROMPTS, STEPS
 

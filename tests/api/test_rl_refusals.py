@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from stretto.flow.ledger import read_events
 from stretto.learning.recipe import JOURNAL_FILE
-from stretto.rl.ledger import read_events
 from tests.api.conftest import Run, refused
 from tests.api.rl_recipes import OWN, TINY
 

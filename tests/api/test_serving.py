@@ -28,13 +28,13 @@ from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.harness.suites import SERVING
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.spec import Subnet, SubnetChoice
-from stretto.serve.elastic import Least, ServedModel
-from stretto.serve.messages import Message, Prompts
-from stretto.serve.server import ServeSettings
+from stretto.server.elastic import Least, ServedModel
+from stretto.server.messages import Message, Prompts
+from stretto.server.server import ServeSettings
 from stretto.text.chat import CHATML, render
 from tests.api.conftest import PRESETS, SERVED, Result, Run, refused
 from tests.engine.engines import network
-from tests.serve.live import live
+from tests.server.live import live
 
 LONGEST = 100
 """Tokens of a stream long enough to be open when the signal comes."""

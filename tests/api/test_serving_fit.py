@@ -18,7 +18,7 @@ from stretto.engine.request import EngineConfig
 from stretto.model.spec import Subnet, count, extracted_config
 from stretto.ops.native import Library
 from stretto.ops.tuning import threads_kept
-from stretto.search.search import (
+from stretto.subnets.search import (
     Candidate,
     Correlations,
     Limits,

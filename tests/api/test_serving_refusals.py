@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stretto.harness.suites import SERVING
-from stretto.serve.server import open_socket
+from stretto.server.server import open_socket
 from tests.api.conftest import Run, refused
 
 

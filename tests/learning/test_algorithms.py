@@ -21,7 +21,7 @@ from stretto.learning.algorithms import (
     token_weights,
     unroll,
 )
-from tests.rl.samples import group, trajectory
+from tests.flow.samples import group, trajectory
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "recipes" / "examples"
 

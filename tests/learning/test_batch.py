@@ -15,7 +15,7 @@ from stretto.base.trajectory import Group, Trajectory
 from stretto.data.pack import IGNORED, PADDING
 from stretto.learning.algorithms import Streams, TokenCredit, give_credit, unroll
 from stretto.learning.batch import Batch, by_sample, credited, pack
-from tests.rl.samples import equal, group, trajectory
+from tests.flow.samples import equal, group, trajectory
 
 ROUTES = (3, 2, 8)
 

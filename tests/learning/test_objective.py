@@ -24,7 +24,7 @@ from stretto.learning.objective import (
     tis_weights,
 )
 from stretto.learning.recipe import PRESETS, LossConfig
-from tests.rl.samples import VOCAB, group
+from tests.flow.samples import VOCAB, group
 
 V = 7
 

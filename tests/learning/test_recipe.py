@@ -20,7 +20,7 @@ from stretto.learning.recipe import (
     plan_prompts,
 )
 from stretto.optim.schedule import OptimConfig
-from tests.rl.policies import recipe
+from tests.flow.policies import recipe
 
 RECIPE = RlRecipe(
     sources={"many": SourceConfig(kind="gym", weight=3.0), "few": SourceConfig(kind="math")},

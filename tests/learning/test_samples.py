@@ -35,7 +35,7 @@ from stretto.learning.samples import (
     store_group,
     unpack_routes,
 )
-from tests.rl.samples import equal, group
+from tests.flow.samples import equal, group
 
 TASK = Task(ordinal=3, source="toy", item=7, group=2, seed=5, max_tokens=99)
 VERDICT = Verdict(0.5, Outcome.WRONG, 0.25, 0.125, "near", {"form": 0.5})

@@ -34,13 +34,13 @@ from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.parallel import join
 from stretto.model.transformer import Context
 from stretto.ops.matmul import PLAIN
-from stretto.serve.elastic import ServedModel
-from stretto.serve.server import ServeSettings
+from stretto.server.elastic import ServedModel
+from stretto.server.server import ServeSettings
 from stretto.text.tokenizer import load_tokenizer, train_tokenizer
-from tests.rl.agents import tokenizer
-from tests.rl.lessons import taught, two_sources
-from tests.rl.policies import checkpoint, network
-from tests.serve.live import live
+from tests.flow.agents import tokenizer
+from tests.flow.lessons import taught, two_sources
+from tests.flow.policies import checkpoint, network
+from tests.server.live import live
 
 SAME = 2e-6
 """Of a gradient's largest entry, what another order of summation may make: a few dozen fp32 roundings of 6e-8."""

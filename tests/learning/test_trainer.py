@@ -31,7 +31,7 @@ from stretto.model.spec import ModelConfig
 from stretto.model.transformer import MoeLayer, Replay, Transformer, build
 from stretto.ops.matmul import PLAIN, Arithmetic
 from stretto.train.step import NonFiniteError, StepResult, optimisation_step
-from tests.rl.policies import SHAPE, checkpoint, groups, network, recipe
+from tests.flow.policies import SHAPE, checkpoint, groups, network, recipe
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ import torch
 from stretto.base.errors import UserError
 from stretto.learning.trainer import TrainerRole
 from stretto.model.parallel import Ranks, join
+from tests.flow.policies import checkpoint, recipe
 from tests.learning.test_trainer import refs_of
-from tests.rl.policies import checkpoint, recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 SAME = 1e-6

@@ -18,8 +18,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from stretto.pictures import door
 from stretto.pictures.door import PATH, Door, open_door
-from stretto.serve.limits import GoneError
-from stretto.serve.server import ServeSettings, key_holders
+from stretto.server.limits import GoneError
+from stretto.server.server import ServeSettings, key_holders
 from stretto.tasks.shapes.fields import EXAMPLE
 from stretto.tasks.shapes.ledger import read, unkept
 

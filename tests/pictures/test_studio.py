@@ -18,7 +18,7 @@ from stretto.pictures.agent import PaintOptions, respond
 from stretto.pictures.renderer import Renderer
 from stretto.pictures.studio import Studio, create_studio
 from stretto.pictures.verify import ShapesVerifier
-from stretto.serve.server import open_socket
+from stretto.server.server import open_socket
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)

@@ -15,12 +15,12 @@ from bench.sync_equality import checksum, recipe, start_of, whole_run
 from stretto.base.config import read_recipe, validate
 from stretto.base.paths import CHECKPOINT, RECIPES
 from stretto.base.records import Receipt, new_lineage
+from stretto.flow.launch import Job
+from stretto.flow.plain import run_plainly
+from stretto.flow.run import run_rl
 from stretto.learning.recipe import DistillConfig, RlRecipe
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.post.distill import STAGE, gaps, parent_settings, teacher_settings
-from stretto.rl.launch import Job
-from stretto.rl.plain import run_plainly
-from stretto.rl.run import run_rl
 
 STEPS = 9
 

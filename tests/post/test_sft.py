@@ -17,6 +17,11 @@ import torch
 
 from stretto.base.errors import UserError
 from stretto.data.pack import IGNORED
+from stretto.flow.agent import AgentRole
+from stretto.flow.clients import Clients
+from stretto.flow.plain import run_synchronously
+from stretto.flow.reward import RewardRole
+from stretto.flow.rollout import EngineRole, open_rollout_engine
 from stretto.learning.dialogue import Dialogue
 from stretto.learning.recipe import SUPERVISED, Prompts, RlRecipe, SourceConfig, StartConfig, plan_prompts
 from stretto.learning.trainer import TrainerRole
@@ -25,16 +30,11 @@ from stretto.model.checkpoint import read_checkpoint
 from stretto.model.parallel import join
 from stretto.model.transformer import initial_state
 from stretto.post.sft import Example, example, examples, fill_rows, learn_tokenizer, micro_batches, sft
-from stretto.rl.agent import AgentRole
-from stretto.rl.clients import Clients
-from stretto.rl.plain import run_synchronously
-from stretto.rl.reward import RewardRole
-from stretto.rl.rollout import EngineRole, open_rollout_engine
 from stretto.tasks.registry import open_source
 from stretto.tasks.session import recorded, schemas
 from stretto.tasks.task import Problem, TaskSource
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
-from tests.rl import agents
+from tests.flow import agents
 from tests.tasks.counting import Counters, calling
 
 

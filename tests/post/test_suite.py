@@ -37,7 +37,7 @@ from stretto.post.suite import (
 )
 from stretto.tasks.registry import open_source
 from tests.engine.engines import CONFIG, network
-from tests.rl.agents import tokenizer
+from tests.flow.agents import tokenizer
 
 OWN = '''
 from stretto.base.config import Config

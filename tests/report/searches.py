@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stretto.model.spec import Subnet
-from stretto.search.search import (
+from stretto.subnets.search import (
     Candidate,
     Correlations,
     Limits,

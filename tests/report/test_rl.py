@@ -10,6 +10,7 @@ import pytest
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.paths import RECIPES, write_json, write_text
+from stretto.flow.log import Span, Trace
 from stretto.learning.recipe import JOURNAL_FILE, RECIPE_FILE, RlRecipe
 from stretto.report.page import Section, render, write_page
 from stretto.report.rl import (
@@ -26,7 +27,6 @@ from stretto.report.rl import (
     summary,
 )
 from stretto.report.rl_timeline import covered, timeline, without_gaps
-from stretto.rl.log import Span, Trace
 
 STEPS = 12
 SOURCES = ("backward", "sums")

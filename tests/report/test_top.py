@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from stretto.base.errors import UserError
+from stretto.flow.log import RoleRow, RunStatus, read_status, write_status
 from stretto.report.top import SHOWN, picture, sparkline
-from stretto.rl.log import RoleRow, RunStatus, read_status, write_status
 
 STATUS = RunStatus(
     updated_s=1000.0,

@@ -1,0 +1,212 @@
+"""An engine as a role: agents sample from it, the trainer's weights are activated in it while requests go on."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stretto.base.errors import InfraError
+from stretto.base.trajectory import Segment, WeightVersion
+from stretto.engine.async_engine import AsyncEngine, Closed, EngineFailed
+from stretto.engine.engine import Engine
+from stretto.engine.loading import open_engine
+from stretto.engine.request import Completion, EngineConfig, EngineStats, Phases, QueueFull, Request, Sampling
+from stretto.flow.clients import Forgotten, Generated, GenerateRequest, Unavailable
+from stretto.learning.recipe import RlRecipe
+from stretto.learning.weights import fetch
+from stretto.model.spec import Subnet
+
+_PROMPT_TOKENS = {"cpu": 1024, "cuda": 8192}
+"""Of a step: a GPU takes as long for a few."""
+_KEPT_TOKENS = 1 << 24
+"""Of all samples that an engine may be asked to go on with: 64 MiB."""
+
+
+def open_rollout_engine(recipe: RlRecipe, start: Path, device: str) -> Engine:
+    """An engine of the network at ``start``; its weights are the checkpoint's until a version is activated.
+
+    What it draws for a request is a function of weights, prompt and seed, to the bit, wherever there are operators for
+    that: on a CPU the compiled kernels, elsewhere batch-invariant ones. So a run without staleness repeats itself.
+    """
+    rollout, precision = recipe.rollout, recipe.precision
+    torch.set_num_threads(rollout.threads)
+    prompt_tokens = _PROMPT_TOKENS["cpu" if torch.device(device).type == "cpu" else "cuda"]
+    config = EngineConfig(
+        cache_bytes=rollout.cache_bytes,
+        max_batch=rollout.max_batch,
+        max_step_tokens=max(prompt_tokens, rollout.max_batch),
+        precision=precision.rollout,
+        batch_invariant=precision.batch_invariant,
+        page_size=rollout.page_size,
+    )
+    # without a word an engine on a GPU takes bf16
+    dtype = torch.float32 if precision.rollout == "fp32" else None
+    routes = recipe.replay == "r3"
+    engine = open_engine(start, config, device=device, dtype=dtype, with_tokenizer=False, routes=routes).engine
+    engine.weight_version = -1  # it has not been told the run's weights yet
+    return engine
+
+
+class EngineRole:
+    """One engine in a thread of its own, behind async methods. What it samples under carries the version's number."""
+
+    def __init__(
+        self,
+        open_engine: Callable[[], Engine],
+        fetch: Callable[[WeightVersion], Mapping[str, Tensor]] = fetch,
+        *,
+        name: str = "engine",
+        waits: bool = False,
+        subnet: Subnet | None = None,
+    ):
+        """``open_engine`` is called once, here; its engine must keep routes if they will be asked for. ``waits``: sample nothing
+        before the first `activate`, as one that is restarted opens with weights that are too old. ``subnet``: which part of
+        the network samples; None: all."""
+        self.name, self._fetch = name, fetch
+        engine = open_engine()
+        self._phases, self._page_size = Phases(subnet or engine.model.config.full()), engine.config.page_size
+        self.version = engine.weight_version
+        """Of the weights that serve."""
+        self._service = AsyncEngine(engine).start()
+        self._numbers = itertools.count()
+        self._is_ready = asyncio.Event()
+        if not waits:
+            self._is_ready.set()
+        self._activating = asyncio.Lock()
+        self._prefills: dict[bytes, asyncio.Event] = {}
+        self._kept: dict[str, np.ndarray] = {}
+        """Tokens int32 of requests that may be gone on with, by id, the last used last."""
+        self._num_kept = 0
+
+    async def generate(self, request: GenerateRequest) -> Generated:
+        """Sample at most ``max_tokens`` after ``tokens``. Cancelled or out of time, it leaves nothing in the engine.
+
+        Raises:
+            Forgotten: there are no such tokens as are to be kept already.
+            Unavailable: the engine is dead.
+            InfraError: it is full, out of time, or its output is no number.
+            UserError: the request is impossible for this network.
+        """
+        try:
+            async with asyncio.timeout(request.deadline_s) as deadline:
+                await self._is_ready.wait()
+                return await self._generate(request)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise InfraError(f"{self.name}: request {request.id}: not done within {request.deadline_s:g} s") from error
+        except (EngineFailed, Closed) as error:
+            raise Unavailable(f"{self.name}: {error}") from error
+        except QueueFull as error:
+            raise InfraError(f"{self.name}: {error}") from error
+
+    async def activate(self, version: WeightVersion) -> None:
+        """Serve ``version`` from the next step on; requests in flight go on under it. Older ones are ignored.
+
+        Raises:
+            UserError: it cannot be had, or has tensors of another network; the old weights serve on.
+            InfraError: the engine is dead.
+        """
+        async with self._activating:
+            if version.number > self.version:
+                state = await asyncio.to_thread(self._fetch, version)
+                try:
+                    await self._service.call(lambda engine: engine.load_weights(version.number, state))
+                except EngineFailed as error:
+                    raise InfraError(f"{self.name}: {error}") from error
+                self.version = version.number
+            self._is_ready.set()
+
+    async def stats(self) -> EngineStats:
+        """Raises InfraError: the engine is dead."""
+        try:
+            return await self._service.stats()
+        except EngineFailed as error:
+            raise InfraError(f"{self.name}: {error}") from error
+
+    async def failure(self) -> str:
+        """Why the engine is dead, so that this role must be started again; empty while it lives."""
+        return "" if self._service.error is None else str(self._service.error)
+
+    def close(self) -> None:
+        """Stop; what is in flight fails with `InfraError`."""
+        self._service.close()
+
+    def _whole(self, request: GenerateRequest) -> np.ndarray:
+        """All tokens that the request goes on from."""
+        if not request.num_kept:
+            return request.tokens
+        kept = self._kept.get(request.id, request.tokens[:0])
+        if len(kept) < request.num_kept:  # there may be more than the agent ever heard of
+            raise Forgotten(f"{self.name}: request {request.id}: {len(kept)} of {request.num_kept} tokens are here")
+        return np.concatenate([kept[: request.num_kept], request.tokens])
+
+    def _keep(self, id: str, tokens: np.ndarray) -> None:
+        """Of the longest unused ones nothing, where they are too many."""
+        self._num_kept += len(tokens) - len(self._kept.pop(id, ()))
+        self._kept[id] = tokens
+        while self._num_kept > _KEPT_TOKENS:
+            self._num_kept -= len(self._kept.pop(next(iter(self._kept))))
+
+    async def _generate(self, request: GenerateRequest) -> Generated:
+        tokens = self._whole(request)
+        key = tokens.tobytes()
+        # A group's samples ask for their prompt at the same moment: one computes it, the others wait for its pages.
+        if leader := self._prefills.get(key):
+            await leader.wait()
+        is_computed = asyncio.Event()
+        is_long = len(tokens) > self._page_size
+        is_leader = is_long and self._prefills.setdefault(key, is_computed) is is_computed
+        sampling = Sampling(
+            temperature=request.temperature,
+            seed=request.seed,
+            max_tokens=request.max_tokens,
+            stop_ids=request.stop_ids,
+            ignore_eos=True,
+        )
+        name = f"{request.id}#{next(self._numbers)}"  # one that is being given up may still have the other name
+        asked = Request(name, tuple(tokens.tolist()), sampling, self._phases, request.want_routes)
+        started_s = time.time()
+        try:
+            async with self._service.submit(asked) as stream:
+                async for event in stream:
+                    is_computed.set()
+                    if isinstance(event, Completion):
+                        done = _generated(event, request, started_s)
+                        self._keep(request.id, np.concatenate([tokens, done.segment.tokens]))
+                        return done
+            raise AssertionError(f"{name}: the stream ended without a completion")
+        finally:
+            is_computed.set()
+            if is_leader:
+                del self._prefills[key]
+
+
+def _generated(done: Completion, request: GenerateRequest, started_s: float) -> Generated:
+    if done.finish_reason not in ("stop", "length"):
+        raise InfraError(f"request {request.id}: {done.error or 'given up by the engine'}")
+    usage = done.usage
+    return Generated(
+        segment=Segment(
+            np.array(done.tokens, np.int32),
+            True,
+            done.logprobs,
+            done.versions.astype(np.int32),
+            started_s,
+            finished_s=time.time(),
+        ),
+        # the rest need not travel, nor be kept alive
+        routes=None if done.routes is None else done.routes[request.routes_from :].copy(),
+        finish_reason="stop" if done.finish_reason == "stop" else "length",
+        cached_tokens=usage.cached_tokens,
+        computed_tokens=usage.prompt_tokens - usage.cached_tokens,
+        num_preemptions=usage.num_preemptions,
+        queued_s=usage.queued_s,
+    )

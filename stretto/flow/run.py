@@ -1,0 +1,206 @@
+"""A reinforcement-learning run, start to end, in a folder that outlives it: claimed, taken up or begun, swept.
+
+The main path: `run_rl` → `_attempt` → `stretto.flow.driver.Driver` → the roles. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from stretto.base.config import check_unchanged
+from stretto.base.errors import UserError
+from stretto.base.paths import CHECKPOINT, claimed, read_json, remove, write_json
+from stretto.base.track import read_metrics
+from stretto.flow.controller import Controller, Limits, default_window
+from stretto.flow.driver import Driver
+from stretto.flow.launch import (
+    CALL_SLACK_S,
+    Job,
+    Roles,
+    SourceTables,
+    TrainerLost,
+    check_sources,
+    make_factories,
+    start_roles,
+)
+from stretto.flow.ledger import Ledger
+from stretto.flow.log import Advance, Logbook, Say, Trace, write_trace
+from stretto.learning.recipe import (
+    GROUPS,
+    JOURNAL_FILE,
+    LAYOUT,
+    LOGS,
+    OLD_JOURNAL_FILE,
+    RECIPE_FILE,
+    SNAPSHOTS,
+    START_FILE,
+    WEIGHTS,
+    Prompts,
+    RlRecipe,
+)
+from stretto.learning.samples import SUFFIX, discard, logged_ordinals, remove_logs
+from stretto.runtime.local import open_runtime
+from stretto.runtime.runtime import RoleDied, RuntimeFailure
+from stretto.text.tokenizer import load_tokenizer
+
+MOVED = "eval/kl_start"
+"""Metric: `Result.moved`."""
+_WRITE_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a finished run hands on."""
+
+    checkpoint: Path
+    first_reward: float
+    """Mean held-out reward before the first step."""
+    last_reward: float
+    moved: float
+    """KL to the start, nats a token of the last held-out samples."""
+
+
+def run_rl(job: Job, advance: Advance, say: Say) -> Result:
+    """Run ``job`` from its start, or where it was left, to its end.
+    Raises UserError: a task that fails its own check, a resume that does not fit, or a run that cannot go on."""
+    gc.freeze()  # the collector would look through all modules again and again, for a tenth of the loop's time
+    try:
+        return asyncio.run(_run(job, advance, say))
+    finally:
+        gc.unfreeze()
+
+
+async def _run(job: Job, advance: Advance, say: Say) -> Result:
+    """As many attempts as it takes: each ends with the run, or with the death of its trainer."""
+    recipe, folder = job.recipe, job.folder
+    tables, tokenizer = SourceTables(dict(recipe.sources), recipe.sandbox), load_tokenizer(job.start)
+    prompts, at_once = await asyncio.to_thread(check_sources, recipe, tables, tokenizer, say)
+    factories = make_factories(job, tables, tokenizer)
+    num_attempts = 0
+    with claimed(folder):
+        async with await open_runtime(recipe.runtime.kind, recipe.runtime.address) as runtime:
+            resumes = take_up(recipe, folder, job.resume)
+            with Trace(folder) as trace:
+                log = Logbook(job, prompts, trace, advance, say)
+                while True:
+                    num_attempts += 1
+                    try:
+                        async with start_roles(runtime, factories, recipe, at_once) as roles:
+                            await _attempt(job, roles, prompts, trace, log, resumes)
+                        break
+                    except (TrainerLost, RoleDied) as lost:  # the latter: before everybody had come
+                        if num_attempts > recipe.failures.restarts:
+                            raise UserError(
+                                f"{lost}; failures.restarts: {num_attempts} attempts were lost; continue with --resume"
+                            ) from lost
+                        say(f"{lost}; going on from the last snapshot")
+                        for handle in reversed(runtime.handles()):
+                            with suppress(RuntimeFailure):  # dead already
+                                await runtime.kill(handle, hard=True)
+                        resumes = (folder / JOURNAL_FILE).exists()
+    for name in (GROUPS, LOGS):  # no step will be made again, and what was in flight is cancelled
+        remove(folder / name)
+    write_trace(folder)
+    rows = read_metrics(folder)
+    held_out = [row["eval/reward"] for row in rows if "eval/reward" in row]
+    return Result(folder / CHECKPOINT, held_out[0], held_out[-1], [row[MOVED] for row in rows if MOVED in row][-1])
+
+
+async def _attempt(job: Job, roles: Roles, prompts: Prompts, trace: Trace, log: Logbook, resumes: bool) -> None:
+    """From the last snapshot, or the start, to the recipe's last step; ends with a checkpoint."""
+    recipe, journal = job.recipe, job.folder / JOURNAL_FILE
+    cut = await roles.call_trainer("resume", deadline_s=_WRITE_S) if resumes else None
+    # of a resumed run the trainer has found it to be the same, but it may have moved
+    write_json(job.folder / START_FILE, {"checkpoint": str(job.start.resolve())})
+    ledger = Ledger.resume(journal, cut) if resumes else Ledger.start(journal)
+    try:
+        if resumes:
+            await asyncio.to_thread(sweep, job.folder, ledger)
+        controller = Controller(_limits(recipe), prompts.task, ledger)
+        await roles.call_trainer("copy_weights")
+        weights = await roles.call_trainer("publish")
+        async with log.attempt(roles, controller, is_first=not resumes):
+            async with Driver(recipe, roles, controller, weights, trace, log.stepped).at_work() as driver:
+                if controller.version == 0:
+                    await log.evaluate(0)
+                await driver.run()
+                held_out = await log.evaluate(controller.version)
+                moved = await roles.call_trainer("moved", held_out, deadline_s=_WRITE_S)
+                log.tell(controller.version, MOVED, moved)
+                await roles.call_trainer("write", job.folder / CHECKPOINT, deadline_s=_WRITE_S)
+            controller.finish()
+    finally:
+        ledger.close()
+
+
+def _limits(recipe: RlRecipe) -> Limits:
+    rollout, train = recipe.rollout, recipe.train
+    # Slow tools and verifiers hold groups up outside of the engines: then none of them may wait for its turn.
+    is_fast = rollout.max_turns == 1 and not SourceTables(recipe.sources, recipe.sandbox).are_slow
+    capacity = max(1, rollout.engines * rollout.max_batch // rollout.group) if is_fast else None
+    return Limits(
+        prompts=train.prompts,
+        staleness=recipe.staleness,
+        window=recipe.window or default_window(train.prompts, recipe.staleness, capacity),
+        drop_uniform=recipe.loss.drop_uniform,
+        lease_s=recipe.failures.lease_s + 2 * CALL_SLACK_S,  # an agent keeps its lease itself, and says how far it came
+        max_attempts=recipe.failures.max_attempts,
+        num_steps=train.steps,
+    )
+
+
+def has_begun(folder: Path, resume: bool) -> bool:
+    """Whether there is a run to go on with: one that was killed before its first group has nothing.
+    Raises UserError: there is, and nobody said ``resume``; or an older version began it."""
+    if (folder / OLD_JOURNAL_FILE).exists():
+        raise UserError(
+            f"{folder / OLD_JOURNAL_FILE}: written by an older version; end that run with it, or choose another folder with --out"
+        )
+    has_run = (folder / JOURNAL_FILE).exists() or any((folder / SNAPSHOTS).glob("step-*"))
+    if has_run and not resume:
+        raise UserError(
+            f"{folder}: holds a run already; continue it with --resume, or choose another folder with --out"
+        )
+    return has_run
+
+
+def take_up(recipe: RlRecipe, folder: Path, resume: bool) -> bool:
+    """Write ``recipe`` down; whether there is a run to go on with.
+    Raises UserError: ``resume`` and the run has another recipe; or not, and there is a run."""
+    has_run, path, new = has_begun(folder, resume), folder / RECIPE_FILE, recipe.model_dump(mode="json")
+    if has_run:
+        check_unchanged(read_json(path), new, folder, LAYOUT)
+    write_json(path, new)
+    return has_run
+
+
+def start_of(folder: Path) -> Path | None:
+    """The checkpoint that the run in ``folder`` began with; None where it does not say.
+    Raises UserError: the checkpoint is not there any more."""
+    path = folder / START_FILE
+    if not path.exists():
+        return None
+    start = Path(read_json(path)["checkpoint"])
+    if not (start / "config.json").is_file():
+        raise UserError(
+            f"{start}: config.json: no such file, and {folder} began with it; say with --model where it is now"
+        )
+    return start
+
+
+def sweep(folder: Path, ledger: Ledger) -> None:
+    """Delete what kills have left behind: half-written files, groups that nobody will train on, logs of those that ended. No
+    role may be at work any more."""
+    for place in (folder, folder / GROUPS, folder / WEIGHTS):
+        for partial in place.glob(".*.partial*"):
+            remove(partial)
+    needed = {Path(location).name for location in ledger.kept_locations()}
+    discard(path for path in (folder / GROUPS).glob(f"group-*{SUFFIX}") if path.name not in needed)
+    unfinished = {entry.ordinal for entry in ledger.state.alive.values() if entry.ref is None}
+    for ordinal in logged_ordinals(folder / LOGS):
+        if ordinal not in unfinished:
+            remove_logs(folder / LOGS, ordinal)

@@ -1,0 +1,335 @@
+"""/v1/chat/completions, its short form /api/ernie-5.1/chat, and /v1/completions: choices, whole or in chunks, then the usage."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate, chain, zip_longest
+from typing import Any, Literal
+
+from pydantic import Field
+
+from stretto.engine.request import Completion, TokenEvent, TopLogprob
+from stretto.server.dialects import Call, Piece, Thought, read_answer
+from stretto.server.elastic import Elastic, Rung
+from stretto.server.generate import MAX_CHOICES, Answer, Backend, Generation, Job, Sampled, finite, is_cut, sse
+from stretto.server.limits import ApiError, parse_body
+from stretto.server.messages import (
+    Body,
+    FieldError,
+    Message,
+    ResponseFormat,
+    Tool,
+    ToolChoice,
+    tool_use,
+)
+
+
+class ChunkedAnswer(Answer):
+    """An answer of OpenAI's older two forms: choices, whole or in chunks, then the usage."""
+
+    kind: str
+    """The ``object`` of whole answers."""
+    chunk_kind: str
+
+    def __init__(self, backend: Backend, job: Job, only_prompt: bool = False) -> None:
+        super().__init__(backend, job)
+        self._only_prompt = only_prompt  # max_tokens of 0: the one token the engine must sample is left out
+        self._head = {"id": job.id, "object": self.chunk_kind, "created": job.created, "model": job.model}
+
+    def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
+        choices = [
+            {"index": index, **self._choice(index, completion), **self._token_fields(completion)}
+            for index, completion in enumerate(done)
+        ]
+        return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage(done)}
+
+    @abstractmethod
+    def _choice(self, index: int, done: Completion) -> dict[str, Any]:
+        """A choice of an answer that is not streamed."""
+
+    def finish(self) -> Iterator[bytes]:
+        if self.job.body.stream_options.include_usage:
+            yield sse(self._head | {"choices": [], "usage": self._usage(self._done)})
+        yield b"data: [DONE]\n\n"
+
+    def fail(self, error: ApiError) -> bytes:
+        return sse(error.body())
+
+    def _chunk(self, index: int, content: dict[str, Any], logprobs: Any = None, **extra: Any) -> bytes:
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": None} | extra
+        chunk = self._head | {"choices": [choice]}
+        return sse(chunk | {"usage": None} if self.job.body.stream_options.include_usage else chunk)
+
+    def _last_chunk(self, index: int, content: dict[str, Any], done: Completion, **extra: Any) -> bytes:
+        """With `_token_fields` but the ids, each of which came with its own chunk."""
+        fields = {"finish_reason": done.finish_reason, **self._token_fields(done), **extra}
+        fields.pop("token_ids", None)
+        return self._chunk(index, content, **fields)
+
+    def _usage(self, done: Sequence[Completion]) -> dict[str, Any]:
+        """OpenAI's usage, summed over the choices, and what the elastic network spent (``elastic``)."""
+        uses = [completion.usage for completion in done]
+        num_output = 0 if self._only_prompt else sum(use.output_tokens for use in uses)
+        num_prompt = sum(len(request.prompt) for request in self.job.requests)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached(done)},
+            "elastic": self._elastic_usage(uses),
+        }
+
+    def _num_cached(self, done: Sequence[Completion]) -> int:
+        """Prompt tokens found in the cache, each prompt once, as it counts in ``prompt_tokens``: what the choice that
+        found least had not to compute, since the others found what that one had computed."""
+        least: dict[str, int] = {}
+        for each in done:
+            least[each.request_id] = min(least.get(each.request_id, each.usage.cached_tokens), each.usage.cached_tokens)
+        return sum(least.values())
+
+
+class ShortChatBody(Body):
+    """POST /api/ernie-5.1/chat."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    elastic: Elastic | None = None
+
+
+class ChatBody(ShortChatBody, Generation):
+    """POST /v1/chat/completions."""
+
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template, ``{"enable_thinking": false}`` say."""
+    modalities: list[Literal["text"]] | None = None
+    store: Literal[False] = False
+
+
+def read_chat(backend: Backend, tree: Any, rung: Rung) -> Answer:
+    return ChatAnswer(backend, chat_job(backend, parse_body(ChatBody, tree), rung))
+
+
+def read_short_chat(backend: Backend, tree: Any, rung: Rung) -> Answer:
+    body = parse_body(ShortChatBody, tree)
+    fields = {name: getattr(body, name) for name in body.model_fields_set}
+    return ShortAnswer(backend, chat_job(backend, ChatBody.model_construct(**fields), rung))
+
+
+def chat_job(backend: Backend, body: ChatBody, rung: Rung, prefix: str = "chatcmpl") -> Job:
+    """The engine request of a conversation. Raises `ApiError` or `UserError` for what cannot be done."""
+    use, prompts = tool_use(body.tools, body.tool_choice), backend.prompts
+    rendered = prompts.chat(body.messages, use.offered, variables=body.chat_template_kwargs)
+    ids = backend.check_ids(rendered, "messages")
+    # A grammar of the client's own is about all of the text, reasoning included.
+    reads_thoughts = body.regex is None and body.grammar is None
+    is_thinking = reads_thoughts and prompts.thinks(ids)
+    schemas = use.schemas() if use.offered else None
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+        raise FieldError("max_tokens", "contradicts max_completion_tokens; give one of them")
+    if body.top_logprobs and not body.logprobs:
+        raise FieldError("top_logprobs", "needs logprobs=true")
+    return backend.job(
+        prefix,
+        body,
+        rung,
+        [ids],
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        logprobs=body.logprobs,
+        turn_ends=prompts.turn_ends,
+        shape=prompts.grammar(use, body.response_format, body.parallel_tool_calls, is_thinking),
+        reader=partial(prompts.reader, schemas, reads_thoughts, is_thinking, None if body.parallel_tool_calls else 1),
+        visible_ids=prompts.visible_ids,
+        top_logprobs=body.top_logprobs or 0,
+    )
+
+
+class ChatAnswer(ChunkedAnswer):
+    """Writes a chat completion."""
+
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, backend: Backend, job: Job) -> None:
+        super().__init__(backend, job)
+        self._num_calls = [0] * job.num_choices
+
+    def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
+        ids = {"prompt_token_ids": list(done[0].prompt)} if self.job.body.return_token_ids else {}
+        return super().whole(done) | ids
+
+    def _choice(self, index: int, done: Completion) -> dict[str, Any]:
+        said = read_answer(self._readers[index], done.text, is_cut(done))
+        message: dict[str, Any] = {"role": "assistant", "content": said.content or (None if said.calls else "")}
+        if said.reasoning:
+            message["reasoning_content"] = said.reasoning
+        if said.calls:
+            message["tool_calls"] = [call.body() for call in said.calls]
+        reason = _reason(done, len(said.calls))
+        return {"message": message, "logprobs": self._logprobs(self._sampled(done)), "finish_reason": reason}
+
+    def start(self) -> Iterator[bytes]:
+        for index in range(self.job.num_choices):
+            yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
+
+    def _token(self, index: int, event: TokenEvent) -> Iterator[bytes]:
+        deltas = self._deltas(index, self._readers[index].push(event.text))
+        logprobs = self._logprobs([(event.token, event.logprob, event.top)])
+        extra: dict[str, Any] = {"token_ids": [event.token]} if self.job.body.return_token_ids else {}
+        if not deltas and (extra or logprobs):
+            deltas = [{}]
+        for delta in deltas:
+            yield self._chunk(index, {"delta": delta}, logprobs, **extra)
+            logprobs, extra = None, {}  # they come with the first
+
+    def _end(self, index: int, done: Completion, rest: str) -> Iterator[bytes]:
+        reader = self._readers[index]
+        for delta in self._deltas(index, [*reader.push(rest), *reader.finish(is_cut(done))]):
+            yield self._chunk(index, {"delta": delta})
+        yield self._last_chunk(index, {"delta": {}}, done, finish_reason=_reason(done, self._num_calls[index]))
+
+    def _logprobs(self, tokens: Iterable[Sampled]) -> dict[str, Any] | None:
+        return {"content": [self._entry(*each) for each in tokens], "refusal": None} if self.job.logprobs else None
+
+    def _deltas(self, index: int, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        deltas: list[dict[str, Any]] = []
+        for piece in pieces:
+            if isinstance(piece, Thought):
+                deltas.append({"reasoning_content": piece.text})
+            elif isinstance(piece, Call):
+                deltas.append({"tool_calls": [{"index": self._num_calls[index], **piece.body()}]})
+                self._num_calls[index] += 1
+            elif piece.strip() or not self._num_calls[index]:  # white space between calls is no content
+                deltas.append({"content": piece})
+        return deltas
+
+
+def _reason(done: Completion, num_calls: int) -> str:
+    """An answer that was cut says so, whatever it called before."""
+    return "tool_calls" if num_calls and done.finish_reason == "stop" else done.finish_reason
+
+
+class ShortAnswer(ChatAnswer):
+    """The text and nothing else."""
+
+    def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
+        return {"text": read_answer(self._readers[0], done[0].text).content}
+
+
+_Row = tuple[str, float | None, dict[str, float] | None]
+"""A token's text, its log-probability, and its alternatives' by their text."""
+
+
+class CompletionBody(Generation):
+    """POST /v1/completions."""
+
+    prompt: str | list[int] | list[str] | list[list[int]] = Field(union_mode="left_to_right")
+    max_tokens: int = 16
+    echo: bool = False
+    logprobs: int | None = None
+    best_of: int | None = None
+    parse_special: bool = True
+    """Whether spellings of special tokens in a text prompt are those tokens, as clients that render templates expect."""
+
+
+def read_completion(backend: Backend, tree: Any, rung: Rung) -> Answer:
+    """One engine request for each prompt."""
+    body = parse_body(CompletionBody, tree)
+    if body.best_of not in (None, body.n):
+        raise FieldError("best_of", "only the value of n is supported; sample n and choose yourself")
+    prompt = body.prompt
+    is_one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
+    parts: list[Any] = [prompt] if is_one else list(prompt)
+    if not parts:
+        raise FieldError("prompt", "is empty; give at least one")
+    if len(parts) > MAX_CHOICES:
+        raise FieldError("prompt", f"{len(parts)} lies outside 1..{MAX_CHOICES}")
+    ids = (backend.prompts.text(part, body.parse_special) if isinstance(part, str) else part for part in parts)
+    prompts = [backend.check_ids(each, "prompt") for each in ids]
+    only_prompt = body.max_tokens == 0 and body.echo
+    job = backend.job(
+        "cmpl",
+        body,
+        rung,
+        prompts,
+        max_tokens=1 if only_prompt else body.max_tokens,
+        logprobs=body.logprobs is not None,
+        top_logprobs=body.logprobs or 0,
+        prompt_logprobs=body.echo and body.logprobs is not None,
+    )
+    tokenizer = backend.model.tokenizer
+    echo = ["" if tokenizer is None else tokenizer.decode(ids) for ids in prompts] if body.echo else None
+    return TextAnswer(backend, job, echo, only_prompt)
+
+
+class TextAnswer(ChunkedAnswer):
+    """Writes a completion."""
+
+    kind = chunk_kind = "text_completion"
+
+    def __init__(self, backend: Backend, job: Job, echo: Sequence[str] | None, only_prompt: bool) -> None:
+        super().__init__(backend, job, only_prompt)
+        # Text of the prompt before each choice, where it is part of the answer.
+        self._echo = None if echo is None else [text for text in echo for _ in range(job.body.n)]
+        self._offsets = [0] * job.num_choices  # where the next token begins in the text, echo included
+
+    def _choice(self, index: int, done: Completion) -> dict[str, Any]:
+        text = ("" if self._echo is None else self._echo[index]) + ("" if self._only_prompt else done.text)
+        tokens = () if self._only_prompt else self._sampled(done)
+        rows = chain(self._prompt_rows(done), (self._row(*each) for each in tokens))
+        return {"text": text, "logprobs": self._table(rows, 0), "finish_reason": done.finish_reason}
+
+    def _token(self, index: int, event: TokenEvent) -> Iterator[bytes]:
+        """An echo comes with the first token: its log-probabilities are not there before the prompt is computed."""
+        if self._only_prompt:
+            return
+        text = self._first_echo(index) + event.text
+        logprobs = self._table(map(self._row, [event.token], [event.logprob], [event.top]), self._offsets[index])
+        if logprobs is not None:
+            self._offsets[index] += len(logprobs["tokens"][0])
+        extra: dict[str, Any] = {"token_ids": [event.token]} if self.job.body.return_token_ids else {}
+        if text or extra or logprobs:
+            yield self._chunk(index, {"text": text}, logprobs, **extra)
+
+    def _end(self, index: int, done: Completion, rest: str) -> Iterator[bytes]:
+        text = self._first_echo(index) if self._only_prompt else rest
+        table = None if self._echo is None else self._table(self._prompt_rows(done), 0)
+        yield self._last_chunk(index, {"text": text}, done, **{} if table is None else {"prompt_logprobs": table})
+
+    def _first_echo(self, index: int) -> str:
+        """The prompt before a choice's first text, nothing later."""
+        if self._echo is None or self._offsets[index]:
+            return ""
+        self._offsets[index] = len(self._echo[index])
+        return self._echo[index]
+
+    def _row(self, token: int, logprob: float | None, top: Sequence[TopLogprob] | None) -> _Row:
+        others: dict[str, float] | None = None if top is None else {}
+        for each in top or ():  # tokens may share a text: the most probable one stands
+            others.setdefault(self._spell(each.token)[0], finite(each.logprob))  # type: ignore[union-attr]
+        return self._spell(token)[0], None if logprob is None else finite(logprob), others
+
+    def _prompt_rows(self, done: Completion) -> Iterator[_Row]:
+        """Of an echo. Nothing precedes the first token that could foretell it."""
+        if self._echo is not None:
+            known = [] if done.prompt_logprobs is None else done.prompt_logprobs.tolist()
+            tops = done.prompt_top or [()] * len(known)
+            for token, logprob, top in zip_longest(done.prompt, [None, *known], [None, *tops]):
+                yield self._row(token, logprob, top)
+
+    def _table(self, rows: Iterable[_Row], offset: int) -> dict[str, Any] | None:
+        """The four parallel lists of ``logprobs``, where they are wanted; the first row's text begins at ``offset``."""
+        if not self.job.logprobs:
+            return None
+        tokens, logprobs, others = map(list, zip(*rows, strict=True))
+        offsets = list(accumulate(map(len, tokens[:-1]), initial=offset))
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": others, "text_offset": offsets}

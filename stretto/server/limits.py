@@ -1,0 +1,344 @@
+"""What a server refuses before it works: wrong keys and bodies, too many at once, clients that stall or go away.
+
+An answer other than 2xx is an `ApiError` here, in the form that OpenAI's clients read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import re
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, SecretStr, ValidationError
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Send
+
+from stretto.base.config import first_problem
+from stretto.base.errors import UserError
+from stretto.engine.async_engine import Closed, EngineFailed
+from stretto.engine.request import QueueFull
+from stretto.server.dialects import MAX_DEPTH, strict_json
+from stretto.server.messages import Body, FieldError
+
+T = TypeVar("T")
+BodyT = TypeVar("BodyT", bound=Body)
+IGNORED = (
+    *("user", "metadata", "service_tier", "safety_identifier", "verbosity", "reasoning_effort", "reasoning"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "prediction"),
+    *("add_special_tokens", "max_tool_calls"),
+)
+"""Fields accepted without effect: labels, hints about price, caching and effort, and defaults that clients spell out."""
+MAX_BODY_BYTES = 4 << 20
+MAX_HELD_BYTES = 256 << 20
+"""Of all bodies that are arriving or being worked on. As Python objects they take a multiple of it."""
+BODY_TIMEOUT_S = 30.0
+"""For a body to arrive."""
+_LINGER_S = 20.0
+"""How long the rest of a body that is too large is read and thrown away, so that its sender gets to read the answer
+(a connection closed on unread bytes is reset)."""
+_REQUEST = re.compile(r"^request \S+: ")
+"""How the engine's messages begin; its number means nothing to a client."""
+_LONGEST = 2000
+"""Characters of a message: many repeat what the client sent, which may be megabytes."""
+_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+@dataclass(eq=False)
+class ApiError(Exception):
+    """An answer other than 2xx: raised anywhere in a handler, rendered in one place."""
+
+    status: int
+    message: str
+    _: KW_ONLY
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] | None = None
+
+    def body(self) -> dict[str, Any]:
+        kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        message = self.message if len(self.message) <= _LONGEST else f"{self.message[:_LONGEST]}…"
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return JSONResponse(self.body(), self.status, self.headers)
+
+
+def overloaded(message: str, retry_after_s: float, status: int = 429) -> ApiError:
+    """An answer that says when to come back."""
+    return ApiError(status, message, code="overloaded", headers={"Retry-After": str(max(1, round(retry_after_s)))})
+
+
+class GoneError(ConnectionError):
+    """The client is no longer there, or has stopped reading: nothing can be answered."""
+
+
+KNOWN_ERRORS = (ApiError, UserError, QueueFull, Closed, EngineFailed, GoneError)
+"""What ends a request with an answer of its own; anything else is our fault."""
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The answer to a failure of any kind."""
+    match error:
+        case ApiError():
+            return error
+        case FieldError():
+            return ApiError(400, str(error), param=error.param, code=error.code)
+        case UserError():  # what precedes the first colon is the field where it is a plain name
+            line = _REQUEST.sub("", str(error))
+            field = line.partition(":")[0].strip()
+            return ApiError(400, line, param=field if field.isidentifier() else None)
+        case QueueFull():
+            return overloaded(str(error), 2.0)
+        case Closed():
+            return ApiError(503, str(error), code="draining", headers={"Retry-After": "5"})
+        case EngineFailed():
+            return ApiError(500, str(error), code="engine_failed")
+        case GoneError():
+            return ApiError(499, "gone")
+    # What went wrong is in the log (the server raises on); a stranger is told nothing of our inside.
+    return ApiError(500, "internal error; the server's log says more")
+
+
+def check_key(authorization: str | None, keys: Sequence[SecretStr]) -> None:
+    """Raises `ApiError` 401 unless there are no ``keys``, or ``authorization`` bears one of them.
+
+    It takes the same time whatever is wrong with a key.
+    """
+
+    def digest(key: str) -> bytes:
+        return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+    scheme, _, offered = (authorization or "").partition(" ")
+    known = [digest(key.get_secret_value()) for key in keys]
+    matches = [hmac.compare_digest(digest(offered.strip()), each) for each in known]  # all of them, always
+    if keys and (scheme.lower() != "bearer" or not any(matches)):
+        problem = "no valid API key: send the header Authorization: Bearer KEY"
+        raise ApiError(401, problem, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def check_host(header: str | None, allowed: Sequence[str] | None) -> None:
+    """Raises `ApiError` 403 for a Host header that is not ``allowed``; None allows all.
+
+    Starlette's TrustedHostMiddleware answers a plain 400 that OpenAI's clients cannot read.
+    """
+    name = (header or "").lower()
+    if name.rpartition(":")[2].isdecimal() and not name.endswith("]"):
+        name = name.rpartition(":")[0]
+    if allowed is not None and name not in allowed:
+        raise ApiError(403, f"host: {name!r} is not served; start the server with that name allowed")
+
+
+class Gate:
+    """Who is worked for, and how much of what they sent is held; closes for good when the server drains."""
+
+    def __init__(self, max_open: int, max_body_bytes: int = MAX_HELD_BYTES) -> None:
+        self.num_open = 0
+        self.num_body_bytes = 0
+        """Of bodies that are arriving or being worked on."""
+        self.is_draining = False
+        self._max_open = max_open
+        self._max_body_bytes = max_body_bytes
+
+    @asynccontextmanager
+    async def admit(self, http: Request) -> AsyncIterator[tuple[Any, Callable[[], None]]]:
+        """The body as JSON, and then a place for its request: who sends slowly holds none. What is called gives the place
+        back before the end: a client that has read its whole answer may ask again at once.
+
+        Raises:
+            ApiError: 503 while draining, 429 where all places are taken or too much is held, and what `read_json` raises.
+            GoneError: the client went away.
+        """
+        self._check()  # who cannot have a place need not send
+        with self._held() as hold:
+            tree = await read_json(http, hold)
+            with self.enter() as leave:
+                yield tree, leave
+
+    @contextmanager
+    def enter(self) -> Iterator[Callable[[], None]]:
+        """Hold a place for one request, until what is given is called or the end. Raises `ApiError`: 503 while draining,
+        429 where all places are taken."""
+        self._check()
+        self.num_open += 1
+        is_open = True
+
+        def leave() -> None:
+            nonlocal is_open
+            self.num_open -= is_open
+            is_open = False
+
+        try:
+            yield leave
+        finally:
+            leave()
+
+    def _check(self) -> None:
+        if self.is_draining:
+            headers = {"Retry-After": "5", "Connection": "close"}
+            raise ApiError(503, "the server is shutting down; ask another one", code="draining", headers=headers)
+        if self.num_open >= self._max_open:
+            raise overloaded(f"{self._max_open} requests are open, which is the limit; come back later", 1.0)
+
+    @contextmanager
+    def _held(self) -> Iterator[Callable[[int], None]]:
+        """A function that counts bytes of one body, raising `ApiError` 429 where that makes too many."""
+        num_held = 0
+
+        def hold(num: int) -> None:
+            nonlocal num_held
+            if self.num_body_bytes + num > self._max_body_bytes:
+                raise overloaded(f"the server holds {self.num_body_bytes:,} bytes of bodies; come back later", 1.0)
+            num_held += num
+            self.num_body_bytes += num
+
+        try:
+            yield hold
+        finally:
+            self.num_body_bytes -= num_held
+
+
+async def read_json(
+    request: Request,
+    hold: Callable[[int], None] = lambda num: None,
+    max_bytes: int = MAX_BODY_BYTES,
+    timeout_s: float = BODY_TIMEOUT_S,
+) -> Any:
+    """The body as JSON; it is parsed only when all of it has arrived and is not too large. ``hold`` hears of each piece.
+
+    Raises:
+        ApiError: 415 not announced as JSON, 413 too large, 408 too slow, 400 no JSON. GoneError: the client went away.
+    """
+    if not announces_json(request.headers):
+        kind = request.headers.get("content-type") or "none"
+        raise ApiError(415, f"content-type: {kind} is not application/json; set that header")
+    try:
+        async with asyncio.timeout(timeout_s):
+            return parse_json(await _read(request, hold, max_bytes))
+    except TimeoutError:
+        raise late_body(timeout_s) from None
+    except ClientDisconnect:
+        raise GoneError from None
+
+
+def announces_json(headers: Headers) -> bool:
+    """A web page may post any other type across sites without asking; this one makes its browser ask first."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    return kind == "application/json" or kind.endswith("+json")
+
+
+def late_body(timeout_s: float = BODY_TIMEOUT_S) -> ApiError:
+    return ApiError(408, f"the body did not arrive within {timeout_s:g} seconds")
+
+
+async def _read(request: Request, hold: Callable[[int], None], max_bytes: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    too_large = declared.isdecimal() and int(declared) > max_bytes
+    raw = bytearray()
+    deadline_s = time.monotonic() + _LINGER_S
+    if not (too_large and "100-continue" in request.headers.get("expect", "")):  # such a sender waits for our word
+        async for piece in request.stream():
+            too_large = too_large or len(raw) + len(piece) > max_bytes
+            if not too_large:
+                hold(len(piece))
+                raw += piece
+            elif time.monotonic() > deadline_s:
+                break
+    if too_large:
+        raise ApiError(413, f"the body is larger than {max_bytes:,} bytes; send less", headers={"Connection": "close"})
+    return bytes(raw)
+
+
+def parse_json(raw: bytes) -> Any:
+    """Strict JSON: UTF-8, no NaN, no lone surrogates, no depth that overflows the stack of whoever walks it. Else raises
+    `ApiError` 400."""
+    try:
+        text = raw.decode("utf-8")
+        tree = strict_json(text)
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(tree, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not UTF-8: byte {error.start} is {raw[error.start]:#04x}") from None
+    except UnicodeEncodeError:
+        raise ApiError(400, "the body holds half a surrogate pair, which is no character") from None
+    except RecursionError:
+        raise ApiError(400, f"the body is more than {MAX_DEPTH} lists and objects deep; flatten it") from None
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    return tree
+
+
+def parse_body(kind: type[BodyT], tree: Any) -> BodyT:
+    """A field is honoured (``kind`` has it), one of `IGNORED`, or refused (`FieldError`); ``null`` is "left out"."""
+    if not isinstance(tree, Mapping):
+        raise FieldError(None, "the body must be a JSON object")
+    kept = {name: value for name, value in tree.items() if value is not None and name not in IGNORED}
+    try:
+        return kind.model_validate(kept)
+    except ValidationError as error:
+        raise from_validation(error, kind) from None
+
+
+def from_validation(error: ValidationError, kind: type[BaseModel]) -> FieldError:
+    """The first problem pydantic found; an unknown field is told the nearest known one."""
+    problem = first_problem(error, kind)
+    return FieldError(problem.field, problem.message, "unknown_parameter" if problem.is_unknown else None)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run ``work`` and return its result; cancel it as soon as the client goes away, and raise `GoneError`."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise GoneError
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+def cut_connection(send: Send) -> None:
+    """Drop the connection behind uvicorn's ``send`` with all that waits in its buffer.
+
+    ASGI has no message for it: raising makes uvicorn close the transport, which first waits for the buffer to empty,
+    for ever where the client does not read. Behind another server there is nothing to reach, and nothing is done.
+    """
+    transport = getattr(getattr(send, "__self__", None), "transport", None)
+    if isinstance(transport, asyncio.WriteTransport):
+        connection = transport.get_extra_info("socket")
+        if connection is not None:  # reset: the kernel, too, forgets what it holds for this client
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        transport.abort()
+
+
+def bounded(send: Send, timeout_s: float, cut: Callable[[Send], None] = cut_connection) -> Send:
+    """``send`` that gives a client ``timeout_s`` to take what is in its way, then cuts the connection and raises
+    `GoneError`. The server buffers a little (64 KiB), so this bounds the memory of a client that stops reading.
+    """
+
+    async def send_bounded(message: Any) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await send(message)
+        except TimeoutError:
+            cut(send)
+            raise GoneError from None
+
+    return send_bounded

@@ -1,0 +1,103 @@
+"""What Prometheus reads: requests and times seen by the server, and the engine's own counters at each scrape.
+
+Every app has a registry of its own, so that two of them in one process (tests) do not add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from stretto.engine.request import Completion, EngineStats
+from stretto.server.elastic import Given, LoadControl
+from stretto.server.limits import Gate
+
+# From a token on a GPU to a queue on a laptop; each step about doubles.
+_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0)
+_COUNTERS = {
+    "prompt_tokens": "Prompt tokens computed, prefix-cache hits excluded",
+    "cached_tokens": "Prompt tokens found in the prefix cache",
+    "output_tokens": "Tokens sampled",
+    "num_steps": "Steps of the engine",
+    "num_preemptions": "Sequences that lost their pages and were computed again",
+    "num_timeouts": "Requests given up because no place in the batch came free in time",
+    "drafted_tokens": "Tokens drafted by self-speculation",
+    "accepted_tokens": "Drafted tokens that were accepted",
+}
+_GAUGES = {
+    "num_running": "Sequences being computed",
+    "num_waiting": "Sequences queued in the engine",
+    "num_pages": "Pages of the cache",
+    "num_free_pages": "Pages free, or cached and not in use",
+    "num_cached_pages": "Pages of the prefix cache",
+    "cache_bytes": "Size of the cache",
+    "max_len": "Tokens that prompt and completion of one request may have together",
+    "weight_version": "Version of the weights",
+}
+
+
+class Metrics(Collector):
+    """Counters and histograms of one app, and a collector of the engine's."""
+
+    def __init__(self, gate: Gate, control: LoadControl) -> None:
+        self._stats: EngineStats | None = None
+        self._registry = registry = CollectorRegistry()
+        registry.register(self)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"stretto_{name}", text, labels, registry=registry)
+
+        def seconds(name: str, text: str) -> Histogram:
+            return Histogram(f"stretto_{name}_seconds", text, buckets=_SECONDS, registry=registry)
+
+        self.requests = counter("http_requests", "Answers sent, by path and status", "path", "status")
+        self.gone = counter("http_gone", "Requests whose client went away or stopped reading", "path")
+        Gauge("stretto_http_open", "Requests worked on now", registry=registry).set_function(lambda: gate.num_open)
+        held = Gauge("stretto_http_body_bytes", "Bytes of bodies arriving or worked on", registry=registry)
+        held.set_function(lambda: gate.num_body_bytes)
+        text = "Rung new requests get: 0 is the target, the last the floor"
+        Gauge("stretto_elastic_level", text, registry=registry).set_function(lambda: control.level)
+        self.refused = counter("elastic_refused", "Requests refused on the floor")
+        self._given = counter("elastic_requests", "Requests by the Subnet they got and why", "subnet", "reason")
+        self._flops = counter("flops", "FLOPs spent, by Subnet", "subnet")
+        self._tokens = counter("output_tokens", "Tokens answered, by Subnet", "subnet")
+        self._first_token_s = seconds("first_token", "Arrival to first token")
+        self._queued_s = seconds("queued", "Arrival to first step")
+        self._total_s = seconds("total", "Arrival to last token")
+        self._token_s = seconds("token", "Time between tokens, mean of a choice")
+
+    def started(self, given: Given) -> None:
+        """Note a request and the Subnet it got."""
+        self._given.labels(_label(given), given.reason).inc()
+
+    def finished(self, given: Given, done: Completion) -> None:
+        """Note a finished choice."""
+        use = done.usage
+        self._flops.labels(_label(given)).inc(use.flops)
+        self._tokens.labels(_label(given)).inc(use.output_tokens)
+        self._queued_s.observe(use.queued_s)
+        self._total_s.observe(use.total_s)
+        if use.output_tokens:
+            self._first_token_s.observe(use.first_token_s)
+        if use.output_tokens > 1:
+            self._token_s.observe((use.total_s - use.first_token_s) / (use.output_tokens - 1))
+
+    def render(self, stats: EngineStats | None) -> bytes:
+        """The exposition text; ``stats`` None (a dead engine) leaves the engine's metrics out."""
+        self._stats = stats
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry: the engine's state as `render` was told it."""
+        for kind, texts in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
+            for name, text in texts.items() if self._stats is not None else ():
+                plain = name.removeprefix("num_") if kind is CounterMetricFamily else name
+                yield kind(f"stretto_engine_{plain}", text, value=getattr(self._stats, name))
+
+
+def _label(given: Given) -> str:
+    """Presets only: any axes a client may send as a label would let it grow our memory."""
+    return given.name if given.name.isidentifier() else "other"

@@ -1,0 +1,40 @@
+"""What the tests of two trainer ranks run in each process: RANK=0 WORLD_SIZE=2 … python rank_worker.py START REFS OUT"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import sys
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from stretto.learning.trainer import TrainerRole
+from stretto.model.parallel import full_state, join
+from tests.flow.policies import recipe
+
+
+def main(start: Path, refs_file: Path, out: Path) -> None:
+    ranks = join("cpu")
+    refs = pickle.loads(refs_file.read_bytes())
+    plan = recipe(loss__kl_weight=0.1, replay="r3", train__micro_rows=4)
+    trainer = TrainerRole(plan, out / "run", start, ranks=ranks)
+    reports = [trainer.step(some, step) for step, some in enumerate(refs)]
+    trainer.save({"step": 2})
+    trainer.copy_weights()
+    version = asyncio.run(trainer.publish())
+    assert (version is not None) == ranks.is_first
+    state, reference = full_state(trainer._model), trainer._teachers["reference"]
+    if ranks.world > 1:  # of neither network a rank holds more than its part
+        for network in (trainer._model, reference):
+            matrices = [each for each in network.blocks.parameters() if each.dim() == 3]
+            assert all(isinstance(each, DTensor) and 2 * each.to_local().numel() == each.numel() for each in matrices)
+    torch.save({name: tensor.clone() for name, tensor in state.items()}, out / f"weights-{ranks.rank}.pt")
+    scalars = [dict(report.scalars) for report in reports]
+    (out / f"scalars-{ranks.rank}.json").write_text(json.dumps(scalars), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

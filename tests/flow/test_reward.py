@@ -1,0 +1,148 @@
+"""Verification: what a bad task does never becomes a reward."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from stretto.base.trajectory import Outcome, Verdict
+from stretto.flow.clients import RewardRequest
+from stretto.flow.reward import RewardRole
+from stretto.tasks.task import Answer, Problem, Score
+from tests.flow.agents import Toy
+
+ASK = RewardRequest("toy", 7, "dog", ({"role": "assistant", "content": "dog"},))
+
+
+class Judge(Toy):
+    def __init__(self, judged: Callable[[Problem, Answer], Any], at_once: int = 1):
+        super().__init__()
+        self._judged = judged
+        self._at_once = at_once
+
+    @property
+    def at_once(self) -> int:
+        return self._at_once
+
+    def score(self, problem: Problem, answer: Answer) -> Score:
+        return self._judged(problem, answer)
+
+
+def verdict(judged: Callable[[Problem, Answer], Any], ask: RewardRequest = ASK, deadline_s: float = 60.0) -> Verdict:
+    role = RewardRole(lambda: {"toy": Judge(judged)}, deadline_s)
+    return asyncio.run(role.score(ask))
+
+
+def test_a_verdict_is_the_tasks() -> None:
+    seen: list[Any] = []
+
+    def judged(problem: Problem, answer: Answer) -> Score:
+        seen.append((problem.item, answer))
+        return Score(0.5, Outcome.WRONG, {"places": 0.5}, "two\nlines", 0.25)
+
+    found = verdict(judged)
+    assert seen == [(7, Answer("dog", ASK.messages))]
+    assert (found.reward, found.outcome, found.parts, found.sandbox_s) == (0.5, Outcome.WRONG, {"places": 0.5}, 0.25)
+    assert found.detail == "two lines" and found.seconds >= 0
+
+
+def raising(problem: Problem, answer: Answer) -> Score:
+    raise ZeroDivisionError("division\nby zero")
+
+
+@pytest.mark.parametrize(
+    ("judged", "why"),
+    [
+        (lambda problem, answer: Score(math.nan, Outcome.OK), "nan"),
+        (lambda problem, answer: Score(-math.inf, Outcome.OK), "inf"),
+        (lambda problem, answer: Score("1", Outcome.OK), "not a number"),
+        (lambda problem, answer: Score(1.0, Outcome.OK, {"places": math.nan}), "places"),
+        (lambda problem, answer: 1.0, "not a Score"),
+        (lambda problem, answer: None, "not a Score"),
+        (raising, "raised ZeroDivisionError: division by zero"),
+        (lambda problem, answer: Score(0.0, Outcome.INFRA, detail="no sandbox"), "no sandbox"),
+    ],
+)
+def test_what_is_no_verdict_is_ours(judged: Callable[[Problem, Answer], Any], why: str) -> None:
+    found = verdict(judged)
+    assert found.outcome is Outcome.INFRA and why in found.detail
+    assert found.detail.startswith("sources.toy: item 7: ") and "\n" not in found.detail
+
+
+def test_an_unknown_source_is_ours() -> None:
+    found = verdict(raising, RewardRequest("tyo", 7, ""))
+    assert found.outcome is Outcome.INFRA and "sources.tyo: item 7: no such source here; there are toy" in found.detail
+
+
+def test_what_hangs_is_left_behind() -> None:
+    free = threading.Event()
+    calls: list[int] = []
+
+    def judged(problem: Problem, answer: Answer) -> Score:
+        calls.append(1)
+        if len(calls) == 1:
+            free.wait(60)
+        return Score.of(True)
+
+    async def work() -> None:
+        role = RewardRole(lambda: {"toy": Judge(judged)}, 0.1)
+        first, second = await asyncio.gather(role.score(ASK), role.score(ASK))
+        assert (first.outcome, second.outcome) == (Outcome.INFRA, Outcome.OK)
+        assert "sources.toy: item 7: score: no answer within 0.1 s" in first.detail
+        stats = await role.stats()
+        assert (stats.num_stuck, stats.num_waiting, stats.num_judged) == (1, 0, 0)
+        assert stats.outcomes == {"infra": 1, "ok": 1}
+
+    asyncio.run(work())
+    free.set()
+
+
+def test_as_many_at_once_as_the_source_says() -> None:
+    crowd = threading.Barrier(3, timeout=20)  # broken, and INFRA, unless three come at once
+
+    def judged(problem: Problem, answer: Answer) -> Score:
+        crowd.wait()
+        return Score.of(True)
+
+    async def work() -> None:
+        role = RewardRole(lambda: {"toy": Judge(judged, 3), "other": Judge(raising)})
+        found = await asyncio.gather(*(role.score(ASK) for _ in range(6)))
+        assert {each.outcome for each in found} == {Outcome.OK}
+
+    asyncio.run(work())
+
+
+def test_the_seed_is_the_samples() -> None:
+    seeds: list[int | None] = []
+
+    def judged(problem: Problem, answer: Answer) -> Score:
+        seeds.append(answer.seed)
+        return Score.of(True)
+
+    verdict(judged)
+    verdict(judged, RewardRequest("toy", 7, "dog", seed=5))
+    assert seeds == [None, 5]
+
+
+def test_one_at_a_time() -> None:
+    at_once: list[int] = []
+    lock = threading.Lock()
+
+    def judged(problem: Problem, answer: Answer) -> Score:
+        assert lock.acquire(blocking=False), "two at once"
+        at_once.append(1)
+        lock.release()
+        return Score.of(True)
+
+    async def work() -> None:
+        role = RewardRole(lambda: {"toy": Judge(judged)})
+        found = await asyncio.gather(*(role.score(ASK) for _ in range(20)))
+        assert {each.outcome for each in found} == {Outcome.OK}
+
+    asyncio.run(work())
+    assert len(at_once) == 20

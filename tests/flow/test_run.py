@@ -1,0 +1,248 @@
+"""A run's folder from one life of the run to the next; and whole runs that are killed, or whose parts fail (slow)."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bench.common.killing import GROUP, PROMPTS, RECIPE, STEPS, Killed
+from bench.common.run_account import Account, paired_difference
+from stretto.base.config import read_recipe
+from stretto.base.errors import UserError
+from stretto.base.trajectory import GroupRef, Task, WeightVersion
+from stretto.engine.engine import Engine
+from stretto.engine.request import Event
+from stretto.flow import rollout
+from stretto.flow import rollout as engines
+from stretto.flow.clients import Generated
+from stretto.flow.controller import Controller, Limits
+from stretto.flow.launch import Job
+from stretto.flow.ledger import Ledger
+from stretto.flow.log import read_status
+from stretto.flow.run import Result, run_rl, sweep, take_up
+from stretto.learning import trainer
+from stretto.learning.recipe import JOURNAL_FILE, RlRecipe
+from stretto.learning.samples import log_path
+from stretto.learning.weights import fetch, publish
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(f"staleness = 2\n{RECIPE}")
+    return path
+
+
+def task_of(ordinal: int) -> Task:
+    return Task(ordinal, "short", ordinal, 2, ordinal, 8)
+
+
+def limits(prompts: int = 2) -> Limits:
+    return Limits(prompts, 1, 1, False, 60.0, 3, 10)
+
+
+def ref(ordinal: int, folder: Path) -> GroupRef:
+    return GroupRef(ordinal, 0, str(folder / f"group-{ordinal:08d}-0.group"), 2, 4, 0, 0.5, False)
+
+
+def test_a_changed_recipe_is_refused_by_its_field_before_anything_is_written(tmp_path: Path, recipe_file: Path) -> None:
+    run = tmp_path / "run"
+    recipe = read_recipe(recipe_file, RlRecipe)
+    assert not take_up(recipe, run, resume=False)
+    changed = read_recipe(recipe_file, RlRecipe, ["optim.lr=0.5", "staleness=3"])
+    assert not take_up(changed, run, resume=True), "no group was handed out: there is nothing to go on with"
+    take_up(recipe, run, resume=True)
+    before = (run / "recipe.json").read_text()
+    (run / JOURNAL_FILE).touch()
+    with pytest.raises(UserError, match=r"optim\.lr: was 3e-05 when this run started, is 0\.5 now") as error:
+        take_up(changed, run, resume=True)
+    assert "\n" not in str(error.value) and (run / "recipe.json").read_text() == before
+    with pytest.raises(UserError, match="holds a run already; continue it with --resume"):
+        take_up(recipe, run, resume=False)
+    assert take_up(read_recipe(recipe_file, RlRecipe, ["runtime.isolate=none"]), run, resume=True)
+
+
+def test_what_a_kill_left_behind_goes_and_what_is_needed_stays(tmp_path: Path) -> None:
+    groups, logs = tmp_path / "groups", tmp_path / "tokens"
+    controller = Controller(limits(), task_of, Ledger.start(tmp_path / JOURNAL_FILE))
+    controller.engine_active("engine-0", 0)
+    assert [handout.task.ordinal for handout in controller.admit()] == [0, 1, 2, 3]
+    controller.group_ready(ref(0, groups))
+    controller.ledger.close()
+    groups.mkdir()
+    for name in ("group-00000000-0.group", "group-00000001-0.group", ".group-00000002-0.group.77.partial"):
+        (groups / name).touch()  # the second was stored, and its agent killed before it could tell
+    for ordinal in (0, 1, 9):
+        path = log_path(logs, ordinal, 0)
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    resumed = Controller(limits(), task_of, Ledger.resume(tmp_path / JOURNAL_FILE, None))
+    sweep(tmp_path, resumed.ledger)
+    assert [path.name for path in groups.iterdir()] == ["group-00000000-0.group"]
+    assert [path.name for path in logs.iterdir()] == ["00000001-000.log"], "the log of the one that is handed out again"
+
+
+def test_weights_that_are_damaged_on_the_disk_are_refused_and_then_published_again(tmp_path: Path) -> None:
+    state = {"a": torch.arange(8.0)}
+    version = publish(tmp_path, 3, state)
+    path = Path(version.location)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=f"{path.name}: checksum: is .*, version 3 was announced with"):
+        fetch(version)
+    assert publish(tmp_path, 3, state) == version
+    assert torch.equal(fetch(version)["a"], state["a"])
+
+
+def test_lengths_that_are_biased_are_told_from_those_that_only_vary() -> None:
+    rng = np.random.default_rng(0)
+    same = [paired_difference(rng.integers(-9, 10, 300) * (rng.random(300) < 0.3), 999)[1] for _ in range(200)]
+    assert 0.01 < np.mean(np.array(same) < 0.05) < 0.10, "p is uniform where nothing differs"
+    difference, p = paired_difference(rng.integers(-9, 10, 300) * (rng.random(300) < 0.3) - (rng.random(300) < 0.2) * 3)
+    assert -1.2 < difference < -0.2 and p < 1e-3
+    assert paired_difference([0, 0, 0]) == (0.0, 1.0)
+    assert 0.1 < paired_difference([0, 2, 0, 1, 3, 1])[1] < 0.15, "two of 16 ways"
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipe's start, made once."""
+    folder = tmp_path_factory.mktemp("start")
+    recipe = folder / "recipe.toml"
+    recipe.write_text(f"staleness = 2\n{RECIPE}")
+    code = "import sys; from pathlib import Path; from stretto.api.rl import made_start; from stretto.base.config import read_recipe; from stretto.learning.recipe import RlRecipe; made_start(read_recipe(sys.argv[1], RlRecipe), Path(sys.argv[2]))"  # noqa: E501
+    subprocess.run([sys.executable, "-c", code, recipe, folder], check=True)
+    return folder / "sft"
+
+
+def go_on(recipe_file: Path, run: Path, start: Path, resume: bool = False) -> Result:
+    """A short run in this process, so that its parts can be made to fail."""
+    short = ["runtime.isolate=none", "rollout.engines=1", "train.steps=6", "train.eval_prompts=2"]
+    job = Job(read_recipe(recipe_file, RlRecipe, short), run, start, resume)
+    result = run_rl(job, lambda num, text: None, lambda text: None)
+    assert not {"groups", "tokens"} & {path.name for path in run.iterdir()}, "samples of a run that is over"
+    return result
+
+
+def ended(run: Path) -> dict[str, float]:
+    counts = read_status(run).counts
+    return {name: counts[name] for name in ("trained", "failed", "stale", "filtered") if counts[name]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_engine_that_dies_inside_is_opened_again_and_loses_nothing(
+    tmp_path: Path, recipe_file: Path, start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, num_steps, num_opened = Engine.step, itertools.count(), itertools.count()
+
+    def step(engine: Engine) -> list[Event]:
+        if next(num_steps) in (30, 90):
+            raise RuntimeError("an illegal memory access was encountered")
+        return whole(engine)
+
+    opened = engines.open_rollout_engine
+
+    def open_slowly(*args: Any) -> Engine:
+        if next(num_opened):
+            time.sleep(4.0)  # longer than a patient caller tries what is not known to come back
+        return opened(*args)
+
+    monkeypatch.setattr(Engine, "step", step)
+    monkeypatch.setattr(engines, "open_rollout_engine", open_slowly)
+    go_on(recipe_file, tmp_path / "run", start)
+    assert next(num_opened) == 3 and ended(tmp_path / "run") == {"trained": 6 * PROMPTS}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_damaged_weights_stop_the_run_in_one_line_and_it_goes_on_with_resume(
+    tmp_path: Path, recipe_file: Path, start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def publish_damaged(folder: Path, number: int, state: Any) -> WeightVersion:
+        version = publish(folder, number, state)
+        if number == 3:
+            content = bytearray(Path(version.location).read_bytes())
+            content[-1] ^= 1
+            Path(version.location).write_bytes(content)
+        return version
+
+    with monkeypatch.context() as damaged:
+        damaged.setattr(trainer, "publish", publish_damaged)
+        with pytest.raises(UserError, match=r"checksum: is .*, version 3 was announced with") as error:
+            go_on(recipe_file, tmp_path / "run", start)
+    assert "\n" not in str(error.value) and "checksum" in read_status(tmp_path / "run").state
+    go_on(recipe_file, tmp_path / "run", start, resume=True)
+    assert ended(tmp_path / "run") == {"trained": 6 * PROMPTS}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_routes_of_the_wrong_length_are_asked_for_again(
+    tmp_path: Path, recipe_file: Path, start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, num_calls = rollout._generated, itertools.count()
+
+    def generated(*args: Any) -> Generated:
+        done = whole(*args)
+        if next(num_calls) % 7 == 3 and done.routes is not None:
+            done = replace(done, routes=done.routes[:-1])
+        return done
+
+    monkeypatch.setattr(rollout, "_generated", generated)
+    go_on(recipe_file, tmp_path / "run", start)
+    assert next(num_calls) > 20 and ended(tmp_path / "run") == {"trained": 6 * PROMPTS}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_sample_is_trained_once_whoever_is_killed(tmp_path: Path, recipe_file: Path, start: Path) -> None:
+    run, steps = tmp_path / "run", 36  # five lives, each of four steps at most, and what passes until a victim is back
+    run.mkdir()
+    shutil.copytree(start, run / "sft")
+    recipe_file.write_text(recipe_file.read_text().replace(f"\nsteps = {STEPS}\n", f"\nsteps = {steps}\n"))
+    killed = Killed(recipe_file, Account(run, tmp_path / "groups"), random.Random(3))
+    killed.finish(["engine", "agent", "trainer", "reward", "job"])
+    assert {kill.kind for kill in killed.kills} == {"engine", "agent", "trainer", "reward", "job"}
+    _, times = killed.account.samples()
+    wanted = {(ordinal, sample) for ordinal in range(steps * PROMPTS) for sample in range(GROUP)}
+    assert times.keys() == wanted and set(times.values()) == {1}
+    assert not any(kill.num_orphans for kill in killed.kills)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(
+    tmp_path: Path, recipe_file: Path, start: Path
+) -> None:
+    if subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", tmp_path], capture_output=True).returncode:
+        pytest.skip("no file system of a chosen size is to be had here")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = f"{sys.executable} -m stretto.cli.main rl {recipe_file} -o {disk}/run --device cpu --set train.steps=8"
+    command += " --set runtime.isolate=none --set rollout.engines=1"
+    script = f"""
+        mount -t tmpfs -o size=1700k none {disk} && mkdir {disk}/run && cp -r {start} {disk}/run/sft
+        {command} 2>{tmp_path}/first; echo $? ; ls {disk}/run/snapshots
+        mount -o remount,size=64m {disk}
+        {command} --resume 2>{tmp_path}/second; echo $?
+        ls {disk}/run/snapshots; ls -A {disk}/run | grep partial
+    """
+    done = subprocess.run(["unshare", "-rm", "bash", "-c", script], capture_output=True, text=True)
+    first, second = ((tmp_path / name).read_text() for name in ("first", "second"))
+    lines = [line for line in done.stdout.splitlines() if line.isdecimal()]
+    assert lines == ["2", "0"], (done.stdout, first, second)
+    assert "cannot be written: No space left on device" in first and "Traceback" not in first + second, first
+    assert "step-0000008" in done.stdout and "partial" not in done.stdout, done.stdout

@@ -1,0 +1,85 @@
+"""The load generator against the app in this process, and what it makes of what it saw."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from stretto.server.client import PERCENTILES, ApiFailure, Client, Load, LoadResult, Seen, run_load
+
+
+def loaded(connect: Any, load: Load) -> LoadResult:
+    """``load`` sent to a fresh app."""
+
+    async def send() -> LoadResult:
+        async with connect() as http, Client("http://test", transport=httpx.ASGITransport(http.app)) as client:
+            return await run_load(client, load)
+
+    return asyncio.run(send())
+
+
+def test_percentiles_are_over_all_clients() -> None:
+    gaps = [np.arange(1, 51) / 1000, np.arange(51, 101) / 1000]
+    seen = tuple(Seen(0.1 * number, tuple(gap.tolist()), 51, 1.0) for number, gap in enumerate(gaps, start=1))
+    result = LoadResult(seen, {"429: busy": 3}, wall_s=4.0)
+    assert PERCENTILES == (50, 95, 99)
+    # numpy's own rule: linear between the two nearest of the 100 sorted values
+    assert result.between_tokens_ms() == pytest.approx([50.5, 95.05, 99.01])
+    assert result.first_token_ms() == pytest.approx([150.0, 195.0, 199.0])
+    assert (result.tokens_per_s, result.requests_per_s) == (25.5, 0.5)
+
+
+def test_nothing_seen_has_no_percentiles() -> None:
+    result = LoadResult((), {"ConnectError": 2}, wall_s=1.0)
+    assert result.first_token_ms() == result.between_tokens_ms() == []
+    assert result.tokens_per_s == 0
+
+
+@pytest.mark.parametrize("rate", [None, 200.0])
+def test_every_token_of_every_client_is_counted(connect: Any, rate: float | None) -> None:
+    load = Load(num_requests=6, concurrency=3, prompts=[(5, 6, 7), (8, 9)], max_tokens=7, rate=rate, model="x:half")
+    result = loaded(connect, load)
+    assert result.errors == {} and len(result.seen) == 6
+    for seen in result.seen:
+        assert seen.num_tokens == 7 and len(seen.gaps_s) <= 6
+        assert 0 < seen.first_token_s <= seen.total_s
+        assert seen.first_token_s + sum(seen.gaps_s) <= seen.total_s + 1e-6
+    assert result.tokens_per_s == pytest.approx(42 / result.wall_s)
+
+
+def test_no_more_are_open_than_asked_for(connect: Any) -> None:
+    """Of an app that lets two in, three at once lose some; two never."""
+
+    async def send(concurrency: int) -> LoadResult:
+        async with (
+            connect(max_open=2) as http,
+            Client("http://test", transport=httpx.ASGITransport(http.app)) as client,
+        ):
+            return await run_load(client, Load(8, concurrency, [(5, 6, 7)], max_tokens=12))
+
+    assert asyncio.run(send(2)).errors == {}
+    crowded = asyncio.run(send(8))
+    assert sum(crowded.errors.values()) + len(crowded.seen) == 8
+    assert crowded.errors and all(reason.startswith("429") for reason in crowded.errors)
+
+
+def test_errors_are_counted_by_what_they_say(connect: Any) -> None:
+    result = loaded(connect, Load(5, 2, [(5, 6), (9999,)], max_tokens=3))
+    assert len(result.seen) == 3
+    (reason,) = result.errors
+    assert result.errors[reason] == 2 and reason.startswith("400") and "9999" in reason
+
+
+@pytest.mark.parametrize("answer", ["<p>hello</p>", "[]", '{"choices": []}', '{"choices": [{"message": "hello"}]}'])
+def test_what_is_no_chat_api_is_a_failure(answer: str) -> None:
+    async def ask() -> Any:
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, text=answer))
+        async with Client("http://test", transport=transport) as client:
+            return await client.chat({"messages": []})
+
+    with pytest.raises(ApiFailure, match="502: what answers is no chat API"):
+        asyncio.run(ask())

@@ -1,0 +1,607 @@
+"""Calls and reasoning in every dialect: what a template writes is read back, streamed, forced and cut."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher
+
+from stretto.base.errors import UserError
+from stretto.engine.grammar import GrammarCompiler
+from stretto.server.dialects import (
+    DIALECTS,
+    AnswerReader,
+    Call,
+    Piece,
+    Said,
+    Think,
+    Thought,
+    dialect_of,
+    read_answer,
+    think_of,
+)
+from stretto.server.messages import Message, Prompts, ResponseFormat, Tool, tool_use
+from stretto.text.chat import CHATML, Arguments, render, tool_form
+from stretto.text.tokenizer import Tokenizer, train_tokenizer
+from tests.server.templates import MARKS, TEMPLATES
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "s": "é </tool_call> {"}}</tool_call>'
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"$ref": "#/$defs/days"},
+        "unit": {"enum": ["C", "F"]},
+        "dry": {"type": "boolean"},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"days": {"type": "integer"}},
+}
+SCHEMAS = {"get_weather": WEATHER, "now": {}}
+TOOLS = [Tool.model_validate({"type": "function", "function": {"name": n, "parameters": s}}) for n, s in SCHEMAS.items()]  # fmt: skip
+SAID: list[tuple[str, dict[str, Any]]] = [
+    ("get_weather", {"city": 'São "Paulo"', "days": 3, "unit": "C"}),
+    ("get_weather", {"city": "12", "days": 1, "dry": True}),
+]
+
+
+def written(template: str, calls: list[tuple[str, dict[str, Any]]], content: str = "") -> str:
+    """What the model's own turn would be."""
+    from stretto.server.messages import _turn
+
+    trees = [{"id": "call_123456789", "function": {"name": name, "arguments": tree}} for name, tree in calls]
+    asked = Message(role="user", content="Well?")
+    answer = Message.model_validate({"role": "assistant", "content": content, "tool_calls": trees})
+    turns = [_turn(each, "messages") for each in (asked, answer)]
+    before = render(template, turns[:1], add_generation_prompt=True)
+    return render(template, turns).removeprefix(before).removesuffix("<|im_end|>\n")
+
+
+def told(said: Said) -> list[tuple[str, Any]]:
+    return [(call.name, json.loads(call.arguments)) for call in said.calls]
+
+
+@lru_cache(maxsize=4)
+def tokenizer_of(template: str, special: bool) -> Tokenizer:
+    trained = train_tokenizer(iter([Path(__file__).read_text()]), 400, template)
+    (trained.rust.add_special_tokens if special else trained.rust.add_tokens)(list(MARKS))
+    return Tokenizer(trained.rust, trained.eos_token, template, trained.config)
+
+
+@lru_cache(maxsize=4)
+def compiler_of(template: str, special: bool) -> GrammarCompiler:
+    """One, since each starts a process."""
+    return GrammarCompiler(tokenizer_of(template, special))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_a_template_writes_is_read(name: str) -> None:
+    template = TEMPLATES[name]
+    dialect = dialect_of(template)
+    content = "" if dialect.is_first else "Let me see.\n"
+    text = written(template, SAID, content)
+    said = read_answer(AnswerReader(dialect, SCHEMAS), text)
+    assert told(said) == SAID
+    assert said.content == content.strip()
+    assert len({call.id for call in said.calls}) == len(SAID)
+
+
+def test_each_template_has_a_dialect_of_its_own() -> None:
+    assert {name: dialect_of(template).name for name, template in TEMPLATES.items()} == {
+        name: name for name in TEMPLATES
+    }
+    assert {each.name for each in DIALECTS} == {*TEMPLATES, "gpt-oss", "gemma-4"}
+    assert dialect_of(CHATML) is dialect_of("") is DIALECTS[-1]
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_forced_call_is_what_the_template_writes(name: str, special: bool) -> None:
+    """To the token, whether the marks are special tokens or ordinary ones."""
+    tokenizer = tokenizer_of(TEMPLATES[name], special)
+    prompts = Prompts(tokenizer)
+    grammar = prompts.grammar(tool_use(TOOLS, "required"), None, parallel=True)
+    assert grammar is not None
+    ids = tokenizer.encode_rendered(written(TEMPLATES[name], SAID))
+    state = compiler_of(TEMPLATES[name], special).compile(grammar)
+    for place, token in enumerate(ids):
+        assert state.accept(token), (tokenizer.decode(ids[:place]), tokenizer.decode([token]))
+    assert state.accept(tokenizer.eos_id)
+    hidden = tokenizer.special_ids() - prompts.visible_ids
+    text = tokenizer.decode([token for token in ids if token not in hidden])
+    assert told(read_answer(prompts.reader(SCHEMAS, True), text)) == SAID
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_forced_call_follows_its_schema(name: str) -> None:
+    tokenizer = tokenizer_of(TEMPLATES[name], False)
+    grammar = Prompts(tokenizer).grammar(tool_use(TOOLS[:1], "required"), None, parallel=False)
+    assert grammar is not None
+    compiler = compiler_of(TEMPLATES[name], False)
+    for wrong in (
+        [("get_weather", {"city": "a"})],
+        [("get_weather", {"city": "a", "days": "b"})],
+        [("get_weather", {"city": "a", "days": 1, "unit": "K"})],
+        [("now", {})],
+        SAID,  # two
+    ):
+        state = compiler.compile(grammar)
+        ids = [*tokenizer.encode_rendered(written(TEMPLATES[name], wrong)), tokenizer.eos_id]
+        assert not all(state.accept(token) for token in ids), wrong
+
+
+OPEN = {"find": {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]}}
+"""Which does not say that nothing else goes."""
+STRICT = [
+    Tool.model_validate({"type": "function", "function": {"name": name, "parameters": schema, "strict": True}})
+    for name, schema in {"get_weather": WEATHER, **OPEN}.items()
+]
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_call_that_may_come_follows_a_strict_schema(name: str, special: bool) -> None:
+    """Text is free, and what begins as a call goes on as one of the tools allows."""
+    template, tokenizer = TEMPLATES[name], tokenizer_of(TEMPLATES[name], special)
+    prompts = Prompts(tokenizer)
+    assert prompts.grammar(tool_use(TOOLS, "auto"), None, parallel=True) is None
+    asked = [Message(role="user", content="Well?")]
+    loose = [
+        Tool.model_validate(tool.model_dump() | {"function": tool.function.model_dump() | {"strict": None}})
+        for tool in STRICT
+    ]
+    assert prompts.chat(asked, STRICT) == prompts.chat(asked, loose)
+    grammar = prompts.grammar(tool_use(STRICT, "auto"), None, parallel=True)
+    assert grammar is not None
+    compiler = compiler_of(template, special)
+
+    def reads(text: str) -> bool:
+        state = compiler.compile(grammar)
+        return all(state.accept(token) for token in [*tokenizer.encode_rendered(text), tokenizer.eos_id])
+
+    content = "" if dialect_of(template).is_first else "Let me see.\n"
+    assert reads("It is warm.\n\nIs it?") and reads(written(template, SAID, content))
+    for tool, arguments in (
+        ("get_weather", {"city": "a", "days": 1, "unit": "K"}),
+        ("get_weather", {"city": "a"}),
+        ("get_wether", {"city": "a", "days": 1}),
+        ("find", {"where": "a", "when": "b"}),
+    ):
+        assert not reads(written(template, [(tool, arguments)], content)), (tool, arguments)
+    assert reads(written(template, [("find", {"where": "a"})], content))
+
+
+def schema(fields: dict[str, Any], **rest: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": fields, "required": list(fields), **rest}
+
+
+NUMBER, UNIT = {"type": "integer"}, {"type": "string", "enum": ["C", "F"]}
+A, B = schema({"a": NUMBER}), schema({"b": NUMBER})
+HELD: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]] = {
+    "an optional choice": (schema({"u": {"anyOf": [UNIT, {"type": "null"}]}}), [{"u": "C"}, {"u": None}], [{"u": "K"}]),
+    "a choice elsewhere": (
+        schema({"u": {"anyOf": [{"$ref": "#/$defs/U"}, {"type": "null"}]}}, **{"$defs": {"U": UNIT}}),
+        [{"u": "C"}, {"u": None}],
+        [{"u": "K"}],
+    ),
+    "a constant": (schema({"u": {"const": "C"}}), [{"u": "C"}], [{"u": "K"}]),
+    "numbers to choose from": (schema({"u": {"enum": [1, 2]}}), [{"u": 1}], [{"u": 3}, {"u": "x"}]),
+    "a choice of anything": (schema({"u": {"enum": ["a", 1, None]}}), [{"u": "a"}, {"u": 1}, {"u": None}], [{"u": 3}]),
+    "a pattern": (schema({"u": {"type": "string", "pattern": "^[A-Z]{3}$"}}), [{"u": "ABC"}], [{"u": "abc"}]),
+    "a part that matches": (schema({"u": {"type": "string", "pattern": "/[0-9]"}}), [{"u": "a/1"}], [{"u": "a1"}]),
+    "an optional pattern": (
+        schema({"u": {"anyOf": [{"type": "string", "pattern": "^[A-Z]+$"}, {"type": "null"}]}}),
+        [{"u": "ABC"}, {"u": None}],
+        [{"u": "abc"}],
+    ),
+    "a length": (schema({"u": {"type": "string", "maxLength": 3}}), [{"u": "ABC"}], [{"u": "ABCD"}]),
+    "objects in it": (schema({"o": A}), [{"o": {"a": 1}}], [{"o": {"a": 1, "b": 2}}, {"o": {}}]),
+    "one of two objects": (schema({"o": {"anyOf": [A, B]}}), [{"o": {"a": 1}}, {"o": {"b": 1}}], [{"o": {"a": 1, "b": 2}}]),
+    "a whole that is elsewhere": ({"$ref": "#/$defs/A", "$defs": {"A": A}}, [{"a": 1}], [{"a": "x"}, {"a": 1, "b": 1}]),
+    "itself": (
+        schema({"a": NUMBER, "kids": {"type": "array", "items": {"$ref": "#"}}}),
+        [{"a": 1, "kids": [{"a": 2, "kids": []}]}],
+        [{"a": 1, "kids": [{"a": 2}]}, {"a": 1, "kids": [3]}],
+    ),
+    "two at once": ({"allOf": [A, B]}, [{"a": 1, "b": 2}], [{"a": 1}, {"a": 1, "b": 2, "c": 3}]),
+    "two at once in it": (schema({"o": {"allOf": [A, B]}}), [{"o": {"a": 1, "b": 2}}], [{"o": {"a": 1}}]),
+    "two ways": ({"type": "object", "oneOf": [A, B]}, [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}]),
+    "an argument called properties": (schema({"properties": A}), [{"properties": {"a": 1}}], [{"properties": {"a": 1, "b": 3}}]),
+    "an argument called default": (schema({"default": A}), [{"default": {"a": 1}}], [{"default": {"a": 1, "b": 2}}]),
+    "nothing": ({}, [{}], [{"x": 1}]),
+    "no properties": (schema({}), [{}], [{"x": 1}]),
+    "others of a kind": (schema({"a": NUMBER}, additionalProperties=NUMBER), [{"a": 1, "z": 2}], [{"a": 1, "z": "t"}]),
+    "names that are none in Python": (schema({"from": UNIT, "max-results": NUMBER}), [{"from": "C", "max-results": 1}], []),
+}  # fmt: skip
+"""What a strict function takes, what follows it and what does not."""
+
+
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("name", ["hermes", "glm", "qwen-coder", "lfm2"])
+def test_a_strict_schema_holds_whatever_it_is_made_of(name: str, held: str) -> None:
+    tree, right, wrong = HELD[held]
+    told_of = {"type": "function", "function": {"name": "get.it-now", "parameters": tree, "strict": True}}
+    tokenizer = tokenizer_of(TEMPLATES[name], True)
+    prompts = Prompts(tokenizer)
+    grammar = prompts.grammar(tool_use([Tool.model_validate(told_of)], "auto"), None, parallel=True)
+    assert grammar is not None
+    compiler = compiler_of(TEMPLATES[name], True)
+    for arguments in (*right, *wrong):
+        text = written(TEMPLATES[name], [("get.it-now", arguments)])
+        state = compiler.compile(grammar)
+        is_taken = all(state.accept(token) for token in [*tokenizer.encode_rendered(text), tokenizer.eos_id])
+        assert is_taken is (arguments in right), text
+        if arguments in right:
+            assert told(read_answer(prompts.reader({"get.it-now": tree}, True), text)) == [("get.it-now", arguments)]
+
+
+@pytest.mark.parametrize("name", ["hermes", "glm", "lfm2"])
+def test_a_function_beside_a_strict_one_takes_what_its_schema_allows(name: str) -> None:
+    trees = {"f": (A, True), "g": ({"properties": {"b": NUMBER}}, None)}
+    tools = [
+        Tool.model_validate({"type": "function", "function": {"name": name, "parameters": tree, "strict": is_strict}})
+        for name, (tree, is_strict) in trees.items()
+    ]
+    tokenizer = tokenizer_of(TEMPLATES[name], True)
+    grammar = Prompts(tokenizer).grammar(tool_use(tools, "auto"), None, parallel=True)
+    assert grammar is not None
+    compiler = compiler_of(TEMPLATES[name], True)
+    for calls, is_right in (
+        ([("f", {"a": 1}), ("g", {"b": 1, "more": "x"})], True),
+        ([("g", {"b": "x"})], False),
+        ([("f", {"a": 1, "more": "x"})], False),
+    ):
+        state = compiler.compile(grammar)
+        ids = [*tokenizer.encode_rendered(written(TEMPLATES[name], calls)), tokenizer.eos_id]
+        assert all(state.accept(token) for token in ids) is is_right, calls
+    wrong = compiler_of(TEMPLATES["hermes"], True).compile(
+        Prompts(tokenizer_of(TEMPLATES["hermes"], True)).grammar(tool_use(tools, "auto"), None, True)
+    )
+    text = '<tool_call>{"name": "g", "arguments": 5}</tool_call>'
+    assert not all(wrong.accept(token) for token in tokenizer_of(TEMPLATES["hermes"], True).encode_rendered(text))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_no_text_beside_strict_calls_is_read_as_one(name: str) -> None:
+    """Whatever part of a call a model begins with; here no mark is a token."""
+    template = TEMPLATES[name]
+    tokenizer = train_tokenizer(iter([Path(__file__).read_text()]), 400, template)
+    prompts, dialect = Prompts(tokenizer), dialect_of(template)
+    grammar = prompts.grammar(tool_use(STRICT[:1], "auto"), None, parallel=True)
+    assert grammar is not None and dialect is not None
+    compiler, wrong = GrammarCompiler(tokenizer), written(template, [("get_weather", {"city": "a"})])
+    for start in range(len(wrong)):
+        text = ("" if dialect.is_first else "Well. ") + wrong[start:]
+        if read_answer(AnswerReader(dialect, SCHEMAS), text).calls:
+            state = compiler.compile(grammar)
+            assert not all(state.accept(token) for token in [*tokenizer.encode(text), tokenizer.eos_id]), text
+
+
+@pytest.mark.parametrize("name", ["hermes", "glm", "qwen-coder", "lfm2"])
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"properties": ["a"]},
+        {"properties": {"a": 5}, "required": 5},
+        {"properties": {"a": {"type": 5}}},
+        {"properties": {"a": {"type": [{}], "enum": 5, "anyOf": {"x": 1}}}},
+        {"properties": {"a": {"$ref": 5}}},
+        {"properties": {"a": {"$ref": "#/x/y"}}},
+        {"properties": {"a": {"$ref": "#/properties/a"}}},
+        {"allOf": [{"$ref": "#"}, {"properties": {"a": {}}}]},
+        {"properties": {"a": {"type": "string", "pattern": '/\n"', "minLength": -1}}},
+        {"allOf": [{"anyOf": [{"properties": {"a": {}}}] * 40}] * 40},
+    ],
+)
+def test_what_is_no_schema_is_no_fault_of_ours(name: str, tree: dict[str, Any]) -> None:
+    """A call is read all the same; to force one is refused where that cannot be."""
+    told_of = {"type": "function", "function": {"name": "f", "parameters": tree, "strict": True}}
+    prompts = Prompts(tokenizer_of(TEMPLATES[name], True))
+    with suppress(UserError):
+        grammar = prompts.grammar(tool_use([Tool.model_validate(told_of)], "required"), None, True)
+        assert grammar is not None
+        compiler_of(TEMPLATES[name], True).compile(grammar)
+    text = written(TEMPLATES[name], [("f", {"a": "x"})])
+    assert told(read_answer(AnswerReader(dialect_of(TEMPLATES[name]), {"f": tree}), text)) == [("f", {"a": "x"})]
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"properties": {"a": {"$ref": "#/properties/a"}}},
+        {"properties": {"a": {"anyOf": [{"type": "string"}] * 300}}},
+        {"allOf": [{"$ref": "#"}, {"properties": {"a": {}}}]},
+    ],
+)
+def test_a_schema_that_cannot_be_followed_to_its_end_forces_no_call(tree: dict[str, Any]) -> None:
+    """It used to allow anything."""
+    told_of = {"type": "function", "function": {"name": "f", "parameters": tree}}
+    prompts = Prompts(tokenizer_of(TEMPLATES["glm"], True))
+    with pytest.raises(UserError, match=r"^tools: more than 256 steps .*; mend a reference"):
+        prompts.grammar(tool_use([Tool.model_validate(told_of)], "required"), None, True)
+
+
+def test_calls_in_python_are_read_as_values_alone() -> None:
+    dialect = dialect_of(TEMPLATES["lfm2"])
+
+    def read(text: str) -> list[tuple[str, Any]]:
+        return told(read_answer(AnswerReader(dialect, {}), f"<|tool_call_start|>[{text}]<|tool_call_end|>"))
+
+    text = """get-it(from="a b(c=1)", x=-5.5, y={"a": [1, true, None]}, z='it"s f(x)'), a.b(t=\"\"\"say "f(x)=1" ok\"\"\")"""
+    values = {"from": "a b(c=1)", "x": -5.5, "y": {"a": [1, True, None]}, "z": 'it"s f(x)'}
+    assert read(text) == [("get-it", values), ("a.b", {"t": 'say "f(x)=1" ok'})]
+    for text in ("f(1)", "f(x=g(1))", 'f(x=b"a")', "f(x={(1, 2): 3})", "f(x=1+2j)", "(f)(x=1)"):
+        assert read(text) == []
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_nothing_of_a_cut_call_is_told(name: str) -> None:
+    dialect, content = dialect_of(TEMPLATES[name]), ""
+    text = written(TEMPLATES[name], SAID, content)
+    for end in range(len(text)):
+        said = read_answer(AnswerReader(dialect, SCHEMAS), text[:end], is_cut=True)
+        assert told(said) in ([], SAID[:1], SAID)
+        assert said.content == "", (end, said.content)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_streamed_in_any_pieces_it_reads_the_same(name: str, data: st.DataObject) -> None:
+    template = TEMPLATES[name]
+    call = written(template, SAID[:1])
+    parts = ["Hi ", "<", "[", "</tool_call>", "<think>", "</think>\n", "\n", '{"name"', CALL, call]
+    text = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=6)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    reader, whole = (AnswerReader(dialect_of(template), SCHEMAS, Think("<think>", "</think>")) for _ in range(2))
+    pieces: list[Piece] = []
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        pieces += reader.push(text[start:end])
+    pieces += reader.finish()
+
+    def seen(found: list[Piece]) -> tuple[str, str, list[tuple[str, str]]]:
+        content = "".join(piece for piece in found if isinstance(piece, str))
+        thoughts = "".join(piece.text for piece in found if isinstance(piece, Thought))
+        return content, thoughts, [(piece.name, piece.arguments) for piece in found if isinstance(piece, Call)]
+
+    assert seen(pieces) == seen([*whole.push(text), *whole.finish()])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "plain", "<tool_call>{", "<tool_call>not json</tool_call>", "<tool_cal", "a < b", '<tool_call>{"no": 1}</tool_call>'],
+)  # fmt: skip
+def test_what_is_no_call_stays_text(text: str) -> None:
+    assert read_answer(AnswerReader(DIALECTS[-1]), text) == Said(text, "", ())
+
+
+def test_marks_in_arguments_and_white_space_between_calls() -> None:
+    said = read_answer(AnswerReader(DIALECTS[-1]), f"Let me see. {CALL}\n{CALL}")
+    assert (said.content, told(said)) == ("Let me see.", [("add", {"a": 2, "s": "é </tool_call> {"})] * 2)
+
+
+def test_arguments_written_as_a_string() -> None:
+    text = '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>'
+    assert told(read_answer(AnswerReader(DIALECTS[-1]), text)) == [("f", {"a": 1})]
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '"{\\"a\\": \\"\\\\ud800\\"}"'])
+def test_half_a_surrogate_pair_is_no_character(arguments: str) -> None:
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    [call] = read_answer(AnswerReader(DIALECTS[-1]), text).calls
+    assert json.loads(call.arguments) == {"a": "\ufffd"} and call.arguments.encode()
+
+
+def test_nothing_is_held_back_that_cannot_be_a_call() -> None:
+    reader = AnswerReader(DIALECTS[-1])
+    assert reader.push("a <tool") == ["a "]
+    assert reader.push("box") == ["<toolbox"]
+    assert AnswerReader().push("<tool_call>") == ["<tool_call>"]
+
+
+def test_values_without_quotes_are_of_the_kind_that_the_schema_says() -> None:
+    dialect = dialect_of(TEMPLATES["glm"])
+    kinds: list[tuple[Any, str, Any]] = [
+        ({"type": "string"}, "12", "12"),
+        ({"type": "integer"}, "12", 12),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "12", "12"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({}, "[1, 2]", [1, 2]),
+        ({}, "[1, 2", "[1, 2"),
+        ({"type": "object"}, '{"a": NaN}', '{"a": NaN}'),
+    ]
+    for schema, text, value in kinds:
+        answer = f"<tool_call>f<arg_key>k</arg_key><arg_value>{text}</arg_value></tool_call>"
+        said = read_answer(AnswerReader(dialect, {"f": {"properties": {"k": schema}}}), answer)
+        assert told(said) == [("f", {"k": value})]
+
+
+def test_reasoning_comes_first_or_not_at_all() -> None:
+    think = Think("<think>", "</think>")
+
+    def read(text: str, is_thinking: bool = False, is_cut: bool = False) -> tuple[str, str]:
+        said = read_answer(AnswerReader(None, think=think, is_thinking=is_thinking), text, is_cut)
+        return said.reasoning, said.content
+
+    assert read("<think>\nHm.\n</think>\n\nYes.") == ("Hm.", "Yes.")
+    assert read("Hm.</think>Yes.", is_thinking=True) == ("Hm.", "Yes.")
+    assert read("Yes, <think>is a mark.</think>") == ("", "Yes, <think>is a mark.</think>")
+    assert read("<think>Hm", is_cut=True) == ("Hm", "")
+    assert read("") == ("", "")
+    assert think_of(TEMPLATES["glm"]) == think and think_of(CHATML) is None
+    assert think_of("[THINK]…[/THINK]") == Think("[THINK]", "[/THINK]")
+
+
+def test_a_checkpoint_may_declare_its_own_dialect() -> None:
+    """The one transformers itself has for Qwen 3.5, and one that no grammar of ours spells."""
+    declared: dict[str, Any] = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "thinking": {"open": "<mull>", "close": "</mull>", "content": "text"},
+            "tool_calls": {
+                "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+                "close_pattern": r"</function>\s*</tool_call>",
+                "repeats": True,
+                "content": "xml-inline",
+                "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+            "content": {"content": "text"},
+        },
+    }
+    template = TEMPLATES["qwen-coder"]
+    dialect = dialect_of(template, declared)
+    text = written(template, SAID, "Well.")
+    said = read_answer(AnswerReader(dialect, SCHEMAS, think_of(template, declared)), f"<mull>Hm.</mull>{text}")
+    assert (said.reasoning, said.content, told(said)) == ("Hm.", "Well.", SAID) and dialect.call
+    declared["fields"]["tool_calls"] |= {"open_pattern": r"<run (?P<name>\w+)>", "close_pattern": "</run>"}
+    own = dialect_of(template, declared)
+    said = read_answer(AnswerReader(own, SCHEMAS), "<run now></run>")
+    assert told(said) == [("now", {})] and not own.call
+    tokenizer = tokenizer_of(template, False)
+    tokenizer = Tokenizer(tokenizer.rust, tokenizer.eos_token, template, {"response_template": declared})
+    with pytest.raises(UserError, match="cannot be forced"):
+        Prompts(tokenizer).grammar(tool_use(TOOLS, "required"), None, True)
+    with pytest.raises(UserError, match="response_template"):
+        dialect_of(template, {"fields": {}})
+
+
+@pytest.mark.parametrize("form", [None, {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}])
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_grammars_are_what_the_library_reads(name: str, form: dict | None, parallel: bool, thinking: bool) -> None:
+    prompts = Prompts(tokenizer_of(TEMPLATES[name], True))
+    shape = None if form is None else ResponseFormat.model_validate(form)
+    grammar = prompts.grammar(tool_use(TOOLS, "auto" if form else "required"), shape, parallel, thinking)
+    assert grammar is not None and grammar.kind == "lark"
+    compiler_of(TEMPLATES[name], True).compile(grammar)
+    assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar.text)) in ("", None) or "<[" in grammar.text
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_shape_is_asked_of_what_follows_the_reasoning(special: bool) -> None:
+    tokenizer = tokenizer_of(TEMPLATES["hermes"], special)
+    prompts = Prompts(tokenizer)
+    shape = ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}})
+    grammar = prompts.grammar(tool_use([], None), shape, True, is_thinking=True)
+    assert grammar is not None
+    compiler = compiler_of(TEMPLATES["hermes"], special)
+    state = compiler.compile(grammar)
+    ids = tokenizer.encode_rendered("Hm, 12.\n</think>\n\n12")
+    assert all(state.accept(token) for token in ids) and state.accept(tokenizer.eos_id)
+    assert not all(map(compiler.compile(grammar).accept, tokenizer.encode_rendered("Hm.</think>x")))
+
+
+def test_a_format_without_tools_is_a_schema() -> None:
+    none, prompts = tool_use([], None), Prompts(tokenizer_of(CHATML, False))
+    assert prompts.grammar(none, ResponseFormat(type="json_object"), True).kind == "json_object"  # type: ignore[union-attr]
+    shape = ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}})
+    grammar = prompts.grammar(none, shape, True)
+    assert grammar is not None and json.loads(grammar.text) == {"type": "integer"}
+    assert prompts.grammar(none, ResponseFormat(type="text"), True) is None
+
+
+# Templates as they are on the hub: those that TRL ships, where it is installed
+
+REAL = (
+    *(
+        "cohere2",
+        "deepseek_r1_distill",
+        "deepseekv3",
+        "gemma",
+        "gemma3",
+        "gemma4",
+        "glm4moe",
+        "gptoss",
+        "lfm2",
+        "lfm2_v2",
+    ),
+    *("llama3", "llama3_1", "llama3_2", "nemotron_3_nano", "phi3", "qwen2_5", "qwen3", "qwen3_5_think", "qwen3_6"),
+)
+VALUES = st.recursive(
+    st.integers(-99, 10**6) | st.booleans() | st.text('aé1 "{,:\\', min_size=1).map(lambda text: f"x{text}x"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+def real_template(name: str) -> str:
+    trl = pytest.importorskip("trl")
+    return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+
+
+@pytest.mark.parametrize("name", REAL)
+@settings(max_examples=8, deadline=None)
+@given(arguments=st.dictionaries(st.sampled_from(["city", "days", "at_once"]), VALUES, min_size=1))
+def test_what_real_templates_write_is_read(name: str, arguments: dict[str, Any]) -> None:
+    """Their own form, or ours where they have none: offered, called, answered and read back."""
+    template, blank = real_template(name), {"bos_token": "", "eos_token": ""}
+    tree = [
+        {"id": "call00001", "type": "function", "function": {"name": "get_weather", "arguments": Arguments(arguments)}}
+    ]
+    asked = {"role": "user", "content": "Well?"}
+    turn = {"role": "assistant", "content": "", "tool_calls": tree}
+    told = {"role": "tool", "tool_call_id": "call00001", "name": "get_weather", "content": "it rains"}
+    offered = [{"type": "function", "function": {"name": "get_weather", "description": "w", "parameters": WEATHER}}]
+    prompt = render(template, [asked], offered, True, blank)
+    assert "get_weather" in prompt and "city" in prompt
+    text = render(template, [asked, turn], offered, variables=blank)
+    plain = render(template, [asked, {"role": "assistant", "content": "answered"}], offered, variables=blank)
+    assert "it rains" in render(template, [asked, turn, told], offered, True, blank)
+    said_before = next(prompt[:num] for num in range(len(prompt), 0, -1) if text.startswith(prompt[:num]))
+    text = text.removeprefix(re.sub(r"<\w*$", "", said_before)).removesuffix(plain.rpartition("answered")[2])
+    dialect = dialect_of(template)
+    assert dialect is not None and "".join(text.split()) not in prompt
+    kinds = {str: "string", int: "integer", bool: "boolean", list: "array", dict: "object"}
+    schema = {"properties": {key: {"type": kinds[type(value)]} for key, value in arguments.items()}}
+    said = read_answer(AnswerReader(dialect, {"get_weather": schema}), text)
+    assert [(call.name, json.loads(call.arguments)) for call in said.calls] == [("get_weather", arguments)]
+
+
+def test_every_real_template_has_its_dialect_or_is_refused() -> None:
+    found = {name: dialect_of(real_template(name)) for name in (*REAL, "muse_glimmer")}
+    names = {name: dialect.name if dialect else None for name, dialect in found.items()}
+    ours = {"cohere2", "deepseek_r1_distill", "gemma", "gemma3", "lfm2", "llama3", "phi3"}
+    assert {name for name in names if not tool_form(real_template(name)).shows_calls} == ours
+    assert names == {
+        **dict.fromkeys([*ours, "qwen2_5", "qwen3"], "hermes"),
+        **dict.fromkeys(["nemotron_3_nano", "qwen3_5_think", "qwen3_6"], "qwen-coder"),
+        **dict.fromkeys(["llama3_1", "llama3_2"], "llama"),
+        "deepseekv3": "deepseek",
+        "gemma4": "gemma-4",
+        "glm4moe": "glm",
+        "gptoss": "gpt-oss",
+        "lfm2_v2": "lfm2",
+        "muse_glimmer": None,
+    }
+
+
+def test_channels_of_gpt_oss_are_reasoning_content_and_calls() -> None:
+    template = real_template("gptoss")
+    dialect, think = dialect_of(template), think_of(template)
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    for call in (
+        ' to=functions.now<|channel|>commentary json<|message|>{"a": 1}<|call|>',
+        '<|channel|>commentary to=functions.now <|constrain|>json<|message|>{"a": 1}',
+    ):
+        said = read_answer(AnswerReader(dialect, {"now": {}}, think), thought + call)
+        assert (said.reasoning, said.content, told(said)) == ("Hm.", "", [("now", {"a": 1})])
+    for text in (thought + "<|channel|>final<|message|>Yes.", "<|channel|>final<|message|>Yes."):
+        for size in (1, 5, 100):
+            reader = AnswerReader(dialect, None, think)
+            pieces = [piece for at in range(0, len(text), size) for piece in reader.push(text[at : at + size])]
+            assert "".join(each for each in [*pieces, *reader.finish()] if isinstance(each, str)) == "Yes."
+    preamble = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.now<|message|>{}"
+    said = read_answer(AnswerReader(dialect, {"now": {}}, think), preamble)
+    assert (said.content, told(said)) == ("I look.", [("now", {})])

@@ -1,0 +1,169 @@
+"""What generates nothing: models, sizes, tokens, metrics and weights, against a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openapi_spec_validator
+
+from stretto.engine.async_engine import AsyncEngine
+from stretto.engine.engine import Engine
+from stretto.model.checkpoint import write_checkpoint
+from stretto.model.spec import ModelConfig, count
+from stretto.model.transformer import build
+from stretto.server.completions import ChatBody, CompletionBody
+from stretto.server.elastic import ServedModel
+from stretto.server.info import DetokenizeBody, LoadWeightsBody, TokenizeBody
+from stretto.server.responses import ResponsesBody
+from stretto.server.server import PLAYGROUND
+from stretto.text.tokenizer import Tokenizer
+
+Ask = Callable[..., httpx.Response]
+PATH = "/v1/completions"
+
+
+def test_special_spellings_are_the_clients_choice(ask: Ask, tokenizer: Tokenizer) -> None:
+    text = "a<|im_end|>"
+    parsed = ask("POST", "/tokenize", json={"prompt": text}).json()
+    plain = ask("POST", "/tokenize", json={"prompt": text, "parse_special": False}).json()
+    assert parsed["tokens"][-1] == tokenizer.rust.token_to_id("<|im_end|>") and parsed["count"] == 2
+    assert plain["tokens"] == tokenizer.encode(text)
+    for tokens in (parsed["tokens"], plain["tokens"]):
+        assert ask("POST", "/detokenize", json={"tokens": tokens}).json() == {"prompt": text}
+
+
+def test_a_tokenizer_that_a_client_may_use_from_afar(ask: Ask, tokenizer: Tokenizer) -> None:
+    """What lm-eval asks before and while it counts tokens."""
+    told = ask("GET", "/tokenizer_info").json()
+    assert told["eos_token"] == tokenizer.eos_token and told["chat_template"] == tokenizer.chat_template
+    assert told["vocab_size"] == tokenizer.vocab_size
+    sent = {"prompt": told["eos_token"], "add_special_tokens": False}
+    assert ask("POST", "/tokenize", json=sent).json()["tokens"] == [tokenizer.eos_id]
+
+
+def interface(connect: Any, **settings: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """The document that a server answers with, and the methods of its routes but the page's."""
+
+    async def run() -> tuple[dict[str, Any], dict[str, str]]:
+        async with connect(**settings) as client:
+            pages = {"/", *(f"/{file.name}" for file in PLAYGROUND.iterdir())}
+            routes = {route.path.replace(":path", ""): route.methods for route in client.app.routes}
+            methods = {path: "get" if "GET" in told else "post" for path, told in routes.items() if path not in pages}
+            return (await client.get("/openapi.json")).json(), methods
+
+    return asyncio.run(run())
+
+
+def test_the_document_of_the_interface_names_every_route(connect: Any) -> None:
+    for settings in ({}, {"admin_key": "root"}):
+        document, methods = interface(connect, **settings)
+        openapi_spec_validator.validate(document)
+        assert {path: next(iter(told)) for path, told in document["paths"].items()} == methods
+
+
+def test_the_document_of_the_interface_names_every_field(connect: Any) -> None:
+    schemas = interface(connect, admin_key="root")[0]["components"]["schemas"]
+    for body in (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody, LoadWeightsBody):
+        properties = schemas[body.__name__]["properties"]
+        assert set(body.model_fields) <= set(properties)
+        for name, field in body.model_fields.items():
+            assert properties[name].get("description") == field.description
+    chat = schemas["ChatBody"]["properties"]
+    assert "Lark" in chat["grammar"]["description"] and "user" in chat  # the last is accepted without effect
+    text = (Path(__file__).parents[2] / "docs" / "SERVING.md").read_text(encoding="utf-8")
+    documented = text.partition("Beside OpenAI's fields: ")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", documented)) <= set(chat)
+
+
+def test_models_are_the_presets(ask: Ask) -> None:
+    names = [entry["id"] for entry in ask("GET", "/v1/models").json()["data"]]
+    assert names == ["x", "x:full", "x:half", "x:wide", "x:corner"]
+    assert ask("GET", "/v1/models/x:half").json()["id"] == "x:half"
+
+
+def test_info(ask: Ask, served: ServedModel, config: ModelConfig) -> None:
+    info = ask("GET", "/api/info").json()
+    assert info["limits"] == {"layers": 4, "min_layers": 1, "experts": 8, "top_k": 2}
+    counts = count(config, config.subnet(2, 2, 1))
+    corner = info["presets"]["corner"]
+    assert corner["active_params"] == counts.active_params and corner["flops_per_token"] == counts.linear_flops
+    assert corner["kv_bytes_per_token"] == 4 * counts.kv_elements
+    assert ask("GET", "/api/cost?layers=2&experts=2&top_k=1").json() == corner
+    assert ask("GET", "/api/cost").json() == info["presets"]["full"]
+    for wrong in ("layers=9", "layers=-1", "layers=x", "layer=2", "experts=1&top_k=2"):
+        assert ask("GET", f"/api/cost?{wrong}").status_code == 400
+    assert (info["max_len"], info["vocab_size"]) == (served.max_len, config.vocab_size)
+    assert info["has_chat_template"] and info["kernels"] and info["is_batch_invariant"] is False
+    shown = {"shown_by_template": ["tools", "calls", "results"], "dialect": "hermes", "can_be_forced": True}
+    assert info["tools"] == shown
+    assert ask("GET", "/health").json() == {"status": "ok", "model": "x", "max_model_len": served.max_len}
+
+
+def test_metrics(connect: Any) -> None:
+    async def run() -> str:
+        async with connect(floor="corner") as client:
+            await client.post(PATH, json={"prompt": "a", "max_tokens": 4, "ignore_eos": True})
+            await client.post(PATH, json={"prompt": "a", "model": "x:half", "max_tokens": 4, "ignore_eos": True})
+            await client.post(PATH, json={"prompt": ""})
+            await client.get("/made-up")
+            return (await client.get("/metrics")).text
+
+    text = asyncio.run(run())
+    assert 'stretto_http_requests_total{path="/v1/completions",status="200"} 2.0' in text
+    assert 'stretto_http_requests_total{path="/v1/completions",status="400"} 1.0' in text
+    assert 'stretto_http_requests_total{path="other",status="404"} 1.0' in text and "made-up" not in text
+    assert 'stretto_output_tokens_total{subnet="half"} 4.0' in text
+    assert 'stretto_elastic_requests_total{reason="default",subnet="full"} 1.0' in text
+    assert "stretto_first_token_seconds_count 2.0" in text
+    assert "stretto_engine_num_free_pages" in text and "stretto_http_open 0.0" in text
+
+
+def test_weights_are_swapped_by_the_admin_only(
+    connect: Any, config: ModelConfig, tokenizer: Tokenizer, engine_of: Callable[..., Engine], tmp_path: Path
+) -> None:
+    tokenizer.save(tmp_path / "tokenizer")
+    write_checkpoint(tmp_path / "new", build(config, seed=4), config, tokenizer_dir=tmp_path / "tokenizer")
+    service = AsyncEngine(engine_of()).start()
+    root = {"Authorization": "Bearer root"}
+    body = {"prompt": "The cat", "temperature": 0, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
+
+    async def run() -> None:
+        async with connect(service=service, admin_key="root") as client:
+            before = (await client.post(PATH, json=body)).json()["choices"][0]
+            swap = {"version": 8, "path": str(tmp_path / "new")}
+            assert (await client.post("/admin/load_weights", json=swap)).status_code == 401
+            bad = {**swap, "path": str(tmp_path / "nowhere")}
+            assert (await client.post("/admin/load_weights", json=bad, headers=root)).status_code == 400
+            same = (await client.post(PATH, json=body)).json()["choices"][0]
+            assert same["token_ids"] == before["token_ids"] and same["weight_version"] == 7
+            done = await client.post("/admin/load_weights", json=swap, headers=root)
+            assert done.json() == {"weight_version": 8}, done.text
+            after = (await client.post(PATH, json=body)).json()["choices"][0]
+            assert after["token_ids"] != before["token_ids"] and after["weight_versions"] == [[8, 8]]
+
+            last = (1 << 63) - 1
+            for version, status in ((1 << 63, 400), (-1, 400), (1 << 31, 200), (last, 200)):
+                answer = await client.post("/admin/load_weights", json={**swap, "version": version}, headers=root)
+                assert answer.status_code == status, answer.text
+                assert status == 200 or answer.json()["error"]["param"] == "version"
+            again = (await client.post(PATH, json=body)).json()["choices"][0]
+            assert again["token_ids"] == after["token_ids"] and again["weight_versions"] == [[last, 8]]
+
+    asyncio.run(run())
+    service.close()
+
+
+def test_the_page_needs_no_key_and_no_other_file_is_served(ask: Ask) -> None:
+    settings = {"api_keys": ("key",)}
+    for path in ("/", "/index.html", "/app.js"):
+        page = ask("GET", path, settings=settings)
+        assert page.status_code == 200 and page.headers["cache-control"] == "no-cache"
+        assert "default-src 'self'" in page.headers["content-security-policy"]
+    for path in ("/server.py", "/%2e%2e/server.py", "/playground"):
+        assert ask("GET", path).status_code == 404
+        assert ask("GET", path, settings=settings).status_code == 401

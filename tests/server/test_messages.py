@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from stretto.engine.grammar import GrammarCompiler
+from stretto.server.completions import ChatBody
+from stretto.server.dialects import read_answer
+from stretto.server.limits import parse_body
+from stretto.server.messages import (
+    FieldError,
+    Message,
+    Prompts,
+    Tool,
+    tool_use,
+)
+from stretto.text.chat import CHATML
+from stretto.text.tokenizer import train_tokenizer
+from tests.text.test_chat import BARE
+
+ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}}  # fmt: skip
+
+MUL = {"type": "function", "function": {"name": "mul"}}
+
+
+def tools(*functions: dict) -> list[Tool]:
+    return [Tool.model_validate({"type": "function", "function": function}) for function in functions]
+
+
+def choice(value: object) -> object:
+    body = {"messages": [{"role": "user", "content": ""}], "tool_choice": value}
+    return parse_body(ChatBody, body).tool_choice
+
+
+def test_choices() -> None:
+    both = tools(ADD, {"name": "mul"})
+    assert tool_use(both, choice("auto")).offered == tuple(both)
+    assert not tool_use(both, choice("auto")).forced
+    assert tool_use(both, choice("none")).offered == ()
+    assert tool_use(both, choice("required")).forced
+    named = tool_use(both, choice({"type": "function", "function": {"name": "mul"}}))
+    assert named.forced and [tool.function.name for tool in named.offered] == ["mul"]
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "add"}}]}
+    use = tool_use(both, choice({"type": "allowed_tools", "allowed_tools": allowed}))
+    assert not use.forced and [tool.function.name for tool in use.offered] == ["add"]
+
+
+@pytest.mark.parametrize(
+    ("functions", "wanted", "problem"),
+    [
+        ([ADD, ADD], "auto", "same name"),
+        ([ADD], {"type": "function", "function": {"name": "sub"}}, "'sub' is not among"),
+        ([], "required", "no tools"),
+    ],
+)
+def test_impossible_choices(functions: list[dict], wanted: object, problem: str) -> None:
+    with pytest.raises(FieldError, match=problem):
+        tool_use(tools(*functions), choice(wanted))
+
+
+@pytest.fixture(params=["chatml", "bare"])
+def prompts(request: pytest.FixtureRequest) -> Prompts:
+    """A template with tools, and one that knows none."""
+    template = CHATML if request.param == "chatml" else BARE
+    return Prompts(train_tokenizer(iter(["weather in Paris, add a and b", json.dumps(ADD)]), 300, template))
+
+
+def test_every_choice_of_tools_works_with_every_template(prompts: Prompts) -> None:
+    asked, both = [Message(role="user", content="weather?")], tools(ADD, {"name": "mul", "description": "times"})
+    plain, shown = prompts.chat(asked), prompts.tokenizer.decode(prompts.chat(asked, both))
+    assert "times" in shown and '{"type": "object", "properties"' in shown
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    for wanted, forced, offered in (("auto", False, 2), ("required", True, 2), ("none", False, 0), (MUL, True, 1)):
+        use = tool_use(both, choice(wanted))
+        assert (prompts.chat(asked, use.offered) == plain) == (not offered) and len(use.offered) == offered
+        grammar = prompts.grammar(use, None, parallel=True)
+        assert (grammar is not None) == forced
+        if grammar is not None:
+            state = GrammarCompiler(prompts.tokenizer).compile(grammar)
+            ids = prompts.tokenizer.encode_rendered(call)
+            assert all(map(state.accept, ids)) == (wanted == "required")
+    for most, num in ((None, 2), (1, 1)):
+        said = read_answer(prompts.reader({"add": {}}, True, max_calls=most), f"{call}\n{call}")
+        assert (len(said.calls), said.content) == (num, "")
+
+
+def test_calls_that_nothing_can_read_are_refused() -> None:
+    odd = CHATML.replace("'<tool_call>'", "'(((call '").replace("'</tool_call>'", "')))'")
+    prompts = Prompts(train_tokenizer(iter(["weather in Paris"]), 300, odd))
+    asked = [Message(role="user", content="weather?")]
+    assert prompts.chat(asked) and prompts.dialect is None
+    with pytest.raises(
+        FieldError, match=r"^tools: no dialect is known in which this model's chat template writes calls"
+    ):
+        prompts.chat(asked, tools(ADD))
+    with pytest.raises(FieldError, match=r"^tool_choice: calls cannot be forced"):
+        prompts.grammar(tool_use(tools(ADD), "required"), None, True)
+    bare = Prompts(replace(prompts.tokenizer, chat_template=None))
+    with pytest.raises(FieldError, match=r"^tools: this checkpoint has no chat template; leave them out, or put"):
+        bare.chat(asked, tools(ADD))
