@@ -22,7 +22,6 @@ from typing import Any
 import rich
 from rich.table import Table
 
-from stretto.api.data import learn_tokenizer, prepare_data, tokenise_documents
 from stretto.api.train import held_out, open_loader
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT, read_json, write_json
@@ -34,6 +33,7 @@ from stretto.model.elastic import extract
 from stretto.model.parallel import Ranks, join
 from stretto.model.spec import ModelConfig, count, extracted_config
 from stretto.train.loop import Job, heal, pretrain
+from stretto.train.prepare import learn_tokenizer, prepare_data, tokenise_documents
 from stretto.train.recipe import ElasticConfig, HealRecipe, Recipe
 from stretto.train.run_folder import RunInfo
 

@@ -30,7 +30,6 @@ from rich.table import Table
 
 from bench.common.measure import half_width
 from bench.elastic_quality import RECIPE, own_text
-from stretto.api.data import prepare_data
 from stretto.api.train import held_out, open_loader
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT, read_json, remove, write_json
@@ -43,6 +42,7 @@ from stretto.model.parallel import Ranks, join
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, executed
 from stretto.model.transformer import build
 from stretto.train.loop import Job, Trained, elasticize, pretrain
+from stretto.train.prepare import prepare_data
 from stretto.train.recipe import ElasticConfig, ElasticizeRecipe, MixtureConfig, Recipe, with_branches
 from stretto.train.run_folder import RunInfo
 from stretto.train.sampler import Sampler

@@ -27,7 +27,7 @@ from bench.sync_equality import recipe, start_of, whole_run
 from stretto.base.track import progress, read_metrics
 from stretto.learning.recipe import RlRecipe
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "recipes" / "examples"
+EXAMPLES = Path(__file__).resolve().parents[1] / "stretto/recipes" / "examples"
 AIM_LINES = 50
 DIGITS = {"operation": "complement", "length": 3, "graded": True}
 SEQ_LEN = 192

@@ -36,7 +36,6 @@ from torch import Tensor
 from bench.common.measure import half_width, wide_console
 from bench.elastic_quality import RECIPE, own_text
 from stretto.api.adopt import AdoptOptions
-from stretto.api.data import prepare_data
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT, read_json, remove, write_json
 from stretto.data.loader import Loader, Mixture, eval_batches
@@ -50,6 +49,7 @@ from stretto.model.transformer import Context, MoeLayer, Transformer, build
 from stretto.ops.grouped import Slots, experts
 from stretto.ops.operators import Routes
 from stretto.train.loop import Job, heal, pretrain
+from stretto.train.prepare import prepare_data
 from stretto.train.recipe import ElasticConfig, HealRecipe, Recipe
 
 OURS: str = AdoptOptions.model_fields["order"].default

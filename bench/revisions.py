@@ -134,7 +134,7 @@ class Bench:
 
     def rl(self, tree: Path) -> float:
         start = self._scratch / "start"
-        recipe = ROOT / "recipes/rl_gym.toml"
+        recipe = ROOT / "stretto/recipes/rl_gym.toml"
         if not start.exists():  # a run of a few steps, whose start is every measured run's
             self._stretto(
                 ROOT, "rl", recipe, "-o", start, *settings({**RL, "start.steps": 60, "train.steps": 1}), seconds=900
@@ -166,7 +166,15 @@ class Bench:
         folder, text = self._folder(), Path(sysconfig.get_path("stdlib")) / "encodings"
         changes = {f"train.{name}": value for name, value in TRAIN.items()} | {"elastic.rank_layers_at": "[]"}
         self._stretto(
-            tree, "pretrain", ROOT / "recipes/small.toml", "--data", text, "-o", folder, *settings(changes), seconds=600
+            tree,
+            "pretrain",
+            ROOT / "stretto/recipes/small.toml",
+            "--data",
+            text,
+            "-o",
+            folder,
+            *settings(changes),
+            seconds=600,
         )
         return folder
 

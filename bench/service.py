@@ -41,7 +41,7 @@ from stretto.post.suite import Evaluation
 from stretto.tasks.task import Answer
 from stretto.tasks.worlds.service import ServiceArgs, ServiceSource
 
-RECIPE = Path(__file__).parents[1] / "recipes/service.toml"
+RECIPE = Path(__file__).parents[1] / "stretto/recipes/service.toml"
 SOURCE = "service"
 DEMONSTRATIONS, REWARDS = "demonstrations", "and rewards"
 IDLE, TRANSFERS = "empty", "always transfer"

@@ -36,7 +36,6 @@ import torch
 from rich.table import Table
 
 from bench.common.measure import SLOW, Calibration, Sample, Step, fastest_calibration, quiet, times, wide_console
-from stretto.api.data import TextOptions, prepare_data
 from stretto.base.track import progress
 from stretto.data.loader import Batch
 from stretto.data.pack import IGNORED
@@ -52,6 +51,7 @@ from stretto.optim.schedule import OptimConfig
 from stretto.post.sft import open_conversations
 from stretto.text.chat import CHATML
 from stretto.text.tokenizer import train_tokenizer
+from stretto.train.prepare import TextOptions, prepare_data
 from stretto.train.recipe import SftRecipe, TrainConfig
 from stretto.train.step import MicroBatch, optimisation_step
 

@@ -40,7 +40,7 @@ from stretto.tasks.worlds.sheet_tasks import SheetTask
 from stretto.tasks.worlds.sheets import SheetsArgs, SheetsSession, SheetsSource
 from stretto.tasks.worlds.workbook import Place, cell_name
 
-RECIPE = Path(__file__).parents[1] / "recipes/sheets.toml"
+RECIPE = Path(__file__).parents[1] / "stretto/recipes/sheets.toml"
 RIGHT = "the right formula"
 Call = tuple[str, Mapping[str, Any]]
 STAGES = {"demonstrations": START, "and rewards": CHECKPOINT}

@@ -36,7 +36,6 @@ from rich.table import Table
 from torch import Tensor
 
 from bench.common.measure import half_width, wide_console
-from stretto.api.data import prepare_data
 from stretto.base.config import Config, read_recipe
 from stretto.base.errors import UserError
 from stretto.base.numbers import si
@@ -64,10 +63,11 @@ from stretto.model.upcycle import (
 from stretto.text.chat import named_tokens, render
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
 from stretto.train.loop import Job, Trained, elasticize, heal
+from stretto.train.prepare import prepare_data
 from stretto.train.recipe import ElasticizeRecipe, HealRecipe
 from stretto.train.step import NonFiniteError
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPES = Path(__file__).parents[1] / "stretto/recipes"
 KD_WEIGHT = 0.75
 """Of KL to the original, in every run; the rest is cross-entropy."""
 SHORT = (

@@ -41,7 +41,8 @@ LATE_IMPORTS = {
 }
 
 SOURCES = sorted(path for folder in ("stretto", "bench", "tests") for path in (ROOT / folder).rglob("*.py"))
-PACKAGE = [path for path in SOURCES if path.is_relative_to(ROOT / "stretto")]
+RECIPES = ROOT / "stretto/recipes"  # files that users name or copy, and no part of the package
+PACKAGE = [path for path in SOURCES if path.is_relative_to(ROOT / "stretto") and not path.is_relative_to(RECIPES)]
 
 
 def name_of(path: Path) -> str:

@@ -25,7 +25,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from stretto.api.data import TextOptions, prepare_data, sources_named, tokenise_documents
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError, one_line
 from stretto.base.numbers import si
@@ -58,6 +57,7 @@ from stretto.model.upcycle import FAMILY as UPCYCLED
 from stretto.model.upcycle import UpcycledState, Upcycling, upcycled_config, upcycled_presets
 from stretto.ops.tuning import rough_products
 from stretto.text.tokenizer import load_tokenizer
+from stretto.train.prepare import TextOptions, prepare_data, sources_named, tokenise_documents
 from stretto.train.recipe import default_anchors
 from stretto.train.run_folder import RunInfo, read_info
 

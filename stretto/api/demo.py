@@ -18,7 +18,6 @@ from pathlib import Path
 import rich
 from rich.table import Table
 
-from stretto.api.data import learn_tokenizer, tokenise_documents
 from stretto.api.pipeline import last_result, run_command
 from stretto.api.report import report_command
 from stretto.api.search import (
@@ -37,6 +36,7 @@ from stretto.base.track import progress
 from stretto.data.demo_text import TEMPLATE, demo_documents, passages
 from stretto.post.pipeline import COMPARISON_FILE, EVALUATED
 from stretto.subnets.search import Limits, SearchOptions
+from stretto.train.prepare import learn_tokenizer, tokenise_documents
 from stretto.train.recipe import HealRecipe, Recipe
 from stretto.train.run_folder import POST, SAMPLES_FILE, Sample, read_samples
 

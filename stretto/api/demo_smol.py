@@ -19,7 +19,6 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.api.adopt import AdoptOptions, adopt_command
-from stretto.api.data import tokenise_documents
 from stretto.api.demo import Stage, run_stages
 from stretto.api.report import report_command
 from stretto.api.search import LATENCY_FILE, SEARCH_FILE, extract_command, latency_command, search_command
@@ -40,6 +39,7 @@ from stretto.subnets.search import Limits, SearchOptions
 from stretto.tasks.task import Range, read_records
 from stretto.text.chat import named_tokens, render
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
+from stretto.train.prepare import tokenise_documents
 from stretto.train.recipe import ElasticizeRecipe, HealRecipe
 from stretto.train.run_folder import SAMPLES_FILE, Sample, read_samples
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from stretto.api.data import AS_IT_IS, TextOptions, prepare_data, sources_named
 from stretto.api.train import EVAL_BATCH_ROWS, held_out, open_loader
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
@@ -29,6 +28,7 @@ from stretto.subnets.extract import Extracted, verified_extract
 from stretto.subnets.latency import LatencyTable, check, measure, read_table, usual_workloads, write_table
 from stretto.subnets.search import Limits, SearchOptions, SearchResult, SearchSpace, search
 from stretto.train.loop import Job, heal, write_trained
+from stretto.train.prepare import AS_IT_IS, TextOptions, prepare_data, sources_named
 from stretto.train.recipe import HealRecipe
 from stretto.train.run_folder import RunInfo, read_info
 from stretto.train.step import metered

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 
-from stretto.api.data import AS_IT_IS, TextOptions, check_enough, prepare_data, sources_named
 from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, remove, require_apart, write_json
@@ -27,6 +26,7 @@ from stretto.post.sft import open_conversations, sft_conversations
 from stretto.text.chat import tool_form
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.loop import Job, Trained, elasticize, heal, pretrain, write_trained
+from stretto.train.prepare import AS_IT_IS, TextOptions, check_enough, prepare_data, sources_named
 from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe, SftRecipe, TrainConfig
 from stretto.train.run_folder import ADOPTED, RunInfo, read_info
 from stretto.train.snapshot import LAYOUT, STEERING

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from stretto.base.errors import UserError, nearest
-from stretto.base.paths import read_json
+from stretto.base.paths import RECIPES, read_json
 
 _LONGEST_NAME = 80
 """Characters of a name that a message repeats."""
@@ -44,13 +44,27 @@ def read_recipe(
     ``kind``. It is in TOML, or in JSON as runs keep theirs. Raises `UserError`: the file is missing or is neither, a key is
     unknown, or a value is impossible.
     """
-    path = Path(path)
-    if not path.exists():
-        raise UserError(f"{path}: no such recipe; the shipped ones are in recipes/")
+    path = find_recipe(path)
     tree = {**read_tree(path), **(given or {})}
     for override in overrides:
         _apply_override(tree, override)
     return validate(kind, tree, source=str(path))
+
+
+def find_recipe(named: Path | str) -> Path:
+    """The file that ``named`` is: a path, or the name of a shipped recipe: ``small``, ``small.toml``, ``recipes/small.toml``.
+    Raises `UserError`: there is neither.
+    """
+    path = Path(named)
+    if path.exists():
+        return path
+    shipped = RECIPES / path.with_suffix(".toml").name
+    if path.parent.as_posix() in (".", RECIPES.name) and path.suffix in ("", ".toml") and shipped.is_file():
+        return shipped
+    known = sorted(each.stem for each in RECIPES.glob("*.toml"))
+    raise UserError(
+        f"{path}: no such recipe{nearest(path.stem, known)}; name a file, or a shipped one: {', '.join(known)}"
+    )
 
 
 def read_tree(path: Path) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from typing import Any
 
 from stretto.base.errors import UserError
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-"""The shipped recipes, beside the package."""
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+"""The shipped recipes."""
 RUN_FILE, CHECKPOINT = "run.json", "checkpoint"
 """In a run folder: what the run was told, and the folder of its result."""
 LOCK_FILE = ".lock"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import UserError, one_line
+from stretto.base.paths import RECIPES
 
 
 def load_named(name: str, where: str) -> Any:
@@ -32,7 +33,10 @@ def error_line(error: Exception) -> str:
 def _module(place: str) -> Any:
     if not place.endswith(".py"):
         return importlib.import_module(place)
-    path = Path(place).resolve()
+    path = Path(place)
+    if not path.exists() and path.parts[:1] == (RECIPES.name,):  # a shipped example, named as in the documents
+        path = RECIPES.parent / path
+    path = path.resolve()
     digest = blake2b(str(path).encode(), digest_size=6).hexdigest()  # two folders may have a file of one name
     name = f"stretto_user_{path.stem}_{digest}"
     if name in sys.modules:  # once a process, as modules are: what it remembers, it remembers

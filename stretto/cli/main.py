@@ -79,8 +79,8 @@ def pretrain(
 
         given = model_to_go_on_with(folder, origin)
     parsed = read_recipe(recipe, Recipe, _with_steps(settings, steps), given)
-    from stretto.api.data import TextOptions
     from stretto.api.train import pretrain_command
+    from stretto.train.prepare import TextOptions
 
     text = TextOptions(val, val_fraction, text_field)
     made = pretrain_command(
@@ -200,8 +200,8 @@ def elasticize(
     told = settings + ([f"trainable={trainable}"] if trainable is not None else [])
     told += [f"cached_logits={cache_logits}"] if cache_logits is not None else []
     parsed = read_recipe(recipe or RECIPES / "elasticize.toml", ElasticizeRecipe, _with_steps(told, steps))
-    from stretto.api.data import TextOptions
     from stretto.api.train import elasticize_command
+    from stretto.train.prepare import TextOptions
 
     text = TextOptions(val, val_fraction, text_field)
     made = elasticize_command(parsed, source, data, teacher, out, text=text, resume=resume, device=device)
@@ -223,7 +223,7 @@ def tokenize(
     """Turn text into token shards, in constant memory; killed, it goes on where it was."""
     if tokenizer is not None and vocab_size is not None:
         raise UserError(f"--vocab-size: {tokenizer} has a vocabulary already; leave --vocab-size or --tokenizer out")
-    from stretto.api.data import TextOptions, tokenise_data
+    from stretto.train.prepare import TextOptions, tokenise_data
 
     text = TextOptions(val, val_fraction, text_field)
     manifest = tokenise_data(data, out, tokenizer, vocab_size or VOCAB_SIZE, text)
@@ -274,9 +274,9 @@ def search(
     if heal_steps:
         settings = [f"train.steps={heal_steps}", f"train.eval_every={heal_steps}", f"train.snapshot_every={heal_steps}"]
         healing = read_recipe(heal_recipe or RECIPES / "heal.toml", HealRecipe, settings)
-    from stretto.api.data import TextOptions
     from stretto.api.search import parse_limits, search_command
     from stretto.subnets.search import SearchOptions
+    from stretto.train.prepare import TextOptions
 
     limits = parse_limits(max_total, max_active, max_latency_ms)
     options = SearchOptions(seed=seed)
@@ -326,8 +326,8 @@ def heal(
     from stretto.train.recipe import HealRecipe
 
     parsed = read_recipe(recipe or RECIPES / "heal.toml", HealRecipe, _with_steps(settings, steps))
-    from stretto.api.data import TextOptions
     from stretto.api.train import heal_command
+    from stretto.train.prepare import TextOptions
 
     text = TextOptions(val, val_fraction, text_field)
     _say(f"checkpoint: {heal_command(parsed, source, out, data, teacher, text=text, resume=resume, device=device)}")

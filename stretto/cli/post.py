@@ -77,8 +77,8 @@ def sft(
     told = [*settings, *([f"lora.rank={lora}"] if lora is not None else [])]
     told += [f"train.steps={steps}"] if steps is not None else []
     parsed = read_recipe(recipe, SftRecipe, told)
-    from stretto.api.data import TextOptions
     from stretto.api.train import sft_command
+    from stretto.train.prepare import TextOptions
 
     made = sft_command(
         parsed,

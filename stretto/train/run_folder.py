@@ -39,7 +39,7 @@ class RunInfo(Config):
     data_hash: str | None = None
     """Over all parts of the mixture and their weights."""
     sources: tuple[str, ...] = ()
-    """What the data was made of, as `stretto.api.data.sources_named` tells; none in runs of a version that did not say."""
+    """What the data was made of, as `stretto.train.prepare.sources_named` tells; none in runs of a version that did not say."""
     tokenizer: Path
     """Folder with the tokenizer's files."""
     parent: Path | None = None

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from stretto.api import data as text_in
-from stretto.api.data import TextOptions, learn_tokenizer, prepare_data, sources_named
 from stretto.base.errors import UserError
 from stretto.data.shards import TokenSet, read_manifest
 from stretto.data.sources import open_source
+from stretto.train import prepare as text_in
+from stretto.train.prepare import TextOptions, learn_tokenizer, prepare_data, sources_named
 from stretto.train.run_folder import read_info
 from tests.api.conftest import Run, refused
 

@@ -32,7 +32,7 @@ def commands(page: str) -> str:
 
 def execute(page: str, folder: Path, **environment: object) -> str:
     """Run ``page`` in ``folder``, beside the shipped recipes with fewer rows; what it printed."""
-    shutil.copytree(ROOT / "recipes", folder / "recipes")
+    shutil.copytree(ROOT / "stretto/recipes", folder / "recipes")
     small = folder / "recipes/small.toml"
     text, num = re.subn(
         r"(?m)^((?:eval_)?rows) = (\d+)$", lambda row: f"{row[1]} = {int(row[2]) // 4}", small.read_text()

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from stretto.api.data import prepare_data
 from stretto.api.train import held_out
 from stretto.base.config import read_recipe
 from stretto.model.parallel import Ranks
+from stretto.train.prepare import prepare_data
 from stretto.train.recipe import Recipe
 from stretto.train.run_folder import RunInfo
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stretto.api.data import TextOptions
 from stretto.api.report import report_command
 from stretto.api.train import ADAPTER, sft_command
 from stretto.base.config import read_recipe
@@ -36,6 +35,7 @@ from stretto.model.transformer import Context, build
 from stretto.post.sft import open_conversations
 from stretto.text.chat import CHATML, ChatEncoder
 from stretto.text.tokenizer import load_tokenizer, train_tokenizer
+from stretto.train.prepare import TextOptions
 from stretto.train.recipe import SftRecipe
 from stretto.train.step import MicroBatch, forward_backward
 

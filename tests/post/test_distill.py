@@ -116,7 +116,7 @@ def test_teachers_as_a_command_line_names_them(tmp_path: Path) -> None:
 
 
 def test_the_recipes_that_are_shown_are_recipes() -> None:
-    page = (RECIPES.parent / "docs" / "DISTILL.md").read_text(encoding="utf-8")
+    page = (RECIPES.parents[1] / "docs" / "DISTILL.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     shown = validate(RlRecipe, tomllib.loads(block), "docs/DISTILL.md")
     assert shown.distill is not None and shown.distill.teacher_of() == {"maths": "maths", "code": "coder"}

@@ -416,9 +416,9 @@ def test_suites_by_name(tmp_path: Path) -> None:
 
 def test_a_recipe_is_a_suite(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
-    found = parse_suites([str(root / "recipes/rl_gym.toml")])["rl_gym"]
+    found = parse_suites([str(root / "stretto/recipes/rl_gym.toml")])["rl_gym"]
     assert (list(found.sources), found.problems, found.max_tokens) == (["backward"], 64, 16)
-    tree = read_recipe(root / "recipes/rl_gym.toml", RlRecipe).model_dump(mode="json")
+    tree = read_recipe(root / "stretto/recipes/rl_gym.toml", RlRecipe).model_dump(mode="json")
     write_json(tmp_path / "rl_gym.json", tree)
     assert parse_suites([str(tmp_path / "rl_gym.json")]) == {"rl_gym": found}
 
