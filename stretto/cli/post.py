@@ -175,7 +175,6 @@ def evaluate(
     from stretto.post.suite import parse_suites
 
     theirs, ours = harness_names(suite)
-    check_installed(theirs)
     if presets and (
         unused := [
             flag
@@ -190,6 +189,7 @@ def evaluate(
             raise UserError(f"{unused[0]}: is of answers, which other harnesses do not keep; leave it out")
     if presets and theirs:
         raise UserError(f"--suite {theirs[0]}: is asked one size at a time; leave out --presets, give --subnet")
+    check_installed(theirs)
     told = options(
         samples=samples,
         limit=limit,

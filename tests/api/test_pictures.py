@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from tests.api.conftest import HEALING, PRESETS, RECIPE, SERVED, refused
 from tests.api.conftest import Run as Command
 from tests.engine.engines import network
 from tests.tasks.judges import judging
+from tests.web import serving
 
 
 @pytest.fixture(autouse=True)
@@ -83,18 +83,10 @@ def test_bad_input(stretto: Command, told: tuple[str, ...], words: tuple[str, ..
 def test_a_server_of_another_kind(stretto: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "v1").mkdir()
     (tmp_path / "v1" / "models").write_text("<html>")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(tmp_path)))
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        url = f"http://127.0.0.1:{server.server_port}"
-        monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
+    with serving(partial(SimpleHTTPRequestHandler, directory=str(tmp_path))) as url:
         refused(stretto("enhance", "a cat", "--server", url), "--server", "lists no model")
         refused(stretto("paint", "a cat", "--verifier", f"{url}/v1"), "says no name of a model")
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def test_a_picture_is_painted_and_shows_what_was_asked(stretto: Command, tmp_path: Path) -> None:

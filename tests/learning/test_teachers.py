@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ from tests.flow.agents import tokenizer
 from tests.flow.lessons import taught, two_sources
 from tests.flow.policies import checkpoint, network
 from tests.server.live import live
+from tests.web import serving
 
 SAME = 2e-6
 """Of a gradient's largest entry, what another order of summation may make: a few dozen fp32 roundings of 6e-8."""
@@ -150,12 +153,22 @@ def test_nothing_but_what_is_said_changes_the_gradient(
 
 @pytest.mark.parametrize("form", ALL)
 def test_a_teacher_that_is_the_student_moves_nothing(tmp_path: Path, start: Path, form: str) -> None:
-    """Beside one that is not: its source's share of the gradient is rounding's."""
+    """Its source's share of the gradient is rounding error, and so is its KL; the other teacher's are not.
+
+    The trainer and the teacher run matrix products of different shapes. Some processors (AVX2) then add up in different orders, so
+    the two log-probabilities differ by rounding errors, and so does the KL of a token, Σ_v π_v·(log π_v − log q_v), from 0:
+
+    - Two subtractions (the maximum, the logarithm of the sum of V exponentials) round each logarithm by at most ε/2·|log π_v|
+      each. Over both networks: 2ε·Σ_v π_v·|log π_v|, at most 2ε·log V.
+    - The sum of V exponentials, added up pairwise, has a relative error of ε/2·log2 V. Over both networks: ε·log2 V.
+    """
     other = checkpoint(tmp_path / "other", 1)
     plan = taught({"digits": start, "letters": other}, {"form": form, "kl_floor": 0.0}, replay="off")
     report, _ = stepped(plan, start, tmp_path, two_sources())
     assert report.scalars["distill/share/digits"] < 1e-5 < 0.99 < report.scalars["distill/share/letters"]
-    assert report.scalars["distill/kl/digits"] < 1e-9 < 1e-2 < report.scalars["distill/kl/letters"]
+    vocab_size = network().config.vocab_size
+    rounding = torch.finfo(torch.float32).eps * (2 * math.log(vocab_size) + math.log2(vocab_size))
+    assert abs(report.scalars["distill/kl/digits"]) < rounding < 1e-2 < report.scalars["distill/kl/letters"]
 
 
 def test_the_students_own_weights_are_refused(tmp_path: Path, start: Path) -> None:
@@ -330,42 +343,30 @@ def test_a_teacher_with_other_ids_says_the_same_of_the_same_text(tmp_path: Path)
         gradient(others[start], made, form="full")
 
 
-class Odd:
-    """A server that answers as it is told."""
+@contextmanager
+def odd(*replies: tuple[int, Any]) -> Iterator[str]:
+    """A server that gives ``replies`` in turn, and the last of them again and again; yields its address."""
+    left = list(replies)
 
-    def __init__(self, *replies: tuple[int, Any]):
-        self._replies = list(replies)
-        self.asked: list[Any] = []
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(200, {"data": [{"id": "some-model"}]})
 
-    def __enter__(self) -> str:
-        odd = self
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self._answer(*(left.pop(0) if len(left) > 1 else left[0]))
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self._answer(200, {"data": [{"id": "some-model"}]})
+        def _answer(self, status: int, tree: Any) -> None:
+            body = json.dumps(tree).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
 
-            def do_POST(self) -> None:
-                odd.asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-                self._answer(*(odd._replies.pop(0) if len(odd._replies) > 1 else odd._replies[0]))
+        def log_message(self, *args: Any) -> None: ...
 
-            def _answer(self, status: int, tree: Any) -> None:
-                body = json.dumps(tree).encode()
-                self.send_response(status)
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *args: Any) -> None: ...
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-        self._thread.start()
-        return f"http://127.0.0.1:{self._server.server_port}"
-
-    def __exit__(self, *error: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+    with serving(Handler) as url:
+        yield url
 
 
 def test_a_server_teaches_as_its_network_here_would(tmp_path: Path, start: Path, teachers: dict[str, Path]) -> None:
@@ -398,7 +399,7 @@ def test_servers_that_cannot_teach_are_refused(tmp_path: Path, start: Path, teac
     num = len(sample.tokens)
 
     def said(*replies: tuple[int, Any]) -> str:
-        with Odd(*replies) as url:
+        with odd(*replies) as url:
             far = {"digits": {"url": url}, "letters": {"checkpoint": str(teachers["letters"])}}
             plan = taught(far, {"form": "sampled"}, failures__max_attempts=2)
             teacher = open_teachers(plan, start, join("cpu"), PLAIN)["digits"]

@@ -4,7 +4,7 @@ import io
 import json
 import threading
 import time
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 
 import pytest
 from PIL import Image
@@ -15,6 +15,7 @@ from bench.common.comfy_double import MODELS, DoubleProcess
 from stretto.base.errors import UserError
 from stretto.pictures.backend import Control, Lora, PaintRequest
 from stretto.pictures.comfy import Comfy, Patience, job_id
+from tests.web import serving
 
 SOON = Patience(request_s=5.0, away_s=20.0, poll_s=0.1)
 
@@ -94,18 +95,9 @@ def test_nobody_there_is_told_at_once():
 
 
 def test_another_server_is_not_waited_for():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        with pytest.raises(
-            UserError, match=r"not reachable \(/object_info answers 404 without JSON\); start ComfyUI there"
-        ):
-            Comfy(f"http://127.0.0.1:{server.server_port}", Patience(5.0, 3.0, 0.1)).paint(request(1))
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    no_comfy = r"not reachable \(/object_info answers 404 without JSON\); start ComfyUI there"
+    with serving(SimpleHTTPRequestHandler) as url, pytest.raises(UserError, match=no_comfy):
+        Comfy(url, Patience(5.0, 3.0, 0.1)).paint(request(1))
 
 
 def test_a_server_without_checkpoints_and_one_whose_models_move(tmp_path):

@@ -6,8 +6,10 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from tests.web import serving
 
 Said = Callable[[dict[str, Any]], str | int | None]
 
@@ -43,17 +45,11 @@ def judging(said: Said) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             self.end_headers()
             self.wfile.write(content)
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1", asked
-    finally:
-        over.set()
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving(Handler) as url:
+        try:
+            yield f"{url}/v1", asked
+        finally:
+            over.set()
 
 
 def question(body: dict[str, Any]) -> str:
