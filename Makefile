@@ -2,17 +2,21 @@
 VENV ?= .venv
 # Which torch: any build of 2.11 or later. pip's own settings (an index, a wheel folder) decide between CPU and CUDA.
 TORCH ?= torch==2.13.0
-# The first Python 3.11-3.13 that can make an environment.
+# The first Python that can make an environment.
+WORKS := import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
-	$$python -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
-	&& echo $$python && break; done)
+	$$python -c '$(WORKS)' 2>/dev/null && echo $$python && break; done)
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 
-.PHONY: help demo demo-smol smollm2 painter test test-slow check format bench clean
+# Settings under which torch, its libraries and the compiled kernels compute as on a processor that has AVX2 and no AVX-512.
+AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 CXX=$(CURDIR)/.ci/g++-avx2
+NUMERICAL := ops model engine train learning flow post subnets
+
+.PHONY: help environment demo demo-smol smollm2 painter test test-slow test-avx2 test-deps check format bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,10 +25,14 @@ help:
 	@echo "make painter    a tiny text-to-image pipeline, trained here on shapes, into runs/painter"
 	@echo "make test       the fast tests"
 	@echo "make test-slow  the slow tests"
+	@echo "make test-avx2  the fast tests of numerical code, as a processor without AVX-512 runs them"
+	@echo "make test-deps  install the programs that some tests need: bubblewrap, chromium, g++ (apt-get)"
 	@echo "make check      lint, format, types, import contracts"
 	@echo "make format     rewrite the sources as 'make check' wants them"
 	@echo "make bench      measurements against peers, small version"
 	@echo "make clean      remove the environment and the caches; runs/ stays"
+
+environment: $(STAMP)
 
 demo: $(STAMP)
 	@$(BIN)/stretto demo
@@ -49,6 +57,20 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow
 
+test-avx2: $(STAMP)
+	@$(AVX2) $(BIN)/python -m pytest -q -n 2 $(addprefix tests/,$(NUMERICAL))
+
+test-deps:
+	@missing=""; \
+	for program in bwrap:bubblewrap chromium:chromium g++:g++; do \
+		command -v "$${program%%:*}" > /dev/null || missing="$$missing $${program##*:}"; \
+	done; \
+	test -n "$$missing" || exit 0; \
+	command -v apt-get > /dev/null || { echo "no apt-get here: install$$missing with your package manager" >&2; exit 1; }; \
+	sudo=; test "$$(id -u)" = 0 || sudo=sudo; \
+	echo "installing$$missing"; \
+	$$sudo apt-get -qq update > /dev/null && $$sudo env DEBIAN_FRONTEND=noninteractive apt-get -qq install -y $$missing > /dev/null
+
 check: $(STAMP)
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
@@ -68,8 +90,8 @@ clean:
 
 # An environment that already has everything is only checked, which takes seconds.
 $(STAMP): pyproject.toml constraints.txt
-	@test -x $(BIN)/python || test -n "$(PYTHON)" || \
-		{ echo "stretto needs Python 3.11, 3.12 or 3.13 with venv; none was found: set PYTHON=/path/to/python" >&2; exit 1; }
+	@test -x $(BIN)/python || { test -n "$(PYTHON)" && "$(PYTHON)" -c '$(WORKS)' 2> /dev/null; } || { echo "PYTHON: stretto works with" \
+		"Python 3.11, 3.12 or 3.13 with venv; found $$("$(PYTHON)" --version 2> /dev/null || echo none); set PYTHON=/path/to/python" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing $(TORCH) and the packages of pyproject.toml into $(VENV) (minutes the first time)"
 	@$(PIP) "$(TORCH)"

@@ -19,14 +19,20 @@ settings.register_profile("house", deadline=None, derandomize=True, max_examples
 settings.load_profile("house")
 
 REMEDIES = {
-    "bubblewrap": "install bubblewrap",
-    "browser": "install chromium",
-    "compiler": "install g++",
+    "bubblewrap": "make test-deps",
+    "browser": "make test-deps",
+    "compiler": "make test-deps",
+    "g++": "make test-deps",
+    "LibreOffice": "apt-get install libreoffice-calc",
+    "smollm2": "make smollm2",
+    "llama_cpp": "pip install 'stretto[bench]'",
     "mergekit": "pip install mergekit",
+    "nltk": "pip install nltk",
     "package verifiers": "pip install 'stretto[verifiers]'",
     "package inspect_ai": "pip install 'stretto[eval]'",
+    "could not import": "pip install -c constraints.txt -e '.[dev]'",
 }
-"""What makes a test that was skipped run, by a word of the reason."""
+"""The command that installs what a skipped test needs, by a word of the reason; the first that fits."""
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
