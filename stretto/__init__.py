@@ -1,3 +1,101 @@
-"""Stretto: one Mixture-of-Experts language model, trained once, that contains every smaller version of itself."""
+"""Train one Mixture-of-Experts language model that contains every smaller version of itself.
+
+The names below are loaded when they are first used: ``import stretto`` reads neither torch nor any stage.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from stretto.base.errors import UserError
+
+if TYPE_CHECKING:
+    from stretto.api.model import Generation, Model, Score, Scores, Sizes, load
+    from stretto.api.post import (
+        Compared,
+        Evaluated,
+        RlRun,
+        Server,
+        compare,
+        distill,
+        evaluate,
+        merge,
+        online,
+        rl,
+        run,
+        serve,
+        sft,
+    )
+    from stretto.api.stages import Search, adopt, elasticize, extract, heal, latency, pretrain, search
+    from stretto.model.spec import Subnet
 
 __version__ = "0.1.0"
+
+_PLACES = {
+    "stretto.api.model": ("Generation", "Model", "Score", "Scores", "Sizes", "load"),
+    "stretto.api.post": (
+        *(
+            "Compared",
+            "Evaluated",
+            "RlRun",
+            "Server",
+            "compare",
+            "distill",
+            "evaluate",
+            "merge",
+            "online",
+            "rl",
+            "run",
+            "serve",
+        ),
+        "sft",
+    ),
+    "stretto.api.stages": ("Search", "adopt", "elasticize", "extract", "heal", "latency", "pretrain", "search"),
+    "stretto.model.spec": ("Subnet",),
+}
+_MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}
+
+__all__ = [
+    "Compared",
+    "Evaluated",
+    "Generation",
+    "Model",
+    "RlRun",
+    "Score",
+    "Scores",
+    "Search",
+    "Server",
+    "Sizes",
+    "Subnet",
+    "UserError",
+    "adopt",
+    "compare",
+    "distill",
+    "elasticize",
+    "evaluate",
+    "extract",
+    "heal",
+    "latency",
+    "load",
+    "merge",
+    "online",
+    "pretrain",
+    "rl",
+    "run",
+    "search",
+    "serve",
+    "sft",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'stretto' has no attribute {name!r}")
+    found = getattr(import_module(_MODULE_OF[name]), name)
+    globals()[name] = found  # the next look-up does not come here
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

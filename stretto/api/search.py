@@ -171,20 +171,23 @@ def read_search(run: Path) -> SearchRecord | None:
     return validate(SearchRecord, read_json(path), source=str(path)) if path.is_file() else None
 
 
-def extract_command(source: Path, subnet_name: str, out: Path, device: str = "auto") -> Extracted:
+def extract_command(source: Path, size: str | Subnet, out: Path, device: str = "auto") -> Extracted:
     """Cut a Subnet out of ``source`` into the checkpoint ``out``; refuses unless its logits are the masked ones.
 
     Args:
-        subnet_name: a preset, ``best`` (what the run's last search chose), or ``layers=…,experts=…,top_k=…``.
+        size: the Subnet, a preset, ``best`` (the choice of the run's last search), or ``layers=…,experts=…,top_k=…``.
     """
     require_apart(out, checkpoint_folder(source))
     ranks = join(device)
     checkpoint = _load(source, ranks)
-    subnet = named_subnet(source, subnet_name, checkpoint.config, checkpoint.presets)
+    subnet = size if isinstance(size, Subnet) else named_subnet(source, size, checkpoint.config, checkpoint.presets)
+    check_subnet(checkpoint.config, subnet)
     meter = Meter("extract", device_name(ranks.device), ranks.world)
     with meter, metered(checkpoint.model, meter):
         extracted = verified_extract(checkpoint.model, subnet, _probe(source, checkpoint, ranks))
-    found = read_search(source) if subnet_name == BEST else None
+    found = read_search(source)
+    if found is not None and size != BEST and found.result.chosen.subnet != size:
+        found = None  # the cost of a search belongs to what it chose
     write_trained(
         out,
         extracted.model,

@@ -117,7 +117,7 @@ def generate_command(source: Path, prompt: str, options: ServeOptions, sampling:
     opened, model = _open(source, options)
     assert opened.tokenizer is not None
     ids = opened.tokenizer.encode(prompt) or [opened.tokenizer.eos_id]
-    for piece in _stream(opened.engine, ids, model.default.of(model.config), sampling):
+    for piece in stream(opened.engine, ids, model.default.of(model.config), sampling):
         _say(piece, end="")
     _say("")
 
@@ -161,7 +161,7 @@ def _answer(
     ids = prompts.chat(messages)
     reader = prompts.reader(None, reads_thoughts=True, is_thinking=prompts.thinks(ids))
     pieces: list[Piece] = []
-    for text in _stream(engine, ids, subnet, sampling, prompts.visible_ids):
+    for text in stream(engine, ids, subnet, sampling, prompts.visible_ids):
         _say(text, end="")
         pieces += reader.push(text)
     _say("")
@@ -255,9 +255,10 @@ def _take_threads(model: Transformer) -> None:
         fastest_threads(lambda: seconds(model, workload))
 
 
-def _stream(
+def stream(
     engine: Engine, ids: list[int], subnet: Subnet, sampling: Sampling, visible_ids: frozenset[int] = frozenset()
 ) -> Iterator[str]:
+    """The continuation of ``ids``, piece by piece. Raises `UserError`: the engine could not finish it."""
     engine.add(Request("console", tuple(ids), sampling, Phases(subnet), visible_ids=visible_ids))
     while engine.has_work:
         for event in engine.step():

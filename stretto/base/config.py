@@ -7,6 +7,7 @@ recipe is refused in a fraction of a second.
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from stretto.base.errors import UserError, nearest
 from stretto.base.paths import RECIPES, read_json
+from stretto.base.plugin import name_of
 
 _LONGEST_NAME = 80
 """Characters of a name that a message repeats."""
@@ -38,17 +40,49 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 def read_recipe(
-    path: Path | str, kind: type[ConfigT], overrides: Sequence[str] = (), given: Mapping[str, Any] | None = None
+    recipe: str | os.PathLike[str] | Mapping[str, Any] | Config,
+    kind: type[ConfigT],
+    overrides: Sequence[str] = (),
+    given: Mapping[str, Any] | None = None,
 ) -> ConfigT:
-    """Read a recipe, put tables that are ``given`` in the place of its own, apply ``key.path=value`` overrides, and validate it as
-    ``kind``. It is in TOML, or in JSON as runs keep theirs. Raises `UserError`: the file is missing or is neither, a key is
-    unknown, or a value is impossible.
+    """Read a recipe, replace its tables by those that are ``given``, apply ``key.path=value`` overrides, and validate it as ``kind``.
+
+    Args:
+        recipe: a TOML file (or JSON, as runs keep theirs), the name of a shipped recipe, a mapping of the same form, or an object. In a
+            mapping, a class or a function stands for its name (`stretto.base.plugin.name_of`).
+
+    Raises:
+        UserError: the file is missing or cannot be read, a key is unknown, or a value is impossible.
     """
-    path = find_recipe(path)
-    tree = {**read_tree(path), **(given or {})}
+    if isinstance(recipe, Config):
+        tree, source = recipe.model_dump(mode="json"), type(recipe).__name__
+    elif isinstance(recipe, Mapping):
+        tree, source = _plain(recipe), "recipe"
+    else:
+        path = find_recipe(os.fspath(recipe))
+        tree, source = read_tree(path), str(path)
+    tree |= given or {}
     for override in overrides:
         _apply_override(tree, override)
-    return validate(kind, tree, source=str(path))
+    return validate(kind, tree, source=source)
+
+
+def overriding(settings: Sequence[str], told: Mapping[str, Any]) -> list[str]:
+    """``settings``, and one more for each key of ``told`` that has a value."""
+    return [*settings, *(f"{key}={value}" for key, value in told.items() if value is not None)]
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as a file could hold it."""
+    if isinstance(value, Config):
+        return value.model_dump(mode="json")
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return name_of(value) if callable(value) else value
 
 
 def find_recipe(named: Path | str) -> Path:

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _LONGEST = 200
 """Characters of a name that are looked at: strangers send names of megabytes."""
@@ -16,6 +22,28 @@ class UserError(ValueError):
     """
 
     exit_code = 2
+
+
+def of_system(error: OSError) -> UserError | None:
+    """What the operating system refuses about a named file, as a `UserError`; None where it names no file."""
+    if error.filename is None:
+        return None
+    return UserError(f"{os.fsdecode(error.filename)[:200]}: {error.strerror}; check the path and its permissions")
+
+
+def user_errors(function: Callable[P, T]) -> Callable[P, T]:
+    """Wrap a function of the public API: an `OSError` about a file becomes a `UserError`, as on the command line."""
+
+    @wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except OSError as error:
+            if (told := of_system(error)) is None:
+                raise
+            raise told from error
+
+    return wrapped
 
 
 class InfraError(RuntimeError):

@@ -17,11 +17,26 @@ def load_named(name: str, where: str) -> Any:
     """The object that ``name`` names; None: its module has none of that name. A file's path counts from the working folder.
     Raises UserError: beginning with ``where``: the module cannot be imported."""
     place, _, attribute = name.rpartition(":")
+    if place == "__main__" and not hasattr(sys.modules["__main__"], attribute):
+        raise UserError(
+            f"{where}: {attribute} is defined in a notebook or a script, which this process cannot import; write it to a file and name it "
+            f"FILE.py:{attribute} (in Jupyter, begin its cell with %%writefile FILE.py)"
+        )
     try:
         return getattr(_module(place), attribute, None)
     except Exception as error:  # it is code of others, which runs when it is imported
         problem = f"cannot import {place!r}: {error_line(error)}"
         raise UserError(f"{where}: {problem}; check the name and what the file imports") from error
+
+
+def name_of(thing: Any) -> str:
+    """The name by which `load_named` finds a class or a function again: ``module:name``. Raises `UserError`: it has none."""
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    if module is None or name is None or "<" in name:
+        raise UserError(
+            f"recipe: {thing!r}: defined inside a function; define it at the top of the notebook or of a file"
+        )
+    return f"{module}:{name}"
 
 
 def error_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""`stretto judge`: the commands of local judges of writing. They import their stages late, so that `stretto --help` needs no torch"""
+"""The commands of local judges of writing. They import their stages late."""
 
 from __future__ import annotations
 
@@ -11,30 +11,34 @@ from stretto.base.errors import UserError
 from stretto.cli.options import Device
 
 judge = typer.Typer(
-    help="A local judge of writing: train one, say how far to trust one, serve it.", no_args_is_help=True
+    help="Local rating model for writing: train, calibrate, serve.", no_args_is_help=True, rich_markup_mode=None
 )
 
 Books = Annotated[
     list[Path],
     typer.Option(help="Books: JSONL, CSV or Parquet with text and author, or a folder of them.", show_default=False),
 ]
-Passages = Annotated[int, typer.Option(min=1, help="Passages of the books.")]
-Seed = Annotated[int, typer.Option(help="Of all draws.")]
+Passages = Annotated[int, typer.Option(min=1, help="Number of passages from the books.")]
+Seed = Annotated[int, typer.Option(help="Random seed.")]
 
 
 @judge.command()
 def train(
-    model: Annotated[Path, typer.Argument(help="Run or checkpoint whose hidden states are read.", show_default=False)],
+    model: Annotated[Path, typer.Argument(help="Run or checkpoint whose hidden states are used.", show_default=False)],
     data: Books,
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder to write.")],
     part: Annotated[
-        str, typer.Option(help="Authors to learn from: reward or evaluation. The judge that rewards never evaluates.")
+        str,
+        typer.Option(help="Authors to learn from: reward or evaluation. A judge that rewards must not evaluate."),
     ] = "reward",
     passages: Passages = 1000,
     seed: Seed = 0,
     device: Device = "auto",
 ) -> None:
-    """Train a judge: passages of books against damaged ones, by what a network makes of them."""
+    """Train a rating model that tells passages of books from perturbed copies, on a network's hidden states.
+
+    Reads a checkpoint and books; writes a judge folder.
+    """
     from stretto.api.judge import train_command
 
     if part not in ("reward", "evaluation"):
@@ -44,14 +48,16 @@ def train(
 
 @judge.command()
 def calibrate(
-    judge: Annotated[str, typer.Argument(help="A judge's folder, or an address: http://…/v1.", show_default=False)],
+    judge: Annotated[str, typer.Argument(help="Judge folder, or URL of an API: http://…/v1.", show_default=False)],
     data: Books,
     passages: Passages = 100,
-    name: Annotated[str | None, typer.Option(help="Of the model at the address; the first there if left out.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model at the URL. Default: the first one it lists.")
+    ] = None,
     seed: Seed = 0,
     device: Device = "auto",
 ) -> None:
-    """How far to trust a judge: six damages, layout, length, the order, and a text against itself."""
+    """Measure how reliable a judge is: six perturbations, layout, length, order of the pair, identical texts."""
     from stretto.api.judge import calibrate_command
 
     calibrate_command(judge, data, passages, name, seed, device)
@@ -59,12 +65,12 @@ def calibrate(
 
 @judge.command()
 def serve(
-    judge: Annotated[Path, typer.Argument(help="A judge's folder.", show_default=False)],
+    judge: Annotated[Path, typer.Argument(help="Judge folder.", show_default=False)],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0: any free one.")] = 8100,
+    port: Annotated[int, typer.Option(help="Port; 0: any free port.")] = 8100,
     device: Device = "auto",
 ) -> None:
-    """Serve a local judge to recipes and evaluations, at an OpenAI-compatible address."""
+    """Serve a judge to recipes and evaluations at an OpenAI-compatible URL."""
     from stretto.api.judge import serve_command
 
     serve_command(judge, host, port, device)

@@ -1,4 +1,4 @@
-"""The commands for pictures. They import what they need late, so that ``stretto --help`` needs no torch."""
+"""The commands for pictures. They import what they need late."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import typer
 from stretto.cli.options import Device
 from stretto.cli.serve import Model, ServedDtype, ServedSubnet, Server, Temperature
 
-Prompt = Annotated[str, typer.Argument(help="What is asked for, in English.", show_default=False)]
+Prompt = Annotated[str, typer.Argument(help="Description of the picture, in English.", show_default=False)]
 Size = Annotated[str, typer.Option(help="Width and height in pixels.")]
-Backend = Annotated[str, typer.Option(help="renderer (exact, shapes only), diffusers:FOLDER, or comfy:URL.")]
+Backend = Annotated[
+    str, typer.Option(help="Image generator: renderer (exact, shapes only), diffusers:FOLDER, or comfy:URL.")
+]
 Verifier = Annotated[
     str | None,
     typer.Option(
-        help="URL or MODEL@URL of a chat API that takes pictures: it judges what is neither shapes nor words."
+        help="URL, or MODEL@URL, of a chat API that accepts pictures; it checks everything but shapes and words."
     ),
 ]
 
@@ -27,13 +29,18 @@ def enhance(
     model: Model = None,
     server: Server = None,
     subnet: ServedSubnet = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Fields, what was put right and the time as well.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print fields, corrections and seconds as JSON instead of the prompt.")
+    ] = False,
     temperature: Temperature = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the sampling.")] = 0,
     device: Device = "auto",
     dtype: ServedDtype = None,
 ) -> None:
-    """Write a request for a picture out as a prompt: nothing asked for is lost, style, light and camera are added."""
+    """Expand a request for a picture into a detailed prompt that keeps everything requested.
+
+    Reads the request, and a language model with --model or --server; prints the prompt.
+    """
     from stretto.api.pictures import Writer, enhance_command, parse_size
     from stretto.api.serve import ServeOptions
 
@@ -51,29 +58,35 @@ def paint(
             help="Width and height in pixels: 1024x1024. Default: the prompt's, or 512x512.", show_default=False
         ),
     ] = None,
-    out: Annotated[Path, typer.Option("-o", "--out", help="PNG to write.")] = Path("picture.png"),
+    out: Annotated[Path, typer.Option("-o", "--out", help="PNG file to write.")] = Path("picture.png"),
     images: Annotated[
-        int, typer.Option(min=1, help="Pictures at most, until one shows what was asked and can be checked.")
+        int, typer.Option(min=1, help="Largest number of pictures to try until one passes the checks.")
     ] = 1,
     verifier: Verifier = None,
     lora: Annotated[list[str], typer.Option(help="Adapter: NAME or NAME@WEIGHT.", show_default=False)] = [],  # noqa: B006
     control: Annotated[
-        list[str], typer.Option(help="Picture that steers: canny=reference.png.", show_default=False)
+        list[str], typer.Option(help="Control picture, KIND=FILE: canny=reference.png.", show_default=False)
     ] = [],  # noqa: B006
-    negative: Annotated[str, typer.Option(help="What is to be avoided.")] = "",
-    steps: Annotated[int | None, typer.Option(min=1, help="Of sampling; the backend's own by default.")] = None,
-    guidance: Annotated[float | None, typer.Option(help="The same.")] = None,
+    negative: Annotated[str, typer.Option(help="Negative prompt.")] = "",
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Number of sampling steps. Default: the backend's own.")
+    ] = None,
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale. Default: the backend's own.")] = None,
     as_is: Annotated[
-        bool, typer.Option("--as-is", help="Do not read the prompt: any language, and nothing is checked.")
+        bool,
+        typer.Option("--as-is", help="Send the prompt unchanged, in any language, and check nothing."),
     ] = False,
     model: Model = None,
     server: Server = None,
     subnet: ServedSubnet = None,
-    seed: Annotated[int, typer.Option(help="Of the first picture; the next have the next.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the first picture; later ones count up.")] = 0,
     device: Device = "auto",
     dtype: ServedDtype = None,
 ) -> None:
-    """Paint a picture; with --model or --server the request is written out first, as by `stretto enhance`."""
+    """Paint a picture and check it against the request; --model or --server expands the request first.
+
+    Reads the request; writes a PNG file.
+    """
     from stretto.api.pictures import Writer, paint_command, parse_control, parse_lora, parse_size
     from stretto.api.serve import ServeOptions
     from stretto.base.errors import UserError
@@ -93,17 +106,19 @@ def paint(
 def studio(
     backend: Backend = "renderer",
     size: Size = "512x512",
-    images: Annotated[int, typer.Option(min=1, help="Pictures a turn, at most, until one shows what was asked.")] = 4,
+    images: Annotated[
+        int, typer.Option(min=1, help="Largest number of pictures to try per turn until one passes the checks.")
+    ] = 4,
     verifier: Verifier = None,
     server: Server = None,
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="Folder for every version and the conversation.")
+        Path | None, typer.Option("-o", "--out", help="Folder to write every version and the conversation to.")
     ] = None,
-    port: Annotated[int, typer.Option(help="0: any free one.")] = 8010,
-    seed: Annotated[int, typer.Option(help="Of the first picture of a turn.")] = 0,
+    port: Annotated[int, typer.Option(help="Port; 0: any free port.")] = 8010,
+    seed: Annotated[int, typer.Option(help="Random seed of the first picture of a turn.")] = 0,
     device: Device = "auto",
 ) -> None:
-    """Talk about a picture on a page: what was said, what must be there, versions side by side, undo."""
+    """Open a web page for a conversation about a picture: requirements, versions side by side, undo."""
     from stretto.api.pictures import parse_size, studio_command
 
     studio_command(backend, parse_size(size), images, server, seed, out, port, device, verifier)

@@ -1,4 +1,4 @@
-"""The commands of reinforcement learning. They import their stages late, so that ``stretto --help`` needs no torch."""
+"""The commands of reinforcement learning. They import their stages late."""
 
 from __future__ import annotations
 
@@ -7,44 +7,49 @@ from typing import Annotated
 
 import typer
 
-from stretto.cli.options import Recipe, Resume, RunOut, Wandb
+from stretto.cli.options import Recipe, Resume, RunOut, Settings, Wandb
+
+RlDevice = Annotated[
+    str,
+    typer.Option(
+        help="Device: cpu, auto, or cuda (all GPUs: the trainer takes the first, the engines share the others)."
+    ),
+]
 
 
 def rl(
     recipe: Recipe,
     model: Annotated[
-        Path | None, typer.Option(help="Run or checkpoint to begin with; without it, the recipe's own start.")
+        Path | None, typer.Option(help="Run or checkpoint to begin with. Default: the recipe's [start].")
     ] = None,
     out: RunOut = None,
-    runtime: Annotated[str | None, typer.Option(help="local or ray; --set runtime.kind.")] = None,
-    address: Annotated[str | None, typer.Option(help="Of the Ray cluster; --set runtime.address.")] = None,
-    settings: Annotated[list[str], typer.Option("--set", help="Override one recipe key: staleness=4.")] = [],  # noqa: B006
+    runtime: Annotated[str | None, typer.Option(help="local or ray; short for --set runtime.kind.")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Address of the Ray cluster; short for --set runtime.address.")
+    ] = None,
+    settings: Settings = [],  # noqa: B006 - typer reads it once
     resume: Resume = False,
-    device: Annotated[
-        str,
-        typer.Option(
-            help="cpu, cuda (every GPU there is: of several the trainer has the first, engines share the others) or auto."
-        ),
-    ] = "auto",
+    device: RlDevice = "auto",
     wandb: Wandb = None,
 ) -> None:
-    """Train a policy with reinforcement learning: engines, agents, verifiers and a trainer, all at once."""
-    from stretto.base.config import read_recipe
+    """Train a policy with reinforcement learning: engines, agents, verifiers and a trainer run asynchronously.
+
+    Reads a recipe; writes a run folder with metrics, snapshots, an execution trace, a report and a checkpoint.
+    """
+    from stretto.base.config import overriding, read_recipe
     from stretto.learning.recipe import RlRecipe
 
-    chosen = {"runtime.kind": runtime, "runtime.address": address}
-    flags = [f"{key}={value}" for key, value in chosen.items() if value is not None]
-    parsed = read_recipe(recipe, RlRecipe, [*settings, *flags])
-    from stretto.api.rl import rl_command
+    parsed = read_recipe(recipe, RlRecipe, overriding(settings, {"runtime.kind": runtime, "runtime.address": address}))
+    from stretto.api import post
 
-    rl_command(parsed, out or Path("runs") / recipe.stem, model, resume=resume, device=device, wandb_project=wandb)
+    post.rl(parsed, model, out or Path("runs") / recipe.stem, resume=resume, device=device, wandb=wandb)
 
 
 def top(
-    run: Annotated[Path, typer.Argument(help="A run folder of stretto rl.", show_default=False)],
-    once: Annotated[bool, typer.Option("--once", help="Print it as it is and return.")] = False,
+    run: Annotated[Path, typer.Argument(help="Run folder of stretto rl.", show_default=False)],
+    once: Annotated[bool, typer.Option("--once", help="Print the state once and return.")] = False,
 ) -> None:
-    """Watch a reinforcement-learning run: who works, who waits, and for whom."""
+    """Monitor an RL run: throughput, queue lengths, and the component that limits it."""
     from stretto.report.top import top_command
 
     top_command(run, once)

@@ -1,4 +1,4 @@
-"""The commands that serve. They import the engine late, so that ``stretto --help`` needs no torch."""
+"""The commands that run a model: serve, chat, agent, generate, bench-serve. They import the engine late."""
 
 from __future__ import annotations
 
@@ -7,23 +7,28 @@ from typing import Annotated
 
 import typer
 
-from stretto.cli.options import Device
+from stretto.cli.options import Device, Source
 
-Model = Annotated[Path | None, typer.Option(help="A run or a checkpoint, served in this process.")]
-Server = Annotated[str | None, typer.Option(help="Address of a running server instead; its chat API is asked.")]
-Source = Annotated[Path, typer.Argument(help="A run or a checkpoint.", show_default=False)]
+Model = Annotated[Path | None, typer.Option(help="Run or checkpoint to load in this process.")]
+Server = Annotated[str | None, typer.Option(help="URL of a running server to use instead of --model.")]
 ServedSubnet = Annotated[
-    str | None, typer.Option("--subnet", help="A preset, best, auto, or layers=…,experts=…,top_k=….")
+    str | None,
+    typer.Option(
+        "--subnet",
+        help="Size: a preset, best (the search's choice), auto (the best that fits), or layers=…,experts=…,top_k=….",
+    ),
 ]
-Memory = Annotated[str | None, typer.Option(help="What weights and cache may take: 8GB.")]
+Memory = Annotated[
+    str | None, typer.Option(help="Memory for weights and cache, for example 8GB. Default: what is free.")
+]
 Speculate = Annotated[bool, typer.Option("--speculate", help="Draft with a sub-model; the same output, sooner.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens written.")]
-Seed = Annotated[int | None, typer.Option(help="For the same text again.")]
+Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0: greedy decoding.")]
+MaxTokens = Annotated[int, typer.Option(help="Largest number of tokens to generate.")]
+Seed = Annotated[int | None, typer.Option(help="Random seed. Default: a new one each time.")]
 ServedDtype = Annotated[
     str | None,
     typer.Option(
-        "--dtype", help="float32 or bfloat16; fp32 on a CPU by default, where bf16 is faster if it has units for it."
+        "--dtype", help="Data type of the weights: float32 or bfloat16. Default: float32 on a CPU, bfloat16 elsewhere."
     ),
 ]
 
@@ -34,42 +39,64 @@ def serve(
     memory: Memory = None,
     cache_memory: Annotated[
         str | None,
-        typer.Option(help="What the cache may take: 4GB. Default: what --memory leaves, else a share of what is free."),
+        typer.Option(
+            help="Memory for the key-value cache, for example 4GB. Default: what --memory leaves, or a share of what is free."
+        ),
     ] = None,
-    latency_ms: Annotated[float | None, typer.Option(help="With --subnet auto: milliseconds a token, alone.")] = None,
-    floor: Annotated[str | None, typer.Option(help="Smallest size under load; without it, none is reduced.")] = None,
+    latency_ms: Annotated[
+        float | None, typer.Option(help="With --subnet auto: most milliseconds per token at batch size 1.")
+    ] = None,
+    floor: Annotated[
+        str | None,
+        typer.Option(
+            help="Smallest size that requests may be reduced to under load. Default: sizes are never reduced."
+        ),
+    ] = None,
     first_token_s: Annotated[
         float,
-        typer.Option(help="With --floor: seconds to a first token; slower, sizes shrink, then requests are refused."),
+        typer.Option(
+            help="With --floor: target seconds to the first token; above it, sizes are reduced, then requests are refused."
+        ),
     ] = 2.0,
     speculate: Speculate = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0: any free one.")] = 8000,
-    max_batch: Annotated[int, typer.Option(help="Sequences computed at once.")] = 64,
+    port: Annotated[int, typer.Option(help="Port; 0: any free port.")] = 8000,
+    max_batch: Annotated[int, typer.Option(help="Largest batch size, in sequences.")] = 64,
     max_len: Annotated[
-        int | None, typer.Option(help="Prompt and completion together, tokens. Default: what network and cache hold.")
+        int | None,
+        typer.Option(help="Longest prompt and completion together, in tokens. Default: what network and cache allow."),
     ] = None,
     max_wait_s: Annotated[
-        float, typer.Option(help="Seconds that a request may wait for a place in the batch; then it gets 503.")
+        float,
+        typer.Option(help="Longest wait for a place in the batch, in seconds; then the request fails with status 503."),
     ] = 120.0,
     tool_chars: Annotated[
-        int | None, typer.Option(help="Of a tool's result, show so many characters: beginning and end. Default: all.")
+        int | None,
+        typer.Option(
+            help="Longest tool result shown to the model, in characters (beginning and end). Default: all of it."
+        ),
     ] = None,
     fast_prefill: Annotated[
         bool,
         typer.Option(
             "--fast-prefill",
-            help="On a CPU: long prompts of large networks sooner in fp32; tokens then depend on the batch.",
+            help="On a CPU: process long prompts of large networks faster in fp32; results then depend on the batch.",
         ),
     ] = False,
     api_key: Annotated[
-        list[str], typer.Option(help="Ask for one of these; also STRETTO_API_KEYS, by commas.", show_default=False)
+        list[str],
+        typer.Option(
+            help="API key that clients must send. Also read from STRETTO_API_KEYS, separated by commas.",
+            show_default=False,
+        ),
     ] = [],  # noqa: B006
-    cors: Annotated[list[str], typer.Option(help="Web origin that may ask.", show_default=False)] = [],  # noqa: B006
+    cors: Annotated[
+        list[str], typer.Option(help="Web origin allowed to call the API (CORS).", show_default=False)
+    ] = [],  # noqa: B006
     device: Device = "auto",
     dtype: ServedDtype = None,
 ) -> None:
-    """Serve a checkpoint at any size per request: OpenAI's API, a page to try it, metrics."""
+    """Serve a checkpoint at every size, chosen per request: OpenAI-compatible API, web page, Prometheus metrics."""
     from stretto.api.serve import ServeOptions, serve_command, serve_settings
 
     options = ServeOptions(
@@ -101,7 +128,7 @@ def chat(
     device: Device = "auto",
     dtype: ServedDtype = None,
 ) -> None:
-    """Talk to a checkpoint on the console."""
+    """Chat with a checkpoint on the console."""
     from stretto.api.serve import ServeOptions, chat_command, console_sampling
 
     options = ServeOptions(subnet=subnet, device=device, dtype=dtype, max_batch=1, speculate=speculate)
@@ -109,25 +136,32 @@ def chat(
 
 
 def agent(
-    question: Annotated[str, typer.Argument(help="What is asked.", show_default=False)],
+    question: Annotated[str, typer.Argument(help="Question to answer.", show_default=False)],
     model: Model = None,
     server: Server = None,
-    tools: Annotated[str, typer.Option(help="By commas: search=FOLDER, python, calculator.")] = "",
-    budget_turns: Annotated[int, typer.Option(help="Turns of the model, the answer included.")] = 16,
-    budget_tokens: Annotated[int, typer.Option(help="Tokens that it may write in all of them.")] = 4096,
+    tools: Annotated[str, typer.Option(help="Tools, separated by commas: search=FOLDER, python, calculator.")] = "",
+    budget_turns: Annotated[int, typer.Option(help="Largest number of turns, the answer included.")] = 16,
+    budget_tokens: Annotated[int, typer.Option(help="Largest number of tokens to generate over all turns.")] = 4096,
     votes: Annotated[
-        int, typer.Option(help="Runs, of which the most frequent answer is given; needs a temperature.")
+        int, typer.Option(help="Number of runs for a majority vote over answers; needs a temperature above 0.")
     ] = 1,
     temperature: Temperature = 0.0,
-    think: Annotated[str | None, typer.Option(help="Preset of the turns that call tools.")] = None,
-    answer: Annotated[str | None, typer.Option(help="Preset that writes the answer.")] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Ask for a plan before the first call.")] = False,
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="The transcript as a page.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the first run; the next have the next.")] = 0,
+    think: Annotated[
+        str | None, typer.Option(help="Size that calls tools, a preset. Default: the full network.")
+    ] = None,
+    answer: Annotated[
+        str | None, typer.Option(help="Size that writes the answer, a preset. Default: the full network.")
+    ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Ask for a plan before the first tool call.")] = False,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="HTML file to write the transcript to.")] = None,
+    seed: Annotated[int, typer.Option(help="Random seed of the first run; later runs count up.")] = 0,
     device: Device = "auto",
     dtype: ServedDtype = None,
 ) -> None:
-    """Answer a question with tools: search, read, cite, compute; within a budget, with a transcript."""
+    """Answer a question with tools (search, read, cite, compute) within a budget.
+
+    Prints the answer with its sources; writes a transcript with --out.
+    """
     from stretto.api.agent import AgentOptions, agent_command
     from stretto.api.serve import ServeOptions
     from stretto.base.config import validate
@@ -140,7 +174,7 @@ def agent(
 
 def generate(
     source: Source,
-    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue; empty: a new document.")],
     subnet: ServedSubnet = None,
     temperature: Temperature = 0.0,
     max_tokens: MaxTokens = 128,
@@ -149,7 +183,7 @@ def generate(
     device: Device = "auto",
     dtype: ServedDtype = None,
 ) -> None:
-    """Continue a text on the console."""
+    """Continue a text and print the continuation as it is generated."""
     from stretto.api.serve import ServeOptions, console_sampling, generate_command
 
     options = ServeOptions(subnet=subnet, device=device, dtype=dtype, max_batch=1, speculate=speculate)
@@ -157,17 +191,17 @@ def generate(
 
 
 def bench_serve(
-    source: Annotated[Path | None, typer.Argument(help="A run or checkpoint to serve for this.")] = None,
-    url: Annotated[str | None, typer.Option(help="A running server instead.")] = None,
+    source: Annotated[Path | None, typer.Argument(help="Run or checkpoint to start a server for.")] = None,
+    url: Annotated[str | None, typer.Option(help="URL of a running server to measure instead.")] = None,
     subnet: ServedSubnet = None,
-    requests: Annotated[int, typer.Option(help="How many.")] = 64,
-    concurrency: Annotated[int, typer.Option(help="Open at once.")] = 16,
-    rate: Annotated[float | None, typer.Option(help="Arrivals a second (Poisson) instead.")] = None,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens a prompt.")] = 64,
+    requests: Annotated[int, typer.Option(help="Number of requests.")] = 64,
+    concurrency: Annotated[int, typer.Option(help="Number of requests in flight.")] = 16,
+    rate: Annotated[float | None, typer.Option(help="Arrivals per second (Poisson) instead of --concurrency.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of a prompt, in tokens.")] = 64,
     max_tokens: MaxTokens = 64,
-    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of prompts and arrivals.")] = 0,
 ) -> None:
-    """Load a server: throughput, time to first token and between tokens."""
+    """Measure a server under load: tokens per second, time to first token, time between tokens."""
     from stretto.api.serve import LoadOptions, bench_serve_command
 
     bench_serve_command(source, url, subnet, LoadOptions(requests, concurrency, rate, prompt_tokens, max_tokens, seed))

@@ -6,8 +6,9 @@ import base64
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from html import escape
 from importlib.resources import files
-from io import BytesIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ import rich.table
 from jinja2 import Environment, StrictUndefined
 from matplotlib.figure import Figure
 from rich import box
+from rich.console import Console
 from rich.text import Text
 
 from stretto.base.paths import replacing
@@ -69,6 +71,26 @@ class Table:
                 shown.add_row(*cells, style=style)
             shown.add_section()
         return shown
+
+    def text(self) -> str:
+        """As plain text, for a console or a log."""
+        console = Console(width=100, no_color=True, record=True, file=StringIO())
+        console.print(self)
+        return console.export_text().rstrip()
+
+    def html(self) -> str:
+        """As an HTML table, for a notebook."""
+        heads = "".join(f"<th>{escape(name)}</th>" for name in self.columns)
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{escape(cell.text)}{_small(cell.note)}</td>" for cell in row) + "</tr>"
+            for row in (*self.rows, *self.totals)
+        )
+        caption = f"<caption>{escape(self.title)}</caption>" if self.title else ""
+        return f"<table>{caption}<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>{_small(self.note)}"
+
+
+def _small(note: str) -> str:
+    return f"<br><small>{escape(note)}</small>" if note else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,501 @@
+"""`stretto.load` and what it returns: a checkpoint at every size, to generate with, to score text with, to compute logits with.
+
+Shape letters: B rows, T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from itertools import count as numbers
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from stretto.api.adopt import AdoptOptions, adopt_command, find_source
+from stretto.api.search import BEST, export_command, named_subnet, read_search
+from stretto.api.serve import check_text, stream
+from stretto.base.config import validate
+from stretto.base.errors import UserError, user_errors
+from stretto.base.numbers import params, si
+from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder
+from stretto.base.records import Lineage
+from stretto.engine.engine import Engine
+from stretto.engine.loading import generation_ends
+from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling
+from stretto.evals.loss import EvalBatch
+from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config, read_presets
+from stretto.model.parallel import join
+from stretto.model.spec import ModelConfig, Subnet, check_subnet, count, named_subnets
+from stretto.model.transformer import Context, Transformer
+from stretto.ops import native
+from stretto.ops.logprob import head_loss
+from stretto.report.page import Cell, Table
+from stretto.server.messages import Message, Prompts
+from stretto.text.tokenizer import Tokenizer, load_tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CACHED_SEQUENCES, CACHED_TOKENS = 16, 4096
+"""Of a model in a notebook, its key-value cache holds so many sequences of so many tokens (fewer where the network has fewer
+positions): memory is left for the rest of the notebook."""
+
+SubnetLike = str | Subnet | None
+"""The name of a size (``full``, ``half``, ``corner``, ``best``), ``layers=…,experts=…,top_k=…``, a `Subnet`, or None for the full network."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """One named size of a model."""
+
+    name: str
+    subnet: Subnet
+    layers: int
+    experts: str
+    """Experts per MoE layer: one number, or the least and the most."""
+    top_k: str
+    """Experts per token, in the same form."""
+    total_params: int
+    active_params: int
+    """Parameters that one token uses."""
+    flops_per_token: int
+    """FLOPs of all matrix products with weights for one token; attention over earlier tokens comes on top."""
+
+
+class Sizes(Mapping[str, Subnet]):
+    """The named sizes of a model: a mapping from name to `Subnet`, shown as a table."""
+
+    def __init__(self, config: ModelConfig, named: Mapping[str, Subnet]):
+        self.rows = tuple(_size(config, name, subnet) for name, subnet in named.items())
+        self._by_name = {row.name: row for row in self.rows}
+
+    def __getitem__(self, name: str) -> Subnet:
+        return self._by_name[name].subnet
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_name)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def table(self) -> Table:
+        """Name, layers, experts, top-k, parameters and FLOPs per token of each size."""
+        full = self.rows[0]
+        rows = tuple(
+            (
+                Cell(row.name),
+                Cell(str(row.layers), row.layers),
+                Cell(row.experts),
+                Cell(row.top_k),
+                Cell(params(row.total_params), row.total_params),
+                Cell(f"{row.total_params / full.total_params:.0%}"),
+                Cell(params(row.active_params), row.active_params),
+                Cell(si(row.flops_per_token, ""), row.flops_per_token),
+            )
+            for row in self.rows
+        )
+        columns = ("size", "layers", "experts", "top-k", "params", "share", "active", "FLOPs/token")
+        return Table("", columns, rows)
+
+    def __repr__(self) -> str:
+        return self.table.text()
+
+    def _repr_html_(self) -> str:
+        return self.table.html()
+
+
+def _size(config: ModelConfig, name: str, subnet: Subnet) -> Size:
+    counts = count(config, subnet)
+    spans = (_span(subnet.experts), _span(subnet.top_k))
+    return Size(
+        name, subnet, len(subnet.layers), *spans, counts.total_params, counts.active_params, counts.linear_flops
+    )
+
+
+def _span(values: tuple[int, ...]) -> str:
+    if not values:
+        return "–"
+    return str(values[0]) if len(set(values)) == 1 else f"{min(values)}–{max(values)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The continuation of one prompt. ``print`` shows its text."""
+
+    prompt: str
+    text: str
+    """The continuation without the prompt."""
+    token_ids: tuple[int, ...]
+    """Sampled token ids, the ending token included."""
+    logprobs: tuple[float, ...]
+    """Log-probability of each sampled token, nats, after temperature and penalties."""
+    finish_reason: str
+    """``stop`` (an end token or a stop string), or ``length`` (``max_tokens`` were sampled)."""
+    seed: int
+    """The seed that gives the same text again."""
+
+    def __str__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return f'<pre><span style="opacity:.6">{escape(self.prompt)}</span>{escape(self.text)}</pre>'
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Log-likelihood of one text."""
+
+    text: str
+    log_likelihood: float
+    """Sum over all tokens of the text, nats; the first token is predicted from the end-of-document token."""
+    num_tokens: int
+    num_bytes: int
+
+    @property
+    def nats_per_token(self) -> float:
+        return -self.log_likelihood / self.num_tokens
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Negative log-likelihood in bits over UTF-8 bytes: comparable between tokenizers."""
+        return -self.log_likelihood / (self.num_bytes * 0.6931471805599453)
+
+
+class Scores(Sequence[Score]):
+    """Log-likelihoods of several texts, shown as a table."""
+
+    def __init__(self, rows: Sequence[Score]):
+        self._rows = tuple(rows)
+
+    @overload
+    def __getitem__(self, place: int) -> Score: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[Score, ...]: ...
+    def __getitem__(self, place: int | slice) -> Score | tuple[Score, ...]:
+        return self._rows[place]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Of all texts together."""
+        bits = -sum(row.log_likelihood for row in self._rows) / 0.6931471805599453
+        return bits / sum(row.num_bytes for row in self._rows)
+
+    @property
+    def table(self) -> Table:
+        rows = tuple(
+            (
+                Cell(row.text[:40].replace("\n", " ") + ("…" if len(row.text) > 40 else "")),
+                Cell(f"{row.log_likelihood:.2f}", row.log_likelihood),
+                Cell(f"{row.num_tokens:,}", row.num_tokens),
+                Cell(f"{row.nats_per_token:.3f}", row.nats_per_token),
+                Cell(f"{row.bits_per_byte:.3f}", row.bits_per_byte),
+            )
+            for row in self._rows
+        )
+        return Table("", ("text", "log-likelihood (nats)", "tokens", "nats/token", "bits/byte"), rows)
+
+    def __repr__(self) -> str:
+        return self.table.text()
+
+    def _repr_html_(self) -> str:
+        return self.table.html()
+
+
+class Model:
+    """A checkpoint and all of its sizes. `stretto.load` opens one; weights are read when something first needs them."""
+
+    def __init__(self, source: Path, device: str = "auto", dtype: str | None = None):
+        """``source``: a run or a checkpoint folder, ``device`` and ``dtype`` as of `load`.
+
+        Raises:
+            UserError: there is no such checkpoint, or it is not supported.
+        """
+        self.source = source
+        """The run or checkpoint folder that was named."""
+        self.folder = checkpoint_folder(source)
+        """The checkpoint folder."""
+        self.config: ModelConfig = read_config(self.folder)
+        """Shape of the full network."""
+        self.device = join(device).device
+        if dtype is not None and dtype not in DTYPES:
+            raise UserError(f"dtype {dtype}: unknown; use {', '.join(DTYPES)}")
+        usual = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        self.dtype = DTYPES[dtype] if dtype is not None else usual
+        self._numbers = numbers()
+
+    @property
+    def run(self) -> Path | None:
+        """The run folder; None for a checkpoint that lies in none."""
+        for folder in (self.source, self.folder.parent):
+            if (folder / RUN_FILE).is_file():
+                return folder
+        return None
+
+    @property
+    def name(self) -> str:
+        """Name of the run, or of the checkpoint folder outside a run."""
+        return (self.run or self.folder).resolve().name
+
+    @property
+    def subnets(self) -> Sizes:
+        """The named sizes: ``full``, the presets, and ``best`` where the run was searched."""
+        named = dict(named_subnets(self.config, read_presets(self.folder)))
+        if self.run is not None and read_search(self.run) is not None:
+            named[BEST] = self.subnet(BEST)
+        return Sizes(self.config, named)
+
+    def subnet(self, size: SubnetLike) -> Subnet:
+        """The `Subnet` that ``size`` names.
+
+        Raises:
+            UserError: the network has no such size.
+        """
+        if size is None:
+            return self.config.full()
+        if isinstance(size, Subnet):
+            return check_subnet(self.config, size)
+        return named_subnet(self.run or self.source, size, self.config, read_presets(self.folder))
+
+    @cached_property
+    def _checkpoint(self) -> Checkpoint:
+        return read_checkpoint(self.folder, device=self.device, dtype=self.dtype)
+
+    @property
+    def module(self) -> Transformer:
+        """The full network as a `torch.nn.Module`; ``module(ids_BT, subnet, ctx)`` runs one size of it."""
+        return self._checkpoint.model
+
+    @property
+    def lineage(self) -> Lineage | None:
+        """What the checkpoint was made from and what each stage cost; None for a foreign checkpoint."""
+        return self._checkpoint.lineage
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Raises `UserError`: the checkpoint has no tokenizer."""
+        return load_tokenizer(self.folder)
+
+    @cached_property
+    def _engine(self) -> Engine:
+        module = self.module.requires_grad_(False)
+        max_len = min(self.config.max_positions, CACHED_TOKENS)
+        config = EngineConfig(max_batch=CACHED_SEQUENCES, max_step_tokens=1024, max_len=max_len)
+        return Engine(
+            module,
+            self.tokenizer,
+            config.replace(num_pages=CACHED_SEQUENCES * -(-max_len // config.page_size)),
+            end_ids=generation_ends(self.folder, self.config.vocab_size),
+            routes=False,
+            library=native.load() if self.device.type == "cpu" else None,
+        )
+
+    @overload
+    def generate(self, prompt: str, *, subnet: SubnetLike = None, **sampling: Any) -> Generation: ...
+    @overload
+    def generate(self, prompt: Sequence[str], *, subnet: SubnetLike = None, **sampling: Any) -> list[Generation]: ...
+    @user_errors
+    def generate(
+        self, prompt: str | Sequence[str], *, subnet: SubnetLike = None, **sampling: Any
+    ) -> Generation | list[Generation]:
+        """Continue a text, or several at once. An empty prompt begins a new document.
+
+        Args:
+            subnet: the size that generates.
+            sampling: ``max_tokens`` (128), ``temperature`` (0: greedy decoding), ``seed``, ``top_p``, ``top_k``, ``min_p``,
+                ``repetition_penalty`` (1.1), ``stop`` (a tuple of strings) and the other fields of `Sampling`.
+
+        Returns:
+            A `Generation` for one prompt, a list of them for several.
+
+        Raises:
+            UserError: no such size, a prompt longer than the context, or an impossible sampling value.
+        """
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        for text in prompts:
+            check_text(text, "prompt")
+        ids = [self.tokenizer.encode(text) or [self.tokenizer.eos_id] for text in prompts]
+        found = self._run(ids, self.subnet(subnet), _sampling(sampling))
+        made = [_generation(text, done) for text, done in zip(prompts, found, strict=True)]
+        return made[0] if isinstance(prompt, str) else made
+
+    @user_errors
+    def stream(self, prompt: str, *, subnet: SubnetLike = None, **sampling: Any) -> Iterator[str]:
+        """The same for one prompt, piece by piece as it is sampled. Arguments and errors as of `generate`."""
+        check_text(prompt, "prompt")
+        ids = self.tokenizer.encode(prompt) or [self.tokenizer.eos_id]
+        return stream(self._engine, ids, self.subnet(subnet), _sampling(sampling))
+
+    @user_errors
+    def chat(
+        self, messages: str | Sequence[Mapping[str, Any]], *, subnet: SubnetLike = None, **sampling: Any
+    ) -> Generation:
+        """The assistant's next message.
+
+        Args:
+            messages: one user message, or a conversation as ``[{"role": "user", "content": "…"}, …]``.
+            subnet, sampling: as of `generate`.
+
+        Raises:
+            UserError: the tokenizer has no chat template, or as `generate`.
+        """
+        if self.tokenizer.chat_template is None:
+            raise UserError(
+                f"{self.folder}: chat_template: the tokenizer has none; use generate, or add a chat_template.jinja"
+            )
+        told = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        prompts = Prompts(self.tokenizer)
+        ids = prompts.chat([Message.model_validate(dict(each)) for each in told])
+        settings = _sampling(sampling).replace(stop_ids=prompts.turn_ends)
+        done = self._run([ids], self.subnet(subnet), settings)[0]
+        return _generation(self.tokenizer.decode(ids), done)
+
+    def _run(self, prompts: Sequence[Sequence[int]], subnet: Subnet, sampling: Sampling) -> list[Completion]:
+        engine = self._engine
+        names = [f"model-{next(self._numbers)}" for _ in prompts]
+        for name, ids in zip(names, prompts, strict=True):
+            engine.add(Request(name, tuple(ids), sampling, Phases(subnet)))
+        done: dict[str, Completion] = {}
+        while engine.has_work:
+            done |= {event.request_id: event for event in engine.step() if isinstance(event, Completion)}
+        for each in done.values():
+            if each.error is not None:
+                raise UserError(f"generate: the engine could not finish this request: {each.error}")
+        return [done[name] for name in names]
+
+    @user_errors
+    @torch.no_grad()
+    def logits(
+        self, token_ids: Tensor | Sequence[int] | Sequence[Sequence[int]], *, subnet: SubnetLike = None
+    ) -> Tensor:
+        """Logits of the next token after every position.
+
+        Args:
+            token_ids: [batch, position], or [position] for one row; every row has the same length.
+            subnet: the size that computes them.
+
+        Returns:
+            fp32 [batch, position, vocabulary].
+
+        Raises:
+            UserError: an id outside the vocabulary, rows of different lengths, or no such size.
+        """
+        chosen = self.subnet(subnet)
+        try:
+            ids_BT = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)
+        except (ValueError, TypeError) as error:
+            raise UserError(f"token_ids: not a table of whole numbers with rows of one length: {error}") from None
+        ids_BT = ids_BT[None] if ids_BT.ndim == 1 else ids_BT
+        if ids_BT.ndim != 2 or not ids_BT.numel():
+            raise UserError(f"token_ids: shape {tuple(ids_BT.shape)}; needs [batch, position] with at least one token")
+        if ids_BT.min() < 0 or ids_BT.max() >= self.config.vocab_size:
+            raise UserError(f"token_ids: an id lies outside the vocabulary of {self.config.vocab_size}")
+        if ids_BT.shape[1] > self.config.max_positions:
+            raise UserError(f"token_ids: {ids_BT.shape[1]} positions; the network has {self.config.max_positions}")
+        return self.module.logits(ids_BT, chosen)
+
+    @user_errors
+    @torch.no_grad()
+    def score(self, texts: str | Sequence[str], *, subnet: SubnetLike = None) -> Scores:
+        """Log-likelihood of each text, every token counted: the first is predicted from the end-of-document token, as in training.
+        A text longer than the context is cut into pieces that are scored one by one.
+
+        Raises:
+            UserError: an empty text, or no such size.
+        """
+        chosen = self.subnet(subnet)
+        rows = []
+        for text in [texts] if isinstance(texts, str) else texts:
+            check_text(text, "texts")
+            ids = self.tokenizer.encode(text)
+            if not ids:
+                raise UserError("texts: one is empty; a text needs at least one token")
+            length = self.config.max_positions
+            pieces = [ids[start : start + length] for start in range(0, len(ids), length)]
+            nll = sum(self._nll(piece, chosen) for piece in pieces)
+            rows.append(Score(text, -nll, len(ids), len(text.encode())))
+        return Scores(rows)
+
+    def _nll(self, ids: list[int], subnet: Subnet) -> float:
+        inputs = torch.tensor([[self.tokenizer.eos_id, *ids[:-1]]], device=self.device)
+        targets = torch.tensor(ids, device=self.device)
+        batch = EvalBatch(inputs, targets[None], Context.plain(inputs))
+        hidden_ND = self.module(batch.ids_BT, subnet, batch.ctx).hidden_BTD[0]
+        return float(head_loss(hidden_ND, self.module.head_VD.detach(), targets)[1].double().sum())
+
+    @user_errors
+    def export(
+        self, out: str | os.PathLike[str], *, family: str | None = None, dtype: str = "float32", gguf: bool = False
+    ) -> Path:
+        """Write the checkpoint for other software: transformers, vLLM and SGLang, or llama.cpp with ``gguf``.
+
+        Args:
+            out: folder to write, or a file for ``gguf``.
+            family: architecture on disk (docs/FORMATS.md); None: its own, or one that can hold the network.
+            dtype: ``float32``, ``bfloat16``, ``float16``; with ``gguf`` also ``q8_0``.
+
+        Returns:
+            The path that was written.
+
+        Raises:
+            UserError: the family cannot hold the network, or ``out`` cannot be written.
+        """
+        known = (*DTYPES, *(["q8_0"] if gguf else []))
+        if dtype not in known:
+            raise UserError(f"dtype {dtype}: unknown; use {', '.join(known)}")
+        export_command(self.source, family, Path(out), dtype, gguf)
+        return Path(out)
+
+    def __repr__(self) -> str:
+        total = count(self.config, self.config.full()).total_params
+        return f"Model({str(self.source)!r}, {params(total)} parameters, sizes: {', '.join(self.subnets)})"
+
+    def _repr_html_(self) -> str:
+        return f"<p><b>{escape(self.name)}</b> <code>{escape(str(self.folder))}</code></p>{self.subnets._repr_html_()}"
+
+
+@user_errors
+def load(source: str | os.PathLike[str] | Model, *, device: str = "auto", dtype: str | None = None) -> Model:
+    """Open a run or a checkpoint at all of its sizes.
+
+    Args:
+        source: a run folder, a checkpoint folder, a GGUF file, a name on the Hugging Face hub (``Qwen/Qwen3-30B-A3B``), or ``smollm2``
+            (a chat model in a Python package). A GGUF file is converted once and kept in the user's cache.
+        device: ``cpu``, ``cuda`` or ``auto``.
+        dtype: of the weights in memory: ``float32``, ``bfloat16`` or ``float16``; None: float32 on a CPU, bfloat16 elsewhere.
+
+    Raises:
+        UserError: there is no such model, it is damaged, or its architecture is not supported.
+    """
+    if isinstance(source, Model):
+        return source
+    named = os.fspath(source)
+    if (Path(named) / RUN_FILE).is_file() or (Path(named) / "config.json").is_file():
+        return Model(Path(named), device, dtype)
+    found = find_source(named)
+    if found.is_dir():
+        return Model(found, device, dtype)
+    stat = found.stat()
+    key = hashlib.sha256(f"{found.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:12]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stretto" / "models"
+    run = cache / f"{found.stem}-{key}"
+    if not (run / CHECKPOINT).is_dir():
+        adopt_command(str(found), run, AdoptOptions(order="none"))
+    return Model(run, device, dtype)
+
+
+def _sampling(told: Mapping[str, Any]) -> Sampling:
+    usual = {"max_tokens": 128, "temperature": 0.0, "repetition_penalty": 1.1}
+    return validate(Sampling, usual | dict(told), "generate")
+
+
+def _generation(prompt: str, done: Completion) -> Generation:
+    return Generation(prompt, done.text, done.tokens, tuple(done.logprobs.tolist()), done.finish_reason, done.seed)

@@ -1,0 +1,481 @@
+"""The commands from text to an exported model, its report and its cost. They import their stages late."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stretto.base.errors import UserError
+from stretto.cli.options import (
+    Data,
+    Device,
+    Recipe,
+    Resume,
+    RunFolder,
+    RunOut,
+    Settings,
+    Source,
+    Steps,
+    TextField,
+    Val,
+    ValFraction,
+    Wandb,
+    say,
+)
+
+VOCAB_SIZE = 8192
+
+
+def pretrain(
+    recipe: Recipe,
+    data: Data = [],  # noqa: B006 - typer reads it once
+    # not --run: torchrun would take it for its own --run-path
+    out: RunOut = None,
+    val: Val = None,
+    val_fraction: ValFraction = None,
+    text_field: TextField = "text",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json, or its folder. Default: one is trained on the data.")
+    ] = None,
+    origin: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="Run or checkpoint whose network and tokenizer to continue from; the recipe's [model] is then not read.",
+        ),
+    ] = None,
+    steps: Steps = None,
+    settings: Settings = [],  # noqa: B006
+    resume: Resume = False,
+    device: Device = "auto",
+    wandb: Wandb = None,
+) -> None:
+    """Pre-train an elastic network on text, from random weights or from a checkpoint.
+
+    Reads a recipe and text; writes a run folder with token shards, snapshots, metrics and a checkpoint.
+    """
+    from stretto.base.config import overriding, read_recipe
+    from stretto.train.recipe import Recipe as PretrainRecipe
+
+    told = overriding(settings, {"train.steps": steps})
+    is_whole = origin is None and not resume  # else a part of it comes from the network that is continued
+    parsed = read_recipe(recipe, PretrainRecipe, told) if is_whole else recipe  # refused before torch is imported
+    from stretto.api import stages
+
+    made = stages.pretrain(
+        parsed,
+        data,
+        out or Path("runs") / recipe.stem,
+        val=val,
+        val_fraction=val_fraction,
+        text_field=text_field,
+        tokenizer=tokenizer,
+        origin=origin,
+        settings=told,
+        resume=resume,
+        device=device,
+        wandb=wandb,
+    )
+    _say_next(made.source)
+
+
+def adopt(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="Checkpoint folder, run, GGUF file, smollm2 (a Python package), or a name on the hub such as Qwen/Qwen3-30B-A3B.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Run folder to write.")],
+    dtype: Annotated[
+        str,
+        typer.Option(help="Data type to write: float32, bfloat16, float16, or auto (the source's own)."),
+    ] = "auto",
+    order: Annotated[
+        str,
+        typer.Option(
+            help="Criterion for ranking experts: reap (router-weighted activation norm), removal (change in loss when the expert "
+            "is removed; slower), frequency, or none (no measurement)."
+        ),
+    ] = "reap",
+    layer_order: Annotated[
+        str,
+        typer.Option(
+            help="Criterion for ranking layers: leave-one-out (change in logits without the layer), or influence (faster)."
+        ),
+    ] = "leave-one-out",
+    calibration: Annotated[
+        list[str],
+        typer.Option(
+            help="Calibration text, PATH@WEIGHT in a mixture. Default: text that every Python installation has.",
+            show_default=False,
+        ),
+    ] = [],  # noqa: B006
+    calibration_tokens: Annotated[int, typer.Option(help="Number of calibration tokens.")] = 32_768,
+    text_field: TextField = "text",
+    experts: Annotated[
+        int | None,
+        typer.Option(help="Number of experts to upcycle a dense network to, without changing its function."),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            help="With --experts: experts per token. Default: about half of the routed experts, or 2 with --method copy."
+        ),
+    ] = None,
+    method: Annotated[str, typer.Option(help="With --experts: split (same size) or copy (larger).")] = "split",
+    shared: Annotated[
+        int | None, typer.Option(help="With --experts: number of experts that every token uses. Default: 1.")
+    ] = None,
+    parent_flops: Annotated[
+        float | None, typer.Option(help="Training cost of the source in FLOPs, for the ledger. Default: unknown.")
+    ] = None,
+    parent_tokens: Annotated[
+        float | None, typer.Option(help="Training tokens of the source, for the ledger: 15e12. Default: unknown.")
+    ] = None,
+) -> None:
+    """Import a Hugging Face or GGUF checkpoint as a run that can be searched, extracted and served at every size.
+
+    Weights are streamed, so the checkpoint may be larger than memory. Writes a run folder.
+    """
+    from stretto.api import stages
+
+    made = stages.adopt(
+        source,
+        out,
+        experts=experts,
+        top_k=top_k,
+        method=method,
+        shared=shared,
+        parent_flops=parent_flops,
+        parent_tokens=parent_tokens,
+        dtype=dtype,
+        order=order,
+        layer_order=layer_order,
+        calibration=calibration,
+        calibration_tokens=calibration_tokens,
+        text_field=text_field,
+    )
+    for name, subnet in made.subnets.items():
+        say(f"{name}: {subnet.label()}")
+    say(f"checkpoint: {made.folder}\nnext: stretto chat {out}; stretto elasticize {out} --data …; stretto search {out}")
+
+
+def elasticize(
+    source: Source,
+    data: Data = [],  # noqa: B006
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--out",
+            help="New run folder. Default: the adopted run itself, whose original checkpoint moves to adopted/.",
+        ),
+    ] = None,
+    val: Val = None,
+    val_fraction: ValFraction = None,
+    text_field: TextField = "text",
+    recipe: Annotated[Path, typer.Option(help="Recipe: a TOML file, or the name of a shipped recipe.")] = Path(
+        "elasticize"
+    ),
+    teacher: Annotated[
+        Path | None, typer.Option(help="Run or checkpoint to distil from. Default: the unchanged source.")
+    ] = None,
+    cache_logits: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of the teacher's log-probabilities per token to keep on disk, so that the teacher need not stay in memory."
+        ),
+    ] = None,
+    trainable: Annotated[
+        str | None,
+        typer.Option(help="Weights to train: all, or routers (routers, norms and biases only, with less memory)."),
+    ] = None,
+    steps: Steps = None,
+    settings: Settings = [],  # noqa: B006
+    resume: Resume = False,
+    device: Device = "auto",
+) -> None:
+    """Train a checkpoint further so that its smaller sizes work too, with the unchanged checkpoint as teacher.
+
+    Reads a run or checkpoint and text; writes a run folder, or trains an adopted run in place.
+    """
+    from stretto.base.config import overriding, read_recipe
+    from stretto.train.recipe import ElasticizeRecipe
+
+    told = {"trainable": trainable, "cached_logits": cache_logits, "train.steps": steps}
+    parsed = read_recipe(recipe, ElasticizeRecipe, overriding(settings, told))
+    from stretto.api import stages
+
+    made = stages.elasticize(
+        source,
+        data,
+        out,
+        recipe=parsed,
+        teacher=teacher,
+        val=val,
+        val_fraction=val_fraction,
+        text_field=text_field,
+        resume=resume,
+        device=device,
+    )
+    _say_next(made.source)
+
+
+def tokenize(
+    data: Data,
+    out: Annotated[Path, typer.Option("-o", "--out", help="Data folder to write.")],
+    val: Val = None,
+    val_fraction: ValFraction = None,
+    text_field: TextField = "text",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json, or its folder. Default: one is trained on the data.")
+    ] = None,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(help="Vocabulary size of the tokenizer that is trained.", show_default=str(VOCAB_SIZE)),
+    ] = None,
+) -> None:
+    """Turn text into token shards in constant memory. Resumes when it is started again.
+
+    Reads text; writes a data folder that --data of other commands takes.
+    """
+    if tokenizer is not None and vocab_size is not None:
+        raise UserError(f"--vocab-size: {tokenizer} has a vocabulary already; leave --vocab-size or --tokenizer out")
+    from stretto.train.prepare import TextOptions, tokenise_data
+
+    text = TextOptions(val, val_fraction, text_field)
+    manifest = tokenise_data(data, out, tokenizer, vocab_size or VOCAB_SIZE, text)
+    say(f"{manifest.num_tokens:,} tokens of {manifest.num_documents:,} documents in {out}")
+
+
+def latency(
+    run: RunFolder,
+    device: Device = "auto",
+    verify: Annotated[
+        bool, typer.Option(help="Also measure the named sizes and print the error of each prediction.")
+    ] = False,
+) -> None:
+    """Measure this machine's latency table, which lets the search keep a limit in milliseconds.
+
+    Reads a run; writes latency.json into it.
+    """
+    from stretto.api import stages
+
+    stages.latency(run, device=device)
+    if verify:
+        from stretto.api.search import latency_errors
+
+        for name, error in latency_errors(run, device).items():
+            say(f"{name}: predicted {error:+.1%} off the measured time")
+
+
+def search(
+    run: RunFolder,
+    data: Annotated[
+        list[str], typer.Option(help="Text to measure on, PATH@WEIGHT in a mixture. Default: the run's own.")
+    ] = [],  # noqa: B006
+    val: Val = None,
+    val_fraction: ValFraction = None,
+    text_field: TextField = "text",
+    max_total: Annotated[
+        float | None, typer.Option(help="Largest share of the full network's parameters, 0 to 1 (memory).")
+    ] = None,
+    max_active: Annotated[
+        float | None, typer.Option(help="Largest share of the active parameters, 0 to 1 (compute).")
+    ] = None,
+    max_latency_ms: Annotated[
+        float | None, typer.Option(help="Most milliseconds per decoding step, by the latency table.")
+    ] = None,
+    heal_steps: Annotated[
+        int, typer.Option(help="Healing steps for each of the best few before the choice; 0: none.")
+    ] = 0,
+    heal_recipe: Annotated[Path, typer.Option(help="Recipe of that healing.")] = Path("heal"),
+    nested: Annotated[bool, typer.Option("--nested", help="Drop layers in the order of training only.")] = False,
+    per_layer: Annotated[
+        bool,
+        typer.Option("--per-layer", help="Let the number of experts differ by layer; few families can export that."),
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Random seed of the search.")] = 0,
+    device: Device = "auto",
+) -> None:
+    """Find the sub-network of lowest held-out loss within limits on memory, compute and latency.
+
+    Reads a run; writes search.json into it.
+    """
+    from stretto.api import stages
+    from stretto.subnets.search import SearchOptions
+
+    found = stages.search(
+        run,
+        data,
+        max_total=max_total,
+        max_active=max_active,
+        max_latency_ms=max_latency_ms,
+        heal_steps=heal_steps,
+        heal_recipe=heal_recipe,
+        nested=nested,
+        per_layer=per_layer,
+        val=val,
+        val_fraction=val_fraction,
+        text_field=text_field,
+        options=SearchOptions(seed=seed),
+        device=device,
+    )
+    for line in found.result.summary():
+        say(line)
+    say(f"next: stretto extract {run} --subnet best -o OUT")
+
+
+def extract(
+    source: Source,
+    subnet: Annotated[
+        str, typer.Option(help="Size: a preset, best (the search's choice), or layers=…,experts=…,top_k=….")
+    ],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Checkpoint folder to write.")],
+    device: Device = "auto",
+) -> None:
+    """Cut one size out as an ordinary checkpoint. Refuses unless its logits equal those of the masked network.
+
+    Reads a run or checkpoint; writes a checkpoint folder.
+    """
+    from stretto.api.search import extract_command
+
+    done = extract_command(source, subnet, out, device)
+    say(
+        f"{out}: {done.num_tokens} tokens compared, logits differ by {done.difference:.1e} (at most {done.tolerance:.1e})"
+    )
+    say(f"next: stretto heal {out} --data … -o HEALED")
+
+
+def heal(
+    source: Annotated[Path, typer.Argument(help="Extracted checkpoint folder.", show_default=False)],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Checkpoint folder to write.")],
+    data: Data = [],  # noqa: B006
+    val: Val = None,
+    val_fraction: ValFraction = None,
+    text_field: TextField = "text",
+    recipe: Annotated[Path, typer.Option(help="Recipe: a TOML file, or the name of a shipped recipe.")] = Path("heal"),
+    teacher: Annotated[
+        Path | None, typer.Option(help="Run or checkpoint to distil from. Default: the one it was cut from.")
+    ] = None,
+    steps: Steps = None,
+    settings: Settings = [],  # noqa: B006
+    resume: Resume = False,
+    device: Device = "auto",
+) -> None:
+    """Train an extracted checkpoint for a short while, on text and towards the network that it was cut from.
+
+    Reads the checkpoint and text; writes a checkpoint folder, and the run's files to OUT.run.
+    """
+    from stretto.base.config import overriding, read_recipe
+    from stretto.train.recipe import HealRecipe
+
+    parsed = read_recipe(recipe, HealRecipe, overriding(settings, {"train.steps": steps}))
+    from stretto.api import stages
+
+    made = stages.heal(
+        source,
+        data,
+        out,
+        recipe=parsed,
+        teacher=teacher,
+        val=val,
+        val_fraction=val_fraction,
+        text_field=text_field,
+        resume=resume,
+        device=device,
+    )
+    say(f"checkpoint: {made.folder}")
+
+
+def export(
+    source: Source,
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder to write, or file with --gguf.")],
+    family: Annotated[
+        str | None,
+        typer.Option(
+            help="Architecture on disk (docs/FORMATS.md). Default: the checkpoint's own, or one that can hold the network."
+        ),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Data type: float32, bfloat16, float16; with --gguf also q8_0.")
+    ] = "float32",
+    gguf: Annotated[bool, typer.Option("--gguf", help="Write a GGUF file for llama.cpp.")] = False,
+) -> None:
+    """Write a checkpoint for other software: transformers, vLLM and SGLang, or llama.cpp.
+
+    Reads a run or checkpoint; writes a Hugging Face folder or a GGUF file.
+    """
+    from stretto.api.model import Model
+
+    Model(source).export(out, family=family, dtype=dtype, gguf=gguf)
+    say(f"written: {out}")
+
+
+Controls = Annotated[
+    list[Path],
+    typer.Option(
+        "--control",
+        help="Ordinary run of the same shape, to measure the cost of elasticity. Default: those beside the run.",
+    ),
+]
+
+
+def report(run: RunFolder, control: Controls = []) -> None:  # noqa: B006
+    """Draw the results of a run. Writes report/report.html and its pictures into the run folder."""
+    from stretto.report.rl import is_rl_run, report_rl_run
+
+    if is_rl_run(run):
+        say(f"report: {report_rl_run(run)}")
+        return
+    from stretto.api.report import report_command
+
+    say(f"report: {report_command(run, controls=control)}")
+
+
+def cost(
+    folder: Annotated[
+        list[Path], typer.Argument(help="Checkpoint or run folders; several are shown as a family.", show_default=False)
+    ],
+    control: Controls = [],  # noqa: B006
+) -> None:
+    """Print what a model cost: alone, with its parents, and as a family against training each size separately."""
+    from stretto.api.report import cost_command
+
+    cost_command(folder, control)
+
+
+def demo(
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Run folder. Default: runs/demo, or runs/demo-smol with --smol.")
+    ] = None,
+    smol: Annotated[
+        bool, typer.Option("--smol", help="Use a real chat model from a Python package: SmolLM2-135M-Instruct.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Resume, or start over.")] = True,
+) -> None:
+    """The whole spine on real text: pretrain, search, extract, heal, export, then post-training of the result, and one report."""
+    if smol:
+        from stretto.api.demo_smol import demo_smol_command
+
+        demo_smol_command(out or Path("runs/demo-smol"), fresh=not resume)
+        return
+    from stretto.api.demo import demo_command
+
+    demo_command(out or Path("runs/demo"), fresh=not resume)
+
+
+def _say_next(run: Path) -> None:
+    """Where the checkpoint lies, and limits for the search that the network can meet."""
+    from stretto.base.paths import checkpoint_folder
+    from stretto.model.checkpoint import read_config
+    from stretto.subnets.search import reachable_limits
+
+    made = checkpoint_folder(run)
+    limits = reachable_limits(read_config(made))
+    asked = f"--max-total {limits.max_total} --max-active {limits.max_active}"
+    say(f"checkpoint: {made}\nnext: stretto latency {run}; stretto search {run} {asked}")

@@ -1,0 +1,154 @@
+"""The Python API: what `import stretto` offers, on small models, and what it says to bad input."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+import stretto
+from stretto.base.errors import UserError
+from tests.api.conftest import HEALING, RECIPE
+
+PROMPT = "line 3: 9"
+
+
+@pytest.fixture(scope="module")
+def model(served_run: Path) -> stretto.Model:
+    return stretto.load(served_run, device="cpu")
+
+
+def test_importing_loads_no_torch_and_every_public_name_is_there() -> None:
+    code = "import sys, stretto; print([name for name in ('torch', 'numpy', 'pydantic') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    for name in stretto.__all__:
+        assert getattr(stretto, name).__doc__, name
+    assert set(stretto.__all__) <= set(dir(stretto))
+    with pytest.raises(AttributeError, match="has no attribute 'lod'"):
+        stretto.lod  # noqa: B018
+
+
+def test_the_sizes_of_a_model(model: stretto.Model) -> None:
+    assert list(model.subnets) == ["full", "half", "corner"]
+    rows = {row.name: row for row in model.subnets.rows}
+    assert (rows["corner"].layers, rows["corner"].experts, rows["corner"].top_k) == (2, "2", "1")
+    assert rows["full"].total_params > rows["half"].total_params > rows["corner"].total_params
+    assert rows["full"].flops_per_token > rows["corner"].flops_per_token
+    assert model.subnets["half"] == model.subnet("half") == model.subnet("layers=3,experts=4,top_k=2")
+    assert "corner" in repr(model.subnets) and "<td>corner</td>" in model.subnets._repr_html_()
+    assert "corner" in repr(model) and "corner" in model._repr_html_()
+
+
+def test_generation_is_the_engines_own(model: stretto.Model) -> None:
+    done = model.generate(PROMPT, subnet="corner", max_tokens=12)
+    assert str(done) == done.text and len(done.token_ids) == len(done.logprobs) <= 12
+    assert done.prompt == PROMPT and done.finish_reason in ("length", "stop")
+    several = model.generate([PROMPT, "7 is"], subnet="corner", max_tokens=12)
+    assert several[0].token_ids == done.token_ids and len(several) == 2
+    assert "".join(model.stream(PROMPT, subnet="corner", max_tokens=12)) == done.text
+    assert model.generate("", max_tokens=3).token_ids, "an empty prompt begins a new document"
+    warm = [model.generate(PROMPT, temperature=1.0, seed=5, max_tokens=8).token_ids for _ in range(2)]
+    assert warm[0] == warm[1]
+
+
+def test_chat_takes_a_message_or_a_conversation(model: stretto.Model) -> None:
+    told = [{"role": "user", "content": "hello"}]
+    assert model.chat("hello", max_tokens=4).token_ids == model.chat(told, max_tokens=4).token_ids
+
+
+def test_logits_of_one_size_are_those_of_the_module(model: stretto.Model) -> None:
+    ids_BT = torch.randint(model.config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(0))
+    found = model.logits(ids_BT, subnet="half")
+    assert found.shape == (2, 9, model.config.vocab_size) and found.dtype == torch.float32
+    with torch.no_grad():
+        assert torch.equal(found, model.module.logits(ids_BT, model.subnet("half")))
+    assert torch.equal(model.logits(ids_BT[0].tolist(), subnet="half")[0], model.logits(ids_BT[:1], subnet="half")[0])
+
+
+def test_a_score_is_the_sum_of_log_probabilities(model: stretto.Model) -> None:
+    text = "line 4: 16 is the square"
+    found = model.score([text, "é"], subnet="half")
+    ids = model.tokenizer.encode(text)
+    logits_TV = model.logits([model.tokenizer.eos_id, *ids[:-1]], subnet="half")[0]
+    expected = logits_TV.log_softmax(-1)[range(len(ids)), ids].double().sum()
+    # fp32 log-probabilities of magnitude up to ~6, summed in fp64: an error of half an ulp (2⁻²²) each
+    assert found[0].log_likelihood == pytest.approx(float(expected), abs=len(ids) * 2**-21)
+    assert found[0].num_tokens == len(ids) and found[1].num_bytes == 2
+    assert found[0].bits_per_byte == pytest.approx(-float(expected) / len(text) / 0.693147, rel=1e-5)
+    assert "bits/byte" in found._repr_html_() and len(found) == 2
+    assert model.score(text).bits_per_byte > 0
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        (lambda m: stretto.load("there/is/none"), "no such folder"),
+        (lambda m: stretto.load(m.folder.parent / "tokenizer"), "config.json: no such file"),
+        (lambda m: stretto.load("smolm2"), "smolm2: no such folder"),
+        (lambda m: stretto.load(m.source, dtype="float8"), "dtype float8: unknown"),
+        (lambda m: m.generate("x", subnet="quarter"), "quarter"),
+        (lambda m: m.generate("x", subnet="layers=9"), "layers=9"),
+        (lambda m: m.generate("x", max_token=3), "max_token: unknown"),
+        (lambda m: m.generate("x" * 5000), "256"),
+        (lambda m: m.logits([[1, 2], [3]]), "rows of one length"),
+        (lambda m: m.logits([[5000]]), "outside the vocabulary of 320"),
+        (lambda m: m.logits([[]]), "at least one token"),
+        (lambda m: m.score(""), "one is empty"),
+        (lambda m: m.export("x", dtype="int4"), "dtype int4"),
+        (lambda m: stretto.pretrain(tomllib.loads(f"{RECIPE}stepz = 3"), "text"), "train.stepz: unknown key"),
+        (lambda m: stretto.pretrain("smal", "text"), "did you mean 'small'"),
+        (lambda m: stretto.search(m.folder, max_total=34), "for 34 % write 0.34"),
+        (lambda m: stretto.search(m.folder, max_total=0.5), "not a run folder"),
+        (lambda m: stretto.extract(m, "corner", m.folder), "choose another folder"),
+        (lambda m: stretto.rl({"sources": {"x": {"kind": lambda: 0}}}), "defined inside a function"),
+    ],
+)
+def test_bad_input_is_one_line_with_the_remedy(model: stretto.Model, work: object, words: str) -> None:
+    with pytest.raises(stretto.UserError) as caught:
+        work(model)  # type: ignore[operator]
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_the_system_refuses_is_a_user_error(model: stretto.Model, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file"):
+        model.export(tmp_path / "file" / "out")
+
+
+def test_a_model_continues_after_a_request_that_fails(served_run: Path) -> None:
+    fresh = stretto.load(served_run, device="cpu")
+    with pytest.raises(UserError):
+        fresh.generate("x" * 5000)
+    assert fresh.generate("x", max_tokens=2).token_ids
+
+
+def test_from_text_to_a_small_model(tmp_path: Path, text: Path) -> None:
+    """The example of README: recipes as mappings, results handed from stage to stage."""
+    recipe = tomllib.loads(RECIPE)
+    made = stretto.pretrain(recipe, text, tmp_path / "run", device="cpu")
+    assert list(made.subnets) == ["full", "corner"]
+    found = stretto.search(made, max_total=0.95, options=None, device="cpu")
+    assert found.best.layers and "chosen" in repr(found) and "<table>" in found._repr_html_()
+    assert found.plot().axes
+    assert "best" in made.subnets
+    small = stretto.extract(made, found.best)
+    assert small.folder == tmp_path / "run-extract" and small.config.num_layers == len(found.best.layers)
+    healed = stretto.heal(small, text, recipe=tomllib.loads(HEALING), device="cpu")
+    assert healed.folder == tmp_path / "run-extract-heal"
+    assert healed.lineage is not None and [parent.stage for parent in healed.lineage.parents] == ["extract"]
+    out = healed.export(tmp_path / "hf")
+    ids = [[1, 2, 3, 4]]
+    assert torch.allclose(stretto.load(out, device="cpu").logits(ids), healed.logits(ids), atol=1e-5)
+    assert stretto.extract(made, "corner").folder == tmp_path / "run-extract-2", "nothing is overwritten"
+
+
+@pytest.mark.slow
+def test_a_served_model_answers(served_run: Path) -> None:
+    with stretto.serve(served_run, "--device", "cpu") as server:
+        assert httpx.get(f"{server.base_url}/models").json()["data"]
