@@ -24,6 +24,7 @@ from stretto.base.config import Config
 from stretto.base.errors import UserError, nearest
 from stretto.base.track import progress
 from stretto.report.transcript import Call, Ending, Phase, Run, Source, Turn, phase_table, write_transcript
+from stretto.runtime.runtime import to_end
 from stretto.sandbox.isolate import Sandbox
 from stretto.server.client import ApiFailure, Client
 from stretto.tasks.corpus import Corpus, Reader, citations, read_documents, without_citations
@@ -243,7 +244,7 @@ def agent_command(
         prompt = [*system, {"role": "user", "content": f"{question}{rules}"}]
         name = str(model or server)
         try:
-            runs = asyncio.run(_runs(model, server, prompt, desk_of, options, serving or ServeOptions()))
+            runs = to_end(_runs(model, server, prompt, desk_of, options, serving or ServeOptions()))
         except httpx.TransportError as error:
             raise UserError(
                 f"--server {server}: nobody answers there ({type(error).__name__}); check the address"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import re
@@ -31,6 +30,7 @@ from stretto.pictures.enhance import Enhanced, enhance, readable
 from stretto.pictures.renderer import Renderer
 from stretto.pictures.studio import CONVERSATION_FILE, Studio, create_studio
 from stretto.pictures.verify import EndpointVerifier, ShapesVerifier, TextVerifier, Verifiers
+from stretto.runtime.runtime import to_end
 from stretto.server.client import ApiFailure
 from stretto.server.server import open_socket
 from stretto.tasks.shapes.ledger import Ledger, describe
@@ -69,7 +69,7 @@ class Writer:
     def enhanced(self, prompt: str, size: tuple[int, int]) -> Enhanced:
         """Raises UserError: bad input, or a server that refuses or does not answer."""
         try:
-            return asyncio.run(self._enhanced(prompt, size))
+            return to_end(self._enhanced(prompt, size))
         except httpx.TransportError as error:
             problem = f"nobody answers there ({type(error).__name__}); check the address"
             raise UserError(f"--server {self.server}: {problem}") from None

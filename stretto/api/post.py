@@ -158,9 +158,28 @@ def rl(
     Raises:
         UserError: a bad recipe, a task that fails its own check, or a run that cannot continue.
     """
-    parsed, folder = read_recipe(recipe, RlRecipe, settings), run_folder(out, recipe, "rl")
+    parsed, folder = _in_this_process(read_recipe(recipe, RlRecipe, settings)), run_folder(out, recipe, "rl")
     start = None if model is None else place(model)
     return RlRun(folder, rl_command(parsed, folder, start, resume=resume, device=device, wandb_project=wandb))
+
+
+def _in_this_process(recipe: RlRecipe) -> RlRecipe:
+    """``recipe``, with those roles in this process that need what a notebook defines. Raises `UserError`: they must have others."""
+    named = {f"sources.{name}.kind": source.kind for name, source in recipe.sources.items()}
+    named["loss.advantage"] = recipe.loss.advantage
+    here = {field: name.removeprefix("__main__:") for field, name in named.items() if name.startswith("__main__:")}
+    if not here:
+        return recipe
+    field, name = next(iter(here.items()))
+    runtime = recipe.runtime
+    if runtime.kind == "ray" or runtime.isolate == "all":
+        raise UserError(
+            f"{field}: {name} is defined in a notebook or a script, which worker processes cannot import; write it to a file and name it "
+            f"FILE.py:{name} (in Jupyter, begin its cell with %%writefile FILE.py), or use runtime.kind local and isolate none"
+        )
+    isolate = "none" if "loss.advantage" in here else runtime.isolate
+    say(f"{', '.join(here.values())}: defined in this program, so that verifiers run in its process")
+    return recipe.replace(runtime=runtime.replace(verifiers="thread", isolate=isolate))
 
 
 @user_errors
@@ -184,7 +203,7 @@ def online(
     Raises:
         UserError: as `rl`, or no source is judged.
     """
-    parsed, folder = read_recipe(recipe, RlRecipe, settings), run_folder(out, recipe, "online")
+    parsed, folder = _in_this_process(read_recipe(recipe, RlRecipe, settings)), run_folder(out, recipe, "online")
     done = online_command(
         parsed,
         folder,
@@ -225,7 +244,7 @@ def distill(
     told = [f"{name}={_shown(each)}" for name, each in teachers.items()] if isinstance(teachers, Mapping) else teachers
     student = None if model is None else place(model)
     parents = parent_settings(student) if subnet is not None and student is not None and not told else []
-    parsed = read_recipe(recipe, RlRecipe, [*parents, *teacher_settings(told), *settings])
+    parsed = _in_this_process(read_recipe(recipe, RlRecipe, [*parents, *teacher_settings(told), *settings]))
     folder = run_folder(out, recipe, "distill")
     done = distill_command(parsed, folder, student, subnet=subnet, resume=resume, device=device, wandb_project=wandb)
     return RlRun(folder, done)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import re
@@ -52,6 +51,7 @@ from stretto.model.transformer import Transformer
 from stretto.ops.memory import free_bytes
 from stretto.ops.tuning import ROUGH_WIDTH, fastest_threads, multiplies_bf16, thread_counts
 from stretto.pictures.door import open_door
+from stretto.runtime.runtime import to_end
 from stretto.server.client import PERCENTILES, ApiFailure, Client, Load, LoadResult, run_load
 from stretto.server.dialects import Piece, Thought
 from stretto.server.elastic import Least, ServedModel, environment_subnet
@@ -427,7 +427,7 @@ def bench_serve_command(source: Path | None, url: str | None, subnet: str | None
             raise UserError(f"--{name.replace('_', '-')} {value:g}: needs a number above 0")
     flags = ["--subnet", subnet] if subnet else []
     with serving(source, *flags) if source is not None else nullcontext((str(url), None)) as (started, _):
-        _show(asyncio.run(_load(started, options)))
+        _show(to_end(_load(started, options)))
 
 
 async def _load(url: str, options: LoadOptions) -> LoadResult:

@@ -342,7 +342,8 @@ async def start_roles(
         for num in sorted(set(at_once.values())):  # sources of which as many are judged at once share a pool
             names = [source for source, each in at_once.items() if each == num]
             name, sizes = "reward" if num == 1 else f"reward-x{num}", limits(config.rewards, num)
-            rewards[name] = pool(factories.reward(names), name=name, placement=Placement.PROCESS, limits=sizes)
+            where = Placement.PROCESS if config.verifiers == "process" else Placement.THREAD
+            rewards[name] = pool(factories.reward(names), name=name, placement=where, limits=sizes)
             by_source |= dict.fromkeys(names, rewards[name])
     else:
         verifier = factories.reward(tuple(at_once))

@@ -44,7 +44,7 @@ from stretto.learning.recipe import (
 )
 from stretto.learning.samples import SUFFIX, discard, logged_ordinals, remove_logs
 from stretto.runtime.local import open_runtime
-from stretto.runtime.runtime import RoleDied, RuntimeFailure
+from stretto.runtime.runtime import RoleDied, RuntimeFailure, to_end
 from stretto.text.tokenizer import load_tokenizer
 
 MOVED = "eval/kl_start"
@@ -69,7 +69,7 @@ def run_rl(job: Job, advance: Advance, say: Say) -> Result:
     Raises UserError: a task that fails its own check, a resume that does not fit, or a run that cannot go on."""
     gc.freeze()  # the collector would look through all modules again and again, for a tenth of the loop's time
     try:
-        return asyncio.run(_run(job, advance, say))
+        return to_end(_run(job, advance, say))
     finally:
         gc.unfreeze()
 

@@ -413,6 +413,15 @@ class RuntimeConfig(Config):
     isolate: Literal["none", "torch", "all"] = "torch"
     """Locally, which roles beside the verifiers have a process each: ``torch`` the trainer and the engines, which would
     wait for each other's interpreter lock otherwise (three times, with small models); ``all`` the agents too."""
+    verifiers: Literal["process", "thread"] = "process"
+    """Locally, where verifiers run. ``thread``: in the process of ``stretto rl``, for tasks that are defined in a notebook; a verdict
+    that hangs cannot be ended there."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.verifiers == "thread" and (self.kind == "ray" or self.isolate == "all"):
+            raise ValueError("verifiers 'thread' needs kind 'local' and an isolate other than 'all'")
+        return self
 
 
 class RlTrainConfig(Config):

@@ -55,6 +55,7 @@ from stretto.learning.dialogue import Dialogue
 from stretto.learning.recipe import RlRecipe, SandboxConfig, SourceConfig
 from stretto.model.checkpoint import read_checkpoint, read_config, weights_hash
 from stretto.model.spec import Counts, Subnet, count
+from stretto.runtime.runtime import to_end
 from stretto.tasks.math import as_number
 from stretto.tasks.session import schemas
 from stretto.tasks.task import FIRST_REPORTED, Found, Problem, TaskSource
@@ -287,7 +288,7 @@ def evaluate(
             if found.asked == asked and not any(domain.num_infra for domain in found.domains.values()):
                 return found
         sitting = _Sitting(folder, out, options, suites, config.max_positions)
-        asyncio.run(sitting.answer(subnet, device, asked))
+        to_end(sitting.answer(subnet, device, asked))
         counts = count(config, subnet or config.full())
         domains, mean = results(sitting.domains, sitting.samples, options, counts)
         cost = _cost(counts, list(sitting.samples.values()))

@@ -22,7 +22,8 @@ import logging
 import math
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -35,6 +36,31 @@ START_DEADLINE_S = 60.0
 CONSTRUCTOR = "__init__"
 """The method that a constructor's failure names."""
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run ``work`` to its end, as `asyncio.run` does; in a thread of its own where this one has a running loop, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = Future()
+
+    async def reported() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        started.set_result((asyncio.get_running_loop(), task))
+        return await work
+
+    with ThreadPoolExecutor(1, "loop") as thread:
+        done = thread.submit(asyncio.run, reported())
+        try:
+            return done.result()
+        except KeyboardInterrupt:  # the notebook's stop button
+            loop, task = started.result()
+            loop.call_soon_threadsafe(task.cancel)
+            raise
 
 
 class Placement(Enum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -152,3 +153,50 @@ def test_from_text_to_a_small_model(tmp_path: Path, text: Path) -> None:
 def test_a_served_model_answers(served_run: Path) -> None:
     with stretto.serve(served_run, "--device", "cpu") as server:
         assert httpx.get(f"{server.base_url}/models").json()["data"]
+
+
+NOTEBOOK = """
+import asyncio, random, sys, tomllib
+import stretto
+from stretto.base.trajectory import Outcome
+from stretto.tasks.task import Problem, Score, TaskSource
+from tests.api.rl_recipes import TINY
+
+
+class Guess(TaskSource):
+    def problem(self, item):
+        return Problem(item, ({"role": "user", "content": "Say a digit."},), gold="7")
+
+    def score(self, problem, answer):
+        right = problem.gold in answer.text
+        return Score(float(right), Outcome.OK if right else Outcome.WRONG)
+
+    def demonstration(self, problem):
+        return [{"role": "assistant", "content": random.Random(problem.item).choice("789")}]
+
+
+async def notebook():  # which has a running event loop
+    recipe = tomllib.loads(TINY)
+    recipe["sources"] = {"guess": {"kind": Guess}}
+    try:
+        stretto.rl(recipe, out=sys.argv[1], settings=["runtime.isolate=all"], device="cpu")
+    except stretto.UserError as error:
+        print("refused:", error)
+    print(stretto.rl(recipe, out=sys.argv[1], device="cpu"))
+
+
+asyncio.run(notebook())
+"""
+
+
+@pytest.mark.slow
+def test_a_task_defined_in_a_notebook(tmp_path: Path) -> None:
+    (tmp_path / "notebook.py").write_text(NOTEBOOK)
+    command = [sys.executable, str(tmp_path / "notebook.py"), str(tmp_path / "run")]
+    root = str(Path(__file__).resolve().parents[2])
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path, env=os.environ | {"PYTHONPATH": root}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "refused: sources.guess.kind: Guess is defined in a notebook" in done.stdout
+    assert "%%writefile" in done.stdout and "RlRun(" in done.stdout
