@@ -11,12 +11,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
+DOCS_STAMP := $(VENV)/.installed-docs
 
 # Settings under which torch, its libraries and the compiled kernels compute as on a processor that has AVX2 and no AVX-512.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 CXX=$(CURDIR)/.ci/g++-avx2
 NUMERICAL := ops model engine train learning flow post subnets
 
-.PHONY: help environment demo demo-smol smollm2 painter test test-slow test-avx2 test-deps check format bench clean
+.PHONY: help environment demo demo-smol smollm2 painter test test-slow test-avx2 test-deps check format docs bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -29,6 +30,7 @@ help:
 	@echo "make test-deps  install the programs that some tests need: bubblewrap, chromium, g++ (apt-get)"
 	@echo "make check      lint, format, types, import contracts"
 	@echo "make format     rewrite the sources as 'make check' wants them"
+	@echo "make docs       the documentation site, into build/site; warnings are errors"
 	@echo "make bench      measurements against peers, small version"
 	@echo "make clean      remove the environment and the caches; runs/ stays"
 
@@ -81,6 +83,10 @@ format: $(STAMP)
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
+# Material for MkDocs prints an advertisement of its successor otherwise.
+docs: $(DOCS_STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(BENCH_STAMP)
 	@set -e; for script in bench/[a-z]*.py; do name=$$(basename $$script .py); echo "== $$name"; $(BIN)/python -m bench.$$name; done
 
@@ -102,4 +108,9 @@ $(STAMP): pyproject.toml constraints.txt
 $(BENCH_STAMP): $(STAMP)
 	@echo "installing the packages that bench/ compares with into $(VENV)"
 	@$(PIP) -c constraints.txt -e ".[bench]"
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	@echo "installing the packages that build the documentation into $(VENV)"
+	@$(PIP) -c constraints.txt -e ".[docs]"
 	@touch $@

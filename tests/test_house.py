@@ -130,6 +130,12 @@ def test_the_formats_show_what_families_hold() -> None:
     check_block(ROOT / "docs/FORMATS.md", "families", family_lines())
 
 
+def test_the_site_shows_every_page() -> None:
+    shown = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert {page for page in shown if not page.startswith("project/")} == pages, "the navigation of mkdocs.yml"
+
+
 def tree_lines() -> Iterator[str]:
     """The package as a tree, lowest layer first, each file with the first line of its docstring."""
     for package in layers():

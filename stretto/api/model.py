@@ -342,7 +342,8 @@ class Model:
 
         Args:
             messages: one user message, or a conversation as ``[{"role": "user", "content": "…"}, …]``.
-            subnet, sampling: as of `generate`.
+            subnet: the size that answers.
+            sampling: as of `generate`.
 
         Raises:
             UserError: the tokenizer has no chat template, or as `generate`.

@@ -73,7 +73,13 @@ def sft(
         lora: rank of adapters to train instead of every weight.
         adapter: a peft folder with adapters to continue from.
         keep_adapter: also write the adapters alone, to ``adapter/``.
-        val, val_fraction, steps, settings, resume, device, wandb: as of `pretrain`.
+        val: held-out conversations in the forms of ``data``; a part of the data by default.
+        val_fraction: share of the data to hold out, 0 to 0.5; 0.01 by default, up to 0.1 of little text.
+        steps: number of optimiser steps; short for the setting ``train.steps``.
+        settings: overrides of single recipe keys: ``["train.rows=8"]``.
+        resume: continue from the newest snapshot in ``out``.
+        device: ``cpu``, ``cuda`` or ``auto``.
+        wandb: name of a W&B project to log to.
 
     Raises:
         UserError: bad data or recipe, a model without a chat template, or a folder that holds another run.
@@ -153,7 +159,10 @@ def rl(
         recipe: an RL recipe (``rl_gym``; docs/RL.md).
         model: run or checkpoint to begin with; None: the recipe's ``[start]``.
         out: run folder to write; ``runs/`` and the recipe's name by default.
-        settings, resume, device, wandb: as of `pretrain`.
+        settings: overrides of single recipe keys: ``["train.rows=8"]``.
+        resume: continue from the newest snapshot in ``out``.
+        device: ``cpu``, ``cuda`` or ``auto``.
+        wandb: name of a W&B project to log to.
 
     Raises:
         UserError: a bad recipe, a task that fails its own check, or a run that cannot continue.
@@ -198,7 +207,13 @@ def online(
 
     Args:
         self_teacher: distil the start on the verifiable sources at the same time, so that these skills are kept.
-        recipe, model, out, settings, resume, device, wandb: as of `rl`.
+        recipe: an RL recipe with a source of kind ``judged`` (``online``; docs/RL.md).
+        model: run or checkpoint to begin with; None: the recipe's ``[start]``.
+        out: run folder to write; ``runs/`` and the recipe's name by default.
+        settings: overrides of single recipe keys: ``["train.rows=8"]``.
+        resume: continue from the newest snapshot in ``out``.
+        device: ``cpu``, ``cuda`` or ``auto``.
+        wandb: name of a W&B project to log to.
 
     Raises:
         UserError: as `rl`, or no source is judged.
@@ -236,7 +251,11 @@ def distill(
         model: run or checkpoint of the student.
         teachers: by name, which is the source that it teaches: a run, a checkpoint, ``DIR:SUBNET`` or the URL of a server.
         subnet: cut this size out of ``model`` as the student; without teachers, the whole model teaches it every source.
-        out, settings, resume, device, wandb: as of `rl`.
+        out: run folder to write; ``runs/`` and the recipe's name by default.
+        settings: overrides of single recipe keys: ``["train.rows=8"]``.
+        resume: continue from the newest snapshot in ``out``.
+        device: ``cpu``, ``cuda`` or ``auto``.
+        wandb: name of a W&B project to log to.
 
     Raises:
         UserError: as `rl`, no teachers, or a teacher that does not fit the student.

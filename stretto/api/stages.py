@@ -145,8 +145,12 @@ def adopt(
     Args:
         source: a checkpoint folder, a run, a GGUF file, ``smollm2``, or a name on the Hugging Face hub.
         out: run folder to make; ``runs/`` and the name of the source by default.
-        experts, top_k, method, shared: function-preserving upcycling of a dense network to so many experts (docs/ADOPT.md).
-        parent_flops, parent_tokens: what the training of the source had cost, for the cost ledger; unknown by default.
+        experts: number of experts that a dense network is turned into without changing its outputs (docs/ADOPT.md).
+        top_k: number of those experts that a token uses.
+        method: ``split`` cuts each feed-forward layer into experts, ``copy`` makes each expert a copy of it.
+        shared: number of experts that every token uses, with ``split``.
+        parent_flops: FLOPs of the source's own training, for the cost ledger; unknown by default.
+        parent_tokens: number of tokens of the source's own training; unknown by default.
         options: ``dtype``, ``order``, ``layer_order``, ``calibration``, ``calibration_tokens``, ``text_field`` of `AdoptOptions`.
 
     Raises:
@@ -191,7 +195,15 @@ def elasticize(
         teacher: run or checkpoint to distil from.
         cache_logits: number of the teacher's log-probabilities per token to keep on disk, so that it need not stay in memory.
         trainable: ``all``, or ``routers`` for routers, norms and biases only.
-        recipe, data, val, val_fraction, text_field, steps, settings, resume, device: as of `pretrain`.
+        recipe: a recipe of continued training; ``elasticize`` by default.
+        data: training text, as of `pretrain`; not needed with ``resume``.
+        val: held-out text in the forms of ``data``; a part of the data by default.
+        val_fraction: share of the data to hold out, 0 to 0.5; 0.01 by default, up to 0.1 of little text.
+        text_field: field that holds the text in JSONL, CSV, Parquet and datasets.
+        steps: number of optimiser steps; short for the setting ``train.steps``.
+        settings: overrides of single recipe keys: ``["train.rows=8"]``.
+        resume: continue from the newest snapshot in ``out``.
+        device: ``cpu``, ``cuda`` or ``auto``.
 
     Raises:
         UserError: bad data or recipe, a teacher with another vocabulary, or a folder that holds another run.
@@ -354,7 +366,15 @@ def heal(
         model: the extracted checkpoint.
         out: checkpoint folder to write; beside the model's, with ``-heal`` added, by default.
         teacher: the network to distil from; the one it was cut from by default.
-        recipe, data, val, val_fraction, text_field, steps, settings, resume, device: as of `pretrain`.
+        recipe: a recipe of healing; ``heal`` by default.
+        data: training text, as of `pretrain`; not needed with ``resume``.
+        val: held-out text in the forms of ``data``; a part of the data by default.
+        val_fraction: share of the data to hold out, 0 to 0.5; 0.01 by default, up to 0.1 of little text.
+        text_field: field that holds the text in JSONL, CSV, Parquet and datasets.
+        steps: number of optimiser steps; short for the setting ``train.steps``.
+        settings: overrides of single recipe keys: ``["train.rows=8"]``.
+        resume: continue from the newest snapshot in ``out``.
+        device: ``cpu``, ``cuda`` or ``auto``.
 
     Raises:
         UserError: bad data or recipe, or the teacher is not found.
