@@ -2,7 +2,7 @@
 
     python -m bench.sandbox [--rounds N] [--level LEVEL] [--workers N]
 
-Every kind of `bench.common.hostile` runs ``--rounds`` times, in an order drawn afresh each round, beside bait on the
+Every kind of `tests.sandbox.hostile` runs ``--rounds`` times, in an order drawn afresh each round, beside bait on the
 host: a secret, a folder, listening sockets, a process; and out of a driver that holds ``--descriptors`` open ones. An
 escape is a program's own word or damage to the bait; a run hangs when it is not over a second after the longest that it
 may take; a process leaks when it is still there after its run. The control is the same sandbox with one wall taken down,
@@ -32,12 +32,12 @@ from unittest import mock
 
 from rich.console import Console
 
-from bench.common.hostile import HOSTILE, PREAMBLE, Bait, bait, many_descriptors
 from bench.common.measure import table
 from stretto.base.track import progress
 from stretto.sandbox import isolate, walls
 from stretto.sandbox.isolate import PATIENCE, Sandbox, descendants
 from stretto.sandbox.outcome import Level, Limits, Outcome
+from tests.sandbox.hostile import HOSTILE, PREAMBLE, Bait, bait, many_descriptors
 
 LIMITS = Limits(wall_s=1.0, cpu_s=1.0, memory_bytes=256 << 20, output_bytes=1 << 16, processes=16, file_bytes=8 << 20)
 LATE_S = 1.0

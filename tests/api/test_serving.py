@@ -97,7 +97,7 @@ def test_a_dead_engine_ends_the_server(served_run: Path, tmp_path: Path) -> None
     """Open streams are told, the port is free again, and whoever supervises the process sees that it failed."""
     body = {"prompt": [5, 6, 7], "max_tokens": 240, "ignore_eos": True}
     with (tmp_path / "log").open("w+") as log:
-        faulty = ("-m", "bench.common.mutant_server", "dies")
+        faulty = ("-m", "tests.server.mutant_server", "dies")
         with (
             serving(served_run, program=faulty, log=log) as server,
             httpx.Client(timeout=60, trust_env=False) as client,

@@ -1,15 +1,15 @@
-"""What tests of teachers share beside `bench.common.lessons`: a recipe of two sources, and their samples."""
+"""What tests of teachers share beside `tests.learning.lessons`: a recipe of two sources, and their samples."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from bench.common.lessons import SOURCES
 from stretto.base.trajectory import Group
 from stretto.learning.recipe import RlRecipe
 from stretto.model.transformer import Transformer
 from tests.flow.policies import groups, network, recipe
+from tests.learning.lessons import SOURCES
 
 
 def taught(teachers: dict[str, Any], distill: dict[str, Any] | None = None, **changes: Any) -> RlRecipe:

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bench.common.flow import Result, Run, Schedule, random_schedule
 from stretto.flow.controller import Controller, Limits, Watchdog, default_window
 from stretto.flow.ledger import Ledger
 from tests.flow.refs import ref, task
+from tests.flow.throttle import Result, Run, Schedule, random_schedule
 
 MEMORY = Path("/dev/shm")
 """Where syncing a file to the disk costs nothing."""

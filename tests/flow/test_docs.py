@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.extend import EXAMPLES, PARTS, Part, run
 from stretto.base.config import validate
 from stretto.learning.recipe import PRESETS, RewardConfig, RlRecipe, SourceConfig
 from stretto.tasks.registry import KINDS, open_source
 from stretto.tasks.task import Answer
+from tests.flow.extend import EXAMPLES, PARTS, Part, run
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "RL.md"
 TEXT = GUIDE.read_text(encoding="utf-8")

@@ -18,10 +18,10 @@ pytest.importorskip("verifiers", reason="the package verifiers is not installed"
 import uvicorn
 import verifiers.v1 as vf
 
-from bench.common.scripted import app
 from bench.common.server import in_thread
 from stretto.harness.vf import SessionLoop, SourceData, SourceTask, SourceTaskset, SourceTasksetConfig, _turn
 from stretto.tasks.task import Problem
+from tests.harness.scripted import app
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from stretto.learning.algorithms import (
 )
 from tests.flow.samples import group, trajectory
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "recipes" / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "stretto" / "recipes" / "examples"
 
 KINDS = ["grpo", "dr_grpo", "rloo"]
 

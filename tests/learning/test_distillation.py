@@ -10,14 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.common.lessons import (
-    FORMS,
-    form_loss_reference,
-    sampled_gradient,
-    span_gradient,
-    span_gradient_reference,
-    taught_loss_reference,
-)
 from stretto.learning.distillation import (
     TOLD,
     Lesson,
@@ -30,6 +22,14 @@ from stretto.learning.distillation import (
 )
 from stretto.learning.recipe import DistillConfig, TeacherConfig
 from stretto.ops.logprob import Teacher
+from tests.learning.lessons import (
+    FORMS,
+    form_loss_reference,
+    sampled_gradient,
+    span_gradient,
+    span_gradient_reference,
+    taught_loss_reference,
+)
 
 EXACT = 1e-12
 """Of numbers near one in fp64, added up a few hundred times."""

@@ -17,8 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.common.lessons import FORMS, WORDS, difference, samples, stepped, told, twin
-from bench.common.lessons import network as spoken
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Group, Trajectory
 from stretto.engine.async_engine import AsyncEngine
@@ -42,6 +40,8 @@ from stretto.text.tokenizer import load_tokenizer, train_tokenizer
 from tests.flow.agents import tokenizer
 from tests.flow.lessons import taught, two_sources
 from tests.flow.policies import checkpoint, network
+from tests.learning.lessons import FORMS, WORDS, difference, samples, stepped, told, twin
+from tests.learning.lessons import network as spoken
 from tests.server.live import live
 from tests.web import serving
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.common.lessons import Catch
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Group, GroupRef, WeightVersion
 from stretto.learning.algorithms import Streams, give_credit, unroll
@@ -32,6 +31,7 @@ from stretto.model.transformer import MoeLayer, Replay, Transformer, build
 from stretto.ops.matmul import PLAIN, Arithmetic
 from stretto.train.step import NonFiniteError, StepResult, optimisation_step
 from tests.flow.policies import SHAPE, checkpoint, groups, network, recipe
+from tests.learning.lessons import Catch
 
 
 @pytest.fixture

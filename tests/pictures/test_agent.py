@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bench.common.erring import misreading
 from stretto.base.errors import UserError
 from stretto.pictures.agent import Dialogue, PaintOptions, Reply, painted, respond
 from stretto.pictures.backend import PaintRequest, check_request
@@ -15,6 +14,7 @@ from stretto.pictures.renderer import Renderer
 from stretto.pictures.verify import ShapesVerifier
 from stretto.tasks.shapes.draw import see, unmet
 from stretto.tasks.shapes.ledger import read
+from tests.pictures.erring import misreading
 
 OPTIONS = PaintOptions(width=96, height=96, images=8)
 

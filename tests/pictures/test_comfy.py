@@ -11,10 +11,10 @@ from PIL import Image
 
 pytest.importorskip("comfyui_workflow_templates_json")
 
-from bench.common.comfy_double import MODELS, DoubleProcess
 from stretto.base.errors import UserError
 from stretto.pictures.backend import Control, Lora, PaintRequest
 from stretto.pictures.comfy import Comfy, Patience, job_id
+from tests.pictures.comfy_double import MODELS, DoubleProcess
 from tests.web import serving
 
 SOON = Patience(request_s=5.0, away_s=20.0, poll_s=0.1)

@@ -10,8 +10,6 @@ from PIL import Image
 
 pytest.importorskip("comfyui_workflow_templates_json")
 
-from bench.common.comfy_double import object_info, validate
-from bench.common.malformed_graphs import MALFORMED, MORE, key_of
 from stretto.base.errors import UserError
 from stretto.pictures.backend import Control, Lora, PaintRequest
 from stretto.pictures.comfy_graph import (
@@ -25,6 +23,8 @@ from stretto.pictures.comfy_graph import (
     read_template,
     repair,
 )
+from tests.pictures.comfy_double import object_info, validate
+from tests.pictures.malformed_graphs import MALFORMED, MORE, key_of
 
 KINDS = read_kinds(object_info(MORE, []), "comfy")
 KNOWN = [

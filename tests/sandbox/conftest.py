@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.common.hostile import many_descriptors
 from stretto.base.errors import UserError
 from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import Level, Limits
+from tests.sandbox.hostile import many_descriptors
 
 SYSTEM_PYTHON = Path("/usr/bin/python3")
 LIMITS = Limits(

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from bench.common.hostile import HOSTILE, PREAMBLE, Bait, bait
 from bench.sandbox import OF_DESCRIPTORS, descriptors_left_open, num_escapes
 from stretto.sandbox.inside import children
 from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import Outcome
 from tests.sandbox.conftest import LIMITS
+from tests.sandbox.hostile import HOSTILE, PREAMBLE, Bait, bait
 
 SHORT = replace(LIMITS, wall_s=0.4, cpu_s=1.0)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.common.bodies import ENDPOINTS, Case, World, make_case
-from bench.fuzz_server import Answer, main, verdict
+from tests.server.bodies import ENDPOINTS, Case, World, make_case
+from tests.server.fuzz_server import Answer, main, verdict
 
 WORLD = World("x", ("full",), 512, Path("/x"), "key", "admin")
 HEAD, STREAM = b"content-type: application/json", b"content-type: text/event-stream"

@@ -1,6 +1,6 @@
-"""``stretto`` with a fault put in on purpose, each met by a rare field of a request: what `bench.fuzz_server` must find.
+"""``stretto`` with a fault put in on purpose, each met by a rare field of a request: what `tests.server.fuzz_server` must find.
 
-python -m bench.common.mutant_server FAULT serve …
+python -m tests.server.mutant_server FAULT serve …
 """
 
 from __future__ import annotations

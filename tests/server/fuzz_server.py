@@ -1,11 +1,11 @@
 """Requests that nobody should send, by the thousand, to a real server: 500s, hangs, dead engines, wrong tokens.
 
-    python -m bench.fuzz_server [--bodies N] [--seed S] [--clients C] [--failures FILE]
-    python -m bench.fuzz_server --replay FILE          what failed, one by one
-    python -m bench.fuzz_server --mutant FAULT         a server with a fault that this must find
+    python -m tests.server.fuzz_server [--bodies N] [--seed S] [--clients C] [--failures FILE]
+    python -m tests.server.fuzz_server --replay FILE          what failed, one by one
+    python -m tests.server.fuzz_server --mutant FAULT         a server with a fault that this must find
 
 A server process over a small random network, once without and once with ``--speculate``, gets half of the requests each
-(`bench.common.bodies`: every endpoint; valid ones, and what can be done to them), many at once. Every so often a control
+(`tests.server.bodies`: every endpoint; valid ones, and what can be done to them), many at once. Every so often a control
 request asks for tokens that are known: those of the reference, computed here. Every whole request must be answered within
 the time, none with a 500 (nor a stream with one in it), valid ones with a 2xx, and the control must always get its tokens. A
 server that is found dead is started again. Each failure is kept with its bytes in ``--failures``. Exits with 1 if there is one.
@@ -29,15 +29,15 @@ from typing import IO, Any
 import httpx
 from rich.console import Console
 
-from bench.common.bodies import ORIGIN, Case, World, make_case
 from bench.common.measure import random_prompts, table, wide_console
-from bench.common.mutant_server import FAULTS
 from bench.common.networks import write_network
 from bench.common.server import Server, serving
 from stretto.base.track import Advance, progress
 from stretto.engine.reference import generate_naive
 from stretto.engine.request import Sampling
 from stretto.model.checkpoint import read_checkpoint, read_presets
+from tests.server.bodies import ORIGIN, Case, World, make_case
+from tests.server.mutant_server import FAULTS
 
 KEY, ADMIN_KEY = "key", "admin"
 CONTROL_TOKENS = 24
@@ -115,7 +115,7 @@ class Fuzz:
         flags = ["--memory", "64MB", "--api-key", KEY, "--cors", ORIGIN, *(["--speculate"] if speculate else [])]
         program = ("-m", "stretto")
         if self.options.mutant:
-            program = ("-m", "bench.common.mutant_server", self.options.mutant)
+            program = ("-m", "tests.server.mutant_server", self.options.mutant)
         start = time.perf_counter()
         log_path = self.options.failures.with_suffix(".speculate.log" if speculate else ".log")
         with (

@@ -1,6 +1,6 @@
 """A new advantage, a new reward, a new environment, as a user writes them: how many lines, and what of stretto they touch.
 
-    python -m bench.extend [--steps 4]
+    python -m tests.flow.extend [--steps 4]
 
 The files of recipes/examples are copied into a folder of their own and named from there by a recipe, as ``file.py:name``; each
 is a whole run of ``stretto rl``, from its own supervised start. Beside it the same run without the new part, from
@@ -27,7 +27,7 @@ from bench.sync_equality import recipe, start_of, whole_run
 from stretto.base.track import progress, read_metrics
 from stretto.learning.recipe import RlRecipe
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "stretto/recipes" / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "stretto/recipes" / "examples"
 AIM_LINES = 50
 DIGITS = {"operation": "complement", "length": 3, "graded": True}
 SEQ_LEN = 192

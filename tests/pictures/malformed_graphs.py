@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from bench.common.comfy_double import MODELS
 from stretto.pictures.comfy_graph import Graph
+from tests.pictures.comfy_double import MODELS
 
 Spoil = Callable[[Graph], Any]
 

@@ -1,6 +1,6 @@
 """First commands, as a new user gives them: twelve kinds of text folders through the real command line.
 
-    python -m bench.first_commands [--kinds NAME …] [--seed S] [--checkout FOLDER]
+    python -m tests.api.first_commands [--kinds NAME …] [--seed S] [--checkout FOLDER]
 
 Each kind is written by this bench, so that it knows what must be read: every byte of the text, no more and no less, with
 some of it held out. A command is right if it runs and the token data hold exactly that, or if it refuses what it should
@@ -300,7 +300,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="NAME", help=", ".join(KINDS))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--checkout", type=Path, default=Path(__file__).resolve().parents[1])
+    parser.add_argument("--checkout", type=Path, default=Path(__file__).resolve().parents[2])
     options = parser.parse_args()
     shown = Table(title="First commands")
     for heading in ("kind", "right", "says what it used", "peak MB", "what it said, or what was wrong"):

@@ -1,6 +1,6 @@
 """A strict double of ComfyUI's server: its documented routes and messages, in a process that can be killed.
 
-    python -m bench.common.comfy_double FOLDER --port 8188 [--step-s S] [--mute] [--lose-replies N] [--full N] [--own-ids]
+    python -m tests.pictures.comfy_double FOLDER --port 8188 [--step-s S] [--mute] [--lose-replies N] [--full N] [--own-ids]
 
 Written from docs.comfy.org (routes, messages, API examples, built-in nodes); it shares no code with what it is held against, nor with
 ComfyUI. As there, queue and history live in memory and die with the process, ``/history/{id}`` of a running prompt is ``{}`` as that of an
@@ -272,7 +272,7 @@ class DoubleProcess:
         command = [
             sys.executable,
             "-m",
-            "bench.common.comfy_double",
+            "tests.pictures.comfy_double",
             str(self.folder),
             "--port",
             str(self.port),
