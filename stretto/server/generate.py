@@ -52,7 +52,7 @@ MAX_CHOICES = 64
 """Completions of one HTTP request: its prompts times n."""
 _LONG_BODY = 1 << 15
 """Bytes of a body from which on it is rendered and tokenised in a thread, so that streams go on meanwhile."""
-_MAX_STOPS = 16
+MAX_STOPS = 16
 _SEEDS = 1 << 63
 """Any 64-bit integer is a seed to OpenAI; ours are not negative."""
 
@@ -202,8 +202,8 @@ class Backend:
         if (body.min_tokens or 0) > longest:
             raise FieldError("min_tokens", f"{body.min_tokens} is more than max_tokens, {longest}")
         stops = [body.stop] if isinstance(body.stop, str) else body.stop
-        if len(stops) > _MAX_STOPS or not all(stops):
-            raise FieldError("stop", f"give at most {_MAX_STOPS} strings, none of them empty")
+        if len(stops) > MAX_STOPS or not all(stops):
+            raise FieldError("stop", f"give at most {MAX_STOPS} strings, none of them empty")
         for name, ids in (("logit_bias", body.logit_bias), ("stop_token_ids", body.stop_token_ids)):
             if ids:
                 self.check_ids(list(ids), name)

@@ -62,7 +62,7 @@ _HEAD_S = 30
 _MAX_HEAD_BYTES = 1 << 16
 _MOST_FILES = 1 << 16
 """Asked of the system."""
-_DRAIN_S = 60.0
+DRAIN_S = 60.0
 """For open requests to finish after SIGTERM."""
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 
@@ -210,7 +210,7 @@ class DrainingServer(uvicorn.Server):
             super().handle_exit(sig, frame)
         else:
             self._gate.is_draining = True
-            self._deadline_s = time.monotonic() + _DRAIN_S
+            self._deadline_s = time.monotonic() + DRAIN_S
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second; whether to stop."""

@@ -55,6 +55,32 @@ def execute(page: str, folder: Path, **environment: object) -> str:
     return done.stdout
 
 
+def python(page: str, folder: Path) -> str:
+    """Run the first block of ``page`` that is marked python in ``folder``; what it printed."""
+    block = re.search(
+        r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    assert block, page
+    done = subprocess.run(
+        [sys.executable, "-c", block[1]],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_serving(tmp_path: Path, served_run: Path) -> None:
+    shutil.copytree(served_run, tmp_path / "runs/demo")
+    printed = python("SERVING.md", tmp_path).splitlines()
+    assert "['demo', 'demo:full', 'demo:half', 'demo:corner']" in printed
+    assert "'asked': 'half,top_k=1'" in printed[-1] and "'given_reason': 'asked'" in printed[-1]
+
+
 @pytest.mark.slow
 def test_several_processes(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)

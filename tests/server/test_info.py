@@ -19,6 +19,7 @@ from stretto.model.transformer import build
 from stretto.server.completions import ChatBody, CompletionBody
 from stretto.server.elastic import ServedModel
 from stretto.server.info import DetokenizeBody, LoadWeightsBody, TokenizeBody
+from stretto.server.openapi import ENDPOINTS
 from stretto.server.responses import ResponsesBody
 from stretto.server.server import PLAYGROUND
 from stretto.text.tokenizer import Tokenizer
@@ -76,8 +77,11 @@ def test_the_document_of_the_interface_names_every_field(connect: Any) -> None:
     chat = schemas["ChatBody"]["properties"]
     assert "Lark" in chat["grammar"]["description"] and "user" in chat  # the last is accepted without effect
     text = (Path(__file__).parents[2] / "docs" / "SERVING.md").read_text(encoding="utf-8")
-    documented = text.partition("Beside OpenAI's fields: ")[2].partition("\n\n")[0]
-    assert set(re.findall(r"`(\w+)`", documented)) <= set(chat)
+    table = text.partition("Fields beside OpenAI's")[2].partition("\n\n")[2].partition("\n\n")[0]
+    documented = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert len(documented) > 10 and set(documented) <= set(chat)
+    for endpoint in ENDPOINTS:
+        assert f"`{endpoint.path}`" in text, endpoint.path
 
 
 def test_models_are_the_presets(ask: Ask) -> None:

@@ -13,9 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
+from stretto.engine import grammar
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine
 from stretto.engine.request import Sampling, SpeculateConfig
+from stretto.server import generate, limits, server
+from stretto.server.dialects import MAX_DEPTH
 from stretto.server.elastic import REFUSE_WAITING, Resolver, ServedModel
 from stretto.server.limits import ApiError
 from stretto.server.server import ServeSettings
@@ -168,6 +171,25 @@ def test_the_documented_ranges_are_those() -> None:
     assert found == {
         name: (next(fields[name][low] for low in low_names if low in fields[name]), fields[name]["maximum"])
         for name in ranged
+    }
+
+
+def test_the_documented_limits_are_those() -> None:
+    """In docs/SERVING.md."""
+    settings, text = ServeSettings(), (DOCS / "SERVING.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| (.*) \| (.*) \|$", text.partition("\n## Limits\n")[2], re.MULTILINE)[1:])
+    assert rows == {
+        "open requests": f"{settings.max_open:,}",
+        "size of one body": f"{limits.MAX_BODY_BYTES >> 20} MiB",
+        "size of all bodies held at once": f"{limits.MAX_HELD_BYTES >> 20} MiB",
+        "time for a body to arrive": f"{limits.BODY_TIMEOUT_S:g} s",
+        "time for a client to read what was sent": f"{settings.send_timeout_s:g} s",
+        "nesting of JSON": f"{MAX_DEPTH} levels",
+        "choices of one request (prompts × `n`)": f"{generate.MAX_CHOICES}",
+        "stop strings": f"{generate.MAX_STOPS}",
+        "characters of a grammar": f"{grammar.MAX_CHARS:,}",
+        "processor time to read a grammar": f"{grammar.TRIAL_S:g} s",
+        "time for open requests to finish after SIGTERM": f"{server.DRAIN_S:g} s",
     }
 
 
