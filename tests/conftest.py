@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 from collections import Counter
 
 # Before torch, tokenizers and the hub client read them.
@@ -10,6 +12,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
+
+# A shell's background job ignores SIGINT, and so would the commands that tests interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from hypothesis import settings
@@ -33,6 +39,11 @@ REMEDIES = {
     "could not import": "pip install -c constraints.txt -e '.[dev]'",
 }
 """The command that installs what a skipped test needs, by a word of the reason; the first that fits."""
+
+
+def pytest_collection_finish() -> None:
+    """Take what importing all tests has made out of garbage collection, whose full passes took longer with every test."""
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -81,6 +81,7 @@ def test_the_full_network_is_the_sources_to_the_bit(
     assert cut.code == 0, cut.err
 
 
+@pytest.mark.slow
 def test_orders_are_those_of_the_resident_network(stretto: Run, make: Make, text: Path, tmp_path: Path) -> None:
     source, out = make(num_layers=6), tmp_path / "run"
     adopted(stretto, source, out, "--calibration", text, *QUICK)
@@ -136,6 +137,7 @@ def test_a_dense_network_has_depth_only(stretto: Run, make: Make, text: Path, tm
     assert tuple(measured["layer_order"]) == found.config.layer_order
 
 
+@pytest.mark.slow
 def test_layers_of_a_dense_network_are_left_out_on_more_text(
     stretto: Run, make: Make, text: Path, tmp_path: Path
 ) -> None:
@@ -450,6 +452,7 @@ def test_a_full_disk(stretto: Run, make: Make, tmp_path: Path) -> None:
         subprocess.run(["umount", str(out.parent)], check=True)
 
 
+@pytest.mark.slow
 def test_what_it_had_cost_is_unknown_unless_told(stretto: Run, make: Make, tmp_path: Path) -> None:
     source = make("qwen")
     assert stretto("adopt", source, "--order", "none", "-o", tmp_path / "a").code == 0

@@ -228,6 +228,7 @@ def test_a_place_that_is_read_only(stretto: Run, network: Path, text: Path, tmp_
         subprocess.run(["umount", str(place)], check=True)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_while_extracting(stretto: Run, network: Path, tmp_path: Path) -> None:
     """At any file: descriptions, weights, the tokenizer's, the record."""
     whole = tmp_path / "whole"

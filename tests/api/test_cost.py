@@ -13,6 +13,7 @@ from stretto.train.loop import _Window
 from tests.api.conftest import Run, refused
 
 
+@pytest.mark.slow
 def test_each_model_once_and_elasticity_beside_its_control(
     stretto: Run, recipe: Path, text: Path, tmp_path: Path
 ) -> None:

@@ -155,6 +155,7 @@ def test_a_folder_in_use_by_another_job_keeps_its_tokenizer(stretto: Run, tmp_pa
     assert (tmp_path / "out/tokenizer/tokenizer.json").read_bytes() == kept
 
 
+@pytest.mark.slow
 def test_a_file_that_may_grow_no_further(tmp_path: Path) -> None:
     """A quota, as `ulimit -f` sets it: one line, nothing half-written, and without it the work goes on."""
     book = write(tmp_path / "book.txt", 3000)

@@ -235,6 +235,7 @@ def test_weights_that_are_no_numbers(stretto: Run, adopted: Callable[..., Path],
     assert path.read_bytes() == before and not (run / "adopted").exists()
 
 
+@pytest.mark.slow
 def test_stopped_in_the_middle_nothing_has_changed(
     stretto: Run, adopted: Callable[..., Path], text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

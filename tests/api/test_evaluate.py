@@ -65,6 +65,7 @@ def test_eval_then_compare(served_run: Path, suite: Path, tmp_path: Path, strett
     assert list(json.loads((folder / "eval.json").read_text())["domains"]) == ["sort"]
 
 
+@pytest.mark.slow
 def test_score_over_size(served_run: Path, suite: Path, tmp_path: Path, stretto: Run) -> None:
     done = stretto("eval", served_run, "--suite", suite, "--samples", 1, "--presets", "-o", tmp_path / "all")
     assert done.code == 0, done.err

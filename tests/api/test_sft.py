@@ -215,6 +215,7 @@ def test_killed_adapters_go_on_to_the_bit(
     assert (made / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_every_size_is_trained(base: Path, data: Path, tmp_path: Path) -> None:
     plain, elastic = tmp_path / "plain", tmp_path / "elastic"
     long = ("train.steps=30", "train.eval_every=30", "train.snapshot_every=30", "optim.lr=1e-2")

@@ -32,6 +32,7 @@ print(hashlib.sha256(repr(list(demo_documents(50_000, 40_000))).encode()).hexdig
 """
 
 
+@pytest.mark.slow
 def test_the_same_in_every_process() -> None:
     pytest.importorskip("reasoning_gym")
     here = hashlib.sha256(repr(list(demo_documents(50_000, 40_000))).encode()).hexdigest()

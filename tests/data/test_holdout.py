@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.base.errors import UserError
@@ -49,6 +49,7 @@ def test_of_few_or_uneven_documents_each_gives_its_end(sizes: list[int]) -> None
     assert choose_holdout(documents, 0.25).fraction == 0.25
 
 
+@settings(max_examples=25)
 @given(st.text(max_size=300), st.floats(0.01, 0.5))
 def test_nothing_is_lost_at_a_cut(text: str, fraction: float) -> None:
     head, tail = split_text(text, fraction)

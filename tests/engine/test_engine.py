@@ -47,7 +47,7 @@ MODEL = network()
 """Of those tests that leave weights alone."""
 
 
-@pytest.mark.parametrize("num_pages", [200, 24])
+@pytest.mark.parametrize("num_pages", [pytest.param(200, marks=pytest.mark.slow), 24])
 def test_greedy_equals_naive(num_pages: int) -> None:
     """60 mixed requests in one engine; with 24 pages of 4 tokens, they take pages from each other all the time."""
     asked = mixed(60, seed=num_pages)

@@ -107,7 +107,7 @@ def in_random_order(subject: Engine, asked: Sequence[Request], seed: int) -> lis
     return [found[each.id] for each in asked]
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("prefix_cache", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_neither_a_small_cache_nor_threads_nor_arrivals_matter(
     library: Library, dtype: torch.dtype, prefix_cache: bool, threads: None
 ) -> None:

@@ -158,7 +158,7 @@ def model_routes(model: Transformer, tokens: list[int], subnet: Subnet) -> np.nd
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(seed=st.integers(0, 1 << 30))
 def test_any_step_gives_the_models_logits_and_routes(name: str, seed: int) -> None:
     model, rng = network(name), random.Random(seed)

@@ -67,6 +67,7 @@ def test_states_alone_tell_where_nothing_surprises() -> None:
     assert (head(whole) > head(worse[0])).float().mean() > 0.95
 
 
+@pytest.mark.slow
 def test_what_is_read_does_not_depend_on_what_else_is_read(made: Made) -> None:
     _, _, reader, found = made
     reader = open_reader(reader.folder, dtype=torch.float32)
@@ -157,6 +158,7 @@ def test_a_prompt_in_an_unknown_script_is_refused_and_an_answer_in_one_is_worth_
     assert np.isfinite(local.scores([(made[3][0].prompt, text) for text in texts])).tolist() == [False, True]
 
 
+@pytest.mark.slow
 def test_judges_have_names_of_their_own_and_other_weights_are_refused(tmp_path: Path, made: Made) -> None:
     assert (
         made[1].name.startswith("reward-") and made[1].name != judge(network(tmp_path), tmp_path / "other", 6)[0].name

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,11 @@ BOUNDED = {
 }
 
 
+@cache
+def sampled(seed: int) -> list[Group]:
+    return groups(network(), seed=seed, noise=0.5)
+
+
 def test_every_setting_of_the_loss_is_asked() -> None:
     assert {*FIELDS, "drop_uniform"} == set(LossConfig.model_fields), "that one chooses groups: test_plain"
 
@@ -156,8 +162,7 @@ def test_every_setting_of_the_loss_acts(tmp_path: Path, start: Path, case: str) 
     for name, changes in (("one", common), ("other", common | change)):
         trainer = role(tmp_path / name, start, **changes)
         for step in range(2):
-            made = groups(network(), seed=step, noise=0.5)
-            trainer.step(stored(tmp_path / f"{name}-{step}", made), step)
+            trainer.step(stored(tmp_path / f"{name}-{step}", sampled(step)), step)
         found.append(weights(trainer))
     assert not same(*found)
 

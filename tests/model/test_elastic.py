@@ -106,7 +106,7 @@ def tolerance(logits: torch.Tensor, config: ModelConfig) -> float:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@settings(max_examples=14)
+@settings(max_examples=7)
 @given(data=st.data())
 def test_masked_logits_are_extracted_logits(variant: str, data: st.DataObject) -> None:
     model = network(variant)
@@ -123,7 +123,7 @@ def test_masked_logits_are_extracted_logits(variant: str, data: st.DataObject) -
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_extracting_twice_is_extracting_once(variant: str, data: st.DataObject) -> None:
     """Of networks whose layers are even; a cut of uneven layers keeps the balance state of its own widths alone."""

@@ -91,6 +91,7 @@ def data() -> ReportData:
     )
 
 
+@pytest.mark.slow
 def test_the_story_goes_on_with_post_training(data: ReportData, tmp_path: Path) -> None:
     models = [evaluation("healed", {"sums": [0.0] * 8}), evaluation("sft", {"sums": [0.0, 1.0] * 4})]
     commands = (("Serve it", "stretto serve runs/demo/post/sft"),)

@@ -170,6 +170,7 @@ def busy(sandbox: Sandbox, num: int) -> Iterator[None]:
 SPIN = "import time\nwhile time.process_time() < {}: pass\nprint('done')"
 
 
+@pytest.mark.slow
 def test_a_busy_machine_is_not_the_programs_fault() -> None:
     short = replace(LIMITS, wall_s=0.3, cpu_s=0.3)
     with Sandbox(LIMITS) as sandbox, busy(sandbox, 10):

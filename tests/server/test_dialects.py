@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -70,17 +71,24 @@ def told(said: Said) -> list[tuple[str, Any]]:
     return [(call.name, json.loads(call.arguments)) for call in said.calls]
 
 
-@lru_cache(maxsize=4)
+@cache
 def tokenizer_of(template: str, special: bool) -> Tokenizer:
     trained = train_tokenizer(iter([Path(__file__).read_text()]), 400, template)
     (trained.rust.add_special_tokens if special else trained.rust.add_tokens)(list(MARKS))
     return Tokenizer(trained.rust, trained.eos_token, template, trained.config)
 
 
-@lru_cache(maxsize=4)
+@cache
 def compiler_of(template: str, special: bool) -> GrammarCompiler:
-    """One, since each starts a process."""
+    """One for all tests of this file, since each starts a process."""
     return GrammarCompiler(tokenizer_of(template, special))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilers() -> Iterator[None]:
+    """Ends the compilers' processes after the last test."""
+    yield
+    compiler_of.cache_clear()
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

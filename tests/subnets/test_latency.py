@@ -73,6 +73,7 @@ def test_real_steps_of_the_engine_are_timed(make_model, monkeypatch):
     assert [one.workload for one in found] == [DECODE, PREFILL] and all(one.measured_ms > 0 for one in found)
 
 
+@pytest.mark.slow
 def test_a_deep_network_takes_no_more_measurements_than_a_shallow_one(make_model):
     counts = {planted_table(make_model(num_layers=num)).num_samples for num in (6, 24)}
     assert len(counts) == 1

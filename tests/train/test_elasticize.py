@@ -140,6 +140,7 @@ def test_a_resumed_run_is_an_uninterrupted_one(
     assert_same(whole, resumed)
 
 
+@pytest.mark.slow
 def test_only_routers_norms_and_biases_move(
     elasticize_in: Callable[..., Trained], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,6 +177,7 @@ def test_orders_that_the_network_brings_are_kept(elasticize_in: Callable[..., Tr
     assert (trained.model.config.layer_order, trained.model.config.expert_order) == (layers, experts)
 
 
+@pytest.mark.slow
 def test_orders_that_it_does_not_bring_are_measured(
     elasticize_in: Callable[..., Trained], tmp_path: Path, tokens: TokenSet
 ) -> None:

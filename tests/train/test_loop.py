@@ -75,7 +75,7 @@ def test_the_loss_falls_and_the_mixture_is_logged(run: Any) -> None:
     assert run.steps() == [28, 30], "the newest two, the last step among them"
 
 
-@pytest.mark.parametrize("kind", ["anchored", "complements"])
+@pytest.mark.parametrize("kind", ["anchored", pytest.param("complements", marks=pytest.mark.slow)])
 def test_nothing_reduced_is_the_plain_trainer_bit_for_bit(kind: str, make_run: Any, assert_same: Same) -> None:
     zero = {
         "elastic__anchors": {}, "elastic__anchor_share": 0, "elastic__depth_share": 0, "elastic__top_k_share": 0,
@@ -98,7 +98,7 @@ def test_nothing_reduced_is_the_plain_trainer_bit_for_bit(kind: str, make_run: A
         pytest.param(
             {"elastic__sampler": "complements", "elastic__ramp_fraction": 0.5}, id="complements", marks=pytest.mark.slow
         ),
-        pytest.param({"optim__name": "muon"}, id="muon"),
+        pytest.param({"optim__name": "muon"}, id="muon", marks=pytest.mark.slow),
         pytest.param(
             {"train__recompute": True, "elastic__anchor_ce_weight": 1.0}, id="recompute", marks=pytest.mark.slow
         ),
@@ -106,7 +106,9 @@ def test_nothing_reduced_is_the_plain_trainer_bit_for_bit(kind: str, make_run: A
             {"model__router": "softmax", "model__tie_embeddings": False}, id="softmax", marks=pytest.mark.slow
         ),
         pytest.param(
-            {"elastic__anchor_share": 1.0, "elastic__depth_share": 0, "elastic__top_k_share": 0}, id="unused layers"
+            {"elastic__anchor_share": 1.0, "elastic__depth_share": 0, "elastic__top_k_share": 0},
+            id="unused layers",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -120,6 +122,7 @@ def test_a_resumed_run_is_an_uninterrupted_one(changes: dict[str, Any], make_run
     assert_same(reference, stopped(resume=True, **changes))
 
 
+@pytest.mark.slow
 def test_steps_are_deterministic_where_the_recipe_asks_for_it(
     run: Any, make_run: Any, assert_same: Same, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,7 +138,7 @@ def test_steps_are_deterministic_where_the_recipe_asks_for_it(
     assert seen == [False] * half + [True] * half and not torch.are_deterministic_algorithms_enabled()
 
 
-@pytest.mark.parametrize("forward", [1, 2, 9])
+@pytest.mark.parametrize("forward", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 9)), 2])
 def test_ctrl_c_in_a_step_ends_the_step_and_goes_on_later(
     forward: int, make_run: Any, reference: Trained, assert_same: Same
 ) -> None:
@@ -162,6 +165,7 @@ def test_ctrl_c_again_and_again(make_run: Any, reference: Trained, assert_same: 
     assert read_meta(stopped.folder / "snapshots" / "step-0000012").run_id == trained.run_id
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_observing(make_run: Any, reference: Trained, assert_same: Same) -> None:
     """What follows a step belongs to it: the observation is logged, and the log has no gap afterwards."""
 
@@ -191,6 +195,7 @@ def test_a_second_ctrl_c_is_not_held_back(run: Any) -> None:
     assert run.steps() == [], "stopped at step 3, before the first snapshot"
 
 
+@pytest.mark.slow
 def test_the_layer_order_is_measured_and_comes_back(make_run: Any, assert_same: Same) -> None:
     asked: list[int] = []
     orders = [(0, 1, 4, 5, 3, 2), (0, 1, 4, 5, 2, 3)]
@@ -221,6 +226,7 @@ def test_the_layer_order_is_measured_and_comes_back(make_run: Any, assert_same: 
     assert all(last not in plan.subnet.layers for plan in plans if len(plan.subnet.layers) < 6)
 
 
+@pytest.mark.slow
 def test_joint_the_full_network_learns_every_token(run: Any) -> None:
     changes = {"elastic__joint": True, "elastic__starts_at": 0.5, "elastic__width_share": 0.0}
     trained = run(**changes)
@@ -229,6 +235,7 @@ def test_joint_the_full_network_learns_every_token(run: Any) -> None:
     assert 0 < sum(passes.values()) - passes["full"] < 0.5 * tokens, "smaller Subnets come in the second half only"
 
 
+@pytest.mark.slow
 def test_joint_narrowed_rows_at_full_depth_are_learnt_in_full_too(run: Any) -> None:
     changes = {"elastic__joint": True, "elastic__anchor_share": 0.0, "elastic__anchors": {}, "model__widths": [8, 4]}
     trained = run(**changes, elastic__depth_share=0.0, elastic__top_k_share=0.0, elastic__width_share=0.5)
@@ -329,6 +336,7 @@ def test_a_failed_snapshot_leaves_the_older_one(run: Any, reference: Trained, as
     assert_same(reference, run(resume=True, observe=observe))
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_older_snapshot(run: Any, reference: Trained, tmp_path: Path, assert_same: Same) -> None:
     # weights and two moments in fp32, and half as much again: room for one snapshot and not for two
     one_snapshot = 12 * sum(parameter.numel() for parameter in reference.model.parameters())
@@ -365,6 +373,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_at_the_last_good_snapshot(
     assert_same(reference, run(resume=True))
 
 
+@pytest.mark.slow
 def test_training_imports_no_other_arithmetic_than_torchs_own() -> None:
     """In a fresh interpreter: what only replay in another arithmetic needs is not on the plain path."""
     code = (
@@ -421,6 +430,7 @@ def test_no_weight_on_the_teacher_is_no_teacher(heal_in: Callable[..., Trained],
     assert_same(heal_in("alone", teacher=False, ce_weight=0.3), heal_in("ignored", ce_weight=1.0))
 
 
+@pytest.mark.slow
 def test_a_resumed_healing_is_an_uninterrupted_one(
     heal_in: Callable[..., Trained], assert_same: Any, tmp_path: Path
 ) -> None:

@@ -70,6 +70,7 @@ def test_what_the_recipe_says_stands(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == "", "nothing to find out, nothing to say"
 
 
+@pytest.mark.slow
 def test_a_resume_computes_as_before_and_times_nothing(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first = run(train__dtype="auto", train__steps=4)
     assert read_meta(run.folder / "snapshots" / "step-0000004").pace == first.pace

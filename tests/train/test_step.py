@@ -302,6 +302,7 @@ def test_nothing_is_applied_when_something_is_not_finite(
     assert all(torch.equal(*pair) for pair in zip(moments, after, strict=True))
 
 
+@pytest.mark.slow
 def test_training_brings_the_load_of_every_width_down() -> None:
     """Weights train too; half the rows are narrow. The same run without balancing is the control."""
 
