@@ -29,7 +29,7 @@ from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
 from stretto.engine.engine import Engine
 from stretto.engine.reference import generate_naive, logits_naive, subnets_by_position
-from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling, SpeculateConfig
+from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling
 from stretto.model.checkpoint import read_checkpoint
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Transformer
@@ -72,10 +72,10 @@ def main() -> None:
     console, wrong = wide_console(), False
     shown = table(
         f"{len(asked)} greedy requests, {sum(map(len, expected.values())):,} tokens",
-        *("engine", "identical", "preemptions", "cached tokens", "drafted tokens", "steps"),
+        *("engine", "identical", "preemptions", "cached tokens", "steps"),
     )
     for (kernels, library), (kind, config) in itertools.product(
-        _libraries(options.kernels).items(), _configs(model.config).items()
+        _libraries(options.kernels).items(), _configs().items()
     ):
         engine = Engine(model, None, config, library=library)
         done = drive(engine, asked, random.Random(options.seed))
@@ -83,9 +83,9 @@ def main() -> None:
         stats = engine.stats()
         engine.allocator.check()
         assert stats.num_free_pages == stats.num_pages, f"leaked pages: {stats}"
-        seen = {"tight": stats.num_preemptions, "roomy": stats.cached_tokens, "drafting": stats.drafted_tokens}
+        seen = {"tight": stats.num_preemptions, "roomy": stats.cached_tokens}
         wrong |= bool(differences) or not seen[kind]
-        counts = (stats.num_preemptions, stats.cached_tokens, stats.drafted_tokens, stats.num_steps)
+        counts = (stats.num_preemptions, stats.cached_tokens, stats.num_steps)
         same = f"{len(asked) - len(differences)} of {len(asked)}"
         shown.add_row(f"{kernels}, {kind}", same, *(f"{num:,}" for num in counts))
         for each in differences:
@@ -95,14 +95,12 @@ def main() -> None:
         sys.exit(1)
 
 
-def _configs(config: ModelConfig) -> dict[str, EngineConfig]:
-    """Engines in which pages are lost, in which they are found again, and which draft."""
+def _configs() -> dict[str, EngineConfig]:
+    """Engines in which pages are lost, and in which they are found again."""
     sizes: dict[str, Any] = {"page_size": PAGE_SIZE, "max_batch": 8, "max_step_tokens": 64}
-    draft = config.subnet(config.num_layers // 2, config.widths[-1], 1)
     return {
         "tight": EngineConfig(num_pages=TIGHT, **sizes),
         "roomy": EngineConfig(num_pages=ROOMY, **sizes),
-        "drafting": EngineConfig(num_pages=ROOMY, speculate=SpeculateConfig(draft=draft, max_draft=3), **sizes),
     }
 
 

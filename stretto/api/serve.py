@@ -31,7 +31,7 @@ from stretto.base.track import progress
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine
 from stretto.engine.loading import OpenedEngine, generation_ends, least_bytes, open_engine
-from stretto.engine.request import EngineConfig, Phases, Request, Sampling, SpeculateConfig, TokenEvent
+from stretto.engine.request import EngineConfig, Phases, Request, Sampling, TokenEvent
 from stretto.harness.suites import SERVING, serving
 from stretto.model.checkpoint import read_checkpoint, read_config, read_presets
 from stretto.model.elastic import extract
@@ -83,7 +83,6 @@ class ServeOptions:
     max_len: int | None = None
     max_wait_s: float | None = None
     fast_prefill: bool = False
-    speculate: bool = False
 
 
 def serve_command(source: Path, options: ServeOptions, settings: ServeSettings) -> None:
@@ -208,7 +207,6 @@ def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedMode
         cache_bytes=None if options.cache_memory is None else parse_bytes(options.cache_memory, "--cache-memory"),
         max_step_tokens=max(1024, options.max_batch),
         fast_prefill=options.fast_prefill,
-        speculate=SpeculateConfig() if options.speculate else None,
     )
     kept, cut, presets = read_config(folder), None, read_presets(folder)
     if options.subnet == AUTO:

@@ -21,7 +21,6 @@ ServedSubnet = Annotated[
 Memory = Annotated[
     str | None, typer.Option(help="Memory for weights and cache, for example 8GB. Default: what is free.")
 ]
-Speculate = Annotated[bool, typer.Option("--speculate", help="Draft with a sub-model; the same output, sooner.")]
 Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0: greedy decoding.")]
 MaxTokens = Annotated[int, typer.Option(help="Largest number of tokens to generate.")]
 Seed = Annotated[int | None, typer.Option(help="Random seed. Default: a new one each time.")]
@@ -58,7 +57,6 @@ def serve(
             help="With --floor: target seconds to the first token; above it, sizes are reduced, then requests are refused."
         ),
     ] = 2.0,
-    speculate: Speculate = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0: any free port.")] = 8000,
     max_batch: Annotated[int, typer.Option(help="Largest batch size, in sequences.")] = 64,
@@ -110,7 +108,6 @@ def serve(
         max_len=max_len,
         max_wait_s=max_wait_s,
         fast_prefill=fast_prefill,
-        speculate=speculate,
     )
     limits = {"floor": floor, "first_token_s": first_token_s, "max_wait_s": max_wait_s, "tool_chars": tool_chars}
     settings = serve_settings(api_key, host=host, port=port, cors_origins=cors, **limits)
@@ -124,14 +121,13 @@ def chat(
     temperature: Temperature = 0.7,
     max_tokens: MaxTokens = 512,
     seed: Seed = None,
-    speculate: Speculate = False,
     device: Device = "auto",
     dtype: ServedDtype = None,
 ) -> None:
     """Chat with a checkpoint on the console."""
     from stretto.api.serve import ServeOptions, chat_command, console_sampling
 
-    options = ServeOptions(subnet=subnet, device=device, dtype=dtype, max_batch=1, speculate=speculate)
+    options = ServeOptions(subnet=subnet, device=device, dtype=dtype, max_batch=1)
     chat_command(source, options, console_sampling(temperature, max_tokens, seed), system)
 
 
@@ -179,14 +175,13 @@ def generate(
     temperature: Temperature = 0.0,
     max_tokens: MaxTokens = 128,
     seed: Seed = None,
-    speculate: Speculate = False,
     device: Device = "auto",
     dtype: ServedDtype = None,
 ) -> None:
     """Continue a text and print the continuation as it is generated."""
     from stretto.api.serve import ServeOptions, console_sampling, generate_command
 
-    options = ServeOptions(subnet=subnet, device=device, dtype=dtype, max_batch=1, speculate=speculate)
+    options = ServeOptions(subnet=subnet, device=device, dtype=dtype, max_batch=1)
     generate_command(source, prompt, options, console_sampling(temperature, max_tokens, seed))
 
 

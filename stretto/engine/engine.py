@@ -14,9 +14,11 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,14 +30,13 @@ from stretto.engine.forward_torch import KvPool
 from stretto.engine.grammar import GrammarState
 from stretto.engine.request import VERSIONS, Completion, EngineConfig, EngineStats, Event, QueueFull, Request
 from stretto.engine.runner import MAX_NATIVE_TOKENS, Runner, pages_within, read_weights
-from stretto.engine.sampling import top_log_probs
+from stretto.engine.sampling import SamplerCache, process, sample, top_log_probs
 from stretto.engine.scheduler import Scheduler
 from stretto.engine.sequence import NOT_FINITE, Admission, SequenceState, StepPlan, SubnetTable
-from stretto.engine.speculation import Draft, Speculator, Verdict, Watch, draft_candidates
-from stretto.model.spec import Subnet, check_subnet, count, executed
+from stretto.model.spec import count, executed
 from stretto.model.transformer import Transformer
 from stretto.ops.matmul import Arithmetic
-from stretto.ops.native import Library
+from stretto.ops.native import Library, choose_tokens
 from stretto.text.tokenizer import Tokenizer
 
 
@@ -52,7 +53,6 @@ class Engine:
         end_ids: Iterable[int] = (),
         routes: bool = True,
         library: Library | None = None,
-        drafts: Sequence[Subnet] = (),
         seeds: Callable[[], int] = lambda: secrets.randbits(63),
         clock: Callable[[], float] = time.perf_counter,
     ):
@@ -64,12 +64,11 @@ class Engine:
             end_ids: tokens that end a completion, beside the tokenizer's own.
             routes: keep room for routes, so that requests may ask for them.
             library: compiled kernels for a CPU; None: torch's.
-            drafts: Subnets to consider as drafts where the configuration names none.
             seeds: called for a request without a seed.
             clock: seconds; what is written into usage and what utility is measured by.
 
         Raises:
-            UserError: the cache would hold no page, or the configured draft is outside the network.
+            UserError: the cache would hold no page.
         """
         self.model, self.tokenizer, self.config, self.weight_version = model, tokenizer, config, weight_version
         net = model.config
@@ -77,7 +76,6 @@ class Engine:
         num_pages = config.num_pages or pages_within(model, config, most_len, routes)
         self.max_len = min(most_len, num_pages * config.page_size)
         """Prompt and completion together that one sequence may have: the cache holds no more."""
-        speculate = config.speculate
         self._subnets = SubnetTable()
         self._runner = Runner(
             model,
@@ -96,7 +94,6 @@ class Engine:
             max_batch=config.max_batch,
             max_step_tokens=config.max_step_tokens,
             max_len=most_len,
-            draft_tokens=speculate.max_draft if speculate else 0,
             prefix_cache=config.prefix_cache,
             weight_version=weight_version,
         )
@@ -120,12 +117,7 @@ class Engine:
             is_batch_invariant=self._runner.is_batch_invariant,
             weight_version=weight_version,
         )
-        watch = None
-        if speculate is not None:
-            named = [check_subnet(net, speculate.draft)] if speculate.draft else draft_candidates(net, drafts)
-            numbers = [self._subnets.number(subnet) for subnet in named]
-            watch = Watch(numbers, speculate.max_draft, lookup=speculate.lookup)
-        self._speculator = Speculator(self._runner, self._subnets, self._end_ids, watch)
+        self._chooser = _Chooser(self._runner, self._end_ids)
 
     @property
     def has_work(self) -> bool:
@@ -179,10 +171,6 @@ class Engine:
         Before them come the completions of requests that have waited too long."""
         scheduler, stats = self._scheduler, self._stats
         late: list[Event] = self._give_up(self._clock())
-        # drafts are for batches that only decode and that no waiting request could join
-        is_settled = not scheduler.waiting or len(scheduler.running) >= self.config.max_batch
-        draft = self._speculator.choose(scheduler.running) if is_settled else None
-        scheduler.draft_tokens = 0 if draft is None else draft.num_tokens
         plan = scheduler.plan()
         if plan is None:
             return late
@@ -194,20 +182,14 @@ class Engine:
                 seq.first_scheduled_s = started_s
                 stats.cached_tokens += seq.num_cached
         want_routes = self._num_routed > 0 and any([seq.request.want_routes for seq in plan.sequences])
-        if draft is not None and self._speculator.prepare(plan, draft):
-            found = self._drafted(plan.sequences, draft, want_routes)
-        else:
-            found = self._plain(plan, want_routes)
+        found = self._compute(plan, want_routes)
         now_s = self._clock()
         events = late
         for chunk, seq in zip(plan.chunks, plan.sequences, strict=True):
-            num_computed = len(chunk.tokens) + len(seq.drafts)
-            seq.drafts = []
             if seq in found:
                 with seq.guarded():
                     self._push(seq, found[seq], now_s, events)
-            # the token chosen last is not computed yet, and a choice may end among its accepted drafts
-            scheduler.computed(seq, min(num_computed, max(0, len(seq.tokens) - 1 - seq.num_computed)))
+            scheduler.computed(seq, len(chunk.tokens))  # the token chosen last is not
             if seq.finish_reason is not None:
                 events.append(self._close(seq, now_s))
         return events
@@ -293,9 +275,8 @@ class Engine:
             done += [event for event in self.step() if isinstance(event, Completion)]
         return sorted(done, key=lambda one: (order[one.request_id], one.index))
 
-    def _plain(self, plan: StepPlan, want_routes: bool) -> dict[SequenceState, Verdict]:
-        """Compute ``plan`` as it is; a token for each sequence whose last one is computed."""
-        started_s = self._clock()
+    def _compute(self, plan: StepPlan, want_routes: bool) -> dict[SequenceState, _Choice]:
+        """Compute ``plan``; a token for each sequence whose last one is computed."""
         logits_MV = self._runner.forward(plan.chunks, want_routes)
         rows: list[int] = []
         sampled: list[SequenceState] = []
@@ -309,44 +290,12 @@ class Engine:
                     with seq.guarded():
                         _score_prompt(seq, chunk.end, logits_MV[end_row - chunk.num_logits : end_row])
             is_last = chunk.num_logits > 0 and chunk.end == len(seq.tokens)
-            if is_last and seq.finish_reason is None and seq.begin_drafts():
+            if is_last and seq.finish_reason is None and seq.may_choose():
                 rows.append(end_row - 1)
                 sampled.append(seq)
         if len(rows) < len(logits_MV):
             logits_MV = logits_MV[torch.tensor(rows, dtype=torch.int64, device=logits_MV.device)]
-        found = self._speculator.decide(sampled, (), logits_MV)
-        if self._speculator.watch is not None and all([len(chunk.tokens) == 1 for chunk in plan.chunks]):
-            self._speculator.watch.plain(len(plan.chunks), self._clock() - started_s)
-        return found
-
-    def _drafted(
-        self, sequences: Sequence[SequenceState], draft: Draft, want_routes: bool
-    ) -> dict[SequenceState, Verdict]:
-        """Draft for a batch that decodes, and verify."""
-        started_s = self._clock()
-        distributions = self._speculator.draft(sequences, draft)
-        drafted_s = self._clock()
-        logits_MV = self._speculator.verify(sequences, want_routes)
-        found = self._speculator.decide(sequences, distributions, logits_MV)
-        verified_s = self._clock()
-        num_accepted = num_rejected = 0
-        for seq in sequences:
-            num, num_kept = len(seq.drafts), len(found[seq].ids) - 1 if seq in found else 0
-            num_accepted += num_kept
-            num_rejected += num_kept < num
-            seq.num_drafted += num
-            seq.num_accepted += num_kept
-            self._stats.drafted_tokens += num
-            if draft.subnet is not None:
-                self._charge(seq, draft.subnet, seq.num_computed, num, num)
-            self._charge(seq, seq.subnet, seq.num_computed, num + 1, num + 1)
-        self._stats.accepted_tokens += num_accepted
-        if distributions:
-            assert self._speculator.watch is not None
-            measured = replace(draft, num_tokens=len(distributions))
-            draft_s, verify_s = drafted_s - started_s, verified_s - drafted_s
-            self._speculator.watch.cycle(len(sequences), measured, draft_s, verify_s, num_accepted, num_rejected)
-        return found
+        return self._chooser.choose(sampled, logits_MV)
 
     def _charge(self, seq: SequenceState, subnet: int, start: int, num: int, num_logits: int) -> None:
         """Count the FLOPs of ``num`` tokens from ``start`` on: all through the layers, ``num_logits`` through the head."""
@@ -358,16 +307,12 @@ class Engine:
         num_keys = num * start + num * (num + 1) // 2
         seq.flops += num * linear + num_keys * score + num_logits * head
 
-    def _push(self, seq: SequenceState, verdict: Verdict, now_s: float, events: list[Event]) -> None:
-        """Append what was chosen, and the events of its tokens that are wanted."""
-        logp_MV = verdict.logp_MV
-        tops = [] if logp_MV is None else top_log_probs(logp_MV, seq.sampling.top_logprobs)
-        for at, (token, logprob) in enumerate(zip(verdict.ids, verdict.logprobs, strict=True)):
-            if seq.finish_reason is not None:
-                break
-            event = seq.push(token, logprob, self.weight_version, tops[at] if tops else (), now_s)
-            if event is not None:
-                events.append(event)
+    def _push(self, seq: SequenceState, choice: _Choice, now_s: float, events: list[Event]) -> None:
+        """Append the token that was chosen, and its event if one is wanted."""
+        top = () if choice.logp_1V is None else top_log_probs(choice.logp_1V, seq.sampling.top_logprobs)[0]
+        event = seq.push(choice.token, choice.logprob, self.weight_version, top, now_s)
+        if event is not None:
+            events.append(event)
 
     def _close(self, seq: SequenceState, now_s: float) -> Completion:
         """Take a sequence that has a finish reason out of the engine."""
@@ -397,6 +342,81 @@ class Engine:
             return
         fresh = self._runner.read_routes(seq.lost_pages, known, seq.lost_tokens)
         seq.routes = fresh if seq.routes is None else np.concatenate((seq.routes, fresh))
+
+
+class _Choice(NamedTuple):
+    """The next token of one sequence."""
+
+    token: int
+    logprob: float
+    logp_1V: Tensor | None
+    """Processed log-probabilities of its row; None where no alternatives are wanted."""
+
+
+class _Chooser:
+    """Chooses the next token of each sequence from its row of logits."""
+
+    def __init__(self, runner: Runner, end_ids: tuple[int, ...]):
+        self._runner, self._end_ids, self._cache = runner, end_ids, SamplerCache()
+
+    def choose(self, sequences: Sequence[SequenceState], logits_MV: Tensor) -> dict[SequenceState, _Choice]:
+        """A sequence whose settings make that fail ends, and is left out."""
+        try:
+            return self._choose(sequences, logits_MV)
+        except Exception:  # no row depends on its neighbours, so whichever it was fails alone, too
+            found: dict[SequenceState, _Choice] = {}
+            for seq, row_1V in zip(sequences, logits_MV.split(1), strict=True):
+                has_settings = seq.temperature is None  # without any, it is the engine that is broken
+                with seq.guarded() if has_settings else nullcontext():
+                    found |= self._choose([seq], row_1V)
+            return found
+
+    def _choose(self, sequences: Sequence[SequenceState], logits_MV: Tensor) -> dict[SequenceState, _Choice]:
+        # apart: how a token is chosen depends on its own sequence's settings alone, whatever else is in the batch
+        is_compiled = self._runner.native is not None
+        plain = [is_compiled and seq.temperature is not None for seq in sequences]
+        if not any(plain):
+            return self._by_torch(sequences, logits_MV) if sequences else {}
+        if all(plain):
+            return self._by_kernels(sequences, logits_MV)
+        found: dict[SequenceState, _Choice] = {}
+        for flag, work in ((True, self._by_kernels), (False, self._by_torch)):
+            places = [at for at, is_plain in enumerate(plain) if is_plain == flag]
+            found |= work([sequences[at] for at in places], logits_MV[torch.tensor(places)])
+        return found
+
+    def _by_kernels(self, sequences: Sequence[SequenceState], logits_MV: Tensor) -> dict[SequenceState, _Choice]:
+        """Where nothing but a temperature is set."""
+        assert self._runner.native is not None
+        chosen = choose_tokens(
+            self._runner.native.library,
+            logits_MV,
+            [len(seq.tokens) for seq in sequences],
+            [seq.temperature or 0.0 for seq in sequences],
+            [seq.seed_bits for seq in sequences],
+        )
+        found = zip(sequences, chosen.ids, chosen.logprobs, strict=True)
+        return {seq: _Choice(token, logprob, None) for seq, token, logprob in found}
+
+    def _by_torch(self, sequences: Sequence[SequenceState], logits_MV: Tensor) -> dict[SequenceState, _Choice]:
+        """Whatever the settings."""
+        rows = [seq.sampling for seq in sequences]
+        logp_MV = process(
+            logits_MV,
+            rows,
+            [seq.tokens for seq in sequences],
+            [seq.num_prompt for seq in sequences],
+            [seq.mask for seq in sequences],
+            end_ids=self._end_ids,
+            counts=[seq.counts for seq in sequences],
+            cache=self._cache,
+        )
+        ids_M = sample(logp_MV, rows, [len(seq.tokens) for seq in sequences], cache=self._cache)
+        logprobs = logp_MV.gather(1, ids_M[:, None])[:, 0].tolist()
+        return {
+            seq: _Choice(token, logprob, logp_MV[at : at + 1] if seq.sampling.top_logprobs else None)
+            for at, (seq, token, logprob) in enumerate(zip(sequences, ids_M.tolist(), logprobs, strict=True))
+        }
 
 
 def _score_prompt(seq: SequenceState, end: int, logits_MV: Tensor) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -83,26 +82,6 @@ class NativeForward:
             pages += chunk.pages
             logits += range(len(tokens) - chunk.num_logits, len(tokens))
         return self._decoder.step(tokens, positions, tables, subnets, pages, logits, want_routes)
-
-    def draft(
-        self,
-        chunks: Sequence[Chunk],
-        most: Sequence[int],
-        ends: Sequence[int],
-        end_ids: Sequence[int],
-        temperatures: Sequence[float],
-        seeds: Sequence[int],
-    ) -> tuple[np.ndarray, Tensor | None]:
-        """Let chunks of one token each decode on by themselves; the last five arguments and what is returned are those
-        of `Decoder.draft`. The chunks' page tables reach to the last position that may be drafted."""
-        tables: list[int] = []
-        pages: list[int] = []
-        for chunk in chunks:
-            tables.append(len(pages))
-            pages += chunk.pages
-        tokens, positions = [chunk.tokens[0] for chunk in chunks], [chunk.start for chunk in chunks]
-        subnets = [self._number(chunk.subnet) for chunk in chunks]
-        return self._decoder.draft(tokens, positions, tables, subnets, pages, most, ends, end_ids, temperatures, seeds)
 
     def _number(self, subnet: int) -> int:
         """What the kernels call it."""

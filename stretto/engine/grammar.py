@@ -121,13 +121,11 @@ class GrammarState:
     def __init__(self, start: LLMatcher, end_ids: frozenset[int], vocab: int, source: str) -> None:
         self._start = start
         self._matcher = start.deep_copy()
-        self._taken: list[int] = []
         self._vocab = vocab
         self._source = source
         self._debt_s = 0.0  # processor time beyond what the tokens so far may take
-        # The library does not count an end for `rollback` where nothing else could follow, so it never sees one.
-        self._end_ids = end_ids
-        self._num_ends = 0
+        self._end_ids = end_ids  # never given to the library
+        self._has_ended = False
         end_words = np.zeros(-(-vocab // 32), dtype=np.uint32)
         for token in end_ids:
             end_words[token // 32] |= np.uint32(1 << token % 32)
@@ -145,7 +143,7 @@ class GrammarState:
         Raises:
             UserError: the grammar is too ambiguous to follow.
         """
-        if self._num_ends:
+        if self._has_ended:
             return self._ends_W.copy()
         mask_W = np.frombuffer(self._timed(self._matcher.compute_bitmask), dtype=np.int32)[: len(self._ends_W)]
         return mask_W | self._ends_W if self._matcher.is_accepting() else mask_W.copy()
@@ -156,41 +154,18 @@ class GrammarState:
         Raises:
             UserError: the grammar is too ambiguous to follow.
         """
-        if token in self._end_ids and (self._num_ends or self._matcher.is_accepting()):
-            self._num_ends += 1
+        if token in self._end_ids and (self._has_ended or self._matcher.is_accepting()):
+            self._has_ended = True
             return True
-        if self._num_ends or not 0 <= token < self._vocab:
+        if self._has_ended or not 0 <= token < self._vocab:
             return False
         self._debt_s = max(0.0, self._debt_s - MASK_S)
-        if not self._timed(lambda: self._matcher.try_consume_tokens([token])):
-            return False
-        self._taken.append(token)
-        return True
-
-    def try_accept(self, token: int) -> np.ndarray | None:
-        """Take a token that may be taken back, and return the mask behind it; None, and nothing has changed, where one of
-        both cannot be."""
-        num_before = len(self._taken) + self._num_ends
-        try:
-            return self.mask() if self.accept(token) else None
-        except UserError:
-            self.rollback(len(self._taken) + self._num_ends - num_before)
-            return None
-
-    def rollback(self, num: int) -> None:
-        """Take back the last ``num`` accepted tokens, and whatever went wrong after them."""
-        num_ends = min(num, self._num_ends)
-        self._num_ends -= num_ends
-        num -= num_ends
-        del self._taken[len(self._taken) - num :]
-        if self._matcher.is_error() or (num and not self._matcher.rollback(num)):
-            self._matcher = self._start.deep_copy()  # the library never leaves an error
-            self._timed(lambda: self._matcher.consume_tokens(self._taken))
+        return bool(self._timed(lambda: self._matcher.try_consume_tokens([token])))
 
     @property
     def is_finished(self) -> bool:
         """Whether nothing but the end may follow, or it has come."""
-        return self._num_ends > 0 or self._matcher.is_stopped()
+        return self._has_ended or self._matcher.is_stopped()
 
     def _timed(self, work: Callable[[], T]) -> T:
         """Let the matcher ``work``, within the limits of it."""

@@ -105,7 +105,6 @@ def open_engine(
         end_ids=generation_ends(folder, model.config.vocab_size),
         routes=routes,
         library=library,
-        drafts=tuple(choices.values()),
     )
     name = folder.parent.name if (folder.parent / RUN_FILE).is_file() else folder.resolve().name
     named = {"full": model.config.full(), **choices}

@@ -169,7 +169,7 @@ class Usage:
     """Prompt tokens whose keys and values were in the prefix cache."""
     output_tokens: int
     flops: int
-    """Of the tokens computed for it, recomputation after a preemption and rejected drafts included."""
+    """Of the tokens computed for it, recomputation after a preemption included."""
     subnet: str
     """Label of the Subnet of the answer."""
     queued_s: float
@@ -178,9 +178,6 @@ class Usage:
     """From arrival to its first token."""
     total_s: float
     num_preemptions: int
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    """Of the drafted ones (self-speculation)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -220,17 +217,6 @@ class Completion:
 Event = TokenEvent | Completion
 
 
-class SpeculateConfig(Config):
-    """Self-speculation: a Subnet of the same weights drafts."""
-
-    draft: Subnet | None = None
-    """None: chosen by measurement."""
-    max_draft: int = Field(default=4, gt=0)
-    """Most tokens drafted before one verification."""
-    lookup: bool = False
-    """Also draft what followed the last tokens where they stood before in the sequence; it pays on text that repeats itself."""
-
-
 class EngineConfig(Config):
     """Sizes of an engine."""
 
@@ -264,7 +250,6 @@ class EngineConfig(Config):
     computed it, and so on what else is in the batch."""
     cuda_graphs: bool = True
     """On a GPU, launch a step that decodes as one; takes memory for each size of a batch. In plain arithmetic alone."""
-    speculate: SpeculateConfig | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -302,8 +287,6 @@ class EngineStats:
     num_preemptions: int = 0
     num_timeouts: int = 0
     """Requests that were given up because no place came free in time."""
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
     busy_s: float = 0.0
     """Since the start, in steps. Written by `AsyncEngine`; 0 for an engine without one."""
     kernels: dict[str, str] = field(default_factory=dict)

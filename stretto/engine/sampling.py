@@ -1,4 +1,4 @@
-"""From logits to tokens: the processors, the choice, the random numbers, and what speculative sampling compares.
+"""From logits to tokens: the processors, the choice, and the random numbers.
 
 Order of the processors: grammar mask, logit bias, repetition, frequency and presence penalty, end tokens before
 ``min_tokens``, temperature, top-k, top-p, min-p. It is that of transformers. vLLM's is the same but for min-p, which it
@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from operator import is_
 
 import numpy as np
@@ -35,22 +34,13 @@ from stretto.engine.sequence import SEED_MASK, TokenCounts
 NUM_CANDIDATES = 256
 """Most probable tokens among which top-p looks first; sorting a whole vocabulary costs tens of times more."""
 NUM_BATCHES = 8
-"""Compositions remembered: a step and, when speculating, one for each number of drafted tokens."""
+"""Compositions of a batch remembered."""
 CHUNK = 256
 """Tokens summed at once: near the root of a large vocabulary, so that both levels of the draw are short."""
 LARGEST = 1.0 - 2.0**-52
 """Largest random number: times any total it stays below that total, which one more bit would not ensure in fp64."""
 _WEYL = 0x9E3779B97F4A7C15
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
-
-
-class Purpose(IntEnum):
-    """What a random number decides. Numbers of different purposes are independent."""
-
-    SAMPLE = 0
-    DRAFT = 1
-    ACCEPT = 2
-    RESIDUAL = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +211,6 @@ def sample(
     logp_MV: Tensor,
     rows: Sequence[Sampling],
     positions: Sequence[int] | np.ndarray,
-    purpose: Purpose = Purpose.SAMPLE,
     *,
     cache: SamplerCache | None = None,
 ) -> Tensor:
@@ -237,7 +226,7 @@ def sample(
     batch = (cache or SamplerCache()).batch(rows, logp_MV.shape[1], logp_MV.device)
     if batch.drawn_M is None:
         return _argmax(logp_MV)
-    uniform_M = uniform(batch.seeds_M, np.asarray(positions), purpose)
+    uniform_M = uniform(batch.seeds_M, np.asarray(positions))
     if batch.greedy_M is None:
         return draw(logp_MV, uniform_M)
     ids_M = torch.empty(len(logp_MV), dtype=torch.int64, device=logp_MV.device)
@@ -262,16 +251,6 @@ def top_log_probs(logp_MV: Tensor, num: int) -> list[tuple[TopLogprob, ...]]:
         )
         for values, ids in zip(values_MK.tolist(), ids_MK.tolist(), strict=True)
     ]
-
-
-def probabilities(logp_MV: Tensor, rows: Sequence[Sampling], *, cache: SamplerCache | None = None) -> Tensor:
-    """Probabilities [M, V] with which `sample` chooses each token: all on one token for a greedy row."""
-    batch = (cache or SamplerCache()).batch(rows, logp_MV.shape[1], logp_MV.device)
-    probs_MV = logp_MV.exp()
-    if batch.greedy_M is not None:
-        best_M = logp_MV[batch.greedy_M].argmax(-1)
-        probs_MV[batch.greedy_M] = torch.nn.functional.one_hot(best_M, logp_MV.shape[1]).float()
-    return probs_MV
 
 
 def _mask(
@@ -318,7 +297,7 @@ def _penalise(
     for row in batch.penalised:
         known = counts[row] or TokenCounts(tokens_so_far[row], num_prompt[row])
         known.move_to(tokens_so_far[row])
-        tables.append(known.table.copy())  # several rows may be of one sequence (a verified draft), with one table
+        tables.append(known.table.copy())
     rows = np.repeat(batch.penalised, [len(table) for table in tables])
     row_P = torch.from_numpy(rows).to(x_MV.device)
     id_P, in_prompt_P, in_output_P = torch.from_numpy(np.concatenate(tables)).to(x_MV.device).unbind(-1)
@@ -369,15 +348,15 @@ def _candidate_threshold(logp_FV: Tensor, filters: Filters, num: int) -> Tensor 
     return torch.maximum(top_k_floor_F1, top_p_floor_F1)
 
 
-def uniform(seed: int | np.ndarray, position: int | np.ndarray, purpose: int | np.ndarray) -> np.ndarray:
-    """fp64 in [0, 1) with 52 random bits; a pure function of its arguments, which broadcast: [1] of three numbers.
+def uniform(seed: int | np.ndarray, position: int | np.ndarray) -> np.ndarray:
+    """fp64 in [0, 1) with 52 random bits; a pure function of its arguments, which broadcast: [1] of two numbers.
 
     Each argument is stirred in with the finaliser of SplitMix64 (Steele, Lea and Flood 2014, constants by Stafford):
     its avalanche makes neighbouring seeds and positions independent.
     """
     words = [
         np.array([word & SEED_MASK], dtype=np.uint64) if isinstance(word, int) else np.asarray(word).astype(np.uint64)
-        for word in (seed, position, purpose)
+        for word in (seed, position, 0)
     ]
     if all([word.shape == (1,) for word in words]):
         return np.array([_uniform_of(*[int(word[0]) for word in words])])
@@ -397,23 +376,6 @@ def _uniform_of(*words: int) -> float:
         for shift, factor in _ROUNDS:
             state = ((state ^ (state >> shift)) * factor) & SEED_MASK
     return (state >> 12) * 2.0**-52
-
-
-def acceptance(target_MV: Tensor, draft_MV: Tensor, drafted_M: Tensor) -> Tensor:
-    """Probability [M] (fp32) of keeping each drafted token: min(1, target / draft) (Leviathan 2211.17192)."""
-    target_M = target_MV.gather(-1, drafted_M[:, None]).squeeze(-1)
-    draft_M = draft_MV.gather(-1, drafted_M[:, None]).squeeze(-1)
-    return torch.where(draft_M > 0, target_M / draft_M, 0.0).clamp_max(1.0)
-
-
-def residual(target_MV: Tensor, draft_MV: Tensor) -> Tensor:
-    """Distribution [M, V] a rejected draft is replaced from: max(target − draft, 0), normalised.
-
-    Where the two are equal nothing is ever rejected but by rounding; the target stands in.
-    """
-    excess_MV = (target_MV - draft_MV).clamp_min_(0.0)
-    total_M1 = row_sums(excess_MV)[:, None].float()
-    return torch.where(total_M1 > 0, excess_MV / total_M1, target_MV)
 
 
 def draw(logp_MV: Tensor, uniform_M: np.ndarray) -> Tensor:

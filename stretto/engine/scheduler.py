@@ -5,8 +5,7 @@ Invariants that make everything finish:
 - a sequence that alone would not fit is refused, so the earliest running one always gets its pages: others give theirs
   up, the latest first;
 - the pages of all known tokens are taken on admission, so a prompt is never preempted for want of its own pages;
-- a verification (1 + ``draft_tokens`` tokens a decoding sequence) of the whole batch is within the token budget, so
-  a running prompt always gets a share of the step.
+- decoding the whole batch is within the token budget, so a running prompt always gets a share of the step.
 """
 
 from __future__ import annotations
@@ -27,9 +26,6 @@ class Scheduler:
     Usage: `add`, then in a loop `plan`, compute the chunks, append sampled tokens, `computed`, and `finish` those that
     ended. Sequences are computed in order of arrival; one whose prompt another still computes (all samples of a group
     arrive together) waits for those pages and lets later ones pass.
-
-    With ``draft_tokens`` the pages of a planned sequence that decodes reach so many positions and one more beyond its
-    tokens, or to its end.
     """
 
     def __init__(
@@ -39,23 +35,18 @@ class Scheduler:
         max_batch: int,
         max_step_tokens: int,
         max_len: int,
-        draft_tokens: int = 0,
         prefix_cache: bool = True,
         weight_version: int = 0,
     ) -> None:
         """
         Args:
             max_batch: sequences running at once.
-            max_step_tokens: tokens of one plan, and of its verification with drafts.
+            max_step_tokens: tokens of one plan.
             max_len: prompt and completion together; a sequence of more positions than the pages hold is refused.
-            draft_tokens: most tokens drafted ahead. The attribute may be changed between plans, up to this value.
             weight_version: of the weights that fill the pages.
         """
-        assert max_step_tokens > draft_tokens, f"{max_step_tokens} tokens a step cannot verify {draft_tokens} drafted"
         self.allocator, self.max_batch, self.max_step_tokens = allocator, max_batch, max_step_tokens
         self.max_len, self.prefix_cache, self.weight_version = max_len, prefix_cache, weight_version
-        self._num_positions = min(max_len, allocator.num_pages * allocator.page_size)
-        self.draft_tokens = self._most_draft_tokens = draft_tokens
         # Both in order of arrival, and the scheduler's to change. Preempted sequences wait.
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
@@ -97,20 +88,19 @@ class Scheduler:
             num_tokens, start = len(seq.tokens), seq.num_computed
             if num_tokens - start > 1:
                 unfinished.append(seq)
-            elif self._reach(num_tokens, 1) <= len(seq.pages) * size or self._extend(seq, preempted):
+            elif num_tokens <= len(seq.pages) * size or self._extend(seq, preempted):
                 table = seq.table[: -(-num_tokens // size)]
                 chunks.append(Chunk((seq.tokens[start],), start, table, seq.subnet, 1))
                 sequences.append(seq)
-        budget = self.max_step_tokens - len(chunks) * (1 + self.draft_tokens)
+        budget = self.max_step_tokens - len(chunks)
         if self.waiting and not preempted:  # what was just taken away is not given back in the same step
             unfinished += self._admit(budget - sum(seq.num_pending for seq in unfinished))
         for seq in unfinished:
-            num_drafts = self.draft_tokens if seq.num_pending == 1 else 0  # resumed just before its end
-            if budget <= num_drafts:
+            if budget <= 0:
                 break
             chunks.append(self._prompt_chunk(seq, budget))
             sequences.append(seq)
-            budget -= len(chunks[-1].tokens) + num_drafts
+            budget -= len(chunks[-1].tokens)
         if not chunks:
             assert not self.running, f"{len(self.running)} are running and none can be computed"
             return None
@@ -162,7 +152,7 @@ class Scheduler:
                 f"{name}: prompt: {seq.num_prompt} tokens leave no room for a completion in {self.max_len} positions; "
                 "shorten it"
             )
-        # the token sampled last is never computed, and drafts do not reach beyond it
+        # the token sampled last is never computed
         if min(seq.num_prompt + num_new, self.max_len) - 1 > num_pages * page_size:
             raise UserError(
                 f"{name}: max_tokens: {seq.num_prompt} prompt and {num_new} new tokens do not fit in "
@@ -170,15 +160,9 @@ class Scheduler:
                 "the cache more memory"
             )
 
-    def _reach(self, num_tokens: int, num_pending: int) -> int:
-        """Positions that the pages of a sequence have to hold before its next step."""
-        if self.draft_tokens and num_pending == 1:
-            return max(num_tokens, min(num_tokens + self.draft_tokens + 1, self._num_positions))
-        return num_tokens
-
     def _extend(self, seq: SequenceState, preempted: list[SequenceState]) -> bool:
         """Get the pages it lacks for one more token, from later sequences if need be; False: from itself."""
-        num_missing = self.allocator.pages_for(self._reach(len(seq.tokens), 1)) - len(seq.pages)
+        num_missing = self.allocator.pages_for(len(seq.tokens)) - len(seq.pages)
         while (pages := self.allocator.allocate(num_missing)) is None:
             victim = self.running[-1]
             assert len(self.running) > 1, f"{len(seq.tokens)} tokens of {seq.request.id} do not fit, though it is alone"
@@ -193,7 +177,7 @@ class Scheduler:
     def _admit(self, budget: int) -> list[SequenceState]:
         """Take sequences into the batch until ``budget`` tokens, the batch or the pages are used up."""
         admitted: list[SequenceState] = []
-        limit = min(self.max_batch, self.max_step_tokens // (1 + self._most_draft_tokens))
+        limit = min(self.max_batch, self.max_step_tokens)
         place = 0
         while budget > 0 and place < len(self.waiting) and len(self.running) < limit:
             seq = self.waiting[place]
@@ -223,8 +207,7 @@ class Scheduler:
             salts = (seq.page_salt(number, size, self.weight_version) for number in range(len(seq.tokens) // size))
             pages = self.allocator.match(tokens, salts)
         num_computed = len(pages) * size
-        reach = self._reach(len(seq.tokens), len(seq.tokens) - num_computed)
-        num_missing = self.allocator.pages_for(reach) - len(pages)
+        num_missing = self.allocator.pages_for(len(seq.tokens)) - len(pages)
         # One page to grow for everyone who runs: without it the newcomer would be the next victim, again and again.
         fresh = None
         if num_missing + len(self.running) <= self.allocator.num_free:

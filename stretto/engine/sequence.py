@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any
 
 import numpy as np
 
@@ -67,7 +66,7 @@ class TokenCounts:
 
     @property
     def table(self) -> np.ndarray:
-        """int64 [distinct tokens, 3]: id, times in the prompt, times in the output (both 0 after a rejected draft)."""
+        """int64 [distinct tokens, 3]: id, times in the prompt, times in the output (both 0 where it was taken back)."""
         return self._table[: len(self._slot)]
 
     def move_to(self, tokens: Sequence[int]) -> None:
@@ -94,8 +93,8 @@ class TokenCounts:
 class SequenceState:
     """One choice of one request while it is in the engine. Owned by the engine's thread; compared by identity.
 
-    The scheduler writes ``num_computed`` and everything about pages and preemption, the speculator what is drafted, the
-    engine the rest. ``tokens`` holds final tokens only: it grows at the end and is never shortened, drafts stay outside.
+    The scheduler writes ``num_computed`` and everything about pages and preemption, the engine the rest. ``tokens`` grows at
+    the end and is never shortened.
     """
 
     request: Request
@@ -127,7 +126,7 @@ class SequenceState:
     num_computed: int = 0
     """Leading tokens whose keys and values are in ``pages``."""
     pages: list[int] = field(default_factory=list)
-    """Cache pages in the order of positions; may reach beyond the tokens (room for drafts)."""
+    """Cache pages in the order of positions."""
     table: tuple[int, ...] = ()
     """The same, as chunks carry it."""
     page_hashes: list[bytes] = field(default_factory=list)
@@ -163,7 +162,7 @@ class SequenceState:
     is_refused: bool = False
     """The error is the request's own fault."""
     flops: int = 0
-    """Spent so far, recomputation and rejected drafts included."""
+    """Spent so far, recomputation included."""
     grammar: GrammarState | None = None
     detokenizer: Detokenizer | None = None
     """Incremental text of its output."""
@@ -171,18 +170,8 @@ class SequenceState:
     text: str = ""
     """Visible text so far."""
 
-    num_drafted: int = 0
-    num_accepted: int = 0
-    """Of the drafted ones."""
-    lookup: Any = None
-    """`stretto.engine.speculation.Lookup` of its tokens, where drafts are looked up."""
-    most_drafts: int = 0
-    """Tokens that may be drafted for it in this step; with the next three, of this step alone."""
-    drafts: list[int] = field(default_factory=list)
-    draft_rows: list[tuple[int, int]] = field(default_factory=list)
-    """For each draft: the drafting step, and the row there that it was drawn from."""
-    draft_masks: list[np.ndarray] = field(default_factory=list)
-    """What the grammar allows after each number of drafts, from none on; empty where there is no grammar."""
+    mask: np.ndarray | None = None
+    """Tokens that the grammar allows next; None where there is no grammar. Of this step alone."""
 
     _num_scanned: int = field(init=False, repr=False)
     """Tokens searched for the end of thinking."""
@@ -218,11 +207,6 @@ class SequenceState:
         return (self.sampling.seed or 0) & SEED_MASK
 
     @property
-    def may_draft(self) -> bool:
-        """Whether drafting leaves it what it was promised: a named seed promises the same tokens every time."""
-        return self.request.sampling.seed is None or self.sampling.is_greedy
-
-    @property
     def counts(self) -> TokenCounts | None:
         """Kept from step to step; None where there are no penalties."""
         if self._counts is None and self.temperature is None and self.sampling.has_penalties:
@@ -239,8 +223,7 @@ class SequenceState:
     def subnet_at(self, position: int) -> int:
         """The Subnet that computes the token at ``position``.
 
-        A position beyond the tokens belongs to the phase that the known tokens leave open, so a draft that contains the
-        end of thinking must stop there.
+        A position beyond the tokens belongs to the phase that the known tokens leave open.
         """
         return self.subnets[self._phase_at(position)]
 
@@ -326,27 +309,14 @@ class SequenceState:
             return None
         return TokenEvent(self.request.id, self.index, token, logprob, text, version, top)
 
-    def begin_drafts(self) -> bool:
-        """Forget the drafts of the last step, and see what the grammar allows next; False, and the choice has failed,
-        where that is nothing."""
-        self.drafts, self.draft_rows, self.draft_masks = [], [], []
+    def may_choose(self) -> bool:
+        """See what the grammar allows next; False, and the choice has failed, where that is nothing."""
         if self.grammar is not None and self.finish_reason is None:
             with self.guarded():
-                self.draft_masks.append(self.grammar.mask())
-                if not self.draft_masks[0].any():
+                self.mask = self.grammar.mask()
+                if not self.mask.any():
                     self.fail("grammar: no token of the vocabulary can follow", is_refused=True)
         return self.finish_reason is None
-
-    def draft(self, token: int, row: tuple[int, int]) -> None:
-        """Draft ``token``; one that the grammar cannot go on from is left out, and so is what would follow."""
-        if self.grammar is not None:
-            mask_W = self.grammar.try_accept(token)
-            if mask_W is None:
-                self.most_drafts = len(self.drafts)
-                return
-            self.draft_masks.append(mask_W)
-        self.drafts.append(token)
-        self.draft_rows.append(row)
 
     def end_early(self) -> None:
         """End it with reason ``abort``; text that was held back belongs to it now."""
@@ -407,8 +377,6 @@ class SequenceState:
                 first_token_s=(now_s if self.first_token_s is None else self.first_token_s) - self.arrived_s,
                 total_s=now_s - self.arrived_s,
                 num_preemptions=self.num_preemptions,
-                drafted_tokens=self.num_drafted,
-                accepted_tokens=self.num_accepted,
             ),
             top=tuple(self.top_log_probs),
             prompt_logprobs=prompt_logprobs,
@@ -435,7 +403,7 @@ class SequenceState:
 
 @dataclass(slots=True)
 class Chunk:
-    """What the runner computes for one sequence in one step. Written by the scheduler; by the speculator for drafts.
+    """What the runner computes for one sequence in one step. Written by the scheduler.
 
     Never changed once made; not declared frozen because that triples the time to make one, and every token has its own.
     """

@@ -24,8 +24,6 @@ _COUNTERS = {
     "num_steps": "Steps of the engine",
     "num_preemptions": "Sequences that lost their pages and were computed again",
     "num_timeouts": "Requests given up because no place in the batch came free in time",
-    "drafted_tokens": "Tokens drafted by self-speculation",
-    "accepted_tokens": "Drafted tokens that were accepted",
 }
 _GAUGES = {
     "num_running": "Sequences being computed",

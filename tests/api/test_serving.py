@@ -145,7 +145,6 @@ def test_generate(stretto: Run, served_run: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("ERNIE_ELASTIC_TOPK", "1")
     assert generate(stretto, served_run).out == small + "\n"
     assert generate(stretto, served_run, "--subnet", "full").out == full + "\n"
-    assert generate(stretto, served_run / "checkpoint", "--subnet", "full", "--speculate").out == full + "\n"
 
 
 def test_generate_samples_by_seed(stretto: Run, served_run: Path) -> None:

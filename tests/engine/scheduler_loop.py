@@ -59,8 +59,6 @@ class Loop:
     """An engine without a network: checks every plan, then writes the slots and samples."""
 
     scheduler: Scheduler
-    drafts: Sequence[int] = (0,)
-    """Accepted drafts, step by step, round and round."""
     slots: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
     num_steps: int = 0
     started: list[SequenceState] = field(default_factory=list)
@@ -95,14 +93,12 @@ class Loop:
     def check_plan(self, plan: StepPlan, held: list[SequenceState]) -> None:
         scheduler = self.scheduler
         running, waiting = scheduler.running, scheduler.waiting
-        num_drafts = scheduler.draft_tokens * sum(seq.is_decoding for seq in plan.sequences)
-        assert sum(len(chunk.tokens) for chunk in plan.chunks) + num_drafts <= scheduler.max_step_tokens
+        assert sum(len(chunk.tokens) for chunk in plan.chunks) <= scheduler.max_step_tokens
         assert len(set(map(id, plan.sequences))) == len(plan.sequences) and len(running) <= scheduler.max_batch
         assert set(map(id, plan.sequences)) <= set(map(id, running))
-        is_near_end = scheduler.draft_tokens > 0 and running[0].num_pending == 1
-        assert running[0] in plan.sequences or is_near_end, "the earliest always advances"
+        assert running[0] in plan.sequences, "the earliest always advances"
         idle = [seq for seq in running if seq not in plan.sequences and seq not in self.started]
-        assert all(scheduler.draft_tokens and seq.num_pending == 1 for seq in idle), "holds pages for nothing"
+        assert not idle, "holds pages for nothing"
         assert [seq.order for seq in running] == sorted(seq.order for seq in running)
         assert [seq.order for seq in waiting] == sorted(seq.order for seq in waiting)
         for seq in plan.preempted:
@@ -116,31 +112,18 @@ class Loop:
                 assert all(other in held or self.is_held(other) for other in passed), "order of arrival"
 
     def compute(self, chunk: Chunk, seq: SequenceState) -> None:
-        scheduler, size = self.scheduler, self.scheduler.allocator.page_size
+        scheduler = self.scheduler
         assert chunk.start == seq.num_computed and chunk.end <= len(seq.tokens)
         assert chunk.tokens == tuple(seq.tokens[chunk.start : chunk.end])
         assert chunk.pages == tuple(seq.pages[: scheduler.allocator.pages_for(chunk.end)])
         assert all(seq.subnet_at(position) == chunk.subnet for position in range(chunk.start, chunk.end))
         is_last = chunk.end == len(seq.tokens)
         assert chunk.num_logits == is_last
-        num_accepted = 0
-        if is_last and seq.is_decoding and scheduler.draft_tokens:
-            reach = min(
-                len(seq.tokens) + scheduler.draft_tokens + 1, scheduler.max_len, scheduler.allocator.num_pages * size
-            )
-            assert len(seq.pages) * size >= reach
-            num_accepted = min(self.drafts[self.num_steps % len(self.drafts)], scheduler.draft_tokens)
         self.write(seq, chunk.start, chunk.end)
-        num_final = len(chunk.tokens)
         limit = min(seq.num_prompt + seq.request.sampling.max_tokens, scheduler.max_len)
         if is_last:
             seq.tokens.append(next_token(seq.tokens))
-            while num_accepted and len(seq.tokens) < limit and seq.tokens[-1] != THINKING_END:
-                self.write(seq, len(seq.tokens) - 1, len(seq.tokens))
-                seq.tokens.append(next_token(seq.tokens))
-                num_accepted -= 1
-                num_final += 1
-        scheduler.computed(seq, num_final)
+        scheduler.computed(seq, len(chunk.tokens))
         if len(seq.tokens) == limit:
             scheduler.finish(seq)
             self.finished.append(seq)

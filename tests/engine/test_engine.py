@@ -18,7 +18,7 @@ import torch
 from stretto.base.errors import UserError
 from stretto.engine.engine import Engine
 from stretto.engine.reference import generate_naive
-from stretto.engine.request import Completion, Grammar, Phases, QueueFull, Request, SpeculateConfig, TokenEvent
+from stretto.engine.request import Completion, Grammar, Phases, QueueFull, Request, TokenEvent
 from stretto.engine.runner import state_checksum
 from stretto.engine.sequence import SequenceState
 from stretto.model.checkpoint import weights_hash, write_checkpoint
@@ -68,7 +68,7 @@ def test_greedy_equals_naive(num_pages: int) -> None:
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("name", [*SWITCHES, *LATENT])
 def test_networks_of_all_families_generate_what_a_forward_pass_would(name: str, compiled: bool) -> None:
-    """Several Subnets in a batch, prompts in chunks, pages of others, drafts: in the kernels where they know the network."""
+    """Several Subnets in a batch, prompts in chunks, pages of others: in the kernels where they know the network."""
     library = load() if compiled else Library(None, "not asked for")
     if compiled and library.handle is None:
         pytest.skip(library.reason)
@@ -84,12 +84,11 @@ def test_networks_of_all_families_generate_what_a_forward_pass_would(name: str, 
         request(f"r{place}", prompt, rng.choice(subnets), max_tokens=rng.randint(2, 16))
         for place, prompt in enumerate(prompts(4, 10))
     ]
-    speculate = SpeculateConfig(draft=subnets[1], max_draft=3, lookup=True)
-    subject = engine(model, speculate=speculate, max_step_tokens=20, num_pages=60, engine={"library": library})
+    subject = engine(model, max_step_tokens=20, num_pages=60, engine={"library": library})
     for one, done in zip(asked, subject.generate(asked), strict=True):
         check_greedy(model, one, done)
     stats = subject.stats()
-    assert stats.cached_tokens > 0 and stats.drafted_tokens > 0
+    assert stats.cached_tokens > 0
     why = "no kernels for latent attention" if compiled else "not asked for"
     is_native = compiled and name not in LATENT
     assert stats.kernels["decode"] == ("native" if is_native else f"torch ({why})")
@@ -200,14 +199,12 @@ FAULTS: dict[str, tuple[dict[str, Any], Callable[[SequenceState], object]]] = {
 }
 
 
-@pytest.mark.parametrize("speculate", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_one_request_is_its_own(fault: str, speculate: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_in_one_request_is_its_own(fault: str, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever depends on one request alone: it raises there, that request ends with an error, the others do not notice."""
     settings, inflict = FAULTS[fault]
     others = [request(f"r{index}", prompt) for index, prompt in enumerate(prompts(8, 3))]
-    options = {"speculate": SpeculateConfig(draft=CORNER, lookup=True)} if speculate else {}
-    subject = engine(MODEL, text=True, **options)
+    subject = engine(MODEL, text=True)
     for one in [*others, request("bad", (5, 6, 5, 6, 5, 6), n=2, **settings)]:
         subject.add(one)
     hurt = subject._open["bad"][0]
@@ -239,7 +236,7 @@ def test_a_fault_in_text_that_nobody_streams(settings: dict[str, Any]) -> None:
 
 def test_a_fault_that_nobody_is_to_blame_for_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A choice without settings of its own: whoever came next would meet the same."""
-    monkeypatch.setattr("stretto.engine.speculation.sample", broken)
+    monkeypatch.setattr("stretto.engine.engine.sample", broken)
     subject = engine(MODEL)
     subject.add(request("x", (5, 6)))
     with pytest.raises(ValueError, match="broken"):
@@ -278,13 +275,12 @@ def test_an_admission_that_fails_leaves_nothing_behind(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("speculate", [None, SpeculateConfig(draft=CORNER, lookup=True)])
-def test_outputs_that_are_no_numbers_fail_their_request_alone(value: float, speculate: SpeculateConfig | None) -> None:
+def test_outputs_that_are_no_numbers_fail_their_request_alone(value: float) -> None:
     """One token has such an embedding: whose prompt holds it fails; those beside it do not, nor those who get its pages,
     nor those whose prompts begin as it did."""
     model = network()
     model.embedding.weight[100] = value
-    subject = engine(model, speculate=speculate, num_pages=60)
+    subject = engine(model, num_pages=60)
     good = [request(f"r{index}", prompt, max_tokens=20) for index, prompt in enumerate(prompts(8, 12, 3, 40))]
     good = [one for one in good if 100 not in one.prompt]
     kinds: list[dict[str, Any]] = [
@@ -307,7 +303,7 @@ def test_outputs_that_are_no_numbers_fail_their_request_alone(value: float, spec
     for one in good:
         check_greedy(model, one, done[one.id, 0])
     check_idle(subject)
-    alone, like_bad = engine(model, speculate=speculate), request("like", (*bad[0].prompt[:30], 9))
+    alone, like_bad = engine(model), request("like", (*bad[0].prompt[:30], 9))
     assert alone.generate(bad[:1])[0].error is not None
     check_greedy(model, like_bad, alone.generate([like_bad])[0])
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from stretto.engine.engine import Engine
-from stretto.engine.request import Completion, EngineConfig, Request, SpeculateConfig
+from stretto.engine.request import Completion, EngineConfig, Request
 from stretto.model.transformer import Transformer
 from stretto.ops.native import DTYPES, Library, load
-from tests.engine.engines import CORNER, FULL, PHASES, SUBNETS, check_idle, network, prompts, request, run
+from tests.engine.engines import FULL, PHASES, SUBNETS, check_idle, network, prompts, request, run
 
 
 @functools.cache
@@ -119,21 +119,6 @@ def test_neither_a_small_cache_nor_threads_nor_arrivals_matter(
     assert_same_bits(together, in_random_order(subject, asked, seed=0))
     stats = subject.stats()
     assert stats.num_preemptions > 0 and (stats.cached_tokens > 0) == prefix_cache, stats
-
-
-def test_drafts_do_not_matter(library: Library, dtype: torch.dtype) -> None:
-    """With room for all, and with so little that those who draft lose their pages."""
-    asked = [
-        request(one.id, one.prompt, one.phases, routes=True, max_tokens=one.sampling.max_tokens + 10)
-        for one in groups(seed=3)
-    ]
-    plain = engine(library, dtype).generate(asked)
-    for num_pages in (300, 50):
-        speculate = SpeculateConfig(draft=CORNER, max_draft=3, lookup=True)
-        subject = engine(library, dtype, num_pages=num_pages, max_batch=6, speculate=speculate)
-        assert_same_bits(plain, in_random_order(subject, asked, seed=1))
-        stats = subject.stats()
-        assert stats.drafted_tokens > 0 and (stats.num_preemptions > 0) == (num_pages == 50), stats
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ def test_a_page_takes_what_the_pool_allocates() -> None:
 
 
 def test_positions_can_be_computed_again() -> None:
-    """A draft is overwritten by what verifies it, and later tokens see the new keys only."""
+    """New keys and values take the place of the old ones, and later tokens see the new ones only."""
     model = network()
     engine = runner(model)
     engine.forward([chunk(model)], True)

@@ -46,23 +46,6 @@ def test_nobody_takes_pages_before_there_are_tokens_for_it() -> None:
     assert chunk_sizes(loop.step()) == [("a", 4), ("b", 3)]
 
 
-def test_drafts_count_as_tokens_of_the_step() -> None:
-    loop = make(max_step_tokens=8, draft_tokens=3)
-    cached = [0, 1, 2, 3, 4, 5, 6, 7, 8]
-    loop.scheduler.add(sequence(cached, max_tokens=1, name="a"))
-    while loop.step():
-        pass
-    loop.scheduler.add(sequence([9] * 5, name="b"))
-    loop.scheduler.add(sequence(cached, name="c"))  # one token to compute, and three drafts do not fit
-    assert chunk_sizes(loop.step()) == [("b", 5)]
-    assert chunk_sizes(loop.step()) == [("b", 1), ("c", 1)]
-    loop = make(max_step_tokens=12, draft_tokens=3)
-    loop.scheduler.add(sequence([0] * 4, name="a"))
-    loop.scheduler.add(sequence([1] * 20, name="b"))
-    assert chunk_sizes(loop.step()) == [("a", 4), ("b", 8)]
-    assert chunk_sizes(loop.step()) == [("a", 1), ("b", 8)]
-
-
 def test_a_chunk_ends_where_the_subnet_changes() -> None:
     loop = make(max_step_tokens=32)
     seq = sequence([0] * 5, max_tokens=20, phases="thinking")
@@ -307,20 +290,16 @@ def run_load(loop: Loop, load: list[Arrival], swap_at: int | None) -> tuple[list
     page_size=st.integers(1, 4),
     max_batch=st.integers(1, 6),
     spare_tokens=st.integers(0, 10),
-    draft_tokens=st.sampled_from([0, 0, 1, 3]),
-    drafts=st.lists(st.integers(0, 3), min_size=1, max_size=5),
     prefix_cache=st.booleans(),
     swap_at=st.sampled_from([None, None, 3, 10]),
 )
-@example([Arrival(0, (1,) * 9, 8, 3, "thinking", None)] * 3, 7, 3, 6, 2, 3, [3, 0, 1], True, None)
+@example([Arrival(0, (1,) * 9, 8, 3, "thinking", None)] * 3, 7, 3, 6, 2, True, None)
 def test_any_load_is_finished_in_order_without_a_leak(
     load: list[Arrival],
     num_pages: int,
     page_size: int,
     max_batch: int,
     spare_tokens: int,
-    draft_tokens: int,
-    drafts: list[int],
     prefix_cache: bool,
     swap_at: int | None,
 ) -> None:
@@ -328,12 +307,10 @@ def test_any_load_is_finished_in_order_without_a_leak(
         num_pages,
         page_size,
         max_batch=max_batch,
-        max_step_tokens=max(max_batch, draft_tokens + 1) + spare_tokens,
+        max_step_tokens=max_batch + spare_tokens,
         max_len=20,
-        draft_tokens=draft_tokens,
         prefix_cache=prefix_cache,
     )
-    loop.drafts = drafts
     accepted, aborted = run_load(loop, load, swap_at)
     assert {seq.order for seq in loop.finished} == {seq.order for seq in accepted} - aborted
     for seq in loop.finished:

@@ -4,8 +4,8 @@
     python -m tests.server.fuzz_server --replay FILE          what failed, one by one
     python -m tests.server.fuzz_server --mutant FAULT         a server with a fault that this must find
 
-A server process over a small random network, once without and once with ``--speculate``, gets half of the requests each
-(`tests.server.bodies`: every endpoint; valid ones, and what can be done to them), many at once. Every so often a control
+A server process over a small random network gets the requests (`tests.server.bodies`: every endpoint; valid ones, and what can be
+done to them), many at once. Every so often a control
 request asks for tokens that are known: those of the reference, computed here. Every whole request must be answered within
 the time, none with a 500 (nor a stream with one in it), valid ones with a 2xx, and the control must always get its tokens. A
 server that is found dead is started again. Each failure is kept with its bytes in ``--failures``. Exits with 1 if there is one.
@@ -86,8 +86,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         source = write_network(Path(temporary), "tiny")
         fuzz = Fuzz(source, options, console)
-        for speculate in (False, True):
-            fuzz.run(speculate)
+        fuzz.run()
     fuzz.report()
     if fuzz.failures:
         sys.exit(1)
@@ -103,56 +102,52 @@ class Fuzz:
         lines = options.replay.read_text().splitlines() if options.replay else ()
         cases = (Case.load(json.loads(line)["case"]) for line in lines)
         self.replayed = [case for case in cases if case.number != CONTROL]
-        self.statuses: Counter[tuple[bool, str]] = Counter()
-        self.failures: Counter[tuple[bool, str]] = Counter()
-        """By speculation and name of what went wrong."""
+        self.statuses: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+        """By name of what went wrong."""
         self.num_controls = 0
-        self.seconds: dict[bool, float] = {}
+        self.seconds = 0.0
 
-    def run(self, speculate: bool) -> None:
-        """Send this server's share of the requests; begin again with a new one when it is found dead."""
-        cases, total = self._cases(speculate)
-        flags = ["--memory", "64MB", "--api-key", KEY, "--cors", ORIGIN, *(["--speculate"] if speculate else [])]
+    def run(self) -> None:
+        """Send the requests; begin again with a new one when it is found dead."""
+        cases, total = self._cases()
+        flags = ["--memory", "64MB", "--api-key", KEY, "--cors", ORIGIN]
         program = ("-m", "stretto")
         if self.options.mutant:
             program = ("-m", "tests.server.mutant_server", self.options.mutant)
         start = time.perf_counter()
-        log_path = self.options.failures.with_suffix(".speculate.log" if speculate else ".log")
+        log_path = self.options.failures.with_suffix(".log")
         with (
             log_path.open("w") as log,
-            self.options.failures.open("a" if speculate else "w") as kept,
-            progress(f"requests{', --speculate' if speculate else ''}", total, self.console) as advance,
+            self.options.failures.open("w") as kept,
+            progress("requests", total, self.console) as advance,
         ):
             is_dead = True
             while is_dead:
                 environ = {"STRETTO_ADMIN_KEY": ADMIN_KEY}
                 with serving(self.source, *flags, program=program, environ=environ, log=log) as server:
-                    life = Life(self, server, speculate, cases, kept, advance)
+                    life = Life(self, server, cases, kept, advance)
                     asyncio.run(life.run())
                     if is_dead := life.is_dead:
-                        self.failures[speculate, "dead engines"] += 1
+                        self.failures["dead engines"] += 1
                         server.process.kill()
-        self.seconds[speculate] = time.perf_counter() - start
+        self.seconds = time.perf_counter() - start
 
-    def _cases(self, speculate: bool) -> tuple[Iterator[Case], int]:
+    def _cases(self) -> tuple[Iterator[Case], int]:
         if self.replayed:
             return iter(self.replayed), len(self.replayed)
-        half = self.options.bodies // 2
-        numbers = range(half, self.options.bodies) if speculate else range(half)
-        return (make_case(self.options.seed, number, self.world) for number in numbers), len(numbers)
+        num = self.options.bodies
+        return (make_case(self.options.seed, number, self.world) for number in range(num)), num
 
     def report(self) -> None:
-        shown = table("requests that nobody should send", "", "plain", "--speculate", "aim")
-        for status in sorted({status for _, status in self.statuses}):
-            shown.add_row(status, *(f"{self.statuses[speculate, status]:,}" for speculate in (False, True)), "")
+        shown = table("malformed and valid requests", "", "number", "aim")
+        for status, num in sorted(self.statuses.items()):
+            shown.add_row(status, f"{num:,}", "")
         for name in PROBLEMS:
-            shown.add_row(name, *(f"{self.failures[speculate, name]:,}" for speculate in (False, True)), "0")
-        totals = {
-            each: sum(num for (other, _), num in self.statuses.items() if other == each) for each in (False, True)
-        }
-        shown.add_row("requests", *(f"{totals[each]:,}" for each in (False, True)), "")
-        rates = (f"{totals[each] / self.seconds[each]:.0f}" for each in (False, True))
-        shown.add_row("a second, the server's start included", *rates, "")
+            shown.add_row(name, f"{self.failures[name]:,}", "0")
+        total = self.statuses.total()
+        shown.add_row("requests", f"{total:,}", "")
+        shown.add_row("requests/s, the server's start included", f"{total / self.seconds:.0f}", "")
         self.console.print(shown)
         self.console.print(f"{self.num_controls} controls answered")
         if self.failures:
@@ -162,10 +157,8 @@ class Fuzz:
 class Life:
     """One server, until no request is left or it is dead."""
 
-    def __init__(
-        self, fuzz: Fuzz, server: Server, speculate: bool, cases: Iterator[Case], kept: IO[str], advance: Advance
-    ):
-        self.fuzz, self.server, self.speculate = fuzz, server, speculate
+    def __init__(self, fuzz: Fuzz, server: Server, cases: Iterator[Case], kept: IO[str], advance: Advance):
+        self.fuzz, self.server = fuzz, server
         self.cases, self.kept, self.advance = cases, kept, advance
         self.host, port = server.url.removeprefix("http://").split(":")
         self.port = int(port)
@@ -201,16 +194,16 @@ class Life:
         problem = verdict(case, answer)
         hung_up = case.sends is not None or case.reads is not None
         status = "client hung up" if hung_up else "none" if answer.status is None else f"{answer.status // 100}xx"
-        self.fuzz.statuses[self.speculate, status] += 1
+        self.fuzz.statuses[status] += 1
         if problem is not None:
             self.is_dead = self.is_dead or not await self._is_healthy()
             if not self.is_dead:
-                self.fuzz.failures[self.speculate, problem] += 1
+                self.fuzz.failures[problem] += 1
             self._keep(case.dump(), "in flight when the engine died" if self.is_dead else problem, answer)
 
     def _keep(self, case: dict[str, Any], problem: str, answer: Answer) -> None:
         said = (answer.head[:200] + b"\n" + answer.body[-600:]).decode("utf-8", "replace")
-        record = {"problem": problem, "speculate": self.speculate, "answer": said, "case": case}
+        record = {"problem": problem, "answer": said, "case": case}
         self.kept.write(json.dumps(record) + "\n")
         self.kept.flush()
 
@@ -243,7 +236,7 @@ class Life:
         if not is_right and not self.is_dead:
             self.is_dead = not await self._is_healthy()
             if not self.is_dead:
-                self.fuzz.failures[self.speculate, "control mismatches"] += 1
+                self.fuzz.failures["control mismatches"] += 1
                 raw = json.dumps(fields)
                 case = Case(CONTROL, "control", raw.encode(), True, True).dump()
                 self._keep(case, f"control: {control.tokens} expected", Answer(None, said.encode()))

@@ -16,7 +16,7 @@ import pytest
 from stretto.engine import grammar
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine
-from stretto.engine.request import Sampling, SpeculateConfig
+from stretto.engine.request import Sampling
 from stretto.server import generate, limits, server
 from stretto.server.dialects import MAX_DEPTH
 from stretto.server.elastic import REFUSE_WAITING, Resolver, ServedModel
@@ -376,12 +376,11 @@ def test_a_full_queue_is_a_429(connect: Any, engine_of: Callable[..., Engine]) -
     service.close()
 
 
-@pytest.mark.parametrize("speculate", [None, SpeculateConfig(lookup=True)])
 def test_the_context_is_what_the_cache_holds(
-    connect: Any, engine_of: Callable[..., Engine], served: ServedModel, speculate: SpeculateConfig | None
+    connect: Any, engine_of: Callable[..., Engine], served: ServedModel
 ) -> None:
     """Not what the network could do with more memory: a chat that names no ``max_tokens`` goes to its end."""
-    engine = engine_of(num_pages=20, speculate=speculate)
+    engine = engine_of(num_pages=20)
     service, small = AsyncEngine(engine).start(), dataclasses.replace(served, max_len=engine.max_len)
 
     async def run() -> None:

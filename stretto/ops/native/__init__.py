@@ -5,8 +5,7 @@ in a folder of the user's cache that is theirs alone, under a hash of its source
 compiled for. What another user could have written is never loaded.
 
 Shape letters: L layers, D hidden, C head width, G key/value heads, E experts, I SwiGLU width, W branches of balance state,
-R half the rotated width, T positions, N tokens, M rows of logits, V vocabulary, P pages, Z page size, K experts a token,
-S drafting steps.
+R half the rotated width, T positions, N tokens, M rows of logits, V vocabulary, P pages, Z page size, K experts a token.
 """
 
 from __future__ import annotations
@@ -183,19 +182,13 @@ class _Step(ctypes.Structure):
     )
 
 
-class _Draft(ctypes.Structure):
-    _fields_ = _fields(_INT, "num_rows num_steps num_threads num_ends") + _fields(
-        _POINTER, "token position table subnet most end ends pages choices temperature seed drafted probabilities"
-    )
-
-
 class _Choose(ctypes.Structure):
-    _fields_ = _fields(_INT, "num_sequences vocab num_threads num_drafts") + _fields(
-        _POINTER, "logits num_drafted position drafted draft temperature seed num_kept chosen logprob"
+    _fields_ = _fields(_INT, "num_sequences vocab num_threads") + _fields(
+        _POINTER, "logits position temperature seed chosen logprob"
     )
 
 
-_RECORDS = (_Shape, _Layer, _Choice, _Step, _Draft, _Choose)
+_RECORDS = (_Shape, _Layer, _Choice, _Step, _Choose)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,53 +298,6 @@ class Decoder:
         self._library.stretto_step(_POINTER(self._handle), ctypes.byref(record))
         return logits_MV
 
-    def draft(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        tables: Sequence[int],
-        subnets: Sequence[int],
-        pages: Sequence[int],
-        most: Sequence[int],
-        ends: Sequence[int],
-        end_ids: Sequence[int],
-        temperatures: Sequence[float],
-        seeds: Sequence[int],
-    ) -> tuple[np.ndarray, Tensor | None]:
-        """Let each sequence decode by itself; keys and values go to the pools, routes nowhere.
-
-        A sequence stops after one of ``end_ids`` or its own end, and gets nothing more where it stands at one already.
-
-        Args:
-            tokens: the newest of each sequence, computed first; the other lists are by sequence too, as in `step`.
-            pages: the tables reach to the last drafted position.
-            most: tokens to draft at most.
-            ends: a token that nothing is drafted after; -1: none.
-            temperatures: 0: the most probable token is drafted.
-            seeds: uint64.
-
-        Returns:
-            The tokens [N, S], int32, -1 behind the last; and, unless all are greedy, the probabilities [S, N, V] (fp32)
-            by which those of the others were drawn.
-        """
-        num_steps = max(most)
-        self._check(tokens, positions, max(map(sum, zip(positions, most, strict=True))) - 1)
-        _alive, starts = _flat((tokens, positions, tables, subnets, most, ends, end_ids, pages))
-        temperature_N, seed_N = np.array(temperatures, np.float32), np.array(seeds, np.uint64)
-        drafted_NS = np.empty((len(tokens), num_steps), np.int32)
-        probs_SNV = torch.empty(num_steps, len(tokens), len(self._network.head_VD)) if any(temperatures) else None
-        record = _Draft(
-            *(len(tokens), num_steps, torch.get_num_threads(), len(end_ids)),
-            *starts,
-            self._choices.ctypes.data,
-            temperature_N.ctypes.data,
-            seed_N.ctypes.data,
-            drafted_NS.ctypes.data,
-            None if probs_SNV is None else probs_SNV.data_ptr(),
-        )
-        self._library.stretto_draft(_POINTER(self._handle), ctypes.byref(record))
-        return drafted_NS, probs_SNV
-
     def _check(self, tokens: Sequence[int], positions: Sequence[int], last: int) -> None:
         """Out of range they would read memory that is not ours."""
         vocab, length = len(self._network.head_VD), len(self._network.cos_TR)
@@ -448,10 +394,10 @@ def _flat(lists: Sequence[Sequence[int]]) -> tuple[np.ndarray, list[int]]:
 
 
 class Chosen(NamedTuple):
-    """For each sequence, the accepted drafts and one token more."""
+    """The next token of each sequence."""
 
-    ids: list[list[int]]
-    logprobs: list[list[float]]
+    ids: list[int]
+    logprobs: list[float]
     """Nats, of the distribution that the token was drawn from; of temperature 1 where it was not drawn."""
 
 
@@ -461,48 +407,24 @@ def choose_tokens(
     positions: Sequence[int],
     temperatures: Sequence[float],
     seeds: Sequence[int],
-    drafts: Sequence[Sequence[int]],
-    draft_rows: Sequence[int],
 ) -> Chosen:
     """Choose the next tokens of sequences whose distribution nothing but a temperature changes: one call instead of
     some thirty of torch and numpy.
 
-    A draft stands where a greedy sequence would have chosen it, or else with the probability that keeps the
-    distribution the target's (Leviathan 2211.17192); the first that does not is replaced and ends its sequence.
-
     Args:
-        logits_MV: fp32; the rows of each sequence together, one more than it has drafts.
-        positions: of the token that each sequence's first row chooses.
+        logits_MV: fp32, a row for each sequence.
+        positions: of the token that is chosen, in its sequence.
         temperatures: 0: the most probable token, of several the one with the lowest id.
-        seeds: uint64; `stretto.engine.sampling.uniform` of seed, position and purpose decides.
-        drafts: of each sequence.
-        draft_rows: for each draft the address of the probabilities [V] (fp32) it was drawn by; 0 where it was certain,
-            or its sequence is greedy. Those tables must live until this returns.
+        seeds: uint64; `stretto.engine.sampling.uniform` of seed and position decides.
     """
-    num_rows, vocab = logits_MV.shape
-    counts = [len(tokens) for tokens in drafts]
-    drafted = [token for tokens in drafts for token in tokens]
-    num = len(counts)
+    num, vocab = logits_MV.shape
     assert logits_MV.is_contiguous() and logits_MV.dtype == torch.float32, f"{logits_MV.dtype}, {logits_MV.stride()}"
-    assert num_rows == len(drafted) + num and len(draft_rows) == len(drafted), f"{num_rows} rows for {counts}"
-    assert all([0 <= token < vocab for token in drafted]), f"drafts {drafted} of {vocab}"
-    assert len(temperatures) == len(seeds) == len(positions) == num, f"{num} sequences, {len(seeds)} seeds"
-    _alive, starts = _flat((counts, positions, drafted))
-    wide, temperature_S = np.array([*seeds, *draft_rows], np.uint64), np.array(temperatures, np.float32)
-    out, logprob_M = np.empty(num + num_rows, np.int32), np.empty(num_rows, np.float32)
-    seed, kept = wide.ctypes.data, out.ctypes.data
+    assert len(temperatures) == len(seeds) == len(positions) == num, f"{num} rows, {len(seeds)} seeds"
+    position_M, temperature_M = np.array(positions, np.int32), np.array(temperatures, np.float32)
+    seed_M, chosen_M, logprob_M = np.array(seeds, np.uint64), np.empty(num, np.int32), np.empty(num, np.float32)
     record = _Choose(
-        *(num, vocab, torch.get_num_threads(), len(drafted), logits_MV.data_ptr()),
-        *starts,
-        *(seed + 8 * num, temperature_S.ctypes.data, seed, kept, kept + 4 * num, logprob_M.ctypes.data),
+        *(num, vocab, torch.get_num_threads(), logits_MV.data_ptr()),
+        *(each.ctypes.data for each in (position_M, temperature_M, seed_M, chosen_M, logprob_M)),
     )
     library.stretto_choose(ctypes.byref(record))
-    found, logprobs = out.tolist(), logprob_M.tolist()
-    if not drafted:
-        return Chosen([[token] for token in found[num:]], [[logprob] for logprob in logprobs])
-    result, row = Chosen([], []), 0
-    for count, num_kept in zip(counts, found[:num], strict=True):
-        result.ids.append(found[num + row : num + row + num_kept + 1])
-        result.logprobs.append(logprobs[row : row + num_kept + 1])
-        row += count + 1
-    return result
+    return Chosen(chosen_M.tolist(), logprob_M.tolist())

@@ -47,31 +47,14 @@ struct StrettoStep {
     float* logits;                 // [num_logits, vocab]
 };
 
-// Drafting: every row decodes with its Subnet, up to num_steps tokens, each chosen from the logits before it.
-struct StrettoDraft {
-    int32_t num_rows, num_steps, num_threads, num_ends;
-    const int32_t *token, *position, *table, *subnet;  // by row, of the token that is computed first; as in StrettoStep
-    const int32_t *most, *end;                         // by row: tokens to draft at most; a token after which it stops, or −1
-    const int32_t *ends, *pages;                       // ends: [num_ends], tokens after which any row stops
-    const StrettoChoice* choices;
-    const float* temperature;    // by row; 0: the most probable token
-    const uint64_t* seed;        // by row
-    int32_t* drafted;            // [num_rows, num_steps], −1 where a row drafted nothing
-    float* probabilities;        // [num_steps, num_rows, vocab], set for rows with a temperature; null where there are none
-};
-
-// Choosing: for each sequence the drafts that stand, and the token of its own that follows them.
+// Choosing: the next token of each sequence, from its row of logits.
 struct StrettoChoose {
-    int32_t num_sequences, vocab, num_threads, num_drafts;
-    const float* logits;         // rows of all sequences one after the other, each num_drafted + 1
-    const int32_t *num_drafted;  // by sequence
-    const int32_t *position;     // by sequence: index in it of the token that its first row chooses
-    const int32_t *drafted;      // drafts of all sequences one after the other
-    const float* const* draft;   // [num_drafts]: probabilities that each draft was drawn by; null: it was certain, or its row is greedy
+    int32_t num_sequences, vocab, num_threads;
+    const float* logits;         // [num_sequences, vocab]
+    const int32_t* position;     // by sequence: index in it of the token that is chosen
     const float* temperature;    // by sequence; 0: the most probable token
     const uint64_t* seed;        // by sequence
-    int32_t* num_kept;           // by sequence
-    int32_t* chosen;             // by row; a sequence's first num_kept + 1 are set
-    float* logprob;              // of those
+    int32_t* chosen;             // by sequence
+    float* logprob;              // by sequence
 };
 }

@@ -76,8 +76,6 @@ class Decoder {
         Worker(*this, step, shares, barrier).run();
     }
 
-#include "draft.inc"
-
   private:
     struct Worker;
 
@@ -124,7 +122,6 @@ class Decoder {
     Buffers b;
     const bool uses_tiles = std::is_same_v<W, bfloat16> && has_tiles();
     bool are_apart = false;     // no two tokens of the step belong to one sequence
-    std::vector<float> drafts;  // logits of a drafting step
     Weights weights;
 };
 
@@ -330,8 +327,7 @@ void stretto_sizes(int32_t* sizes) {
     sizes[1] = sizeof(StrettoLayer);
     sizes[2] = sizeof(StrettoChoice);
     sizes[3] = sizeof(StrettoStep);
-    sizes[4] = sizeof(StrettoDraft);
-    sizes[5] = sizeof(StrettoChoose);
+    sizes[4] = sizeof(StrettoChoose);
 }
 
 // Whether bf16 weights are multiplied in tiles, which take tokens rounded to bf16.
@@ -348,12 +344,6 @@ void stretto_step(void* handle, const StrettoStep* step) {
     auto* decoder = static_cast<stretto::AnyDecoder*>(handle);
     if (decoder->half) decoder->half->step(*step);
     else decoder->wide->step(*step);
-}
-
-void stretto_draft(void* handle, const StrettoDraft* draft) {
-    auto* decoder = static_cast<stretto::AnyDecoder*>(handle);
-    if (decoder->half) decoder->half->draft(*draft);
-    else decoder->wide->draft(*draft);
 }
 
 void stretto_choose(const StrettoChoose* choose) { stretto::choose(*choose); }
