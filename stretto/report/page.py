@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
 from importlib.resources import files
@@ -16,7 +16,8 @@ import rich.table
 from jinja2 import Environment, StrictUndefined
 from matplotlib.figure import Figure
 from rich import box
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from stretto.base.paths import replacing
@@ -25,7 +26,10 @@ from stretto.report.style import DPI
 
 REPORT_FOLDER = "report"
 PAGE = "report.html"
+WORDS_WIDTH = 16
+"""Characters that a column of words has at least on a console, if its words are that long."""
 T = TypeVar("T")
+Rows = tuple[tuple["Cell", ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,21 @@ NOTHING = Cell("–")
 """Not measured, or it does not apply."""
 
 
+def alike(cells: Sequence[Cell], form: Callable[[list[float]], list[str]]) -> list[Cell]:
+    """The numbers of a column in one form, which ``form`` gives all of them together; cells without a number stay."""
+    texts = iter(form([cell.value for cell in cells if cell.value is not None]))
+    return [cell if cell.value is None else replace(cell, text=next(texts)) for cell in cells]
+
+
+def in_columns(rows: Rows, *forms: Callable[[list[float]], list[str]] | None) -> Rows:
+    """``rows`` with the numbers of each column in one form; None: the column stays as it is."""
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    for place, form in enumerate(forms):
+        if form is not None:
+            columns[place] = alike(columns[place], form)
+    return tuple(zip(*columns, strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """A table as data, shown alike on the console and on the page."""
@@ -54,21 +73,50 @@ class Table:
     """How to read it."""
     num_words: int = 1
     """Columns, the first ones, that hold words; numbers stand flush right."""
+    optional: tuple[str, ...] = ()
+    """Columns that a narrow console leaves out, the first one first; then it leaves out the last ones."""
 
-    def __rich__(self) -> rich.table.Table:
-        """As rich prints it. Names are text, never markup."""
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """As rich prints it: with as many columns as fit without a broken word."""
+        kept, leaving = list(range(len(self.columns))), self._leaving()
+        while leaving and 1 + sum(self._least_width(place) + 3 for place in kept) > options.max_width:
+            kept.remove(leaving.pop(0))
+        left_out = [self.columns[place] for place in range(len(self.columns)) if place not in kept]
+        notes = [self.note] if self.note else []
+        notes += [f"Left out on this narrow console, and in the report: {', '.join(left_out)}."] if left_out else []
+        yield self._shown(kept, " ".join(notes))
+
+    def _leaving(self) -> list[int]:
+        """Places of the columns that may be left out, the first to go first."""
+        named = [self.columns.index(name) for name in self.optional]
+        return named + [place for place in reversed(range(self.num_words, len(self.columns))) if place not in named]
+
+    def _least_width(self, place: int) -> int:
+        """Characters of a column: numbers and headings stand on one line, words may take several."""
+        cells = [row[place] for row in (*self.rows, *self.totals)]
+        texts = [self.columns[place], *(text for cell in cells for text in (cell.text, cell.note))]
+        longest = max(map(cell_len, texts))
+        if place >= self.num_words:
+            return longest
+        return max(min(longest, WORDS_WIDTH), *(cell_len(word) for text in texts for word in (text.split() or [""])))
+
+    def _shown(self, kept: Sequence[int], caption: str) -> rich.table.Table:
+        # Names are text, never markup.
         shown = rich.table.Table(
-            title=Text(self.title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, caption=self.note,
-            caption_justify="left",
+            title=Text(self.title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD,
+            caption=Text(caption, style="dim") if caption else None, caption_justify="left",
         )  # fmt: skip
-        for place, heading in enumerate(self.columns):
-            # words first: a narrow console breaks headings of numbers before it breaks names
-            look: dict[str, Any] = {"min_width": 10} if place < self.num_words else {"justify": "right"}
-            shown.add_column(Text(heading), overflow="fold", **look)
+        for place in kept:
+            is_words = place < self.num_words
+            look: dict[str, Any] = (
+                {"min_width": self._least_width(place)} if is_words else {"justify": "right", "no_wrap": True}
+            )
+            shown.add_column(Text(self.columns[place]), overflow="fold", **look)
         for rows, style in ((self.rows, ""), (self.totals, "bold")):
             for row in rows:
-                cells = (Text.assemble(cell.text, (f"\n{cell.note}" if cell.note else "", "dim")) for cell in row)
-                shown.add_row(*cells, style=style)
+                cells = [row[place] for place in kept]
+                texts = (Text.assemble(cell.text, (f"\n{cell.note}" if cell.note else "", "dim")) for cell in cells)
+                shown.add_row(*texts, style=style)
             shown.add_section()
         return shown
 

@@ -15,7 +15,7 @@ from stretto.base.records import Family, Ledger
 from stretto.report import style
 from stretto.report.cost import Elasticity, cost_bars, cost_caption, family_table, ledger_table
 from stretto.report.evals import Comparison, comparison_headline, seesaw_section
-from stretto.report.page import NOTHING, Cell, Page, Section, Table, pictured
+from stretto.report.page import NOTHING, Cell, Page, Section, Table, in_columns, pictured
 from stretto.report.search import (
     Kept,
     Load,
@@ -196,7 +196,13 @@ def size_table(data: ReportData) -> Table:
     if len(sizes) > 1 and full.nll is not None:
         notes.append("Small figures: share of the full network, and difference to its loss.")
     columns = ("Size", "Total", "Active", "FLOPs", "KV", "Latency", "Zero-shot", "Healed")
-    return Table("Sizes", columns, tuple(_size_row(size, full) for size in sizes), note=" ".join(notes))
+    forms = (None, _params_alike, _params_alike, numbers.si_alike)
+    rows = in_columns(tuple(_size_row(size, full) for size in sizes), *forms)
+    return Table("Sizes", columns, rows, note=" ".join(notes), optional=("KV", "FLOPs", "Latency", "Active"))
+
+
+def _params_alike(values: Sequence[float]) -> list[str]:
+    return [text.replace("G", "B") for text in numbers.si_alike(values)]
 
 
 def _size_row(size: Size, full: Size) -> tuple[Cell, ...]:

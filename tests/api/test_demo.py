@@ -1,21 +1,22 @@
-"""The demo on tiny recipes: the whole spine runs, an interrupted run goes on, and one report tells all of it."""
+"""The demo on tiny recipes: every stage runs, in order; an interrupted run resumes; post-training goes on from its result."""
 
 from __future__ import annotations
 
 import html
 import re
 import shutil
-from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from stretto.api import demo
-from stretto.api.demo import demo_command
+from stretto.api.demo import PROMPTS, demo_command
 from stretto.base.paths import RECIPES
 from stretto.base.records import history, read_lineage
-from stretto.data.demo_text import demo_documents, passages
+from stretto.data.demo_text import passages
 from stretto.subnets.search import Limits
+from stretto.train.run_folder import read_samples
 
 STEPS = r"(?m)^(steps|eval_every|snapshot_every|problems|samples) = .*$"
 SMALL = {"num_layers": 5, "hidden_size": 64, "num_experts": 6, "expert_intermediate_size": 16, "vocab_size": 600}
@@ -32,9 +33,9 @@ def recipes(tmp_path: Path) -> Path:
         if name == "demo.toml":
             for key, value in SMALL.items():
                 text = re.sub(rf"(?m)^{key} = .*$", f"{key} = {value}", text)
-            text = text.replace("layers = 7\nexperts = 12", "layers = 5\nexperts = 4")
-            text = re.sub(r"layers = 6\nexperts = 8\ntop_k = 2", "layers = 3\nexperts = 2\ntop_k = 1", text)
-            text = text.replace("min_depth = 5", "min_depth = 3").replace("top_k = 6", "top_k = 3")
+            text = text.replace("layers = 5\nexperts = 12", "layers = 5\nexperts = 4")
+            text = text.replace("layers = 4\nexperts = 8\ntop_k = 2", "layers = 3\nexperts = 2\ntop_k = 1")
+            text = text.replace("min_depth = 4", "min_depth = 3").replace("top_k = 6", "top_k = 3")
         if name == "demo_pipeline.toml":
             text = re.sub(r"(?s)\[domains\.products.*?(?=\[common\])", '[common.runtime]\nisolate = "none"\n\n', text)
             text = text.replace("threads = 2", "threads = 1")
@@ -45,14 +46,27 @@ def recipes(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # a dozen processes, one after the other: minutes on a machine that others use
-def test_the_whole_spine(tmp_path: Path, recipes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_and_its_post_training(
+    tmp_path: Path, recipes: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(demo, "RECIPES", recipes)
     monkeypatch.setattr(demo, "SEARCH_HEAL_STEPS", 1)
     monkeypatch.setattr(demo, "LIMITS", Limits(max_total=0.9, max_active=0.9))
-    monkeypatch.setattr(demo, "demo_documents", partial(demo_documents, 150_000, 60_000))
+    monkeypatch.setattr(demo, "MAX_CODE_CHARS", 150_000)
+    monkeypatch.setattr(demo, "MAX_EXERCISE_CHARS", 60_000)
     monkeypatch.setattr(demo, "passages", lambda: list(passages())[:40])
     run = tmp_path / "run"
     demo_command(run)
+    page, shown = html.unescape((run / "report/report.html").read_text()), capsys.readouterr().out
+    assert f"stretto serve {run}" in page and "Every domain, every stage" not in page
+    assert {(each.size, each.prompt) for each in read_samples(run)} == set(product(("full", "half", "best"), PROMPTS))
+    parts = ("text:", "pre-train", "measure", "search:", "extract", "heal", "export", "generate")
+    order = [f"{number}/8  {part}" for number, part in enumerate(parts, 1)]
+    order += ["The same prompts", "report: ", "serve every size"]
+    places = [shown.index(words) for words in order]
+    assert places == sorted(places), dict(zip(order, places, strict=True))
+    assert f"demo --post -o {run}" in shown and not (run / "post").exists()
+    demo_command(run, post=True)
     stages = [stage.stage for stage in history(read_lineage(run / "post/online/checkpoint"))]
     assert stages == ["pretrain", "extract", "heal", "sft", "rl", "distill", "online"]
     page = html.unescape((run / "report/report.html").read_text())
@@ -61,6 +75,6 @@ def test_the_whole_spine(tmp_path: Path, recipes: Path, monkeypatch: pytest.Monk
     assert f"stretto serve {run / 'post/online/checkpoint'}" in page
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*.safetensors")}
     (run / "report/report.html").unlink()
-    demo_command(run)  # all but that is done
+    demo_command(run, post=True)  # all but that is done
     assert (run / "report/report.html").is_file()
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*.safetensors")}
