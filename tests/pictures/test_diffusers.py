@@ -19,15 +19,13 @@ from stretto.base.errors import UserError
 from stretto.pictures.agent import painted
 from stretto.pictures.backend import Control, Lora, PaintRequest
 from stretto.pictures.diffusers import Diffusers
-from stretto.pictures.painter import Recipe, build
 from stretto.pictures.verify import Verdict
 from stretto.tasks.shapes.ledger import Ledger, Unkept, read
-
-PROMPTS = ("A red circle.", "Two blue squares.")
+from tests.pictures.tiny_pipeline import build
 
 
 def pipeline(dim: int):
-    made = build(Recipe(dim=dim, layers=1), PROMPTS)
+    made = build(dim)
     torch.nn.init.normal_(made.transformer.final_linear.weight, std=0.1)
     torch.nn.init.normal_(made.transformer.adaLN_modulation[-1].weight, std=0.1)
     torch.nn.init.normal_(made.transformer.adaLN_modulation[-1].bias, std=0.5)
@@ -36,8 +34,8 @@ def pipeline(dim: int):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("painter")
-    pipeline(64).save_pretrained(place / "pipeline")
+    place = tmp_path_factory.mktemp("diffusers")
+    pipeline(64).save_pretrained(place)
     return place
 
 
@@ -125,7 +123,7 @@ def test_what_cannot_be_is_refused_in_a_line(backend: Diffusers, folder: Path, t
     with pytest.raises(UserError, match=r"model_index.json: no such file; name the folder"):
         Diffusers(tmp_path)
     torn = tmp_path / "torn"
-    shutil.copytree(folder / "pipeline", torn)
+    shutil.copytree(folder, torn)
     weights = torn / "transformer/diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:500])
     with pytest.raises(UserError, match=r"torn: not loadable .*; is the folder whole\?"):
