@@ -49,7 +49,7 @@ PROMPTS = ("def read_", "Question: ")
 NUM_NEW_TOKENS = 48
 MAX_CODE_CHARS, MAX_EXERCISE_CHARS = 4_000_000, 2_000_000
 """Characters of text per domain: about what pre-training reads once."""
-EXCERPT_CHARS = 44
+EXCERPT_CHARS = 38
 LIMITS = Limits(max_total=0.36, max_active=0.55)
 SEARCH_HEAL_STEPS = 8
 """Enough to rank candidates whose losses are close. The chosen one is healed fully afterwards."""
@@ -168,7 +168,7 @@ def _text_table(documents: Sequence[Document]) -> Table:
     rows = []
     for domain in dict.fromkeys(document.domain for document in documents):
         texts = [document.text for document in documents if document.domain == domain]
-        excerpt = " ".join(texts[len(texts) // 2].split())[:EXCERPT_CHARS]
+        excerpt = " ".join(texts[len(texts) // 2].split())[:EXCERPT_CHARS] + "…"
         num_chars = sum(map(len, texts))
         rows.append((Cell(domain), Cell(excerpt), Cell(f"{len(texts):,}", len(texts)), Cell(si(num_chars), num_chars)))
     return Table("Text", ("Domain", "Excerpt", "Documents", "Characters"), tuple(rows), num_words=2)

@@ -18,17 +18,18 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import count as numbers
 from pathlib import Path
 from typing import Any
 
 import rich
+import rich.table
 from pydantic import Field
-from rich.table import Column, Table
 
 from stretto.base.config import Config, differences, read_recipe, validate
 from stretto.base.errors import UserError, nearest
-from stretto.base.numbers import duration, listed, short, si
+from stretto.base.numbers import durations_alike, listed, short, si, si_alike
 from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, read_json, write_json
 from stretto.base.records import LINEAGE_FILE, Receipt, read_lineage
 from stretto.base.track import read_metrics
@@ -37,6 +38,7 @@ from stretto.learning.recipe import LAYOUT, START, RlRecipe
 from stretto.model.checkpoint import known_hash, read_config
 from stretto.model.spec import ModelConfig, count
 from stretto.post.pipeline import MODEL, RECIPE, STAGES, PipelineRecipe, Step, plan
+from stretto.report.page import NOTHING, Cell, Table, in_columns
 from stretto.train.recipe import SftRecipe
 from stretto.train.step import NonFiniteError
 
@@ -314,8 +316,8 @@ def _print_plan(pipeline: Pipeline, steps: Sequence[Step], first: str | None, pr
     """Each command, and what it will cost where that can be known: at the pace of what has run before."""
     console, network, pace = rich.get_console(), _network(pipeline), _pace(pipeline)
     per_token = 0 if network is None else count(network, network.full()).forward_flops(1, 1)
-    name = Column("step", no_wrap=True)
-    table = Table(name, "state", "tokens, at most", "FLOPs, about", "hours, about", "cost, about")
+    name = rich.table.Column("step", no_wrap=True)
+    table = rich.table.Table(name, "state", "tokens, at most", "FLOPs, about", "hours, about", "cost, about")
     total_tokens, total_flops = 0, 0
     for step in steps:
         is_again = first is not None and STAGES.index(step.stage) >= STAGES.index(first)
@@ -368,14 +370,19 @@ def _receipts(pipeline: Pipeline) -> Iterator[tuple[Step, Receipt]]:
 
 def _result_table(pipeline: Pipeline) -> Table:
     """What each step did and cost."""
-    columns = ("tokens", "FLOPs", "time", "nats a token from its start", "checkpoint")
-    table, moved = Table(Column("step", no_wrap=True), *columns, title=str(pipeline.folder)), _moved(pipeline)
-    for step, receipt in _receipts(pipeline):
-        cells = (
-            f"{receipt.tokens:,}",
-            si(receipt.flops),
-            duration(receipt.wall_s),
-            short(moved[step.name]) if step.name in moved else "",
+    moved = _moved(pipeline)
+    rows = tuple(
+        (
+            Cell(step.name),
+            Cell("", receipt.tokens),
+            Cell("", receipt.flops),
+            Cell("", receipt.wall_s),
+            Cell(short(moved[step.name])) if step.name in moved else NOTHING,
+            Cell(str(pipeline.place(step.name))),
         )
-        table.add_row(step.name, *cells, str(pipeline.place(step.name)))
-    return table
+        for step, receipt in _receipts(pipeline)
+    )
+    forms = None, si_alike, partial(si_alike, unit="FLOPs"), durations_alike
+    columns = ("Step", "Tokens", "FLOPs", "Time", "KL from its start", "Checkpoint")
+    note = "KL in nats per token."
+    return Table("Post-training", columns, in_columns(rows, *forms), note=note)

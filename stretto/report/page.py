@@ -77,30 +77,49 @@ class Table:
     """Columns that a narrow console leaves out, the first one first; then it leaves out the last ones."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """As rich prints it: with as many columns as fit without a broken word."""
+        """As rich prints it. On a console that is too narrow, wide notes are left out first, then columns: nothing is broken."""
         kept, leaving = list(range(len(self.columns))), self._leaving()
-        while leaving and 1 + sum(self._least_width(place) + 3 for place in kept) > options.max_width:
+        has_notes = not self._has_wide_notes() or self._width(kept, True) <= options.max_width
+        while leaving and self._width(kept, has_notes) > options.max_width:
             kept.remove(leaving.pop(0))
         left_out = [self.columns[place] for place in range(len(self.columns)) if place not in kept]
+        if not has_notes:
+            left_out.insert(0, "the smaller figures")
         notes = [self.note] if self.note else []
-        notes += [f"Left out on this narrow console, and in the report: {', '.join(left_out)}."] if left_out else []
-        yield self._shown(kept, " ".join(notes))
+        notes += [f"Left out on this narrow console: {', '.join(left_out)}."] if left_out else []
+        yield self._shown(kept, has_notes, " ".join(notes))
 
     def _leaving(self) -> list[int]:
         """Places of the columns that may be left out, the first to go first."""
         named = [self.columns.index(name) for name in self.optional]
         return named + [place for place in reversed(range(self.num_words, len(self.columns))) if place not in named]
 
-    def _least_width(self, place: int) -> int:
+    def _cells(self, place: int) -> list[Cell]:
+        return [row[place] for row in (*self.rows, *self.totals)]
+
+    def _has_wide_notes(self) -> bool:
+        """Whether there are notes that make a column of numbers wider than its numbers do."""
+        for place in range(self.num_words, len(self.columns)):
+            cells = self._cells(place)
+            widest = max(map(cell_len, (self.columns[place], *(cell.text for cell in cells))))
+            if any(cell_len(cell.note) > widest for cell in cells):
+                return True
+        return False
+
+    def _width(self, kept: Sequence[int], has_notes: bool) -> int:
+        return 1 + sum(self._least_width(place, has_notes) + 3 for place in kept)
+
+    def _least_width(self, place: int, has_notes: bool) -> int:
         """Characters of a column: numbers and headings stand on one line, words may take several."""
-        cells = [row[place] for row in (*self.rows, *self.totals)]
-        texts = [self.columns[place], *(text for cell in cells for text in (cell.text, cell.note))]
+        shows_notes = has_notes or place < self.num_words
+        cells = self._cells(place)
+        texts = [self.columns[place], *(cell.text for cell in cells), *(cell.note for cell in cells if shows_notes)]
         longest = max(map(cell_len, texts))
         if place >= self.num_words:
             return longest
         return max(min(longest, WORDS_WIDTH), *(cell_len(word) for text in texts for word in (text.split() or [""])))
 
-    def _shown(self, kept: Sequence[int], caption: str) -> rich.table.Table:
+    def _shown(self, kept: Sequence[int], has_notes: bool, caption: str) -> rich.table.Table:
         # Names are text, never markup.
         shown = rich.table.Table(
             title=Text(self.title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD,
@@ -109,14 +128,14 @@ class Table:
         for place in kept:
             is_words = place < self.num_words
             look: dict[str, Any] = (
-                {"min_width": self._least_width(place)} if is_words else {"justify": "right", "no_wrap": True}
+                {"min_width": self._least_width(place, has_notes)}
+                if is_words
+                else {"justify": "right", "no_wrap": True}
             )
             shown.add_column(Text(self.columns[place]), overflow="fold", **look)
         for rows, style in ((self.rows, ""), (self.totals, "bold")):
             for row in rows:
-                cells = [row[place] for place in kept]
-                texts = (Text.assemble(cell.text, (f"\n{cell.note}" if cell.note else "", "dim")) for cell in cells)
-                shown.add_row(*texts, style=style)
+                shown.add_row(*(_text(row[place], has_notes or place < self.num_words) for place in kept), style=style)
             shown.add_section()
         return shown
 
@@ -139,6 +158,10 @@ class Table:
 
 def _small(note: str) -> str:
     return f"<br><small>{escape(note)}</small>" if note else ""
+
+
+def _text(cell: Cell, has_note: bool) -> Text:
+    return Text.assemble(cell.text, (f"\n{cell.note}" if cell.note and has_note else "", "dim"))
 
 
 @dataclass(frozen=True, slots=True)

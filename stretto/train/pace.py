@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from stretto.base.config import Config
-from stretto.base.numbers import short
+from stretto.base.numbers import counted, short
 from stretto.base.track import say
 from stretto.model.parallel import Ranks
 from stretto.model.spec import ModelConfig, extracted_config, fixed_layers
@@ -85,7 +85,7 @@ def find_pace(
     batch = next_batch()
     whole, num_tokens = batch.ids_BT.numel(), _part(batch, max(foretold, FEW_TOKENS)).ids_BT.numel()
     if num_tokens < whole and ranks.is_first:
-        say(f"train.dtype {choice}: timing {num_tokens:,} of a micro-batch's {whole:,} tokens, some ten seconds")
+        say(f"timing the first {num_tokens:,} of a micro-batch's {whole:,} tokens, about ten seconds")
 
     def seconds(dtype: str) -> float:
         return seconds_of(lambda: work(dtype, num_tokens))
@@ -97,11 +97,10 @@ def find_pace(
     over_ranks = ranks.sum(torch.tensor(list(by_dtype.values()), dtype=torch.float64)).tolist()
     chosen = "bfloat16" if others and over_ranks[0] > MARGIN * over_ranks[1] else first
     if ranks.is_first:
-        rates = [f"{dtype} {short(num_tokens / each)}" for dtype, each in by_dtype.items()]
+        rates = [f"{dtype} {short(num_tokens / each)}" for dtype, each in by_dtype.items()] if others else []
         if len(by_threads) > 1:
-            rates += [f"{num} threads {short(num_tokens / each)}" for num, each in by_threads.items()]
-        found = f"{', '.join(rates)} tokens/s forward and backward"
-        say(f"train.dtype {choice}: {found}; taking {chosen}, {num_threads} threads")
+            rates += [f"{counted(num, 'thread')} {short(num_tokens / each)}" for num, each in by_threads.items()]
+        say(f"forward and backward, tokens/s: {', '.join(rates)}; using {chosen}, {counted(num_threads, 'thread')}")
     return Pace(dtype=chosen, num_threads=num_threads)
 
 

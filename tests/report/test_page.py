@@ -35,11 +35,11 @@ def test_the_optional_column_is_left_out_first_and_named() -> None:
     assert "KV" in shown(80) and "Left out" not in shown(80)
     narrow = " ".join(shown(50).split())
     assert "Healed" in narrow and "768 B" not in narrow
-    assert "Left out on this narrow console, and in the report: KV." in narrow
+    assert "Left out on this narrow console: KV." in narrow
 
 
 def test_the_last_columns_follow() -> None:
-    assert "in the report: KV, Zero-shot, Healed." in " ".join(shown(30).split())
+    assert "console: KV, Zero-shot, Healed." in " ".join(shown(30).split())
 
 
 def test_a_form_reads_the_numbers_of_a_column_alone() -> None:
@@ -47,3 +47,11 @@ def test_a_form_reads_the_numbers_of_a_column_alone() -> None:
     found = in_columns(rows, None, lambda values: [f"{value / max(values):.1f}" for value in values])
     assert [row[1].text for row in found] == ["1.0", "–", "0.0"] and [row[0].text for row in found] == ["a", "b", "c"]
     assert found[0][1].value == 1500.0
+
+
+def test_wide_notes_are_left_out_before_columns() -> None:
+    rows = tuple((Cell(name), *[Cell("48 %", 0.48, "+1.6 (−4.3 … +7.4)")] * 4) for name in ("sums", "products"))
+    file = StringIO()
+    Console(width=60, file=file).print(Table("Domains", ("Domain", "sft", "distill", "online", "teacher"), rows))
+    text = " ".join(file.getvalue().split())
+    assert "teacher" in text and "…" not in text and "Left out on this narrow console: the smaller figures." in text
