@@ -1,6 +1,6 @@
 """The house rules that a machine can check: what the documents show against the disk, layers, light imports.
 
-``REWRITE_DOCS=1 pytest tests/test_house.py`` rewrites the generated blocks of README and docs/ instead of comparing them.
+``REWRITE_DOCS=1 pytest tests/test_house.py`` rewrites the generated blocks of docs/ instead of comparing them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import grimp
+import pytest
+import typer.main
 
+from stretto.cli import main
 from stretto.model.families import TABLES
 
 SIZES = ("num_experts", "top_k", "expert_intermediate_size", "top_groups")
 """Of networks, not of families."""
 ROOT = Path(__file__).resolve().parents[1]
-README, ARCHITECTURE = ROOT / "README.md", ROOT / "docs/ARCHITECTURE.md"
+COMMANDS, ARCHITECTURE = ROOT / "docs/COMMANDS.md", ROOT / "docs/ARCHITECTURE.md"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 MOST_FILES = 16
@@ -62,14 +66,25 @@ def parse(path: Path) -> ast.Module:
         gc.enable()
 
 
-def test_readme_shows_the_rooms() -> None:
+def test_the_architecture_shows_the_rooms() -> None:
     rooms = {name: first_line(ROOT / "stretto" / name / "__init__.py") for name in layers()}
     width = max(map(len, rooms))
-    check_block(README, "rooms", [f"{name:<{width}}  {line}" for name, line in rooms.items()])
+    check_block(ARCHITECTURE, "rooms", [f"{name:<{width}}  {line}" for name, line in rooms.items()])
 
 
-def test_readme_shows_the_commands() -> None:
-    check_block(README, "commands", command_lines())
+def test_the_reference_shows_every_command() -> None:
+    check_block(COMMANDS, "commands", command_lines(), fence="")
+
+
+def test_help_shows_every_word_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written in the source is what ``--help`` shows: nothing is read as markup, and nothing is cut."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for usage, command in commands():
+        shown = command.get_help(command.make_context(usage, [], resilient_parsing=True))
+        assert max(map(len, shown.splitlines())) <= 80, usage
+        words = re.sub(r"\s|-", "", shown)  # lines are broken at spaces and hyphens
+        for text in (command.help, *(each.help for each in command.params if getattr(each, "help", None))):
+            assert re.sub(r"\s|-", "", inspect.cleandoc(text or "")) in words, (usage, text)
 
 
 def test_the_architecture_shows_the_files() -> None:
@@ -100,9 +115,9 @@ def test_imports_form_no_circle() -> None:
     order.prepare()  # raises CycleError with the circle
 
 
-def check_block(path: Path, name: str, lines: Iterable[str]) -> None:
+def check_block(path: Path, name: str, lines: Iterable[str], fence: str = "```") -> None:
     """Compare (or rewrite) what stands between the two marks of ``name`` in ``path``."""
-    text, expected = path.read_text(encoding="utf-8"), "\n".join(["```", *lines, "```"])
+    text, expected = path.read_text(encoding="utf-8"), "\n".join([fence, *lines, fence])
     begin, end = f"<!-- {name}: generated -->\n", f"\n<!-- {name}: end -->"
     assert text.count(begin) == text.count(end) == 1, f"{path} needs one block marked {begin.strip()}"
     before, rest = text.split(begin)
@@ -169,23 +184,29 @@ def test_every_file_is_in_a_layer() -> None:
     )
 
 
+def commands() -> Iterator[tuple[str, Any]]:
+    """Every command by its usage, in the order of ``stretto --help``; those of a group after it."""
+    group: Any = typer.main.get_command(main.app)
+    for name, command in group.commands.items():
+        inner = getattr(command, "commands", {})
+        yield from ((f"stretto {name} {each}", found) for each, found in inner.items())
+        if not inner:
+            yield f"stretto {name}", command
+
+
 def command_lines() -> Iterator[str]:
-    """Every command with its arguments and the first line of its help, in the order of ``stretto --help``."""
-    import typer
-
-    from stretto.cli import main as cli
-
-    group = typer.main.get_command(cli.app)
-    rows = []
-    for name, command in group.commands.items():  # type: ignore[attr-defined]
-        if not command.hidden:
-            arguments = [each.name.upper() for each in command.params if each.param_type_name == "argument"]
-            help_text = inspect.cleandoc(command.help or "")
-            assert help_text, f"stretto {name} has no help"
-            rows.append((" ".join(["stretto", name, *arguments]), help_text.splitlines()[0].removesuffix(".")))
-    width = max(len(usage) for usage, _ in rows)
-    for usage, text in rows:
-        yield f"{usage:<{width}}  {text}"
+    """A section for each command: what it does, and a table of its arguments and options."""
+    for usage, command in commands():
+        arguments = [each for each in command.params if each.param_type_name == "argument"]
+        assert command.help, f"{usage} has no help"
+        yield from (f"## {usage}", "", *inspect.cleandoc(command.help).splitlines(), "")
+        yield from ("| argument or option | meaning | default |", "|---|---|---|")
+        for each in command.params:
+            name = each.name.upper() if each in arguments else ", ".join([*each.opts, *each.secondary_opts])
+            default = each.default if each.default not in (None, (), [], False) and not each.required else ""
+            meaning = " ".join((each.help or "").split()).replace("|", "\\|")
+            yield f"| `{name}` | {meaning} | {default if not callable(default) else ''} |"
+        yield ""
 
 
 def test_no_import_of_our_own_hides_in_a_function() -> None:
