@@ -49,24 +49,10 @@ def sft(
 
     Reads a checkpoint and conversations; writes a run folder.
     """
+    options = locals()
     from stretto.api import post
 
-    made = post.sft(
-        recipe,
-        model,
-        data,
-        out,
-        val=val,
-        val_fraction=val_fraction,
-        lora=lora,
-        adapter=adapter,
-        keep_adapter=keep_adapter,
-        steps=steps,
-        settings=settings,
-        resume=resume,
-        device=device,
-        wandb=wandb,
-    )
+    made = post.sft(**options)
     hint = f"stretto report {made.source}; " if data else ""
     say(f"checkpoint: {made.folder}\nnext: {hint}stretto chat {made.source}")
 
@@ -160,26 +146,10 @@ def evaluate(
 
     Reads a run or checkpoint; writes evaluation.json, every answer, and a report.
     """
+    options = locals()
     from stretto.api import post
 
-    post.evaluate(
-        source,
-        suite,
-        out,
-        subnet=subnet,
-        presets=presets,
-        judge=judge,
-        human=human,
-        right=right,
-        device=device,
-        samples=samples,
-        limit=limit,
-        temperature=temperature,
-        baselines=baselines,
-        embed=embed,
-        seed=seed,
-        max_batch=max_batch,
-    )
+    post.evaluate(options.pop("source"), options.pop("suite"), **options)
 
 
 def compare(
@@ -211,20 +181,10 @@ def compare(
 
     Reads evaluations, or makes them; writes comparison.json and a report.
     """
+    options = locals()
     from stretto.api import post
 
-    post.compare(
-        models,
-        out,
-        suites=suite,
-        teachers=teacher,
-        reference=reference,
-        battle=battle,
-        device=device,
-        samples=samples,
-        limit=limit,
-        max_batch=max_batch,
-    )
+    post.compare(suites=options.pop("suite"), teachers=options.pop("teacher"), **options)
 
 
 def online(
@@ -282,20 +242,11 @@ def distill(
 
     Reads a recipe, the student and teachers; writes a run folder as stretto rl does.
     """
+    options = locals()
     from stretto.api import post
 
-    folder = out or Path("runs") / recipe.stem
-    post.distill(
-        recipe,
-        model,
-        folder,
-        teachers=teacher,
-        subnet=subnet,
-        settings=settings,
-        resume=resume,
-        device=device,
-        wandb=wandb,
-    )
+    options["out"] = out or Path("runs") / recipe.stem
+    post.distill(teachers=options.pop("teacher"), **options)
 
 
 def run(
@@ -324,16 +275,7 @@ def run(
 
     Reads a pipeline recipe; writes a folder per stage. Started again, it resumes.
     """
+    options = locals()
     from stretto.api import post
 
-    post.run(
-        recipe,
-        model,
-        out,
-        first=first,
-        until=until,
-        dry_run=dry_run,
-        price=price,
-        settings=settings,
-        device=device,
-    )
+    post.run(**options)

@@ -56,28 +56,16 @@ def pretrain(
 
     Reads a recipe and text; writes a run folder with token shards, snapshots, metrics and a checkpoint.
     """
+    options = locals()
     from stretto.base.config import overriding, read_recipe
     from stretto.train.recipe import Recipe as PretrainRecipe
 
-    told = overriding(settings, {"train.steps": steps})
-    is_whole = origin is None and not resume  # else a part of it comes from the network that is continued
-    parsed = read_recipe(recipe, PretrainRecipe, told) if is_whole else recipe  # refused before torch is imported
+    if origin is None and not resume:  # else a part of it comes from the network that is continued
+        # a bad recipe is refused before torch is imported
+        options["recipe"] = read_recipe(recipe, PretrainRecipe, overriding(settings, {"train.steps": steps}))
     from stretto.api import stages
 
-    made = stages.pretrain(
-        parsed,
-        data,
-        out or Path("runs") / recipe.stem,
-        val=val,
-        val_fraction=val_fraction,
-        text_field=text_field,
-        tokenizer=tokenizer,
-        origin=origin,
-        settings=told,
-        resume=resume,
-        device=device,
-        wandb=wandb,
-    )
+    made = stages.pretrain(**options | {"out": out or Path("runs") / recipe.stem})
     _say_next(made.source)
 
 
@@ -141,24 +129,10 @@ def adopt(
 
     Weights are streamed, so the checkpoint may be larger than memory. Writes a run folder.
     """
+    options = locals()
     from stretto.api import stages
 
-    made = stages.adopt(
-        source,
-        out,
-        experts=experts,
-        top_k=top_k,
-        method=method,
-        shared=shared,
-        parent_flops=parent_flops,
-        parent_tokens=parent_tokens,
-        dtype=dtype,
-        order=order,
-        layer_order=layer_order,
-        calibration=calibration,
-        calibration_tokens=calibration_tokens,
-        text_field=text_field,
-    )
+    made = stages.adopt(**options)
     for name, subnet in made.subnets.items():
         say(f"{name}: {subnet.label()}")
     say(f"checkpoint: {made.folder}\nnext: stretto chat {out}; stretto elasticize {out} --data …; stretto search {out}")
@@ -203,25 +177,15 @@ def elasticize(
 
     Reads a run or checkpoint and text; writes a run folder, or trains an adopted run in place.
     """
+    options = locals()
     from stretto.base.config import overriding, read_recipe
     from stretto.train.recipe import ElasticizeRecipe
 
     told = {"trainable": trainable, "cached_logits": cache_logits, "train.steps": steps}
-    parsed = read_recipe(recipe, ElasticizeRecipe, overriding(settings, told))
+    options["recipe"] = read_recipe(recipe, ElasticizeRecipe, overriding(settings, told))
     from stretto.api import stages
 
-    made = stages.elasticize(
-        source,
-        data,
-        out,
-        recipe=parsed,
-        teacher=teacher,
-        val=val,
-        val_fraction=val_fraction,
-        text_field=text_field,
-        resume=resume,
-        device=device,
-    )
+    made = stages.elasticize(**options)
     _say_next(made.source)
 
 
@@ -306,25 +270,11 @@ def search(
 
     Reads a run; writes search.json into it.
     """
+    limits = locals()
     from stretto.api import stages
     from stretto.subnets.search import SearchOptions
 
-    found = stages.search(
-        run,
-        data,
-        max_total=max_total,
-        max_active=max_active,
-        max_latency_ms=max_latency_ms,
-        heal_steps=heal_steps,
-        heal_recipe=heal_recipe,
-        nested=nested,
-        per_layer=per_layer,
-        val=val,
-        val_fraction=val_fraction,
-        text_field=text_field,
-        options=SearchOptions(seed=seed),
-        device=device,
-    )
+    found = stages.search(limits.pop("run"), options=SearchOptions(seed=limits.pop("seed")), **limits)
     for line in found.result.summary():
         say(line)
     say(f"next: stretto extract {run} --subnet best -o OUT")
@@ -371,24 +321,14 @@ def heal(
 
     Reads the checkpoint and text; writes a checkpoint folder, and the run's files to OUT.run.
     """
+    options = locals()
     from stretto.base.config import overriding, read_recipe
     from stretto.train.recipe import HealRecipe
 
-    parsed = read_recipe(recipe, HealRecipe, overriding(settings, {"train.steps": steps}))
+    options["recipe"] = read_recipe(recipe, HealRecipe, overriding(settings, {"train.steps": steps}))
     from stretto.api import stages
 
-    made = stages.heal(
-        source,
-        data,
-        out,
-        recipe=parsed,
-        teacher=teacher,
-        val=val,
-        val_fraction=val_fraction,
-        text_field=text_field,
-        resume=resume,
-        device=device,
-    )
+    made = stages.heal(options.pop("source"), **options)
     say(f"checkpoint: {made.folder}")
 
 

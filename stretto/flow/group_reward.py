@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from stretto.base.trajectory import Outcome, Verdict
 from stretto.learning.recipe import RewardConfig
-from stretto.text.similar import clusters_N, copied, distinct, similarity_NN, spoken, words
+from stretto.tasks.task import spoken
+from stretto.text.similar import clusters_N, copied, distinct, similarity_NN, words
 
 _MOST_CONTRAST = 4.0
 """What one answer that has nothing to do with the others gains at most."""

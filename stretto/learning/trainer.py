@@ -48,7 +48,7 @@ from stretto.learning.recipe import ADVANTAGES, SNAPSHOTS, WEIGHTS, DistillConfi
 from stretto.learning.samples import load_group, packed_bytes
 from stretto.learning.teachers import chosen, give_lessons, open_teachers
 from stretto.learning.weights import is_quantised, pack_state, publish, retire
-from stretto.model.checkpoint import Checkpoint, read_checkpoint, weights_hash
+from stretto.model.checkpoint import Checkpoint, known_hash, read_checkpoint
 from stretto.model.elastic import load_balance
 from stretto.model.parallel import Ranks, device_name, full_state, join, spread
 from stretto.model.spec import Subnet, count
@@ -162,7 +162,7 @@ class TrainerRole:
         folders |= {name: checkpoint_folder(folder) for name, folder in recipe.teachers.items()}
         self._teachers = {name: self._teacher(name, folder) for name, folder in folders.items()}
         self._snapshots = Snapshots(self._run / SNAPSHOTS, train.keep_snapshots)
-        self._data_hash = weights_hash(self._start)
+        self._data_hash = known_hash(self._start)
         self._scorers = open_teachers(recipe, self._start, self._ranks, self._arithmetic)
         self._progress: dict[str, Progress] = {}
         """Of the sources that have come up, where there are teachers."""

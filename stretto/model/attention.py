@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from stretto.model.spec import ModelConfig
+from stretto.model.spec import ModelConfig, RopeScaling
 from stretto.ops.operators import ORDINARY, Operators, causal_mask, document_mask, rotate, window_mask
 
 
@@ -57,12 +57,7 @@ def rotary_frequencies(config: ModelConfig, device: torch.device | str) -> Tenso
         return plain_R / rope.factor
     assert rope.original_positions is not None
     if rope.kind == "llama3":
-        low, high = rope.low_freq_factor, rope.high_freq_factor
-        turns_R = rope.original_positions / (2 * math.pi / plain_R)
-        smooth_R = (turns_R - low) / (high - low)
-        between_R = (1 - smooth_R) * plain_R / rope.factor + smooth_R * plain_R
-        stretched_R = torch.where(turns_R < low, plain_R / rope.factor, between_R)
-        return torch.where(turns_R > high, plain_R, stretched_R)
+        return llama3_frequencies(plain_R, rope)
     # yarn: pairs that turn often within the first training's positions stay, slow ones are stretched, a ramp lies between
     low, high = (
         num * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -74,6 +69,17 @@ def rotary_frequencies(config: ModelConfig, device: torch.device | str) -> Tenso
     ramp_R = (torch.arange(num // 2, dtype=torch.float32, device=device) - low) / ((high - low) or 0.001)
     kept_R = 1 - ramp_R.clamp(0, 1)
     return 1.0 / (rope.factor * theta**exponent_R) * (1 - kept_R) + plain_R * kept_R
+
+
+def llama3_frequencies(plain_R: Tensor, rope: RopeScaling) -> Tensor:
+    """Llama 3's scaling of frequencies: slow ones are divided by ``rope.factor``, fast ones stay, a ramp lies between."""
+    assert rope.original_positions is not None
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    turns_R = rope.original_positions / (2 * math.pi / plain_R)
+    smooth_R = (turns_R - low) / (high - low)
+    between_R = (1 - smooth_R) * plain_R / rope.factor + smooth_R * plain_R
+    stretched_R = torch.where(turns_R < low, plain_R / rope.factor, between_R)
+    return torch.where(turns_R > high, plain_R, stretched_R)
 
 
 class Attention(nn.Module):

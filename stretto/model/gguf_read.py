@@ -8,7 +8,6 @@ Shape letters: E experts, R rotated pairs.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -25,6 +24,7 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from stretto.base.errors import UserError, one_line
+from stretto.model.attention import llama3_frequencies
 from stretto.model.gguf_names import (
     ARCHITECTURES,
     EMBEDDING,
@@ -39,6 +39,7 @@ from stretto.model.gguf_names import (
     architecture_of,
 )
 from stretto.model.gguf_tokenizer import rebuild_tokenizer
+from stretto.model.spec import RopeScaling
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
 
 SUFFIX = ".gguf"
@@ -64,11 +65,9 @@ _MOST_STRINGS, _MOST_TENSORS = 1 << 20, 1 << 17
 
 def llama3_factors(theta: float, count: int, factor: float) -> Tensor:
     """What Llama 3's scaling divides ``count`` rotary frequencies by: slow ones by ``factor``, fast ones by 1."""
-    exponents_R = torch.arange(count, dtype=torch.float64) / count
-    turns_R = LLAMA3["original_max_position_embeddings"] / (2 * math.pi * theta**exponents_R)
-    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
-    kept_R = ((turns_R - low) / (high - low)).clamp(0, 1)  # share of a frequency that stays as it is
-    return 1 / ((1 - kept_R) / factor + kept_R)
+    plain_R = theta ** -(torch.arange(count, dtype=torch.float64) / count)
+    rope = RopeScaling(kind="llama3", factor=factor, original_positions=int(LLAMA3["original_max_position_embeddings"]))
+    return plain_R / llama3_frequencies(plain_R, rope)
 
 
 def gguf_file(path: Path | str) -> Path | None:

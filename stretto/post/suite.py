@@ -58,8 +58,8 @@ from stretto.model.spec import Counts, Subnet, count
 from stretto.runtime.runtime import to_end
 from stretto.tasks.math import as_number
 from stretto.tasks.session import schemas
-from stretto.tasks.task import FIRST_REPORTED, Found, Problem, TaskSource
-from stretto.text.similar import similarity_NN, spoken
+from stretto.tasks.task import FIRST_REPORTED, Found, Problem, TaskSource, spoken
+from stretto.text.similar import similarity_NN
 from stretto.text.tokenizer import load_tokenizer
 
 ASKED_FILE, SAMPLES_FILE, RESULT_FILE = "asked.json", "samples.jsonl", "eval.json"

@@ -13,8 +13,8 @@ from pydantic import Field, model_validator
 
 from stretto.base.config import Config
 from stretto.base.trajectory import Outcome
-from stretto.tasks.task import Answer, Problem, Score, TaskSource
-from stretto.text.similar import spoken, words
+from stretto.tasks.task import Answer, Problem, Score, TaskSource, spoken
+from stretto.text.similar import words
 
 _QUOTED = re.compile(r"[\"“«][^\"”»]*[\"”»]|(?<!\w)['‘][^'’]*['’](?!\w)")
 _FIRST: Final = frozenset(("i", "me", "my", "mine", "myself", "we", "us", "our", "ours", "ourselves"))

@@ -29,6 +29,7 @@ from stretto.tasks.task import (
     TaskSource,
     find_answer,
     read_records,
+    spoken,
     write_answer,
 )
 
@@ -132,7 +133,7 @@ def chosen_letter(text: str, form: AnswerFormat, options: Sequence[str]) -> str 
     elif folded.count(found.text.casefold()) == 1:
         letter = LETTERS[folded.index(found.text.casefold())]
     else:
-        said = _SAID.findall(text.rpartition("</think>")[2])
+        said = _SAID.findall(spoken(text))
         letter = said[-1] if said else ""
     return letter if letter and letter in LETTERS[: len(options)] else None
 

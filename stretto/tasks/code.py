@@ -25,7 +25,7 @@ from pydantic import Field
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
-from stretto.tasks.task import Answer, Problem, Range, Score, TaskSource, read_records
+from stretto.tasks.task import Answer, Problem, Range, Score, TaskSource, read_records, without_thoughts
 
 _BUILTIN = Path(__file__).with_name("builtin.jsonl")
 """Enough to try a run with nothing downloaded."""
@@ -140,7 +140,7 @@ class CodeSource(TaskSource):
 
 def find_code(text: str) -> tuple[str, bool]:
     """The program in ``text``, and whether a fence marked it."""
-    text = text.rpartition("</think>")[2]
+    text = without_thoughts(text)
     blocks = _FENCED.findall(text)
     return (blocks[-1], True) if blocks else (text, False)
 

@@ -34,8 +34,8 @@ from stretto.base.errors import UserError, one_line
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.briefs import Constraints
-from stretto.tasks.task import Answer, Problem, Range, Score, TaskSource, read_records
-from stretto.text.similar import compression, distinct, spoken, words
+from stretto.tasks.task import Answer, Problem, Range, Score, TaskSource, read_records, spoken
+from stretto.text.similar import compression, distinct, words
 
 _BUILTIN = Path(__file__).with_name("prompts.jsonl")
 """Enough to try a run with nothing downloaded."""
@@ -296,7 +296,7 @@ def read_question(asked: str) -> Question | None:
 
 def _last(said: str, word: str) -> str | None:
     """What stands behind ``word:`` in the last line that has it, thoughts left out."""
-    found = re.findall(rf"^\W*{word}\W*?:[ *]*(.*?)\W*$", said.rpartition("</think>")[2], re.MULTILINE | re.IGNORECASE)
+    found = re.findall(rf"^\W*{word}\W*?:[ *]*(.*?)\W*$", spoken(said), re.MULTILINE | re.IGNORECASE)
     return found[-1].upper() if found else None
 
 

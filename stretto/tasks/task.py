@@ -395,9 +395,19 @@ def write_answer(answer: str, form: AnswerFormat) -> str:
     return {"tags": f"<answer>{answer}</answer>", "boxed": f"\\boxed{{{answer}}}"}.get(form, answer)
 
 
+def without_thoughts(text: str) -> str:
+    """A completion without the reasoning before the answer."""
+    return text.rpartition("</think>")[2]
+
+
+def spoken(text: str) -> str:
+    """An answer as the reader sees it: `without_thoughts`, and without white space around it."""
+    return without_thoughts(text).strip()
+
+
 def find_answer(text: str, form: AnswerFormat) -> Found:
     """The answer in ``text`` by the rules of `AnswerFormat`."""
-    text = text.rpartition("</think>")[2].strip()
+    text = spoken(text)
     last_line = text.rpartition("\n")[2]
     marked: str | None = text if form == "plain" else last_line
     if form == "tags":

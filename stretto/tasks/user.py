@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import Field
 
 from stretto.base.endpoint import Chat, ChatConfig, Unanswered
+from stretto.tasks.task import spoken
 
 STOP = "###STOP###"
 """Written by the model that plays a user where the user has nothing more to say, as in tau-bench."""
@@ -47,10 +48,10 @@ class ModelUser:
         """
         said = [{"role": "system", "content": f"{_RULES}\n\n{about}"}, {"role": "user", "content": _OPENING}]
         for message in messages:
-            text = str(message.get("content") or "").rpartition("</think>")[2].strip()
+            text = spoken(str(message.get("content") or ""))
             if message["role"] in ("user", "assistant") and text:
                 said.append({"role": "user" if message["role"] == "assistant" else "assistant", "content": text})
-        text = self._chat.said(said, time.monotonic() + self._config.reply_s).rpartition("</think>")[2].strip()
+        text = spoken(self._chat.said(said, time.monotonic() + self._config.reply_s))
         if not text:
             raise Unanswered(f"the user {self._config.model} at {self._config.url}: an empty answer")
         return None if STOP in text else text

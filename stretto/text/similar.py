@@ -32,11 +32,6 @@ _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
 _LETTERS = 3
 
 
-def spoken(text: str) -> str:
-    """An answer as its reader gets it: without the thoughts before it."""
-    return text.rpartition("</think>")[2].strip()
-
-
 def words(text: str) -> list[str]:
     """Its words in order, without punctuation."""
     return _WORD.findall(text.casefold())

@@ -40,6 +40,7 @@ from stretto.tasks.task import (
     Session,
     find_answer,
     read_records,
+    spoken,
 )
 
 Part = Literal["train", "held_out"]
@@ -198,7 +199,7 @@ class SearchSession(Session):
         gold, opened = self._problem.payload, self.reader.opened
         found = find_answer(answer.text, self._args.format)
         said = _plain(without_citations(found.text))
-        cited = citations(answer.text.rpartition("</think>")[2])
+        cited = citations(spoken(answer.text))
         read = [self.reader.corpus.documents[each] for each in cited if each in opened]
         bearing = supporting(read, said) | (set(gold["documents"]) & set(opened))
         unsupported = [each for each in cited if each not in bearing]
