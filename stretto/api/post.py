@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from stretto.api.evaluate import compare_command, eval_command, harness_command, options, presets_command
 from stretto.api.model import Model, load
 from stretto.api.pipeline import last_result, run_command
@@ -33,7 +31,7 @@ from stretto.post.merge import MergeOptions
 from stretto.post.merge import merge as merge_checkpoints
 from stretto.post.suite import Evaluation, parse_suites, read_evaluation, write_right_answers
 from stretto.report.evals import Comparison, comparison_table, score_bars, score_table, seesaw
-from stretto.report.page import Table
+from stretto.report.page import Plot, Table
 from stretto.report.rl import panels, read_rl_run, reward
 from stretto.train.prepare import TextOptions
 from stretto.train.recipe import SftRecipe
@@ -126,10 +124,10 @@ class RlRun:
         """The trained policy."""
         return load(self.folder)
 
-    def plot(self) -> Figure:
+    def plot(self) -> Plot:
         """Reward over steps, of training and of held-out problems."""
         data = read_rl_run(self.folder)
-        return panels(data, reward(data))
+        return Plot(panels(data, reward(data)))
 
     def __repr__(self) -> str:
         found = self.result
@@ -363,9 +361,9 @@ class Evaluated:
     def table(self) -> Table:
         return score_table(self.result)
 
-    def plot(self) -> Figure:
+    def plot(self) -> Plot:
         """Score of each domain with its 95 % confidence interval, beside the trivial baseline."""
-        return score_bars(self.result)
+        return Plot(score_bars(self.result))
 
     def __repr__(self) -> str:
         return self.table.text()
@@ -385,9 +383,9 @@ class Compared:
     def table(self) -> Table:
         return comparison_table(self.result)
 
-    def plot(self) -> Figure:
+    def plot(self) -> Plot:
         """Difference of every model to the reference, per domain."""
-        return seesaw(self.result)
+        return Plot(seesaw(self.result))
 
     def __repr__(self) -> str:
         return self.table.text()

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from stretto.api.adopt import AdoptOptions, adopt_command, upcycling
 from stretto.api.model import Model, SubnetLike, load
 from stretto.api.search import extract_command, latency_command, parse_limits, search_command
@@ -23,7 +21,7 @@ from stretto.base.config import overriding, read_recipe, validate
 from stretto.base.errors import user_errors
 from stretto.base.paths import RUN_FILE
 from stretto.model.spec import Subnet
-from stretto.report.page import Cell, Table
+from stretto.report.page import Cell, Plot, Table
 from stretto.report.search import candidates
 from stretto.subnets.latency import LatencyTable
 from stretto.subnets.search import SearchOptions, SearchResult
@@ -265,9 +263,9 @@ class Search:
         columns = ("sub-network", "total", "active", "ms/step", "loss", "healed", "fits")
         return Table("", columns, rows, note="* chosen; loss in nats per token on held-out text")
 
-    def plot(self) -> Figure:
+    def plot(self) -> Plot:
         """Loss over size of every candidate, the limits and the chosen one."""
-        return candidates(self.result)
+        return Plot(candidates(self.result))
 
     def __repr__(self) -> str:
         return "\n".join(self.result.summary())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -141,7 +142,7 @@ class Table:
 
     def text(self) -> str:
         """As plain text, for a console or a log."""
-        console = Console(width=100, no_color=True, record=True, file=StringIO())
+        console = Console(width=100, no_color=True, record=True, file=StringIO(), force_jupyter=False)
         console.print(self)
         return console.export_text().rstrip()
 
@@ -218,6 +219,22 @@ def to_png(figure: Figure) -> bytes:
     # without a date or version inside, the same data gives the same bytes
     figure.savefig(buffer, format="png", dpi=DPI, facecolor="white", metadata={"Software": None})
     return buffer.getvalue()
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A figure that shows itself in a notebook."""
+
+    figure: Figure
+    """The `matplotlib.figure.Figure`."""
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a PNG file. Raises `UserError`: it cannot be written."""
+        with replacing(Path(path)) as temporary:
+            temporary.write_bytes(to_png(self.figure))
+
+    def _repr_png_(self) -> bytes:
+        return to_png(self.figure)
 
 
 def render(page: Page, pngs: Mapping[str, bytes]) -> str:

@@ -136,7 +136,7 @@ def test_from_text_to_a_small_model(tmp_path: Path, text: Path) -> None:
     assert list(made.subnets) == ["full", "corner"]
     found = stretto.search(made, max_total=0.95, options=None, device="cpu")
     assert found.best.layers and "chosen" in repr(found) and "<table>" in found._repr_html_()
-    assert found.plot().axes
+    assert found.plot().figure.axes and found.plot()._repr_png_().startswith(b"\x89PNG")
     assert "best" in made.subnets
     small = stretto.extract(made, found.best)
     assert small.folder == tmp_path / "run-extract" and small.config.num_layers == len(found.best.layers)
