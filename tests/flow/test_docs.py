@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
 
 from stretto.base.config import validate
 from stretto.learning.recipe import PRESETS, RewardConfig, RlRecipe, SourceConfig
 from stretto.tasks.registry import KINDS, open_source
 from stretto.tasks.task import Answer
+from stretto.train.recipe import SftRecipe
 from tests.flow.extend import EXAMPLES, PARTS, Part, run
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "RL.md"
@@ -35,6 +39,41 @@ def test_what_the_recipe_calls_the_default_is() -> None:
     assert (recipe.staleness, recipe.replay, recipe.precision, recipe.failures) == (
         bare.staleness, bare.replay, bare.precision, bare.failures,
     )  # fmt: skip
+
+
+def defaults(kind: type[BaseModel], path: list[str]) -> Any:
+    """The default of a key of ``kind``, ``...`` if it is required. NAME in ``path`` stands for any key of a table."""
+    field = kind.model_fields[path[0]]
+    rest = [name for name in path[1:] if name != "NAME"]
+    default = ... if field.is_required() else field.get_default(call_default_factory=True)
+    if not rest:
+        return default
+    if isinstance(default, BaseModel) and len(rest) == 1:
+        return getattr(default, rest[0])
+    found: Any = field.annotation
+    while not (isinstance(found, type) and issubclass(found, BaseModel)):
+        found = next(each for each in get_args(found) if each not in (str, type(None)))
+    return defaults(found, rest)
+
+
+@pytest.mark.parametrize(
+    ("page", "recipe", "elsewhere"),
+    [
+        ("RL.md", RlRecipe, {"optim", "rewards", "teachers", "distill"}),
+        ("SFT.md", SftRecipe, set()),
+        ("DISTILL.md", RlRecipe, RlRecipe.model_fields.keys() - {"distill"}),
+    ],
+)
+def test_the_tables_show_the_defaults(page: str, recipe: type[BaseModel], elsewhere: set[str]) -> None:
+    text = GUIDE.with_name(page).read_text(encoding="utf-8")
+    tables = re.findall(r"^\| key \| default \| meaning \|\n\|-.*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    rows = re.findall(r"^\| `([A-Za-z0-9_.]+)` \| ([^|]*) \| [^|]+ \|$", "".join(tables), re.MULTILINE)
+    assert len(rows) == sum(table.count("\n") for table in tables)
+    for key, told in rows:
+        value = defaults(recipe, key.split("."))
+        assert told == ("required" if value is ... else "none" if value is None else json.dumps(value)), key
+    shown = {key.partition(".")[0] for key, _ in rows}
+    assert recipe.model_fields.keys() - shown == elsewhere, "keys that the page leaves out"
 
 
 def test_the_rewards_of_the_guide_are_some() -> None:
