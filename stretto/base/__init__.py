@@ -1,1 +1,1 @@
-"""Configuration, errors, paths, and the records that cross a process or a disk."""
+"""Configuration, errors, paths, and records that cross a process or a disk."""

@@ -1,1 +1,1 @@
-"""The command line: declarations of commands and options. Every command imports its stage late, so that help needs no torch."""
+"""The command line: declarations of commands and options."""

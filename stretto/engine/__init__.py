@@ -1,1 +1,1 @@
-"""Generation: requests in, tokens out, one batch of every size."""
+"""Generation: continuous batching of requests at every size."""

@@ -1,1 +1,1 @@
-"""Measuring networks: held-out loss and where tokens go."""
+"""Measurements of networks and of texts: held-out loss, routing, scores, diversity."""

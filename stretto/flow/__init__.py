@@ -1,1 +1,1 @@
-"""The flow of an RL run: controller, agents, engines, verifiers and the driver between them and the trainer."""
+"""The flow of an RL run: controller, agents, engines, verifiers, and the driver that connects them with the trainer."""

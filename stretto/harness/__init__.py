@@ -1,1 +1,1 @@
-"""What other harnesses drive: providers, sandboxes and environments of theirs over what is ours, and suites that they ask."""
+"""Adapters to other evaluation harnesses: inspect_ai, BFCL, tau2, lm-eval, verifiers."""

@@ -1,1 +1,1 @@
-"""What the trainer of an RL run computes: recipes, stored samples, credit, objectives, teachers, and the weights it publishes."""
+"""What the trainer of an RL run computes: recipes, stored samples, credit, objectives, teachers, published weights."""

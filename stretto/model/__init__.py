@@ -1,1 +1,1 @@
-"""The network, its Subnets, and its checkpoints in every form."""
+"""The network, its Subnets, and its checkpoints in every format."""

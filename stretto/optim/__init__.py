@@ -1,1 +1,1 @@
-"""Optimisers and learning rates."""
+"""Optimisers and learning-rate schedules."""

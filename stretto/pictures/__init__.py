@@ -1,1 +1,1 @@
-"""From words to pictures: what was asked for is kept in a ledger, prompts are written from it, and pictures are held against it."""
+"""Pictures: requirements of a request, prompts, image generators, and checks of the pictures."""

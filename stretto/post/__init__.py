@@ -1,1 +1,1 @@
-"""Post-training stages."""
+"""Post-training stages: SFT, distillation, merging, evaluation suites, pipelines."""

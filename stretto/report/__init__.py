@@ -1,1 +1,1 @@
-"""Everything that draws: reports of runs as pictures and one page."""
+"""Tables, figures and pages of all runs."""

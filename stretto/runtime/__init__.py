@@ -1,1 +1,1 @@
-"""Where roles run and how they call each other: one machine or a Ray cluster, under one contract."""
+"""Processes and remote calls of the roles of a run: one contract for one machine and for a Ray cluster."""

@@ -1,1 +1,1 @@
-"""Programs that nobody trusts, and tools that a model may call."""
+"""Isolation of untrusted programs, and the tools that a model may call."""

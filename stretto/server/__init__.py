@@ -1,1 +1,1 @@
-"""The HTTP server, one file an endpoint, and the page to try sizes on."""
+"""The HTTP server, one file per endpoint, and the web page."""

@@ -1,1 +1,1 @@
-"""Which Subnet: rankings, latency, the search, and the gate before one is cut out."""
+"""Selection of Subnets: rankings, latency tables, the search, and the check before extraction."""

@@ -1,1 +1,1 @@
-"""Problems with verdicts, one file a kind."""
+"""Problems with verdicts, one file per kind of task."""

@@ -1,1 +1,1 @@
-"""The only place where text becomes tokens and tokens become text."""
+"""Tokenizers, chat templates and incremental text: the only room that converts between text and tokens."""

@@ -1,1 +1,1 @@
-"""One optimisation step, the loop around it, pre-training and healing."""
+"""Pre-training, elasticizing and healing: the optimisation step, the loop, and the preparation of text."""
