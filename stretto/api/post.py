@@ -30,7 +30,7 @@ from stretto.post.distill import parent_settings, teacher_settings
 from stretto.post.merge import MergeOptions
 from stretto.post.merge import merge as merge_checkpoints
 from stretto.post.suite import Evaluation, parse_suites, read_evaluation, write_right_answers
-from stretto.report.evals import Comparison, comparison_table, score_bars, score_table, seesaw
+from stretto.report.evals import Comparison, comparison_table, domain_lines, score_bars, score_table
 from stretto.report.page import Plot, Table
 from stretto.report.rl import panels, read_rl_run, reward
 from stretto.train.prepare import TextOptions
@@ -385,7 +385,7 @@ class Compared:
 
     def plot(self) -> Plot:
         """Difference of every model to the reference, per domain."""
-        return Plot(seesaw(self.result))
+        return Plot(domain_lines(self.result))
 
     def __repr__(self) -> str:
         return self.table.text()

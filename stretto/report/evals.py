@@ -1,4 +1,4 @@
-"""Evaluations on a page: scores beside what knowing nothing scores and what it costs; and models against each other, paired."""
+"""Report of an evaluation (scores, trivial baselines, cost), and report of a paired comparison of models."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ from stretto.report import style
 from stretto.report.page import NOTHING, Cell, Page, Section, Table
 from stretto.report.style import BLUE, INK, LABEL_PT, MUTED, ORANGE, SERIES, Label
 
-_READ = f"Ranges hold {LEVEL:.0%} of what other problems of the same kind would give."
+_INTERVALS = f"Intervals are {percent(LEVEL)} bootstrap confidence intervals over problems; all samples of a problem are resampled together."
+_INFRA = "Infra errors (infrastructure errors): samples without a verdict, left out of the score."
 _WORDS = {
-    "empty": "nothing",
+    "empty": "empty answer",
     "constant": "always 0",
     "frequent": "most frequent",
-    "another": "another's",
+    "another": "another's answer",
     "calls": "empty calls",
 }
-"""Of what knows nothing; a source's own kinds have names that can be printed."""
+"""Names of the trivial baselines; a source's own baselines are printed under their own names."""
 _STAR = "✱"
 _MEASURES = {name: name.replace("_", "-") for name in MEASURES} | {"entropy": "entropy, nats", "num_tokens": "tokens"}
-"""What is told of answers, and how columns are headed."""
+"""Measures of answers, and the headings of their columns."""
 
 
 def _range(found: Interval) -> str:
@@ -60,14 +61,14 @@ def _signed(found: Interval) -> str:
 
 
 def _measured(result: DomainResult) -> dict[str, float]:
-    """By names of `_MEASURES`, where it was measured."""
+    """Measures of the domain's answers, by the names of `_MEASURES`; without those that were not measured."""
     own = {name: found.value for name, found in result.diversity.items()}
     entropy = {} if result.entropy is None else {"entropy": result.entropy}
     return own | entropy | {"num_tokens": result.num_tokens}
 
 
-def _ignorant(result: DomainResult) -> tuple[str, Interval] | None:
-    """The best of the answers that know nothing of the problem, by the name it is printed under."""
+def _baseline(result: DomainResult) -> tuple[str, Interval] | None:
+    """The best trivial baseline: its printed name and its score; None without baselines."""
     best = max(result.baselines, key=lambda kind: result.baselines[kind].value, default=None)
     return None if best is None else (_WORDS.get(best, best), result.baselines[best])
 
@@ -75,24 +76,24 @@ def _ignorant(result: DomainResult) -> tuple[str, Interval] | None:
 def score_table(found: Evaluation) -> Table:
     """A row for each domain."""
     nums = {max(result.pass_at) for result in found.domains.values() if result.pass_at}
-    most = max(nums) if len(nums) == 1 else "k"  # of multiple choice, answers in every order are samples of the problem
+    most = max(nums) if len(nums) == 1 else "k"  # in multiple choice, answers to all orders are samples of the problem
     several = (f"pass@{most}", f"pass^{most}", f"maj@{most}") if max(nums, default=1) > 1 else ()
     rows = []
     for name, result in found.domains.items():
         cells = [_share(result.score)]
         for of in (result.pass_at, result.pass_hat, result.majority_at) if several else ():
             cells.append(_share(of.get(max(result.pass_at, default=0))))
-        best = _ignorant(result)
+        best = _baseline(result)
         cells.append(_share(best[1], best[0]) if best else NOTHING)
         cells.append(Cell(f"{result.num_infra}", result.num_infra))
         rows.append((Cell(name, note="mean reward" if result.is_graded else ""), *cells))
-    columns = ("Domain", "Score", *several, "Knowing nothing", "Infra errors")
+    columns = ("Domain", "Score", *several, "Trivial baseline", "Infra errors")
     total = (Cell("Mean of domains"), _share(found.mean), *[NOTHING] * (len(columns) - 2))
-    return Table("Scores", columns, tuple(rows), (total,) if len(rows) > 1 else (), _READ)
+    return Table("Scores", columns, tuple(rows), (total,) if len(rows) > 1 else (), f"{_INTERVALS} {_INFRA}")
 
 
 def asked_table(found: Evaluation) -> Table:
-    """What an answer of each domain took, and how many nobody could read."""
+    """Problems, FLOPs and tokens of each domain, and the number of answers that could not be read."""
     rows = [
         (
             Cell(name),
@@ -103,11 +104,11 @@ def asked_table(found: Evaluation) -> Table:
         )
         for name, result in found.domains.items()
     ]
-    return Table("What was asked", ("Domain", "Problems", "A task", "Tokens an answer", "Unreadable"), tuple(rows))
+    return Table("Problems", ("Domain", "Problems", "FLOPs per task", "Tokens per answer", "Unreadable"), tuple(rows))
 
 
 def panel_table(found: Sequence[Panel]) -> Table:
-    """What can be counted of open-ended answers, a row for each domain."""
+    """Measures of open-ended answers, a row for each domain."""
     names = list(dict.fromkeys(name for each in found for name in each.measures))
     rows = [
         (
@@ -117,16 +118,16 @@ def panel_table(found: Sequence[Panel]) -> Table:
         )
         for each in found
     ]
-    note = "distinct-k, Vendi, clusters and distinct-2 are of the answers to one prompt, the rest of single answers."
+    note = "distinct-k, Vendi, clusters and distinct-2 compare the answers to one prompt; the other measures are means over answers."
     return Table(
         "Writing", ("Domain", *(name.replace("_", "-") for name in names), "Constraints kept"), tuple(rows), (), note
     )
 
 
 def overused_table(found: Panel) -> Table:
-    """What answers have more often than people do."""
+    """Word trigrams that answers use more often than human texts do."""
     rows = [(Cell(each.ngram), _number(each.answers), _number(each.people)) for each in found.overused]
-    return Table(f"Overused in {found.domain}", ("Words", "In ten thousand", "People"), tuple(rows))
+    return Table(f"Overused in {found.domain}", ("Words", "Per 10,000 words", "Human texts"), tuple(rows))
 
 
 def _missing(found: Panel) -> str:
@@ -135,7 +136,7 @@ def _missing(found: Panel) -> str:
 
 
 def chapters_table(domain: str, found: Chapters) -> Table:
-    """Long answers chapter by chapter, a row for each measure."""
+    """Measures of long answers by chapter, a row for each measure."""
     rows = [
         (
             Cell(name.replace("_", "-")),
@@ -145,24 +146,24 @@ def chapters_table(domain: str, found: Chapters) -> Table:
         for (name, values), change in zip(found.measures.items(), found.changes.values(), strict=True)
     ]
     num = len(next(iter(found.measures.values()), []))
-    note = f"Means of answers that have all chapters; {found.num_short} have fewer."
+    note = f"Means over answers with all chapters; {found.num_short} answers have fewer."
     return Table(
-        f"Chapters of {domain}", ("Of a chapter", *map(str, range(1, num + 1)), "Last − first"), tuple(rows), (), note
+        f"Chapters of {domain}", ("Chapter", *map(str, range(1, num + 1)), "Last − first"), tuple(rows), (), note
     )
 
 
 def baseline_table(found: Evaluation) -> Table:
-    """What answers score that know nothing of the problem, a row for each kind."""
+    """Scores of all trivial baselines, a row for each kind."""
     rows = [
         (Cell(name), Cell(_WORDS.get(kind, kind)), _share(score))
         for name, result in found.domains.items()
         for kind, score in result.baselines.items()
     ]
-    return Table("Knowing nothing", ("Domain", "Always answering", "Score"), tuple(rows))
+    return Table("Trivial baselines", ("Domain", "Baseline", "Score"), tuple(rows))
 
 
 def place_table(found: Evaluation) -> Table:
-    """Of multiple choice: what is chosen by where it stands, and how far that is from what should be."""
+    """Multiple choice: how often each option position is chosen, and how often it is correct."""
     rows, biases = [], []
     for name, result in found.domains.items():
         for place, each in result.places.items():
@@ -173,21 +174,21 @@ def place_table(found: Evaluation) -> Table:
         if result.places:
             moved = sum(abs(each.chosen - each.right) for each in result.places.values()) / 2
             biases.append(f"{name} {percent(moved)}")
-    note = "Answers that would have to move for every place to be chosen as often as it is right: " + ", ".join(biases)
-    return Table("Places", ("Domain", "Place", "Chosen", "Right", "Chosen where right"), tuple(rows), (), note)
+    note = "Position bias (half the sum of |chosen − correct|): " + ", ".join(biases)
+    return Table("Option positions", ("Domain", "Position", "Chosen", "Correct", "Recall"), tuple(rows), (), note)
 
 
 def answers_table(found: Evaluation) -> Table:
-    """How different the answers to one problem are, how long, and how they ended."""
+    """Diversity of the answers to one problem, their length, and their finish reasons."""
     rows = []
     for name, result in found.domains.items():
         measured = _measured(result)
         ends = ", ".join(f"{why} {num}" for why, num in sorted(result.finishes.items()))
         rows.append((Cell(name), *(_number(measured.get(each)) for each in _MEASURES), Cell(ends)))
     embedder = found.asked.get("embed")
-    by = f"hidden states of {embedder}" if embedder else "counts of three letters in a row"
-    note = f"Of the answers to one problem; alike by {by}."
-    return Table("Answers", ("Domain", *_MEASURES.values(), "ended by"), tuple(rows), (), note)
+    by = f"hidden states of {embedder}" if embedder else "character trigrams"
+    note = f"Diversity of the answers to one problem; similarity by {by}."
+    return Table("Answers", ("Domain", *_MEASURES.values(), "Finish reasons"), tuple(rows), (), note)
 
 
 def cost_table(found: Evaluation) -> Table:
@@ -197,20 +198,20 @@ def cost_table(found: Evaluation) -> Table:
         Cell(params(cost.total_params), cost.total_params),
         Cell(params(cost.active_params), cost.active_params),
         Cell(si(cost.flops_per_token, "FLOPs"), cost.flops_per_token, "computed"),
-        Cell(si(cost.num_sampled), cost.num_sampled, f"after {si(cost.num_prompt)}"),
+        Cell(si(cost.num_sampled), cost.num_sampled, f"prompt {si(cost.num_prompt)}"),
         Cell(duration(cost.seconds), cost.seconds),
     )
-    columns = ("Model", "Parameters", "Active", "A token", "Tokens written", "Time")
-    return Table("What the scores cost", columns, (cells,))
+    columns = ("Model", "Parameters", "Active", "FLOPs per token", "Tokens generated", "Time")
+    return Table("Cost", columns, (cells,))
 
 
 def score_bars(found: Evaluation) -> Figure:
-    """Each domain's score with its range, what all and what any of its samples get, and the best that knowing nothing scores."""
+    """Each domain's score with its confidence interval, pass^k and pass@k, and the best trivial baseline."""
     names = list(found.domains)
     figure = style.blank(9.0, 1.7 + 0.62 * len(names))
     axes = style.dress(figure.subplots(), f"{found.name}: scores by domain", "%", "", grid="x")
     for place, result in enumerate(found.domains.values()):
-        score, best = result.score, _ignorant(result)
+        score, best = result.score, _baseline(result)
         axes.barh(place, 100 * score.value, height=0.5, color=BLUE)
         axes.plot([100 * score.low, 100 * score.high], [place, place], color=INK, linewidth=1.6)
         for of, mark in ((result.pass_hat, "<"), (result.pass_at, ">")):
@@ -222,23 +223,23 @@ def score_bars(found: Evaluation) -> Figure:
     axes.invert_yaxis()
     axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
     told = [
-        f"line: {LEVEL:.0%} range",
-        "◂ all samples of a problem right, ▸ any",
-        "orange: the best that knowing nothing gets",
+        f"line: {percent(LEVEL)} confidence interval",
+        "◂ pass^k: all samples correct, ▸ pass@k: any sample correct",
+        "orange: best trivial baseline",
     ]
     style.subtitle(axes, told)
     return figure
 
 
 def evaluation_page(found: Evaluation) -> Page:
-    best = {name: each[1].value if (each := _ignorant(result)) else 0.0 for name, result in found.domains.items()}
+    best = {name: each[1].value if (each := _baseline(result)) else 0.0 for name, result in found.domains.items()}
     idle = [name for name, result in found.domains.items() if result.score.low <= best[name]]
     num = counted(len(found.domains), "domain")
-    headline = f"{found.name} scores {percent(found.mean.value)} ({_range(found.mean)}) on the mean of {num}."
+    headline = f"{found.name} scores {percent(found.mean.value)} ({_range(found.mean)}) on average over {num}."
     if idle:
-        headline += f" Not clearly above answers that know nothing of the problem: {', '.join(idle)}."
+        headline += f" Not clearly above the trivial baseline: {', '.join(idle)}."
     total, active = params(found.cost.total_params), params(found.cost.active_params)
-    facts = f"{total} parameters, {active} of them active", f"{found.asked['samples']} samples a problem"
+    facts = f"{total} parameters, {active} of them active", f"{found.asked['samples']} samples per problem"
     tables = [score_table(found), asked_table(found), baseline_table(found)]
     if any(result.places for result in found.domains.values()):
         tables.append(place_table(found))
@@ -259,43 +260,43 @@ class Comparison:
 
     models: list[str]
     reference: int
-    """Its place among them: what the others are compared with, and what the teachers began with."""
+    """Index of the reference model: the others are compared with it, and teachers were trained from it."""
     scores: dict[str, list[Interval]]
-    """By domain, of each model."""
+    """Scores by domain, one per model."""
     differences: dict[str, list[Interval]]
-    """To the reference, paired."""
+    """Paired differences to the reference, by domain, one per model."""
     p_values: dict[str, list[float]]
-    """Of these differences, by flipping signs, after Holm for all of them; 1 for the reference."""
+    """p values of these differences: paired permutation test, corrected with Holm's method over all of them; 1 for the reference."""
     means: list[Interval]
-    """Over domains."""
+    """Mean score over domains, one per model."""
     mean_differences: list[Interval]
-    """To the reference's, paired."""
+    """Paired difference of the means to the reference's, one per model."""
     kept: list[Interval]
-    """Of the reference's score, the mean over domains; undetermined where that is 0."""
+    """Retention: mean over domains of score / the reference's score; undetermined where the latter is 0."""
     answers: dict[str, list[float | None]]
-    """Mean over domains of what is measured of answers, by its name; None: measured by other similarities than the first's."""
+    """Mean over domains of each measure of answers, by name; None: its similarity is not that of the first model."""
     baselines: dict[str, tuple[str, Interval]]
-    """By domain: the best of the answers that know nothing of the problem, and its score; without any, it is missing."""
+    """By domain: name and score of the best trivial baseline; domains without one are left out."""
     teachers: dict[str, tuple[str, Interval]]
-    """By domain: the name of the one who taught it, and its score."""
+    """By domain: name and score of its teacher."""
     norms: list[Norm | None]
-    """Of each model; None where there is none to be had."""
+    """Normalised score of each model; None where it is not defined."""
     refusal: str
-    """Why there is none; empty: there is."""
+    """Why there is no normalised score; empty: there is one."""
     flops_per_token: list[float]
     flops_per_task: list[float]
-    """Mean over domains."""
+    """Mean over domains, one per model."""
     num_infra: list[int]
-    """Samples that could not be judged."""
+    """Samples without a verdict (infrastructure errors), one number per model."""
     battles: Battles | None = None
 
     def significant(self, place: int) -> list[str]:
-        """Domains in which a model differs from the reference beyond chance."""
+        """Domains in which a model differs significantly from the reference."""
         return [name for name, each in self.p_values.items() if each[place] < 1 - LEVEL]
 
     @property
     def worst(self) -> list[str]:
-        """Of each model, the domain that lost most or gained least."""
+        """Domain with the smallest difference to the reference, one per model."""
         return [
             min(self.differences, key=lambda name: self.differences[name][place].value)
             for place in range(len(self.models))
@@ -305,11 +306,11 @@ class Comparison:
 def compare(
     models: Sequence[Evaluation], teachers: Mapping[str, Evaluation], seed: int = 0, reference: int = 0
 ) -> Comparison:
-    """``models`` on the problems that all of them answered, each domain's teacher too; ``teachers`` by domain, ``reference`` the place
-    of the model that the others are compared with.
+    """Compare ``models`` on the problems that all of them and the domain's teacher answered. ``teachers`` are by domain; ``reference`` is
+    the index of the model that the others are compared with.
 
     Raises:
-        UserError: a teacher of no domain, evaluations that asked differently, or that have no problem in common.
+        UserError: a teacher of an unknown domain, or evaluations with different settings or without common problems.
     """
     names = [name for name in models[0].domains if all(name in model.domains for model in models)]
     if absent := sorted(set(teachers) - set(names)):
@@ -354,7 +355,7 @@ def compare(
         mean_differences=over_domains(lambda means_RM, place: means_RM[:, place] - means_RM[:, reference]),
         kept=over_domains(lambda means_RM, place: _ratio(means_RM, place, reference)),
         answers={measure: _answers(measure, models, names) for measure in _MEASURES},
-        baselines={name: best for name in names if (best := _ignorant(models[reference].domains[name]))},
+        baselines={name: best for name in names if (best := _baseline(models[reference].domains[name]))},
         teachers={name: (teachers[name].name, scores[name][-1]) for name in teachers},
         norms=norms,
         refusal=refusal,
@@ -365,13 +366,13 @@ def compare(
 
 
 def read_comparison(out: Path) -> Comparison | None:
-    """What `stretto compare` left in ``out``; None: nothing. Raises `UserError`: it is not readable, or of another version."""
+    """The comparison that `stretto compare` wrote to ``out``; None: there is none. Raises `UserError`: it is not readable."""
     path = out / COMPARISON_FILE
     if not path.is_file():
         return None
 
     def numbers(tree: Any) -> Any:
-        """JSON knows no infinity: an end of a range that is null there was none."""
+        """``tree`` with NaN for null in intervals: JSON has no infinity."""
         if isinstance(tree, list):
             return [numbers(each) for each in tree]
         if not isinstance(tree, dict):
@@ -382,7 +383,7 @@ def read_comparison(out: Path) -> Comparison | None:
     try:
         return msgspec.convert(numbers(msgspec.json.decode(path.read_bytes())), Comparison)
     except (OSError, msgspec.MsgspecError) as error:
-        again = f"make it again: stretto compare … -o {out}"
+        again = f"repeat it: stretto compare … -o {out}"
         raise UserError(f"{path}: not readable as a comparison: {error}; {again}") from None
 
 
@@ -401,7 +402,7 @@ def _answers(measure: str, models: Sequence[Evaluation], names: Sequence[str]) -
 
 
 def _check_asked(name: str, first: Evaluation, other: Evaluation) -> None:
-    """Raises `UserError`: the two were not asked the same of the domain ``name``."""
+    """Raises `UserError`: the two evaluations of the domain ``name`` have different settings."""
     if name not in other.domains:
         raise UserError(f"{other.name}: {name}: not evaluated; evaluate it with the same --suite")
     told = []
@@ -410,13 +411,15 @@ def _check_asked(name: str, first: Evaluation, other: Evaluation) -> None:
         told.append(suite | {"sources": suite["sources"][name], "problems": 0})
     if differs := differences(*told):
         field, (before, after) = next(iter(differs.items()))
-        raise UserError(f"{other.name}: {name}: {field} was {after!r}, of {first.name} {before!r}; evaluate them alike")
+        raise UserError(
+            f"{other.name}: {name}: {field} was {after!r}, of {first.name} {before!r}; evaluate both with the same settings"
+        )
 
 
 def comparison_table(found: Comparison) -> Table:
-    """The seesaw: a row for each domain, a column for each model; its teacher and what knowing nothing scores at the end."""
+    """Scores by domain (rows) and model (columns), with the domain's teacher and the trivial baseline."""
     reference, whole = found.reference, found.models[found.reference]
-    beside = {"its teacher": found.teachers, "knowing nothing": found.baselines}
+    beside = {"Teacher": found.teachers, "Trivial baseline": found.baselines}
     beside = {title: told for title, told in beside.items() if told}
     rest = [NOTHING] * len(beside)
     rows = []
@@ -426,23 +429,23 @@ def comparison_table(found: Comparison) -> Table:
         rows.append((Cell(name), *map(_share, scores, notes), *last))
 
     def total(label: str, note: str, cells: Iterable[Cell]) -> tuple[Cell, ...]:
-        """Of the models behind the reference."""
+        """A row with values for the models after the reference only."""
         later = [cell if place > reference else NOTHING for place, cell in enumerate(cells)]
         return (Cell(label, note=note), *later, *rest)
 
     totals = [
         (Cell("Mean of domains"), *map(_share, found.means, _gains(found, found.mean_differences)), *rest),
-        total("Kept", f"of {whole}'s, mean of domains", map(_share, found.kept)),
+        total("Retention", f"of {whole}'s score, mean of domains", map(_share, found.kept)),
         total("Worst domain", "by its difference", map(Cell, found.worst)),
     ]
     if any(found.norms):
-        totals.append(total("Norm", "of the teachers' lead", map(_lead, found.norms)))
-        totals.append(total("Least norm", "and its domain", map(_least_lead, found.norms)))
-    totals.append((Cell("A task"), *[Cell(si(each, "FLOPs"), each) for each in found.flops_per_task], *rest))
+        totals.append(total("Normalised score", "share of the teachers' gain", map(_lead, found.norms)))
+        totals.append(total("Worst normalised score", "and its domain", map(_least_lead, found.norms)))
+    totals.append((Cell("FLOPs per task"), *[Cell(si(each, "FLOPs"), each) for each in found.flops_per_task], *rest))
     totals.append((Cell("Infra errors"), *[Cell(f"{num}", num) for num in found.num_infra], *rest))
     columns = ("Domain", *found.models, *beside)
-    note = f"{_READ} Differences, in points, are to {whole} on the same problems; {_STAR}: beyond chance by flipping signs, after Holm."
-    return Table("Every domain, every stage", columns, tuple(rows), tuple(totals), f"{note} {found.refusal}".strip())
+    note = f"{_INTERVALS} {_INFRA} Differences are paired, in points, to {whole}; {_STAR}: significant (permutation test, Holm)."
+    return Table("Scores by domain", columns, tuple(rows), tuple(totals), f"{note} {found.refusal}".strip())
 
 
 def _gains(found: Comparison, gains: Sequence[Interval], p_values: Sequence[float] = ()) -> list[str]:
@@ -452,23 +455,23 @@ def _gains(found: Comparison, gains: Sequence[Interval], p_values: Sequence[floa
 
 
 def battle_table(found: Battles) -> Table:
-    """A row for each model: how strong it is, and its share of battles against each other one."""
+    """Win rates of each model against the others, and Bradley-Terry strengths."""
     even = found.controlled or []
     rows = [
         (Cell(name), _elo(strength), *map(_share, rates), *([_elo(even[at])] if even else []))
         for at, (name, strength, rates) in enumerate(zip(found.models, found.strengths, found.rates, strict=True))
     ]
     told = found.verdicts
-    note = f"{told.num} battles over {found.num_problems} problems"
-    note += f"; the judge contradicts itself, shown the other order, in {percent(told.contradicted)}: ties"
+    note = f"{told.num} comparisons over {found.num_problems} problems, each in both orders"
+    note += f"; {percent(told.contradicted)} contradictory verdicts, counted as ties"
     if found.itself:
-        note += f"; against itself the first one wins {percent(found.itself.value)} ({_range(found.itself)})"
-    note += f"; {told.num_infra} not judged. Strength: Bradley and Terry, 400 points are ten wins for each loss."
+        note += f"; win rate of the reference against itself {percent(found.itself.value)} ({_range(found.itself)})"
+    note += f"; {told.num_infra} infrastructure errors. Strength: Bradley-Terry in Elo points; 400 points are a win rate of 10 to 1."
     if even:
         worth = ", ".join(f"{name} {each.value:+.0f}".replace("-", "−") for name, each in found.effects.items())
-        note += f" Equal: if answers were as long and as plain; to this judge {worth} points."
-    columns = ("Model", "Strength", *(f"against {name}" for name in found.models), *(["Equal"] if even else []))
-    return Table("Battles", columns, tuple(rows), (), note)
+        note += f" Controlled: strength after controlling for length and layout; effect on this judge: {worth} points."
+    columns = ("Model", "Strength", *(f"against {name}" for name in found.models), *(["Controlled"] if even else []))
+    return Table("Win rates", columns, tuple(rows), (), note)
 
 
 def _elo(found: Interval) -> Cell:
@@ -495,15 +498,15 @@ def _least_lead(found: Norm | None) -> Cell:
 
 
 def compared_answers(found: Comparison) -> Table:
-    """How different, sure and long the answers to one problem are, of every model."""
+    """Diversity, entropy and length of the answers of every model."""
     rows = [(Cell(_MEASURES[measure]), *map(_number, values)) for measure, values in found.answers.items()]
     return Table("Answers, mean of domains", ("", *found.models), tuple(rows))
 
 
-def seesaw(found: Comparison) -> Figure:
-    """A line for each domain over the models, its teacher's score dashed."""
+def domain_lines(found: Comparison) -> Figure:
+    """Score of each domain over the models; the score of the domain's teacher is dashed."""
     figure = style.blank(10.0, 5.6)
-    axes = style.dress(figure.subplots(), "Every domain, every stage", "", "score, %", grid="y")
+    axes = style.dress(figure.subplots(), "Scores by domain", "", "score, %", grid="y")
     ends = []
     for place, (name, scores) in enumerate(found.scores.items()):
         colour, x = SERIES[place % len(SERIES)], np.arange(len(scores)) + 0.03 * place
@@ -515,15 +518,18 @@ def seesaw(found: Comparison) -> Figure:
         ends.append(Label(x[-1], y[-1], name, colour))
     axes.set_xticks(range(len(found.models)), found.models, fontsize=LABEL_PT, color=INK, parse_math=False)
     axes.margins(x=0.08)
-    style.subtitle(axes, [f"bars: {LEVEL:.0%} ranges", *(["dashed: the domain's teacher"] if found.teachers else [])])
+    style.subtitle(
+        axes,
+        [f"bars: {percent(LEVEL)} confidence intervals", *(["dashed: the domain's teacher"] if found.teachers else [])],
+    )
     style.name_ends((axes, ends))
     return figure
 
 
 def score_by_cost(found: Comparison) -> Figure:
-    """Each domain's score, and the mean of all, against the FLOPs of a token."""
+    """Score of each domain, and the mean of all, over the FLOPs per token."""
     figure = style.blank(9.0, 5.4)
-    axes = style.dress(figure.subplots(), "Score over size", "FLOPs a token", "score, %")
+    axes = style.dress(figure.subplots(), "Score over size", "FLOPs per token", "score, %")
     x, y = found.flops_per_token, [100 * mean.value for mean in found.means]
     order, ends = np.argsort(x), []
     for place, (name, scores) in enumerate(found.scores.items()) if len(found.scores) > 1 else ():
@@ -533,7 +539,7 @@ def score_by_cost(found: Comparison) -> Figure:
     spread = [[100 * (mean.value - mean.low), 100 * (mean.high - mean.value)] for mean in found.means]
     axes.errorbar(x, y, np.transpose(spread), color=BLUE, ecolor=MUTED, fmt="o", markersize=8, capsize=3)
     style.log_ticks(axes, min(x), max(x))
-    style.subtitle(axes, [f"points: mean of domains, {LEVEL:.0%} ranges"])
+    style.subtitle(axes, [f"points: mean of domains, {percent(LEVEL)} confidence intervals"])
     style.place_labels(axes, [Label(*each) for each in zip(x, y, found.models, strict=True)])
     style.name_ends((axes, ends))
     return figure
@@ -545,30 +551,30 @@ def comparison_headline(found: Comparison) -> str:
     was, now = (percent(found.means[place].value) for place in (found.reference, last))
     headline = f"{found.models[last]} scores {now}, {found.models[found.reference]} {was}; its worst domain is {found.worst[last]}, {_signed(worst)} points."
     if last != found.reference:
-        headline += f" Beyond chance: {', '.join(found.significant(last)) or 'no domain'}, of {counted(len(found.scores), 'domain')}."
+        headline += f" Significant differences: {', '.join(found.significant(last)) or 'no domain'}, of {counted(len(found.scores), 'domain')}."
     if (mean := found.norms[last]) is not None:
-        headline += f" It has {rounded(mean.mean.value)} of its teachers' lead, {rounded(mean.domains[mean.worst].value)} in {mean.worst}."
+        headline += f" Its normalised score is {rounded(mean.mean.value)} of its teachers' gain, {rounded(mean.domains[mean.worst].value)} in {mean.worst}."
     idle = [name for name, (_, best) in found.baselines.items() if found.scores[name][last].low <= best.value]
     if idle:
-        headline += f" Not clearly above answers that know nothing of the problem: {', '.join(idle)}."
+        headline += f" Not clearly above the trivial baseline: {', '.join(idle)}."
     return headline
 
 
-def seesaw_section(found: Comparison) -> Section:
+def domains_section(found: Comparison) -> Section:
     return Section(
-        "seesaw",
-        "Every domain, every stage",
+        "domains",
+        "Scores by domain",
         f"{comparison_headline(found)} {found.refusal}".strip(),
-        lambda: seesaw(found),
-        "Line plot of each domain's score over the models, with 95 % ranges; its teacher's score dashed.",
+        lambda: domain_lines(found),
+        "Line plot of each domain's score over the models, with 95 % confidence intervals; the teacher's score is dashed.",
         (comparison_table(found), compared_answers(found)),
     )
 
 
 def comparison_page(found: Comparison) -> Page:
-    headline, sections = comparison_headline(found), [seesaw_section(found)]
+    headline, sections = comparison_headline(found), [domains_section(found)]
     if len(set(found.flops_per_token)) > 1:
         sections.append(Section("cost", "Score over size", "", lambda: score_by_cost(found), "points"))
     if found.battles is not None:
-        sections.append(Section("battles", "Battles", tables=(battle_table(found.battles),)))
+        sections.append(Section("battles", "Win rates", tables=(battle_table(found.battles),)))
     return Page("comparison", headline, tuple(found.models), tuple(sections), f"commit {git_commit() or 'unknown'}", "")

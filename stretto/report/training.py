@@ -14,7 +14,7 @@ from stretto.base import numbers
 from stretto.base.records import Family, Ledger
 from stretto.report import style
 from stretto.report.cost import Elasticity, cost_bars, cost_caption, family_table, ledger_table
-from stretto.report.evals import Comparison, comparison_headline, seesaw_section
+from stretto.report.evals import Comparison, comparison_headline, domains_section
 from stretto.report.page import NOTHING, Cell, Page, Section, Table, in_columns, pictured
 from stretto.report.search import (
     Kept,
@@ -153,7 +153,7 @@ def report_page(data: ReportData) -> Page:
             data if data.curves() else None,
             training_curves, curves_caption, *mixture,
         ),
-        *([seesaw_section(data.post)] if data.post is not None else []),
+        *([domains_section(data.post)] if data.post is not None else []),
         pictured(
             "cost", "Cost", "Stacked bars of the FLOPs of each stage, with and without the parent.",
             data if data.ledger or data.family else None,

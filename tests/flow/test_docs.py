@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from stretto.base.config import validate
 from stretto.learning.recipe import PRESETS, RewardConfig, RlRecipe, SourceConfig
+from stretto.post.pipeline import PipelineRecipe
 from stretto.tasks.registry import KINDS, open_source
 from stretto.tasks.task import Answer
 from stretto.train.recipe import SftRecipe
@@ -61,6 +62,7 @@ def defaults(kind: type[BaseModel], path: list[str]) -> Any:
     [
         ("RL.md", RlRecipe, {"optim", "rewards", "teachers", "distill"}),
         ("SFT.md", SftRecipe, set()),
+        ("PIPELINE.md", PipelineRecipe, set()),
         ("DISTILL.md", RlRecipe, RlRecipe.model_fields.keys() - {"distill"}),
     ],
 )

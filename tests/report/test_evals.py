@@ -21,9 +21,9 @@ from stretto.report.evals import (
     comparison_page,
     comparison_table,
     cost_table,
+    domain_lines,
     evaluation_page,
     score_table,
-    seesaw,
 )
 from stretto.report.page import Table, write_page
 
@@ -72,7 +72,7 @@ def printed(table: Table) -> str:
     return capture.get()
 
 
-def test_scores_stand_beside_what_knows_nothing_and_their_cost() -> None:
+def test_scores_stand_beside_the_trivial_baseline_and_their_cost() -> None:
     found = evaluation("tiny", START)
     scores = printed(score_table(found))
     for words in (
@@ -81,7 +81,8 @@ def test_scores_stand_beside_what_knows_nothing_and_their_cost() -> None:
         "75 %",
         "38 %",
         "Infra",
-        "nothing",
+        "Trivial baseline",
+        "empty answer",
         "maj@4",
         "pass@4",
         "pass^4",
@@ -96,12 +97,12 @@ def test_scores_stand_beside_what_knows_nothing_and_their_cost() -> None:
     answers = printed(answers_table(found))
     assert "2.50" in answers
     assert "length 1, stop 3" in answers
-    assert "three letters" in answers
+    assert "trigrams" in answers
     cost = printed(cost_table(found))
     assert "9.00M" in cost
     assert "1 min 05 s" in cost
     headline = evaluation_page(found).headline
-    assert "Not clearly above answers that know nothing of the problem: sums." in headline
+    assert "Not clearly above the trivial baseline: sums." in headline
 
 
 def compared() -> Comparison:
@@ -129,7 +130,7 @@ def test_differences_are_to_the_first_and_paired() -> None:
     assert found.answers["num_tokens"] == [31.0, 31.0]
 
 
-def test_what_is_beyond_chance_is_told_after_several_domains() -> None:
+def test_significance_is_corrected_for_several_domains() -> None:
     rng = np.random.default_rng(0)
     base = {name: rng.integers(0, 5, 60) / 4 for name in ("a", "b", "c")}
     other = {name: np.clip(each + rng.integers(-1, 2, 60) / 4, 0, 1) for name, each in base.items()}
@@ -142,7 +143,7 @@ def test_what_is_beyond_chance_is_told_after_several_domains() -> None:
     assert found.significant(0) == [] and found.significant(1) == ["b"]
     raw = [flip_p(other[name] - base[name]) for name in "abc"]
     assert [found.p_values[name][1] for name in "abc"] == pytest.approx(holm(raw))
-    assert "Beyond chance: b, of 3 domains." in comparison_page(found).headline
+    assert "Significant differences: b, of 3 domains." in comparison_page(found).headline
     rows = {row[0].text: row for row in comparison_table(found).rows + comparison_table(found).totals}
     assert ["✱" in rows[name][2].note for name in "abc"] == [False, True, False]
     assert rows["Mean of domains"][2].note.startswith("+") and rows["Infra errors"][1].text == "6"
@@ -156,7 +157,7 @@ def test_another_model_than_the_first_can_be_the_reference(tmp_path: Path) -> No
     assert found.norms[1:] == alone.norms and found.kept[1:] == alone.kept
     assert found.differences["sums"][0].value == pytest.approx(0.75) and found.differences["sums"][1].value == 0
     table = comparison_table(found)
-    assert [row[1].text for row in table.totals[1:5]] == ["–"] * 4  # of what came before nothing was to be kept
+    assert [row[1].text for row in table.totals[1:5]] == ["–"] * 4  # the model before the reference has no retention
     assert "to sft" in table.note and comparison_page(found).headline.startswith("rl scores 62 %, sft 50 %;")
 
 
@@ -167,21 +168,21 @@ def test_similarities_of_two_kinds_are_not_compared() -> None:
     assert "–" in printed(compared_answers(found))
 
 
-def test_the_seesaw(tmp_path: Path) -> None:
+def test_the_comparison_of_domains(tmp_path: Path) -> None:
     found = compared()
     text = printed(comparison_table(found))
-    for words in ("+50.0 (+50.0 … +50.0)", "−25.0", "expert", "Norm", "0.667", "Worst domain", "words"):
+    for words in ("+50.0 (+50.0 … +50.0)", "−25.0", "expert", "Normalised score", "0.667", "Worst domain", "words"):
         assert words in text, words
     page = write_page(comparison_page(found), tmp_path)
-    assert {path.name for path in page.parent.iterdir()} == {"report.html", "seesaw.png", "cost.png"}
+    assert {path.name for path in page.parent.iterdir()} == {"report.html", "domains.png", "cost.png"}
     assert "its worst domain is words" in page.read_text()
     better = {name: [1.0] * 20 for name in START}
-    idle = "Not clearly above answers that know nothing of the problem: "
+    idle = "Not clearly above the trivial baseline: "
     assert idle not in comparison_page(compare([evaluation("a", START), evaluation("b", better)], {})).headline
     assert (
         f"{idle}sums, words" in comparison_page(compare([evaluation("b", better), evaluation("a", LOW)], {})).headline
     )
-    labels = {text.get_text() for text in seesaw(found).axes[0].texts}
+    labels = {text.get_text() for text in domain_lines(found).axes[0].texts}
     assert {"sums", "words"} <= labels
 
 
@@ -208,7 +209,7 @@ def test_a_teacher_without_a_lead_is_told_not_hidden() -> None:
     assert "no lead" in comparison_page(found).sections[0].text
 
 
-def test_what_is_kept_of_nothing_is_undetermined() -> None:
+def test_retention_of_a_zero_score_is_undetermined() -> None:
     few = [evaluation("a", {"sums": [0.0, 0.0, 1.0]}), evaluation("b", {"sums": [1.0, 0.0, 1.0]})]
     assert "undetermined" in printed(comparison_table(compare(few, {})))
 

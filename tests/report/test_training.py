@@ -97,10 +97,10 @@ def test_the_story_goes_on_with_post_training(data: ReportData, tmp_path: Path) 
     commands = (("Serve it", "stretto serve runs/demo/post/sft"),)
     told = replace(data, post=compare(models, {}, reference=1), commands=commands)
     page = report_page(told)
-    assert [section.slug for section in page.sections][6:] == ["seesaw", "cost", "samples", "next"]
+    assert [section.slug for section in page.sections][6:] == ["domains", "cost", "samples", "next"]
     assert "Post-trained: sft scores 50 %" in page.headline
     path = write_page(page, tmp_path)
-    assert (path.parent / "seesaw.png").is_file() and "stretto serve runs/demo/post/sft" in path.read_text()
+    assert (path.parent / "domains.png").is_file() and "stretto serve runs/demo/post/sft" in path.read_text()
 
 
 @pytest.fixture(scope="module")
