@@ -1,7 +1,6 @@
 """The commands of the pages in docs/ that promise to run, as they stand there: fenced bash blocks, in order, one shell.
 
-A page is scaled down by the environment that its commands read (``--steps ${STEPS:-300}``) and by rows in the recipe that lies
-beside it, by nothing else.
+A page is scaled down by the environment that its commands read (``--steps ${STEPS:-300}``) and by nothing else.
 """
 
 from __future__ import annotations
@@ -31,14 +30,7 @@ def commands(page: str) -> str:
 
 
 def execute(page: str, folder: Path, **environment: object) -> str:
-    """Run ``page`` in ``folder``, beside the shipped recipes with fewer rows; what it printed."""
-    shutil.copytree(ROOT / "stretto/recipes", folder / "recipes")
-    small = folder / "recipes/small.toml"
-    text, num = re.subn(
-        r"(?m)^((?:eval_)?rows) = (\d+)$", lambda row: f"{row[1]} = {int(row[2]) // 4}", small.read_text()
-    )
-    assert num == 2, text
-    small.write_text(text)
+    """Run ``page`` in ``folder``; what it printed."""
     told = {name: str(value) for name, value in environment.items()}
     places = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     for name in told:
