@@ -66,7 +66,7 @@ def rl_command(
     console.print(
         f"held-out reward {result.first_reward:.3f} → {result.last_reward:.3f}, "
         f"{result.moved:.3g} nats a token (KL) from its start\ncheckpoint: {result.checkpoint}\n"
-        f"who was busy when: {folder / 'trace.json'} (ui.perfetto.dev, chrome://tracing)\n"
+        f"execution trace: {folder / 'trace.json'} (ui.perfetto.dev, chrome://tracing)\n"
         f"next: stretto chat {result.checkpoint}; tensorboard --logdir {folder}"
     )
     console.print(f"report: {report_rl_run(folder)}")
