@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.conftest import RECIPE
+from tests.api.conftest import RECIPE, Run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,6 +71,12 @@ def test_serving(tmp_path: Path, served_run: Path) -> None:
     printed = python("SERVING.md", tmp_path).splitlines()
     assert "['demo', 'demo:full', 'demo:half', 'demo:corner']" in printed
     assert "'asked': 'half,top_k=1'" in printed[-1] and "'given_reason': 'asked'" in printed[-1]
+
+
+@pytest.mark.slow
+def test_formats(tmp_path: Path, served_run: Path, stretto: Run) -> None:
+    assert stretto("export", served_run, "-o", tmp_path / "out").code == 0
+    assert python("FORMATS.md", tmp_path).startswith("def read_")
 
 
 @pytest.mark.slow
