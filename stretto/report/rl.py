@@ -1,4 +1,4 @@
-"""The report of a reinforcement-learning run: its record, its page, its pictures, and a sentence beside each of them."""
+"""Report of a reinforcement-learning run: data, tables, figures and captions."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from stretto.report.rl_timeline import timeline, timeline_caption
 from stretto.report.style import BLUE, GREEN, INK, MUTED, ORANGE, PALE, PINK, SAND, SERIES, SKY, Ends, Form, Label
 
 _SMOOTH_SHARE = 1 / 15
-"""Of a run's steps that one point of a bold curve is the mean of."""
+"""Width of the running mean of bold curves, as a share of the run's steps."""
 _FEW = 30
-"""Points up to which each is marked."""
+"""Largest number of points that are drawn with markers."""
 
 fine = partial(short, digits=5)
-"""For what stays near 1."""
+"""Format of values near 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class RlData:
-    """Everything that the report shows."""
+    """Data of the report."""
 
     name: str
     rows: tuple[Mapping[str, float], ...]
     """Rows of ``metrics.jsonl``, each with ``step``."""
     bound: int
-    """On staleness, in versions."""
+    """Bound on staleness, in versions."""
     num_steps: int
-    """That the recipe asks for."""
+    """Number of steps in the recipe."""
     spans: tuple[Span, ...] = ()
     shape: tuple[str, ...] = ()
-    """The run in a few short lines."""
+    """Short description of the run, a few lines."""
     environment: str = ""
     """Device and commit."""
     recipe: str = ""
@@ -68,14 +68,14 @@ class RlData:
         return np.array([known.get(step, 0.0) for step in steps])
 
     def has(self, *metrics: str) -> bool:
-        """Whether one of them was logged."""
+        """Whether any of ``metrics`` was logged."""
         return any(self.series(metric) for metric in metrics)
 
     def last(self, metric: str) -> float | None:
         return next(reversed(self.values(metric)), None)
 
     def mean(self, metric: str) -> float:
-        """Over the steps that logged it."""
+        """Mean over the steps that logged ``metric``."""
         return float(np.mean(self.values(metric)))
 
     def total(self, metric: str) -> float:
@@ -83,7 +83,7 @@ class RlData:
         return math.fsum(self.values(metric))
 
     def named(self, prefix: str) -> list[str]:
-        """Metrics that begin with ``prefix``, in alphabetical order, without it."""
+        """Names of logged metrics behind ``prefix``, in alphabetical order."""
         found = sorted({name for row in self.rows for name in row if name.startswith(prefix)})
         return [name.removeprefix(prefix) for name in found if self.has(name)]
 
@@ -99,7 +99,9 @@ def read_rl_run(run: Path) -> RlData:
     recipe = validate(RlRecipe, read_json(path), str(path))
     train, rollout, loss = recipe.train, recipe.rollout, recipe.loss
     centre = (
-        "what sampled" if loss.proximal == "behaviour" else f"the policy before the step, {loss.correction} from there"
+        "the sampling policy"
+        if loss.proximal == "behaviour"
+        else f"the policy before the step (correction {loss.correction})"
     )
     device = f"{read_lineage(checkpoint).receipt.device}, " if (checkpoint / "lineage.json").is_file() else ""
     return RlData(
@@ -110,9 +112,9 @@ def read_rl_run(run: Path) -> RlData:
         spans=tuple(read_spans(run)),
         shape=(
             f"problems: {', '.join(f'{name} ({source.kind})' for name, source in recipe.sources.items())}",
-            f"{train.prompts} groups of {rollout.group} samples a step, {rollout.max_tokens} tokens at most, staleness {recipe.staleness}",
-            f"{loss.policy} around {centre}, {loss.advantage} advantages ({loss.preset}), routes {recipe.replay}, "
-            f"rollout in {recipe.precision.rollout}, training in {recipe.precision.train}",
+            f"{train.prompts} groups of {rollout.group} samples per step, at most {rollout.max_tokens} tokens per sample, staleness {recipe.staleness}",
+            f"{loss.policy} around {centre}, {loss.advantage} advantages (preset {loss.preset}), routing replay {recipe.replay}, "
+            f"rollout {recipe.precision.rollout}, training {recipe.precision.train}",
         ),
         environment=f"{device}commit {git_commit() or 'unknown'}",
         recipe=json.dumps(recipe.model_dump(mode="json"), indent=2),
@@ -135,23 +137,23 @@ def rl_page(data: RlData) -> Page:
         return Section(slug, heading, found.caption, partial(panels, data, found), found.alt)
 
     who = pictured(
-        "timeline", "Who was busy when",
-        "The trainer's time and the groups in flight over the whole run; below, bars for the work of each role in a few steps.",
+        "timeline", "Execution trace",
+        "Above: the trainer's time and the number of groups in flight over the run. Below: the work of each role during a few steps.",
         data.spans or None, timeline, timeline_caption,
     )  # fmt: skip
     sections = (
-        Section("summary", "In numbers", tables=(summary(data),)),
+        Section("summary", "Summary", tables=(summary(data),)),
         section("reward", "Reward", "reward/mean", reward),
         who,
         *(section("teachers", "Teachers", f"distill/kl/{name}", teachers) for name in data.named("distill/kl/")[:1]),
         section("staleness", "Staleness", "staleness/max", staleness),
         section("mismatch", "Mismatch", "mismatch/same_share", mismatch),
         section("policy", "Off-policy", "policy/ess", policy),
-        section("health", "Policy", "policy/entropy", health),
+        section("health", "Policy and router", "policy/entropy", health),
         section("samples", "Samples", "samples/tokens_mean", samples),
-        section("waits", "Waits", "time/wall_s", waits),
+        section("waits", "Idle time", "time/wall_s", waits),
         section("queues", "Queues", "groups/ready", queues),
-        section("endings", "Endings", "groups/trained", endings),
+        section("endings", "Group outcomes", "groups/trained", endings),
         section("throughput", "Throughput", "speed/tokens_per_s", throughput),
     )
     return Page(data.name, headline(data), data.shape, sections, data.environment, data.recipe)
@@ -168,7 +170,9 @@ def headline(data: RlData) -> str:
         text += f": reward from {rewards[0]:.3f} to {rewards[-1]:.3f}"
     text += "."
     if ages:
-        text += f" No trained token was older than {counted(int(max(ages)), 'version')}; the bound is {data.bound}."
+        text += (
+            f" Largest staleness of a trained token: {counted(int(max(ages)), 'version')}; the bound is {data.bound}."
+        )
     return text
 
 
@@ -180,20 +184,22 @@ def summary(data: RlData) -> Table:
     if wall_s:
         for kind in ("samples", "tokens"):
             num = float(data.at(f"speed/{kind}_per_s", list(wall)) @ list(wall.values()))
-            rows[f"{kind} trained"] = Cell(f"{num:,.0f}", round(num), f"{short(num / wall_s)} a second")
-        rows["the trainer waited"] = Cell(percent(waited_s / wall_s), waited_s / wall_s, duration(waited_s))
+            rows[f"{kind} trained"] = Cell(f"{num:,.0f}", round(num), f"{short(num / wall_s)} per second")
+        rows["trainer idle"] = Cell(percent(waited_s / wall_s), waited_s / wall_s, duration(waited_s))
     given_up = [value for name in ("stale", "failed") if (value := data.last(f"groups/{name}")) is not None]
     known = {
         "largest staleness, versions": max(data.values("staleness/max"), default=None),
-        "mismatch K3 of the same version, largest mean": max(data.values("mismatch/same_k3_mean"), default=None),
-        "KL to the start at the end, nats a token": data.last(MOVED),
+        "mismatch k3 on tokens of the same version, largest mean": max(
+            data.values("mismatch/same_k3_mean"), default=None
+        ),
+        "final KL to the start, nats per token": data.last(MOVED),
         "groups trained": data.last("groups/trained"),
-        "groups dropped, all rewards equal": data.last("groups/filtered"),
-        "groups too old, given up": sum(given_up) if given_up else None,
+        "groups dropped (equal rewards)": data.last("groups/filtered"),
+        "groups too stale or failed": sum(given_up) if given_up else None,
         "roles restarted": data.total("failures/restarts") if data.has("failures/restarts") else None,
     }
     rows |= {name: Cell(short(value), value) for name, value in known.items() if value is not None}
-    return Table("In numbers", ("", "over the run"), tuple((Cell(name), cell) for name, cell in rows.items()))
+    return Table("Summary", ("", "Total or value"), tuple((Cell(name), cell) for name, cell in rows.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,48 +209,48 @@ class Line:
     metric: str
     name: str
     colour: str = ""
-    """Without one, that of its place in the house's series."""
+    """Empty: the next colour of `SERIES`."""
     kind: Literal["smooth", "plain", "points"] = "smooth"
-    """``smooth``: bold is the running mean, the values themselves are faint. ``points``: diamonds."""
+    """``smooth``: a bold running mean over faint values. ``points``: diamonds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Curves over steps, areas on top of each other named at their ends, or bars."""
+    """Curves over steps, stacked areas with names at their ends, or bars."""
 
     title: str
     lines: Sequence[Line] = ()
     form: Form = short
-    """How a value is written, on the axis and at the end of its curve."""
+    """Format of values, on the axis and at the end of a curve."""
     notes: Sequence[str] = ()
-    """How to read it, between title and axes."""
+    """Explanations below the title."""
     areas: Mapping[str, tuple[np.ndarray, str]] = field(default_factory=dict)
     """By name: values at ``steps``, and colour."""
     steps: Sequence[float] = ()
     bars: Mapping[str, float] = field(default_factory=dict)
-    """Counts by name; their lengths are on a logarithmic scale."""
+    """Counts by name, drawn on a logarithmic scale."""
     zero: bool = True
-    """The axis begins at 0."""
+    """Whether the axis begins at 0."""
     log: bool = False
     top: float | None = None
-    """The axis reaches so far at least."""
+    """Smallest upper end of the axis."""
     bound: float | None = None
-    """A dashed line that no curve may cross; ticks are whole numbers then."""
+    """Upper bound, drawn as a dashed line; ticks are whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A figure as data, and what is said of it."""
+    """A figure as data, with its caption."""
 
     caption: str
     alt: str
     panels: Sequence[Panel]
     columns: int = 2
-    """Panels in a row, at most."""
+    """Largest number of panels per row."""
 
 
 def panels(data: RlData, picture: Picture) -> Figure:
-    """A figure with those panels of which anything was logged."""
+    """A figure with the panels whose metrics were logged."""
     shown = [
         each for each in picture.panels if each.steps or each.bars or data.has(*(line.metric for line in each.lines))
     ]
@@ -259,7 +265,7 @@ def panels(data: RlData, picture: Picture) -> Figure:
 
 
 def plot(axes: Axes, data: RlData, panel: Panel) -> Ends:
-    """Draw the bars, or the areas and those of the curves that were logged."""
+    """Draw the bars, or the areas and the logged curves."""
     if panel.bars:
         return _bars(axes, panel), ()
     style.dress(axes, panel.title, "Step", "")
@@ -287,7 +293,7 @@ def plot(axes: Axes, data: RlData, panel: Panel) -> Ends:
         axes.yaxis.set_major_locator(LogLocator(numticks=7))
         axes.yaxis.set_minor_locator(NullLocator())
         style.ticks(axes.yaxis, panel.form)
-        notes += ["at the foot: exactly 0"] if min(values) <= 0 else []
+        notes += ["at the lower edge: exactly 0"] if min(values) <= 0 else []
     elif panel.log:
         axes.set_yticks([0.0], ["0"])
         notes.append("exactly 0 in every step")
@@ -304,7 +310,7 @@ def plot(axes: Axes, data: RlData, panel: Panel) -> Ends:
 
 
 def _curve(axes: Axes, kind: str, colour: str, steps: Sequence[float], values: np.ndarray) -> float:
-    """Draw it; returns where it ends."""
+    """Draw a curve and return its last value."""
     if kind == "points":
         axes.plot(steps, values, color=colour, linewidth=1.4, alpha=0.6, zorder=4)
         axes.plot(steps, values, "D", color=colour, markersize=8.5, markeredgecolor="white", zorder=5, clip_on=False)
@@ -321,7 +327,7 @@ def _curve(axes: Axes, kind: str, colour: str, steps: Sequence[float], values: n
 
 
 def _stack(axes: Axes, panel: Panel) -> list[Label]:
-    """Areas on top of each other, smoothed over steps; returns what to write beside them."""
+    """Draw stacked areas, smoothed over steps, and return their labels."""
     labels, bottom = [], np.zeros(len(panel.steps))
     for name, (values, colour) in panel.areas.items():
         top = bottom + smoothed(values)
@@ -333,7 +339,7 @@ def _stack(axes: Axes, panel: Panel) -> list[Label]:
 
 
 def smoothed(values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Centred running mean; at the ends, of what there is."""
+    """Centred running mean; the window is cut at both ends."""
     window = np.ones(2 * int(len(values) * _SMOOTH_SHARE / 2) + 1)
     return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
 
@@ -344,7 +350,7 @@ def seconds(value: float) -> str:
 
 
 def _bars(axes: Axes, panel: Panel) -> Axes:
-    """On a log scale, since a filter drops thousands and a crash one."""
+    """Bars on a log scale: a filter drops thousands of groups, a crash drops one."""
     style.dress(axes, panel.title, "", "", grid=None)
     style.subtitle(axes, panel.notes)
     lengths = np.log10([value + 1 for value in panel.bars.values()])
@@ -364,17 +370,17 @@ def reward(data: RlData) -> Picture:
     caption = f"Mean reward of the trained samples: {first:.3f} in the first tenth of the run, {last:.3f} in the last."
     if held_out:
         caption += f" On held-out problems, best {max(held_out):.3f} and last {held_out[-1]:.3f}."
-    caption += " Groups whose rewards are all equal are not trained on where the recipe drops them."
-    lines = [Line("reward/mean", "trained on"), Line("eval/reward", "held-out", ORANGE, "points")]
-    notes = ["mean of a step, and its running mean", *(["diamonds: held-out problems"] if held_out else [])]
+    caption += " With loss.drop_uniform, groups with equal rewards are not trained."
+    lines = [Line("reward/mean", "trained"), Line("eval/reward", "held-out", ORANGE, "points")]
+    notes = ["mean per step, and running mean", *(["diamonds: held-out problems"] if held_out else [])]
     sources = _each(data, "reward/source/")
     by_source = [Panel("By source", sources)] if len(sources) > 1 else []
-    alt = "Mean reward of each step, and of held-out problems, over steps."
+    alt = "Mean reward per step and on held-out problems, over steps."
     return Picture(caption, alt, [Panel("Reward", lines, notes=notes), *by_source], columns=1)
 
 
 def _each(data: RlData, prefix: str) -> list[Line]:
-    """A line for every metric of that prefix."""
+    """A line for every metric with this prefix."""
     return [Line(prefix + name, name) for name in data.named(prefix)]
 
 
@@ -384,18 +390,18 @@ def staleness(data: RlData) -> Picture:
     notes = ["of the trained tokens", f"dashed: the bound, {data.bound}"]
     versions = [Line("staleness/versions_per_sample", "versions", GREEN)]
     return Picture(
-        f"The trained tokens were {short(mean)} versions old on average and {oldest:.0f} at most; "
+        f"Staleness of the trained tokens, in versions: mean {short(mean)}, largest {oldest:.0f}; "
         f"the bound is {data.bound}.",
         "Mean and largest age of the trained tokens, in versions, against the bound.",
         [
             Panel("Staleness, versions", ages, notes=notes, top=max(data.bound * 1.12, 1.0), bound=data.bound),
-            Panel("Versions a sample", versions, notes=["weights may change while it is written"], top=1.2),
+            Panel("Versions per sample", versions, notes=["engines may update weights during a sample"], top=1.2),
         ],
     )
 
 
 def teachers(data: RlData) -> Picture:
-    """How near the student comes to its teachers, and which source the gradient is of."""
+    """KL to the teachers, and share of the gradient, by source."""
     kls = {name: data.values(f"distill/kl/{name}") for name in data.named("distill/kl/")}
     parts = [f"{name} from {short(values[0])} to {short(values[-1])}" for name, values in kls.items()]
     return Picture(
@@ -411,39 +417,39 @@ def teachers(data: RlData) -> Picture:
 def mismatch(data: RlData) -> Picture:
     shown, parts = [], []
     for kind, name, note, words in (
-        ("same", "same version", "the two implementations alone", "of the version that is trained"),
-        ("stale", "older versions", "and what was learnt since", "of older ones"),
+        ("same", "same version", "difference between the implementations", "of the current weights"),
+        ("stale", "older versions", "and training since then", "of older weights"),
     ):
         lines = [Line(f"mismatch/{kind}_k3_{each}", each) for each in ("mean", "p99", "max")]
-        shown.append(Panel(f"Mismatch K3, {name}", lines, notes=[note], log=True))
+        shown.append(Panel(f"Mismatch k3, {name}", lines, notes=[note], log=True))
         if data.has(f"mismatch/{kind}_k3_mean"):
             mean, worst = data.mean(f"mismatch/{kind}_k3_mean"), max(data.values(f"mismatch/{kind}_k3_max"))
             parts.append(f"over tokens {words}, mean {short(mean)}, largest {short(worst)}")
     alike = percent(data.mean("mismatch/same_share"))
     return Picture(
-        f"K3 between the trainer's probabilities and the engine's: {'; '.join(parts)}."
-        f" {alike} of the tokens were of the version that was trained.",
-        "K3 between engine and trainer, mean, 99th percentile and maximum, on a logarithmic axis.",
+        f"k3 estimate of the KL between engine and trainer: {'; '.join(parts)}."
+        f" {alike} of the tokens were sampled with the current weights.",
+        "k3 between engine and trainer: mean, 99th percentile and maximum, on a logarithmic axis.",
         shown,
     )
 
 
 def policy(data: RlData) -> Picture:
-    """How far the trained policy is from the one that sampled, and what was cut off for it."""
-    ways = {"clip": "clipped by the trust region", "correction": "cut off or left out by the correction"}
+    """Distance between the trained and the sampling policy, and clipped tokens."""
+    ways = {"clip": "clipped by the trust region", "correction": "clipped or dropped by the correction"}
     known = {words: f"policy/{key}_fraction" for key, words in ways.items() if data.has(f"policy/{key}_fraction")}
     parts = [f"{percent(data.mean(metric))} of the tokens were {words}" for words, metric in known.items()]
     cut = [Line("policy/clip_fraction", "clipped"), Line("policy/correction_fraction", "corrected")]
     ratios = [Line("policy/ratio_max", "largest", ORANGE, "plain"), Line("policy/correction_mean", "correction", GREEN)]
     return Picture(
-        f"The least effective share of samples was {min(data.values('policy/ess')):.3f}. "
+        f"Smallest effective sample size, as a share: {min(data.values('policy/ess')):.3f}. "
         + (f"On average {listed(parts)}." if parts else ""),
-        "Effective samples, chi-squared, clipped and corrected tokens, ratios.",
+        "Effective sample size, chi-squared, clipped and corrected tokens, ratios.",
         [
-            Panel("Effective samples", [Line("policy/ess", "ESS")], fine, ["share of the tokens"], zero=False),
+            Panel("Effective sample size", [Line("policy/ess", "ESS")], fine, ["share of the tokens"], zero=False),
             Panel("χ² to the rollout", [Line("policy/chi2", "χ²")], notes=["mean squared ratio − 1"], zero=False),
             Panel("Tokens clipped and corrected", cut, percent, ["trust region", "TIS or IcePop"], top=0.01),
-            Panel("Ratios", ratios, fine, ["largest of the update", "mean correction"], zero=False),
+            Panel("Ratios", ratios, fine, ["largest per update", "mean correction"], zero=False),
         ],
     )
 
@@ -453,74 +459,74 @@ def health(data: RlData) -> Picture:
     caption = f"Entropy went from {short(entropy[0])} to {short(entropy[-1])} nats per token."
     if data.has("routes/flips"):
         flips = percent(data.mean("routes/flips"))
-        caption += f" {flips} of the experts that the trainer's own router would have chosen differ from the engine's."
-    surprise = [Line("policy/entropy", "entropy"), Line("policy/nll", "surprise")]
+        caption += f" The trainer's router would have chosen {flips} of the experts differently than the engine."
+    surprise = [Line("policy/entropy", "entropy"), Line("policy/nll", "NLL")]
     flipped, load = [Line("routes/flips", "flipped")], [Line("experts/max_overload", "load")]
     return Picture(
         caption,
-        "Entropy, gradient norm, route flips, and the busiest expert.",
+        "Entropy, gradient norm, route flips, and load of the busiest expert.",
         [
-            Panel("Entropy", surprise, notes=["nats per token", "surprise: of what was sampled"]),
+            Panel("Entropy", surprise, notes=["nats per token", "NLL: of the sampled tokens"]),
             Panel("Gradient norm", [Line("optim/grad_norm", "norm")], notes=["before clipping"]),
-            Panel("Route flips", flipped, percent, ["choices unlike the engine's"], top=0.01),
-            Panel("Busiest expert", load, lambda value: f"{short(value)}×", ["over an even share"], zero=False),
+            Panel("Route flips", flipped, percent, ["choices that differ from the engine's"], top=0.01),
+            Panel("Busiest expert", load, lambda value: f"{short(value)}×", ["load / mean load"], zero=False),
         ],
     )
 
 
 def samples(data: RlData) -> Picture:
     mean, truncated = short(data.mean("samples/tokens_mean")), percent(data.mean("samples/truncated"))
-    caption = f"A sample had {mean} tokens on average; {truncated} ran into a limit."
+    caption = f"Mean length of a sample: {mean} tokens; {truncated} of the samples were truncated."
     slow = sorted(data.values("reward/latency_p95_s"))
     if slow:
         median = seconds(slow[len(slow) // 2])
-        caption += f" The slowest twentieth of a step's verdicts took {median} or more in the median step."
+        caption += f" 95th percentile of the verdict latency: {median} in the median step."
     lengths = [("max", "longest", ORANGE), ("p95", "p95", PINK), ("mean", "mean", BLUE)]
     outcomes = [("ok", GREEN), ("wrong", MUTED), ("timeout", SAND), ("crash", PINK), ("infra", ORANGE)]
-    verdicts = Panel("Right answers", [Line("reward/ok", "right")], percent, ["of the trained samples"])
+    verdicts = Panel("Correct answers", [Line("reward/ok", "correct")], percent, ["share of the trained samples"])
     if data.named("verdicts/"):
         lines = [Line(f"verdicts/{name}", name, colour) for name, colour in outcomes]
-        verdicts = Panel("Verdicts", lines, percent, ["of all verifications"])
+        verdicts = Panel("Verdicts", lines, percent, ["share of all verdicts"])
     cut = [Line("samples/truncated", "truncated"), Line("groups/uniform_share", "equal rewards")]
     times = [Line(f"reward/latency_{name}_s", name) for name in ("p50", "p95")]
     return Picture(
         caption,
-        "Tokens a sample, truncations, verdicts and their latency.",
+        "Tokens per sample, truncations, verdicts and their latency.",
         [
-            Panel("Tokens a sample", [Line(f"samples/tokens_{key}", name, colour) for key, name, colour in lengths]),
-            Panel("Truncated, and equal groups", cut, percent, ["of samples, of groups"], top=0.02),
+            Panel("Tokens per sample", [Line(f"samples/tokens_{key}", name, colour) for key, name, colour in lengths]),
+            Panel("Truncated samples, uniform groups", cut, percent, ["share of samples, share of groups"], top=0.02),
             verdicts,
-            Panel("Verdict latency", times, seconds, ["from asking to verdict"], log=True),
+            Panel("Verdict latency", times, seconds, ["from request to verdict"], log=True),
         ],
     )
 
 
 def waits(data: RlData) -> Picture:
-    """What the trainer's time went into, and how much of theirs the roles had nothing to do."""
+    """Parts of the trainer's time, and idle time of each role."""
     wall = data.series("time/wall_s")
     steps, waited = list(wall), percent(data.total("wait/trainer_s") / data.total("time/wall_s"))
     idle = [name for name in data.named("bubble/") if name != "trainer"]
-    bubbles = "".join(f" {name}: nothing to do for {percent(data.mean(f'bubble/{name}'))}." for name in idle)
+    bubbles = "".join(f" {name}: idle {percent(data.mean(f'bubble/{name}'))}." for name in idle)
     times = (("step", "busy/trainer/step_s", BLUE), ("publish", "busy/trainer/publish_s", GREEN),
              ("snapshot", "busy/trainer/snapshot_s", SAND), ("waits", "wait/trainer_s", ORANGE))  # fmt: skip
     shares = [(name, data.at(metric, steps) / list(wall.values()), colour) for name, metric, colour in times]
     used = sum((values for _, values, _ in shares), np.zeros(len(steps)))
     shares.append(("other", np.maximum(0.0, 1.0 - used), PALE))
     areas = {f"{name}  {percent(values.mean())}": (values, colour) for name, values, colour in shares if values.any()}
-    lines, notes = _each(data, "bubble/")[: len(SERIES)], ["share of time with nothing to do"]
+    lines, notes = _each(data, "bubble/")[: len(SERIES)], ["share of time without work"]
     return Picture(
-        f"The trainer waited for groups during {waited} of the time.{bubbles}",
-        "Shares of the trainer's time, and the share of time each role had nothing to do.",
+        f"The trainer was idle for {waited} of the time.{bubbles}",
+        "Shares of the trainer's time, and idle share of each role.",
         [
-            Panel("The trainer's time", (), percent, ["shares of the time from step to step"], areas, steps, top=1.0),
-            Panel("Bubble of each role", lines, percent, notes, top=1.0),
+            Panel("Trainer time", (), percent, ["shares of the time per step"], areas, steps, top=1.0),
+            Panel("Idle time by role", lines, percent, notes, top=1.0),
         ],
     )
 
 
 def queues(data: RlData) -> Picture:
     slots = data.values("groups/free_slots")
-    free = f", and {short(float(np.mean(slots)))} slots were free" if slots else ""
+    free = f"; free slots: {short(float(np.mean(slots)))}" if slots else ""
     steps = list(data.series("groups/in_flight"))
     states = (("training", "being trained", BLUE), ("ready", "ready", GREEN), ("in_flight", "in flight", SKY))
     found = [(name, data.at(f"groups/{key}", steps), colour) for key, name, colour in states]
@@ -529,23 +535,23 @@ def queues(data: RlData) -> Picture:
     areas = {f"{name}  ⌀ {short(num.mean())}": (num, colour) for name, num, colour in found}
     depths = [Line(f"queue/{name}", name.replace("_", " ")) for name in data.named("queue/")[: len(SERIES)]]
     return Picture(
-        f"On average {short(data.mean('groups/ready'))} groups were ready when a step ended{free}.",
-        "Groups by state, and requests that wait, over steps.",
+        f"Mean number of groups ready at the end of a step: {short(data.mean('groups/ready'))}{free}.",
+        "Groups by state, and waiting requests, over steps.",
         [
-            Panel("Groups alive", (), short, ["when a step ended", "⌀: mean of the run"], areas, steps),
-            Panel("Requests", depths, notes=["computed or waiting, at one moment of a step"]),
+            Panel("Groups by state", (), short, ["at the end of a step", "⌀: mean over the run"], areas, steps),
+            Panel("Requests", depths, notes=["running or waiting, at one moment of a step"]),
         ],
     )
 
 
 def endings(data: RlData) -> Picture:
-    """How groups ended, summed up over the run, and all that was thrown away or done again."""
-    ways = {"trained": ("trained", BLUE), "filtered": ("dropped", PALE), "stale": ("too old", ORANGE),
-            "failed": ("given up", PINK), "cancelled": ("cancelled", SAND)}  # fmt: skip
-    counts = {"filtered": "groups, equal rewards", "stale": "groups, too old", "failed": "groups, given up",
-              "failed_attempts": "failed attempts", "expired": "leases run out", "late": "late reports"}  # fmt: skip
-    totals = {"failures/restarts": "roles restarted", "failures/steps_undone": "steps made again",
-              "failures/tokens_resumed": "tokens taken up again"}  # fmt: skip
+    """Outcomes of groups over the run, and discarded or repeated work."""
+    ways = {"trained": ("trained", BLUE), "filtered": ("dropped", PALE), "stale": ("too stale", ORANGE),
+            "failed": ("failed", PINK), "cancelled": ("cancelled", SAND)}  # fmt: skip
+    counts = {"filtered": "groups, equal rewards", "stale": "groups, too stale", "failed": "groups, failed",
+              "failed_attempts": "failed attempts", "expired": "leases expired", "late": "late reports"}  # fmt: skip
+    totals = {"failures/restarts": "roles restarted", "failures/steps_undone": "steps repeated",
+              "failures/tokens_resumed": "tokens resumed from logs"}  # fmt: skip
     totals |= {f"discarded/{name}": f"tokens, {name.removesuffix('_tokens')}" for name in data.named("discarded/")}
     steps = list(data.series("groups/trained"))
     ended = [(name, data.at(f"groups/{key}", steps), colour) for key, (name, colour) in ways.items()]
@@ -554,11 +560,11 @@ def endings(data: RlData) -> Picture:
     bars |= {name: data.total(metric) for metric, name in totals.items() if data.has(metric)}
     parts = [f"{value:,.0f} {name}" for key, (name, _) in ways.items() if (value := data.last(f"groups/{key}"))]
     return Picture(
-        f"Groups: {listed(parts)}." if parts else "No group has ended.",
-        "Groups by how they ended, and what was thrown away or done again.",
+        f"Groups: {listed(parts)}." if parts else "No group has finished.",
+        "Groups by outcome, and discarded or repeated work.",
         [
-            Panel("Groups that ended", (), short, ["since the start"], areas, steps),
-            Panel("Lost or repeated", notes=["over the run", "length of a bar: log scale"], bars=bars),
+            Panel("Finished groups", (), short, ["since the start"], areas, steps),
+            Panel("Discarded or repeated", notes=["over the run", "log scale"], bars=bars),
         ],
     )
 
@@ -567,16 +573,19 @@ def throughput(data: RlData) -> Picture:
     wall = sorted(data.values("time/wall_s"))
     tokens = [Line("speed/tokens_per_s", "trained"), Line("engines/tokens_per_s", "sampled")]
     parts = [("wall", "whole"), ("update", "update"), ("recompute", "recompute"), ("load", "load")]
-    activate, cache = ["reading, checking, taking over"], ["prompt tokens cached", "requests' time in queue"]
+    activate, cache = (
+        ["read, check, activate"],
+        ["share of prompt tokens in the cache", "share of requests' time in the queue"],
+    )
     cached = [Line("engines/cached_share", "cached"), Line("wait/engine_queue_share", "queued")]
     return Picture(
-        f"A step took {seconds(wall[len(wall) // 2])} in the median, from one report to the next.",
-        "Tokens and samples a second, and the parts of a step's time.",
+        f"Median time of a step: {seconds(wall[len(wall) // 2])}.",
+        "Tokens and samples per second, and the parts of a step's time.",
         [
-            Panel("Tokens a second", tokens),
-            Panel("Samples a second", [Line("speed/samples_per_s", "trained")]),
-            Panel("Time of a step", [Line(f"time/{key}_s", name) for key, name in parts], seconds),
-            Panel("Weights into an engine", [Line("time/activate_s", "activate")], seconds, activate),
+            Panel("Tokens per second", tokens),
+            Panel("Samples per second", [Line("speed/samples_per_s", "trained")]),
+            Panel("Time per step", [Line(f"time/{key}_s", name) for key, name in parts], seconds),
+            Panel("Weight update of an engine", [Line("time/activate_s", "activate")], seconds, activate),
             Panel("Cache and queue", cached, percent, cache, top=0.1),
         ],
     )

@@ -1,4 +1,4 @@
-"""Who was busy when: the whole run in a strip, and a few steps of it close up."""
+"""Execution trace of an RL run: the whole run as a strip, and a few steps in detail."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from stretto.report import style
 from stretto.report.style import ABSENT, BLUE, GREEN, HALO, INK, MUTED, ORANGE, PALE, SAND, SERIES, SKY, Label
 
 _CLOSE_STEPS = 5
-"""Steps of the close-up."""
+"""Number of steps shown in detail."""
 _BINS = 240
 _MOST_LANES = 64
-"""Groups that the close-up shows side by side; more would be thinner than a pixel or two."""
+"""Largest number of groups that the detail shows side by side; more would be thinner than two pixels."""
 _GAP_SHARE = 0.1
-"""Of the run's time for which nobody worked before it is cut out of the strip: the run was stopped."""
+"""Idle time, as a share of the run, that is cut out of the strip: the run was stopped."""
 _TRAINER = {"step": BLUE, "publish": GREEN, "snapshot": SAND, "wait": ORANGE}
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Time taken out of the strip."""
+    """Time that is cut out of the strip."""
 
     at_s: float
-    """On the strip."""
+    """Position on the strip, in seconds."""
     seconds: float
 
 
@@ -40,12 +40,12 @@ def _fact(span: Span, name: str) -> Any:
 
 
 def _step(span: Span) -> int:
-    """The step that it made, as metrics count: the version that came of it."""
+    """Number of the step, as in the metrics: the version of the weights that it made."""
     return int(_fact(span, "step")) + 1
 
 
 def timeline(spans: Sequence[Span]) -> Figure:
-    """The trainer's time and the groups in flight over the whole run; below, what each did in a few steps."""
+    """The trainer's time and the groups in flight over the run; below, the work of each role in a few steps."""
     spans, cuts = without_gaps(spans)
     steps = [span for span in spans if span.role == "trainer" and span.name == "step"]
     figure = style.blank(10.0, 11.0 if steps else 4.6)
@@ -77,19 +77,19 @@ def timeline(spans: Sequence[Span]) -> Figure:
 def timeline_caption(spans: Sequence[Span]) -> str:
     times = sorted(span.seconds for span in spans if span.role == "agents")
     if not times:
-        return "No group was drawn."
+        return "No group was dispatched."
     return (
-        f"{counted(len(times), 'group')} were drawn; one took {duration(times[len(times) // 2])} in the median and "
-        f"{duration(times[-1])} at most. trace.json in the run folder holds every one of them."
+        f"{counted(len(times), 'group')} dispatched; median duration {duration(times[len(times) // 2])}, longest "
+        f"{duration(times[-1])}. trace.json in the run folder holds all of them."
     )
 
 
 def without_gaps(spans: Sequence[Span]) -> tuple[list[Span], list[Cut]]:
-    """The spans in order, from second 0 on, later ones moved up to where a long time without any began; and those times."""
+    """The spans in order from second 0, with long idle times removed, and the removed times."""
     spans = sorted(spans, key=lambda span: span.started_s)
     starts = np.array([span.started_s for span in spans])
     ends = np.maximum.accumulate([span.finished_s for span in spans])
-    idle = np.maximum(starts - np.append(starts[0], ends[:-1]), 0.0)  # before each span, with nobody at work
+    idle = np.maximum(starts - np.append(starts[0], ends[:-1]), 0.0)  # idle time before each span
     is_cut = idle > _GAP_SHARE * (ends[-1] - starts[0] - idle.sum())
     shifts = starts[0] + np.cumsum(np.where(is_cut, idle, 0.0))
     moved = [
@@ -100,15 +100,15 @@ def without_gaps(spans: Sequence[Span]) -> tuple[list[Span], list[Cut]]:
 
 
 def _trainer_strip(axes: Axes, spans: Sequence[Span], edges: np.ndarray) -> list[Label]:
-    """Shares of each bin of the run's time."""
-    style.dress(axes, "The trainer", "", "")
+    """Draw the trainer's activities as shares of each time bin."""
+    style.dress(axes, "Trainer time", "", "")
     labels, bottom = [], np.zeros(_BINS)
     for name, colour in _TRAINER.items():
         share = covered([each for each in spans if (each.role, each.name) == ("trainer", name)], edges)
         axes.stairs(bottom + share, edges, baseline=bottom, fill=True, color=colour, linewidth=0, zorder=2)
         if share.mean() > 1e-4:
             middle = min(1.0, float((bottom + share / 2).mean()))
-            words = "waits" if name == "wait" else name
+            words = "idle" if name == "wait" else name
             labels.append(Label(edges[-1], middle, f"{words}  {percent(share.mean())}", colour))
         bottom = bottom + share
     axes.set_ylim(0, 1)
@@ -117,14 +117,14 @@ def _trainer_strip(axes: Axes, spans: Sequence[Span], edges: np.ndarray) -> list
 
 
 def covered(spans: Sequence[Span], edges: np.ndarray) -> np.ndarray:
-    """How many of the spans lie in each bin of ``edges``, on average over its time."""
+    """Mean number of spans in each time bin of ``edges``."""
     starts, ends = (np.array([getattr(span, name) for span in spans]) for name in ("started_s", "finished_s"))
     # time worked before each edge, summed over spans
     return np.diff([np.clip(edge - starts, 0.0, ends - starts).sum() for edge in edges]) / np.diff(edges)
 
 
 def _close_up(axes: Axes, spans: Sequence[Span], steps: Sequence[Span]) -> None:
-    """A bar for each group, coloured like the step that trains it, below the trainer and the engines."""
+    """Draw a bar per group in the colour of the step that trains it, below the trainer and the engines."""
     first = max(0, min(len(steps) // 2, len(steps) - _CLOSE_STEPS))
     shown = steps[first : first + _CLOSE_STEPS]
     low, high = shown[0].started_s, shown[-1].finished_s
@@ -150,14 +150,14 @@ def _close_up(axes: Axes, spans: Sequence[Span], steps: Sequence[Span]) -> None:
             step = owner.get(_fact(span, "ordinal"))
             face, edge = (ABSENT, PALE) if step is None else (colour.get(step, PALE), "none")
             axes.broken_barh(bar, (-span.lane - 0.9, 0.8), facecolor=face, edgecolor=edge, linewidth=0.7, zorder=2)
-    style.dress(axes, f"Steps {_step(shown[0])} to {_step(shown[-1])}, close up", "Time since the start", "", grid="x")
+    style.dress(axes, f"Steps {_step(shown[0])} to {_step(shown[-1])} in detail", "Time since the start", "", grid="x")
     axes.set_xlim(low, high)
     axes.set_ylim(-num_lanes - 0.4, top + 1.5 * thick)
     places = [-num_lanes / 2, *(y + thick * 0.35 for y in rows.values()), top + thick * 0.6]
     axes.set_yticks(places, ["groups", *rows, "trainer"], fontsize=11.5, color=INK)
     style.ticks(axes.xaxis, lambda value: _clock(value, high - low), 7)
-    style.subtitle(axes, ["a bar is a group, coloured like the step that trains it", "grey: trained in another step",
-                    "hollow: dropped, or not trained yet", "v: weights that an engine takes over"])  # fmt: skip
+    style.subtitle(axes, ["bar: a group, in the colour of the step that trains it", "grey: trained in another step",
+                    "hollow: dropped, or not trained yet", "v: version that an engine activates"])  # fmt: skip
 
 
 def _trainer_bar(axes: Axes, span: Span, colour: dict[int, str], row: tuple[float, float]) -> None:
@@ -180,7 +180,7 @@ def _trainer_bar(axes: Axes, span: Span, colour: dict[int, str], row: tuple[floa
 
 
 def _clock(at_s: float, span_s: float) -> str:
-    """``0.25 s`` where a picture spans seconds, ``1:36`` where it spans minutes, ``2 h 05`` where hours."""
+    """A time as ``0.25 s``, ``1:36`` or ``2 h 05``, by the span of the figure."""
     if span_s < 30:
         return f"{short(at_s)} s"
     minutes, rest = divmod(round(at_s), 60)

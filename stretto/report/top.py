@@ -1,4 +1,4 @@
-"""``stretto top``: who works, who waits, and for whom, live on the console."""
+"""Console monitor of an RL run: throughput, queue lengths, limiting component (``stretto top``)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from stretto.flow.log import RoleRow, RunStatus, read_status
 
 REFRESH_S = 1.0
 WIDTH = 80
-"""Columns that the screen is made for; more of them give the curve and the notes more room."""
+"""Width of the layout in columns; a wider console gives more room to the curve and the notes."""
 _OLD_S = 10.0
-"""Without a new status for so long, the run is taken for dead."""
+"""Seconds without a new status after which the run is shown as dead."""
 _BARS = "▁▂▃▄▅▆▇█"
 _A_ROW = 3
 _ROLE_WIDTH = 20
@@ -45,7 +45,7 @@ SHOWN = (
     ("verifiers idle", "bubble/rewards"),
     ("verdict p95 s", "reward/latency_p95_s"),
 )
-"""Heading and scalar, three a row, as far as the run logs it."""
+"""Headings and metrics, three per row; rows without logged metrics are left out."""
 _ALIVE = ("in_flight", "ready", "training", "free_slots", "engine_lag")
 _ENDED = ("trained", "filtered", "stale", "failed", "cancelled", "expired", "late", "failed_attempts")
 _SHARES = ("bubble/", "routes/flips", "policy/clip_fraction", "policy/correction_fraction", "samples/truncated")
@@ -53,10 +53,10 @@ _BAD = ("stale", "failed", "expired", "late", "failed_attempts")
 
 
 def top_command(folder: Path, once: bool = False) -> None:
-    """Show the run in ``folder`` until it is done or Ctrl-C; ``once``: print it as it is and return.
+    """Show the run in ``folder`` until it is done or Ctrl-C; ``once``: print its state and return.
 
     Raises:
-        UserError: it is no run of ``stretto rl``.
+        UserError: ``folder`` is not a run of ``stretto rl``.
     """
     console = rich.get_console()
     if once or not console.is_terminal:
@@ -80,14 +80,14 @@ def picture(folder: Path, status: RunStatus, now_s: float, width: int = WIDTH) -
     parts += [_numbers(status), _groups(status), _roles(status)]
     if status.waits:
         lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in status.waits]
-        parts.append(Panel(Group(*lines), title="waiting longest", title_align="left", width=width, border_style="dim"))
+        parts.append(Panel(Group(*lines), title="longest waits", title_align="left", width=width, border_style="dim"))
     return Group(*parts)
 
 
 def _head(folder: Path, status: RunStatus, now_s: float, width: int) -> Panel:
     age_s = now_s - status.updated_s
     is_fresh = status.state == "done" or age_s < _OLD_S
-    state = status.state if is_fresh else f"{status.state}; silent for {age_s:,.0f} s"
+    state = status.state if is_fresh else f"{status.state}; no update for {age_s:,.0f} s"
     style = "red" if not is_fresh else "green" if status.state in ("done", "training") else "yellow"
     head = Table.grid(padding=(0, 2), expand=True)
     head.add_column(no_wrap=True)
@@ -102,7 +102,7 @@ def _head(folder: Path, status: RunStatus, now_s: float, width: int) -> Panel:
 
 
 def _curve(rewards: list[float], width: int) -> Text:
-    """The reward of the whole run so far, with its least and its greatest bar."""
+    """Reward of the run so far as bars, with the smallest and the largest value."""
     label = "reward by step "
     means = binned(rewards, width - len(label) - 18)
     bars = sparkline(means, len(means))
@@ -131,7 +131,7 @@ def _value(status: RunStatus, name: str) -> str:
 
 
 def _groups(status: RunStatus) -> Table:
-    """Two lines: where groups are, and how they ended; endings that did not happen are left out."""
+    """Two lines: groups by state and groups by outcome; outcomes with a count of 0 are left out."""
     grid = Table.grid(padding=(0, 0, 0, 1))
     grid.add_column(style="dim", min_width=14, no_wrap=True)
     grid.add_column(overflow="fold")
@@ -148,10 +148,10 @@ def _groups(status: RunStatus) -> Table:
 
 def _roles(status: RunStatus) -> Table:
     table = Table(box=box.SIMPLE_HEAD, expand=False, pad_edge=True, padding=(0, 1))
-    # a note that is too long is cut off before it takes anything from the others
+    # a long note is truncated before the other columns are
     longest = max((len(row.name) for row in status.roles), default=0)
     table.add_column("role", no_wrap=True, min_width=min(longest, _ROLE_WIDTH))
-    table.add_column("in hand", justify="right", no_wrap=True, min_width=7)
+    table.add_column("running", justify="right", no_wrap=True, min_width=7)
     table.add_column("waiting", justify="right", no_wrap=True, min_width=7)
     table.add_column("", no_wrap=True, overflow="ellipsis")
     for row in status.roles:
@@ -161,7 +161,7 @@ def _roles(status: RunStatus) -> Table:
 
 
 def _note(row: RoleRow) -> Text:
-    """What is not as it should be comes first: the end may be cut off."""
+    """Note of a role. Problems come first, because the end may be truncated."""
     text = Text()
     if row.state != "alive":
         text.append(f"{row.state}  ", style="red")

@@ -106,10 +106,10 @@ def test_every_picture_is_in_the_folder_and_on_the_page(page: Path) -> None:
 
 def test_the_numbers_are_those_of_the_rows() -> None:
     assert headline(DATA).startswith("12 steps: held-out reward from 0.100 to 0.600. ")
-    assert "older than 3 versions; the bound is 4" in headline(DATA)
+    assert "Largest staleness of a trained token: 3 versions; the bound is 4." in headline(DATA)
     table = {cells[0].text: cells[1] for cells in summary(DATA).rows}
     assert table["samples trained"].value == 32 * 2 * STEPS
-    assert table["the trainer waited"].value == pytest.approx(0.25)
+    assert table["trainer idle"].value == pytest.approx(0.25)
     assert table["groups dropped, all rewards equal"].value == 2.0 * STEPS
     assert table["roles restarted"].value == 1, "a sum over the run, not the last step's"
     assert "mean 0, largest 0; over tokens of older ones, mean 1e−4" in mismatch(DATA).caption

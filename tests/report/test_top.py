@@ -34,7 +34,7 @@ def test_the_screen_says_who_waits_and_how_it_goes() -> None:
     for part in ("step 7 of 40", "training", "engine-0", "restarting", "0.625", "3.2e−7", "group 3, sample 1"):
         assert part in text, text
     assert "silent" not in text
-    assert "silent for 60 s" in shown(STATUS, 1060.0)
+    assert "no update for 60 s" in shown(STATUS, 1060.0)
 
 
 def test_a_status_survives_the_disk_and_other_folders_are_refused(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_everything_that_matters_fits_into_eighty_columns() -> None:
     for heading, _ in SHOWN:
         assert heading in text, heading
     assert text.count("1.2e−7") + text.count("0.0%") == len(SHOWN), "no number is cut off"
-    for part in ("engine-0", "rewards", "agent-0", "in hand", "waiting", "restarting"):
+    for part in ("engine-0", "rewards", "agent-0", "running", "waiting", "restarting"):
         assert part in text, "a long note takes nothing from the others"
     assert "4 restarts  3 of 1 to 8 workers" in text, "trouble stands before the note, whose end may be cut off"
     assert "restarting  1 restart" in text
