@@ -82,6 +82,7 @@ class ServeOptions:
     max_batch: int = 64
     max_len: int | None = None
     max_wait_s: float | None = None
+    max_step_s: float = 600.0
     fast_prefill: bool = False
 
 
@@ -202,8 +203,9 @@ def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedMode
     folder, device = checkpoint_folder(source), join(options.device).device
     dtype = DTYPES[options.dtype] if options.dtype else serving_dtype(device)
     memory = None if options.memory is None else parse_bytes(options.memory, "--memory")
-    sizes = {"max_batch": options.max_batch, "max_len": options.max_len, "max_wait_s": options.max_wait_s}
-    config = validate(EngineConfig, sizes, "--max-batch, --max-len, --max-wait-s").replace(
+    fields = ("max_batch", "max_len", "max_wait_s", "max_step_s")
+    sizes = {name: getattr(options, name) for name in fields}
+    config = validate(EngineConfig, sizes, "--max-batch, --max-len, --max-wait-s, --max-step-s").replace(
         cache_bytes=None if options.cache_memory is None else parse_bytes(options.cache_memory, "--cache-memory"),
         max_step_tokens=max(1024, options.max_batch),
         fast_prefill=options.fast_prefill,

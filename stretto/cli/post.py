@@ -144,7 +144,7 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint on benchmark suites. Reports scores with 95 % confidence intervals, cost, and a trivial baseline.
 
-    Reads a run or checkpoint; writes evaluation.json, every answer, and a report.
+    Reads a run or checkpoint; writes eval.json, every answer, and a report.
     """
     options = locals()
     from stretto.api import post

@@ -68,6 +68,12 @@ def serve(
         float,
         typer.Option(help="Longest wait for a place in the batch, in seconds; then the request fails with status 503."),
     ] = 120.0,
+    max_step_s: Annotated[
+        float,
+        typer.Option(
+            help="Longest time for one step of the engine, in seconds; then the engine counts as hung and the server ends."
+        ),
+    ] = 600.0,
     tool_chars: Annotated[
         int | None,
         typer.Option(
@@ -107,6 +113,7 @@ def serve(
         max_batch=max_batch,
         max_len=max_len,
         max_wait_s=max_wait_s,
+        max_step_s=max_step_s,
         fast_prefill=fast_prefill,
     )
     limits = {"floor": floor, "first_token_s": first_token_s, "max_wait_s": max_wait_s, "tool_chars": tool_chars}
