@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from bench.common.measure import table, wide_console
+from bench.common.naive_engine import generate_naive, logits_naive, subnets_by_position
 from bench.common.networks import random_network, shape
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
 from stretto.engine.engine import Engine
-from stretto.engine.reference import generate_naive, logits_naive, subnets_by_position
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling
 from stretto.model.checkpoint import read_checkpoint
 from stretto.model.spec import ModelConfig, Subnet

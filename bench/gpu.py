@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from bench.common.measure import table, wide_console
+from bench.common.naive_engine import generate_naive, logits_naive, subnets_by_position
 from bench.common.networks import random_network, shape
 from bench.engine_equality import requests
 from stretto.base.errors import UserError
 from stretto.base.track import progress, say
 from stretto.engine.engine import Engine
-from stretto.engine.reference import generate_naive, logits_naive, subnets_by_position
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.model.parallel import device_name, join
 from stretto.model.spec import ModelConfig, count

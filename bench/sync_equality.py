@@ -3,7 +3,7 @@
     python -m bench.sync_equality [--steps 8] [--ray] [--precision fp32 --batch-invariant] [--threads 1]
 
 One tiny recipe, from one start: a network that a few steps of supervised training have taught some digits, so that groups
-with equal rewards, which are dropped and made up for, come now and then. The plain loop (`stretto.flow.plain`) samples, trains
+with equal rewards, which are dropped and made up for, come now and then. The plain loop (`bench.common.plain_loop`) samples, trains
 and activates in turn. The others are whole runs, with their controller, leases, snapshots and held-out evaluations beside:
 roles in threads; the same with two engines whose caches hold few sequences; roles in processes; and (``--ray``) actors of
 a Ray cluster that is started for this; the latter two also with one of their processes, the trainer's among them, killed
@@ -27,11 +27,11 @@ from typing import Any
 import psutil
 
 from bench.common.measure import table, wide_console
+from bench.common.plain_loop import run_plainly
 from stretto.base.paths import CHECKPOINT
 from stretto.base.track import progress, read_metrics
 from stretto.engine.runner import state_checksum
 from stretto.flow.launch import Job, SourceTables
-from stretto.flow.plain import run_plainly
 from stretto.flow.run import run_rl
 from stretto.learning.metrics import StepReport
 from stretto.learning.recipe import RlRecipe

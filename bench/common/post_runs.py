@@ -1,6 +1,6 @@
 """What one run of a study of post-training does, in one process, from checkpoints to a checkpoint and its scores.
 
-Reinforcement learning and distillation are the synchronous loop that `stretto.flow.plain` defines, by the same trainer and engine;
+Reinforcement learning and distillation are the synchronous loop that `bench.common.plain_loop` defines, by the same trainer and engine;
 without agents, leases and token logs, which small runs would mostly wait for. Every run returns plain data: scores by source, and
 what it cost: samples drawn (dropped ones, too), tokens trained on, and FLOPs of sampling, teachers and training together.
 """

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.common.naive_engine import logits_naive, subnets_by_position
 from stretto.engine.engine import Engine
-from stretto.engine.reference import logits_naive, subnets_by_position
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling
 from stretto.model.spec import ClampedSwiGlu, LatentAttention, ModelConfig, RopeScaling, Subnet
 from stretto.model.transformer import Transformer, build

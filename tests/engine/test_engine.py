@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from bench.common.naive_engine import generate_naive
 from stretto.base.errors import UserError
 from stretto.engine.engine import Engine
-from stretto.engine.reference import generate_naive
 from stretto.engine.request import Completion, Grammar, Phases, QueueFull, Request, TokenEvent
 from stretto.engine.runner import state_checksum
 from stretto.engine.sequence import SequenceState

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stretto.engine.reference import generate_naive, logits_naive, subnets_by_position
+from bench.common.naive_engine import generate_naive, logits_naive, subnets_by_position
 from stretto.engine.request import Phases, Sampling
 from stretto.engine.runner import Runner
 from stretto.engine.sequence import Chunk, SubnetTable

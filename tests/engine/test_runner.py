@@ -13,7 +13,8 @@ from stretto.engine.forward_torch import KvPool
 from stretto.engine.runner import Runner
 from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.spec import ModelConfig, Subnet
-from stretto.model.transformer import Transformer, build
+from stretto.model.transformer import Transformer
+from tests.networks import sharpened
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 31, "hidden_size": 16, "num_layers": 3, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
@@ -26,11 +27,7 @@ ROUNDING = 4e-5
 
 
 def network(seed: int = 0, **changes: Any) -> Transformer:
-    model = build(ModelConfig(**{**SHAPE, **changes}), seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2.5)
-    return model
+    return sharpened(ModelConfig(**{**SHAPE, **changes}), seed, 2.5)
 
 
 def runner(model: Transformer, routes: bool = True) -> Runner:

@@ -13,9 +13,10 @@ from stretto.base.errors import UserError
 from stretto.evals.loss import EvalBatch
 from stretto.evals.neurons import balanced_clusters, fit_router, plan_layer, plan_network
 from stretto.model.spec import ModelConfig, interleaved_order
-from stretto.model.transformer import Context, Transformer, build
+from stretto.model.transformer import Context, Transformer
 from stretto.model.upcycle import ROUTER_SCALE, Upcycling
 from stretto.ops.operators import ORDINARY
+from tests.networks import sharpened
 
 PARTS, SIZE, HIDDEN, VOCAB = 4, 8, 24, 41
 
@@ -101,11 +102,7 @@ def dense_model() -> Transformer:
         vocab_size=VOCAB, hidden_size=24, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=6, num_experts=1, top_k=1,
         expert_intermediate_size=1, dense_layers=(0, 1, 2, 3, 4), dense_intermediate_size=64,
     )  # fmt: skip
-    model = build(config, seed=0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3.0)
-    return model
+    return sharpened(config)
 
 
 @pytest.mark.parametrize("method", ["split", "copy"])

@@ -14,8 +14,9 @@ from stretto.base.trajectory import Group, Trajectory
 from stretto.learning.recipe import RlRecipe
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.spec import ModelConfig
-from stretto.model.transformer import Context, Recorder, Transformer, build
+from stretto.model.transformer import Context, Recorder, Transformer
 from tests.flow.samples import VOCAB, group
+from tests.networks import sharpened
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 16, "num_layers": 3, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
@@ -28,12 +29,7 @@ ROUTES = (2, 2, 8)
 
 def network(seed: int = 0, scale: float = 3.0) -> Transformer:
     """``scale`` makes fresh weights as decided as trained ones."""
-    model = build(ModelConfig(**SHAPE), seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(scale)
-    return model
+    return sharpened(ModelConfig(**SHAPE), seed, scale, matrices=True)
 
 
 def checkpoint(folder: Path, seed: int = 0) -> Path:

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.common.plain_loop import run_synchronously
 from bench.sync_equality import KILLED, Outcome, plain_run, start_of, variants, whole_run
 from bench.sync_equality import recipe as recipe_of
 from stretto.base.errors import UserError
 from stretto.base.trajectory import GroupRef, Task, WeightVersion
 from stretto.flow.controller import Controller, Handout, Limits
 from stretto.flow.ledger import Ledger
-from stretto.flow.plain import run_synchronously
 from stretto.learning.metrics import StepReport
 from tests.flow.policies import recipe
 from tests.flow.refs import ref, task

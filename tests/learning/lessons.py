@@ -25,9 +25,10 @@ from stretto.learning.trainer import TrainerRole
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.parallel import Ranks, join
 from stretto.model.spec import ModelConfig
-from stretto.model.transformer import Transformer, build
+from stretto.model.transformer import Transformer
 from stretto.ops.logprob import Teacher
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
+from tests.networks import sharpened
 
 FORMS = ("full", "top_k", "tail")
 """Those that see more than the sampled token."""
@@ -111,11 +112,7 @@ def taught_loss_reference(
 def network(folder: Path, seed: int, tokenizer: Tokenizer | None = None) -> Path:
     """A checkpoint of fresh weights, made as decided as trained ones."""
     own = {} if tokenizer is None else {"vocab_size": tokenizer.vocab_size}
-    model = build(ModelConfig(**SHAPE | own), seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(3.0)
+    model = sharpened(ModelConfig(**SHAPE | own), seed, matrices=True)
     words = folder.with_suffix(".words") if tokenizer is not None else None
     if tokenizer is not None and words is not None:
         tokenizer.save(words)

@@ -25,6 +25,7 @@ from stretto.model.transformer import (
 )
 from stretto.ops.grouped import experts_reference
 from stretto.ops.logprob import IGNORED, head_loss
+from tests.networks import sharpened
 
 VOCAB, ROWS, LENGTH = 41, 2, 24
 SHAPE: dict[str, Any] = {
@@ -35,10 +36,8 @@ SHAPE: dict[str, Any] = {
 
 
 def network(seed: int = 0, **changes: Any) -> Transformer:
-    model = build(ModelConfig(**{**SHAPE, **changes}), seed)
+    model = sharpened(ModelConfig(**{**SHAPE, **changes}), seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3.0)
         for block in model.blocks:
             if isinstance(block.mlp, MoeLayer):
                 block.mlp.bias_WE.normal_(0.0, 0.05, generator=torch.Generator().manual_seed(seed))
@@ -351,12 +350,7 @@ SMALL: dict[str, Any] = {
 
 
 def small_network(router: str = "sigmoid", **changes: Any) -> Transformer:
-    model = build(ModelConfig(**{**SMALL, "router": router, **changes}), seed=3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(3.0)
-    return model
+    return sharpened(ModelConfig(**{**SMALL, "router": router, **changes}), seed=3, matrices=True)
 
 
 def small_ids(seed: int = 0) -> Tensor:

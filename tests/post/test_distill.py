@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from bench.common.plain_loop import run_plainly
 from bench.sync_equality import checksum, recipe, start_of, whole_run
 from stretto.base.config import read_recipe, validate
 from stretto.base.paths import CHECKPOINT, RECIPES
 from stretto.base.records import Receipt, new_lineage
 from stretto.flow.launch import Job
-from stretto.flow.plain import run_plainly
 from stretto.flow.run import run_rl
 from stretto.learning.recipe import DistillConfig, RlRecipe
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
+from bench.common.plain_loop import run_synchronously
 from stretto.base.errors import UserError
 from stretto.data.pack import IGNORED
 from stretto.flow.agent import AgentRole
 from stretto.flow.clients import Clients
-from stretto.flow.plain import run_synchronously
 from stretto.flow.reward import RewardRole
 from stretto.flow.rollout import EngineRole, open_rollout_engine
 from stretto.learning.dialogue import Dialogue

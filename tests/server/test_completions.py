@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 import pytest
 
-from stretto.engine.reference import generate_naive
+from bench.common.naive_engine import generate_naive
 from stretto.engine.request import Sampling
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import build
