@@ -1,4 +1,4 @@
-"""What a model cost, with and without its parent, and a family of sizes against training each alone: tables and a picture."""
+"""Cost of a model with and without its parents, and of a family of sizes against separate training: tables and a figure."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from stretto.report.page import NOTHING, Cell, Table, in_columns
 from stretto.report.style import BLUE, GREEN, INK, ORANGE, PINK, SAND, SKY, TEXT_PT
 
 UNKNOWN = "unknown (adopted)"
-"""What a checkpoint from elsewhere cost there; nobody here measured it, and 0 it is not."""
+"""Printed for the unknown training cost of an adopted checkpoint."""
 ORDINARY: Mapping[Basis, str] = {"measured": "", "computed": "at an ordinary run's price, above its own"}
 
 
 EQUAL = 0.02
-"""Tokens or FLOPs of two runs that differ by less are called equal: a fiftieth more data moves a loss by far less than a seed."""
+"""Relative difference below which tokens or FLOPs of two runs are called equal: it changes the loss by less than the seed does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """An ordinary run of the same shape, beside an elastic one. Ratios and differences are the elastic one's to it."""
+    """A control: an ordinary run of the same shape. Ratios and differences are elastic run / control."""
 
     name: str
     tokens_ratio: float
     flops_ratio: float
     loss_difference: float | None
-    """Of the full network, nats per token on the same held-out text, at the ends of both; None: it saw other text."""
+    """Final held-out loss of the full network minus the control's, nats per token on the same text; None: other text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Elasticity:
-    """What it cost that a run trained smaller sizes beside the full network."""
+    """Cost of training smaller sizes together with the full network."""
 
     flops: int
-    """Of the elastic run, measured."""
+    """Measured FLOPs of the elastic run."""
     ordinary_flops: int
-    """Of training the full network alone on as many positions: computed."""
+    """Computed FLOPs of training the full network alone on as many positions."""
     controls: tuple[Control, ...]
 
 
 def ledger_table(ledger: Ledger) -> Table:
-    """Every stage of a model's history, and its cost alone and with its parents."""
+    """Cost of every stage of a model's lineage, alone and with its parents."""
 
     def line(name: str, counts_as: str, receipt: Receipt, note: str = "") -> tuple[Cell, ...]:
         return (
@@ -62,23 +62,23 @@ def ledger_table(ledger: Ledger) -> Table:
     roles = {"parent": "parent", "own": "this model"}
     rows = tuple(_elsewhere(name, adopted) for name, adopted in ledger.adopted)
     rows += tuple(line(row.receipt.stage, roles[row.role], row.receipt, row.name) for row in ledger.rows)
-    whole = "With its parent, here" if ledger.adopted else "With its parent"
+    whole = "With its parent, known part" if ledger.adopted else "With its parent"
     totals = [line("This model alone", "", ledger.alone)]
     if _has_parent(ledger):
         totals.append(line(whole, "", ledger.with_parents))
     shown = in_columns((*rows, *totals), None, None, _flops_alike, numbers.si_alike, numbers.durations_alike)
     columns = ("Stage", "Counts as", "FLOPs", "Tokens", "Device time", "Peak memory")
-    return Table("Every stage", columns, shown[: len(rows)], shown[len(rows) :], num_words=2)
+    return Table("Cost by stage", columns, shown[: len(rows)], shown[len(rows) :], num_words=2)
 
 
 def _elsewhere(name: str, adopted: Elsewhere) -> tuple[Cell, ...]:
-    """The row of a pre-training that was paid before the checkpoint came here."""
+    """The row of the training before the checkpoint was adopted."""
 
     def cell(value: int | None, unit: str) -> Cell:
-        return Cell(UNKNOWN) if value is None else Cell(numbers.si(value, unit), value, "as told")
+        return Cell(UNKNOWN) if value is None else Cell(numbers.si(value, unit), value, "as published")
 
     flops, tokens = cell(adopted.flops, "FLOPs"), cell(adopted.tokens, "")
-    return Cell("before it was adopted", note=name), Cell("parent"), flops, tokens, NOTHING, NOTHING
+    return Cell("before adoption", note=name), Cell("parent"), flops, tokens, NOTHING, NOTHING
 
 
 def _has_parent(ledger: Ledger) -> bool:
@@ -94,7 +94,7 @@ def _flops(flops: int, note: str = "") -> Cell:
 
 
 def family_table(family: Family) -> Table:
-    """Several sizes out of one parent against training each alone."""
+    """Several sizes from one parent against training each size alone."""
 
     def line(name: str, own: int, alone: int, basis: str) -> tuple[Cell, ...]:
         share = Cell(numbers.percent(own / alone), own / alone) if alone else NOTHING
@@ -103,23 +103,23 @@ def family_table(family: Family) -> Table:
     rows = tuple(line(row.name, row.own_flops, row.alone.flops, row.alone.basis) for row in family.rows)
     whole = f"All {len(rows)} together" if len(rows) > 1 else "Together"
     totals = (
-        (Cell("The parent, once", note=ORDINARY[family.parent_basis]), _flops(family.parent_flops), NOTHING, NOTHING),
+        (Cell("Parent", note=ORDINARY[family.parent_basis]), _flops(family.parent_flops), NOTHING, NOTHING),
         line(whole, family.family_flops, family.alone_flops, family.basis),
     )
     shown = in_columns((*rows, *totals), None, _flops_alike, _flops_alike)
-    columns = ("Size", "Out of the parent", "Trained alone", "Share")
-    return Table("Several sizes out of one parent", columns, shown[: len(rows)], shown[len(rows) :])
+    columns = ("Size", "From the parent", "Trained alone", "Share")
+    return Table("Several sizes from one parent", columns, shown[: len(rows)], shown[len(rows) :])
 
 
 def family_sentence(family: Family) -> str:
-    """Which way is cheaper, and from how many sizes on."""
-    verdict = "never pays off at these costs: a size out of it costs as much as one trained alone"
+    """Which way is cheaper, and the number of sizes at which both cost the same."""
+    verdict = "never pays off: a size from it costs as much as one trained alone"
     if family.break_even is not None:
         verdict = f"pays off from {numbers.counted(family.break_even, 'size')} on"
     basis = "" if family.basis == "measured" else "; training alone is computed from shape and tokens, not measured"
     return (
-        f"{numbers.counted(len(family.rows), 'size')} out of one parent cost {numbers.percent(family.share_of_alone)} of "
-        f"training each alone, and {numbers.percent(family.share_of_largest)} of the dearest one; the parent {verdict}{basis}."
+        f"{numbers.counted(len(family.rows), 'size')} from one parent cost {numbers.percent(family.share_of_alone)} of "
+        f"training each alone, and {numbers.percent(family.share_of_largest)} of the most expensive one; the parent {verdict}{basis}."
     )
 
 
@@ -138,13 +138,13 @@ def cost_bars(ledger: Ledger | None, family: Family | None) -> Figure:
     if family is not None:
         num, computed = numbers.counted(len(family.rows), "size"), "" if family.basis == "measured" else "\n(computed)"
         parts = [(row.name, row.own_flops, shade) for row, shade in zip(family.rows, cycle((BLUE, SKY)))]
-        bars.append((f"{num} out of\none parent", [("parent", family.parent_flops, _PARENT), *parts]))
+        bars.append((f"{num} from\none parent", [("parent", family.parent_flops, _PARENT), *parts]))
         parts = [(row.name, row.alone.flops, shade) for row, shade in zip(family.rows, cycle((BLUE, SKY)))]
         bars.append((f"{num},\neach trained alone{computed}", parts))
     totals = [sum(flops for _, flops, _ in parts) for _, parts in bars]
     factor, prefix = numbers.scale_of(max(totals))
     largest = max(totals) / factor
-    title = "What it cost, with and without the parent"
+    title = "Cost with and without the parent"
     figure = style.blank(10.0, 1.9 + 0.95 * len(bars))
     axes = style.dress(figure.subplots(), title, f"{prefix}FLOPs executed", "", grid="x")
     for place, ((_, parts), total) in enumerate(zip(bars, totals, strict=True)):
@@ -166,18 +166,18 @@ def cost_bars(ledger: Ledger | None, family: Family | None) -> Figure:
 
 
 def adopted_sentence(name: str, adopted: Elsewhere) -> str:
-    """What a checkpoint from elsewhere had cost there, in a line."""
+    """Training cost of a checkpoint before its adoption, one sentence."""
     told = [numbers.si(adopted.flops, "FLOPs")] if adopted.flops is not None else []
     told += [f"{numbers.si(adopted.tokens)} tokens"] if adopted.tokens is not None else []
-    return f"What {name} had cost before it was adopted comes on top: {numbers.listed(told) + ', as told' if told else UNKNOWN}."
+    return f"Not included: the training of {name} before its adoption, {numbers.listed(told) + ', as published' if told else UNKNOWN}."
 
 
 def elasticity_sentence(elasticity: Elasticity) -> str:
-    """What it cost that one run trained the smaller sizes too, in a line."""
+    """Cost of elasticity, one sentence."""
     ratio = elasticity.flops / elasticity.ordinary_flops
-    text = f"Elasticity cost {ratio:.2f}x an ordinary run's FLOPs on the same tokens (those computed from shape and tokens)"
+    text = f"The elastic run used {ratio:.2f}x the FLOPs of an ordinary run on the same tokens (computed from shape and tokens)"
     if not elasticity.controls:
-        return f"{text}; what it cost in loss is not known: no control was trained."
+        return f"{text}. The effect on the loss is unknown: no control was trained."
     return f"{text}; {'; '.join(map(_control_words, elasticity.controls))}."
 
 
@@ -190,7 +190,7 @@ def _control_words(control: Control) -> str:
         if control.loss_difference is None
         else f", {numbers.difference(control.loss_difference)} nats of held-out loss"
     )
-    return f"against the control {control.name}, at {tokens} and {flops}{versus or ', whose loss is of other text'}"
+    return f"against the control {control.name}, at {tokens} and {flops}{versus or ', whose loss was measured on other text'}"
 
 
 def cost_caption(ledger: Ledger | None, family: Family | None, elasticity: Elasticity | None = None) -> str:
@@ -199,7 +199,7 @@ def cost_caption(ledger: Ledger | None, family: Family | None, elasticity: Elast
         alone, whole = (numbers.si(receipt.flops, "FLOPs") for receipt in (ledger.alone, ledger.with_parents))
         said = f"This model cost {alone}; it has no parent."
         if _has_parent(ledger):
-            said = f"With its parent this model cost {whole}; what came after the parent cost {alone}"
+            said = f"With its parent this model cost {whole}; the stages after the parent cost {alone}"
             flops = ledger.with_parents.flops
             said += f", {numbers.percent(ledger.alone.flops / flops)} of it." if flops else "."
         text.append(said + "".join(f" {adopted_sentence(name, adopted)}" for name, adopted in ledger.adopted))

@@ -1,4 +1,4 @@
-"""A page of pictures and tables: PNG files, and one HTML file that holds everything it shows; tables for the console too."""
+"""Reports as a self-contained HTML page with PNG files; tables for console and page."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Cell:
     value: float | int | None = None
     """The exact number behind ``text``; the page carries it beside the rounded one."""
     note: str = ""
-    """Second, smaller line."""
+    """Second line in a smaller font."""
 
 
 NOTHING = Cell("–")
@@ -69,11 +69,11 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     totals: tuple[tuple[Cell, ...], ...] = ()
-    """Rows set apart at the foot."""
+    """Rows in a section of their own at the end."""
     note: str = ""
-    """How to read it."""
+    """Explanation below the table."""
     num_words: int = 1
-    """Columns, the first ones, that hold words; numbers stand flush right."""
+    """Number of leading columns with words; the other columns are right-aligned."""
     optional: tuple[str, ...] = ()
     """Columns that a narrow console leaves out, the first one first; then it leaves out the last ones."""
 
@@ -167,16 +167,16 @@ def _text(cell: Cell, has_note: bool) -> Text:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of a page."""
+    """A section of a page."""
 
     slug: str
-    """Name of its PNG, without the ending."""
+    """Name of its PNG file without the extension."""
     heading: str
     text: str = ""
     """Caption of the picture."""
     draw: Callable[[], Figure] | None = None
     alt: str = ""
-    """What kind of picture it is, for those who cannot see it; the numbers are in the caption."""
+    """Alternative text of the figure; the numbers are in the caption."""
     tables: tuple[Table, ...] = ()
     samples: tuple[tuple[str, str, str], ...] = ()
     """Name, prompt and continuation."""
@@ -191,7 +191,7 @@ def pictured(
     caption: Callable[[T], str],
     *tables: Table,
 ) -> Section:
-    """The section of the picture that ``draw`` makes of ``data``; without data, of its tables alone."""
+    """A section with the figure that ``draw`` makes from ``data``; without data, a section with the tables alone."""
     if data is None:
         return Section(slug, heading, tables=tables)
     return Section(slug, heading, caption(data), partial(draw, data), alt, tables)
@@ -199,15 +199,15 @@ def pictured(
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Everything a report shows."""
+    """Data of a report page."""
 
     name: str
     headline: str
-    """The run in a sentence or two."""
+    """Summary in one or two sentences."""
     facts: tuple[str, ...]
-    """The network or the run in a few short lines."""
+    """Description of the network or the run, a few lines."""
     sections: tuple[Section, ...]
-    """Those that hold nothing are not shown."""
+    """Empty sections are omitted."""
     environment: str
     """Device, versions, commit."""
     recipe: str

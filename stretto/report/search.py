@@ -1,4 +1,4 @@
-"""Pictures of a search: every candidate it evaluated, what the chosen one keeps, and which experts are used."""
+"""Figures of a search: evaluated candidates, layers and experts of the chosen Subnet, expert loads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stretto.report.style import ABSENT, BLUE, FAINT, INK, LOAD_COLOURS, MUTED, 
 from stretto.subnets.search import Candidate, SearchResult
 
 _MAX_OVERLOAD = 3.0
-"""Ends of the colour scale of loads: this many times perfect balance, and its inverse."""
+"""Upper end of the colour scale of loads, relative to perfect balance; the lower end is its inverse."""
 _MAX_CELLS_WITH_EDGES = 64
 
 
@@ -46,12 +46,12 @@ def _points(search: SearchResult) -> list[_Point]:
 
 
 def candidates(search: SearchResult) -> Figure:
-    """Loss × memory × measured latency (or active parameters) of the candidates that the search evaluated."""
+    """Loss, memory and measured latency (or active parameters) of the evaluated candidates."""
     points = _points(search)
     times = [point.candidate.latency_ms for point in points if point.candidate.latency_ms is not None]
     is_timed = len(times) == len(points)
     figure = style.blank(10.0, 6.6)
-    title = "The front of the search: loss, memory, latency" if is_timed else "The front of the search"
+    title = "Pareto front of the search: loss, memory, latency" if is_timed else "Pareto front of the search"
     axes = style.dress(figure.subplots(), title, "Memory, total parameters", "Held-out loss, nats per token")
     style.ticks(axes.xaxis, numbers.params)
     top = _highest_shown(points)
@@ -94,11 +94,11 @@ def candidates(search: SearchResult) -> Figure:
     width = max(max(totals) - min(totals), 0.02 * max(totals))
     axes.set_xlim(min(totals) - 0.10 * width, max(totals) + 0.12 * width)
     _limit_line(axes, search)
-    parts = ["area: active parameters", "line: least loss for the memory"]
+    parts = ["area: active parameters", "line: smallest loss by memory"]
     if len(shown) < len(points):
         parts.append(f"{len(points) - len(shown)} above the frame")
     if any(not point.within for point in points):
-        parts.append(f"hollow: outside the limits ({', '.join(_limits(search))})")
+        parts.append(f"hollow: violates the limits ({', '.join(_limits(search))})")
     if any(point.candidate.healed_nll is not None for point in points):
         parts.append("diamond: healed")
     style.subtitle(axes, parts)
@@ -107,9 +107,9 @@ def candidates(search: SearchResult) -> Figure:
 
 
 def _highest_shown(points: Sequence[_Point]) -> float:
-    """Losses above it are left out: the front runs on to networks that are good for nothing and would flatten the rest.
+    """Largest loss in the figure; useless networks above it would flatten the rest.
 
-    As far again above the chosen and the named ones as the worst of those lies above the best of all.
+    Its distance to the worst of the chosen and named candidates is that candidate's distance to the best of all.
     """
     losses = [point.nll for point in points]
     worst = max((point.nll for point in points if point.chosen or point.candidate.name), default=max(losses))
@@ -117,9 +117,9 @@ def _highest_shown(points: Sequence[_Point]) -> float:
 
 
 def _time_bar(axes: Axes, search: SearchResult, scale: Normalize) -> None:
-    """Which colour is which latency, and where the limit lies."""
+    """Draw the colour bar of latencies, with the limit."""
     of = f" ({search.workload.label()})" if search.workload else ""
-    bar = style.colour_bar(axes, scale, TIME_COLOURS, f"Latency, ms a step{of}")
+    bar = style.colour_bar(axes, scale, TIME_COLOURS, f"Latency, ms per step{of}")
     limit = search.limits.max_latency_ms
     if limit is not None and scale.vmin <= limit <= scale.vmax:  # type: ignore[operator]
         bar.axhline(limit, color=INK, linewidth=2)
@@ -141,7 +141,7 @@ def _limit_line(axes: Axes, search: SearchResult) -> None:
 
 
 def _limits(search: SearchResult) -> list[str]:
-    """The limits that were asked for, in words."""
+    """The limits of the search, in words."""
     shares = {"total": search.limits.max_total, "active": search.limits.max_active}
     asked = [f"{name} ≤ {numbers.percent(share)}" for name, share in shares.items() if share is not None]
     latency_ms = search.limits.max_latency_ms
@@ -151,13 +151,13 @@ def _limits(search: SearchResult) -> list[str]:
 def search_caption(search: SearchResult) -> str:
     points, asked, best = _points(search), _limits(search), search.chosen
     assert best.nll is not None
-    latency = "" if best.latency_ms is None else f", {numbers.duration(best.latency_ms / 1e3)} a step"
+    latency = "" if best.latency_ms is None else f", {numbers.duration(best.latency_ms / 1e3)} per step"
     within = sum(point.within for point in points)
-    meeting = f"{within:,} of those meet the limits ({', '.join(asked)})" if asked else "no limit was set"
+    meeting = f"{within:,} meet the limits ({', '.join(asked)})" if asked else "no limit was set"
     text = (
         f"{'All ' * search.is_complete}{search.num_predicted:,} candidates were predicted and {len(points):,} evaluated; {meeting}, "
-        f"and {sum(point.on_front for point in points):,} are on the front. "
-        f"The chosen one has {numbers.params(best.total_params)} parameters, "
+        f"and {sum(point.on_front for point in points):,} are on the Pareto front. "
+        f"The chosen Subnet has {numbers.params(best.total_params)} parameters, "
         f"{numbers.params(best.active_params)} active{latency}, at loss {numbers.loss(best.nll)}."
     )
     ranks = {
@@ -166,24 +166,28 @@ def search_caption(search: SearchResult) -> str:
         "loss before and after healing": search.correlations.before_after_healing,
     }
     known = [f"{name} {value:.2f}" for name, value in ranks.items() if value is not None]
-    return text + (f" Rank correlation: {', '.join(known)}." if known else " Too few to rank prediction against truth.")
+    return text + (
+        f" Rank correlation: {', '.join(known)}."
+        if known
+        else " Too few candidates for a rank correlation of predicted and evaluated loss."
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What the chosen Subnet keeps of the maximum network."""
+    """Layers and experts of the maximum network that the chosen Subnet keeps."""
 
     layers: tuple[bool, ...]
-    """By layer."""
+    """Whether each layer is kept."""
     experts: tuple[tuple[bool, ...], ...]
     """By layer and expert; an empty row is a dense layer, a dropped layer's experts are all False."""
 
 
 def kept_grid(kept: Kept) -> Figure:
-    """Which layers, and which experts of each, the chosen Subnet keeps."""
+    """Figure of the layers and experts that the chosen Subnet keeps."""
     num_layers, num_experts = len(kept.layers), max([1, *map(len, kept.experts)])
     figure = style.blank(10.0, _height(num_layers))
-    axes = style.dress(figure.subplots(), "Layers and experts that were kept", "Expert", "Layer", grid=None)
+    axes = style.dress(figure.subplots(), "Layers and experts of the chosen Subnet", "Expert", "Layer", grid=None)
     style.subtitle(axes, ["filled: kept", "pale: dropped", "first column: the layer itself (attention and norms)"])
     # the layer itself, a gap as wide, then the experts; NaN is drawn as nothing
     side = max(1, num_experts // 16)
@@ -212,13 +216,13 @@ def kept_caption(kept: Kept) -> str:
     rows = [row for row, is_kept in zip(kept.experts, kept.layers, strict=True) if is_kept and row]
     if rows:
         span = " to ".join(map(str, sorted({min(map(sum, rows)), max(map(sum, rows))})))
-        text += f", with {span} of {max(map(len, rows))} experts in each MoE layer that stays"
+        text += f", with {span} of {max(map(len, rows))} experts in each remaining MoE layer"
     return text + "."
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Where held-out tokens were routed in one size."""
+    """Routing of held-out tokens in one size."""
 
     name: str
     layers: tuple[int, ...]
@@ -228,7 +232,7 @@ class Load:
 
     @property
     def relative(self) -> np.ndarray:
-        """By layer and expert: load over that of perfect balance in the experts the layer keeps; NaN where there is none."""
+        """Load relative to perfect balance over the layer's remaining experts, by layer and expert; NaN for missing experts."""
         cells = np.full((len(self.shares), max(map(len, self.shares), default=0)), math.nan)
         for layer, row in enumerate(self.shares):
             cells[layer, : len(row)] = np.array(row, np.float64) * sum(share is not None for share in row)
@@ -236,7 +240,7 @@ class Load:
 
 
 def expert_load(loads: Sequence[Load]) -> Figure:
-    """How evenly held-out tokens spread over the experts, in each size."""
+    """Figure of the expert load on held-out text, for each size."""
     figure = style.blank(10.0, _height(max(len(load.shares) for load in loads)) + 0.5)
     panels = list(figure.subplots(1, len(loads), squeeze=False)[0])
     scale = LogNorm(1 / _MAX_OVERLOAD, _MAX_OVERLOAD)
@@ -245,8 +249,8 @@ def expert_load(loads: Sequence[Load]) -> Figure:
         has_gaps = bool(np.isnan(load.relative).any())
         if has_gaps:
             axes.patch.set(hatch="////", edgecolor=FAINT)
-        style.subtitle(axes, ["hatched: not in this size" if has_gaps else "1×: an even share of the tokens"])
-        # an expert that is there and got no token is no gap: it takes the coldest colour
+        style.subtitle(axes, ["hatched: not in this size" if has_gaps else "1×: mean load"])
+        # an expert without tokens has the lowest colour; only missing experts are gaps
         _grid(axes, np.clip(load.relative, 1 / _MAX_OVERLOAD, _MAX_OVERLOAD), LOAD_COLOURS, norm=scale)
         _number(axes, load.layers, load.relative.shape[1], most=16 if len(loads) == 1 else 8)
     bar = style.colour_bar(panels, scale, LOAD_COLOURS, "Load over perfect balance").yaxis
@@ -263,11 +267,11 @@ def load_caption(loads: Sequence[Load]) -> str:
             unused = int((values == 0).sum())
             idle = f"{numbers.counted(unused, 'expert')} never chosen" if unused else "every expert used"
             parts.append(f"in {load.name} {values.max():.2f}× ({idle})")
-    return f"Tokens of the busiest expert over an even share: {numbers.listed(parts)}."
+    return f"Load of the busiest expert relative to perfect balance: {numbers.listed(parts)}."
 
 
 def _grid(axes: Axes, cells: np.ndarray, colours: Colormap, **scale: Any) -> None:
-    """Cells of equal size, the first row on top; white gaps between them while they are few enough to be seen."""
+    """Draw cells of equal size, the first row on top, with white gaps between few cells."""
     few = max(cells.shape) <= _MAX_CELLS_WITH_EDGES
     edges: dict[str, Any] = {"edgecolors": "white" if few else "none", "linewidth": 1.6 if few else 0}
     axes.pcolormesh(np.ma.masked_invalid(cells), cmap=colours, **edges, **scale)
@@ -275,7 +279,7 @@ def _grid(axes: Axes, cells: np.ndarray, colours: Colormap, **scale: Any) -> Non
 
 
 def _number(axes: Axes, layers: Sequence[int], num_experts: int, side: int = 0, most: int = 16) -> None:
-    """Numbers of layers and experts; ``side`` columns of the layer itself, and a gap as wide, stand before the experts."""
+    """Number layers and experts. The first ``side`` columns stand for the layer itself, and a gap of the same width follows."""
 
     def some(num: int, most: int) -> range:
         step = next(step for step in (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100, 1000) if num <= most * step)
@@ -289,5 +293,5 @@ def _number(axes: Axes, layers: Sequence[int], num_experts: int, side: int = 0, 
 
 
 def _height(num_layers: int) -> float:
-    """Inches: rows of a readable height, within a page."""
+    """Height of the figure in inches."""
     return 2.1 + min(6.5, max(1.6, 0.36 * num_layers))

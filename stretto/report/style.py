@@ -1,4 +1,4 @@
-"""How every picture looks: colours, axes, and labels that keep out of each other's way.
+"""Style of all figures: colours, axes, labels that do not overlap.
 
 Figures are built without pyplot and without rcParams, so drawing one changes nothing for anyone else.
 """
@@ -32,7 +32,7 @@ MUTED = "#667080"
 FAINT = "#e3e6ea"
 ABSENT = "#f0f1f3"
 PALE = "#c9ced6"
-"""For areas of which nothing is to be read but their size."""
+"""Colour of areas of which only the size matters."""
 SERIES = BLUE, ORANGE, GREEN, PINK, SKY, SAND = "#0072b2", "#d55e00", "#009e73", "#b0538c", "#2f9fd8", "#b07d00"
 """Okabe and Ito's colours for all kinds of colour vision, the pale ones darkened so that text in them can be read."""
 LOAD_COLOURS = LinearSegmentedColormap.from_list("load", ["#08407e", "#6aa6d6", "#f7f7f7", "#f0a35e", "#9c3d00"])
@@ -44,7 +44,7 @@ LABEL_PT, TEXT_PT = 12.5, 12.0
 _TITLE: dict[str, Any] = {"fontsize": 15.0, "fontweight": "bold", "color": INK, "parse_math": False}
 
 Form = Callable[[float], str]
-"""How a value is written."""
+"""Format of a value."""
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
@@ -82,7 +82,7 @@ def write(axes: Axes, text: str, at: tuple[float, float], offset_pt: tuple[float
 
 
 def subtitle(axes: Axes, parts: Sequence[str]) -> None:
-    """Quieter lines between the title and the axes: how to read the picture."""
+    """Explanations in a muted colour between title and axes."""
     place = axes.get_subplotspec()
     assert place is not None
     lines, line_chars = [""], 118 // place.get_gridspec().ncols
@@ -116,7 +116,7 @@ def log_ticks(axes: Axes, low: float, high: float) -> None:
 
 
 def colour_bar(axes: Axes | Sequence[Axes], scale: Normalize, colours: Colormap, label: str) -> Axes:
-    """A bar beside ``axes`` that says which colour is which; returns its axes."""
+    """Add a colour bar beside ``axes``; returns its axes."""
     figure = (axes if isinstance(axes, Axes) else axes[0]).figure
     bar = figure.colorbar(ScalarMappable(scale, colours), ax=axes, pad=0.02, aspect=28)
     bar.set_label(label, fontsize=LABEL_PT, color=INK, labelpad=10, parse_math=False)
@@ -195,7 +195,7 @@ def spread(values: Sequence[float], gap: float) -> list[float]:
 
 
 Ends = tuple[Axes, Sequence[Label]]
-"""A panel and the names of its curves, each where its curve ends."""
+"""A panel and the names of its curves, at their ends."""
 
 
 def name_ends(*panels: Ends) -> None:

@@ -1,4 +1,4 @@
-"""The report of an elastic network: its record, its pages, and the pictures of losses, against compute and over training."""
+"""Report of an elastic network: data, tables, and figures of loss over compute and over training."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from stretto.report.style import MUTED, Label
 from stretto.subnets.search import SearchResult, pareto_front
 
 _EDGE_SHARE = 0.15
-"""Start of a run that may lie above the frame: the fall from the loss of an untrained network would flatten the rest."""
+"""Share of a run, at its start, that may lie above the frame: the initial loss would flatten the rest of the curve."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """One sub-model that the report speaks of."""
+    """One size of the network in the report."""
 
     name: str
     """Preset or run folder: ``full``, ``corner``…; also the name of its curve in the metrics (``loss/corner``)."""
@@ -44,13 +44,13 @@ class Size:
     total_params: int
     active_params: int
     flops_per_token: int
-    """Forward FLOPs a token at the context the run trained with."""
+    """Forward FLOPs per token at the training context length."""
     kv_bytes_per_token: int
-    """Bytes of cache a token takes in the dtype it is served in."""
+    """Bytes of KV cache per token in the serving dtype."""
     latency_ms: float | None = None
-    """Milliseconds a step on this machine, measured; None without a latency table."""
+    """Measured milliseconds per decoding step on this machine; None without a latency table."""
     nll: float | None = None
-    """Held-out loss inside the elastic network, never trained on by itself (zero-shot); nats per token."""
+    """Zero-shot held-out loss, inside the elastic network; nats per token."""
     healed_nll: float | None = None
     """Held-out loss on the same tokens after extraction and healing; nats per token."""
 
@@ -68,7 +68,7 @@ class Curve:
     rows: tuple[Mapping[str, float], ...]
     """Rows of ``metrics.jsonl``, each with ``step``."""
     tokens_per_step: float
-    """Tokens a step trained on, on average."""
+    """Mean number of training tokens per step."""
 
     def series(self, metric: str) -> tuple[list[float], list[float]]:
         """Tokens and the finite values of ``metric``."""
@@ -76,7 +76,7 @@ class Curve:
         return [row["step"] * self.tokens_per_step for row in found], [row[metric] for row in found]
 
     def held_out(self) -> tuple[str, ...]:
-        """Names with a held-out loss at two steps or more, the full network's first: one evaluation is no curve."""
+        """Names with a held-out loss at two steps or more, the full network first."""
         names = {name.removeprefix("loss/") for row in self.rows for name in row if name.startswith("loss/")}
         found = [name for name in names - {"train"} if len(self.series(f"loss/{name}")[0]) > 1]
         return tuple(sorted(found, key=lambda name: (name != "full", name)))
@@ -84,41 +84,41 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class ReportData:
-    """Everything a report shows; what a run has not done is None or empty, and the report then leaves it out."""
+    """Data of the report. Parts that a run does not have are None or empty, and the report omits them."""
 
     name: str
     sizes: tuple[Size, ...]
-    """The full network first."""
+    """Sizes, the full network first."""
     shape: tuple[str, ...] = ()
-    """The maximum network in a few short lines."""
+    """Short description of the maximum network, a few lines."""
     environment: str = ""
     """Device, version of torch, commit."""
     samples: tuple[tuple[str, str, str], ...] = ()
-    """Size, prompt, and what that size wrote after it."""
+    """Size, prompt and generated text."""
     pretraining: Curve | None = None
     stage: str = "pretrain"
-    """What ``pretraining`` is the curve of; those that have a name are in `STAGES`."""
+    """Stage of the curve ``pretraining``; `STAGES` has the printed names."""
     healing: tuple[Curve, ...] = ()
-    """One for each size that was healed; its held-out loss is ``loss/full``."""
+    """One curve per healed size; its held-out loss is ``loss/full``."""
     search: SearchResult | None = None
     kept: Kept | None = None
     loads: tuple[Load, ...] = ()
-    """The full network's and, if there is one, the corner's."""
+    """Expert loads of the full network and of the corner, if there is one."""
     ledger: Ledger | None = None
     family: Family | None = None
     elasticity: Elasticity | None = None
     mixture_drawn: Mapping[str, float] = field(default_factory=dict)
-    """Share of the training tokens, by kind, as drawn."""
+    """Actual share of the training tokens by kind."""
     mixture_configured: Mapping[str, float] = field(default_factory=dict)
-    """The same as the recipe asked for."""
+    """Configured share of the training tokens by kind."""
     post: Comparison | None = None
-    """What post-training made of a size, stage by stage."""
+    """Comparison of the post-training stages."""
     commands: tuple[tuple[str, str], ...] = ()
-    """What to type next: what for, and the line."""
+    """Suggested commands: purpose and command line."""
     recipe: str = ""
 
     def curves(self) -> list[Curve]:
-        """Those with a held-out loss."""
+        """The curves with a held-out loss."""
         return [curve for curve in (self.pretraining, *self.healing) if curve is not None and curve.held_out()]
 
 
@@ -134,12 +134,12 @@ def report_page(data: ReportData) -> Page:
             loss_against_compute, compute_caption,
         ),
         pictured(
-            "pareto_front", "The search",
+            "pareto_front", "Search",
             "Scatter plot of the search's candidates: loss over total parameters, coloured by latency, sized by active parameters.",
             data.search, candidates, search_caption,
         ),
         pictured(
-            "kept", "What was kept", "Grid of layers by experts; filled cells are kept by the chosen sub-model.",
+            "kept", "Chosen Subnet", "Grid of layers by experts; filled cells are part of the chosen Subnet.",
             data.kept, kept_grid, kept_caption,
         ),
         pictured(
@@ -160,41 +160,41 @@ def report_page(data: ReportData) -> Page:
             lambda data: cost_bars(data.ledger, data.family), lambda data: cost_caption(data.ledger, data.family, data.elasticity),
             *([ledger_table(data.ledger)] if data.ledger else []), *([family_table(data.family)] if data.family else []),
         ),
-        Section("samples", "What each size writes", samples=data.samples),
-        Section("next", "What to type next", samples=tuple((why, "", line) for why, line in data.commands)),
+        Section("samples", "Samples of every size", samples=data.samples),
+        Section("next", "Next commands", samples=tuple((why, "", line) for why, line in data.commands)),
     )  # fmt: skip
     return Page(data.name, headline(data), data.shape, sections, data.environment, data.recipe)
 
 
 def headline(data: ReportData) -> str:
-    """The run in a sentence or two."""
+    """Summary of the run in one or two sentences."""
     full, *others = data.sizes
     text = f"One network of {numbers.params(full.total_params)} parameters, {numbers.params(full.active_params)} active"
     text += f", and {numbers.counted(len(others), 'smaller size')} inside it." if others else "."
     small = min(others, key=lambda size: size.total_params, default=None)
     if small is None or full.nll is None:
         return text
-    text += f" The smallest, {small.name}, keeps {numbers.percent(small.total_params / full.total_params)} of them"
-    text += f" and {numbers.percent(small.active_params / full.active_params)} of the active ones"
+    text += f" The smallest size, {small.name}, has {numbers.percent(small.total_params / full.total_params)} of the parameters"
+    text += f" and {numbers.percent(small.active_params / full.active_params)} of the active parameters"
     if small.best_nll is None:
         return f"{text}."
     healed = "" if small.healed_nll is None else "healed, "
     gap = round(small.best_nll - full.nll, 3)  # as shown, so that a tie reads as one
-    lies = "level with" if gap == 0 else f"{abs(gap):.3f} nats {'above' if gap > 0 else 'below'}"
-    text += f"; {healed}its held-out loss lies {lies} the full network's."
+    lies = "equal to" if gap == 0 else f"{abs(gap):.3f} nats {'above' if gap > 0 else 'below'}"
+    text += f"; {healed}its held-out loss is {lies} the full network's."
     return text if data.post is None else f"{text} Post-trained: {comparison_headline(data.post)}"
 
 
 def size_table(data: ReportData) -> Table:
-    """Every size with what it costs and how well it predicts."""
+    """Cost and held-out loss of every size."""
     sizes, full = data.sizes, data.sizes[0]
-    notes = ["Loss in nats per token on held-out text; FLOPs of a forward pass and cache a token."]
+    notes = ["Loss: nats per token on held-out text. FLOPs and KV cache: per token."]
     if all(size.latency_ms is None for size in sizes):
         notes.append("Latency was not measured.")
     if all(size.healed_nll is None for size in sizes):
         notes.append("No size was healed.")
     if len(sizes) > 1 and full.nll is not None:
-        notes.append("Small figures: share of the full network, and difference to its loss.")
+        notes.append("Second lines: share of the full network, and difference to its loss.")
     columns = ("Size", "Total", "Active", "FLOPs", "KV", "Latency", "Zero-shot", "Healed")
     forms = (None, _params_alike, _params_alike, numbers.si_alike)
     rows = in_columns(tuple(_size_row(size, full) for size in sizes), *forms)
@@ -222,19 +222,19 @@ def _size_row(size: Size, full: Size) -> tuple[Cell, ...]:
 
 
 def mixture_table(data: ReportData) -> Table:
-    """What the sampler was asked for and what it drew, as shares of the training tokens."""
+    """Configured and actual mixture of training tokens."""
 
     both = [
         {kind: Cell(f"{100 * share:.1f} %", share) for kind, share in shares.items()}
         for shares in (data.mixture_configured, data.mixture_drawn)
     ]
     rows = tuple((Cell(kind), *(shares.get(kind, NOTHING) for shares in both)) for kind in both[0] | both[1])
-    columns = ("Trained as", "Configured", "Drawn")
-    return Table("What the steps trained", columns, rows, note="Share of the training tokens.")
+    columns = ("Subnets", "Configured", "Actual")
+    return Table("Training mixture", columns, rows, note="Share of the training tokens.")
 
 
 def loss_against_compute(data: ReportData) -> Figure:
-    """Held-out loss of every size over its forward FLOPs a token; healed sizes beside."""
+    """Held-out loss of every size over its forward FLOPs per token, zero-shot and healed."""
     shown = [size for size in data.sizes if size.best_nll is not None]
     figure = style.blank(10.0, 6.0)
     title, x_name = "Held-out loss against compute", "Forward compute, FLOPs per token (log scale)"
@@ -269,32 +269,32 @@ def loss_against_compute(data: ReportData) -> Figure:
 
 def compute_caption(data: ReportData) -> str:
     known = [(size.flops_per_token, nll, size) for size in data.sizes if (nll := size.best_nll) is not None]
-    # only sizes that no other beats on both axes are worth a sentence
+    # the caption names the sizes on the Pareto front
     front = [known[place] for place in pareto_front([(flops, nll) for flops, nll, _ in known])]
     (_, low, best), (_, high, least) = (end(front, key=lambda each: each[1]) for end in (min, max))
-    text = f"{best.name} reaches {numbers.loss(low)} nats per token with the least compute of all."
+    text = f"{best.name} reaches {numbers.loss(low)} nats per token with the least compute."
     if least is not best:
         share = numbers.percent(least.flops_per_token / best.flops_per_token)
         text = f"From {best.name} at {numbers.loss(low)} to {least.name} at {numbers.loss(high)} nats per token, "
         text += f"for {share} of its FLOPs."
     beaten = [size.name for _, _, size in known if all(size is not each for *_, each in front)]
     if beaten:
-        text += f" Beaten on both axes: {numbers.listed(beaten)}."
+        text += f" Not on the Pareto front: {numbers.listed(beaten)}."
     changes = [
         f"{size.name} by {numbers.difference(size.healed_nll - size.nll)}"
         for size in data.sizes
         if size.nll is not None and size.healed_nll is not None
     ]
-    return text + (f" Healing moves {numbers.listed(changes)}." if changes else "")
+    return text + (f" Healing changes the loss of {numbers.listed(changes)}." if changes else "")
 
 
-STAGES = {"pretrain": "pre-training", "elasticize": "elasticising", "sft": "fine-tuning"}
+STAGES = {"pretrain": "pre-training", "elasticize": "elasticizing", "sft": "fine-tuning"}
 _Named = tuple[str, list[float], list[float]]
 """Name, tokens and losses."""
 
 
 def training_curves(data: ReportData) -> Figure:
-    """Held-out loss of the full network and every anchor over pre-training; of every healed size in a panel beside."""
+    """Held-out loss of the full network and every anchor over pre-training, and of every healed size in a second panel."""
     curves = data.curves()
     trained = [name for curve in curves for name in curve.held_out()]
     colour = style.colours([*(size.name for size in data.sizes), *trained])
@@ -308,17 +308,20 @@ def training_curves(data: ReportData) -> Figure:
         axes = style.dress(places[0], title, "Training tokens", "Held-out loss, nats per token")
         lines = [(name, *pretraining.series(f"loss/{name}")) for name in pretraining.held_out()]
         is_clipped = _plot(axes, lines, colour, _EDGE_SHARE)
-        style.subtitle(axes, ["sizes inside the elastic network", *(["starts above the frame"] if is_clipped else [])])
+        style.subtitle(
+            axes,
+            ["sizes inside the elastic network", *(["the first losses lie above the frame"] if is_clipped else [])],
+        )
     if healing:
         y_name = "" if pretraining else "Held-out loss, nats per token"
         axes = style.dress(places[-1], "Healing", "Training tokens", y_name)
         _plot(axes, [(curve.name, *curve.series("loss/full")) for curve in healing], colour, edge=0.0)
-        style.subtitle(axes, ["extracted sizes, trained by themselves"])
+        style.subtitle(axes, ["extracted sizes, trained alone"])
     return figure
 
 
 def _plot(axes: Axes, lines: Sequence[_Named], colour: dict[str, str], edge: float) -> bool:
-    """Curves with their names at the ends; True if values before the share ``edge`` of a curve lie above the frame."""
+    """Draw curves with their names at the ends. Returns True if values in the first share ``edge`` of a curve lie above the frame."""
     lines = [line for line in lines if line[1]]
     labels, settled = [], []
     for name, x, y in lines:
@@ -346,5 +349,5 @@ def curves_caption(data: ReportData) -> str:
             )
         elif values := curve.series("loss/full")[1]:
             first = f"from {numbers.loss(values[0])} at its first evaluation to " if len(values) > 1 else "to "
-            text.append(f"Healing takes {curve.name} {first}{numbers.loss(values[-1])}.")
+            text.append(f"Healing changes the held-out loss of {curve.name} {first}{numbers.loss(values[-1])}.")
     return " ".join(text)

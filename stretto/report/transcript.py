@@ -1,4 +1,4 @@
-"""How an agent came to its answer, as records and as a page: turns, calls, what they gave, what it cost, and what is cited."""
+"""Transcript of an agent, as records and as a page: turns, calls, results, cost, citations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Phase = Literal["think", "answer"]
 
 
 class Ending(StrEnum):
-    """How a run ended: by itself, or out of something."""
+    """Finish reason of a run."""
 
     ANSWER = "answer"
     TURNS = "turns"
@@ -29,11 +29,11 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Of a tool, and what it gave."""
+    """A tool call and its result."""
 
     name: str
     arguments: Mapping[str, Any] | None
-    """None: they were no JSON object."""
+    """Arguments; None: not a JSON object."""
     result: str = ""
     outcome: str = ""
     seconds: float = 0.0
@@ -41,58 +41,58 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Of the model. Written by the agent loop."""
+    """One turn of the model. Written by the agent loop."""
 
     phase: Phase
     size: str
-    """The part of the network that wrote it, as the server calls it; empty: it does not say."""
+    """Size that generated the turn, by the server's name; empty: not reported."""
     text: str
     thought: str
     calls: tuple[Call, ...]
     num_prompt: int
     num_cached: int
-    """Tokens of the prompt that had not to be computed."""
+    """Prompt tokens found in the cache."""
     num_written: int
     flops: float | None
-    """None: the server does not say."""
+    """None: not reported by the server."""
     is_cut: bool = False
-    """It ran into a limit."""
+    """Whether a limit truncated the turn."""
     is_draft: bool = False
-    """An answer that another size wrote again."""
+    """Whether another size rewrote the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A document that an answer cites."""
+    """A document cited by an answer."""
 
     id: str
     title: str
     text: str
-    """Empty: it was never opened, or is none."""
+    """Text; empty: never opened, or no such document."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One way to an answer."""
+    """One attempt at an answer."""
 
     seed: int
     turns: tuple[Turn, ...]
     text: str
-    """The answer; empty: it has none."""
+    """The answer; empty: none."""
     ended: Ending
     messages: tuple[Mapping[str, Any], ...]
-    """All since the prompt, as verifiers read them."""
+    """All messages after the prompt, as verifiers read them."""
     sources: tuple[Source, ...] = ()
 
 
 def spent(turns: Sequence[Turn]) -> float | None:
-    """FLOPs; None where the server does not say."""
+    """FLOPs; None: not reported by the server."""
     known = [turn.flops for turn in turns if turn.flops is not None]
     return sum(known) if known else None
 
 
 def phase_table(runs: Sequence[Run]) -> Table:
-    """What each phase took, over all runs."""
+    """Cost of each phase over all runs."""
 
     def row(name: str, turns: Sequence[Turn]) -> tuple[Cell, ...]:
         flops = spent(turns)

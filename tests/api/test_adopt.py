@@ -457,7 +457,7 @@ def test_what_it_had_cost_is_unknown_unless_told(stretto: Run, make: Make, tmp_p
     source = make("qwen")
     assert stretto("adopt", source, "--order", "none", "-o", tmp_path / "a").code == 0
     assert (
-        "What a had cost before it was adopted comes on top: unknown (adopted)." in stretto("cost", tmp_path / "a").out
+        "Not included: the training of a before its adoption, unknown (adopted)." in stretto("cost", tmp_path / "a").out
     )
     told = ("--order", "none", "--parent-flops", "6e21", "--parent-tokens", "1e12")
     assert stretto("adopt", source, *told, "-o", tmp_path / "b").code == 0

@@ -32,11 +32,11 @@ def test_each_model_once_and_elasticity_beside_its_control(
     difference = f"{losses[0] - losses[1]:+.3f}".replace("-", "−")
     ratio = f"{elastic.flops / plain.flops:.2f}x its FLOPs"
     assert f"against the control plain, at equal tokens and {ratio}, {difference} nats" in said
-    assert f"Elasticity cost {elastic.flops / plain.flops:.2f}x an ordinary run's FLOPs" in said
+    assert f"The elastic run used {elastic.flops / plain.flops:.2f}x the FLOPs of an ordinary run" in said
     shutil.copytree(runs / "elastic", tmp_path / "renamed")
     assert stretto("export", runs / "elastic", "-o", tmp_path / "exported").code == 0
     many = stretto("cost", runs / "elastic", tmp_path / "renamed", tmp_path / "exported").out
-    assert many.count("Every stage") == 1 and "together" not in many
+    assert many.count("Cost by stage") == 1 and "together" not in many
     refused(stretto("cost", runs / "elastic", "--control", tmp_path / "renamed"), "--control", "not an ordinary run")
     moved = shutil.copytree(runs / "plain", tmp_path / "elsewhere" / "control")
     said = " ".join(stretto("cost", tmp_path / "renamed", "--control", moved).out.split())

@@ -65,7 +65,7 @@ def test_family_is_set_against_training_alone() -> None:
     text = printed(family_table(FAMILY))
     assert "65.2 kFLOPs" in text and "72.0 kFLOPs" in text and "91 %" in text
     said = family_sentence(FAMILY)
-    assert "2 sizes out of one parent cost 91 % of training each alone, and 136 % of the dearest one" in said
+    assert "2 sizes from one parent cost 91 % of training each alone, and 136 % of the most expensive one" in said
     assert f"pays off from {FAMILY.break_even} sizes on" in said
     assert "computed from shape and tokens, not measured" in said
 
@@ -80,15 +80,15 @@ def test_a_family_that_never_pays_off_is_called_so() -> None:
 def test_what_an_adopted_parent_had_cost_is_unknown_or_as_told() -> None:
     for adopted, words in (
         (Elsewhere(), ("unknown (adopted)",)),
-        (Elsewhere(flops=7 * 10**21, tokens=10**12), ("7.00 ZFLOPs", "1.00T", "as told")),
+        (Elsewhere(flops=7 * 10**21, tokens=10**12), ("7.00 ZFLOPs", "1.00T", "as published")),
     ):
         cost = ledger(lineage("healed", "heal", 5_200, PARENT.replace(stage="adopt", adopted=adopted)))
         table, said = printed(ledger_table(cost)), cost_caption(cost, None)
-        before = next(line for line in table.splitlines() if "before it was adopted" in line)
+        before = next(line for line in table.splitlines() if "before adoption" in line)
         assert words[0] in before and " 0 " not in before
-        assert "With its parent, here" in table and "65.2 kFLOPs" in table
+        assert "With its parent, known part" in table and "65.2 kFLOPs" in table
         assert all(word in table for word in words) and all(word in said for word in words)
-        assert "on top" in said
+        assert "Not included" in said
 
 
 @pytest.mark.parametrize(
@@ -97,12 +97,12 @@ def test_what_an_adopted_parent_had_cost_is_unknown_or_as_told() -> None:
         (None, "no control was trained"),
         (Control("plain", 1.004, 1.25, 0.0123), "at equal tokens and 1.25x its FLOPs, +0.012 nats"),
         (Control("plain", 0.8, 0.99, -0.5), "at 0.80x its tokens and equal FLOPs, −0.500 nats"),
-        (Control("plain", 1.0, 1.0, None), "equal FLOPs, whose loss is of other text"),
+        (Control("plain", 1.0, 1.0, None), "equal FLOPs, whose loss was measured on other text"),
     ],
 )
 def test_what_elasticity_cost_is_said_in_a_line(control: Control | None, words: str) -> None:
     said = elasticity_sentence(Elasticity(125, 100, (control,) if control else ()))
-    assert said.startswith("Elasticity cost 1.25x an ordinary run's FLOPs") and "computed from shape and tokens" in said
+    assert said.startswith("The elastic run used 1.25x the FLOPs of an ordinary run") and "computed from shape and tokens" in said
     assert words in said and "\n" not in said
     assert said in cost_caption(None, None, Elasticity(125, 100, (control,) if control else ()))
 

@@ -110,9 +110,9 @@ def test_the_numbers_are_those_of_the_rows() -> None:
     table = {cells[0].text: cells[1] for cells in summary(DATA).rows}
     assert table["samples trained"].value == 32 * 2 * STEPS
     assert table["trainer idle"].value == pytest.approx(0.25)
-    assert table["groups dropped, all rewards equal"].value == 2.0 * STEPS
+    assert table["groups dropped (equal rewards)"].value == 2.0 * STEPS
     assert table["roles restarted"].value == 1, "a sum over the run, not the last step's"
-    assert "mean 0, largest 0; over tokens of older ones, mean 1e−4" in mismatch(DATA).caption
+    assert "mean 0, largest 0; over tokens of older weights, mean 1e−4" in mismatch(DATA).caption
     assert "96 trained and 24 dropped" in endings(DATA).caption
 
 

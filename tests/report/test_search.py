@@ -89,7 +89,7 @@ def test_search_caption_states_the_limits() -> None:
         Point(2_170_003, 1_120_009, 3.38, 3.402, 1.12, 3.301, "corner", on_front=True, chosen=True),
     )
     search = searched(points, 1834, 0.34, 0.5, 2.0, 0.87)
-    assert "1 of those meet the limits (total ≤ 34 %, active ≤ 50 %, latency ≤ 2.00 ms)" in search_caption(search)
+    assert "1 meet the limits (total ≤ 34 %, active ≤ 50 %, latency ≤ 2.00 ms)" in search_caption(search)
     free = searched(points, 9)
     assert "no limit was set" in search_caption(free)
-    assert "Too few to rank" in search_caption(free)
+    assert "Too few candidates for a rank" in search_caption(free)

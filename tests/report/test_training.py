@@ -246,10 +246,10 @@ def test_a_caption_names_no_size_that_another_beats_on_both_axes() -> None:
     )
     said = compute_caption(ReportData("run", sizes))
     assert said.startswith("From full at 3.000 to corner at 3.400 nats per token, for 45 % of its FLOPs.")
-    assert "Beaten on both axes: odd." in said
+    assert "Not on the Pareto front: odd." in said
     worse = (replace(NETWORK, nll=3.5), replace(HALF, nll=3.4, healed_nll=None))
     said = compute_caption(ReportData("run", worse))
-    assert "corner reaches 3.400 nats per token with the least compute of all." in said and "From full" not in said
+    assert "corner reaches 3.400 nats per token with the least compute." in said and "From full" not in said
 
 
 def test_pictures_are_drawn_from_what_is_there(data: ReportData) -> None:
@@ -302,19 +302,19 @@ def test_a_folder_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("full", "said"), [(3.322, "0.021 nats below"), (3.3, "0.001 nats above"), (3.3012, "level with")]
+    ("full", "said"), [(3.322, "0.021 nats below"), (3.3, "0.001 nats above"), (3.3012, "equal to")]
 )
 def test_captions_follow_the_numbers(data: ReportData, full: float, said: str) -> None:
     other = replace(data, sizes=(replace(FULL, nll=full), CORNER))
-    assert f"healed, its held-out loss lies {said} the full network's." in headline(other)
-    assert "Healing moves corner by −0.101." in compute_caption(data)
+    assert f"healed, its held-out loss is {said} the full network's." in headline(other)
+    assert "Healing changes the loss of corner by −0.101." in compute_caption(data)
 
 
 def test_headline_compares_with_the_full_network(data: ReportData) -> None:
-    assert "corner, keeps 34 % of them and 49 % of the active ones" in headline(data)
-    assert "healed, its held-out loss lies 0.087 nats above the full network's" in headline(data)
+    assert "corner, has 34 % of the parameters and 49 % of the active parameters" in headline(data)
+    assert "healed, its held-out loss is 0.087 nats above the full network's" in headline(data)
     zero_shot = replace(data, sizes=(FULL, replace(CORNER, healed_nll=None)))
-    assert "its held-out loss lies 0.188 nats above" in headline(zero_shot)
+    assert "its held-out loss is 0.188 nats above" in headline(zero_shot)
 
 
 def test_loss_against_compute_marks_every_loss_where_it_lies() -> None:
@@ -400,5 +400,5 @@ def test_no_difference_is_shown_beside_the_full_network_itself() -> None:
 
 def test_a_curve_is_named_by_its_stage(data):
     continued = replace(data, stage="elasticize")
-    assert "tokens of pre-training" in curves_caption(data) and "tokens of elasticising" in curves_caption(continued)
-    assert training_curves(continued).axes[0].get_title(loc="left") == "Elasticising"
+    assert "tokens of pre-training" in curves_caption(data) and "tokens of elasticizing" in curves_caption(continued)
+    assert training_curves(continued).axes[0].get_title(loc="left") == "Elasticizing"
