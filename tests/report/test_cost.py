@@ -102,7 +102,10 @@ def test_what_an_adopted_parent_had_cost_is_unknown_or_as_told() -> None:
 )
 def test_what_elasticity_cost_is_said_in_a_line(control: Control | None, words: str) -> None:
     said = elasticity_sentence(Elasticity(125, 100, (control,) if control else ()))
-    assert said.startswith("The elastic run used 1.25x the FLOPs of an ordinary run") and "computed from shape and tokens" in said
+    assert (
+        said.startswith("The elastic run used 1.25x the FLOPs of an ordinary run")
+        and "computed from shape and tokens" in said
+    )
     assert words in said and "\n" not in said
     assert said in cost_caption(None, None, Elasticity(125, 100, (control,) if control else ()))
 
