@@ -15,17 +15,18 @@ from typing import Any
 from stretto.api.evaluate import compare_command, eval_command, harness_command, options, presets_command
 from stretto.api.model import Model, load
 from stretto.api.pipeline import last_result, run_command
-from stretto.api.rl import distill_command, made_start, online_command, rl_command
+from stretto.api.rl import distill_student, made_start, online_recipe, rl_command, say_gaps
 from stretto.api.stages import Data, ModelLike, PathLike, listed_data, new_folder, place, run_folder
 from stretto.api.train import sft_command
 from stretto.base.config import overriding, read_recipe, validate
 from stretto.base.errors import UserError, user_errors
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import say
-from stretto.flow.run import Result
+from stretto.flow.run import Result, start_of
 from stretto.harness.suites import SUITES as HARNESSES
 from stretto.harness.suites import check_installed, harness_names, serving
 from stretto.learning.recipe import RlRecipe
+from stretto.post.distill import STAGE as DISTILL
 from stretto.post.distill import parent_settings, teacher_settings
 from stretto.post.merge import MergeOptions
 from stretto.post.merge import merge as merge_checkpoints
@@ -217,16 +218,11 @@ def online(
         UserError: as `rl`, or no source is judged.
     """
     parsed, folder = _in_this_process(read_recipe(recipe, RlRecipe, settings)), run_folder(out, recipe, "online")
-    done = online_command(
-        parsed,
-        folder,
-        None if model is None else place(model),
-        self_teacher=self_teacher,
-        resume=resume,
-        device=device,
-        wandb_project=wandb,
+    start = checkpoint_folder(place(model)) if model is not None else start_of(folder) if resume else None
+    asked = online_recipe(parsed, start, self_teacher)
+    return RlRun(
+        folder, rl_command(asked, folder, start, resume=resume, device=device, wandb_project=wandb, stage="online")
     )
-    return RlRun(folder, done)
 
 
 @user_errors
@@ -263,7 +259,10 @@ def distill(
     parents = parent_settings(student) if subnet is not None and student is not None and not told else []
     parsed = _in_this_process(read_recipe(recipe, RlRecipe, [*parents, *teacher_settings(told), *settings]))
     folder = run_folder(out, recipe, "distill")
-    done = distill_command(parsed, folder, student, subnet=subnet, resume=resume, device=device, wandb_project=wandb)
+    student = distill_student(parsed, folder, student, subnet, resume, device)
+    done = rl_command(parsed, folder, student, resume=resume, device=device, wandb_project=wandb, stage=DISTILL)
+    assert parsed.distill is not None, "distill_student has refused it"
+    say_gaps(folder, parsed.distill)
     return RlRun(folder, done)
 
 

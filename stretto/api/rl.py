@@ -18,7 +18,6 @@ from stretto.learning.algorithms import load_algorithm
 from stretto.learning.recipe import START, DistillConfig, RlRecipe, TeacherConfig
 from stretto.learning.teachers import check_teachers
 from stretto.model.parallel import join
-from stretto.post.distill import STAGE as DISTILL
 from stretto.post.distill import gaps
 from stretto.post.panel import EVALUATES
 from stretto.post.sft import sft
@@ -73,26 +72,15 @@ def rl_command(
     return result
 
 
-def online_command(
-    recipe: RlRecipe,
-    folder: Path,
-    model: Path | None,
-    *,
-    self_teacher: bool = False,
-    resume: bool = False,
-    device: str = "auto",
-    wandb_project: str | None = None,
-) -> Result:
-    """Run ``recipe`` in ``folder`` from ``model``; with ``self_teacher`` the start teaches all verifiable sources too.
+def online_recipe(recipe: RlRecipe, start: Path | None, self_teacher: bool) -> RlRecipe:
+    """``recipe`` as `stretto online` runs it from ``start``; with ``self_teacher`` the start teaches all verifiable sources too.
 
-    Raises:
-        UserError: bad input, or a run that cannot go on.
+    Prints what is judged and what holds the policy. Raises `UserError`: no source is judged, or there is no start.
     """
     is_verifiable = {name: source_kind(name, each.kind).is_verifiable for name, each in recipe.sources.items()}
     judged, verifiable = ([name for name, each in is_verifiable.items() if each is kind] for kind in (False, True))
     if not judged and not recipe.rewards:
         raise UserError("recipe: sources: none is judged, and there is no [rewards]; add one, or use stretto rl")
-    start = checkpoint_folder(model) if model is not None else start_of(folder) if resume else None
     if start is None and recipe.start is None:
         raise UserError("--model: missing; name the run or checkpoint that is to learn")
     if self_teacher:
@@ -104,7 +92,7 @@ def online_command(
     held += [f"the teachers {', '.join(recipe.distill.teachers)}"] if recipe.distill else []
     said = " and ".join(held) or "nothing: what pleases the judge is all that is left in the end; set loss.kl_weight"
     rich.print(escape(f"judged: {', '.join(judged) or 'nothing'}; the policy is held by {said}"))
-    return rl_command(recipe, folder, start, resume=resume, device=device, wandb_project=wandb_project, stage="online")
+    return recipe
 
 
 def self_taught(recipe: RlRecipe, start: Path, verifiable: Sequence[str], judged: Sequence[str]) -> RlRecipe:
@@ -114,20 +102,12 @@ def self_taught(recipe: RlRecipe, start: Path, verifiable: Sequence[str], judged
     return recipe.replace(distill=told)
 
 
-def distill_command(
-    recipe: RlRecipe,
-    folder: Path,
-    model: Path | None,
-    *,
-    subnet: str | None = None,
-    resume: bool = False,
-    device: str = "auto",
-    wandb_project: str | None = None,
-) -> Result:
-    """Run ``recipe`` in ``folder`` from ``model``, or from its ``subnet``, which is cut out first.
+def distill_student(
+    recipe: RlRecipe, folder: Path, model: Path | None, subnet: str | None, resume: bool, device: str
+) -> Path | None:
+    """The student of a distillation in ``folder``: ``model``, or its ``subnet``, which is cut out unless it is there.
 
-    Raises:
-        UserError: bad input, or a run that cannot go on.
+    Raises `UserError`: no teachers, no student, or a teacher that does not fit.
     """
     if recipe.distill is None:
         raise UserError("recipe: distill: missing; name teachers in [distill.teachers], or with --teacher NAME=DIR")
@@ -141,14 +121,14 @@ def distill_command(
         from stretto.api.search import extract_command  # the search is no part of a start without it
 
         extract_command(model, subnet, folder / STUDENT, device)
-    student = folder / STUDENT if subnet is not None else model
-    result = rl_command(
-        recipe, folder, student, resume=resume, device=device, wandb_project=wandb_project, stage=DISTILL
-    )
-    for each in gaps(folder, recipe.distill):
+    return folder / STUDENT if subnet is not None else model
+
+
+def say_gaps(folder: Path, config: DistillConfig) -> None:
+    """Print how far each source has come to its teacher."""
+    for each in gaps(folder, config):
         said = f"{each.source}: KL to {each.teacher} {each.first_kl:.3g} → {each.last_kl:.3g} nats a token"
         rich.print(escape(f"{said}, {each.share:.0%} of the gradient"))
-    return result
 
 
 def made_start(recipe: RlRecipe, folder: Path, origin: Path | None = None, device: str = "auto") -> Path:

@@ -197,11 +197,6 @@ class SequenceState:
         return self.tokens[self.num_prompt :]
 
     @property
-    def is_decoding(self) -> bool:
-        """All but the token sampled last is computed."""
-        return self.num_computed >= self.num_prompt and self.num_pending == 1
-
-    @property
     def seed_bits(self) -> int:
         """Its seed as uint64."""
         return (self.sampling.seed or 0) & SEED_MASK
