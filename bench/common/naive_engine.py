@@ -1,4 +1,4 @@
-"""Generation written out: the whole sequence through the model for every token, no cache, one sequence at a time.
+"""Reference generation: the whole sequence through the model for every token, without a cache or a batch.
 
 The engine must give these tokens. Nothing here is shared with it but the sampler and the model's own layers.
 

@@ -310,7 +310,11 @@ def _announce(opened: OpenedEngine, model: ServedModel, url: str) -> None:
     hint = " (--dtype bfloat16 is faster on this processor)" if is_slower else ""
     _say(f"kernels: {kernels}, in {str(weight.dtype).removeprefix('torch.')}{hint}")
     stats, most = opened.engine.stats(), config.max_positions
-    if opened.tokenizer is not None and (note := tool_form(opened.tokenizer.chat_template or "").note()):
+    if (
+        opened.tokenizer is not None
+        and opened.tokenizer.chat_template
+        and (note := tool_form(opened.tokenizer.chat_template).note())
+    ):
         _say(note)
     limit = "" if stats.max_len == most else f" (of {most:,} the network has)"
     _say(f"context: {stats.max_len:,} tokens{limit}; cache: {size_in_bytes(stats.cache_bytes)}")

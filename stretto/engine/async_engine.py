@@ -1,4 +1,4 @@
-"""An engine in a thread of its own, for asyncio callers, and the stream of events that each request gets.
+"""An engine in its own thread for asyncio callers, with one stream of events per request.
 
 The thread owns the engine: others only hand it commands, and it hands events back, one call into the caller's loop for
 all tokens of a step. A request that fails, for whatever reason, is told so and no other notices; what leaves

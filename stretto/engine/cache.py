@@ -1,4 +1,4 @@
-"""Which cache page belongs to whom, and which full pages can be used again. Counts only: the tensors are the runner's.
+"""Page table of the cache: owners of pages and reuse of full pages. Counts only; the runner holds the tensors.
 
 A page is in exactly one of three states:
 

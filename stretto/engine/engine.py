@@ -1,4 +1,4 @@
-"""The engine: requests go in, tokens come out, one step of the whole batch at a time. One thread owns it.
+"""The engine: requests in, tokens out, one step of the whole batch at a time. One thread owns it.
 
 What depends on one request alone - its grammar, its settings, its text - fails within `SequenceState.guarded`, which ends
 that choice with reason ``error``. What the batch shares - the plan, the pages, a forward pass - has no one to blame: an
@@ -217,9 +217,9 @@ class Engine:
                 or no 64-bit integer.
         """
         if version not in VERSIONS:
-            raise UserError(f"version: {version} is no 64-bit integer; choose a smaller number")
+            raise UserError(f"version: {version} is not a 64-bit integer; choose a smaller number")
         if version == self.weight_version:
-            raise UserError(f"version: {version} is the one that serves already; number each set of weights once")
+            raise UserError(f"version: {version} is in service already; give each set of weights its own number")
         self._runner.load_weights(self.read_weights(source, checksum))
         self.weight_version = version
         self._preempted(self._scheduler.weights_changed(version, keep_cache=keep_cache))

@@ -1,4 +1,4 @@
-"""The forward pass over paged sequences in torch: all tokens of a step in one flat list, each under a Subnet of its own.
+"""Forward pass over paged sequences in torch: one flat list of tokens, each under its own Subnet.
 
 `Planner` makes the tensors that depend on the step alone, `TorchForward` takes them through the network. Plain arithmetic is
 arranged for speed: products that add to the stream by transposed matrices, sums in place. In any other each product goes

@@ -1,4 +1,4 @@
-"""Completions that must match a grammar: which tokens may come next.
+"""Grammar-constrained decoding: the set of tokens that may come next.
 
 A thin layer over llguidance: a parser over bytes and a trie of the vocabulary, so it needs no table for each grammar
 and works with any tokenizer. Imports no torch.

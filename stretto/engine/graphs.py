@@ -1,4 +1,4 @@
-"""Decoding on a GPU through CUDA graphs: all kernels of a step are launched as one.
+"""CUDA graphs for decoding: one launch for all kernels of a step.
 
 At the sizes that people decode, a layer's kernels take less time than a processor needs to launch them one by one. A graph
 repeats the very kernels of a step at the very addresses, so a step is brought into one of few shapes (sequences and cache pages

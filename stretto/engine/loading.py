@@ -1,4 +1,4 @@
-"""From a folder on disk to an engine: a run, a checkpoint of ours, or one of a supported family; and whether it fits."""
+"""Opening an engine from a folder: a run, a checkpoint of ours, or one of a supported family; memory check."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def open_engine(
     if tokenizer is not None and tokenizer.vocab_size > network.vocab_size:
         raise UserError(
             f"{folder / 'tokenizer.json'}: has {tokenizer.vocab_size} tokens, the network {network.vocab_size}; "
-            "put the tokenizer there that it was trained with"
+            "use the tokenizer that the network was trained with"
         )
     available = free_bytes(device) if memory_bytes is None else memory_bytes
     kept = network if cut is None else extracted_config(network, cut)
@@ -152,8 +152,8 @@ def check_memory(
     if fits:
         remedy = f"would fit: {' or '.join(fits)}"
     raise UserError(
-        f"{folder}: memory: weights of {_size(weights)} and a cache of {_size(cache)} are more than the "
-        f"{_size(available)} there are; {remedy}"
+        f"{folder}: memory: weights of {_size(weights)} and a cache of {_size(cache)} exceed the "
+        f"{_size(available)} available; {remedy}"
     )
 
 

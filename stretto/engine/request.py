@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: records only. Imports no torch.
+"""Input and output records of the engine. Imports no torch.
 
 A request is token ids, never text: what was sampled is never tokenised again.
 """

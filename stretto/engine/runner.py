@@ -1,4 +1,4 @@
-"""The runner: owns a model's weights and the cache's tensors on one device, and computes steps.
+"""The runner: a model's weights and cache tensors on one device, and the computation of steps.
 
 Shape letters: L layers (of the pool of routes: MoE layers), P pages, Z tokens a page, G key/value heads, C head width,
 K route slots, N tokens of a step, M tokens whose logits are wanted, V vocabulary, T positions of a sequence.

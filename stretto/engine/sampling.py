@@ -1,4 +1,4 @@
-"""From logits to tokens: the processors, the choice, and the random numbers.
+"""Sampling: logits processors, the choice of tokens, and random numbers.
 
 Order of the processors: grammar mask, logit bias, repetition, frequency and presence penalty, end tokens before
 ``min_tokens``, temperature, top-k, top-p, min-p. It is that of transformers. vLLM's is the same but for min-p, which it

@@ -1,4 +1,4 @@
-"""Who is computed in the next step: decodes first, then prompts in order of arrival, as far as tokens and pages reach.
+"""Scheduling policy: decodes first, then prompts in order of arrival, within limits of tokens and pages.
 
 Invariants that make everything finish:
 

@@ -1,4 +1,4 @@
-"""A sequence from admission to its end: what it was asked, where it stands in the cache, what was chosen, how it ends.
+"""State of a sequence from admission to its end: request, place in the cache, sampled tokens, finish reason.
 
 Positions count from the first prompt token. Imports no torch.
 """

@@ -1,4 +1,4 @@
-"""Where tokens stand, and the two kinds of attention: grouped-query and latent.
+"""Positions (RoPE) and the two kinds of attention: grouped-query and latent.
 
 Shape letters: B rows, T positions, D hidden, H query heads, G key/value heads, C head width, X = (H + 2·G)·C, U width of a
 head's values (C but for latent attention), Z width of a short vector, R rotated pairs.

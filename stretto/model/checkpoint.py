@@ -1,4 +1,4 @@
-"""Checkpoints: an ordinary Hugging Face folder, and beside it what only an elastic network has.
+"""Checkpoints: a Hugging Face folder, with extra files for elastic networks.
 
 ``config.json``, ``model*.safetensors``, the tokenizer's files and ``generation_config.json`` are what transformers,
 vLLM and SGLang read. ``stretto.json`` (our configuration and named Subnets), ``elastic.tensors`` (the balance biases of
@@ -311,7 +311,7 @@ def generation_settings(folder: Path, config: ModelConfig) -> dict[str, Any]:
         told = own.get(name)
         ids = told if isinstance(told, list) and told else [told]
         if told is not None and any(type(index) is not int for index in ids):
-            raise UserError(f"{path}: {name}: {told!r} is no token's id; correct it, or remove the file")
+            raise UserError(f"{path}: {name}: {told!r} is not a token id; correct it, or remove the file")
     return found | {name: value for name, value in own.items() if value is not None and name != "transformers_version"}
 
 
@@ -407,7 +407,7 @@ def fill_branches(folder: Path, config: ModelConfig, state: Mapping[str, Tensor]
             stored_WE = files.read(name, tuple(bias_WE.shape))
             if config.selection_bias and not torch.equal(stored_WE[0], bias_WE[0].cpu()):
                 raise UserError(
-                    f"{folder / ELASTIC_FILE}: {name}: is not of these weights; delete it and {STRETTO_FILE} to read the folder as an ordinary checkpoint"
+                    f"{folder / ELASTIC_FILE}: {name}: does not belong to these weights; delete it and {STRETTO_FILE} to read an ordinary checkpoint"
                 )
             bias_WE.copy_(stored_WE)
 

@@ -1,4 +1,4 @@
-"""Cutting a Subnet out of a maximum network, and keeping its experts in balance.
+"""Extraction of a Subnet from a maximum network, and the balance of expert load.
 
 Shape letters: W branches of balance state, E experts.
 """

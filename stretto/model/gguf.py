@@ -1,4 +1,4 @@
-"""A checkpoint as one GGUF file, which llama.cpp and the programs built on it run.
+"""Writer of GGUF files for llama.cpp.
 
 llama.cpp's own converter refuses tokenizers that it does not know by hash, so the file is written directly, by the table that
 `stretto.model.gguf_read` reads by.

@@ -1,4 +1,4 @@
-"""What GGUF files call things: the settings and tensors of each architecture beside the hub's own names for them.
+"""Names in GGUF files: settings and tensors of each architecture beside their Hugging Face names.
 
 One table, read in both directions by `stretto.model.gguf_read` and `stretto.model.gguf`. What each architecture loads, and what it
 takes for granted, was read from llama.cpp's ``src/models`` and from its converter.

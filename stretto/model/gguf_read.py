@@ -1,4 +1,4 @@
-"""A GGUF file, read as the Hugging Face folder that it was made from: config.json, tensors by the hub's names, tokenizer.
+"""Reader of GGUF files as Hugging Face folders: config.json, tensors, tokenizer.
 
 Tensors are dequantised by the ``gguf`` library when they are asked for, one at a time. What the file says and this reader does not
 know is refused: a network is read as it is, or not at all.

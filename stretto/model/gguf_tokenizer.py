@@ -1,4 +1,4 @@
-"""A tokenizer as GGUF metadata, in both directions: byte-level BPEs whose rule of splitting words llama.cpp has a name for.
+"""Tokenizers as GGUF metadata, in both directions, for byte-level BPE with a pre-tokenizer that llama.cpp knows.
 
 GGUF does not say how a tokenizer splits text into words; it names a rule that llama.cpp has in code. `RULES` is that code as the hub's
 ``tokenizer.json`` has it, read from llama.cpp's ``src/llama-vocab.cpp`` and from the tokenizers that its converter knows.

@@ -1,4 +1,4 @@
-"""Adapters of a low rank: put into a network, merged into its weights, and read and written in peft's format.
+"""LoRA adapters: added to a network, merged into its weights, and read and written in peft's format.
 
 A `LowRank` is a parametrisation: whoever reads the weight gets W + scale·B·A, so that every operator, Subnet and dtype
 computes with adapters as without. What that costs is a sum of the weight's size in each pass (peft does the same for experts).

@@ -1,4 +1,4 @@
-"""Ranks: who computes what, and who holds what. One rank is the general case with a world of one.
+"""Ranks of a distributed run: FSDP2 and expert parallelism. One rank is the general case with a world of one.
 
 FSDP2 spreads every block's matrices over all ranks and gathers them for the block's own computation. With expert
 parallelism the experts are not gathered: neighbouring ranks hold a block of them each, and tokens travel.
@@ -143,7 +143,7 @@ def join(device: str = "auto", ep: int = 1) -> Ranks:
             has = f"torch {torch.__version__} finds no CUDA device here"
             if num:
                 has = f"there are {num} CUDA devices here, and this is rank {local + 1}"
-            raise UserError(f"--device cuda: {has}; use cpu, or auto, which takes what there is")
+            raise UserError(f"--device cuda: {has}; use cpu, or auto, which uses the devices that exist")
         torch.cuda.set_device(local)
         kind = f"cuda:{local}"
     place = Ranks(rank, world, torch.device(kind), ep)

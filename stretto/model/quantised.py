@@ -1,4 +1,4 @@
-"""Quantised weights, dequantised as they are read: a source of tensors around another one.
+"""Dequantisation of weights while they are read.
 
 Shape letters: E experts, R rows, C columns, r and c blocks of them, G groups of 32 values, B bytes.
 """

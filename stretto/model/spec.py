@@ -1,4 +1,4 @@
-"""What a network is (`ModelConfig`), which part of it runs (`Subnet`), how people name that part, and its size (`count`).
+"""Description of a network (`ModelConfig`), of a part that runs (`Subnet`), its text form, and its size (`count`).
 
 Imports no torch: recipes, the search and the command line reason about shapes without it.
 """

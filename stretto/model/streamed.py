@@ -1,4 +1,4 @@
-"""A checkpoint of which one part at a time is in memory: what does not fit there can still be run, ordered and written.
+"""A network with one part at a time in memory, to run, rank and write checkpoints larger than memory.
 
 A part is the embedding, a layer, the final norm or the head. Weights come through the same reader as everywhere
 (`stretto.model.checkpoint`), so whatever that dequantises or renames is so here as well.

@@ -1,4 +1,4 @@
-"""The decoder: ``model(ids, subnet, ctx)``. The Subnet is an argument, never a mode, and so is what computes it.
+"""The decoder: `model(ids, subnet, ctx)`. The Subnet and the operators are arguments, never modes.
 
 Shape letters: B rows, T positions, N = B·T tokens, D hidden, V vocabulary, I SwiGLU width, L MoE layers of the maximum network,
 E experts, K chosen (or route slots), W branches of balance state.

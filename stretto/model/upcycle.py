@@ -1,4 +1,4 @@
-"""Dense → Mixture-of-Experts: every feed-forward network of a dense model becomes experts, and its function stays what it was.
+"""Function-preserving upcycling: each feed-forward network of a dense model becomes experts.
 
 ``copy`` (sparse upcycling, 2212.05055): each expert is the whole feed-forward network. Gates that sum to 1 make any choice of
 equal experts that network. ``split`` (MoEfication, 2110.01786): the neurons are cut into equal parts, of which the first ones
@@ -61,11 +61,11 @@ class Upcycling(Config):
             raise ValueError("shared: a shared copy would be counted twice; --shared is for --method split")
         if self.method == "split" and self.noise:
             raise ValueError(
-                "noise: parts are no copies of each other, noise would only damage; --noise is for --method copy"
+                "noise: parts are not copies of each other, so noise would only change the function; --noise is for --method copy"
             )
         if self.num_routed < 2:
             raise ValueError(
-                f"shared: {self.num_shared} of {self.experts} leave no two to choose from; raise --experts"
+                f"shared: {self.num_shared} of {self.experts} leave fewer than two routed experts; raise --experts"
             )
         if self.top_k > self.num_routed:
             raise ValueError(f"top_k: {self.top_k} exceeds the {self.num_routed} routed experts; lower --top-k")

@@ -1,4 +1,4 @@
-"""Operators whose result for a token does not depend, to the bit, on what else is computed with it.
+"""Batch-invariant operators: a token's result does not depend, to the bit, on other tokens of the step.
 
 Neither the number of rows, their order, the chunking of a sequence, the keys behind a mask, the number of threads nor the
 matrix library can change a bit, because nothing here rounds in an order that any of them chooses:

@@ -1,4 +1,4 @@
-"""Blockwise FP8: the quantiser, and the product that trainer and engine share.
+"""Blockwise FP8: the quantiser, and the matrix product that trainer and engine share.
 
 E4M3 throughout. Weights have a scale for each block of 128 × 128, activations and gradients for each 128 neighbouring
 entries of a row; a scale is the block's largest magnitude / 448, in fp32. Rounding is to nearest even. A product sums the

@@ -1,4 +1,4 @@
-"""Dropless expert computation: every token goes through the experts it chose, grouped by expert.
+"""Dropless expert computation: tokens grouped by expert.
 
 Shape letters: N tokens, K experts a token, E experts, S = N·K slots (one a token and choice), P places of slots sorted by
 expert, with those that only fill a group up, D hidden, I expert width.

@@ -1,4 +1,4 @@
-"""Latent attention (MLA; DeepSeek-V2, 2405.04434) over a paged cache of one short row a token. Forward only.
+"""Latent attention (MLA; DeepSeek-V2, 2405.04434) over a paged cache with one short row per token. Forward only.
 
 A row is the normed short vector that keys and values of all heads are made of, then the one rotated part of the keys. Few
 queries attend to the rows as they are: what would make keys and values of them is applied to queries and outputs instead

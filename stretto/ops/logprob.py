@@ -1,4 +1,4 @@
-"""Losses and log-probabilities straight from hidden states: the [N, V] logits exist one chunk of tokens at a time.
+"""Losses and log-probabilities from hidden states, computing the [N, V] logits one chunk of tokens at a time.
 
 Shape letters: N tokens, S those of them with a loss, D hidden, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Products with weights, and the operators around them, in the arithmetic that trainer and engine agree on.
+"""Matrix products with weights, and the operators around them, in the precision that trainer and engine share.
 
 An `Arithmetic` is an argument of everything that multiplies. Both sides call these functions with the same one (the trainer's
 network through `Arithmetic.operators`), so what one side samples from is what the other learns from; where it is

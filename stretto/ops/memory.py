@@ -1,4 +1,4 @@
-"""How much memory can be had: of a GPU, or of the machine within the control groups that a container or a unit put us in."""
+"""Available memory of a GPU, or of the machine within its control groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operators a forward pass is made of, as an argument: the interface, and torch's own attention, rotation, norm and router.
+"""The operators of a forward pass as an argument: the interface, and torch's attention, rotation, norm and router.
 
 A model is given its operators as an argument. Training computes with `ORDINARY`; what a trainer and an engine agree on
 beside it (`stretto.ops.matmul`) brings others, and nothing here imports those.

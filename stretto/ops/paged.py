@@ -1,4 +1,4 @@
-"""Operators over a paged cache, for steps in which every layer sees few tokens. Forward only.
+"""Operators over a paged cache, for steps with few tokens per layer. Forward only.
 
 The tokens of a step are one flat list; a chunk of it is neighbouring positions of one sequence.
 

@@ -1,4 +1,4 @@
-"""How torch is to work on this machine: with how many threads, in which dtype, in an order of its sums that is always the same.
+"""Settings of torch for this machine: number of threads, data type, and a fixed order of sums.
 
 A busy machine, a container that shares its cores, a library that prepares products for minutes: how many threads are fastest cannot
 be read off the processor. A second of the real work can tell.

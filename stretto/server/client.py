@@ -1,4 +1,4 @@
-"""An asynchronous client of this server, and a load generator made of many. Imports no torch."""
+"""Asynchronous client of the server, and a load generator. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/v1/chat/completions, its short form /api/ernie-5.1/chat, and /v1/completions: choices, whole or in chunks, then the usage."""
+"""Endpoints /v1/chat/completions, /api/ernie-5.1/chat (its short form) and /v1/completions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model writes beside its answer, each family in its own marks: calls of tools, and reasoning before it speaks.
+"""Formats in which models write tool calls and reasoning, one per family: parsers and grammars.
 
 Chat templates write calls in a handful of dialects. `DIALECTS` has a row for each: the marks, how a call between them
 is read, and how one is spelt, which is also the grammar of a call that is forced. A checkpoint that brings a
@@ -29,7 +29,7 @@ Schemas = Mapping[str, Mapping[str, Any]]
 Found = Sequence[tuple[str, Any]]
 """Calls that were read: names and arguments."""
 Read = Callable[[str, Mapping[str, str], Schemas], Found]
-"""From what stands between the marks, and the groups that the opening one captured, to calls. Raises ValueError: it is none."""
+"""From what stands between the marks, and the groups that the opening one captured, to calls. Raises ValueError if it is not a call."""
 Pattern = Any
 """Of the ``regex`` package, whose matches may be partial: `re` cannot say that more text could complete a mark."""
 # Spacing of json.dumps, which is what templates render and models have seen.
@@ -436,7 +436,7 @@ def _declared(response_template: Mapping[str, Any], known: Dialect | None) -> Di
     try:
         field = load_response_template(dict(response_template)).fields.get("tool_calls")
     except (ValueError, TypeError) as error:
-        raise UserError(f"tokenizer_config.json: response_template: {error}; mend or remove it") from None
+        raise UserError(f"tokenizer_config.json: response_template: {error}; correct or remove it") from None
     if field is None or field.open_re is None:
         return known
 

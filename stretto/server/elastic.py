@@ -1,4 +1,4 @@
-"""Which Subnet a request gets: what it asks for, else the server's default, else what the load leaves.
+"""The size (Subnet) of each request: requested size, default size, or a smaller one under load.
 
 When the queue grows, a new request that leaves its Subnet open gets a smaller one, never one below the declared floor.
 `ladder` orders the Subnets, `decide` is the policy (a function of numbers, tested as a table), `LoadControl` gives it
@@ -59,7 +59,7 @@ class Least:
         sizes = {"layers": len(subnet.layers), "experts": min(subnet.experts, default=self.experts)}
         sizes["top_k"] = min(subnet.top_k, default=self.top_k)
         return [
-            f"{axis} {size}: fewer than this network was ever trained with ({getattr(self, axis)})"
+            f"{axis} {size}: below the smallest number that this network was trained with, {getattr(self, axis)}"
             for axis, size in sizes.items()
             if size < getattr(self, axis)
         ]
@@ -108,7 +108,7 @@ def environment_subnet(environ: Mapping[str, str], config: ModelConfig) -> Subne
         choice.of(config)
     except UserError as error:
         named = ", ".join(f"{variable}={int(text)}" for variable, text in given.items())
-        raise UserError(f"{named}: {error}; set what this network has") from None
+        raise UserError(f"{named}: {error}; choose numbers that this network has") from None
     return choice if given else None
 
 
@@ -136,7 +136,9 @@ def contains(outer: Subnet, inner: Subnet, config: ModelConfig) -> bool:
 def ladder(config: ModelConfig, named: Mapping[str, Subnet], target: Subnet, floor: Subnet) -> tuple[Rung, ...]:
     """From ``target`` down to ``floor`` (else `UserError`): both, and the ``named`` between them, by falling FLOPs."""
     if not contains(target, floor, config):
-        raise UserError(f"floor: {floor.label()} is not part of the target, {target.label()}; lower it")
+        raise UserError(
+            f"floor: {floor.label()} is not contained in the default size, {target.label()}; choose a smaller floor"
+        )
 
     def rung(subnet: Subnet) -> Rung:
         return Rung(_name_of(subnet, named), subnet, count(config, subnet).linear_flops)
@@ -332,7 +334,7 @@ class Resolver:
         if rung is None and self._has_floor:
             full = f"{num_waiting} requests wait and the floor ({self.control.rungs[-1].name}) is reached"
             wait_s = self.control.retry_after_s(num_waiting)
-            raise overloaded(f"the server is full: {full}; come back later", wait_s)
+            raise overloaded(f"the server is full: {full}; try again later", wait_s)
         return rung or self.control.rungs[0]  # without a floor nothing may be given up: the engine's queue is the limit
 
     def preset_of(self, name: str | None) -> str | None:
@@ -371,7 +373,7 @@ class Resolver:
                 problem = f"the {later} runs {counts} did not all compute; give the {earlier} at least as many"
                 raise FieldError("elastic", problem, "subnet")
         if "thinking" in phases and self._thinking_end is None:
-            raise FieldError("elastic.thinking", f"this model's tokenizer has no {THINKING_END} that would end it")
+            raise FieldError("elastic.thinking", f"the tokenizer has no {THINKING_END}, which ends this phase")
         given = Phases(answer, **phases, thinking_end=self._thinking_end if "thinking" in phases else None)
         if is_open:
             return Given(given, rung.name, "auto", "default" if rung == self.control.rungs[0] else "load")

@@ -1,4 +1,4 @@
-"""One generating request from its body to its last byte, and what the endpoints that generate share.
+"""Shared code of the generating endpoints: one request from its body to its last byte.
 
 A body becomes engine requests (`Backend`), events become an `Answer`; `Generate` aborts what a client no longer waits for.
 
@@ -185,13 +185,13 @@ class Backend:
         grammars += [] if body.grammar is None else [Grammar(kind="lark", text=body.grammar)]
         if len(grammars) > 1:
             known = "regex, grammar, response_format and a forced tool"
-            raise FieldError("grammar", f"only one of {known} can shape an answer")
+            raise FieldError("grammar", f"give only one of {known}")
         room = model.max_len - num_prompt
         if room < 1 or (max_tokens or 1) > room:
             wanted = f"a prompt of {num_prompt} tokens" + (
                 "" if max_tokens is None else f" and max_tokens {max_tokens}"
             )
-            problem = f"{wanted} do not fit into the {model.max_len} of this server; shorten it"
+            problem = f"{wanted} exceed this server's context of {model.max_len} tokens; shorten it"
             raise FieldError("max_tokens" if room > 0 else "prompt", problem, "context_length_exceeded")
         most = max(1, MAX_CHOICES // len(prompts))
         if not 1 <= body.n <= most:
@@ -422,7 +422,7 @@ class Generate:
                     for stream in streams:
                         await stream.admitted()
             except TimeoutError:
-                raise overloaded("the engine did not take this request in time; come back later", 5.0, 503) from None
+                raise overloaded("the engine did not take this request in time; try again later", 5.0, 503) from None
             await self._send(answer, streams, ticket, http, send)
 
     async def _understood(self, http: HttpRequest, tree: Any, ticket: Ticket) -> Answer:

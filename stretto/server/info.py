@@ -1,4 +1,4 @@
-"""The endpoints that generate nothing: models, sizes, tokens, health, metrics, and the admin's weights."""
+"""Endpoints that generate nothing: models, sizes, tokens, health, metrics, and replacement of weights."""
 
 from __future__ import annotations
 

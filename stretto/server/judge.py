@@ -1,6 +1,6 @@
-"""A local judge behind an OpenAI-compatible address: it answers the questions of `stretto.tasks.judge`, and no others.
+"""Server of a local judge with an OpenAI-compatible API: it answers the questions of `stretto.tasks.judge` only.
 
-So whatever asks a judge over HTTP asks this one too, and rewards know no network."""
+Rewards therefore reach a local judge and a remote one in the same way, over HTTP."""
 
 from __future__ import annotations
 
@@ -59,11 +59,15 @@ def judge_app(judge: LocalJudge) -> Starlette:
         try:
             model, asked = str(told["model"]), str(told["messages"][0]["content"])
         except (KeyError, IndexError, TypeError):
-            raise ApiError(400, "no model and messages: this is an address for judgements") from None
+            raise ApiError(
+                400, "model and messages are missing; this server answers the questions of a judge only"
+            ) from None
         if model != name:
             raise ApiError(404, f"no model {model!r} here: the judge is {name!r}; name it")
         if (question := read_question(asked)) is None:
-            raise ApiError(400, "not a question of stretto's: this judge rates and compares, it does not chat")
+            raise ApiError(
+                400, "not a question of stretto.tasks.judge: this server rates and compares texts, and does not chat"
+            )
         try:  # of who has given up, nothing: he asks again, and would wait for both
             said = await while_connected(request.receive, answered(question))
         except UserError as error:

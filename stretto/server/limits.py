@@ -1,4 +1,4 @@
-"""What a server refuses before it works: wrong keys and bodies, too many at once, clients that stall or go away.
+"""Limits and refusals of the server: keys, bodies, number of requests, slow and vanished clients.
 
 An answer other than 2xx is an `ApiError` here, in the form that OpenAI's clients read.
 """
@@ -107,7 +107,7 @@ def as_api_error(error: Exception) -> ApiError:
         case GoneError():
             return ApiError(499, "gone")
     # What went wrong is in the log (the server raises on); a stranger is told nothing of our inside.
-    return ApiError(500, "internal error; the server's log says more")
+    return ApiError(500, "internal error; see the server's log")
 
 
 def check_key(authorization: str | None, keys: Sequence[SecretStr]) -> None:
@@ -186,9 +186,9 @@ class Gate:
     def _check(self) -> None:
         if self.is_draining:
             headers = {"Retry-After": "5", "Connection": "close"}
-            raise ApiError(503, "the server is shutting down; ask another one", code="draining", headers=headers)
+            raise ApiError(503, "the server is shutting down; use another server", code="draining", headers=headers)
         if self.num_open >= self._max_open:
-            raise overloaded(f"{self._max_open} requests are open, which is the limit; come back later", 1.0)
+            raise overloaded(f"{self._max_open} requests are open, which is the most allowed; try again later", 1.0)
 
     @contextmanager
     def _held(self) -> Iterator[Callable[[int], None]]:
@@ -198,7 +198,7 @@ class Gate:
         def hold(num: int) -> None:
             nonlocal num_held
             if self.num_body_bytes + num > self._max_body_bytes:
-                raise overloaded(f"the server holds {self.num_body_bytes:,} bytes of bodies; come back later", 1.0)
+                raise overloaded(f"the server holds {self.num_body_bytes:,} bytes of bodies; try again later", 1.0)
             num_held += num
             self.num_body_bytes += num
 
@@ -270,9 +270,11 @@ def parse_json(raw: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8: byte {error.start} is {raw[error.start]:#04x}") from None
     except UnicodeEncodeError:
-        raise ApiError(400, "the body holds half a surrogate pair, which is no character") from None
+        raise ApiError(
+            400, "the body contains half a surrogate pair, which is not a character; send valid Unicode"
+        ) from None
     except RecursionError:
-        raise ApiError(400, f"the body is more than {MAX_DEPTH} lists and objects deep; flatten it") from None
+        raise ApiError(400, f"the body is nested more than {MAX_DEPTH} levels deep; flatten it") from None
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     return tree

@@ -1,4 +1,4 @@
-"""Conversations in and out: messages and tools to token ids under the chat template, and what must be read in an answer.
+"""Conversations: from messages and tools to token ids under the chat template, and readers of answers.
 
 A message that spells ``<|im_end|>`` must not end its own turn. Spellings of special tokens in contents are swapped for
 marks while the template renders, and encoded as the ordinary text they are.
@@ -117,7 +117,7 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema goes with the type json_schema, and with no other")
+            raise ValueError("json_schema must be given for the type json_schema, and for no other")
         return self
 
 
@@ -204,7 +204,7 @@ class Prompts:
             raise FieldError("tools" if tools else "messages", problem)
         if tools and self.dialect is None:
             way = "declare it as response_template in its tokenizer_config.json, or leave them out"
-            raise FieldError("tools", f"no dialect is known in which this model's chat template writes calls; {way}")
+            raise FieldError("tools", f"the format of tool calls in this model's chat template is not known; {way}")
         swapped: list[str] = []
         told = self.shortened([_turn(message, f"messages.{place}") for place, message in enumerate(messages)])
         turns = [self._swap(turn, swapped) for turn in told]
@@ -212,7 +212,7 @@ class Prompts:
         offered = [self._swap(tool.model_dump(exclude_none=True, exclude=strict), swapped) for tool in tools]
         named = named_tokens(self.tokenizer)
         if taken := [name for name in variables or () if name in {*OWN_NAMES, *named}]:
-            raise FieldError("chat_template_kwargs", f"{taken[0]} is the server's own; leave it out")
+            raise FieldError("chat_template_kwargs", f"{taken[0]} is set by the server; leave it out")
         given = self._swap(dict(variables or {}), swapped)
         check_shown(lambda messages, tools: render(template, messages, tools, variables=named | given), turns, offered)
         text = render(template, turns, offered, generation_prompt, named | given)
@@ -263,11 +263,13 @@ class Prompts:
                 kind = "json_object" if form.json_schema is None else "json_schema"
                 return Grammar(kind=kind, text=json.dumps(schema) if kind == "json_schema" else "")
         if use.offered and not (self.dialect and self.dialect.call):
-            problem = "calls cannot be forced: no grammar is known for the dialect of this checkpoint"
+            problem = "calls cannot be forced: no grammar is known for the tool-call format of this checkpoint"
             raise FieldError("tool_choice" if use.forced else "response_format" if shaped else "tools", problem)
         is_free = not (use.forced or shaped)
         if is_free and self.dialect and self.dialect.frames:
-            raise FieldError("tools", "strict goes with tool_choice 'required' alone in the dialect of this checkpoint")
+            raise FieldError(
+                "tools", "strict needs tool_choice 'required' with the tool-call format of this checkpoint"
+            )
         thinks = self.think if is_thinking or is_free else None
         text = answer_rules(
             self.dialect or HERMES,
@@ -370,5 +372,5 @@ def tool_use(tools: Sequence[Tool], choice: ToolChoice | None) -> ToolUse:
     if missing := [name for name in wanted if name not in names]:
         raise FieldError("tool_choice", f"{missing[0]!r} is not among the tools")
     if not wanted:
-        raise FieldError("tool_choice", "a call is wanted and there are no tools")
+        raise FieldError("tool_choice", "a call is required, but the request has no tools")
     return ToolUse(tuple(tool for tool in tools if tool.function.name in wanted), forced)

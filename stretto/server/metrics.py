@@ -1,4 +1,4 @@
-"""What Prometheus reads: requests and times seen by the server, and the engine's own counters at each scrape.
+"""Prometheus metrics: requests and times measured by the server, and the engine's counters.
 
 Every app has a registry of its own, so that two of them in one process (tests) do not add up.
 """
@@ -22,8 +22,8 @@ _COUNTERS = {
     "cached_tokens": "Prompt tokens found in the prefix cache",
     "output_tokens": "Tokens sampled",
     "num_steps": "Steps of the engine",
-    "num_preemptions": "Sequences that lost their pages and were computed again",
-    "num_timeouts": "Requests given up because no place in the batch came free in time",
+    "num_preemptions": "Preempted sequences, which are recomputed",
+    "num_timeouts": "Requests that found no place in the batch within the time limit",
 }
 _GAUGES = {
     "num_running": "Sequences being computed",
@@ -53,15 +53,15 @@ class Metrics(Collector):
 
         self.requests = counter("http_requests", "Answers sent, by path and status", "path", "status")
         self.gone = counter("http_gone", "Requests whose client went away or stopped reading", "path")
-        Gauge("stretto_http_open", "Requests worked on now", registry=registry).set_function(lambda: gate.num_open)
-        held = Gauge("stretto_http_body_bytes", "Bytes of bodies arriving or worked on", registry=registry)
+        Gauge("stretto_http_open", "Open requests", registry=registry).set_function(lambda: gate.num_open)
+        held = Gauge("stretto_http_body_bytes", "Bytes of request bodies held", registry=registry)
         held.set_function(lambda: gate.num_body_bytes)
-        text = "Rung new requests get: 0 is the target, the last the floor"
+        text = "Steps below the default size that new requests get; 0: none"
         Gauge("stretto_elastic_level", text, registry=registry).set_function(lambda: control.level)
-        self.refused = counter("elastic_refused", "Requests refused on the floor")
-        self._given = counter("elastic_requests", "Requests by the Subnet they got and why", "subnet", "reason")
-        self._flops = counter("flops", "FLOPs spent, by Subnet", "subnet")
-        self._tokens = counter("output_tokens", "Tokens answered, by Subnet", "subnet")
+        self.refused = counter("elastic_refused", "Requests refused at the floor")
+        self._given = counter("elastic_requests", "Requests by size and reason", "subnet", "reason")
+        self._flops = counter("flops", "FLOPs, by size", "subnet")
+        self._tokens = counter("output_tokens", "Output tokens, by size", "subnet")
         self._first_token_s = seconds("first_token", "Arrival to first token")
         self._queued_s = seconds("queued", "Arrival to first step")
         self._total_s = seconds("total", "Arrival to last token")

@@ -1,4 +1,4 @@
-"""/openapi.json: what the endpoints take, from the models that read their bodies, for generators of clients and for people."""
+"""The document /openapi.json, generated from the models that validate the request bodies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ERROR = {
             "properties": {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
-                "param": {"type": ["string", "null"], "description": "The field that is to blame."},
+                "param": {"type": ["string", "null"], "description": "Field at fault."},
                 "code": {"type": ["string", "null"]},
             },
         }
@@ -58,16 +58,21 @@ ENDPOINTS = (
     Endpoint("/v1/responses", "A response, as OpenAI's; nothing is stored.", ResponsesBody, streams=True),
     Endpoint("/api/ernie-5.1/chat", "The short form of a chat: messages to a text.", ShortChatBody),
     Endpoint("/v1/models", "The model, and every preset of it under a name of its own."),
-    Endpoint("/v1/models/{name}", "One of them."),
+    Endpoint("/v1/models/{name}", "One model or preset."),
     Endpoint("/api/info", "The network, its presets and limits."),
     Endpoint("/api/cost", "Parameters, FLOPs and bytes of any size.", query=Size),
     Endpoint("/health", "200 while requests are taken, else 503. Needs no key."),
-    Endpoint("/metrics", "For Prometheus.", media="text/plain"),
+    Endpoint("/metrics", "Metrics for Prometheus.", media="text/plain"),
     Endpoint("/tokenize", "A text, or messages under the chat template, to token ids.", TokenizeBody),
     Endpoint("/detokenize", "Token ids to a text.", DetokenizeBody),
     Endpoint("/tokenizer_info", "The tokenizer's configuration and chat template."),
     Endpoint("/openapi.json", "This document."),
-    Endpoint("/admin/load_weights", "Other weights of the same network.", LoadWeightsBody, is_admin=True),
+    Endpoint(
+        "/admin/load_weights",
+        "Replace the weights by other weights of the same network.",
+        LoadWeightsBody,
+        is_admin=True,
+    ),
 )
 """Every path but the page's."""
 
@@ -100,7 +105,7 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
         "operationId": "_".join(re.findall(r"\w+", endpoint.path)),
         "responses": {
             "200": {"description": "The answer.", "content": answer},
-            "default": {"description": "What was wrong.", "content": failed},
+            "default": {"description": "Error.", "content": failed},
         },
     }
     if parameters := list(_parameters(endpoint)):

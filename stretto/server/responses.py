@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's newer form of a chat, without its memory. Nothing is stored, so each request brings it all.
+"""Endpoint /v1/responses, without stored state: each request brings the whole conversation.
 
 It is read as the chat completion that asks for the same, and written as the items of one response, or as the events
 that tell of them as they grow.
@@ -90,10 +90,10 @@ def read_response(backend: Backend, tree: Any, rung: Rung) -> Answer:
     """What would need memory is refused."""
     body = parse_body(ResponsesBody, tree)
     if body.store:
-        raise FieldError("store", "nothing is stored here; send store=false")
+        raise FieldError("store", "this server stores nothing; send store=false")
     for name in ("previous_response_id", "conversation", "background"):
         if getattr(body, name):
-            raise FieldError(name, "nothing is stored here; send the whole conversation as input")
+            raise FieldError(name, "this server stores nothing; send the whole conversation as input")
     if body.n != 1:
         raise FieldError("n", "a response is one answer; use /v1/chat/completions for several")
     if unknown := [name for name in body.include if name not in (_LOGPROBS, "reasoning.encrypted_content")]:

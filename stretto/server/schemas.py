@@ -1,4 +1,4 @@
-"""JSON schemas of tools' parameters: what they say of a single argument, and how they read for a strict function.
+"""JSON schemas of tool parameters: the schema of one argument, and the closed schema of a strict function.
 
 They come from clients, so nothing is taken for granted: what is no schema says nothing.
 """
@@ -62,8 +62,8 @@ def ways(schema: Any, root: Schema) -> list[Schema]:
             waiting[:0] = [_both(_without(each, name), part) for part in _list(each, name)]
         else:
             found.append(each)
-    problem = f"more than {_MOST_STEPS} steps from a schema of their parameters to what it refers to or is made of"
-    raise UserError(f"tools: {problem}; mend a reference that leads back to itself, or allow fewer alternatives")
+    problem = f"resolving a schema of their parameters takes more than {_MOST_STEPS} steps"
+    raise UserError(f"tools: {problem}; remove references that lead back to themselves, or allow fewer alternatives")
 
 
 def argument(schema: Schema, name: str) -> list[Schema]:

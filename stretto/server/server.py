@@ -1,4 +1,4 @@
-"""The application and the process: settings, routes, who is let in, and a shutdown that lets open streams finish."""
+"""The application and the server process: settings, routes, access checks, and a shutdown that finishes open streams."""
 
 from __future__ import annotations
 

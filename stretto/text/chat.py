@@ -156,7 +156,11 @@ class ToolForm:
         """A line for users where something is in our form; else empty."""
         shown = {"tools": self.variable, "calls of tools": self.shows_calls, "results of tools": self.shows_results}
         missing = [what for what, is_shown in shown.items() if not is_shown]
-        return f"tools: the chat template shows no {', no '.join(missing)}; our own form stands in" if missing else ""
+        return (
+            f"tools: the chat template leaves out {', '.join(missing)}; Stretto adds them in its own format"
+            if missing
+            else ""
+        )
 
     def told(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[Message]:
         """``messages`` with what the template does not show in their contents."""

@@ -370,9 +370,9 @@ def test_a_source_that_cannot_be_adopted(stretto: Run, make: Make, text: Path, t
         (
             "generation_config.json",
             '{"eos_token_id": []}',
-            ("generation_config.json: eos_token_id: [] is no token's id",),
+            ("generation_config.json: eos_token_id: [] is not a token id",),
         ),
-        ("generation_config.json", '{"pad_token_id": "x"}', ("pad_token_id: 'x' is no token's id",)),
+        ("generation_config.json", '{"pad_token_id": "x"}', ("pad_token_id: 'x' is not a token id",)),
         ("tokenizer_config.json", "[]", ("tokenizer_config.json: (whole file)",)),
         ("stretto.json", "[]", ("stretto.json: schema_version",)),
         ("lineage.json", '{"schema_version": 1}', ("lineage.json: ",)),

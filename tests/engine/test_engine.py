@@ -641,9 +641,9 @@ def test_weights_from_a_folder(tmp_path: Path) -> None:
     subject.load_weights(1, tmp_path / "new", checksum=weights_hash(tmp_path / "new"))
     asked = [request("x", (5, 6, 7))]
     assert subject.generate(asked)[0].tokens == engine(network(1)).generate(asked)[0].tokens
-    with pytest.raises(UserError, match="serves already"):
+    with pytest.raises(UserError, match="in service already"):
         subject.load_weights(1, tmp_path / "new")
-    with pytest.raises(UserError, match="version: 9223372036854775808 is no 64-bit integer"):
+    with pytest.raises(UserError, match="version: 9223372036854775808 is not a 64-bit integer"):
         subject.load_weights(1 << 63, tmp_path / "new")
     state = other_weights(2)
     subject.load_weights(2, state, checksum=state_checksum(state))

@@ -95,7 +95,7 @@ def test_a_task_longer_than_the_context_is_an_error(checkpoint: Path, tmp_path: 
     inspect_model._opened.cache_clear()
     log = asked(checkpoint, tmp_path, question="policy " * 600)
     assert log.status == "error"
-    assert log.samples and "do not fit into the 512" in log.samples[0].model_dump_json()
+    assert log.samples and "exceed this server's context of 512 tokens" in log.samples[0].model_dump_json()
 
 
 def test_what_cannot_be_opened_is_told_in_a_line(checkpoint: Path, tmp_path: Path) -> None:

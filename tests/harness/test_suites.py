@@ -100,4 +100,4 @@ def test_why_a_sample_was_ended_is_told(tmp_path: Path, checkpoint: Path, monkey
     monkeypatch.setattr(suites, "_run", lambda *_, **__: 0)
     with pytest.raises(UserError, match="d: no score: 1 infrastructure errors in 1 samples") as raised:
         suites.ask_inspect("http://127.0.0.1:9", tmp_path, Budget(), {"d": log.eval.task})
-    assert "do not fit into the 512" in str(raised.value)
+    assert "exceed this server's context of 512 tokens" in str(raised.value)

@@ -313,7 +313,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no biases": (lambda folder: (folder / "elastic.tensors").unlink(), r"elastic\.tensors: no such file"),
     "biases of another network": (
         put("elastic.tensors", "blocks.1.mlp.bias_WE", torch.ones(1, 8)),
-        r"elastic\.tensors: blocks\.1\.mlp\.bias_WE: is not of these weights",
+        r"elastic\.tensors: blocks\.1\.mlp\.bias_WE: does not belong to these weights",
     ),
     "weights where there are none": (
         put("model.safetensors", "model.layers.0.mlp.shared_experts.up_proj.weight", torch.ones(16, 64)),

@@ -175,10 +175,10 @@ def test_what_cannot_be_is_refused_in_a_line(changes: dict[str, Any], how: Upcyc
     ("fields", "message"),
     [
         ({"experts": 8, "top_k": 8}, "top_k: 8 exceeds the 7 routed experts"),
-        ({"experts": 8, "top_k": 1, "shared": 7}, "leave no two to choose from"),
+        ({"experts": 8, "top_k": 1, "shared": 7}, "leave fewer than two routed experts"),
         ({"method": "copy", "experts": 4, "top_k": 5}, "top_k: 5 exceeds the 4 routed experts"),
         ({"method": "copy", "experts": 4, "top_k": 2, "shared": 1}, "shared: a shared copy"),
-        ({"experts": 8, "top_k": 4, "noise": 0.5}, "noise: parts are no copies"),
+        ({"experts": 8, "top_k": 4, "noise": 0.5}, "noise: parts are not copies"),
         ({"experts": 1, "top_k": 1}, "experts"),
     ],
 )

@@ -92,7 +92,7 @@ def test_calls_that_nothing_can_read_are_refused() -> None:
     asked = [Message(role="user", content="weather?")]
     assert prompts.chat(asked) and prompts.dialect is None
     with pytest.raises(
-        FieldError, match=r"^tools: no dialect is known in which this model's chat template writes calls"
+        FieldError, match=r"^tools: the format of tool calls in this model's chat template is not known"
     ):
         prompts.chat(asked, tools(ADD))
     with pytest.raises(FieldError, match=r"^tool_choice: calls cannot be forced"):

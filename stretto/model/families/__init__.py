@@ -1,4 +1,4 @@
-"""The architectures that other software knows, one table each: what it cannot express, its config.json, its tensors.
+"""Tables of supported architectures, one per family: limits, config.json, tensors.
 
 Facts were read from the modelling files of transformers, vLLM and llama.cpp. Imports no torch, so that a recipe can be
 refused before anything is built.
@@ -304,7 +304,7 @@ def _refuse_foreign(reader: Reader, table: Table) -> None:
     classes = classes if isinstance(classes, list) else [classes]
     if [str(name).replace("_", "").lower() for name in classes] != [table.architecture.replace("_", "").lower()]:
         raise reader.problem(
-            "architectures", f"{classes} is not {table.family}'s language model, {table.architecture}, alone"
+            "architectures", f"{classes} is not {table.architecture}, the language model of {table.family}"
         )
     activation = reader.get("hidden_act", "silu")
     reader.refuse_unless("hidden_act", "silu" if activation == "swish" else activation, "silu")

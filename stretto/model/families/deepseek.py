@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and what is it under other names (Kimi K2, Moonlight); GLM 4.7 Flash, which places its dense layers anywhere."""
+"""DeepSeek-V3 and its relatives (Kimi K2, Moonlight); GLM 4.7 Flash, whose dense layers may lie anywhere."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""ERNIE 4.5, dense and as a Mixture-of-Experts: neighbouring channels are rotated together, and one switch gives every
-projection a bias.
-"""
+"""ERNIE 4.5, dense and MoE: RoPE rotates neighbouring channels, and one switch gives every projection a bias."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GLM 4.5 and its kin: a sigmoid router with a selection bias, which also lets narrower layers be padded exactly."""
+"""GLM 4.5 and later: a sigmoid router with a selection bias, by which layers with fewer experts are padded exactly."""
 
 from __future__ import annotations
 

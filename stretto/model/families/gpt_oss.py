@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks, alternating windows, biases everywhere in its MoE layers, and a SwiGLU of its own."""
+"""gpt-oss: attention sinks, alternating windows, biases throughout the MoE layers, and a clamped SwiGLU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLaMA and what is it under other names; Mistral, which adds a window and has no biases."""
+"""LLaMA and its relatives; Mistral, which adds a sliding window and has no biases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtral, and OLMoE, which norms all heads of a token as one and may clip what it attends with."""
+"""Mixtral; OLMoE, which normalises queries and keys over all heads and may clip queries, keys and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which quantised weights can be read, by what config.json says of them. No torch; `stretto.model.quantised` computes."""
+"""Quantised formats that can be read, by their settings in config.json. No torch; `stretto.model.quantised` computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2, which always has biases on queries, keys and values; Qwen3 and its Mixture-of-Experts, which norm each head instead."""
+"""Qwen2, which always has biases on queries, keys and values; Qwen3 and its MoE, which normalise each head."""
 
 from __future__ import annotations
 

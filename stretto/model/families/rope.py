@@ -1,6 +1,4 @@
-"""RoPE in a config.json: as transformers 5 writes it (``rope_parameters``), and as it was written before (``rope_theta`` beside
-``rope_scaling``).
-"""
+"""RoPE settings of a config.json, in the form of transformers 5 (``rope_parameters``) and in the older one (``rope_theta``)."""
 
 from __future__ import annotations
 

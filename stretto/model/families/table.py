@@ -1,4 +1,4 @@
-"""What a family's table is made of: how its config.json says what a network is, and what it cannot say.
+"""Parts of a family's table: how config.json describes a network, and what it cannot describe.
 
 Names and defaults are those of transformers' configuration classes, facts those of its modelling files.
 """

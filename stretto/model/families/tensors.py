@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint: their names and shapes on disk, and where they lie in our state dict.
+"""Tensors of a checkpoint: names and shapes on disk, and their places in our state dict.
 
 On disk every expert and every projection is a tensor of its own; in memory q, k and v are one matrix, gate and up are
 one matrix, and a layer's experts are stacked. Some families rotate neighbouring channels where we rotate halves, so their

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels, found beside this file: compiled at first use, loaded, and called.
+"""The compiled CPU kernels: compilation at first use, loading, and calls.
 
 The library has a plain C interface, so it depends on no version of torch or Python and compiles in seconds. It is kept
 in a folder of the user's cache that is theirs alone, under a hash of its sources, the compiler and the processor it was
