@@ -1,4 +1,4 @@
-"""Battles: whose answer a judge prefers, model against model, and how strong that makes each.
+"""Win rates and Bradley-Terry strengths of models from the verdicts of a judge.
 
 Bradley and Terry: i beats j with a chance of 1 / (1 + exp(s_j − s_i)); a tie is half a win for both. As in `stretto.evals.scores`
 problems are what is resampled, with all their battles.

@@ -1,4 +1,4 @@
-"""How different the answers of a model to one problem are: each measure of a group of texts, and of groups from many problems.
+"""Diversity of the answers to one problem: measures of a group of texts, and means over problems.
 
 Which texts are alike is said by a similarity: of letters or words (`stretto.text.similar`), which is the same for every model,
 or of what a network makes of them (`embed`), for meaning. The network that is measured would judge itself, so models are

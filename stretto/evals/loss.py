@@ -1,4 +1,4 @@
-"""Held-out loss of Subnets, and how far each lies from the full network.
+"""Held-out loss of Subnets, and KL to the full network.
 
 Candidates are compared by loss and by KL to the full network, never by a multiple-choice score: at small sizes those
 sit at chance and rank at random.

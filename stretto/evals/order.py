@@ -1,4 +1,4 @@
-"""What experts and layers are worth, measured on text: the orders in which a network may lose them.
+"""Rankings of experts and layers by measurements on text: the order in which they are dropped.
 
 One walk through the layers measures all of it. The hidden states of all tokens are carried from layer to layer, so each
 layer's weights are needed once: `Hold` brings them from disk where a network does not fit in memory. Carrying also the

@@ -1,4 +1,4 @@
-"""A local judge of writing: a small head on a network's hidden states, trained on passages of books against damaged ones.
+"""Local rating model of writing: a small head on a network's hidden states, trained on original and perturbed passages.
 
 The network reads a prompt and a text. Its states are pooled over pieces of the text, beside how much each piece surprises it,
 and less than without the prompt, or with the same sentences in another order. The head makes one number of them: the log odds that

@@ -1,4 +1,4 @@
-"""Where tokens go, and what comes back: load and saliency of every expert over held-out batches.
+"""Load and saliency of every expert on held-out batches.
 
 Shape letters: B rows, T positions, N = B·T tokens, K chosen, S = N·K slots, P places of slots sorted by expert, D hidden,
 I expert width, F = 2·I, E experts.

@@ -1,4 +1,4 @@
-"""Scores of sampled answers: pass@k, pass^k, maj@k, intervals by resampling problems, paired tests, and what a student has of its teachers.
+"""Scores of sampled answers: pass@k, pass^k, maj@k, bootstrap intervals over problems, paired tests, normalised scores.
 
 A model is measured by S samples of each of P problems. What is uncertain is which problems were asked, so problems are
 resampled, with all of their samples, and the same ones for every model: differences between models are paired.

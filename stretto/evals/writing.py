@@ -1,4 +1,4 @@
-"""What can be counted of open-ended answers without a judge: how many different ones there are, how they degenerate, what is overused.
+"""Measures of open-ended answers without a judge: distinct answers, repetition, overused words.
 
 Shape letter: N texts.
 """

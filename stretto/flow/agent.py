@@ -1,4 +1,4 @@
-"""The agent loop as a role: writes groups of samples, many at once, between engines, tools and verifiers.
+"""Agent role: samples groups through turns with engines, tools and verifiers, many at once.
 
 It waits most of its time, so one loop carries any number of samples. All that a sample has come to is in its log, and what
 comes next is a function of that alone: an agent may be killed at any point, and another goes on.

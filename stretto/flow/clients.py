@@ -1,4 +1,4 @@
-"""Whom the agent loop asks, engines and verifiers: what it asks of them, how that fails, how they are reached.
+"""Clients of the agent loop for engines and verifiers: requests, failures, connections.
 
 The two interfaces are met by roles behind a runtime and by the roles themselves. Imports no torch.
 """

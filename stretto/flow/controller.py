@@ -1,4 +1,4 @@
-"""Admission: who is handed out, what is trained next, and what a resumed run takes up again. Metadata only, no torch.
+"""Admission of groups: dispatch, choice of the next batch, resuming. Metadata only, no torch.
 
 Nothing here waits, and time comes from ``clock`` alone, so that simulated schedules test it.
 

@@ -1,4 +1,4 @@
-"""The driver: hands groups out, gives the trainer its batches, has engines change weights. It sees metadata only.
+"""Driver: dispatches groups, feeds the trainer, has engines update weights. Metadata only.
 
 Everything happens on one asyncio loop. Groups are tasks of their own; the trainer takes one step at a time, and publishes
 the weights that it made while it is at the next; each event ends in `Driver._hand_out`; only what happens without telling

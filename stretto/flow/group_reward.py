@@ -1,4 +1,4 @@
-"""What the answers to one prompt earn beside each other: quality × diversity, lengths, guards against reward hacking.
+"""Rewards over a group of answers: quality × diversity, length, guards against reward hacking.
 
 Pure functions of a whole group, applied where its last verdict has come and before it is stored: whatever attempt or
 resumed run makes them computes the same, and whoever reads a stored group finds final rewards. The task's own reward is

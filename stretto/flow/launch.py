@@ -1,4 +1,4 @@
-"""From a recipe to the roles of a run: sources tried before anything starts, how each role is made, and all of them at work.
+"""Construction of the roles of a run from its recipe, after a check of all sources.
 
 A role is made by a factory that is small enough to be pickled. Roles live in pools, threads or processes, or on the driver's
 loop, behind one runtime. Imports no torch: that happens where the trainer and the engines live.

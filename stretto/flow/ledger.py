@@ -1,4 +1,4 @@
-"""Every group that was ever handed out, where it is and how it ended: the state, and the journal of events that makes it.
+"""Group ledger: the state of every dispatched group, and the journal of events behind it.
 
 Each ordinal ends exactly once. A run is taken up again from a *cut*, the state that goes into a snapshot of the trainer, and
 the journal's events after it. What was trained after the snapshot is undone with the trainer's weights: those groups are

@@ -1,4 +1,4 @@
-"""What a run tells of itself: scalars of every step, who was busy when, held-out rewards, the status that `stretto top` shows.
+"""Metrics of every step, execution trace, held-out rewards, and the status that `stretto top` shows.
 
 Scalars come from the trainer, of what it trained; from counters of engines, agents and verifiers; and from the controller.
 All is written on the driver's loop. Imports no torch.

@@ -1,4 +1,4 @@
-"""The session of a sample while an agent writes it: reached, asked one thing at a time, given up, closed.
+"""Session of one sample in the agent loop: opening, replay, calls, failure, closing.
 
 After a call that raised, gave no answer in time or was cancelled nobody knows what state it left: the session is given up,
 and whoever asks next has a new one, with all calls before repeated (`stretto.tasks.session.replay`). Imports no torch.

@@ -1,4 +1,4 @@
-"""Verification as a role: finds the problem, has its task judge the answer, and lets nothing but a verdict out.
+"""Verifier role: has a problem's task score an answer, and returns a verdict.
 
 Whatever goes wrong with judging itself is INFRA and names the task: it is never a reward. Imports no torch.
 """

@@ -1,4 +1,4 @@
-"""An engine as a role: agents sample from it, the trainer's weights are activated in it while requests go on."""
+"""Engine role: agents sample from it, and it activates new weights while requests continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reinforcement-learning run, start to end, in a folder that outlives it: claimed, taken up or begun, swept.
+"""An RL run from start to end in its run folder: claim, resume, train, clean up.
 
 The main path: `run_rl` → `_attempt` → `stretto.flow.driver.Driver` → the roles. Imports no torch.
 """

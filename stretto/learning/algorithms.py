@@ -1,4 +1,4 @@
-"""From finished samples to a stream of advantages and weights for each token. Imports no torch.
+"""Advantages and weights of every token from finished samples. Imports no torch.
 
 An algorithm is a function of all groups of an update that says what each token of each sample earned: ours by name, or
 anybody's as ``file.py:function`` (`load_algorithm`). What it sees is `Streams`, what it says is a number, an array or a

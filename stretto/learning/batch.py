@@ -1,4 +1,4 @@
-"""Groups packed into the arrays that a trainer steps on, what samples share with each other only once.
+"""Groups packed into training batches, with shared prefixes computed once.
 
 The samples of a group begin alike: a prompt that none of them is trained on. Such a beginning is laid down once, and each
 sample continues it: no key or value depends on what comes after it, so every loss and every gradient is what it would be

@@ -1,4 +1,4 @@
-"""From messages to tokens and back: one tokenizer's chat template, for the student and for teachers that have their own.
+"""Conversion between messages and tokens by a chat template, for the student and for teachers with another one.
 
 Imports no torch.
 """

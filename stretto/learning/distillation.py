@@ -1,4 +1,4 @@
-"""On-policy distillation: what a teacher says of the tokens that the student sampled, as a loss; and what each source weighs.
+"""On-policy distillation: loss of the sampled tokens against the teacher, and weights of the sources.
 
 The student's distribution is always the one of its current weights, so that samples may be stale or written under several
 versions. Teachers' final hidden states are kept, not their logits (V ≫ D): both heads are applied inside a chunk of tokens,

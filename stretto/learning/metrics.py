@@ -1,4 +1,4 @@
-"""Scalars of a training step: the mismatch between engine and trainer, the update, rewards, lengths and staleness of the samples.
+"""Metrics of a training step: mismatch between engine and trainer, update, rewards, lengths, staleness.
 
 Imports no torch.
 

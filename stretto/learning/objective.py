@@ -1,4 +1,4 @@
-"""From the streams of a batch to the loss: policy losses of token log-probabilities, and the recipe's choice among them.
+"""Policy losses over token log-probabilities, and the choice among them by the recipe.
 
 Every loss is free of weights and sums: the objective multiplies by each token's share of the whole update and adds up,
 so that no split over micro-batches, rows or ranks changes a gradient. π is the network being trained, the proximal

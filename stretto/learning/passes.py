@@ -1,4 +1,4 @@
-"""One forward pass of a batch on this rank's device: of the policy, which is to be trained, and of networks that only score.
+"""Forward passes of a batch on this rank's device: of the policy, and of networks that only score.
 
 Shape letters: B rows, T positions, L MoE layers, K route slots.
 """

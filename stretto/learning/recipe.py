@@ -1,4 +1,4 @@
-"""The recipe of a reinforcement-learning run, complete before anything is built; the layout of its folder; its prompts.
+"""Recipe of a reinforcement-learning run, layout of its folder, and its order of prompts.
 
 Imports no torch.
 """

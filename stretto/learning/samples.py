@@ -1,4 +1,4 @@
-"""Samples on the disk: one format for those that are being written and for groups that are finished.
+"""Storage of samples: one format for unfinished samples and finished groups.
 
 A file is a list of frames. The first says whose samples these are; each further one is a part of a sample (a prompt, a
 chunk of an engine, the turn of tools) or its end. A *log* takes parts as they come: a rollout that is lost halfway goes

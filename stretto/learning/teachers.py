@@ -1,4 +1,4 @@
-"""Who scores the student's samples: networks that are read here, whole or in part, and servers elsewhere.
+"""Teachers that score the student's samples: local networks or Subnets, and servers.
 
 A teacher reads the samples of its own sources behind the prompt as it would have been put to it; the student's tokens
 follow unchanged. So it packs them itself, and what it says is told by target: all targets of its samples, one sample after

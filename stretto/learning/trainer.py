@@ -1,4 +1,4 @@
-"""The trainer as a role: finished groups in, a step of the policy, a new version of the weights out.
+"""Trainer role: turns finished groups into a step of the policy and a new version of the weights.
 
 One step: load the groups, pack; score the samples with the weights as they are (the proximal policy, and the mismatch with
 what the engine recorded), with other networks and with teachers; have the algorithm give credit for what is known by then;

@@ -1,4 +1,4 @@
-"""The weight edge, both ends: the trainer publishes immutable versions, engines fetch and check them.
+"""Weight transfer: the trainer publishes immutable versions; engines fetch and verify them.
 
 Publishing is slow and off everybody's path; activating is a short pause in an engine. A version's file carries its
 checksum in its name, so that what is made anew after a crash never stands in the place of what an engine may hold. The

@@ -1,4 +1,4 @@
-"""Evaluations against each other: a judge compares what models answered to the same prompts, each pair in both orders."""
+"""Win rates: pairwise comparison of evaluated models by an LLM judge, each pair in both orders."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from stretto.tasks.judge import JudgedSource, JudgeFailed
 
 
 def battle(models: Sequence[Evaluation], folders: Sequence[Path], reference: int = 0, seed: int = 0) -> Battles:
-    """Let the answers of ``models``, finished in ``folders``, meet in all domains that a judge scores, sample by sample; and the
-    reference's those of its own that came next, which half of them should win.
+    """Compare the answers of ``models``, evaluated in ``folders``, in all judged domains, sample by sample. The reference's answers are
+    also compared with its own next samples, where an unbiased judge gives 50 %.
 
     Raises:
-        UserError: no such domain, or more than `MOST_INFRA` of the battles could not be judged.
+        UserError: no judged domain, or more than `MOST_INFRA` infrastructure errors.
     """
     assert len(models) > 1, "one model alone has no opponent"
     names = [name for name in models[0].domains if all(name in model.domains for model in models)]
@@ -37,10 +37,10 @@ def battle(models: Sequence[Evaluation], folders: Sequence[Path], reference: int
         judged = {name: source for name, source in _sources(models[0], held).items() if name in names}
         if not judged:
             raise UserError(
-                "--battle: no domain with a judge in all evaluations; evaluate --suite writing, or one of yours"
+                "--battle: no judged domain in all evaluations; evaluate --suite writing, or a suite of your own with a judge"
             )
         work = [(name, item) for name in judged for item in _common(name, models)]
-        with progress("battles", len(work)) as advance:
+        with progress("comparisons", len(work)) as advance:
             for name, item in work:
                 texts = [
                     {key[2]: "\n\n".join(each.said) for key, each in own.items() if key[:2] == (name, item)}
@@ -57,7 +57,7 @@ def battle(models: Sequence[Evaluation], folders: Sequence[Path], reference: int
                     infra += len(duels)
                     if infra > MOST_INFRA * len(work) * len(duels):
                         raise UserError(
-                            f"--battle: {infra} battles could not be judged: {failed}; mend that and call again"
+                            f"--battle: {infra} comparisons could not be judged: {failed}; correct that and repeat the command"
                         ) from failed
                     continue
                 got = [one if one == other else 0.5 for one, other in said]
@@ -87,7 +87,7 @@ def _differences(first: str, second: str) -> tuple[float, float]:
 
 
 def _meetings(texts: Sequence[Mapping[int, str]], reference: int) -> Iterator[tuple[int, int, tuple[str, str]]]:
-    """Who meets whom with which answers, each model's by number: equal numbers, and of the reference each second one's next."""
+    """Pairs of answers: equal sample numbers of every two models, and pairs of consecutive samples of the reference."""
     for i, first in enumerate(texts):
         for j, second in enumerate(texts[i + 1 :], i + 1):
             yield from ((i, j, (first[number], second[number])) for number in sorted(first.keys() & second.keys()))
@@ -96,7 +96,7 @@ def _meetings(texts: Sequence[Mapping[int, str]], reference: int) -> Iterator[tu
 
 
 def _sources(model: Evaluation, held: ExitStack) -> dict[str, JudgedSource]:
-    """Those that judge, open."""
+    """Judged sources, opened."""
     found: dict[str, JudgedSource] = {}
     for told in model.asked["suites"].values():
         suite = validate(SuiteConfig, told, model.name)

@@ -1,4 +1,4 @@
-"""How far a judge of writing can be trusted: what it makes of damaged passages, of layout and length, of the order, and of equals."""
+"""Reliability of a judge of writing: perturbed passages, layout, length, order of a pair, identical texts."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from stretto.text.passages import Passage, bulleted, sentences, spaced
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Written by `calibrate`. Shares are of passages, with intervals over these."""
+    """Reliability of a judge, with intervals over passages. Written by `calibrate`."""
 
     damages: dict[str, Interval]
-    """How often the whole passage won, by what was done to the other: pairwise AUC; a tie, and a judge that contradicts itself, half."""
+    """Win rate of the original passage by perturbation of the other (pairwise AUC); ties and contradictory verdicts count half."""
     layouts: dict[str, Interval]
-    """How often the same words won in another layout: half, if the judge is fair."""
+    """Win rate of the same words in another layout; an unbiased judge gives one half."""
     longer: Interval
-    """How often a whole passage won against its own first half, which ends with a sentence, too."""
+    """Win rate of a passage against its own first half, which also ends with a complete sentence."""
     itself: Interval
-    """How often a passage won against itself, shown first."""
+    """Win rate of the first of two identical passages."""
     position: Interval
-    """How often what was shown first won, over all pairs, each of which was shown in both orders: half."""
+    """Win rate of the first text over all pairs in both orders; an unbiased judge gives one half."""
     contradicted: float
-    """Share of pairs of which it said something else in the other order."""
+    """Share of pairs with contradictory verdicts in the two orders."""
     num_infra: int
-    """Comparisons that it did not make."""
+    """Number of comparisons without a verdict."""
 
 
 def calibrate(
@@ -42,14 +42,14 @@ def calibrate(
     told: Sequence[Mapping[str, str]],
     at_once: int = 1,
 ) -> Trust:
-    """Ask a judge for every pair, in both orders, ``at_once`` of them at a time.
+    """Have a judge compare every pair in both orders, ``at_once`` comparisons in parallel.
 
     Args:
         prefer: of a prompt and two texts, 1 where the first is better, ½ where neither is. Raises `JudgeFailed`.
         told: of each passage its damages.
 
     Raises:
-        UserError: the judge refuses, or more than `MOST_INFRA` of what it was asked for has not come.
+        UserError: the judge refuses, or more than `MOST_INFRA` of the comparisons have no verdict.
     """
     pairs = []
     for place, (own, worse) in enumerate(zip(found, told, strict=True)):
@@ -74,7 +74,7 @@ def calibrate(
                 failures.append(str(failed))
                 if len(failures) > MOST_INFRA * 2 * len(pairs):
                     raise UserError(
-                        f"calibrate: {len(failures)} comparisons were not made: {failed}; mend that and call again"
+                        f"calibrate: {len(failures)} comparisons have no verdict: {failed}; correct that and repeat the command"
                     ) from failed
                 return math.nan
             finally:

@@ -1,4 +1,4 @@
-"""Distillation as a stage: who teaches, as a command line says it, and how far each source has come.
+"""Teachers of a distillation as command-line settings, and the progress of each source.
 
 The run itself is `stretto.flow.run.run_rl`'s, under this name. Imports no torch.
 """
@@ -41,19 +41,19 @@ def parent_settings(model: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Between the student and the teacher of a source. Written by `gaps`."""
+    """KL between the student and the teacher of a source. Written by `gaps`."""
 
     source: str
     teacher: str
     first_kl: float
-    """As in the log, in nats a token: of the samples of the step in which the source came up first."""
+    """KL in nats per token on the samples of the first step with this source."""
     last_kl: float
     share: float
-    """Of the gradient, mean over the steps."""
+    """Share of the gradient, mean over the steps."""
 
 
 def gaps(folder: Path, config: DistillConfig) -> list[Gap]:
-    """Of every source that a teacher taught, from the log of a run. Raises UserError: there is no log."""
+    """KL and share of every taught source, from the metrics of a run. Raises UserError: there are no metrics."""
     rows, found = read_metrics(folder), []
     for source, teacher in config.teacher_of().items():
         kls, shares = (

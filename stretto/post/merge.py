@@ -1,4 +1,4 @@
-"""Merging checkpoints of one network, tensor by tensor: one layer of each is in memory at a time, never two networks.
+"""Merging of checkpoints of one network, tensor by tensor, with one layer of each in memory.
 
 The methods are mergekit's, with its defaults, applied to the tensors that a checkpoint stores: each projection of each expert
 by itself. δ is a parent's tensor less the base's, w its weight:
@@ -67,19 +67,19 @@ _RULES: Final[Mapping[str, _Rule]] = {
 
 
 class MergeOptions(Config):
-    """What `merge` is told beside the folders."""
+    """Options of `merge`."""
 
     method: Method
     weights: tuple[float, ...] = ()
-    """One a parent; none: 1 each."""
+    """Weight of each parent; none: 1 each."""
     scale: float = 1.0
     """λ."""
     density: float = Field(default=0.5, gt=0, le=1)
-    """Share of each δ that is kept."""
+    """ties and dare: share of each difference that is kept."""
     t: float = Field(default=0.5, ge=0, le=1)
-    """Of slerp: 0 is the first parent."""
+    """slerp: position between the first parent (0) and the second (1)."""
     seed: int = 0
-    """Of what dare keeps."""
+    """dare: random seed."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -103,7 +103,9 @@ def merge(parents: Sequence[Path], base: Path | None, out: Path, options: MergeO
         wanted = "two" if method == "slerp" else "two or more"
         raise UserError(f"{method}: takes {wanted} checkpoints, not {len(folders)}")
     if method in _RULES and base is None:
-        raise UserError(f"--base: missing: {method} adds up what was learnt since; name the checkpoint all began with")
+        raise UserError(
+            f"--base: missing: {method} adds differences to a common base; name the checkpoint from which all models were trained"
+        )
     if options.weights and len(options.weights) != len(folders):
         raise UserError(f"--weights: {len(options.weights)} of them for {len(folders)} checkpoints; give one each")
     origin = folders[0] if base is None else checkpoint_folder(base)
@@ -166,7 +168,7 @@ def _check_same(first: StreamedState, state: StreamedState) -> None:
             )
     if load_tokenizer(state.folder).fingerprint() != load_tokenizer(first.folder).fingerprint():
         raise UserError(
-            f"{state.folder}: tokenizer.json: another one than that of {first.folder}; its tokens mean others"
+            f"{state.folder}: tokenizer.json: differs from that of {first.folder}; merge checkpoints with the same tokenizer"
         )
 
 
@@ -178,8 +180,8 @@ def _lineages(folders: Iterable[Path]) -> tuple[Lineage, ...]:
         first = next(iter(runs))
         if not own & runs[first]:
             raise UserError(
-                f"{folder}: has no stage in common with {first}: their experts are in no common order, so that merging them mixes "
-                "strangers; merge checkpoints that began with the same one"
+                f"{folder}: has no stage in common with {first}: their experts have no common order, so that a merge would "
+                "mix unrelated experts; merge checkpoints that were trained from the same one"
             )
     return tuple(found.values())
 

@@ -1,4 +1,4 @@
-"""The writing panel: what can be counted of a finished evaluation's open-ended answers, beside what its judge says; and who may judge them."""
+"""Measures of an evaluation's open-ended answers, and the check of their judge."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ _RUBRIC = (
 
 @dataclass(frozen=True, slots=True)
 class Chapters:
-    """Of answers that have all their chapters: means over problems. Written by `panels`."""
+    """Measures of answers with all chapters, means over problems. Written by `panels`."""
 
     measures: dict[str, list[float]]
-    """Of each chapter: the judge's points, and `stretto.evals.writing.chapter_measures`."""
+    """Measures by chapter: the judge's points, and `stretto.evals.writing.chapter_measures`."""
     changes: dict[str, Interval]
-    """The last less the first."""
+    """Last chapter minus first chapter."""
     num_short: int
-    """Answers with fewer chapters."""
+    """Number of answers with fewer chapters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Of a domain. Written by `panels`; intervals are over its problems."""
+    """Measures of a domain, with intervals over its problems. Written by `panels`."""
 
     domain: str
     measures: dict[str, Interval]
-    """Of the answers to a problem, and means of single ones."""
+    """Measures of the answers to a problem, and means over single answers."""
     kept: Interval | None
-    """Share of constraints that were kept; None: no prompt has any."""
+    """Share of satisfied constraints; None: no prompt has any."""
     num_empty: int
-    """Answers without a word: in no measure but this."""
+    """Number of empty answers; no other measure counts them."""
     overused: list[Overused]
     chapters: Chapters | None = None
 
@@ -137,7 +137,7 @@ def judged_by(suites: Mapping[str, SuiteConfig], url: str, name: str, checkpoint
     rewarding = list(rewarders(checkpoint))
     if (name, url.rstrip("/")) in rewarding or (name.startswith(EVALUATES) and name in dict(rewarding)):
         raise UserError(
-            f"--judge {url}: {name} has rewarded {checkpoint}, and likes what it has taught; evaluate with another judge"
+            f"--judge {url}: {name} rewarded {checkpoint} in training, so its verdict would be biased; evaluate with another judge"
         )
     found, num = {}, 0
     for key, suite in suites.items():

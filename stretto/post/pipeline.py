@@ -1,4 +1,4 @@
-"""A whole post-training as one recipe: its stages in order, and the complete recipe of each. Imports no torch.
+"""Recipe of a whole post-training: stages in order, and the complete recipe of each. Imports no torch.
 
 SFT → an expert for each domain, side by side → one student that they all teach → online RL → what each of them can do, beside
 reinforcement learning without experts that drew as many samples. Every
@@ -31,64 +31,63 @@ Table = dict[str, Any]
 
 
 class DomainConfig(Config):
-    """What one expert learns, and what the student learns from it."""
+    """A domain: the sources of one expert."""
 
     sources: dict[str, SourceConfig] = Field(min_length=1)
-    """By names that no other domain has."""
+    """Sources by name; a name may appear in one domain only."""
     expert: Table = Field(default_factory=dict)
-    """Where its recipe differs from ``[experts.recipe]``."""
+    """Changes of this expert's recipe to ``[experts.recipe]``."""
 
 
 class SftConfig(Config):
-    """The stage that experts and student begin with."""
+    """The SFT stage, from whose checkpoint experts and student begin."""
 
     data: tuple[str, ...] = ()
-    """Conversations, ``PATH[@WEIGHT]`` each; none: the sources' own answers."""
+    """Conversations, ``PATH`` or ``PATH@WEIGHT``; none: the tasks' own answers."""
     recipe: Table = Field(default_factory=dict)
-    """Of `SftRecipe` with ``data``, of `RlRecipe` without: there, ``start`` says how long, and which network if it is a new one."""
+    """A `SftRecipe` with ``data``; an `RlRecipe` with ``start`` without ``data``."""
 
 
 class ExpertsConfig(Config):
-    """The stage that makes the teachers."""
+    """The stage of the experts, one RL run per domain."""
 
     recipe: Table = Field(default_factory=dict)
     at_once: int = Field(default=1, gt=0)
-    """Experts trained side by side."""
+    """Number of experts trained in parallel."""
     attempts: int = Field(default=2, gt=0)
-    """Of each; a second one goes on from the first one's last snapshot. The others go on meanwhile."""
+    """Attempts per expert; a retry resumes from the last snapshot while the other experts continue."""
 
 
 class ControlsConfig(Config):
-    """What experts and distillation are held against, in tables of an `RlRecipe` over ``[common]``; None: left out."""
+    """Control runs: changes of an `RlRecipe` to ``[common]``; None: left out."""
 
     mixed: Table | None = None
-    """One run on all domains at once. Unless it says ``train.steps``, so many that it draws as many samples as experts and
-    distillation together."""
+    """One RL run on all domains. Without ``train.steps`` it draws as many samples as experts and distillation together."""
     cascade: Table | None = None
-    """The domains one after the other, in their order, each with the samples of its expert."""
+    """RL on one domain after the other, each with as many samples as its expert."""
 
 
 class EvaluateConfig(Config):
-    """What each stage's result is asked."""
+    """The evaluation of every stage."""
 
     samples: int = Field(default=1, gt=0)
-    """Of each problem."""
+    """Number of samples per problem."""
     problems: int = Field(default=64, gt=0)
-    """Held out, of each source."""
+    """Number of held-out problems per source."""
 
 
 class PipelineRecipe(Config):
-    """A pipeline. A stage whose table is missing is left out."""
+    """A pipeline. A stage runs if its table is present."""
 
     domains: dict[str, DomainConfig] = Field(min_length=1)
     common: Table = Field(default_factory=dict)
-    """What experts, distillation and online RL have in common: tables of an `RlRecipe`."""
+    """Tables of an `RlRecipe`, shared by experts, distillation, online RL and controls."""
     sft: SftConfig | None = None
     experts: ExpertsConfig | None = None
     distill: Table | None = None
-    """Where the distillation's recipe differs from ``common``; its teachers are the experts, by the names of their domains."""
+    """Changes of the distillation's recipe to ``common``; its teachers are the experts."""
     online: Table | None = None
-    """And the online stage's; with ``sources`` of its own beside those of the domains."""
+    """Changes of the online stage's recipe to ``common``; may have further ``sources``."""
     controls: ControlsConfig | None = None
     evaluate: EvaluateConfig | None = EvaluateConfig()
 
@@ -105,10 +104,10 @@ class PipelineRecipe(Config):
                     )
                 seen[source] = domain
         if self.distill is not None and self.experts is None:
-            raise ValueError("distill: there are no teachers without experts; add [experts], or leave [distill] out")
+            raise ValueError("distill: its teachers are the experts; add [experts], or leave [distill] out")
         if self.controls is not None and self.experts is None:
             raise ValueError(
-                "controls: they draw as many samples as experts do; add [experts], or leave [controls] out"
+                "controls: they draw as many samples as the experts; add [experts], or leave [controls] out"
             )
         return self
 
@@ -216,7 +215,7 @@ def _sft(recipe: PipelineRecipe, config: SftConfig, source: str) -> Step:
     own = _complete(RlRecipe, source, "sft", recipe.common, config.recipe, {"sources": recipe.sources})
     if own.start is None:
         raise UserError(
-            f"{source}: sft: neither data nor recipe.start; name conversations, or say how the sources' own answers are learnt"
+            f"{source}: sft: neither data nor recipe.start; name conversations in data, or describe the training on the tasks' own answers in recipe.start"
         )
     return Step("sft", "sft", ("sft", RECIPE, *(("--model", MODEL) if own.start.model is None else ())), own, START)
 

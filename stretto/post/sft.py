@@ -1,4 +1,4 @@
-"""Supervised training: on conversations, and on the sources' own answers, the start of an RL run.
+"""Supervised training on conversations, and on the tasks' own answers as the start of an RL run.
 
 The loss is cross-entropy on what the model is to write, the end of its turn included; prompts and tools' answers carry none.
 Rows hold whole examples, which do not see each other. Conversations come from disk by the loader's order; demonstrations are
@@ -77,7 +77,7 @@ def sft_conversations(
     family, lora = read_family(origin), recipe.lora
     if lora is not None and job.ranks.world > 1:
         raise UserError(
-            "lora: adapters are trained in one process: a rank holds parts of a weight only; train it alone"
+            "lora: adapters are trained in one process, because a rank holds parts of a weight only; start one process"
         )
 
     def adapt(model: Transformer) -> None:
@@ -110,9 +110,11 @@ def open_conversations(mixture: Mixture, recipe: SftRecipe, ranks: Ranks) -> Loa
     if told:
         known = {domain for domains in held for domain in domains}
         if missing := sorted(told.keys() - known):
-            raise UserError(f"domains.{missing[0]}: no conversation is of it; the data has {', '.join(sorted(known))}")
+            raise UserError(
+                f"domains.{missing[0]}: no conversation has this domain; the data has {', '.join(sorted(known))}"
+            )
         if unshared := sorted(known - told.keys()):
-            raise UserError(f"domains: {unshared[0]} is in the data and has no share; name one")
+            raise UserError(f"domains: {unshared[0]} is in the data and has no share; add one")
     parts: list[Fitted] = []
     weights: list[float] = []
     for each, domains, weight in zip(data, held, mixture.weights, strict=True):

@@ -1,9 +1,8 @@
-"""Evaluation: an engine answers problems of task sources, several times each, and what came of it is counted beside its cost.
+"""Evaluation of a checkpoint on suites of task sources: samples, scores, trivial baselines, cost.
 
-Answers are written and judged as in reinforcement learning, by the same agent loop and the same verifiers, tools and further
-turns included. Each finished sample is a line of `SAMPLES_FILE`; called again, an evaluation goes on from there, and ends as if
-it had never been stopped: a sample's draws come from its own seed. A sample that nobody could judge is not one, and asked for
-again; where that happens too often there is no score at all.
+Answers are generated and scored as in reinforcement learning, with the same agent loop, verifiers, tools and turns. Each finished
+sample is a line of `SAMPLES_FILE`. A second call resumes with the same result, because every sample has its own seed. A sample
+without a verdict is an infrastructure error: it is left out and retried by the next call. With too many of them there is no score.
 
 Shape letters: P problems, S samples.
 """
@@ -65,55 +64,55 @@ from stretto.text.tokenizer import load_tokenizer
 ASKED_FILE, SAMPLES_FILE, RESULT_FILE = "asked.json", "samples.jsonl", "eval.json"
 SUITES = Path(__file__).with_name("suites.toml")
 _DONORS, _DRAW = 200, 7
-"""Problems whose answers a baseline gives; and what its draws come from a seed for."""
+"""Number of other problems whose answers baselines use; purpose of their random seed."""
 _LEASE_S = 7200.0
-"""For a sample: a slow engine is no failure."""
+"""Time limit of a sample, seconds: a slow engine is not a failure."""
 _CACHE_BYTES = 1 << 24
-"""For each sequence of a batch."""
+"""KV cache bytes per sequence of a batch."""
 _LONGEST_VOTE = 200
-"""Characters of an answer that may be another's equal; prose is never."""
+"""Longest answer, in characters, that maj@k compares with others: prose never agrees."""
 _KS = (1, 2, 4, 8, 16, 32, 64, 128)
 """For pass@k, pass^k and maj@k, beside the number of samples."""
 BASELINES: Final = ("empty", "constant", "frequent", "another", "calls")
-"""Answers that know nothing of the problem: none; ``0``; the most frequent right one of other problems; any of those; a call of every
-tool without arguments. Where there are right ones, or tools. A source may have more of its own (`TaskSource.baselines`)."""
+"""Trivial baselines: an empty answer; ``0``; the most frequent correct answer of other problems; a random one of those; a call of
+every tool without arguments. A source may have more of its own (`TaskSource.baselines`)."""
 
 
 class SuiteConfig(Config):
     """A table of a suite file."""
 
     sources: dict[str, SourceConfig] = Field(min_length=1)
-    """Each is a domain."""
+    """Sources by name; each is a domain."""
     data: str = ""
-    """Where the suite needs a file (``--suite NAME=PATH``): what must be in it."""
+    """Content of the file that the suite needs (``--suite NAME=PATH``); empty: none."""
     problems: int = Field(default=100, gt=0)
-    """Of each source; all where it has fewer."""
+    """Number of problems per source; all problems of a smaller source."""
     max_tokens: int = Field(default=512, gt=0)
-    """That the model may write, over all turns."""
+    """Tokens that the model may write per sample, over all turns."""
     max_turns: int = Field(default=1, gt=0)
     temperature: float = Field(default=1.0, ge=0)
     sandbox: SandboxConfig = SandboxConfig()
 
 
 class EvalOptions(Config):
-    """What `evaluate` is told beside model and suites."""
+    """Options of `evaluate`."""
 
     samples: int = Field(default=4, gt=0)
-    """Of each problem."""
+    """Number of samples per problem."""
     limit: int | None = Field(default=None, gt=0)
-    """Problems of each source, instead of the suite's number."""
+    """Number of problems per source; None: the suite's."""
     temperature: float | None = Field(default=None, ge=0)
-    """Instead of the suite's."""
+    """Sampling temperature; None: the suite's."""
     seed: int = 0
     baselines: bool = True
     embed: Path | None = None
-    """Checkpoint by whose hidden states answers are alike; None: their letters."""
+    """Checkpoint whose hidden states measure the similarity of answers; None: character trigrams."""
     threads: int = Field(default=1, gt=0)
     max_batch: int = Field(default=64, gt=0)
 
 
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One answer. Written by `evaluate`, a line each."""
+    """One answer, a line of `SAMPLES_FILE`. Written by `evaluate`."""
 
     domain: str
     item: int
@@ -121,24 +120,24 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     outcome: Outcome
     reward: float
     text: str
-    """The last turn."""
+    """Text of the last turn."""
     finish: str
     num_prompt: int
-    """Tokens before the first that was sampled."""
+    """Number of prompt tokens."""
     num_sampled: int
     num_turns: int
     entropy: float
     """Mean of −log p of the sampled tokens, nats: an unbiased estimate where they are sampled at temperature 1."""
     seconds: float
-    """On the clock since the sample before it ended, so that they add up to the whole, also over several sittings."""
+    """Wall time since the previous sample ended; the sum over samples is the whole time, also of resumed evaluations."""
     num_between: int = 0
-    """Tokens that tools and others wrote between the turns."""
+    """Number of tokens between the turns, from tools and users."""
     turns: tuple[str, ...] = ()
-    """Of an open-ended answer that has several: all."""
+    """All turns of an open-ended answer with several turns."""
 
     @property
     def said(self) -> list[str]:
-        """What its reader gets, turn by turn."""
+        """Text of each turn without the reasoning."""
         return [spoken(turn) for turn in self.turns or (self.text,)]
 
     @property
@@ -148,56 +147,56 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One of the places where a problem shows its options: what is chosen by where it stands."""
+    """One option position of multiple choice, and how often it is chosen."""
 
     chosen: float
-    """Share of the answers that choose it, of those that choose any."""
+    """Share of the readable answers that choose this position."""
     right: float
-    """Share of these answers that should: no bias chooses it as often."""
+    """Share of these answers for which this position is correct; an unbiased model chooses it as often."""
     recall: float | None
-    """Share of those where it is right that choose it; None: it never is."""
+    """Recall: share of the answers that choose it where it is correct; None: never correct."""
 
 
 @dataclass(frozen=True, slots=True)
 class DomainResult:
-    """What a domain came to. Intervals are over its problems."""
+    """Result of a domain. Intervals are bootstrap intervals over its problems."""
 
     suite: str
     is_graded: bool
-    """The score is the mean reward, because nothing is right or wrong; else the share of right answers."""
+    """Whether the score is the mean reward (open-ended answers) instead of the share of correct answers."""
     items: list[int]
     values: list[float | None]
-    """By problem, the mean over its samples: what comparisons are made of. None: not judged."""
+    """Mean over the samples of each problem, used by comparisons; None: no verdict."""
     score: Interval
     pass_at: dict[int, Interval]
     majority_at: dict[int, Interval]
     baselines: dict[str, Interval]
     diversity: dict[str, Interval]
     entropy: float | None
-    """None: another harness asked, which does not tell."""
+    """Mean −log p of sampled tokens; None: not reported by another harness."""
     num_tokens: float
-    """Sampled, a sample."""
+    """Mean number of sampled tokens per sample."""
     finishes: dict[str, int]
     num_infra: int
-    """Samples that could not be judged."""
+    """Number of samples without a verdict (infrastructure errors)."""
     pass_hat: dict[int, Interval] = field(default_factory=dict)
-    """pass^k: all of k samples are right. Older evaluations lack this and what follows."""
+    """pass^k: all of k samples are correct. Older evaluations lack this and the following fields."""
     flops: float = 0.0
-    """A sample's forward passes, computed as `Cost.flops_per_token`."""
+    """Mean FLOPs of the forward passes of a sample, computed as `Cost.flops_per_token`."""
     num_unread: int = 0
-    """Wrong answers in which nobody can read any, in the form asked for."""
+    """Number of wrong answers without an answer in the required format."""
     places: dict[str, Place] = field(default_factory=dict)
-    """Of multiple choice, by letter."""
+    """Option positions of multiple choice, by letter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the scores cost."""
+    """Cost of an evaluation."""
 
     total_params: int
     active_params: int
     flops_per_token: float
-    """Forward, computed from the shape and the samples' lengths."""
+    """Forward FLOPs per token, computed from the shape and the samples' lengths."""
     num_prompt: int
     num_sampled: int
     seconds: float
@@ -205,13 +204,13 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """All of an evaluation; what `RESULT_FILE` holds."""
+    """A finished evaluation, as `RESULT_FILE` holds it."""
 
     name: str
     asked: dict[str, Any]
-    """What makes two of them comparable, and whose this is."""
+    """Settings, and hash of the weights: two evaluations are comparable if suites and settings are equal."""
     mean: Interval
-    """Of the domains' scores."""
+    """Mean of the domains' scores."""
     domains: dict[str, DomainResult]
     cost: Cost
 
@@ -237,7 +236,7 @@ def parse_suites(named: Sequence[str], beside: Collection[str] = ()) -> dict[str
                 f"--suite {name}: no such suite{nearest(name, known)}; one of {', '.join(known)}, or FILE.toml"
             )
         if not tree:
-            raise UserError(f"--suite {name}: holds no suite; write a table, [NAME.sources.DOMAIN]")
+            raise UserError(f"--suite {name}: contains no suite; add a table [NAME.sources.DOMAIN]")
         if "train" in tree:
             recipe = validate(RlRecipe, tree, str(path))
             told = {key: getattr(recipe.rollout, key) for key in ("max_tokens", "max_turns", "temperature")}
@@ -267,11 +266,11 @@ def evaluate(
     subnet: Subnet | None = None,
     device: str = "cpu",
 ) -> Evaluation:
-    """Have the checkpoint ``folder`` answer ``suites``, write ``out`` and return what it came to; what ``out`` holds of the same
-    evaluation is not done again, but for what nobody could judge. ``subnet``: which part of the network; None: all.
+    """Evaluate the checkpoint ``folder`` on ``suites`` and write ``out``. Finished samples in ``out`` are kept; samples without a verdict
+    are retried. ``subnet``: size of the network; None: the full network.
 
     Raises:
-        UserError: a source refuses, ``out`` holds another evaluation, or more than `MOST_INFRA` of a domain could not be judged.
+        UserError: a bad source, another evaluation in ``out``, or more than `MOST_INFRA` infrastructure errors in a domain.
     """
     config = read_config(folder)
     suites = {key: _told(suite, options, config.max_positions) for key, suite in suites.items()}
@@ -298,7 +297,7 @@ def evaluate(
 
 
 def write_result(path: Path, found: Any) -> None:
-    """A record as JSON, in which a number that is not finite is null."""
+    """Write a record as JSON; numbers that are not finite become null."""
     write_text(path, msgspec.json.format(msgspec.json.encode(found), indent=1).decode() + "\n")
 
 
@@ -306,7 +305,9 @@ def _told(suite: SuiteConfig, options: EvalOptions, most: int) -> SuiteConfig:
     """``suite`` as it is asked of a network of so many positions."""
     temperature = suite.temperature if options.temperature is None else options.temperature
     if temperature == 0 and options.samples > 1:
-        raise UserError(f"--samples {options.samples}: at temperature 0 all of them are the same; give --samples 1")
+        raise UserError(
+            f"--samples {options.samples}: at temperature 0 (greedy decoding) all samples are equal; give --samples 1"
+        )
     tokens, num = min(suite.max_tokens, most - 1), options.limit or suite.problems
     return suite.replace(problems=num, temperature=temperature, max_tokens=tokens)
 
@@ -466,7 +467,7 @@ class _Sitting:
         items = range(FIRST_REPORTED, FIRST_REPORTED + num) if size is None else range(max(0, size - num), size)
         if len(items) < num:
             here = len(items) // source.variants
-            say(f"sources.{source.name}: {here} problems, all it has, where {suite.problems} are asked for")
+            say(f"sources.{source.name}: {here} problems in all, fewer than the {suite.problems} of the suite")
         donors = range(items.stop, items.stop + _DONORS) if size is None else range(min(_DONORS, items.start))
         asked = {item: source.problem(item) for item in items}
         if source.compares and not all(problem.gold for problem in asked.values()):
@@ -518,7 +519,7 @@ class _Sitting:
                 await rewards.close()
 
     async def _sampled(self, agent: AgentRole, suite: SuiteConfig, key: Key) -> Sample | None:
-        """None: nobody could judge it."""
+        """A sample; None: no verdict (infrastructure error)."""
         name, item, number = key
         domain = self.domains[name]
         num_prompt = domain.prompts[item][1]
@@ -534,7 +535,7 @@ class _Sitting:
             if num_failed > MOST_INFRA * num:
                 raise UserError(
                     f"sources.{name}: {num_failed} of {num} samples could not be judged, the last one of item {item}: {failed}; "
-                    "mend that and call again: what is done is kept"
+                    "correct that and repeat the command: finished samples are kept"
                 ) from failed
             return None
         sampled = [segment for segment in done.segments if segment.is_sampled]
@@ -558,18 +559,18 @@ class _Sitting:
 
 
 async def _fails_with(engine: EngineRole) -> None:
-    """Wait for the end of an engine that nobody starts again: agents would wait for it until their lease ends. Raises `UserError`."""
+    """Wait for the failure of the engine, which is not restarted here. Raises `UserError`: it failed."""
     while not (why := await engine.failure()):
         await asyncio.sleep(1.0)
     raise UserError(
-        f"{why.splitlines()[0]}; what was answered is kept: call again, with a lower --max-batch if memory ran out"
+        f"{why.splitlines()[0]}; finished samples are kept: repeat the command, with a lower --max-batch if memory ran out"
     )
 
 
 async def score_baselines(
     name: str, domain: Domain, source: TaskSource, rewards: RewardRole, seed: int
 ) -> dict[str, np.ndarray]:
-    """Scores [P] of what knows nothing of the problems, by its kind; what nobody can judge is left out, and told."""
+    """Scores [P] of each trivial baseline; a baseline without a verdict is left out and reported."""
     asked = list(domain.asked.values())
     golds = [source.problem(item).gold for item in domain.donors]
     draw = np.random.default_rng(key_of(seed, _DRAW, crc32(name.encode())))
@@ -624,14 +625,14 @@ def read_samples(path: Path) -> dict[Key, Sample]:
 def results(
     domains: Mapping[str, Domain], samples: Mapping[Key, Sample], options: EvalOptions, counts: Counts
 ) -> tuple[dict[str, DomainResult], Interval]:
-    """What ``samples`` come to by domain, and the mean of the domains' scores."""
+    """Results of ``samples`` by domain, and the mean of the domains' scores."""
     alike = _alike(domains, samples, options.embed)
     found = {name: _result(name, domain, samples, options, alike, counts) for name, domain in domains.items()}
     return found, mean_of(found, options.seed)
 
 
 def mean_of(domains: Mapping[str, DomainResult], seed: int) -> Interval:
-    """Of the domains' scores."""
+    """Mean of the domains' scores."""
     values = {name: np.array([result.values], np.float64) for name, result in domains.items()}
     return interval(np.mean([mean[:, 0] for mean in resampled(values, seed=seed).values()], axis=0))
 
@@ -711,7 +712,7 @@ def _vote(answer: str) -> str | None:
 
 
 def _alike(domains: Mapping[str, Domain], samples: Mapping[Key, Sample], folder: Path | None) -> Alike:
-    """How alike the answers to one problem are."""
+    """Similarity of the answers to one problem."""
     if folder is None:
         return lambda group: similarity_NN([one.text for one in group], "characters")
     model, tokenizer = read_checkpoint(folder, dtype=torch.float32).model, load_tokenizer(folder)

@@ -1,4 +1,4 @@
-"""Writing to a brief that can be checked: its length, who tells it, and words that must be in it. How good it is nobody says here.
+"""Writing prompts with constraints that can be checked: length, person, required words.
 
 Such prompts stay in the mix where a judge rewards other ones; and a judge's own prompts may have a brief, as a gate to its points.
 """

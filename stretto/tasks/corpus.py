@@ -1,4 +1,4 @@
-"""Documents that are searched by their words and opened one by one, and what an answer cites of them. No torch.
+"""Documents with word search, and the citations of an answer. No torch.
 
 Ranked by BM25 as SQLite's FTS5 has it, with its two constants; every word of a query counts by itself, so that there is no
 query language in which a model could write nonsense.

@@ -1,4 +1,4 @@
-"""Any generator of the reasoning-gym package.
+"""Problems from generators of the reasoning-gym package.
 
 The prompt is the generator's question, then the line of the answer format (`stretto.tasks.task`); the default format
 is ``plain``: question in, bare answer out, what a small network with no habit of talking can do. Chat models: ``tags``.

@@ -1,4 +1,4 @@
-"""Open-ended prompts whose answers are better or worse, not right or wrong: a judge says how good.
+"""Open-ended prompts that an LLM judge rates.
 
 Prompts are JSONL: ``prompt`` or ``messages``, and where there are any a ``reference`` answer and a ``rubric``, a list of
 criteria. A judge gives points by the rubric, compares an answer with the reference, or the answers of a group with each

@@ -1,4 +1,4 @@
-"""Numbers and formulas: a generator of sums, and word problems from files in the layouts of GSM8K, MATH and AIME.
+"""Arithmetic and word problems: a generator of sums, and files in the layouts of GSM8K, MATH and AIME.
 
 Whether two formulas are the same is for math-verify, in a `LimitedProcess`: it bounds its own time with an alarm signal,
 which only a main thread may have, and which does not interrupt what sympy does in C; an answer like ``9^{9^{9^9}}`` takes

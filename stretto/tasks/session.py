@@ -1,4 +1,4 @@
-"""Sessions with a state: calls that change it, and how it is reached again from what was said. No torch.
+"""Sessions: tasks whose tools have state, and the replay of recorded calls. No torch.
 
 A world of one's own is a `SessionSource` with `problem`, `open` and `demonstration`, and a `Session` whose tools act on it.
 """

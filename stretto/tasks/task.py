@@ -1,4 +1,4 @@
-"""What a task set is: problems by number, and a verdict on an answer. No torch, and quick to import.
+"""Interface of a task source: problems by number, and a verdict on an answer. No torch, quick to import.
 
 A task set of one's own is a class with `problem` and `score`; `TaskSource.validate` tries it before a run starts. What
 several sets share is at the end: where in a text the answer is, and problems from files.

@@ -1,4 +1,4 @@
-"""Problems that want a tool: a calculator, Python, a data base. Several turns, one answer at the end.
+"""Problems that need a tool: a calculator, Python, a database. Several turns, one final answer.
 
 The answer is looked for in the last turn (format ``tags`` unless told otherwise); calls before it are not scored, and a
 right answer without any call is right.

@@ -1,4 +1,4 @@
-"""A user who is a model at an address: what a session's `reply` may ask, where nobody has scripted one. No torch.
+"""Simulated users: a model behind a URL that answers in a session. No torch.
 
 What it says comes from outside, and is not the same again; the agent loop writes it down, and asks for no turn twice that it
 has. State and verdicts are made of calls alone.

@@ -1,4 +1,4 @@
-"""Task sets of the `verifiers` package (its v1 stack), those that need no container: an optional extra.
+"""Task sources of the `verifiers` package (v1) that need no container: an optional extra.
 
 There a `Taskset` yields `Task`s: frozen data with a prompt, and methods marked as rewards that judge a `Trace`, the
 graph of the messages. This builds the trace of one conversation and runs the task's own metrics and rewards on it. Tools of a task,

@@ -238,7 +238,7 @@ def test_domains_get_their_shares(base: Path, data: Path, tmp_path: Path) -> Non
     assert (
         abs(float((parts == 1).mean()) - 0.75) <= 0.08
     )  # within a few rows; domains as the files come: products, sums
-    with pytest.raises(UserError, match=r"domains.math: no conversation is of it; the data has products, sums"):
+    with pytest.raises(UserError, match=r"domains.math: no conversation has this domain; the data has products, sums"):
         open_conversations(mixture, recipe("domains.math=1", "domains.sums=1"), join("cpu"))
     with pytest.raises(UserError, match="domains: products is in the data and has no share"):
         open_conversations(mixture, recipe("domains.sums=1"), join("cpu"))

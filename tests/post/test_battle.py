@@ -105,7 +105,7 @@ def test_what_was_not_judged_is_no_battle(tmp_path: Path, prompts: Path, monkeyp
 
     monkeypatch.setattr(JudgedSource, "duels", out)
     every = 2
-    with pytest.raises(UserError, match=r"--battle: 1 battles could not be judged: it is out"):
+    with pytest.raises(UserError, match=r"--battle: 1 comparisons could not be judged: it is out"):
         met(*models)
     monkeypatch.setattr("stretto.post.battle.MOST_INFRA", 0.1)
     every = 99
@@ -116,5 +116,5 @@ def test_what_was_not_judged_is_no_battle(tmp_path: Path, prompts: Path, monkeyp
 def test_without_a_judge_there_is_no_battle(tmp_path: Path, prompts: Path) -> None:
     model, folder = answered(tmp_path, prompts, "one", [20])
     plain = replace(model, asked={"suites": {"s": {"sources": {"stories": {"kind": "tools"}}}}})
-    with pytest.raises(UserError, match="--battle: no domain with a judge"):
+    with pytest.raises(UserError, match="--battle: no judged domain"):
         battle([plain, plain], [folder, folder])

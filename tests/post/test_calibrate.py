@@ -56,5 +56,5 @@ def test_what_was_not_judged_is_counted_and_too_much_of_it_refused() -> None:
     found = trust(Of(len, fails=31))
     assert found.num_infra == 400 // 31 and found.longer.value == 1
     assert found.contradicted == 0 and found.position.value == pytest.approx(0.5, abs=0.01)  # of what was judged
-    with pytest.raises(UserError, match=r"calibrate: 21 comparisons were not made: it wrote a poem; mend that"):
+    with pytest.raises(UserError, match=r"calibrate: 21 comparisons have no verdict: it wrote a poem; correct that"):
         trust(Of(len, fails=3))

@@ -117,7 +117,8 @@ def test_who_may_not_judge(tmp_path: Path, prompts: Path) -> None:
         tmp_path, new_lineage(name="b", stage="sft", total_params=1, active_params=1, receipt=receipt, parents=(first,))
     )
     with pytest.raises(
-        UserError, match=r"--judge http.*: m has rewarded .*, and likes what it has taught; evaluate with another"
+        UserError,
+        match=r"--judge http.*: m rewarded .* in training, so its verdict would be biased; evaluate with another",
     ):
         judged_by(told, URL, "m", tmp_path)
     assert judged_by(told, URL, "other", tmp_path)

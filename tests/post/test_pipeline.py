@@ -121,8 +121,8 @@ def test_what_the_online_stage_has_of_its_own_is_evaluated_as_well() -> None:
         ({"experts": {"recipe": {"train": {"stpes": 3}}}}, r"p.toml: experts, a: train\.stpes: unknown key"),
         ({"online": {"loss": {"policy": "ppoo"}}}, "p.toml: online: loss.policy"),
         ({"sft": {}}, "p.toml: sft: neither data nor recipe.start"),
-        ({"experts": None}, "distill: there are no teachers without experts"),
-        ({"experts": None, "distill": None, "controls": {}}, "controls: they draw as many samples as experts do"),
+        ({"experts": None}, "distill: its teachers are the experts"),
+        ({"experts": None, "distill": None, "controls": {}}, "controls: they draw as many samples as the experts"),
         ({"domains": {"a/b": {"sources": {"one": SOURCE}}}}, "domains.a/b: letters, digits"),
         ({"distill": {"distill": {"form": "top_kk"}}}, "p.toml: distill: distill.form"),
         (

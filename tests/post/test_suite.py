@@ -289,7 +289,9 @@ def test_an_evaluation_whose_engine_dies_ends_and_goes_on(
         return step(self)
 
     monkeypatch.setattr(Engine, "step", dying)
-    with pytest.raises(UserError, match=r"out of memory.*; what was answered is kept: call again, with a lower --max-"):
+    with pytest.raises(
+        UserError, match=r"out of memory.*; finished samples are kept: repeat the command, with a lower --max-"
+    ):
         run(model, suite(own), tmp_path / "out")
     monkeypatch.undo()
     assert 0 < len(read(tmp_path / "out")) < len(read(whole))
@@ -316,7 +318,7 @@ def test_another_evaluation_is_refused(model: Path, own: str, whole: Path) -> No
     ):
         with pytest.raises(UserError, match=f"{next(iter(changes))}|problems"):
             run(model, suite(own), whole, **changes)
-    with pytest.raises(UserError, match="at temperature 0 all of them are the same"):
+    with pytest.raises(UserError, match=r"at temperature 0 \(greedy decoding\) all samples are equal"):
         run(model, suite(own), whole, temperature=0.0)
 
 
@@ -338,7 +340,7 @@ def test_a_judge_that_fails_is_no_wrong_answer(model: Path, own: str, tmp_path: 
         UserError, match=r"sources\.even: \d of 36 samples could not be judged.*the judge is out"
     ) as caught:
         run(model, suite(own, broken=39), tmp_path / "out")  # the last: others are done by then
-    assert "what is done is kept" in str(caught.value)
+    assert "finished samples are kept" in str(caught.value)
     assert not (tmp_path / "out" / RESULT_FILE).exists()
     assert 0 < len(read(tmp_path / "out")) < 36
 
@@ -447,7 +449,7 @@ def test_tables_that_are_no_suite(tmp_path: Path) -> None:
         ("a = 3\n", r"mine.toml: a: \(whole file\): Input should be a valid dictionary"),
         ('[a.sources.x]\nkind="strings"\n[b.sources.x]\nkind="strings"\n', "x: two sources have this name"),
         ("[", "not valid TOML"),
-        ("", "holds no suite"),
+        ("", "contains no suite"),
     ):
         (tmp_path / "mine.toml").write_text(text)
         with pytest.raises(UserError, match=words):

@@ -1,1 +1,1 @@
-"""Worlds that are made from a seed: sessions with a state, endless, judged by what is left at the end."""
+"""Worlds: generated tasks with state, scored by the final state."""

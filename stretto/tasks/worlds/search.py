@@ -1,4 +1,4 @@
-"""Questions whose answers lie in documents that have to be found, read and cited: generated corpora without end, or the user's own.
+"""Questions about documents that must be found, read and cited: generated corpora, or the user's own.
 
 A generated corpus is a small world of coined words: its names, its kinds of things and what is told of each kind are its own;
 a document tells of one name. Questions follow one relation or several, one document each: the rival of the founder of X, but

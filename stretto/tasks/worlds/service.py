@@ -1,4 +1,4 @@
-"""A service desk that never was: data base, policy, tools and customer, all drawn from a seed.
+"""Simulated customer service: database, policy, tools and customer, all drawn from a seed.
 
 The model talks with a customer who wants something done to a record, and may do it where the policy in the system message
 allows it: by the record's state, which has to be looked up, and mostly after the customer's yes. Where the policy says so it

@@ -1,4 +1,4 @@
-"""Generated spreadsheet tasks: a workbook twice with other values, what is asked of it, the right values, and a formula for them.
+"""Generated spreadsheet tasks: a workbook with two sets of values, a request, the expected values, and a formula.
 
 The right values are computed here, in Python, from the drawn records, never by the formula: whatever recomputes that must come to
 the same. Layout and wording come from one generator, values from another, so that both instances of a task have the same cells

@@ -1,4 +1,4 @@
-"""Spreadsheet tasks: an agent works on one workbook, and what it did must also be right on others, which have other values.
+"""Spreadsheet tasks: formulas in one workbook are also scored on copies with other values.
 
 A session keeps what was done, in order: ranges filled, programs run. Judging does the same to the task's other workbooks, has
 their formulas computed, and compares cell by cell: those asked for with their right values, all others with what they were. So

@@ -1,4 +1,4 @@
-"""Workbooks as cells: read, changed, written, and recomputed by LibreOffice or IronCalc.
+"""Workbooks as cells: reading, editing, writing, and recomputation by LibreOffice or IronCalc.
 
 What no office suite has written holds no values for its formulas, so they are computed anew, many workbooks in one process of
 the engine, which also keeps a formula that crashes it or never ends out of ours. Nothing is opened that could act by itself:
