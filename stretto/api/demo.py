@@ -45,7 +45,7 @@ from stretto.train.prepare import learn_tokenizer, tokenise_documents
 from stretto.train.recipe import HealRecipe, Recipe
 from stretto.train.run_folder import POST, SAMPLES_FILE, Sample, read_samples
 
-PROMPTS = ("def read_", "Question: ")
+PROMPTS = ("def read_", "Question:")
 NUM_NEW_TOKENS = 48
 MAX_CODE_CHARS, MAX_EXERCISE_CHARS = 4_000_000, 2_000_000
 """Characters of text per domain: about what pre-training reads once."""
