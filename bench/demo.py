@@ -115,6 +115,11 @@ def untrue(run: Path) -> list[str]:
         losses = [NOTHING if nll is None else Cell(f"{nll:.3f}", nll) for nll in (size.nll, size.healed_nll)]
         share = Cell(percent(shares[name]), shares[name]) if name in shares else NOTHING
         rows.append((Cell(name), *losses, share))
+    rows += [
+        (Cell(f"{name} (exported)"), NOTHING, NOTHING, Cell(percent(shares[name])))
+        for name in shares
+        if name not in sizes
+    ]
     note = "Loss in nats per token. Seen: share of the word pairs written by the size that occur in the training text."
     console.print(Table("The story", ("Size", "Loss", "Healed", "Seen"), tuple(rows), note=note))
     full, half, corner = (sizes[name].nll or 0.0 for name in ("full", "half", "corner"))
