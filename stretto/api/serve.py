@@ -32,7 +32,7 @@ from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine
 from stretto.engine.loading import OpenedEngine, generation_ends, least_bytes, open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling, TokenEvent
-from stretto.harness.suites import SERVING, serving
+from stretto.harness.suites import serving
 from stretto.model.checkpoint import read_checkpoint, read_config, read_presets
 from stretto.model.elastic import extract
 from stretto.model.parallel import join
@@ -52,7 +52,7 @@ from stretto.ops.memory import free_bytes
 from stretto.ops.tuning import ROUGH_WIDTH, fastest_threads, multiplies_bf16, thread_counts
 from stretto.pictures.door import open_door
 from stretto.runtime.runtime import to_end
-from stretto.server.client import PERCENTILES, ApiFailure, Client, Load, LoadResult, run_load
+from stretto.server.client import PERCENTILES, SERVING, ApiFailure, Client, Load, LoadResult, run_load
 from stretto.server.dialects import Piece, Thought
 from stretto.server.elastic import Least, ServedModel, environment_subnet
 from stretto.server.messages import Message, Prompts

@@ -27,9 +27,8 @@ from stretto.base.config import Config
 from stretto.base.errors import UserError, nearest
 from stretto.base.track import progress
 from stretto.evals.scores import MOST_INFRA
+from stretto.server.client import SERVING
 
-SERVING: Final = "serving at "
-"""Begins the line in which `stretto serve` tells its address."""
 BFCL: Final = "bfcl-eval==2026.3.23"
 # fmt: off
 _BFCL_NEEDS: Final = (

@@ -18,6 +18,8 @@ import numpy as np
 from stretto.base.endpoint import excerpt
 from stretto.base.track import progress
 
+SERVING = "serving at "
+"""Beginning of the line in which `stretto serve` prints its address."""
 PERCENTILES = (50, 95, 99)
 _NO_LIMIT = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 

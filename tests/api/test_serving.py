@@ -25,9 +25,9 @@ from stretto.base.records import Lineage, Receipt, new_lineage, write_lineage
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.loading import open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
-from stretto.harness.suites import SERVING
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.spec import Subnet, SubnetChoice
+from stretto.server.client import SERVING
 from stretto.server.elastic import Least, ServedModel
 from stretto.server.messages import Message, Prompts
 from stretto.server.server import ServeSettings

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stretto.harness.suites import SERVING
+from stretto.server.client import SERVING
 from stretto.server.server import open_socket
 from tests.api.conftest import Run, refused
 
