@@ -1,7 +1,7 @@
 """Forward pass through the compiled CPU kernels, with the interface of `TorchForward`.
 
 Shape letters: L layers, P pages, Z page size, G key/value heads, C head width, K experts a token, N tokens, M wanted logits,
-S drafting steps, V vocabulary.
+V vocabulary.
 """
 
 from __future__ import annotations
