@@ -17,7 +17,7 @@ from stretto.text.chat import CHATML
 from stretto.text.tokenizer import train_tokenizer
 from stretto.train.recipe import Recipe
 
-DEMO_RECIPE = Path(__file__).parents[2] / "recipes" / "demo.toml"
+DEMO_RECIPE = Path(__file__).parents[2] / "stretto/recipes" / "demo.toml"
 TOKENIZER_CHARS = 200_000
 """Text a random network's tokenizer is trained on; few seconds."""
 SHAPES = ("tiny", "demo", "100m")
