@@ -26,7 +26,7 @@ GREEDY_BELOW = 1e-5
 
 
 class Grammar(Config):
-    """What a completion must match."""
+    """Constraint on the text of a completion."""
 
     kind: Literal["json_schema", "json_object", "regex", "lark"]
     text: str = ""
@@ -49,12 +49,12 @@ class Sampling(Config):
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     """Both look at the output only, as OpenAI defines them."""
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict, max_length=MAX_IDS)
-    """Added to the logits of these token ids; -100 bans a token and 100 forces it, as OpenAI has it."""
+    """Added to the logits of these token ids; -100 bans a token and 100 forces it, as in OpenAI's API."""
     seed: int | None = None
-    """None: drawn when the request is made, and told back. The same seed and request give the same tokens."""
+    """None: drawn for the request and reported in the completion. The same seed and request give the same tokens."""
     max_tokens: int = Field(default=16, gt=0)
     min_tokens: int = Field(default=0, ge=0)
-    """End tokens and stop strings are not looked at before."""
+    """End tokens and stop strings count only after this number of tokens."""
     stop: tuple[str, ...] = ()
     """Strings that end the completion; they are not part of its text."""
     stop_ids: tuple[int, ...] = Field(default=(), max_length=MAX_IDS)
@@ -162,7 +162,7 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one choice cost. Written by the engine."""
+    """Cost of one choice. Written by the engine."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -223,7 +223,7 @@ class EngineConfig(Config):
     page_size: int = Field(default=16, gt=0)
     """Tokens a cache page holds."""
     num_pages: int | None = Field(default=None, gt=0)
-    """None: as many as ``cache_bytes`` pays for."""
+    """None: as many as fit into ``cache_bytes``."""
     cache_bytes: int | None = Field(default=None, gt=0)
     """None: a share of what is free beside the weights (`stretto.engine.runner.pages_within`)."""
     max_batch: int = Field(default=64, gt=0)
@@ -235,7 +235,7 @@ class EngineConfig(Config):
     max_waiting: int = Field(default=4096, gt=0)
     """Requests queued before further ones are refused."""
     max_wait_s: float | None = Field(default=None, gt=0)
-    """Longest that a request may wait for its first step; then it ends with the reason ``timeout``. None: for ever."""
+    """Longest wait of a request for its first step, in seconds; then it ends with the reason ``timeout``. None: no limit."""
     max_step_s: float | None = Field(default=600.0, gt=0)
     """Longest that one step, or one command between two steps, may take; then the engine counts as hung and ends. None: no limit.
     The first steps may compile kernels, which takes minutes on a GPU."""
@@ -259,7 +259,7 @@ class EngineConfig(Config):
 
 
 class QueueFull(RuntimeError):  # noqa: N818 - a state of the engine, not a fault
-    """As many requests wait as the engine was told to hold."""
+    """The queue of the engine is full (``max_waiting``)."""
 
 
 @dataclass(slots=True)
@@ -286,7 +286,7 @@ class EngineStats:
     output_tokens: int = 0
     num_preemptions: int = 0
     num_timeouts: int = 0
-    """Requests that were given up because no place came free in time."""
+    """Requests that found no place in the batch within ``max_wait_s``."""
     busy_s: float = 0.0
     """Since the start, in steps. Written by `AsyncEngine`; 0 for an engine without one."""
     kernels: dict[str, str] = field(default_factory=dict)

@@ -48,14 +48,14 @@ _LEAST_SPAN_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """The least of each axis that a network was trained with; 1 where that is not known."""
+    """Smallest number of layers, experts and top-k that a network was trained with; 1 where unknown."""
 
     layers: int = 1
     experts: int = 1
     top_k: int = 1
 
     def warnings(self, subnet: Subnet) -> list[str]:
-        """One for each axis on which ``subnet`` is smaller than anything trained: it runs, and nobody knows how well."""
+        """One warning for each number of ``subnet`` that is smaller than any the network was trained with: its quality is unknown."""
         sizes = {"layers": len(subnet.layers), "experts": min(subnet.experts, default=self.experts)}
         sizes["top_k"] = min(subnet.top_k, default=self.top_k)
         return [
@@ -157,7 +157,7 @@ def _name_of(subnet: Subnet, named: Mapping[str, Subnet]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the policy looks at. Written by `LoadControl`."""
+    """Load measurements that the policy uses. Written by `LoadControl`."""
 
     num_waiting: int
     first_token_s: float = 0.0
@@ -241,7 +241,7 @@ class LoadControl:
 
 
 class Ticket:
-    """One HTTP request's prompts whose first token has not come. Close it in the end."""
+    """Count of one HTTP request's prompts without a first token. Must be closed at the end."""
 
     def __init__(self, control: LoadControl) -> None:
         self._control = control
@@ -303,7 +303,7 @@ class Elastic(Axes):
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a request got, and why. Written by `Resolver.resolve`, read by ``usage.elastic`` and the metrics."""
+    """The size that a request got, and the reason. Written by `Resolver.resolve`, read by ``usage.elastic`` and the metrics."""
 
     phases: Phases
     name: str

@@ -64,7 +64,7 @@ class StreamOptions(Body):
 
 
 class Generation(Body):
-    """What every generating endpoint takes. None: the default of `Sampling`, for fields that it has under the same name."""
+    """Request fields of every generating endpoint. None: the default of `Sampling`, for fields of the same name."""
 
     model: str | None = None
     stream: bool = False
@@ -120,7 +120,7 @@ class Job:
 
 @dataclass(eq=False)
 class Backend:
-    """What endpoints stand on: an engine, the model it serves, and the state of this app."""
+    """State shared by the endpoints: the engine, the model that it serves, and the counters of this application."""
 
     service: AsyncEngine
     model: ServedModel
@@ -275,11 +275,11 @@ class Answer(ABC):
         """The body of an answer that is not streamed; ``done`` in the order of choices."""
 
     def start(self) -> Iterator[bytes]:
-        """What precedes every token."""
+        """Events before the first token."""
         return iter(())
 
     def push(self, event: Event) -> Iterator[bytes]:
-        """What an engine event gives rise to."""
+        """Server-sent events for one engine event."""
         index = self.job.choice(event.request_id, event.index)
         if isinstance(event, TokenEvent):
             self._num_sent[index] += len(event.text)
@@ -297,11 +297,11 @@ class Answer(ABC):
 
     @abstractmethod
     def finish(self) -> Iterator[bytes]:
-        """What follows the last choice's end."""
+        """Events after the end of the last choice."""
 
     @abstractmethod
     def fail(self, error: ApiError) -> bytes:
-        """What ends a stream that cannot go on."""
+        """Last event of a stream that failed."""
 
     def _entry(self, token: int, logprob: float, top: Sequence[TopLogprob]) -> dict[str, Any]:
         """One entry of ``logprobs.content``."""
@@ -368,7 +368,7 @@ def sse(payload: Any, head: str = "") -> bytes:
 
 
 def finite(logprob: float) -> float:
-    """JSON has no minus infinity; OpenAI writes this number for it."""
+    """A log-probability as JSON, which has no minus infinity: -9999 stands for it, as in OpenAI's API."""
     return max(float(logprob), -9999.0)
 
 
@@ -378,7 +378,7 @@ def is_cut(done: Completion) -> bool:
 
 
 def raise_for(completion: Completion) -> None:
-    """Raises `UserError` where a choice could not go on for what the client asked, `ApiError` where for what it did not."""
+    """Raises `UserError` if a choice failed because of the request, `ApiError` if it failed for another reason."""
     if completion.is_refused:
         raise UserError(completion.error or "this request cannot be finished")
     if completion.finish_reason == "error":
