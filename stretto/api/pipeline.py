@@ -1,4 +1,4 @@
-"""``stretto run``: the steps of a pipeline, each a command in a process of its own; what is done is not done again.
+"""``stretto run``: the steps of a pipeline, each a command in its own process; finished steps are not repeated.
 
 pipeline.json   of each step: what it was told, what it began with, and whether it ended
 NAME.json       the step's recipe, complete: the command that is shown does the same by hand
@@ -162,7 +162,7 @@ def check_unchanged(pipeline: Pipeline) -> None:
                 continue
             raise UserError(
                 f"{pipeline.folder / STATE_FILE}: {step.name}: {field} was {before!r} when this stage ran, is {now!r} now; "
-                f"change it back, or do it again with --from {step.stage}"
+                f"undo the change, or repeat the stage with --from {step.stage}"
             )
 
 
@@ -171,12 +171,12 @@ def _check_moved(pipeline: Pipeline, distill: Step) -> None:
     assert isinstance(distill.recipe, RlRecipe) and distill.recipe.distill is not None
     floor, moved = distill.recipe.distill.kl_floor, _moved(pipeline)
     said = listed([f"{name} {short(kl)}" for name, kl in moved.items()])
-    rich.get_console().print(f"KL to where they began, nats a token: {said}")
+    rich.get_console().print(f"KL to the start, nats per token: {said}")
     for name, kl in moved.items():
         if kl < floor:
             raise UserError(
-                f"{pipeline.folder}: {name} has not moved: {kl:.1e} nats a token from where it began, less than distill.kl_floor "
-                f"{floor:g}, so that there is nothing to distil; train it longer or faster (domains.{name.partition('/')[2]}."
+                f"{pipeline.folder}: {name} has not moved: KL to the start {kl:.1e} nats per token, less than distill.kl_floor "
+                f"{floor:g}, so there is nothing to distil; train it longer or faster (domains.{name.partition('/')[2]}."
                 "expert) after moving its folder away, or set distill.distill.kl_floor = 0"
             )
 
@@ -230,7 +230,7 @@ def _run_stage(pipeline: Pipeline, steps: Sequence[Step]) -> None:
         told = listed([f"{name} {_ending(code)}" for name, code in failed.items()])
         where = "" if is_alone else f" ({_log_file(pipeline, waiting[0]).parent}/*.log)"
         raise UserError(
-            f"{pipeline.folder}: {told}{where}; correct that and run the pipeline again: it goes on from here (an "
+            f"{pipeline.folder}: {told}{where}; correct that and run the pipeline again; it resumes here (an "
             "expert whose recipe has changed begins anew: move its folder away)"
         )
 
@@ -253,7 +253,7 @@ def _run_step(pipeline: Pipeline, step: Step, attempts: int, is_alone: bool, loc
             _write_state(pipeline.folder, {**_read_state(pipeline.folder).steps, step.name: now})
         if code in (0, BAD_INPUT, 130) or attempt + 1 == attempts:
             break
-        rich.get_console().print(f"{step.name} {_ending(code)}; trying again from its last good snapshot")
+        rich.get_console().print(f"{step.name} {_ending(code)}; retrying from its last good snapshot")
     return code
 
 

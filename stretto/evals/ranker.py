@@ -168,7 +168,9 @@ class Reader:
         before = [ids[-PROMPT:] for ids in self.tokenizer.encode_batch([prompt for prompt, _ in asked])]
         most, limit = WINDOW + PROMPT + 1, self.model.config.max_positions
         if most > limit:
-            raise UserError(f"{self.folder}: has positions for {limit} tokens, and a judge reads {most}")
+            raise UserError(
+                f"{self.folder}: has positions for {limit} tokens, but a judge needs {most}; choose another network"
+            )
         own, density = self._encoded([text for _, text in asked])
         others = [_reorders(text) for _, text in asked]
         moved, _ = self._encoded([text for each in others for text in each])

@@ -29,7 +29,7 @@ _MOST_SUBSETS = 256
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate, and the range that holds its true value `LEVEL` of the times."""
+    """An estimate with its confidence interval of level `LEVEL`."""
 
     value: float
     low: float
@@ -37,7 +37,7 @@ class Interval:
 
 
 def pass_at_k(right_PS: np.ndarray, k: int) -> np.ndarray:
-    """By problem, the chance that one of ``k`` samples is right: 1 − C(n − c, k) / C(n, k), unbiased (2107.03374).
+    """By problem, the probability that at least one of ``k`` samples is correct: 1 − C(n − c, k) / C(n, k), unbiased (2107.03374).
 
     Args:
         right_PS: 1 or 0; NaN for a sample that nobody could judge, which is none.
@@ -50,7 +50,7 @@ def pass_at_k(right_PS: np.ndarray, k: int) -> np.ndarray:
 
 
 def pass_hat_k(right_PS: np.ndarray, k: int) -> np.ndarray:
-    """By problem, the chance that all of ``k`` samples are right, pass^k: C(c, k) / C(n, k), unbiased (τ-bench, 2406.12045).
+    """By problem, the probability that all of ``k`` samples are correct, pass^k: C(c, k) / C(n, k), unbiased (τ-bench, 2406.12045).
 
     Args and result: as of `pass_at_k`.
     """
@@ -66,7 +66,7 @@ def _counts(right_PS: np.ndarray) -> tuple[list[int], list[int]]:
 def majority_at_k(
     right_PS: np.ndarray, answers_PS: Sequence[Sequence[str | None]], k: int, seed: int = 0
 ) -> np.ndarray:
-    """By problem, the chance that the most frequent answer of ``k`` samples is right (self-consistency, 2203.11171).
+    """By problem, the probability that the most frequent answer of ``k`` samples is correct (self-consistency, 2203.11171).
 
     The mean over all choices of ``k`` samples, or over some of them where they are too many. Of answers that are equally
     frequent, each counts for its share; an answer that cannot be read (None) has no vote.
@@ -111,7 +111,7 @@ def resampled(values: Mapping[str, np.ndarray], num: int = RESAMPLINGS, seed: in
         kept_MP = kept_MP[:, ~np.isnan(kept_MP).any(0)]
         num_problems = kept_MP.shape[1]
         if not num_problems:
-            raise UserError(f"{name}: no problem has enough samples that could be judged; draw more samples")
+            raise UserError(f"{name}: no problem has enough samples with a verdict; increase --samples")
         weights_RP = resampling_weights(num_problems, num, (seed, crc32(name.encode())))
         means[name] = weights_RP @ kept_MP.T / num_problems
     return means
@@ -173,13 +173,13 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """How much of its teachers' lead a student has."""
+    """Normalised score: share of the teachers' gain that a student recovers."""
 
     mean: Interval
     """Over domains."""
     domains: dict[str, Interval]
     worst: str
-    """The domain with the least."""
+    """The domain with the lowest normalised score."""
 
 
 def norm(means: Mapping[str, np.ndarray], student: int, start: int, teachers: Mapping[str, int]) -> Norm:
@@ -198,8 +198,8 @@ def norm(means: Mapping[str, np.ndarray], student: int, start: int, teachers: Ma
         start_R, lead_R = means[name][:, start], means[name][:, teacher] - means[name][:, start]
         if lead_R[0] <= 0:
             raise UserError(
-                f"{name}: its teacher scores {means[name][0, teacher]:.3f} and the start {start_R[0]:.3f}: there is no lead to "
-                "take over; leave the domain out, or train its teacher further"
+                f"{name}: its teacher scores {means[name][0, teacher]:.3f} and the start {start_R[0]:.3f}: there is no gain to "
+                "recover; leave the domain out, or train its teacher further"
             )
         # of problems on which the teacher happens not to lead, the share is undetermined
         gain_R = means[name][:, student] - start_R

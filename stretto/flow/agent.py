@@ -426,7 +426,7 @@ class AgentRole:
         name, stats = group.task.source, self._stats
         stats.sessions_lost[name] = stats.sessions_lost.get(name, 0) + 1
         if sample.num_lost + 1 >= self._recipe.failures.max_attempts:
-            raise InfraError(f"session: {lost} (begun anew {sample.num_lost} times)")
+            raise InfraError(f"session: {lost} (restarted {sample.num_lost} times)")
         group.kept.pop(sample.number, None)
         sample.begin_anew(str(lost))
 

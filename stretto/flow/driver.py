@@ -227,8 +227,8 @@ class Driver:
         self._controller.group_failed(handout.task.ordinal, handout.attempt, why, counts=counts)
         num_failed = self._controller.state.endings.get(Ending.FAILED, 0) - self._failed_before
         if num_failed > _MOST_FAILED * self._recipe.train.prompts:
-            said = f"{num_failed} groups without a step between them were given up, the last one because of {why}"
-            self._fail(UserError(f"sources: {said}; mend that, then continue with --resume"))
+            said = f"{num_failed} groups in a row failed without a training step, the last one because of {why}"
+            self._fail(UserError(f"sources: {said}; correct that, then continue with --resume"))
 
     def _moved(self) -> None:
         self._hand_out()

@@ -135,7 +135,7 @@ def check_sources(
         sizes = {name: source.num_items for name, source in sources.items()}
         said = ", ".join(f"{name} ({'endless' if num is None else f'{num:,}'})" for name, num in sizes.items())
         walls = [source.sandbox.isolation for source in sources.values() if source.sandbox is not None]
-        say(f"problems: {said}" + "".join(f"; programs run behind {each}" for each in walls[:1]))
+        say(f"problems: {said}" + "".join(f"; sandbox isolation: {each}" for each in walls[:1]))
         prompts = plan_prompts(recipe, sizes)
         tasks = [prompts.task(ordinal) for ordinal in range(min(_TRIED_PROMPTS, train.steps * train.prompts))]
         tasks += [prompts.held_out(number) for number in range(min(_TRIED_PROMPTS, train.eval_prompts))]

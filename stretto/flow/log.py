@@ -382,7 +382,7 @@ class Logbook:
         # since the last step: what was thrown away, and what had to be done again
         if num_failed := self._counts.grown("failed", counts["failed"]):
             last = self._controller.last_given_up
-            self._say(f"step {report.step:>5,}  {num_failed:.0f} groups given up, the last one {last}")
+            self._say(f"step {report.step:>5,}  {num_failed:.0f} groups failed, the last one {last}")
         filtered = self._counts.grown("filtered", counts["filtered"])
         uniform = scalars["reward/uniform_groups"] * len(refs)
         scalars["groups/uniform_share"] = (filtered + uniform) / (filtered + len(refs))
@@ -435,7 +435,7 @@ class Logbook:
                 return group
             except RuntimeFailure as failure:
                 what = failure.message if isinstance(failure, RoleError) else failure
-        raise UserError(f"evaluation: {what} ({_EVALUATIONS} tries); mend that, then continue with --resume")
+        raise UserError(f"evaluation: {what} ({_EVALUATIONS} attempts); correct that, then continue with --resume")
 
     async def _watch(self) -> None:
         while True:

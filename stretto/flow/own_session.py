@@ -94,7 +94,7 @@ class _Used:
 
     def run(self, work: Callable[[Session], T], what: str) -> T:
         if self._is_given_up(is_busy=True):  # cancelled before its thread came to it
-            raise InfraError(f"{what}: its session was given up")
+            raise InfraError(f"{what}: its session has failed")
         try:
             if self._session is None:
                 self._session = self._open()

@@ -191,7 +191,7 @@ class EngineRole:
 
 def _generated(done: Completion, request: GenerateRequest, started_s: float) -> Generated:
     if done.finish_reason not in ("stop", "length"):
-        raise InfraError(f"request {request.id}: {done.error or 'given up by the engine'}")
+        raise InfraError(f"request {request.id}: {done.error or 'cancelled by the engine'}")
     usage = done.usage
     return Generated(
         segment=Segment(

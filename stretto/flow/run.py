@@ -97,7 +97,7 @@ async def _run(job: Job, advance: Advance, say: Say) -> Result:
                             raise UserError(
                                 f"{lost}; failures.restarts: {num_attempts} attempts were lost; continue with --resume"
                             ) from lost
-                        say(f"{lost}; going on from the last snapshot")
+                        say(f"{lost}; resuming from the last snapshot")
                         for handle in reversed(runtime.handles()):
                             with suppress(RuntimeFailure):  # dead already
                                 await runtime.kill(handle, hard=True)

@@ -462,6 +462,6 @@ def test_what_it_had_cost_is_unknown_unless_told(stretto: Run, make: Make, tmp_p
     told = ("--order", "none", "--parent-flops", "6e21", "--parent-tokens", "1e12")
     assert stretto("adopt", source, *told, "-o", tmp_path / "b").code == 0
     said = stretto("cost", tmp_path / "b").out
-    assert "on top: 6.00 ZFLOPs and 1.00T tokens, as told." in said and "unknown" not in said
+    assert "before its adoption, 6.00 ZFLOPs and 1.00T tokens, as published." in said and "unknown" not in said
     refused(stretto("adopt", tmp_path / "b", *told, "-o", tmp_path / "c"), "--parent-flops", "has a record")
     refused(stretto("adopt", source, "--parent-tokens", "-5", "-o", tmp_path / "d"), "before.tokens")

@@ -57,7 +57,7 @@ def test_eval_then_compare(served_run: Path, suite: Path, tmp_path: Path, strett
         "compare", out, both / "evals" / next((both / "evals").iterdir()).name, "-o", both, "--teacher", f"sort={out}"
     )
     assert taught.code == 0
-    assert "there is no lead" in " ".join(taught.out.split())
+    assert "there is no gain" in " ".join(taught.out.split())
     # a teacher answers what it teaches, no more
     done = stretto("compare", out, "-o", both, "--teacher", f"sort={served_run}", "--suite", suite, "--samples", 2)
     assert done.code == 0, done.err

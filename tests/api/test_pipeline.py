@@ -164,7 +164,7 @@ def test_an_expert_that_diverges_is_tried_again_and_does_not_keep_the_others(
     domains = expert(pipeline, "flip", optim={"lr": 1e30, "clip_norm": 1e30})
     told = stretto("run", changed(pipeline, domains=domains), "-o", folder, "--until", "experts")
     assert told.code == 2 and "experts/flip diverged; correct that" in told.err
-    assert told.out.count("experts/flip diverged; trying again from its last good snapshot") == 1
+    assert told.out.count("experts/flip diverged; retrying from its last good snapshot") == 1
     steps = state(folder)
     assert steps["experts/back"].has_ended and not steps["experts/flip"].has_ended
     assert (folder / "experts/back/checkpoint").is_dir() and not (folder / "distill").exists()
@@ -195,7 +195,7 @@ def test_an_expert_goes_on_from_its_last_good_snapshot_and_one_that_stood_still_
     assert plugin.with_suffix(".seen").read_text() == "x" * 5, "steps 1, 2 and 3, then 3 and 4"
     assert told.code == 2 and "experts/back has not moved" in told.err and "domains.back.expert" in told.err
     assert told.err.count("there is nothing to distil") == 1
-    assert "KL to where they began, nats a token: experts/flip" in told.out and not (folder / "distill").exists()
+    assert "KL to the start, nats per token: experts/flip" in told.out and not (folder / "distill").exists()
 
 
 def expert(path: Path, domain: str, **tables: Any) -> dict[str, Any]:

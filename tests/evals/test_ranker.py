@@ -174,7 +174,7 @@ def test_judges_have_names_of_their_own_and_other_weights_are_refused(tmp_path: 
 
 
 def test_too_few_positions(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has positions for 64 tokens, and a judge reads"):
+    with pytest.raises(UserError, match="has positions for 64 tokens, but a judge needs"):
         open_reader(network(tmp_path, 64)).read([("a", "b")])
 
 

@@ -206,7 +206,7 @@ def test_a_teacher_without_a_lead_is_told_not_hidden() -> None:
     )
     assert found.norms == [None, None]
     assert "words: its teacher scores 0.250 and the start 0.750" in comparison_table(found).note
-    assert "no lead" in comparison_page(found).sections[0].text
+    assert "no gain" in comparison_page(found).sections[0].text
 
 
 def test_retention_of_a_zero_score_is_undetermined() -> None:
