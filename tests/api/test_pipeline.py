@@ -191,7 +191,7 @@ def test_an_expert_goes_on_from_its_last_good_snapshot_and_one_that_stood_still_
     changed(pipeline, domains=expert(pipeline, "flip", loss={"advantage": f"{plugin}:once"}))
     changed(pipeline, domains=expert(pipeline, "back", optim={"lr": 1e-12}), distill={"distill": {"form": "full"}})
     told = stretto("run", pipeline, "-o", folder)
-    assert "experts/flip diverged; trying again" in told.out
+    assert "experts/flip diverged; retrying" in told.out
     assert plugin.with_suffix(".seen").read_text() == "x" * 5, "steps 1, 2 and 3, then 3 and 4"
     assert told.code == 2 and "experts/back has not moved" in told.err and "domains.back.expert" in told.err
     assert told.err.count("there is nothing to distil") == 1
