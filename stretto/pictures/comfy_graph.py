@@ -52,6 +52,7 @@ _CONSTANTS: Final = (
     "PrimitiveStringMultiline",
 )
 _SEEDS: Final = ("seed", "noise_seed")
+_NO_PLACE: Final = "this template has no place for it; leave it out, or choose another template"
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,11 +318,7 @@ def fit(graph: Graph, kinds: Kinds, request: PaintRequest, references: Sequence[
     """
     editor = _Editor(copy.deepcopy(graph), kinds, where)
     graph = editor.graph
-    positive, negative = editor.encoder("positive"), editor.encoder("negative")
-    editor.put("prompt", [positive], editor.fields(positive, "STRING"), request.prompt)
-    if request.negative:
-        own = [] if negative == positive else [negative]
-        editor.put("negative", own, editor.fields(negative, "STRING"), request.negative)
+    editor.put_texts(request.prompt, request.negative)
     sized = [key for key, node in graph.items() if {"width", "height"} <= node["inputs"].keys()]
     editor.put("width", sized, ["width"], request.width)
     editor.put("height", sized, ["height"], request.height)
@@ -362,8 +359,23 @@ class _Editor:
         raise UserError(f"{self.where}: it has no sampler with a positive and a negative side; choose another")
 
     def encoder(self, side: str) -> str:
-        """The node that makes the conditioning of one side of the sampler out of text."""
+        """The node that makes the conditioning of one side of the first sampler out of text."""
         return str(self.origin(self.sampler()[side], "CONDITIONING")[0])
+
+    def put_texts(self, prompt: str, negative: str) -> None:
+        """Write both prompts over the template's own texts, for every sampler: a template's example must not reach the server."""
+        first = self.encoder("positive")
+        self.put("prompt", [first], self.fields(first, "STRING"), prompt)
+        inputs = [node["inputs"] for node in self.graph.values()]
+        links = {side: [each[side] for each in inputs if is_link(each.get(side))] for side in ("positive", "negative")}
+        asked, avoided = ({self.origin(link, "CONDITIONING")[0] for link in links[side]} for side in links)
+        for key in asked:
+            self.graph[key]["inputs"] |= dict.fromkeys(self.fields(key, "STRING"), prompt)
+        own = avoided - asked  # the other samplers set their prompt's conditioning to zero for the negative side
+        if negative and not any(self.fields(key, "STRING") for key in own):
+            raise UserError(f"{self.where}: negative: {_NO_PLACE}")
+        for key in own:
+            self.graph[key]["inputs"] |= dict.fromkeys(self.fields(key, "STRING"), negative)
 
     def origin(self, link: list[Any], kind: str, stop: Collection[str] = ()) -> list[Any]:
         """The link that ``link`` leads back to: of the node that makes a ``kind`` out of none."""
@@ -380,9 +392,7 @@ class _Editor:
             (key, name) for key in keys for name in names if name in self.kinds[self.graph[key]["class_type"]].fields
         ]
         if not places:
-            raise UserError(
-                f"{self.where}: {what}: this template has no place for it; leave it out, or choose another template"
-            )
+            raise UserError(f"{self.where}: {what}: {_NO_PLACE}")
         for key, name in places:
             self.graph[key]["inputs"][name] = value
 

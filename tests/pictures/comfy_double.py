@@ -95,6 +95,7 @@ def nodes(models: Mapping[str, Any], uploads: list[str]) -> dict[str, tuple[dict
         ),
         "CLIPLoader": ({"clip_name": encoders, "type": types}, device, ["CLIP"]),
         "DualCLIPLoader": ({"clip_name1": encoders, "clip_name2": encoders, "type": types}, device, ["CLIP"]),
+        "QuadrupleCLIPLoader": ({f"clip_name{number}": encoders for number in range(1, 5)}, {}, ["CLIP"]),
         "VAELoader": ({"vae_name": [models["vae"], {}]}, {}, ["VAE"]),
         "LoraLoader": (
             {"model": model, "clip": clip, "lora_name": [models["loras"], {}], "strength_model": _float(1, -100, 100),
@@ -104,6 +105,8 @@ def nodes(models: Mapping[str, Any], uploads: list[str]) -> dict[str, tuple[dict
             {"model": model, "lora_name": [models["loras"], {}], "strength_model": _float(1, -100, 100)}, {}, ["MODEL"],
         ),
         "ModelSamplingAuraFlow": ({"model": model, "shift": _float(1.73, 0, 100)}, {}, ["MODEL"]),
+        "ModelSamplingSD3": ({"model": model, "shift": _float(3, 0, 100)}, {}, ["MODEL"]),
+        "CLIPTextEncodeFlux": ({"clip": clip, "clip_l": text, "t5xxl": text, "guidance": _float(3.5, 0, 100)}, {}, ["CONDITIONING"]),
         "CLIPTextEncode": ({"text": text, "clip": clip}, {}, ["CONDITIONING"]),
         "ConditioningZeroOut": ({"conditioning": cond}, {}, ["CONDITIONING"]),
         "EmptyLatentImage": (size(512, 8), {}, ["LATENT"]),

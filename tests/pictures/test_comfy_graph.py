@@ -57,6 +57,22 @@ def test_every_template_paints_what_is_asked(name):
     assert base == before
 
 
+@pytest.mark.parametrize("name", (*TEMPLATES, "sdxl_simple_example"))
+@pytest.mark.parametrize("negative", ["", "rain"])
+def test_no_text_of_a_templates_example_reaches_the_server(name, negative):
+    kinds = read_kinds(object_info(MORE, []), "comfy")
+    base = base_graph(name, kinds)
+    request = PaintRequest("a red cube", 1024, 768, seed=7, negative=negative)
+    try:
+        graph = fit(base, kinds, request, (), "comfy")
+    except UserError as error:  # a distilled model, which takes no negative prompt
+        assert negative and str(error).startswith("comfy: negative: this template has no place for it")
+        return
+    encoders = [node for node in graph.values() if node["class_type"].startswith("CLIPTextEncode")]
+    texts = {value for node in encoders for name, value in node["inputs"].items() if isinstance(value, str)}
+    assert {"a red cube"} <= texts <= {"a red cube", negative}
+
+
 def test_adapters_stand_between_the_loader_and_all_that_used_it():
     graph = plain()
     loader, first = key_of(graph, "CheckpointLoaderSimple"), graph["lora-1"]["inputs"]
