@@ -1,6 +1,6 @@
 """First commands, as a new user gives them: twelve kinds of text folders through the real command line.
 
-    python -m tests.api.first_commands [--kinds NAME …] [--seed S] [--checkout FOLDER]
+    python -m tests.cli.first_commands [--kinds NAME …] [--seed S] [--checkout FOLDER]
 
 Each kind is written by this bench, so that it knows what must be read: every byte of the text, no more and no less, with
 some of it held out. A command is right if it runs and the token data hold exactly that, or if it refuses what it should

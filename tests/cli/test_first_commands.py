@@ -1,4 +1,4 @@
-"""A fast part of `tests.api.first_commands`: the kinds that are small, tokenised in this process, and that the bench can fail."""
+"""A fast part of `tests.cli.first_commands`: the kinds that are small, tokenised in this process, and that the bench can fail."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.api.conftest import Run
-from tests.api.first_commands import KINDS, Command, judge
+from tests.cli.first_commands import KINDS, Command, judge
 
 FAST = [name for name in KINDS if not name.startswith("100 MB")]
 
