@@ -3,7 +3,7 @@
     python -m bench.logits_equality [--subnets N] [--seed S]
 
 Masked: a Subnet running inside the maximum network against the same Subnet cut out. Families: ours against
-transformers, on what we export and on checkpoints that transformers initialised. GGUF: log-probs against llama.cpp.
+transformers, on what we export; `bench.families_equality` reads what transformers wrote. GGUF: log-probs against llama.cpp.
 Weights are several times larger than an initialisation's, norms are not one and balance biases are not zero, so that
 a tensor in the wrong place shows. Exits with 1 if a difference is larger than its aim.
 """
@@ -26,14 +26,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from bench.common.measure import wide_console
 from stretto.base.track import progress
-from stretto.model.checkpoint import read_checkpoint, write_checkpoint
+from stretto.model.checkpoint import write_checkpoint
 from stretto.model.elastic import extract
-from stretto.model.families import FAMILIES, Family
+from stretto.model.families import Family
 from stretto.model.gguf import why_not_gguf, write_gguf
 from stretto.model.spec import ModelConfig, Subnet, count
 from stretto.model.transformer import Transformer, build
@@ -126,7 +126,7 @@ def main() -> None:
         folder = Path(temporary)
         for title, found in (
             ("masked super-net against extracted network, logits", masked(options.subnets, options.seed)),
-            ("ours against transformers, logits", [*exported(folder, options.seed), *foreign(folder, options.seed)]),
+            ("ours against transformers, logits", list(exported(folder, options.seed))),
             ("ours against llama.cpp, log-probs", list(ggufs(folder, options.seed, console))),
         ):
             if found:
@@ -204,35 +204,6 @@ def exported(folder: Path, seed: int) -> Iterator[Row]:
         assert not any(info.values()), f"{family}: transformers found {info}"
         difference = (model.logits(ids) - theirs(ids).logits).abs().max().item()
         yield Row(f"{family}: {name}", _size(model), difference, AIM_FAMILY)
-
-
-def foreign(folder: Path, seed: int) -> Iterator[Row]:
-    """Initialised and written by transformers, computed by us."""
-    ids = token_ids(seed)
-    for family in FAMILIES:
-        torch.manual_seed(seed)
-        experts = "num_local_experts" if family == "glm4_moe" else "num_experts"
-        sizes = {
-            "vocab_size": SHAPE["vocab_size"],
-            "hidden_size": SHAPE["hidden_size"],
-            "intermediate_size": 96,
-            "moe_intermediate_size": SHAPE["expert_intermediate_size"],
-            "num_hidden_layers": SHAPE["num_layers"],
-            "num_attention_heads": SHAPE["num_heads"],
-            "num_key_value_heads": SHAPE["num_kv_heads"],
-            "max_position_embeddings": LENGTH,
-            "initializer_range": 0.15,
-            "num_experts_per_tok": SHAPE["top_k"],
-            experts: SHAPE["num_experts"],
-        }
-        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
-        for name, tensor in theirs.state_dict().items():
-            if "correction_bias" in name:
-                tensor.normal_(std=0.05)
-        theirs.save_pretrained(folder / family)
-        model = read_checkpoint(folder / family).model
-        difference = (model.logits(ids) - theirs(ids).logits).abs().max().item()
-        yield Row(f"{family}: initialised by transformers", _size(model), difference, AIM_FAMILY)
 
 
 def ggufs(folder: Path, seed: int, console: Console) -> Iterator[Row]:

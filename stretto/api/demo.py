@@ -32,7 +32,7 @@ from stretto.api.train import heal_command, pretrain_command
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.numbers import loss, params, percent, si
-from stretto.base.paths import CHECKPOINT, RECIPES, remove, write_json, write_text
+from stretto.base.paths import CHECKPOINT, RECIPES, remove, require_writable, write_json, write_text
 from stretto.base.track import progress, read_metrics, say
 from stretto.data.demo_text import TEMPLATE, demo_documents, passages
 from stretto.data.sources import Document
@@ -102,8 +102,9 @@ def run_stages(run: Path, stages_of: Callable[[Path], Sequence[Stage]], first: s
         fresh: delete ``run`` first.
 
     Raises:
-        UserError: ``run`` holds something else.
+        UserError: ``run`` holds something else, or cannot be written.
     """
+    require_writable(run)
     if fresh:
         remove(run)
     elif run.exists() and not (run / first).is_dir():

@@ -92,11 +92,25 @@ def replacing(path: Path | str) -> Iterator[Path]:
         named = Path(str(error.filename2 or error.filename or path))  # of a copy the second is the target
         if not (named in path.parents or named.is_relative_to(path) or named.is_relative_to(temporary)):
             raise  # about a file that the caller reads
-        problem = error.strerror or error
-        raise UserError(f"{path}: cannot be written: {problem}; free some space or choose another folder") from error
+        raise UserError(
+            f"{path}: cannot be written: {error.strerror or error}; {_remedy(error, 'free some space or choose another folder')}"
+        ) from error
     finally:
         if os.path.lexists(temporary):  # where nothing can be written, nothing can be removed
             remove(temporary)
+
+
+def _remedy(error: OSError, otherwise: str) -> str:
+    is_refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+    return "choose a folder that you may write to" if is_refused else otherwise
+
+
+def require_writable(folder: Path) -> None:
+    """Raises `UserError` where the user may not write into ``folder`` or, before it exists, may not make it."""
+    # Not Path.exists, which raises where a parent may not be looked into.
+    nearest = next(each for each in (folder, *folder.absolute().parents) if os.path.exists(each))
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"{folder}: cannot be written: Permission denied; choose a folder that you may write to")
 
 
 @contextmanager
@@ -106,7 +120,7 @@ def writing(path: Path | str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"{path}: cannot be written: {error.strerror or error}; free some space, then --resume"
+            f"{path}: cannot be written: {error.strerror or error}; {_remedy(error, 'free some space, then --resume')}"
         ) from error
 
 

@@ -81,6 +81,25 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_without_permission_to_write_is_named_before_any_work(tmp_path: Path) -> None:
+    # The superuser may write everywhere, hence the child, which becomes somebody else.
+    code = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from stretto.base.errors import UserError\n"
+        "from stretto.base.paths import require_writable, write_text\n"
+        "os.chdir(sys.argv[1])\n"
+        "if os.getuid() == 0:\n    os.setuid(65534)\n"
+        "for attempt in (lambda: write_text('a', 'x'), lambda: require_writable(Path('runs/demo'))):\n"
+        "    try:\n        attempt()\n"
+        "    except UserError as error:\n        print(error)"
+    )
+    tmp_path.chmod(0o555)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    remedy = "cannot be written: Permission denied; choose a folder that you may write to"
+    assert done.stdout.splitlines() == [f"a: {remedy}", f"runs/demo: {remedy}"]
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"[" * 100_000, b"9" * 5000])
 def test_damaged_json_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.json").write_bytes(content)
