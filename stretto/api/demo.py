@@ -26,9 +26,8 @@ from stretto.api.search import (
     export_command,
     extract_command,
     latency_command,
-    search_command,
 )
-from stretto.api.train import heal_command, pretrain_command
+from stretto.api.stages import heal, pretrain, search
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.numbers import loss, params, percent, si
@@ -123,23 +122,18 @@ def _stages(run: Path) -> tuple[Stage, ...]:
     """From text to the exported small model."""
     recipe = read_recipe(RECIPES / "demo.toml", Recipe)
     healing = read_recipe(RECIPES / "heal.toml", HealRecipe, ['train.dtype="float32"'])
-    brief = healing.replace(train=healing.train.replace(steps=SEARCH_HEAL_STEPS))
-    data, healed = [str(run / "data" / "00")], run / "healed"
+    data = [str(run / "data" / "00")]
     resume, resume_heal = ((folder / "snapshots").is_dir() for folder in (run, run / "healed.run"))
     return (
         Stage("text: read and tokenise", "data/00/data.json", partial(_text, run, recipe)),
         Stage("pre-train one elastic network", CHECKPOINT, partial(_pretrain, recipe, run, data, resume)),
         Stage("measure the latency of its layers", LATENCY_FILE, partial(latency_command, run, "cpu")),
-        Stage(
-            "search: at most 36 % of the parameters, 55 % of the active ones",
-            SEARCH_FILE,
-            partial(_search, run, brief),
-        ),
+        Stage("search: at most 36 % of the parameters, 55 % of the active ones", SEARCH_FILE, partial(_search, run)),
         Stage("extract the best size and the half", "best", partial(_extract, run)),
         Stage(
             "heal the best size",
             "healed",
-            partial(heal_command, healing, run / "best", healed, data, None, resume=resume_heal, device="cpu"),
+            partial(heal, run / "best", data, run / "healed", recipe=healing, resume=resume_heal, device="cpu"),
         ),
         Stage("export for transformers and llama.cpp", "model.gguf", partial(_export, run)),
         Stage("generate with transformers at three sizes", SAMPLES_FILE, partial(_write, run)),
@@ -197,7 +191,7 @@ def _pretrain(recipe: Recipe, run: Path, data: Sequence[str], resume: bool) -> N
     columns = ("Size", "Layers", "Experts", "Top-k", "Total", "share", "Active", "share")
     note = "Parameters of the network and of the sizes inside it that are trained together."
     console.print(Table("Sizes", columns, tuple(rows), note=note))
-    pretrain_command(recipe, run, data, resume=resume, device="cpu")
+    pretrain(recipe, data, run, resume=resume, device="cpu")
     console.print(_loss_curves(run, list(subnets)))
 
 
@@ -211,9 +205,9 @@ def _loss_curves(run: Path, names: Sequence[str]) -> Text:
     return text
 
 
-def _search(run: Path, healing: HealRecipe) -> None:
-    for line in search_command(run, LIMITS, SEARCH_OPTIONS, healing, "cpu").summary():
-        say(line)
+def _search(run: Path) -> None:
+    limits, options = LIMITS.model_dump(), SEARCH_OPTIONS
+    say(repr(search(run, **limits, heal_steps=SEARCH_HEAL_STEPS, options=options, device="cpu")))
 
 
 def _extract(run: Path) -> None:

@@ -21,9 +21,9 @@ from rich.text import Text
 from stretto.api.adopt import AdoptOptions, adopt_command
 from stretto.api.demo import Stage, run_stages
 from stretto.api.report import report_command
-from stretto.api.search import LATENCY_FILE, SEARCH_FILE, extract_command, latency_command, search_command
+from stretto.api.search import LATENCY_FILE, SEARCH_FILE, extract_command, latency_command
 from stretto.api.serve import console_sampling
-from stretto.api.train import elasticize_command, heal_command
+from stretto.api.stages import elasticize, heal, search
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT, RECIPES, checkpoint_folder, write_json, write_text
 from stretto.base.track import progress
@@ -50,6 +50,7 @@ AT_ONCE = 64
 """Requests that the engine computes side by side: weights are read once for all of them."""
 HOW = Upcycling(experts=8, top_k=4)
 LIMITS = Limits(max_total=0.8, max_active=0.75)
+SEARCH_OPTIONS = SearchOptions(num_evaluated=4, num_spread=2, num_nested=2)
 ELASTICIZE = ["train.steps=40", "train.eval_every=10", "train.eval_rows=8", "train.snapshot_every=10"]
 HEAL = [
     "train.steps=32",
@@ -82,7 +83,7 @@ def _stages(run: Path) -> tuple[Stage, ...]:
     """The spine: what happens, in order."""
     elasticizing = read_recipe(RECIPES / "elasticize.toml", ElasticizeRecipe, ELASTICIZE)
     healing = read_recipe(RECIPES / "heal.toml", HealRecipe, HEAL)
-    smol, moe, best, healed = run / "smol", run / "moe", run / "best", run / "healed"
+    smol, moe, best = run / "smol", run / "moe", run / "best"
     data = [str(run / "data" / "00"), f"{run / 'data' / '01'}@{CHAT_WEIGHT}"]
     resume, resume_heal = ((folder / "snapshots").is_dir() for folder in (run, run / "healed.run"))
     return (
@@ -101,21 +102,19 @@ def _stages(run: Path) -> tuple[Stage, ...]:
         Stage(
             "train it so that every size of it works",
             CHECKPOINT,
-            partial(elasticize_command, elasticizing, moe, data, smol, run, resume=resume, device="cpu"),
+            partial(elasticize, moe, data, run, recipe=elasticizing, teacher=smol, resume=resume, device="cpu"),
         ),
         Stage("measure this machine's latency", LATENCY_FILE, partial(latency_command, run, "cpu")),
         Stage(
             f"search: at most {LIMITS.max_total:.0%} of the parameters, {LIMITS.max_active:.0%} of the active ones",
             SEARCH_FILE,
-            partial(
-                search_command, run, LIMITS, SearchOptions(num_evaluated=4, num_spread=2, num_nested=2), None, "cpu"
-            ),
+            partial(search, run, **LIMITS.model_dump(), options=SEARCH_OPTIONS, device="cpu"),
         ),
         Stage("cut out the best", "best", partial(extract_command, run, "best", best, "cpu")),
         Stage(
             "heal the best",
             "healed",
-            partial(heal_command, healing, best, healed, data, None, resume=resume_heal, device="cpu"),
+            partial(heal, best, data, run / "healed", recipe=healing, resume=resume_heal, device="cpu"),
         ),
         Stage("ask each size the same ten questions", SAMPLES_FILE, partial(_ask, run)),
     )

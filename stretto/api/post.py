@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,25 +17,42 @@ from stretto.api.model import Model, load
 from stretto.api.pipeline import last_result, run_command
 from stretto.api.rl import distill_student, made_start, online_recipe, rl_command, say_gaps
 from stretto.api.stages import Data, ModelLike, PathLike, listed_data, new_folder, place, run_folder
-from stretto.api.train import sft_command
+from stretto.api.train import (
+    ADAPTER,
+    begun_run,
+    claim_run,
+    new_info,
+    new_job,
+    own_tokenizer,
+    same_folder,
+    stem_of,
+    write_result,
+)
 from stretto.base.config import overriding, read_recipe, validate
 from stretto.base.errors import UserError, user_errors
-from stretto.base.paths import checkpoint_folder
+from stretto.base.paths import CHECKPOINT, checkpoint_folder
 from stretto.base.track import say
 from stretto.flow.run import Result, start_of
 from stretto.harness.suites import SUITES as HARNESSES
 from stretto.harness.suites import check_installed, harness_names, serving
 from stretto.learning.recipe import RlRecipe
+from stretto.model.checkpoint import read_config, read_family, read_presets
+from stretto.model.lora import read_adapter_config
+from stretto.model.parallel import join
 from stretto.post.distill import STAGE as DISTILL
 from stretto.post.distill import parent_settings, teacher_settings
 from stretto.post.merge import MergeOptions
 from stretto.post.merge import merge as merge_checkpoints
+from stretto.post.sft import open_conversations, sft_conversations
 from stretto.post.suite import Evaluation, parse_suites, read_evaluation, write_right_answers
 from stretto.report.evals import Comparison, comparison_table, domain_lines, score_bars, score_table
 from stretto.report.page import Plot, Table
 from stretto.report.rl import panels, read_rl_run, reward
+from stretto.text.chat import tool_form
+from stretto.text.tokenizer import load_tokenizer
 from stretto.train.prepare import TextOptions
 from stretto.train.recipe import SftRecipe
+from stretto.train.run_folder import RunInfo
 
 RlRecipeLike = PathLike | Mapping[str, Any] | RlRecipe
 """A TOML file, the name of a shipped recipe (``rl_gym``), a mapping of the same form, or an `RlRecipe`. In a mapping, a source's ``kind``
@@ -97,18 +114,40 @@ def sft(
         return load(made_start(start, folder, origin, device), device=device)
     if model is None:
         raise UserError("--model: missing; name the run or checkpoint to train")
-    sft_command(
-        read_recipe(recipe, SftRecipe, overriding(settings, {"lora.rank": lora, "train.steps": steps})),
-        place(model),
-        folder,
-        named,
-        text=TextOptions(val, val_fraction, is_chat=True),
-        adapters=None if adapter is None else Path(adapter),
-        keep_adapter=keep_adapter,
-        resume=resume,
-        device=device,
-        wandb_project=wandb,
-    )
+    parsed = read_recipe(recipe, SftRecipe, overriding(settings, {"lora.rank": lora, "train.steps": steps}))
+    text, ranks = TextOptions(val, val_fraction, is_chat=True), join(device, parsed.train.ep)
+    origin, adapters = checkpoint_folder(place(model)).resolve(), None if adapter is None else Path(adapter)
+    config, sizes = read_config(origin), read_presets(origin)
+    if adapters is not None:
+        if parsed.lora is not None:
+            raise UserError(f"--adapter: {adapters} says its rank itself; leave lora out of the recipe, and --lora")
+        parsed = parsed.replace(lora=read_adapter_config(adapters, config, read_family(origin)))
+    if keep_adapter and parsed.lora is None:
+        raise UserError("--keep-adapter: no adapters are trained; add --lora 16")
+    complete = parsed.for_network(config, sizes)
+    tokenizer = own_tokenizer(origin)
+    template = load_tokenizer(tokenizer).chat_template
+    if template is None:
+        raise UserError(f"{origin}: has no chat template; put a chat_template.jinja beside its tokenizer.json")
+    if ranks.is_first and (note := tool_form(template).note()):
+        say(note)
+
+    def begin() -> RunInfo:
+        if resume:
+            begun = begun_run(folder, complete, named, text=text)
+            begun = same_folder(folder, begun, "--adapter", adapters, "adapters")
+            return same_folder(folder, begun, "--model", origin, "parent")
+        began = {"parent": origin, "adapters": adapters.resolve() if adapters is not None else None}
+        return new_info("sft", complete, folder, named, tokenizer, config.vocab_size, text, **began)
+
+    with ExitStack() as held:
+        info = ranks.first(lambda: claim_run(folder, resume, held, begin))
+        loader = open_conversations(info.mixture, complete, ranks)
+        job = new_job(folder, info, ranks, resume, wandb, loader)
+        kept = folder / ADAPTER if keep_adapter else None
+        trained = sft_conversations(complete, job, origin, adapters=info.adapters, keep=kept)
+        presets = complete.elastic.anchors if complete.elastic is not None else sizes
+        write_result(folder / CHECKPOINT, folder.name, info, trained, ranks, presets, stem_of(origin))
     return load(folder, device=device)
 
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
-from stretto.api.train import EVAL_BATCH_ROWS, held_out, open_loader
+from stretto.api.train import EVAL_BATCH_ROWS, held_out
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
-from stretto.base.paths import RUN_FILE, checkpoint_folder, claimed, read_json, require_apart, write_json
+from stretto.base.paths import RUN_FILE, checkpoint_folder, read_json, require_apart
 from stretto.base.records import Meter, Receipt
 from stretto.base.track import progress, say
-from stretto.evals.loss import EvalBatch, evaluate
+from stretto.evals.loss import EvalBatch
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from stretto.model.elastic import extract
 from stretto.model.families import kept_family, parse_family
 from stretto.model.gguf import write_gguf
 from stretto.model.parallel import Ranks, device_name, join
@@ -26,10 +23,9 @@ from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, check_subnet, 
 from stretto.model.transformer import Context
 from stretto.subnets.extract import Extracted, verified_extract
 from stretto.subnets.latency import LatencyTable, check, measure, read_table, usual_workloads, write_table
-from stretto.subnets.search import Limits, SearchOptions, SearchResult, SearchSpace, search
-from stretto.train.loop import Job, heal, write_trained
-from stretto.train.prepare import AS_IT_IS, TextOptions, prepare_data, sources_named
-from stretto.train.recipe import HealRecipe
+from stretto.subnets.search import Limits, SearchResult, SearchSpace
+from stretto.train.loop import write_trained
+from stretto.train.prepare import TextOptions, prepare_data, sources_named
 from stretto.train.run_folder import RunInfo, read_info
 from stretto.train.step import metered
 
@@ -40,7 +36,7 @@ BEST = "best"
 
 def latency_command(run: Path, device: str = "auto") -> LatencyTable:
     """Measure this machine's latency table for the network of ``run``; written to the run folder."""
-    model = _load(run, join(device)).model
+    model = load_checkpoint(run, join(device)).model
     space = SearchSpace.of(model.config)
     experts, top_ks = _ends(space.experts), _ends(space.top_k)
     table = measure(model, experts, top_ks, usual_workloads(model.config))
@@ -59,7 +55,7 @@ def latency_command(run: Path, device: str = "auto") -> LatencyTable:
 
 def latency_errors(run: Path, device: str = "auto") -> dict[str, float]:
     """Relative error of the table's prediction against a true measurement, for every preset and the full network."""
-    checkpoint = _load(run, join(device))
+    checkpoint = load_checkpoint(run, join(device))
     table = read_table(run / LATENCY_FILE, checkpoint.model)
     names = named_subnets(checkpoint.config, checkpoint.presets)
     found = check(table, checkpoint.model, list(names.values()), num_rounds=3)
@@ -81,73 +77,7 @@ def parse_limits(max_total: float | None, max_active: float | None, max_latency_
     return Limits(max_total=max_total, max_active=max_active, max_latency_ms=max_latency_ms)
 
 
-def search_command(
-    run: Path,
-    limits: Limits,
-    options: SearchOptions | None = None,
-    heal_recipe: HealRecipe | None = None,
-    device: str = "auto",
-    *,
-    data: Sequence[str] = (),
-    text: TextOptions = AS_IT_IS,
-    nested: bool = False,
-    per_layer: bool = False,
-) -> SearchResult:
-    """Search ``run`` for the best Subnet within ``limits``; the result is kept in the run folder.
-
-    Args:
-        data, text: to measure and heal on instead of what the run was trained on.
-        heal_recipe: the best few are healed briefly by it, and the choice is made among the healed.
-        nested: drop layers in the order of training only.
-        per_layer: expert counts may differ by layer.
-    """
-    info, ranks = read_info(run), join(device)
-    if isinstance(info.recipe, HealRecipe):
-        raise UserError(
-            f"{run}: a {info.stage} run, whose network has one size; name the folder of the pre-training run"
-        )
-    checkpoint = _load(run, ranks)
-    with ExitStack() as held:
-        ranks.first(lambda: held.enter_context(claimed(run / "search")))  # where text is tokenised and candidates heal
-        if data:
-            info = ranks.first(lambda: _on_other_data(run, info, data, text, checkpoint))
-        batches = held_out(info, info.train, ranks)
-        table = read_table(run / LATENCY_FILE, checkpoint.model) if (run / LATENCY_FILE).is_file() else None
-        meter = Meter("search", device_name(ranks.device), ranks.world)
-        numbers = itertools.count()
-
-        def healed_nll(subnet: Subnet) -> float:
-            """Loss of ``subnet`` after a few steps of healing; each heals in a folder of its own."""
-            assert heal_recipe is not None and info.data_hash is not None
-            seen = meter.receipt().flops
-            loader = open_loader(info, heal_recipe.train, ranks)
-            job = Job(run / "search" / f"heal-{next(numbers):02d}", loader, (), info.data_hash, ranks)
-            healed = heal(heal_recipe, job, extract(checkpoint.model, subnet), lambda: checkpoint.model)
-            # what the search's meter saw of it already are the teacher's passes through the maximum network
-            spent, seen = healed.meter.receipt(), meter.receipt().flops - seen
-            meter.add(flops=spent.flops - seen, tokens=spent.tokens)
-            return evaluate(healed.model, healed.model.config.full(), batches).nll
-
-        with meter, metered(checkpoint.model, meter):
-            result = search(
-                checkpoint.model,
-                batches,
-                limits,
-                space=SearchSpace.of(
-                    checkpoint.config,
-                    layers="nested" if nested else "free",
-                    widths="per_layer" if per_layer else "uniform",
-                ),
-                options=options,
-                presets=named_subnets(checkpoint.config, checkpoint.presets),
-                table=table,
-                heal=healed_nll if heal_recipe is not None else None,
-            )
-        write_json(run / SEARCH_FILE, SearchRecord(result=result, receipt=meter.receipt()).model_dump(mode="json"))
-    return result
-
-
-def _on_other_data(run: Path, info: RunInfo, data: Sequence[str], text: TextOptions, checkpoint: Checkpoint) -> RunInfo:
+def on_other_data(run: Path, info: RunInfo, data: Sequence[str], text: TextOptions, checkpoint: Checkpoint) -> RunInfo:
     """``info`` with ``data``, which is tokenised beside the run's own."""
     folder = checkpoint.folder
     tokenizer = _tokenizer_of(folder)
@@ -179,7 +109,7 @@ def extract_command(source: Path, size: str | Subnet, out: Path, device: str = "
     """
     require_apart(out, checkpoint_folder(source))
     ranks = join(device)
-    checkpoint = _load(source, ranks)
+    checkpoint = load_checkpoint(source, ranks)
     subnet = size if isinstance(size, Subnet) else named_subnet(source, size, checkpoint.config, checkpoint.presets)
     check_subnet(checkpoint.config, subnet)
     meter = Meter("extract", device_name(ranks.device), ranks.world)
@@ -246,7 +176,7 @@ def _tokenizer_of(folder: Path) -> Path | None:
     return folder if (folder / "tokenizer.json").is_file() else None
 
 
-def _load(source: Path, ranks: Ranks) -> Checkpoint:
+def load_checkpoint(source: Path, ranks: Ranks) -> Checkpoint:
     return read_checkpoint(checkpoint_folder(source), device=ranks.device)
 
 

@@ -9,24 +9,67 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stretto.api.adopt import AdoptOptions, adopt_command, upcycling
 from stretto.api.model import Model, SubnetLike, load
-from stretto.api.search import extract_command, latency_command, parse_limits, search_command
-from stretto.api.train import elasticize_command, heal_command, model_to_go_on_with, pretrain_command
+from stretto.api.search import (
+    LATENCY_FILE,
+    SEARCH_FILE,
+    SearchRecord,
+    extract_command,
+    latency_command,
+    load_checkpoint,
+    on_other_data,
+    parse_limits,
+)
+from stretto.api.train import (
+    begun_run,
+    check_teacher,
+    claim_run,
+    find_teacher,
+    held_out,
+    kept_checkpoint,
+    model_to_go_on_with,
+    new_heal,
+    new_info,
+    new_job,
+    new_run,
+    open_loader,
+    own_tokenizer,
+    put_in_place,
+    read_network,
+    require_adopted,
+    same_folder,
+    stem_of,
+    write_result,
+)
 from stretto.base.config import overriding, read_recipe, validate
-from stretto.base.errors import user_errors
-from stretto.base.paths import RUN_FILE
-from stretto.model.spec import Subnet
+from stretto.base.errors import UserError, user_errors
+from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, require_apart, write_json
+from stretto.base.records import Meter
+from stretto.evals.loss import evaluate as loss_of
+from stretto.model.checkpoint import read_checkpoint, read_config, read_presets
+from stretto.model.elastic import extract as cut_out
+from stretto.model.families import default_family
+from stretto.model.parallel import device_name, join
+from stretto.model.spec import Subnet, named_subnets
 from stretto.report.page import Cell, Plot, Table
 from stretto.report.search import candidates
-from stretto.subnets.latency import LatencyTable
-from stretto.subnets.search import SearchOptions, SearchResult
+from stretto.subnets.latency import LatencyTable, read_table
+from stretto.subnets.search import SearchOptions, SearchResult, SearchSpace
+from stretto.subnets.search import search as search_subnets
+from stretto.train import loop
 from stretto.train.prepare import TextOptions
 from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe
+from stretto.train.run_folder import ADOPTED, RunInfo, read_info
+from stretto.train.step import metered
 
 PathLike = str | os.PathLike[str]
 ModelLike = PathLike | Model
@@ -108,17 +151,23 @@ def pretrain(
     if start is not None or (resume and (folder / RUN_FILE).is_file()):
         given = model_to_go_on_with(folder, start)
     parsed = read_recipe(recipe, Recipe, overriding(settings, {"train.steps": steps}), given)
-    pretrain_command(
-        parsed,
-        folder,
-        listed_data(data),
-        None if tokenizer is None else Path(tokenizer),
-        start,
-        text=TextOptions(val, val_fraction, text_field),
-        resume=resume,
-        device=device,
-        wandb_project=wandb,
-    )
+    default_family(parsed.network())  # refused now, and not when it has been trained
+    ranks, named, text = join(device, parsed.train.ep), listed_data(data), TextOptions(val, val_fraction, text_field)
+    words = None if tokenizer is None else Path(tokenizer)
+    origin_folder = checkpoint_folder(start).resolve() if start is not None else None
+
+    def begin() -> RunInfo:
+        if not resume:
+            return new_run(parsed, folder, named, words, origin_folder, text)
+        return same_folder(folder, begun_run(folder, parsed, named, words, text), "--from", origin_folder, "parent")
+
+    with ExitStack() as held:
+        info = ranks.first(lambda: claim_run(folder, resume, held, begin))
+        parent = info.parent
+        stem = stem_of(parent) if parent is not None else None
+        read = partial(read_network, parent) if parent is not None else None
+        trained = loop.pretrain(parsed, new_job(folder, info, ranks, resume, wandb), read)
+        write_result(folder / CHECKPOINT, folder.name, info, trained, ranks, parsed.elastic.anchors, stem)
     return load(folder, device=device)
 
 
@@ -208,17 +257,38 @@ def elasticize(
     """
     told = {"trainable": trainable, "cached_logits": cache_logits, "train.steps": steps}
     parsed = read_recipe(recipe, ElasticizeRecipe, overriding(settings, told))
-    elasticize_command(
-        parsed,
-        place(source),
-        listed_data(data),
-        None if teacher is None else place(teacher),
-        None if out is None else Path(out),
-        text=TextOptions(val, val_fraction, text_field),
-        resume=resume,
-        device=device,
-    )
-    return load(place(source) if out is None else Path(out), device=device)
+    ranks, named, text = join(device, parsed.train.ep), listed_data(data), TextOptions(val, val_fraction, text_field)
+    folder, in_place = place(source) if out is None else Path(out), out is None
+
+    def begin() -> RunInfo:
+        origin = kept_checkpoint(folder) if in_place else checkpoint_folder(place(source)).resolve()
+        config = read_config(origin)
+        taught = None if teacher is None else check_teacher(config.vocab_size, place(teacher))
+        complete = parsed.for_network(config, read_presets(origin))
+        if resume:
+            begun = same_folder(folder, begun_run(folder, complete, named, text=text), "--teacher", taught, "teacher")
+            return begun if in_place else same_folder(folder, begun, "source", origin, "parent")
+        tokens, parent = (folder / "elasticize", None) if in_place else (folder, origin)
+        vocab_size, tokenizer = config.vocab_size, own_tokenizer(origin)
+        return new_info(
+            "elasticize", complete, tokens, named, tokenizer, vocab_size, text, parent=parent, teacher=taught
+        )
+
+    with ExitStack() as held:
+        if in_place:
+            ranks.first(lambda: require_adopted(folder))
+        info = ranks.first(lambda: claim_run(folder, resume, held, begin, ADOPTED if in_place else CHECKPOINT))
+        assert isinstance(info.recipe, ElasticizeRecipe)
+        origin = info.parent or kept_checkpoint(folder)
+        guide = partial(read_network, info.teacher) if info.teacher is not None else None
+        job = new_job(folder, info, ranks, resume)
+        trained = loop.elasticize(info.recipe, job, partial(read_network, origin), guide)
+        made = folder / ("elasticized" if in_place else CHECKPOINT)
+        anchors = info.recipe.elastic.anchors
+        write_result(made, folder.name, info, trained, ranks, anchors, stem_of(origin), origin)
+        if in_place:
+            ranks.first(lambda: put_in_place(folder, made))
+    return load(folder, device=device)
 
 
 @user_errors
@@ -308,21 +378,57 @@ def search(
     Raises:
         UserError: ``model`` is not a run, or nothing meets the limits (with the nearest that does).
     """
+    run, limits = place(model), parse_limits(max_total, max_active, max_latency_ms)
     healing = None
     if heal_steps:
         told = [f"train.steps={heal_steps}", f"train.eval_every={heal_steps}", f"train.snapshot_every={heal_steps}"]
         healing = read_recipe(heal_recipe, HealRecipe, told)
-    result = search_command(
-        place(model),
-        parse_limits(max_total, max_active, max_latency_ms),
-        options or SearchOptions(),
-        healing,
-        device,
-        data=listed_data(data),
-        text=TextOptions(val, val_fraction, text_field),
-        nested=nested,
-        per_layer=per_layer,
-    )
+    info, ranks = read_info(run), join(device)
+    if isinstance(info.recipe, HealRecipe):
+        raise UserError(
+            f"{run}: a {info.stage} run, whose network has one size; name the folder of the pre-training run"
+        )
+    checkpoint = load_checkpoint(run, ranks)
+    network = checkpoint.model
+    with ExitStack() as held:
+        ranks.first(lambda: held.enter_context(claimed(run / "search")))  # where text is tokenised and candidates heal
+        if named := listed_data(data):
+            text = TextOptions(val, val_fraction, text_field)
+            info = ranks.first(lambda: on_other_data(run, info, named, text, checkpoint))
+        batches = held_out(info, info.train, ranks)
+        table = read_table(run / LATENCY_FILE, network) if (run / LATENCY_FILE).is_file() else None
+        meter = Meter("search", device_name(ranks.device), ranks.world)
+        numbers = itertools.count()
+
+        def healed_nll(subnet: Subnet) -> float:
+            """Loss of ``subnet`` after a few steps of healing; each heals in a folder of its own."""
+            assert healing is not None and info.data_hash is not None
+            seen = meter.receipt().flops
+            loader = open_loader(info, healing.train, ranks)
+            job = loop.Job(run / "search" / f"heal-{next(numbers):02d}", loader, (), info.data_hash, ranks)
+            healed = loop.heal(healing, job, cut_out(network, subnet), lambda: network)
+            # what the search's meter saw of it already are the teacher's passes through the maximum network
+            spent, seen = healed.meter.receipt(), meter.receipt().flops - seen
+            meter.add(flops=spent.flops - seen, tokens=spent.tokens)
+            return loss_of(healed.model, healed.model.config.full(), batches).nll
+
+        space = SearchSpace.of(
+            checkpoint.config,
+            layers="nested" if nested else "free",
+            widths="per_layer" if per_layer else "uniform",
+        )
+        with meter, metered(network, meter):
+            result = search_subnets(
+                network,
+                batches,
+                limits,
+                space=space,
+                options=options,
+                presets=named_subnets(checkpoint.config, checkpoint.presets),
+                table=table,
+                heal=healed_nll if healing is not None else None,
+            )
+        write_json(run / SEARCH_FILE, SearchRecord(result=result, receipt=meter.receipt()).model_dump(mode="json"))
     return Search(result)
 
 
@@ -377,15 +483,25 @@ def heal(
     Raises:
         UserError: bad data or recipe, or the teacher is not found.
     """
-    folder = new_folder(model, "heal") if out is None else Path(out)
-    heal_command(
-        read_recipe(recipe, HealRecipe, overriding(settings, {"train.steps": steps})),
-        place(model),
-        folder,
-        listed_data(data),
-        None if teacher is None else place(teacher),
-        text=TextOptions(val, val_fraction, text_field),
-        resume=resume,
-        device=device,
-    )
-    return load(folder, device=device)
+    out_folder = new_folder(model, "heal") if out is None else Path(out)
+    parsed = read_recipe(recipe, HealRecipe, overriding(settings, {"train.steps": steps}))
+    run = out_folder.with_name(out_folder.name + ".run")
+    folder, told = checkpoint_folder(place(model)), None if teacher is None else place(teacher)
+    for kept in (folder, *([] if told is None else [checkpoint_folder(told)])):
+        require_apart(out_folder, kept)
+    student = read_checkpoint(folder, dtype=torch.float32)
+    ranks, named, text = join(device, parsed.train.ep), listed_data(data), TextOptions(val, val_fraction, text_field)
+
+    def begin() -> RunInfo:
+        if not resume:
+            return new_heal(parsed, run, student, named, find_teacher(parsed, student, told), text)
+        begun = same_folder(run, begun_run(run, parsed, named, text=text), "source", folder, "parent")
+        guide = checkpoint_folder(told) if told is not None and parsed.ce_weight < 1.0 else None
+        return same_folder(run, begun, "--teacher", guide, "teacher")
+
+    with ExitStack() as held:
+        info = ranks.first(lambda: claim_run(run, resume, held, begin))
+        read = partial(read_network, info.teacher) if info.teacher is not None else None
+        trained = loop.heal(parsed, new_job(run, info, ranks, resume), student.model, read)
+        write_result(out_folder, out_folder.name, info, trained, ranks, student.presets, stem_of(folder))
+    return load(out_folder, device=device)

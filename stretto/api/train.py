@@ -1,4 +1,4 @@
-"""The training commands: from arguments to a stage, and from its result to a checkpoint."""
+"""What the training stages share: the record of a run, its job, its held-out text, and its checkpoint."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ import torch
 
 from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
-from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, remove, require_apart, write_json
+from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, remove, write_json
 from stretto.base.records import LINEAGE_FILE, Lineage, read_lineage
-from stretto.base.track import Tracker, say
+from stretto.base.track import Tracker
 from stretto.data.loader import Loader, eval_batches
 from stretto.evals.loss import EvalBatch
-from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config, read_family, read_presets
-from stretto.model.families import Family, default_family
-from stretto.model.lora import read_adapter_config
-from stretto.model.parallel import Ranks, join
+from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config, read_family
+from stretto.model.families import Family
+from stretto.model.parallel import Ranks
 from stretto.model.spec import SubnetChoice
-from stretto.post.sft import open_conversations, sft_conversations
-from stretto.text.chat import tool_form
+from stretto.model.transformer import Transformer
 from stretto.text.tokenizer import load_tokenizer
-from stretto.train.loop import Job, Trained, elasticize, heal, pretrain, write_trained
+from stretto.train.loop import Job, Trained, write_trained
 from stretto.train.prepare import AS_IT_IS, TextOptions, check_enough, prepare_data, sources_named
 from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe, SftRecipe, TrainConfig
 from stretto.train.run_folder import ADOPTED, RunInfo, read_info
@@ -36,42 +34,6 @@ ADAPTER = "adapter"
 """In a run folder of `stretto sft`: the adapters by themselves, where they were asked for."""
 
 
-def pretrain_command(
-    recipe: Recipe,
-    run: Path,
-    data: Sequence[str],
-    tokenizer: Path | None = None,
-    origin: Path | None = None,
-    *,
-    text: TextOptions = AS_IT_IS,
-    resume: bool = False,
-    device: str = "auto",
-    wandb_project: str | None = None,
-) -> Path:
-    """Pre-train ``recipe`` in ``run``; returns the checkpoint's folder. Raises `UserError`: bad data or recipe, or a
-    folder in which another run lies.
-
-    Args:
-        origin: run or checkpoint to go on from, of the recipe's shape; its tokenizer is the run's.
-    """
-    default_family(recipe.network())  # refused now, and not when it has been trained
-    ranks = join(device, recipe.train.ep)
-    folder = checkpoint_folder(origin).resolve() if origin is not None else None
-
-    def start() -> RunInfo:
-        if not resume:
-            return _new_run(recipe, run, data, tokenizer, folder, text)
-        return same_folder(run, begun_run(run, recipe, data, tokenizer, text), "--from", folder, "parent")
-
-    with ExitStack() as held:
-        info = ranks.first(lambda: claim_run(run, resume, held, start))
-        parent = info.parent
-        stem = stem_of(parent) if parent is not None else None
-        read = (lambda: read_checkpoint(parent, dtype=torch.float32).model) if parent is not None else None
-        trained = pretrain(recipe, new_job(run, info, ranks, resume, wandb_project), read)
-        return write_result(run / CHECKPOINT, run.name, info, trained, ranks, recipe.elastic.anchors, stem)
-
-
 def model_to_go_on_with(run: Path, origin: Path | None) -> dict[str, Any] | None:
     """The recipe's table of the network that ``origin`` is, or that ``run`` went on from when it began; None: from none."""
     if origin is None:
@@ -80,152 +42,6 @@ def model_to_go_on_with(run: Path, origin: Path | None) -> dict[str, Any] | None
             return None
         return {"model": begun.recipe.model.model_dump(mode="json")}
     return {"model": read_config(checkpoint_folder(origin)).model_dump(mode="json")}
-
-
-def elasticize_command(
-    recipe: ElasticizeRecipe,
-    source: Path,
-    data: Sequence[str],
-    teacher: Path | None = None,
-    out: Path | None = None,
-    *,
-    text: TextOptions = AS_IT_IS,
-    resume: bool = False,
-    device: str = "auto",
-) -> Path:
-    """Train the network of ``source`` so that Subnets of it work too; returns the checkpoint's folder.
-
-    In place, ``source`` is a run of an adopted checkpoint: that one stays beside the new one, as ``adopted``, and until the end in
-    its place. With ``out`` a new run folder is written, and ``source`` is any run or checkpoint. Raises `UserError`: bad data or
-    recipe, a teacher that does not fit, or a folder in which another run lies.
-    """
-    run, in_place = out or source, out is None
-    ranks = join(device, recipe.train.ep)
-
-    def start() -> RunInfo:
-        origin = _kept(run) if in_place else checkpoint_folder(source).resolve()
-        told = _check_teacher(read_config(origin).vocab_size, teacher) if teacher else None
-        complete = recipe.for_network(read_config(origin), read_presets(origin))
-        if resume:
-            begun = same_folder(run, begun_run(run, complete, data, text=text), "--teacher", told, "teacher")
-            return begun if in_place else same_folder(run, begun, "source", origin, "parent")
-        folder, parent = (run / "elasticize", None) if in_place else (run, origin)
-        vocab_size, tokenizer = read_config(origin).vocab_size, own_tokenizer(origin)
-        return _new_info("elasticize", complete, folder, data, tokenizer, vocab_size, text, parent=parent, teacher=told)
-
-    with ExitStack() as held:
-        if in_place:
-            ranks.first(lambda: _require_adopted(run))
-        info = ranks.first(lambda: claim_run(run, resume, held, start, ADOPTED if in_place else CHECKPOINT))
-        assert isinstance(info.recipe, ElasticizeRecipe)
-        origin, guide = info.parent or _kept(run), info.teacher
-        stem = stem_of(origin)
-        read_teacher = (lambda: read_checkpoint(guide, dtype=torch.float32).model) if guide else None
-        trained = elasticize(
-            info.recipe,
-            new_job(run, info, ranks, resume),
-            lambda: read_checkpoint(origin, dtype=torch.float32).model,
-            read_teacher,
-        )
-        made = run / "elasticized" if in_place else run / CHECKPOINT
-        anchors = info.recipe.elastic.anchors
-        write_result(made, run.name, info, trained, ranks, anchors, stem, origin)
-        if in_place:
-            ranks.first(lambda: _put_in_place(run, made))
-        return run / CHECKPOINT
-
-
-def heal_command(
-    recipe: HealRecipe,
-    source: Path,
-    out: Path,
-    data: Sequence[str],
-    teacher: Path | None,
-    *,
-    text: TextOptions = AS_IT_IS,
-    resume: bool = False,
-    device: str = "auto",
-) -> Path:
-    """Heal the checkpoint ``source`` into ``out``; the run's files go to a folder beside it, ``{out}.run``. Raises
-    `UserError`: bad data, a teacher that does not fit, or a network without one while the recipe wants one.
-    """
-    run = out.with_name(out.name + ".run")
-    folder = checkpoint_folder(source)
-    for kept in (folder, *([checkpoint_folder(teacher)] if teacher is not None else [])):
-        require_apart(out, kept)
-    student = read_checkpoint(folder, dtype=torch.float32)
-    ranks = join(device, recipe.train.ep)
-
-    def start() -> RunInfo:
-        if not resume:
-            return _new_heal(recipe, run, student, data, _find_teacher(recipe, student, teacher), text)
-        begun = same_folder(run, begun_run(run, recipe, data, text=text), "source", folder, "parent")
-        guide = checkpoint_folder(teacher) if teacher is not None and recipe.ce_weight < 1.0 else None
-        return same_folder(run, begun, "--teacher", guide, "teacher")
-
-    with ExitStack() as held:
-        info = ranks.first(lambda: claim_run(run, resume, held, start))
-        guide = info.teacher
-        read = (lambda: read_checkpoint(guide, dtype=torch.float32).model) if guide else None
-        trained = heal(recipe, new_job(run, info, ranks, resume), student.model, read)
-        return write_result(out, out.name, info, trained, ranks, student.presets, stem_of(folder))
-
-
-def sft_command(
-    recipe: SftRecipe,
-    model: Path,
-    run: Path,
-    data: Sequence[str],
-    *,
-    text: TextOptions,
-    adapters: Path | None = None,
-    keep_adapter: bool = False,
-    resume: bool = False,
-    device: str = "auto",
-    wandb_project: str | None = None,
-) -> Path:
-    """Train the run or checkpoint ``model`` on the conversations ``data`` in ``run``; returns the checkpoint's folder.
-
-    Args:
-        text: ``is_chat``.
-        adapters: folder of peft's to go on from; gives the recipe its ``lora``.
-        keep_adapter: write the trained adapters beside the checkpoint, too.
-
-    Raises:
-        UserError: bad data or recipe, a network without a chat template, or a folder in which another run lies.
-    """
-    ranks, origin = join(device, recipe.train.ep), checkpoint_folder(model).resolve()
-    config, presets = read_config(origin), read_presets(origin)
-    if adapters is not None:
-        if recipe.lora is not None:
-            raise UserError(f"--adapter: {adapters} says its rank itself; leave lora out of the recipe, and --lora")
-        recipe = recipe.replace(lora=read_adapter_config(adapters, config, read_family(origin)))
-    if keep_adapter and recipe.lora is None:
-        raise UserError("--keep-adapter: no adapters are trained; add --lora 16")
-    complete = recipe.for_network(config, presets)
-    tokenizer = own_tokenizer(origin)
-    template = load_tokenizer(tokenizer).chat_template
-    if template is None:
-        raise UserError(f"{origin}: has no chat template; put a chat_template.jinja beside its tokenizer.json")
-    if ranks.is_first and (note := tool_form(template).note()):
-        say(note)
-
-    def start() -> RunInfo:
-        if resume:
-            begun = begun_run(run, complete, data, text=text)
-            begun = same_folder(run, begun, "--adapter", adapters, "adapters")
-            return same_folder(run, begun, "--model", origin, "parent")
-        began = {"parent": origin, "adapters": adapters.resolve() if adapters is not None else None}
-        return _new_info("sft", complete, run, data, tokenizer, config.vocab_size, text, **began)
-
-    with ExitStack() as held:
-        info = ranks.first(lambda: claim_run(run, resume, held, start))
-        loader = open_conversations(info.mixture, complete, ranks)
-        job = new_job(run, info, ranks, resume, wandb_project, loader)
-        kept = run / ADAPTER if keep_adapter else None
-        trained = sft_conversations(complete, job, origin, adapters=info.adapters, keep=kept)
-        named = complete.elastic.anchors if complete.elastic is not None else presets
-        return write_result(run / CHECKPOINT, run.name, info, trained, ranks, named, stem_of(origin))
 
 
 def new_job(
@@ -321,17 +137,17 @@ def same_folder(
     return info
 
 
-def _new_run(
+def new_run(
     recipe: Recipe, run: Path, data: Sequence[str], tokenizer: Path | None, origin: Path | None, text: TextOptions
 ) -> RunInfo:
     if origin is not None:
         if tokenizer is not None:
             raise UserError(f"--tokenizer: {origin} has its own; leave it out")
         tokenizer = own_tokenizer(origin)
-    return _new_info("pretrain", recipe, run, data, tokenizer, recipe.model.vocab_size, text, parent=origin)
+    return new_info("pretrain", recipe, run, data, tokenizer, recipe.model.vocab_size, text, parent=origin)
 
 
-def _new_info(
+def new_info(
     stage: str,
     recipe: Recipe | ElasticizeRecipe | HealRecipe | SftRecipe,
     folder: Path,
@@ -347,6 +163,11 @@ def _new_info(
         check_enough(mixture, recipe.train)
     told = {"data": mixture, "data_hash": data_hash, "sources": sources_named(data, text), "tokenizer": kept}
     return RunInfo.model_validate({"stage": stage, "recipe": recipe, **told, **began})
+
+
+def read_network(folder: Path) -> Transformer:
+    """The network of the checkpoint ``folder`` in fp32, to train or to distil from."""
+    return read_checkpoint(folder, dtype=torch.float32).model
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,12 +191,12 @@ def own_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def _kept(run: Path) -> Path:
+def kept_checkpoint(run: Path) -> Path:
     """The checkpoint that continued training in place of ``run`` starts from."""
     return (run / ADOPTED if (run / ADOPTED).is_dir() else run / CHECKPOINT).resolve()
 
 
-def _require_adopted(run: Path) -> None:
+def require_adopted(run: Path) -> None:
     """Raises `UserError` where a checkpoint of ``run`` must not be replaced by another."""
     if not (run / RUN_FILE).is_file():
         raise UserError(f"{run}: not a run folder that `stretto adopt` wrote; name a new folder with -o")
@@ -386,7 +207,7 @@ def _require_adopted(run: Path) -> None:
         )
 
 
-def _put_in_place(run: Path, made: Path) -> None:
+def put_in_place(run: Path, made: Path) -> None:
     """Let ``made`` be the run's checkpoint; the one it started with stays. Killed anywhere, a resume does the rest."""
     if not (run / ADOPTED).is_dir():
         (run / CHECKPOINT).rename(run / ADOPTED)
@@ -394,17 +215,17 @@ def _put_in_place(run: Path, made: Path) -> None:
     made.rename(run / CHECKPOINT)
 
 
-def _new_heal(
+def new_heal(
     recipe: HealRecipe, run: Path, student: Checkpoint, data: Sequence[str], teacher: Path | None, text: TextOptions
 ) -> RunInfo:
     config = student.config
     if recipe.train.seq_len > config.max_positions:
         raise UserError(f"train.seq_len: {recipe.train.seq_len} exceeds the network's {config.max_positions} positions")
     parent, tokenizer = student.folder.resolve(), own_tokenizer(student.folder)
-    return _new_info("heal", recipe, run, data, tokenizer, config.vocab_size, text, parent=parent, teacher=teacher)
+    return new_info("heal", recipe, run, data, tokenizer, config.vocab_size, text, parent=parent, teacher=teacher)
 
 
-def _find_teacher(recipe: HealRecipe, student: Checkpoint, teacher: Path | None) -> Path | None:
+def find_teacher(recipe: HealRecipe, student: Checkpoint, teacher: Path | None) -> Path | None:
     """The checkpoint's folder of ``teacher``, or of what the student was cut from; None where the recipe wants none."""
     if recipe.ce_weight >= 1.0:
         return None
@@ -416,10 +237,10 @@ def _find_teacher(recipe: HealRecipe, student: Checkpoint, teacher: Path | None)
                 "name it, or set ce_weight=1 to heal on the data alone"
             )
         teacher = Path(told)
-    return _check_teacher(student.config.vocab_size, teacher)
+    return check_teacher(student.config.vocab_size, teacher)
 
 
-def _check_teacher(vocab_size: int, teacher: Path) -> Path:
+def check_teacher(vocab_size: int, teacher: Path) -> Path:
     """The checkpoint's folder of ``teacher``. Raises `UserError`: its vocabulary has another size."""
     folder = checkpoint_folder(teacher)
     num_tokens = read_config(folder).vocab_size

@@ -16,8 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from stretto.api.post import sft
 from stretto.api.report import report_command
-from stretto.api.train import ADAPTER, sft_command
+from stretto.api.train import ADAPTER
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.paths import RECIPES
@@ -35,11 +36,9 @@ from stretto.model.transformer import Context, build
 from stretto.post.sft import open_conversations
 from stretto.text.chat import CHATML, ChatEncoder
 from stretto.text.tokenizer import load_tokenizer, train_tokenizer
-from stretto.train.prepare import TextOptions
 from stretto.train.recipe import SftRecipe
 from stretto.train.step import MicroBatch, forward_backward
 
-CHAT = TextOptions(is_chat=True)
 MODEL = {
     "vocab_size": 300, "hidden_size": 32, "num_layers": 4, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "num_experts": 4,
     "top_k": 2, "expert_intermediate_size": 16, "max_positions": 512, "widths": (4, 2), "num_branches": 2,
@@ -108,7 +107,7 @@ def data(base: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def run(base: Path, chats: Path, out: Path, *told: str, **given: Any) -> Path:
-    return sft_command(recipe(*told), base, out, [str(chats)], text=CHAT, device="cpu", **given)
+    return sft(recipe(*told), base, chats, out, device="cpu", **given).folder
 
 
 def test_from_files_to_a_checkpoint_and_its_page(base: Path, chats: Path, tmp_path: Path) -> None:
@@ -176,7 +175,7 @@ def test_killed_it_goes_on_to_the_bit(base: Path, data: Path, tmp_path: Path) ->
     assert (made / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     told = recipe("long=cut")
     with pytest.raises(UserError, match="long"):
-        sft_command(told, base, cut, [], text=CHAT, resume=True, device="cpu")
+        sft(told, base, data, cut, resume=True, device="cpu")
 
 
 def test_adapters_are_trained_merged_and_kept(base: Path, data: Path, tmp_path: Path) -> None:
@@ -187,7 +186,7 @@ def test_adapters_are_trained_merged_and_kept(base: Path, data: Path, tmp_path: 
     kept = tmp_path / "run" / ADAPTER
     assert json.loads((kept / "adapter_config.json").read_text())["r"] == 4
     # gone on with, where they were kept: a step of rate zero changes nothing
-    again = run(base, data, tmp_path / "again", "train.steps=1", "optim.lr=1e-30", adapters=kept)
+    again = run(base, data, tmp_path / "again", "train.steps=1", "optim.lr=1e-30", adapter=kept)
     found = load_file(again / "model.safetensors")
     assert all(torch.equal(found[name], after[name]) for name in after)
     with pytest.raises(UserError, match="--keep-adapter: no adapters are trained; add --lora 16"):
@@ -232,7 +231,7 @@ def test_every_size_is_trained(base: Path, data: Path, tmp_path: Path) -> None:
 
 def test_domains_get_their_shares(base: Path, data: Path, tmp_path: Path) -> None:
     told = recipe("train.steps=1", "train.rows=40", "domains.sums=3", "domains.products=1")
-    sft_command(told, base, tmp_path / "run", [str(data)], text=CHAT, device="cpu")
+    sft(told, base, data, tmp_path / "run", device="cpu")
     mixture = Mixture.model_validate(json.loads((tmp_path / "run" / "run.json").read_text())["data"])
     parts = np.concatenate([open_conversations(mixture, told, join("cpu")).next().parts_B for _ in range(2)])
     assert (
