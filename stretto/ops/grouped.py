@@ -29,29 +29,6 @@ class ExpertBiases(NamedTuple):
     down_ED: Tensor
 
 
-def experts_reference(
-    x_ND: Tensor,
-    chosen_NK: Tensor,
-    gates_NK: Tensor,
-    gate_up_EFD: Tensor,
-    down_EDI: Tensor,
-    biases: ExpertBiases | None = None,
-    clamp: Clamp | None = None,
-) -> Tensor:
-    """SwiGLU experts, one token group at a time: the definition that `experts` is tested against.
-
-    ``gate_up_EFD`` holds the gate's rows, then the up projection's (F = 2·I). Returns [N, D].
-    """
-    out_ND = torch.zeros_like(x_ND)
-    for expert in range(gate_up_EFD.shape[0]):
-        token, choice = (chosen_NK == expert).nonzero(as_tuple=True)
-        gate_up_bias_F, down_bias_D = (None, None) if biases is None else (each[expert] for each in biases)
-        hidden = swiglu_reference(F.linear(x_ND[token], gate_up_EFD[expert], gate_up_bias_F), clamp)
-        y = F.linear(hidden, down_EDI[expert], down_bias_D) * gates_NK[token, choice, None].to(x_ND.dtype)
-        out_ND = out_ND.index_add(0, token, y.to(x_ND.dtype))
-    return out_ND
-
-
 def experts(
     x_ND: Tensor,
     chosen_NK: Tensor,
@@ -62,7 +39,10 @@ def experts(
     clamp: Clamp | None = None,
     seen: Callable[[Slots, Tensor], None] | None = None,
 ) -> Tensor:
-    """`experts_reference` through grouped matrix products. ``seen`` is shown what each slot adds [P, D], its gate in it.
+    """SwiGLU experts through grouped matrix products; the definition is ``tests/ops/references.py:experts_reference``. Returns [N, D].
+
+    ``gate_up_EFD`` holds the gate's rows, then the up projection's (F = 2·I). ``seen`` is shown what each slot adds [P, D], its
+    gate in it.
 
     The K outputs of a token are always added in the order of ``chosen_NK``, whatever the rest of the batch is. Gates
     multiply the input of the down projection, which is linear: its rows are narrower than its output's.

@@ -59,32 +59,6 @@ def top_log_probs(hidden_ND: Tensor, head_VD: Tensor, top_k: int, chunk: int = 1
     return TopLogProbs(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 
-def head_loss_reference(
-    hidden_ND: Tensor,
-    head_VD: Tensor,
-    targets_N: Tensor,
-    teacher: Teacher | TopLogProbs | None = None,
-    ce_weight: float = 1.0,
-) -> Tensor:
-    """Sum over kept tokens of ``ce_weight``·CE + (1 − ``ce_weight``)·KL(teacher ‖ student), by autograd."""
-    kept_N = targets_N != IGNORED
-    loss = -ce_weight * chosen_logprobs_reference(hidden_ND, head_VD, targets_N)[0].sum()
-    if isinstance(teacher, TopLogProbs):
-        student_NV = F.linear(hidden_ND, head_VD).float().log_softmax(-1)
-        gap_NK = teacher.logprobs_NK - student_NV.gather(-1, teacher.ids_NK)
-        kl_N = (teacher.logprobs_NK.exp() * gap_NK).sum(-1)
-        rest_N = student_NV.exp().scatter(-1, teacher.ids_NK, 0.0).sum(-1)
-        has_rest_N = teacher.rest_N > 0
-        shares_N = torch.where(has_rest_N, teacher.rest_N, 1.0) / torch.where(has_rest_N, rest_N, 1.0)
-        loss = loss + (1.0 - ce_weight) * torch.where(kept_N, kl_N + teacher.rest_N * shares_N.log(), 0.0).sum()
-    elif teacher is not None:
-        student_NV = F.linear(hidden_ND, head_VD).float().log_softmax(-1)
-        teacher_NV = F.linear(teacher.hidden_ND.detach(), teacher.head_VD.detach()).float().log_softmax(-1)
-        kl_N = (teacher_NV.exp() * (teacher_NV - student_NV)).sum(-1)
-        loss = loss + (1.0 - ce_weight) * torch.where(kept_N, kl_N, 0.0).sum()
-    return loss
-
-
 def head_loss(
     hidden_ND: Tensor,
     head_VD: Tensor,
@@ -93,7 +67,8 @@ def head_loss(
     ce_weight: float = 1.0,
     chunk: int = 1024,
 ) -> tuple[Tensor, Tensor]:
-    """`head_loss_reference` with its gradient computed in the forward pass, chunk by chunk.
+    """Sum over kept tokens of ``ce_weight``·CE + (1 − ``ce_weight``)·KL(teacher ‖ student); the gradient is computed in the forward
+    pass, chunk by chunk. The definition is ``tests/ops/references.py:head_loss_reference``.
 
     Returns the loss (a scalar, fp32, differentiable in ``hidden_ND`` and ``head_VD``) and the plain negative
     log-likelihood of each token [N] (detached, 0 where ignored).
@@ -207,17 +182,6 @@ def _logit_gradient(probs_NV: Tensor, targets_N: Tensor, teacher_NV: Tensor | No
         probs_NV.sub_(teacher_NV, alpha=1.0 - ce_weight)
     hit_N1 = torch.where(targets_N != IGNORED, -ce_weight, 0.0)[:, None].to(probs_NV.dtype)
     return probs_NV.scatter_add_(-1, targets_N.clamp_min(0)[:, None], hit_N1)
-
-
-def chosen_logprobs_reference(
-    hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """`chosen_logprobs` by autograd, all logits at once."""
-    logp_NV = processed_log_probs(F.linear(hidden_ND, head_VD), temperature)
-    kept_N = targets_N != IGNORED
-    picked_N = logp_NV.gather(-1, targets_N.clamp_min(0)[:, None]).squeeze(-1)
-    entropy_N = -(logp_NV.exp() * logp_NV).sum(-1).detach()
-    return torch.where(kept_N, picked_N, 0.0), torch.where(kept_N, entropy_N, 0.0)
 
 
 def processed_log_probs(logits_NV: Tensor, temperature: float = 1.0) -> Tensor:

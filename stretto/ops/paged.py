@@ -18,7 +18,7 @@ from torch import Tensor
 from stretto.ops import exact, matmul
 from stretto.ops.grouped import Clamp, ExpertBiases, grouped_mm, swiglu
 from stretto.ops.matmul import PLAIN, Arithmetic, Weight, rounded
-from stretto.ops.operators import MASKED, Routes, attention, in_best_groups, rotate, route, selection
+from stretto.ops.operators import Routes, attention, in_best_groups, rotate, selection
 
 MAX_PAIRS = 24
 """Most (token, expert) pairs that are computed one by one on a CPU: a grouped product pays for every expert of the
@@ -253,40 +253,13 @@ def attend_rows(
     return attention(q_BHLC, k_BGTC, v_BGTU, group.mask_B1LT, scale, sinks_H)
 
 
-def route_tokens_reference(x_ND: Tensor, gate_ED: Tensor, rule: RouteRule, bias_E: Tensor | None = None) -> Routes:
-    """`stretto.ops.operators.route` a token at a time, each with its own top-k.
-
-    Choices past a token's own top-k name expert E, which does not exist, with a weight of 0. Gates are fp32.
-    """
-    num_experts = gate_ED.shape[0]
-    logits_NE = F.linear(x_ND.float(), gate_ED.float(), bias_E)
-    chosen_NK = torch.full((len(x_ND), rule.top_k), num_experts, device=x_ND.device)
-    gates_NK = torch.zeros(len(x_ND), rule.top_k, device=x_ND.device)
-    for token, logits_E in enumerate(logits_NE):
-        top_k = rule.top_k if rule.dropped_NK is None else rule.top_k - int(rule.dropped_NK[token].sum())
-        bias_E = None if rule.bias is None else rule.bias.expand_as(logits_NE)[token]
-        allowed_E = None if bias_E is None else bias_E != MASKED
-        routes = route(
-            logits_E,
-            bias_E,
-            allowed_E,
-            top_k,
-            softmax=rule.softmax,
-            normalize=rule.normalize,
-            scaling=rule.scaling,
-            groups=rule.groups,
-        )
-        chosen_NK[token, :top_k], gates_NK[token, :top_k] = routes.chosen_NK, routes.gates_NK
-    return Routes(chosen_NK, gates_NK)
-
-
 def route_tokens(
     x_ND: Tensor, gate: Weight, rule: RouteRule, bias_E: Tensor | None = None, arithmetic: Arithmetic = PLAIN
 ) -> Routes:
-    """`route_tokens_reference` for all tokens at once.
+    """`stretto.ops.operators.route` for all tokens at once, each with its own top-k (``tests/ops/references.py``).
 
-    ``gate`` and ``bias_E`` (of the logits) are fp32, prepared for ``arithmetic``, the router's own: batch-invariant, it gives
-    `route`'s bits.
+    Choices past a token's own top-k name expert E, which does not exist, with a weight of 0. Gates are fp32. ``gate`` and
+    ``bias_E`` (of the logits) are fp32, prepared for ``arithmetic``, the router's own: batch-invariant, it gives `route`'s bits.
     """
     x_ND, is_exact = x_ND.float(), arithmetic.batch_invariant
     logits_NE = matmul.linear(x_ND, gate, bias_E, arithmetic)
@@ -311,21 +284,10 @@ def route_tokens(
     return Routes(chosen_NK, gates_NK.mul_(rule.scaling) if rule.scaling != 1.0 else gates_NK)
 
 
-def chosen_experts_reference(x_ND: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
-    """Each token's sum over its choices of gate · down(swiglu(gate_up(x))), in the order it chose; expert E adds nothing."""
-    out_ND = torch.zeros_like(x_ND)
-    num_experts = len(weights.downs)
-    for token in range(len(x_ND)):
-        for expert, gate in zip(routes.chosen_NK[token].tolist(), routes.gates_NK[token], strict=True):
-            if expert < num_experts:
-                bias_F, bias_D = (None, None) if weights.biases is None else (each[expert] for each in weights.biases)
-                hidden_I = swiglu(F.linear(x_ND[token], weights.gate_up_EFD[expert], bias_F), weights.clamp)
-                out_ND[token] += F.linear(hidden_I, weights.down_EDI[expert], bias_D) * gate.to(x_ND.dtype)
-    return out_ND
-
-
 def chosen_experts(x_ND: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
-    """`chosen_experts_reference`: pair by pair for a handful of tokens on a CPU, else through grouped products.
+    """Each token's sum over its choices of gate · down(swiglu(gate_up(x))), in the order it chose; expert E adds nothing.
+
+    Pair by pair for a handful of tokens on a CPU, else through grouped products (defined in ``tests/ops/references.py``).
 
     A GPU has them for bf16 in whole 16 bytes alone. Elsewhere torch would wait for the groups' sizes and multiply one group after
     another; few tokens go through all experts instead, which no kernel waits for.

@@ -22,8 +22,8 @@ from stretto.evals.order import (
 from stretto.evals.routing import Watch, routing
 from stretto.model.spec import droppable_layers
 from stretto.model.transformer import Context, build
-from stretto.ops.grouped import experts_reference
 from stretto.ops.logprob import IGNORED
+from tests.ops.references import experts_reference
 
 
 def test_leaving_out_equals_a_pass_for_every_layer(make_model, batches):

@@ -5,7 +5,7 @@ import torch
 
 from stretto.evals.routing import routing
 from stretto.model.transformer import MoeLayer
-from stretto.ops.grouped import experts_reference
+from tests.ops.references import experts_reference
 
 
 @pytest.mark.parametrize(

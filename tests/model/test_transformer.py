@@ -23,9 +23,9 @@ from stretto.model.transformer import (
     build,
     initial_state,
 )
-from stretto.ops.grouped import experts_reference
 from stretto.ops.logprob import IGNORED, head_loss
 from tests.networks import sharpened
+from tests.ops.references import experts_reference
 
 VOCAB, ROWS, LENGTH = 41, 2, 24
 SHAPE: dict[str, Any] = {

@@ -19,12 +19,12 @@ from stretto.ops.grouped import (
     _Combine,
     _Gather,
     experts,
-    experts_reference,
     group_multiple,
     group_slots,
     grouped_swiglu,
     swiglu,
 )
+from tests.ops.references import experts_reference
 
 Close = Callable[[Tensor, Tensor, int], None]
 

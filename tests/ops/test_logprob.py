@@ -12,12 +12,11 @@ from stretto.ops.logprob import (
     Teacher,
     TopLogProbs,
     chosen_logprobs,
-    chosen_logprobs_reference,
     head_loss,
-    head_loss_reference,
     top_log_probs,
 )
 from stretto.ops.matmul import Arithmetic
+from tests.ops.references import chosen_logprobs_reference, head_loss_reference
 
 Close = Callable[[Tensor, Tensor, int], None]
 N, D, V = 37, 12, 50

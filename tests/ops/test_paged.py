@@ -23,13 +23,12 @@ from stretto.ops.paged import (
     _all_experts,
     attend,
     chosen_experts,
-    chosen_experts_reference,
     norm,
     route_tokens,
-    route_tokens_reference,
     store,
     store_rounded,
 )
+from tests.ops.references import chosen_experts_reference, route_tokens_reference
 
 Close = Callable[[Tensor, Tensor, int], None]
 PAGE, NUM_PAGES, HEADS, KV_HEADS, WIDTH = 4, 12, 6, 2, 8

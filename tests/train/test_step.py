@@ -14,7 +14,7 @@ from stretto.model.elastic import load_balance
 from stretto.model.parallel import join
 from stretto.model.spec import ModelConfig, Subnet, count, executed
 from stretto.model.transformer import Context, MoeLayer, RowWidths, Transformer, build
-from stretto.ops.logprob import IGNORED, chosen_logprobs, chosen_logprobs_reference
+from stretto.ops.logprob import IGNORED, chosen_logprobs
 from stretto.optim.build import build_optimizers
 from stretto.optim.schedule import OptimConfig
 from stretto.train.step import (
@@ -27,6 +27,7 @@ from stretto.train.step import (
     metered,
     optimisation_step,
 )
+from tests.ops.references import chosen_logprobs_reference
 
 VOCAB, LENGTH = 41, 24
 SHAPE: dict[str, Any] = {
