@@ -210,7 +210,7 @@ def ggufs(folder: Path, seed: int, console: Console) -> Iterator[Row]:
     """Written by us, computed by llama.cpp with an fp32 cache."""
     if llama_cpp is None:
         console.print(
-            "ours against llama.cpp: skipped, llama-cpp-python is not installed (pip install 'stretto[bench]')"
+            "ours against llama.cpp: skipped, llama-cpp-python is not installed (pip install 'stretto\\[bench]')"
         )
         return
     words = [json.dumps(ELASTIC), __doc__ or ""] * 3

@@ -212,7 +212,7 @@ def _search(run: Path) -> None:
 
 def _extract(run: Path) -> None:
     for name in ("half", "best"):
-        found = extract_command(run, name, run / name, "cpu")
+        found = extract_command(run, name, run / name, "cpu", force=True)
         say(
             f"{name}: logits of {found.num_tokens} tokens differ from the masked network's by at most {found.difference:.1e} "
             f"(tolerance {found.tolerance:.1e})"

@@ -434,7 +434,13 @@ class Model:
 
     @user_errors
     def export(
-        self, out: str | os.PathLike[str], *, family: str | None = None, dtype: str = "float32", gguf: bool = False
+        self,
+        out: str | os.PathLike[str],
+        *,
+        family: str | None = None,
+        dtype: str = "float32",
+        gguf: bool = False,
+        force: bool = False,
     ) -> Path:
         """Write the checkpoint for other software: transformers, vLLM and SGLang, or llama.cpp with ``gguf``.
 
@@ -442,17 +448,18 @@ class Model:
             out: folder to write, or a file for ``gguf``.
             family: architecture on disk (docs/FORMATS.md); None: its own, or one that can hold the network.
             dtype: ``float32``, ``bfloat16``, ``float16``; with ``gguf`` also ``q8_0``.
+            force: replace what ``out`` holds.
 
         Returns:
             The path that was written.
 
         Raises:
-            UserError: the family cannot hold the network, or ``out`` cannot be written.
+            UserError: the family cannot hold the network, ``out`` exists, or ``out`` cannot be written.
         """
         known = (*DTYPES, *(["q8_0"] if gguf else []))
         if dtype not in known:
             raise UserError(f"dtype {dtype}: unknown; use {', '.join(known)}")
-        export_command(self.source, family, Path(out), dtype, gguf)
+        export_command(self.source, family, Path(out), dtype, gguf, force)
         return Path(out)
 
     def __repr__(self) -> str:

@@ -28,9 +28,9 @@ from stretto.api.train import (
     stem_of,
     write_result,
 )
-from stretto.base.config import overriding, read_recipe, validate
+from stretto.base.config import overriding, read_recipe, source_name, validate
 from stretto.base.errors import UserError, user_errors
-from stretto.base.paths import CHECKPOINT, checkpoint_folder
+from stretto.base.paths import CHECKPOINT, checkpoint_folder, require_new
 from stretto.base.track import say
 from stretto.flow.run import Result, start_of
 from stretto.harness.suites import SUITES as HARNESSES
@@ -109,7 +109,7 @@ def sft(
         try:
             start = read_recipe(recipe, RlRecipe, overriding(settings, {"start.steps": steps}))
         except UserError as error:
-            raise UserError(f"{error} (without --data, the recipe must be one of `stretto rl`)") from None
+            raise UserError(f"{error} (stretto sft without --data takes a recipe of `stretto rl`)") from None
         origin = None if model is None else checkpoint_folder(place(model))
         return load(made_start(start, folder, origin, device), device=device)
     if model is None:
@@ -258,7 +258,7 @@ def online(
     """
     parsed, folder = _in_this_process(read_recipe(recipe, RlRecipe, settings)), run_folder(out, recipe, "online")
     start = checkpoint_folder(place(model)) if model is not None else start_of(folder) if resume else None
-    asked = online_recipe(parsed, start, self_teacher)
+    asked = online_recipe(parsed, source_name(recipe), start, self_teacher)
     return RlRun(
         folder, rl_command(asked, folder, start, resume=resume, device=device, wandb_project=wandb, stage="online")
     )
@@ -358,6 +358,7 @@ def merge(
     *,
     base: ModelLike | None = None,
     weights: Sequence[float | str] = (),
+    force: bool = False,
     **options: float,
 ) -> Model:
     """Merge checkpoints that were trained from the same one, a layer in memory at a time (the methods of mergekit).
@@ -368,14 +369,16 @@ def merge(
         out: checkpoint to write; beside the first model, with ``-merge`` added, by default.
         base: the checkpoint all of them began with; not used by average and slerp.
         weights: one per model; 1 each by default.
+        force: replace what ``out`` holds.
         options: ``scale`` (λ of what is added to the base), ``density`` (of ties and dare: share of each difference that is kept), ``t``
             (of slerp: 0 is the first model, 1 the second), ``seed`` (of dare).
 
     Raises:
-        UserError: different networks or tokenizers, or no base where the method needs one.
+        UserError: different networks or tokenizers, no base where the method needs one, or ``out`` exists.
     """
     told = {"method": method, "weights": list(weights), **options}
     folder = new_folder(models[0], "merge") if out is None else Path(out)
+    require_new(folder, force)
     origin = None if base is None else place(base)
     made = merge_checkpoints(
         [place(each) for each in models], origin, folder, validate(MergeOptions, told, "stretto merge")

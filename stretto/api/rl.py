@@ -72,15 +72,16 @@ def rl_command(
     return result
 
 
-def online_recipe(recipe: RlRecipe, start: Path | None, self_teacher: bool) -> RlRecipe:
-    """``recipe`` as `stretto online` runs it from ``start``; with ``self_teacher`` the start teaches all verifiable sources too.
+def online_recipe(recipe: RlRecipe, source: str, start: Path | None, self_teacher: bool) -> RlRecipe:
+    """``recipe``, which was read from ``source``, as `stretto online` runs it from ``start``; with ``self_teacher`` the start teaches
+    all verifiable sources too.
 
     Prints what is judged and what holds the policy. Raises `UserError`: no source is judged, or there is no start.
     """
     is_verifiable = {name: source_kind(name, each.kind).is_verifiable for name, each in recipe.sources.items()}
     judged, verifiable = ([name for name, each in is_verifiable.items() if each is kind] for kind in (False, True))
     if not judged and not recipe.rewards:
-        raise UserError("recipe: sources: none is judged, and there is no [rewards]; add one, or use stretto rl")
+        raise UserError(f"{source}: sources: none is judged, and there is no [rewards]; add one, or use stretto rl")
     if start is None and recipe.start is None:
         raise UserError("--model: missing; name the run or checkpoint that is to learn")
     if self_teacher:

@@ -11,7 +11,7 @@ import torch
 from stretto.api.train import EVAL_BATCH_ROWS, held_out
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
-from stretto.base.paths import RUN_FILE, checkpoint_folder, read_json, require_apart
+from stretto.base.paths import RUN_FILE, checkpoint_folder, read_json, require_apart, require_new
 from stretto.base.records import Meter, Receipt
 from stretto.base.track import progress, say
 from stretto.evals.loss import EvalBatch
@@ -101,13 +101,17 @@ def read_search(run: Path) -> SearchRecord | None:
     return validate(SearchRecord, read_json(path), source=str(path)) if path.is_file() else None
 
 
-def extract_command(source: Path, size: str | Subnet, out: Path, device: str = "auto") -> Extracted:
+def extract_command(
+    source: Path, size: str | Subnet, out: Path, device: str = "auto", force: bool = False
+) -> Extracted:
     """Cut a Subnet out of ``source`` into the checkpoint ``out``; refuses unless its logits are the masked ones.
 
     Args:
         size: the Subnet, a preset, ``best`` (the choice of the run's last search), or ``layers=…,experts=…,top_k=…``.
+        force: replace what ``out`` holds.
     """
     require_apart(out, checkpoint_folder(source))
+    require_new(out, force)
     ranks = join(device)
     checkpoint = load_checkpoint(source, ranks)
     subnet = size if isinstance(size, Subnet) else named_subnet(source, size, checkpoint.config, checkpoint.presets)
@@ -147,15 +151,18 @@ def best_subnet(source: Path, config: ModelConfig) -> Subnet:
     return check_subnet(config, found.result.chosen.subnet)
 
 
-def export_command(source: Path, family: str | None, out: Path, dtype: str, gguf: bool) -> None:
-    """Write the checkpoint ``source`` as a Hugging Face folder of ``family`` (None: `kept_family`), or as a GGUF file."""
+def export_command(source: Path, family: str | None, out: Path, dtype: str, gguf: bool, force: bool = False) -> None:
+    """Write the checkpoint ``source`` as a Hugging Face folder of ``family`` (None: `kept_family`), or as a GGUF file; ``force``
+    replaces what ``out`` holds.
+    """
     folder = checkpoint_folder(source)
+    require_apart(out, folder)
+    require_new(out, force or (gguf and out.is_dir()))  # write_gguf refuses a folder
     if gguf:
         with progress("write GGUF", None) as advance:
             short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(dtype, dtype)
             write_gguf(folder, out, dtype=short, advance=advance)
         return
-    require_apart(out, folder)
     checkpoint = read_checkpoint(folder)
     chosen = kept_family(checkpoint.config, checkpoint.family) if family is None else parse_family(family)
     with progress(f"write {chosen}", None) as advance:

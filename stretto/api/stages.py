@@ -52,7 +52,7 @@ from stretto.api.train import (
 )
 from stretto.base.config import overriding, read_recipe, validate
 from stretto.base.errors import UserError, user_errors
-from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, require_apart, write_json
+from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, require_apart, require_new, write_json
 from stretto.base.records import Meter
 from stretto.evals.loss import evaluate as loss_of
 from stretto.model.checkpoint import read_checkpoint, read_config, read_presets
@@ -433,18 +433,21 @@ def search(
 
 
 @user_errors
-def extract(model: ModelLike, subnet: SubnetLike, out: PathLike | None = None, *, device: str = "auto") -> Model:
+def extract(
+    model: ModelLike, subnet: SubnetLike, out: PathLike | None = None, *, device: str = "auto", force: bool = False
+) -> Model:
     """Cut one size out as an ordinary checkpoint. Refuses unless its logits equal those of the masked network.
 
     Args:
         subnet: the size (docs/GLOSSARY.md).
         out: checkpoint folder to write; beside the model's, with ``-extract`` added, by default.
+        force: replace what ``out`` holds.
 
     Raises:
-        UserError: the model has no such size, or its logits differ by more than rounding.
+        UserError: the model has no such size, ``out`` exists, or its logits differ by more than rounding.
     """
     folder = new_folder(model, "extract") if out is None else Path(out)
-    extract_command(place(model), subnet if isinstance(subnet, Subnet) else subnet or "full", folder, device)
+    extract_command(place(model), subnet if isinstance(subnet, Subnet) else subnet or "full", folder, device, force)
     return load(folder, device=device)
 
 
@@ -462,6 +465,7 @@ def heal(
     steps: int | None = None,
     settings: Sequence[str] = (),
     resume: bool = False,
+    force: bool = False,
     device: str = "auto",
 ) -> Model:
     """Train an extracted checkpoint for a short while, on text and towards the network that it was cut from.
@@ -477,11 +481,12 @@ def heal(
         text_field: field that holds the text in JSONL, CSV, Parquet and datasets.
         steps: number of optimiser steps; short for the setting ``train.steps``.
         settings: overrides of single recipe keys: ``["train.rows=8"]``.
-        resume: continue from the newest snapshot in ``out``.
+        resume: continue from the newest snapshot of ``{out}.run``.
+        force: replace the checkpoint ``out``.
         device: ``cpu``, ``cuda`` or ``auto``.
 
     Raises:
-        UserError: bad data or recipe, or the teacher is not found.
+        UserError: bad data or recipe, ``out`` exists, or the teacher is not found.
     """
     out_folder = new_folder(model, "heal") if out is None else Path(out)
     parsed = read_recipe(recipe, HealRecipe, overriding(settings, {"train.steps": steps}))
@@ -489,6 +494,7 @@ def heal(
     folder, told = checkpoint_folder(place(model)), None if teacher is None else place(teacher)
     for kept in (folder, *([] if told is None else [checkpoint_folder(told)])):
         require_apart(out_folder, kept)
+    require_new(out_folder, force or resume)
     student = read_checkpoint(folder, dtype=torch.float32)
     ranks, named, text = join(device, parsed.train.ep), listed_data(data), TextOptions(val, val_fraction, text_field)
 

@@ -6,14 +6,17 @@ recipe is refused in a fraction of a second.
 
 from __future__ import annotations
 
+import copy
+import importlib
 import json
+import math
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -25,8 +28,15 @@ _LONGEST_NAME = 80
 """Characters of a name that a message repeats."""
 
 
+_RECIPE_MODULES = ("stretto.train.recipe", "stretto.learning.recipe", "stretto.post.pipeline")
+"""Where recipes are defined; imported only to say which command a refused recipe belongs to."""
+
+
 class Config(BaseModel):
     """Base of every configuration object: frozen, and refuses keys it does not know."""
+
+    command: ClassVar[str] = ""
+    """Of a recipe: the commands that take it, as a message names them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
@@ -54,17 +64,54 @@ def read_recipe(
     Raises:
         UserError: the file is missing or cannot be read, a key is unknown, or a value is impossible.
     """
+    source = source_name(recipe)
     if isinstance(recipe, Config):
-        tree, source = recipe.model_dump(mode="json"), type(recipe).__name__
+        tree = recipe.model_dump(mode="json")
     elif isinstance(recipe, Mapping):
-        tree, source = _plain(recipe), "recipe"
+        tree = _plain(recipe)
     else:
-        path = find_recipe(os.fspath(recipe))
-        tree, source = read_tree(path), str(path)
+        tree = read_tree(Path(source))
     tree |= given or {}
+    written = copy.deepcopy(tree)
     for override in overrides:
         _apply_override(tree, override)
-    return validate(kind, tree, source=source)
+    for key, value in _flat(tree).items():
+        if any(
+            isinstance(each, float) and not math.isfinite(each)
+            for each in (value if isinstance(value, list) else [value])
+        ):
+            raise UserError(f"{source}: {key}: {value} is not a finite number; correct it")
+    try:
+        return validate(kind, tree, source=source)
+    except UserError as error:
+        raise UserError(_other_command(written, kind, source) or str(error)) from None
+
+
+def _other_command(tree: Mapping[str, Any], kind: type[Config], source: str) -> str:
+    """What to say of a recipe that is complete, but for another command than ``kind``'s; empty where it is not."""
+    if _fits(kind, tree):  # an override is wrong
+        return ""
+    kinds = (each for name in _RECIPE_MODULES for each in vars(importlib.import_module(name)).values())
+    recipes = [each for each in kinds if _is_model(each) and issubclass(each, Config) and each.command]
+    found = next((each.command for each in recipes if each is not kind and _fits(each, tree)), "")
+    return (
+        f"{source}: a recipe of {found}, not of {kind.command}; name another recipe" if found and kind.command else ""
+    )
+
+
+def _fits(kind: type[Config], tree: Mapping[str, Any]) -> bool:
+    try:
+        kind.model_validate(dict(tree))
+    except ValidationError:
+        return False
+    return True
+
+
+def source_name(recipe: str | os.PathLike[str] | Mapping[str, Any] | Config) -> str:
+    """How messages name ``recipe``: its path, the class of an object, or ``recipe`` for a mapping. Raises `UserError`: no such file."""
+    if isinstance(recipe, Config):
+        return type(recipe).__name__
+    return "recipe" if isinstance(recipe, Mapping) else str(find_recipe(os.fspath(recipe)))
 
 
 def overriding(settings: Sequence[str], told: Mapping[str, Any]) -> list[str]:
@@ -106,7 +153,7 @@ def read_tree(path: Path) -> dict[str, Any]:
     if path.suffix == ".json":
         tree = read_json(path)
         if not isinstance(tree, dict):
-            raise UserError(f"{path}: (whole file): not a JSON object; name a recipe, or tables like one")
+            raise UserError(f"{path}: not a JSON object; name a recipe, or tables like one")
         return tree
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -126,7 +173,7 @@ def validate(kind: type[ConfigT], tree: Mapping[str, Any], source: str) -> Confi
         return kind.model_validate(dict(tree) if isinstance(tree, Mapping) else tree)
     except ValidationError as error:
         problem = first_problem(error, kind, "key")
-        raise UserError(f"{source}: {problem.field or '(whole file)'}: {problem.message}") from None
+        raise UserError(f"{': '.join(filter(None, (source, problem.field, problem.message)))}") from None
 
 
 def check_unchanged(
@@ -207,7 +254,8 @@ def first_problem(error: ValidationError, kind: type[BaseModel], noun: str = "fi
             path.append(_shown(str(part)))
             inside = [member for each in inside for member in _members(_at(each, part))]
     if not is_unknown:
-        return Problem(".".join(path) or None, found["msg"].removeprefix("Value error, "))
+        message = "missing; add it" if found["type"] == "missing" else found["msg"].removeprefix("Value error, ")
+        return Problem(".".join(path) or None, message)
     known = [field.alias or name for each in inside if _is_model(each) for name, field in each.model_fields.items()]
     return Problem(".".join([*path, _shown(str(last))]), f"unknown {noun}{nearest(str(last), known)}", True)
 

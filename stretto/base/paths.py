@@ -124,6 +124,12 @@ def writing(path: Path | str) -> Iterator[None]:
         ) from error
 
 
+def require_new(out: Path, force: bool) -> None:
+    """Raises `UserError` where ``out`` is a file, or a folder that holds something, and may not be replaced (``force``)."""
+    if not force and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"{out}: exists already; choose another name, or replace it with --force")
+
+
 def require_apart(out: Path, source: Path) -> None:
     """Raises `UserError` where the folder ``out`` is, or holds, the checkpoint ``source`` that its content is made from: that would be
     replaced.

@@ -20,6 +20,7 @@ RunOut = Annotated[
 Settings = Annotated[list[str], typer.Option("--set", help="Override of one recipe key, for example train.steps=100.")]
 Steps = Annotated[int | None, typer.Option(help="Number of training steps; short for --set train.steps=N.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue from the newest snapshot.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace what the output folder or file holds.")]
 Device = Annotated[str, typer.Option(help="Device: cpu, cuda or auto.")]
 Wandb = Annotated[str | None, typer.Option(help="W&B project to log to, beside TensorBoard.")]
 Data = Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stretto.cli.options import Device, Recipe, Resume, RunOut, Settings, Steps, Wandb, say
+from stretto.cli.options import Device, Force, Recipe, Resume, RunOut, Settings, Steps, Wandb, say
 
 
 def sft(
@@ -75,6 +75,7 @@ def merge(
     density: Annotated[float, typer.Option(help="ties and dare: share of each difference that is kept, 0 to 1.")] = 0.5,
     t: Annotated[float, typer.Option(help="slerp: position between the first model (0) and the second (1).")] = 0.5,
     seed: Annotated[int, typer.Option(help="dare: random seed.")] = 0,
+    force: Force = False,
 ) -> None:
     """Merge checkpoints that were trained from the same one, with the methods of mergekit, a layer in memory at a time.
 
@@ -83,7 +84,8 @@ def merge(
     from stretto.api import post
 
     each = [part.strip() for part in weights.split(",")] if weights is not None else []
-    made = post.merge(method, models, out, base=base, weights=each, scale=scale, density=density, t=t, seed=seed)
+    told = {"scale": scale, "density": density, "t": t, "seed": seed}
+    made = post.merge(method, models, out, base=base, weights=each, force=force, **told)
     say(f"checkpoint: {made.folder}")
 
 

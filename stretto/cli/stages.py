@@ -11,6 +11,7 @@ from stretto.base.errors import UserError
 from stretto.cli.options import (
     Data,
     Device,
+    Force,
     Recipe,
     Resume,
     RunFolder,
@@ -287,6 +288,7 @@ def extract(
     ],
     out: Annotated[Path, typer.Option("-o", "--out", help="Checkpoint folder to write.")],
     device: Device = "auto",
+    force: Force = False,
 ) -> None:
     """Cut one size out as an ordinary checkpoint. Refuses unless its logits equal those of the masked network.
 
@@ -294,7 +296,7 @@ def extract(
     """
     from stretto.api.search import extract_command
 
-    done = extract_command(source, subnet, out, device)
+    done = extract_command(source, subnet, out, device, force)
     say(
         f"{out}: {done.num_tokens} tokens compared, logits differ by {done.difference:.1e} (at most {done.tolerance:.1e})"
     )
@@ -315,6 +317,7 @@ def heal(
     steps: Steps = None,
     settings: Settings = [],  # noqa: B006
     resume: Resume = False,
+    force: Force = False,
     device: Device = "auto",
 ) -> None:
     """Train an extracted checkpoint for a short while, on text and towards the network that it was cut from.
@@ -345,6 +348,7 @@ def export(
         str, typer.Option(help="Data type: float32, bfloat16, float16; with --gguf also q8_0.")
     ] = "float32",
     gguf: Annotated[bool, typer.Option("--gguf", help="Write a GGUF file for llama.cpp.")] = False,
+    force: Force = False,
 ) -> None:
     """Write a checkpoint for other software: transformers, vLLM and SGLang, or llama.cpp.
 
@@ -352,7 +356,7 @@ def export(
     """
     from stretto.api.model import Model
 
-    Model(source).export(out, family=family, dtype=dtype, gguf=gguf)
+    Model(source).export(out, family=family, dtype=dtype, gguf=gguf, force=force)
     say(f"written: {out}")
 
 

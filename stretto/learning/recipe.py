@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -448,6 +448,8 @@ class RlTrainConfig(Config):
 
 class RlRecipe(Config):
     """A whole run."""
+
+    command: ClassVar[str] = "`stretto rl`"
 
     start: StartConfig | None = None
     """None: the run needs ``--model``."""

@@ -257,7 +257,7 @@ def describe(folder: Path) -> StrettoFile:
         raise UserError(f"{path}: no such file; {folder} is not a checkpoint folder")
     tree = read_json(path)
     if not isinstance(tree, dict):
-        raise UserError(f"{path}: (whole file): not a JSON object; the file is damaged")
+        raise UserError(f"{path}: not a JSON object; the file is damaged")
     ours = folder / STRETTO_FILE
     if not ours.is_file():
         config, family = from_hf(tree, str(path))
@@ -306,7 +306,7 @@ def generation_settings(folder: Path, config: ModelConfig) -> dict[str, Any]:
     path = folder / GENERATION_FILE
     own = read_json(path) if path.is_file() else {}
     if not isinstance(own, dict):
-        raise UserError(f"{path}: (whole file): not a JSON object; the file is damaged")
+        raise UserError(f"{path}: not a JSON object; the file is damaged")
     for name in _TOKEN_IDS:
         told = own.get(name)
         ids = told if isinstance(told, list) and told else [told]

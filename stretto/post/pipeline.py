@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -78,6 +78,8 @@ class EvaluateConfig(Config):
 
 class PipelineRecipe(Config):
     """A pipeline. A stage runs if its table is present."""
+
+    command: ClassVar[str] = "`stretto run`"
 
     domains: dict[str, DomainConfig] = Field(min_length=1)
     common: Table = Field(default_factory=dict)

@@ -149,7 +149,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     place = folder / "tokenizer_config.json"
     config = read_json(place) if place.is_file() else {}
     if not isinstance(config, dict):
-        raise UserError(f"{place}: (whole file): not a JSON object; the file is damaged")
+        raise UserError(f"{place}: not a JSON object; the file is damaged")
     template = _template(folder, config.pop("chat_template", None))
     eos = config.get("eos_token") or next((end for end in _KNOWN_ENDS if rust.token_to_id(end) is not None), None)
     eos = _content(eos)

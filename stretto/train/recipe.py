@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal, Self, TypeVar
+from typing import ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, PositiveFloat, model_validator
 
@@ -130,6 +130,8 @@ class TrainConfig(Config):
 class Recipe(Config):
     """A pre-training run."""
 
+    command: ClassVar[str] = "`stretto pretrain`"
+
     model: ModelConfig
     elastic: ElasticConfig = ElasticConfig(anchor_share=0.0)
     optim: OptimConfig
@@ -217,6 +219,8 @@ def default_anchors(model: ModelConfig) -> dict[str, SubnetChoice]:
 class HealRecipe(Config):
     """A healing run: short training of an extracted network."""
 
+    command: ClassVar[str] = "`stretto heal`"
+
     optim: OptimConfig
     train: TrainConfig
     ce_weight: float = Field(default=0.5, ge=0, le=1)
@@ -226,6 +230,8 @@ class HealRecipe(Config):
 
 class ElasticizeRecipe(Config):
     """Continued training that makes a trained network elastic: the network as it came is frozen, and teaches every Subnet."""
+
+    command: ClassVar[str] = "`stretto elasticize`"
 
     elastic: MixtureConfig = MixtureConfig()
     """Without anchors: the checkpoint's presets, else `default_anchors`. ``min_depth`` and ``min_top_k`` are never less than
@@ -330,6 +336,8 @@ def _routers_kept(optim: OptimConfig) -> OptimConfig:
 
 class SftRecipe(Config):
     """Supervised training on conversations."""
+
+    command: ClassVar[str] = "`stretto sft` with --data"
 
     optim: OptimConfig
     train: TrainConfig

@@ -9,6 +9,9 @@ from pydantic import Field, ValidationError
 
 from stretto.base.config import Config, Problem, first_problem, read_recipe
 from stretto.base.errors import UserError, nearest
+from stretto.learning.recipe import RlRecipe
+from stretto.train.recipe import HealRecipe
+from stretto.train.recipe import Recipe as PretrainRecipe
 
 
 class Inner(Config):
@@ -124,3 +127,28 @@ def test_a_config_is_frozen_and_replace_validates() -> None:
 def test_nearest_says_nothing_when_nothing_is_near() -> None:
     assert nearest("stesp", ["steps", "seed"]) == " (did you mean 'steps'?)"
     assert nearest("zzz", ["steps", "seed"]) == ""
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+def test_numbers_of_a_recipe_are_finite(value: str) -> None:
+    with pytest.raises(UserError, match=r"rl_gym\.toml: optim\.lr: -?(inf|nan) is not a finite number"):
+        read_recipe("rl_gym", RlRecipe, [f"optim.lr={value}"])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        (
+            "sft",
+            RlRecipe,
+            r"sft\.toml: a recipe of `stretto sft` with --data, not of `stretto rl`; name another recipe",
+        ),
+        ("rl_gym", PretrainRecipe, r"rl_gym\.toml: a recipe of `stretto rl`, not of `stretto pretrain`"),
+        ("pipeline", HealRecipe, r"pipeline\.toml: a recipe of `stretto run`, not of `stretto heal`"),
+    ],
+)
+def test_a_recipe_of_another_command_says_which(name: str, kind: type[Config], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_recipe(name, kind)
+    with pytest.raises(UserError, match="recipe: sources: missing; add it"):
+        read_recipe({"seed": 3}, RlRecipe)

@@ -112,8 +112,8 @@ def _change(**changes: object) -> Callable[[str], str]:
         (lambda text: "[]", "schema_version: missing"),
         (lambda text: '{"model_type": "glm4_moe"}', "schema_version: missing"),
         (_change(schema_version=99), "schema_version: 99 cannot be read"),
-        (_change(receipt={"stage": "heal"}), r"receipt\.device: Field required"),
-        (_drop_commit, "git_commit: Field required"),  # never made up on reading
+        (_change(receipt={"stage": "heal"}), r"receipt\.device: missing; add it"),
+        (_drop_commit, "git_commit: missing; add it"),  # never made up on reading
         (_change(total_params=-1), r"total_params: .*greater than or equal to 0"),
         (_change(wieghts_hash="x"), r"wieghts_hash: unknown key \(did you mean 'weights_hash'\?\)"),
     ],

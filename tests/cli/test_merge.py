@@ -22,6 +22,30 @@ def test_merge(tmp_path: Path, stretto: Run) -> None:
     torch.testing.assert_close(found[name], expected, atol=1e-5, rtol=0)
 
 
+def test_an_existing_result_is_replaced_only_by_force(tmp_path: Path, stretto: Run) -> None:
+    base, a, b = checkpoints(tmp_path, num=2, num_layers=2, hidden_size=16)
+    out, one = tmp_path / "out", tmp_path / "one.gguf"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    one.write_text("mine")
+    for command in (
+        ("merge", "average", a, b, "-o", out),
+        ("extract", base, "--subnet", "full", "-o", out),
+        ("export", base, "-o", out),
+        ("export", base, "--gguf", "-o", one),
+        ("heal", base, "--data", a, "-o", out),
+    ):
+        refused(stretto(*command), f"{command[-1]}: exists already; choose another name, or replace it with --force")
+    assert (out / "notes.txt").read_text() == one.read_text() == "mine"
+    (out / "notes.txt").unlink()
+    assert stretto("merge", "average", a, b, "-o", out).code == 0
+    before = (out / "model.safetensors").read_bytes()
+    refused(stretto("merge", "average", a, base, "-o", out), "exists already")
+    assert (out / "model.safetensors").read_bytes() == before
+    assert stretto("merge", "average", a, base, "-o", out, "--force").code == 0
+    assert (out / "model.safetensors").read_bytes() != before
+
+
 def test_merge_refuses(tmp_path: Path, stretto: Run) -> None:
     base, a = checkpoints(tmp_path, num=1, num_layers=2, hidden_size=16)
     arguments = (a, a, "--base", base, "-o", tmp_path / "out")

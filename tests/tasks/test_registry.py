@@ -79,7 +79,7 @@ def test_a_class_opens_from_a_module() -> None:
             r"^sources\.s\.args: lenght: unknown key \(did you mean 'length'\?\)",
         ),
         ("strings", {"operation": "shuffle"}, r"^sources\.s\.args: operation: "),
-        ("strings", {}, r"^sources\.s\.args: operation: Field required"),
+        ("strings", {}, r"^sources\.s\.args: operation: missing; add it"),
         ("math", {}, r"^sources\.s\.args: path: "),
         ("no.such.module:Thing", {}, r"cannot import 'no\.such\.module'"),
         ("none.py:Thing", {}, r"cannot import 'none\.py'"),
