@@ -62,6 +62,7 @@ class Driver:
         self._last_loss = ""  # why the last attempt at a group came to nothing, since then
         self._cuts: deque[Mapping[str, Any]] = deque(maxlen=recipe.train.keep_snapshots)
         self._saved = controller.version  # in the newest snapshot
+        self._saved_s = time.monotonic()
 
     @asynccontextmanager
     async def at_work(self) -> AsyncIterator[Self]:
@@ -142,12 +143,14 @@ class Driver:
             await self._reporting
         # told while the trainer is at the next step; what a snapshot holds is told before the trainer goes on
         self._reporting = asyncio.create_task(self._report(report, refs))
-        if (step + 1) % train.snapshot_every == 0:
+        is_due = time.monotonic() - self._saved_s >= 60 * train.snapshot_minutes
+        if (step + 1) % train.snapshot_every == 0 or is_due:
             await self._save()
 
     async def _save(self) -> None:
         """The trainer's state and the ledger's, of the same version, in one folder."""
         self._saved, cut = self._controller.version, self._controller.checkpoint_cut()
+        self._saved_s = time.monotonic()
         with self._trace.span("trainer", "snapshot", version=self._saved):
             await self._roles.call_trainer("save", cut)
         self._cuts.append(cut)

@@ -350,6 +350,8 @@ class Logbook:
             self._new_roles += 1  # the trainer at least
             self._undone += max(0, int(max((row["step"] for row in rows), default=0)) - step)
         self._rewards = [row["reward/mean"] for row in rows if "reward/mean" in row and row["step"] <= step]
+        if not is_first:
+            self._say(f"resumes after step {step:,} of {self._recipe.train.steps:,}")
         self._advance(step - self._shown_steps, None)
         self._shown_steps = step
         self._stepped_s = time.perf_counter()

@@ -439,6 +439,9 @@ class RlTrainConfig(Config):
     seed: int = 0
     threads: int = Field(default=1, gt=0)
     snapshot_every: int = Field(default=20, gt=0)
+    """Steps between snapshots."""
+    snapshot_minutes: float = Field(default=3.0, gt=0)
+    """Minutes after the last snapshot at which another is written, however few steps were made: what a killed run may lose."""
     keep_snapshots: int = Field(default=2, gt=0)
     eval_every: int = Field(default=20, gt=0)
     eval_prompts: int = Field(default=64, gt=0)

@@ -246,6 +246,7 @@ def _plan_of(recipe: RlRecipe, start: StartConfig) -> SftRecipe:
         micro_batches=num,
         seed=train.seed,
         dtype=start.dtype,
+        snapshot_minutes=train.snapshot_minutes,
         keep_snapshots=1,
     )
     return SftRecipe(optim=start.optim, train=loop, elastic=start.elastic, balance_rate=train.balance_rate)

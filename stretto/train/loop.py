@@ -324,6 +324,7 @@ class _Training:
         self.optimizers = build_optimizers(recipe.optim, self.model)
         if meta is not None:
             self._resume(meta)
+        self.saved_s = time.monotonic()
 
     def _freeze(self) -> None:
         """Leave only routers, norms and biases to be trained; tells what that saves."""
@@ -402,6 +403,8 @@ class _Training:
         try:
             with deterministic(train.deterministic), bar as advance, _interrupts() as came:
                 advance(self.step)
+                if self.step and ranks.is_first:
+                    say(f"{self.stage}: resumes after step {self.step:,} of {train.steps:,}")
                 if self.step == 0 and 0 in self.rank_at:
                     self._rank_layers()
                 while self.step < train.steps:
@@ -411,15 +414,14 @@ class _Training:
                         self._rank_layers()
                     self._report(result, log)
                     advance(1, "skipped" if result is None else f"loss {result.nll:.3f}")
-                    # ranks see a signal at different times, and a snapshot needs them all at the same step
-                    ends = ranks.sum(
-                        torch.tensor(
-                            [number in came for number in (signal.SIGINT, signal.SIGTERM)], device=ranks.device
-                        ).long()
-                    )
-                    if ends.any():
+                    # ranks see a signal, and their clocks, at different times, and a snapshot needs them all at the same step
+                    is_due = ranks.is_first and time.monotonic() - self.saved_s >= 60 * train.snapshot_minutes
+                    seen = [signal.SIGINT in came, signal.SIGTERM in came, is_due]
+                    interrupted, ended, due = ranks.sum(torch.tensor(seen, device=ranks.device).long()).tolist()
+                    if interrupted or ended or due:
                         self._save()
-                        raise KeyboardInterrupt if ends[0] else SystemExit(128 + signal.SIGTERM)
+                    if interrupted or ended:
+                        raise KeyboardInterrupt if interrupted else SystemExit(128 + signal.SIGTERM)
             self._save()
         finally:
             if log is not None:
@@ -558,6 +560,7 @@ class _Training:
             changes=self.changes,
         )
         self.snapshots.save(self.model, self.optimizers, meta, self.ranks)
+        self.saved_s = time.monotonic()
 
 
 @contextmanager

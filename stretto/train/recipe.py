@@ -104,6 +104,9 @@ class TrainConfig(Config):
     eval_rows: int = Field(default=64, gt=0)
     """Held-out rows a loss is measured on."""
     snapshot_every: int = Field(default=200, gt=0)
+    """Steps between snapshots."""
+    snapshot_minutes: float = Field(default=3.0, gt=0)
+    """Minutes after the last snapshot at which another is written, however few steps were made: what a killed run may lose."""
     keep_snapshots: int = Field(default=2, gt=0)
     log_every: int = Field(default=10, gt=0)
     skip_steps: tuple[int, ...] = ()

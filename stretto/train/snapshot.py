@@ -36,6 +36,7 @@ STEERING = (
     "train.eval_every",
     "train.log_every",
     "train.snapshot_every",
+    "train.snapshot_minutes",
     "train.keep_snapshots",
 )
 """Fields that a resumed run may change beside: they steer what is still to come, and `SnapshotMeta.changes` tells of it."""

@@ -311,6 +311,23 @@ def test_sigterm_writes_a_snapshot_and_ends_with_its_usual_code(
     assert_same(reference, run(resume=True))
 
 
+def test_a_snapshot_is_written_when_its_time_has_passed(
+    run: Any, reference: Trained, assert_same: Same, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def observe(model: Transformer, step: int) -> dict[str, float]:
+        if step == 6:
+            raise InterruptedError
+        return {}
+
+    slow_steps = {"train__snapshot_every": 1000, "train__snapshot_minutes": 1e-6, "train__keep_snapshots": 9}
+    with pytest.raises(InterruptedError):
+        run(observe=observe, **slow_steps)
+    assert run.steps() == [1, 2, 3, 4, 5]
+    assert "resumes" not in capsys.readouterr().out
+    assert_same(reference, run(resume=True))
+    assert "pretrain: resumes after step 5 of 12" in capsys.readouterr().out
+
+
 def limit_file_size(folder: Path, num_bytes: int) -> Callable[[], None]:
     """The kernel refuses to write any file beyond ``num_bytes``; returns the undoing."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
