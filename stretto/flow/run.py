@@ -38,6 +38,7 @@ from stretto.learning.recipe import (
     RECIPE_FILE,
     SNAPSHOTS,
     START_FILE,
+    STEERING,
     WEIGHTS,
     Prompts,
     RlRecipe,
@@ -173,7 +174,7 @@ def take_up(recipe: RlRecipe, folder: Path, resume: bool) -> bool:
     Raises UserError: ``resume`` and the run has another recipe; or not, and there is a run."""
     has_run, path, new = has_begun(folder, resume), folder / RECIPE_FILE, recipe.model_dump(mode="json")
     if has_run:
-        check_unchanged(read_json(path), new, folder, LAYOUT)
+        check_unchanged(read_json(path), new, folder, (*LAYOUT, *STEERING))
     write_json(path, new)
     return has_run
 

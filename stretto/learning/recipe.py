@@ -35,6 +35,15 @@ ADVANTAGES = ("grpo", "dr_grpo", "rloo")
 """Those of `stretto.learning.algorithms`."""
 LAYOUT = ("runtime.", "failures.", "sandbox.")
 """Tables of the recipe that say where and with what patience, not what; a resumed run may change them."""
+STEERING = (
+    "optim.lr",
+    "train.steps",
+    "train.eval_every",
+    "train.snapshot_every",
+    "train.snapshot_minutes",
+    "train.keep_snapshots",
+)
+"""Fields that a resumed run may change beside: they steer the steps that are still to come. Its lineage lists the changes."""
 
 
 class SourceConfig(Config):

@@ -44,7 +44,7 @@ from stretto.learning.metrics import samples as sample_scalars
 from stretto.learning.metrics import update as update_scalars
 from stretto.learning.objective import PolicyObjective
 from stretto.learning.passes import Pass, place, score
-from stretto.learning.recipe import ADVANTAGES, SNAPSHOTS, WEIGHTS, DistillConfig, LossConfig, RlRecipe
+from stretto.learning.recipe import ADVANTAGES, SNAPSHOTS, STEERING, WEIGHTS, DistillConfig, LossConfig, RlRecipe
 from stretto.learning.samples import load_group, packed_bytes
 from stretto.learning.teachers import chosen, give_lessons, open_teachers
 from stretto.learning.weights import is_quantised, pack_state, publish, retire
@@ -58,7 +58,7 @@ from stretto.ops.matmul import Arithmetic
 from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.schedule import learning_rate
 from stretto.train.loop import peak_memory, write_trained
-from stretto.train.snapshot import SnapshotMeta, Snapshots, read_meta
+from stretto.train.snapshot import Change, SnapshotMeta, Snapshots, changes_between, read_meta
 from stretto.train.step import MicroBatch, NonFiniteError, Objective, StepResult, optimisation_step
 
 KEEP_VERSIONS = 4
@@ -167,6 +167,7 @@ class TrainerRole:
         self._progress: dict[str, Progress] = {}
         """Of the sources that have come up, where there are teachers."""
         self._run_id = new_run_id()
+        self._changes: tuple[Change, ...] = ()
         self._meter = Meter(stage, device_name(self._ranks.device), self._ranks.world)
         self.version = self._num_tokens = 0
         """Of the weights: steps completed."""
@@ -252,13 +253,14 @@ class TrainerRole:
             tokens_by_kind={"policy": self._num_tokens},
             recipe=self._recipe.model_dump(mode="json"),
             data_hash=self._data_hash,
+            changes=self._changes,
         )
         self._snapshots.save(self._model, self._optimizers, meta, self._ranks)
         return self._snapshots.path(self.version)
 
     def resume(self) -> dict[str, Any] | None:
         """Go on from the newest snapshot, bit for bit; returns the cut it was saved with. None: there is no snapshot.
-        Raises UserError: the snapshot is damaged, or of another start."""
+        Raises UserError: the snapshot is damaged, of another start, or of a later step than the recipe's last."""
         path = self._snapshots.latest()
         if path is None:
             return None
@@ -267,6 +269,12 @@ class TrainerRole:
             raise UserError(
                 f"{self._start}: --model: not the checkpoint that {self._run} began with; name that one, or start a new run folder"
             )
+        recipe = self._recipe.model_dump(mode="json")
+        if meta.step > self._recipe.train.steps:
+            raise UserError(
+                f"{self._run}: train.steps: {self._recipe.train.steps} is less than the {meta.step} steps that are done; raise it"
+            )
+        self._changes = meta.changes + changes_between(meta.recipe, recipe, STEERING, meta.step)
         self._snapshots.load(path, self._model, self._optimizers, self._ranks)
         self.version, self._run_id, self._num_tokens = meta.step, meta.run_id, meta.tokens_by_kind["policy"]
         self._meter = Meter(self._stage, meta.receipt.device, self._ranks.world, spent=meta.receipt)
@@ -309,7 +317,8 @@ class TrainerRole:
             self._ranks,
             name=self._run.name,
             stage=self._stage,
-            config=self._recipe.model_dump(mode="json"),
+            config=self._recipe.model_dump(mode="json")
+            | {"changes": [change.model_dump() for change in self._changes]},
             tokenizer_dir=self._start if (self._start / "tokenizer.json").is_file() else None,
             parents=tuple(each for each in parents if each is not None),
             run_id=self._run_id,

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.base.config import check_unchanged, differences
+from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
 from stretto.base.records import Lineage, Meter, Receipt, new_lineage, new_run_id
 from stretto.base.track import Tracker, progress, say
@@ -42,7 +42,7 @@ from stretto.text.tokenizer import load_tokenizer
 from stretto.train.pace import Pace, find_pace
 from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe, SelfTaughtConfig, SftRecipe, with_branches
 from stretto.train.sampler import MicroPlan, Sampler, WidthPlan
-from stretto.train.snapshot import LAYOUT, STEERING, Change, SnapshotMeta, Snapshots, read_meta
+from stretto.train.snapshot import LAYOUT, STEERING, Change, SnapshotMeta, Snapshots, changes_between, read_meta
 from stretto.train.step import (
     Distil,
     MicroBatch,
@@ -381,12 +381,7 @@ class _Training:
         self.job.loader.restore(meta.loader)
         self.run_id, self.step, self.tokens_by_kind = meta.run_id, meta.step, Counter(meta.tokens_by_kind)
         self.meter = Meter(self.stage, meta.receipt.device, self.ranks.world, spent=meta.receipt)
-        changed = differences(meta.recipe, self.recipe).items()
-        self.changes = meta.changes + tuple(
-            Change(step=meta.step, field=field, before=before, after=after)
-            for field, (before, after) in changed
-            if field in STEERING
-        )
+        self.changes = meta.changes + changes_between(meta.recipe, self.recipe, STEERING, meta.step)
 
     def run(self, plan: Callable[[int], Plan]) -> Trained:
         """Train to the end of the recipe; ends on a snapshot.

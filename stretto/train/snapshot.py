@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from stretto.base.config import Config
+from stretto.base.config import Config, differences
 from stretto.base.errors import UserError
 from stretto.base.paths import read_json, remove
 from stretto.base.records import Receipt
@@ -50,6 +50,17 @@ class Change(Config):
     field: str
     before: Any
     after: Any
+
+
+def changes_between(
+    before: Mapping[str, Any], after: Mapping[str, Any], fields: Collection[str], step: int
+) -> tuple[Change, ...]:
+    """What a resume after ``step`` changed of a recipe (as plain data): those of ``fields`` that differ."""
+    return tuple(
+        Change(step=step, field=field, before=old, after=new)
+        for field, (old, new) in differences(before, after).items()
+        if field in fields
+    )
 
 
 class SnapshotMeta(Config):
