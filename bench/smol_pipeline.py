@@ -32,9 +32,8 @@ from typing import Any
 
 from rich.console import Console
 
+import stretto
 from bench.common.measure import table, wide_console
-from stretto.api.evaluate import compare_command
-from stretto.api.evaluate import options as eval_options
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.numbers import duration, si
@@ -404,8 +403,8 @@ def main() -> None:
         if f"experts-{name}" in found
     ]
     if len(models) > 1:
-        told = eval_options(samples=recipe.evaluate.samples)
-        compare_command(models, teachers, [], options.out / "compared", told, options.device)
+        samples = recipe.evaluate.samples
+        stretto.compare(models, options.out / "compared", teachers=teachers, samples=samples, device=options.device)
     sys.exit(0 if is_whole else 1)
 
 

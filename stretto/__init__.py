@@ -11,46 +11,22 @@ from typing import TYPE_CHECKING, Any
 from stretto.base.errors import UserError
 
 if TYPE_CHECKING:
+    from stretto.api.evaluate import Compared, Evaluated, compare, evaluate
     from stretto.api.model import Generation, Model, Score, Scores, Sizes, load
-    from stretto.api.post import (
-        Compared,
-        Evaluated,
-        RlRun,
-        Server,
-        compare,
-        distill,
-        evaluate,
-        merge,
-        online,
-        rl,
-        run,
-        serve,
-        sft,
-    )
+    from stretto.api.pipeline import run
+    from stretto.api.post import Server, merge, serve, sft
+    from stretto.api.rl import RlRun, distill, online, rl
     from stretto.api.stages import Search, adopt, elasticize, extract, heal, latency, pretrain, search
     from stretto.model.spec import Subnet
 
 __version__ = "0.1.0"
 
 _PLACES = {
+    "stretto.api.evaluate": ("Compared", "Evaluated", "compare", "evaluate"),
     "stretto.api.model": ("Generation", "Model", "Score", "Scores", "Sizes", "load"),
-    "stretto.api.post": (
-        *(
-            "Compared",
-            "Evaluated",
-            "RlRun",
-            "Server",
-            "compare",
-            "distill",
-            "evaluate",
-            "merge",
-            "online",
-            "rl",
-            "run",
-            "serve",
-        ),
-        "sft",
-    ),
+    "stretto.api.pipeline": ("run",),
+    "stretto.api.post": ("Server", "merge", "serve", "sft"),
+    "stretto.api.rl": ("RlRun", "distill", "online", "rl"),
     "stretto.api.stages": ("Search", "adopt", "elasticize", "extract", "heal", "latency", "pretrain", "search"),
     "stretto.model.spec": ("Subnet",),
 }

@@ -38,7 +38,6 @@ MOST_FILES = 16
 # Where an import of our own may hide in a function, besides the command line; each with the reason.
 LATE_IMPORTS = {
     "stretto/api/pictures.py": "diffusers is an extra",
-    "stretto/api/rl.py": "optuna takes seconds to import, and only a student that is cut out needs the search",
     "stretto/harness/inspect_entry.py": "every command of inspect_ai loads it, whatever its model is",
     "stretto/flow/launch.py": "torch is imported where a role lives, not where it is described",
     "stretto/runtime/local.py": "Ray is an extra",

@@ -137,19 +137,7 @@ class Network:
         return sum(math.prod(stored.shape) for stored in stored_tensors(self.config, self.family))
 
 
-@dataclass(frozen=True, slots=True)
-class Adopted:
-    """What was made."""
-
-    folder: Path
-    """Of the checkpoint."""
-    config: ModelConfig
-    presets: dict[str, SubnetChoice]
-    num_tokens: int
-    """That the orders were measured on; 0 where they were not."""
-
-
-def adopt_command(source: str, out: Path, options: AdoptOptions) -> Adopted:
+def adopt_command(source: str, out: Path, options: AdoptOptions) -> None:
     """Make the run ``out`` of ``source``: a run, a checkpoint's folder, a GGUF file, a model that is installed as a package
     (``smollm2``), or a name on the hub. Killed, it goes on when it is called again: from what was fetched, tokenised and measured.
 
@@ -193,8 +181,6 @@ def adopt_command(source: str, out: Path, options: AdoptOptions) -> Adopted:
                     return _lineage(out.name, parent, tokenizer, network.config, info, meter, told, options.before)
 
                 _write(out / CHECKPOINT, network, tokenizer, dtype, whole, lineage)
-    num_tokens = measured.num_tokens if measured is not None else 0
-    return Adopted(out / CHECKPOINT, network.config, dict(network.presets), num_tokens)
 
 
 def upcycling(experts: int | None, top_k: int | None, method: str, shared: int | None) -> Upcycling | None:

@@ -18,7 +18,8 @@ import rich
 import rich.table
 from rich.text import Text
 
-from stretto.api.pipeline import last_result, run_command
+from stretto.api.pipeline import last_result
+from stretto.api.pipeline import run as run_pipeline
 from stretto.api.report import report_command
 from stretto.api.search import (
     LATENCY_FILE,
@@ -259,7 +260,7 @@ def _post_train(run: Path) -> None:
     rows = [{"prompt": f"How does this go on? {begun}", "reference": rest} for begun, rest in passages()]
     write_text(prompts, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
     told = [f"{stage}.sources.writing.args.path={json.dumps(str(prompts))}" for stage in ("sft.recipe", "online")]
-    run_command(RECIPES / "demo_pipeline.toml", run / POST, run / "healed", told, device="cpu")
+    run_pipeline(RECIPES / "demo_pipeline.toml", run / "healed", run / POST, settings=told, device="cpu")
 
 
 def _samples_table(samples: list[Sample]) -> rich.table.Table:

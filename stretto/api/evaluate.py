@@ -1,10 +1,10 @@
-"""`stretto eval` and `stretto compare`: from names of models and suites to scores, tables and a page."""
+"""The Python functions evaluate and compare, and their commands: from names of models and suites to scores, tables and a page."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,21 @@ import rich
 import torch
 
 from stretto.api.search import named_subnet
+from stretto.api.stages import ModelLike, PathLike, new_folder, place, shown
 from stretto.base.config import validate
 from stretto.base.endpoint import served_name
-from stretto.base.errors import UserError
+from stretto.base.errors import UserError, user_errors
 from stretto.base.paths import CHECKPOINT, checkpoint_folder, claimed, sized, write_json
 from stretto.base.track import say
 from stretto.data.sources import open_source
 from stretto.evals.scores import mean_interval, pass_at_k, pass_hat_k
 from stretto.evals.writing import Similarity
-from stretto.harness.suites import Budget, Judged, ask, serving
+from stretto.harness.suites import SUITES as HARNESSES
+from stretto.harness.suites import Budget, Judged, ask, check_installed, harness_names, serving
 from stretto.model.checkpoint import read_config, read_presets, weights_hash
 from stretto.model.parallel import join
 from stretto.model.spec import Counts, count
-from stretto.post.battle import battle
+from stretto.post.battle import battle as play_battles
 from stretto.post.panel import PANEL_FILE, judged_by
 from stretto.post.panel import panels as writing_panels
 from stretto.post.pipeline import COMPARISON_FILE
@@ -38,31 +40,209 @@ from stretto.post.suite import (
     EvalOptions,
     Evaluation,
     SuiteConfig,
-    evaluate,
     mean_of,
     parse_suites,
     problem_means,
     read_evaluation,
     suites_of,
     write_result,
+    write_right_answers,
 )
+from stretto.post.suite import evaluate as evaluate_suites
 from stretto.report.evals import (
     Comparison,
     asked_table,
     battle_table,
     chapters_table,
-    compare,
     comparison_page,
     comparison_table,
     cost_table,
+    domain_lines,
     evaluation_page,
     overused_table,
     panel_table,
     place_table,
+    score_bars,
     score_table,
 )
-from stretto.report.page import Page, Table, write_page
+from stretto.report.evals import compare as compared_by_domain
+from stretto.report.page import Page, Plot, Table, write_page
 from stretto.text.similar import embeddings, similarity_NN
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """A finished evaluation."""
+
+    folder: Path
+    result: Evaluation
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """Mean score of each domain, 0 to 1."""
+        return {name: domain.score.value for name, domain in self.result.domains.items()}
+
+    @property
+    def table(self) -> Table:
+        return score_table(self.result)
+
+    def plot(self) -> Plot:
+        """Score of each domain with its 95 % confidence interval, beside the trivial baseline."""
+        return Plot(score_bars(self.result))
+
+    def __repr__(self) -> str:
+        return self.table.text()
+
+    def _repr_html_(self) -> str:
+        return self.table.html()
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A finished per-domain comparison of models."""
+
+    folder: Path
+    result: Comparison
+
+    @property
+    def table(self) -> Table:
+        return comparison_table(self.result)
+
+    def plot(self) -> Plot:
+        """Difference of every model to the reference, per domain."""
+        return Plot(domain_lines(self.result))
+
+    def __repr__(self) -> str:
+        return self.table.text()
+
+    def _repr_html_(self) -> str:
+        return self.table.html()
+
+
+@user_errors
+def evaluate(
+    model: ModelLike,
+    suites: str | Sequence[str],
+    out: PathLike | None = None,
+    *,
+    subnet: str | None = None,
+    presets: bool = False,
+    judge: str | None = None,
+    human: PathLike | None = None,
+    right: PathLike | None = None,
+    device: str = "auto",
+    **settings: Any,
+) -> Evaluated | Compared:
+    """Evaluate a checkpoint on benchmark suites, with 95 % bootstrap confidence intervals over problems and a trivial baseline.
+
+    Args:
+        model: run or checkpoint.
+        suites: ``gym``, ``code``, ``writing``, ``math=FILE`` … (docs/EVAL.md), ``tau`` and ``bfcl`` (docs/HARNESSES.md), a TOML file, or an RL recipe.
+        out: folder to write; called again, the evaluation resumes there. Beside the model's, with ``-eval`` added, by default.
+        subnet: size to evaluate; the full network by default.
+        presets: evaluate every named size and compare them with the full network; returns `Compared`.
+        judge: URL of an LLM judge for open-ended answers; not the judge that rewarded the model.
+        human: human-written texts, to report what open-ended answers overuse.
+        right: file to write the correct answers to, as conversations for `sft`.
+        settings: ``samples`` (4 per problem), ``limit`` (problems per domain), ``temperature``, ``baselines``, ``embed``, ``seed``, ``max_batch``.
+
+    Raises:
+        UserError: no such suite or size, or a judge that may not be used.
+    """
+    named = [suites] if isinstance(suites, str) else list(suites)
+    source, folder = place(model), new_folder(model, "eval") if out is None else Path(out)
+    theirs, ours = harness_names(named)
+    flags = {"--right": right, "--judge": judge, "--human": human}
+    _refuse_unused(theirs, ours, flags | {"--embed": settings.get("embed")}, flags | {"--subnet": subnet}, presets)
+    check_installed(theirs)
+    told = options(**{"samples": 4, **settings})
+    if presets:
+        names = [name for name in read_presets(checkpoint_folder(source)) if name != "full"]
+        if not names:
+            raise UserError(f"{source}: --presets: names no sizes; leave it out, or give --subnet")
+        sizes = [f"{source}:{name}" for name in names]
+        return compare([source, *sizes], folder, suites=ours, device=device, **settings)
+    if ours:
+        people = None if human is None else Path(human)
+        _evaluate(source, parse_suites(ours, HARNESSES), folder, told, subnet, device, judge, people)
+    asked = folder / "harness" if ours else folder
+    if theirs:
+        _ask_harnesses(source, theirs, asked, told, subnet, device)
+    if right is not None:
+        say(f"{write_right_answers(folder, Path(right)):,} correct answers: {right}")
+    return Evaluated(folder, read_evaluation(folder if ours else asked))
+
+
+def _refuse_unused(
+    theirs: Sequence[str], ours: Sequence[str], answers: Mapping[str, Any], sizes: Mapping[str, Any], presets: bool
+) -> None:
+    """Raises `UserError`: an option that these suites would not read."""
+    if presets and (unused := [flag for flag, value in sizes.items() if value is not None]):
+        raise UserError(f"{unused[0]}: applies to one size; leave out --presets")
+    if theirs and not ours and (unused := [flag for flag, value in answers.items() if value is not None]):
+        raise UserError(f"{unused[0]}: needs the answers, which other harnesses do not keep; leave it out")
+    if presets and theirs:
+        raise UserError(f"--suite {theirs[0]}: is asked one size at a time; leave out --presets, give --subnet")
+
+
+@user_errors
+def compare(
+    models: Sequence[ModelLike],
+    out: PathLike | None = None,
+    *,
+    suites: str | Sequence[str] = (),
+    teachers: Mapping[str, ModelLike] | Sequence[str] = (),
+    reference: str | None = None,
+    battle: bool = False,
+    device: str = "auto",
+    **settings: Any,
+) -> Compared:
+    """Compare models per domain: paired differences to a reference model, and to the teacher of each domain.
+
+    Args:
+        models: evaluations, runs or checkpoints, ``PATH`` or ``PATH:SUBNET``.
+        out: folder to write; beside the first model's, with ``-compare`` added, by default.
+        suites: suites for models that were not evaluated yet.
+        teachers: by domain, for the normalised score: the share of the teacher's gain that each model recovers.
+        reference: the model that the others are compared with; the first by default.
+        battle: also compare answers in pairs by the LLM judge of a judged suite (win rate).
+        settings: ``samples``, ``limit``, ``max_batch`` as of `evaluate`.
+
+    Raises:
+        UserError: evaluations of different problems, or as `evaluate`.
+    """
+    folder = new_folder(str(shown(models[0])).partition(":")[0], "compare") if out is None else Path(out)
+    told = [f"{name}={shown(each)}" for name, each in teachers.items()] if isinstance(teachers, Mapping) else teachers
+    asked, named = options(**{"samples": 4, **settings}), [shown(each) for each in models]
+    if battle and len(named) < 2:
+        raise UserError(f"--battle: {named[0]} alone has no opponent; name two models or more")
+    if reference is not None and reference not in named:
+        raise UserError(f"--reference {reference}: none of the models; name one as it is named there")
+    taught = {}
+    for text in told:
+        domain, equals, path = text.partition("=")
+        if not equals:
+            raise UserError(f"--teacher {text}: say whose it is: DOMAIN={text}")
+        taught[domain] = path
+    wanted = parse_suites([suites] if isinstance(suites, str) else suites)
+    if unknown := [domain for domain in taught if wanted and not _only(wanted, {domain})]:
+        raise UserError(f"--teacher {unknown[0]}: no such domain in --suite")
+    places: dict[str, Path] = {}
+    for text in dict.fromkeys([*named, *taught.values()]):
+        # of a teacher that is no model beside, what it teaches
+        own = {domain for domain, path in taught.items() if path == text}
+        missing = wanted if text in named else _only(wanted, own)
+        places[text] = _evaluated(text, missing, folder / "evals", asked, device)
+    found = {text: read_evaluation(place) for text, place in places.items()}
+    guides = {domain: found[path] for domain, path in taught.items()}
+    place, compared = 0 if reference is None else named.index(reference), [found[text] for text in named]
+    done = compared_by_domain(compared, guides, asked.seed, place)
+    if battle:
+        done = replace(done, battles=play_battles(compared, [places[text] for text in named], place, asked.seed))
+    write_result(folder / COMPARISON_FILE, asdict(done))
+    tables = [comparison_table(done), *([] if done.battles is None else [battle_table(done.battles)])]
+    show(tables, folder / COMPARISON_FILE, comparison_page(done))
+    return Compared(folder, done)
 
 
 def options(**told: Any) -> EvalOptions:
@@ -72,7 +252,7 @@ def options(**told: Any) -> EvalOptions:
     return validate(EvalOptions, told | {"threads": torch.get_num_threads()}, "stretto eval")
 
 
-def eval_command(
+def _evaluate(
     source: Path,
     suites: Mapping[str, SuiteConfig],
     out: Path,
@@ -94,7 +274,7 @@ def eval_command(
         chosen = named_subnet(source, subnet, read_config(folder), read_presets(folder))
     name = f"{_name(source)}{f':{subnet}' if subnet else ''}"
     place = str(join(device).device)
-    found = evaluate(folder, suites, out, options, name=name, subnet=chosen, device=place)
+    found = evaluate_suites(folder, suites, out, options, name=name, subnet=chosen, device=place)
     tables = [score_table(found), asked_table(found), cost_table(found), place_table(found)]
     if any(domain.is_graded for domain in found.domains.values()):
         panels = writing_panels(out, suites_of(found.asked), _similar(), corpus)
@@ -124,65 +304,9 @@ def _similar() -> Similarity:
     return partial(similarity_NN, kind="meaning")
 
 
-def presets_command(
-    source: Path, named: Sequence[str], out: Path, options: EvalOptions, device: str = "auto"
-) -> Comparison:
-    """Evaluate every named size of ``source``, and compare them with all of it: score over size. Raises `UserError`: as
-    `compare_command`, or it has no named sizes."""
-    names = [name for name in read_presets(checkpoint_folder(source)) if name != "full"]
-    if not names:
-        raise UserError(f"{source}: --presets: names no sizes; leave it out, or give --subnet")
-    return compare_command([str(source), *(f"{source}:{name}" for name in names)], [], named, out, options, device)
-
-
 def _name(source: Path) -> str:
     resolved = source.resolve()
     return resolved.parent.name if resolved.name == CHECKPOINT else resolved.name
-
-
-def compare_command(
-    models: Sequence[str],
-    teachers: Sequence[str],
-    named: Sequence[str],
-    out: Path,
-    options: EvalOptions,
-    device: str = "auto",
-    reference: str | None = None,
-    is_battle: bool = False,
-) -> Comparison:
-    """Compare evaluations, runs or checkpoints (``PATH`` or ``PATH:SUBNET``); of what was not evaluated, the evaluation by the suites
-    ``named`` is made, in a folder of ``out``. ``teachers``: ``DOMAIN=PATH`` each; ``reference``: one of ``models``, None: the first;
-    ``is_battle``: a judge compares their answers, too.
-    Raises `UserError`: as `eval_command`, `compare` and `battle`."""
-    if is_battle and len(models) < 2:
-        raise UserError(f"--battle: {models[0]} alone has no opponent; name two models or more")
-    if reference is not None and reference not in models:
-        raise UserError(f"--reference {reference}: none of the models; name one as it is named there")
-    taught = {}
-    for text in teachers:
-        domain, equals, path = text.partition("=")
-        if not equals:
-            raise UserError(f"--teacher {text}: say whose it is: DOMAIN={text}")
-        taught[domain] = path
-    suites = parse_suites(named)
-    if unknown := [domain for domain in taught if suites and not _only(suites, {domain})]:
-        raise UserError(f"--teacher {unknown[0]}: no such domain in --suite")
-    places: dict[str, Path] = {}
-    for text in dict.fromkeys([*models, *taught.values()]):
-        # of a teacher that is no model beside, what it teaches
-        own = {domain for domain, path in taught.items() if path == text}
-        asked = suites if text in models else _only(suites, own)
-        places[text] = _evaluated(text, asked, out / "evals", options, device)
-    found = {text: read_evaluation(place) for text, place in places.items()}
-    guides = {domain: found[path] for domain, path in taught.items()}
-    place, compared = 0 if reference is None else list(models).index(reference), [found[text] for text in models]
-    done = compare(compared, guides, options.seed, place)
-    if is_battle:
-        done = replace(done, battles=battle(compared, [places[text] for text in models], place, options.seed))
-    write_result(out / COMPARISON_FILE, asdict(done))
-    tables = [comparison_table(done), *([] if done.battles is None else [battle_table(done.battles)])]
-    show(tables, out / COMPARISON_FILE, comparison_page(done))
-    return done
 
 
 def _only(suites: Mapping[str, SuiteConfig], domains: Collection[str]) -> dict[str, SuiteConfig]:
@@ -202,14 +326,14 @@ def _evaluated(text: str, suites: Mapping[str, SuiteConfig], folder: Path, optio
             f"{text}: holds no evaluation; name the --suite to evaluate it with, or run `stretto eval` before"
         )
     place = "-".join(part for part in (*path.parts[-3:], subnet) if part not in ("/", "", CHECKPOINT))
-    eval_command(path, suites, folder / place, options, subnet or None, device)
+    _evaluate(path, suites, folder / place, options, subnet or None, device)
     return folder / place
 
 
 # suites that other harnesses ask: a server of the checkpoint, one harness after the other
 
 
-def harness_command(
+def _ask_harnesses(
     source: Path,
     suites: Sequence[str],
     out: Path,

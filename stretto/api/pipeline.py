@@ -27,8 +27,10 @@ import rich
 import rich.table
 from pydantic import Field
 
+from stretto.api.model import Model, load
+from stretto.api.stages import ModelLike, PathLike, place, run_folder
 from stretto.base.config import Config, differences, read_recipe, validate
-from stretto.base.errors import UserError, nearest
+from stretto.base.errors import UserError, nearest, user_errors
 from stretto.base.numbers import durations_alike, listed, short, si, si_alike
 from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, read_json, write_json
 from stretto.base.records import LINEAGE_FILE, Receipt, read_lineage
@@ -91,46 +93,62 @@ class Pipeline:
         return (self.folder / step.name / step.result).exists()
 
 
-def run_command(
-    path: Path,
-    out: Path,
-    model: Path | None,
-    settings: Sequence[str] = (),
+@user_errors
+def run(
+    recipe: PathLike,
+    model: ModelLike | None = None,
+    out: PathLike | None = None,
     *,
     first: str | None = None,
     until: str | None = None,
     dry_run: bool = False,
     price: float | None = None,
+    settings: Sequence[str] = (),
     device: str = "auto",
-) -> None:
-    """Run the pipeline of the recipe ``path`` in ``out``, or go on with it.
+) -> Model | None:
+    """Run a whole post-training: SFT, an expert for each domain, one student of all experts, online RL, evaluation.
+
+    Called again on the same folder, it resumes with the first stage that has not finished.
 
     Args:
-        model: run or checkpoint that it begins with; None where the recipe's own start does.
-        first: stage that is done again, with all that follow; what they had made is set aside.
-        until: the last stage to be done.
-        dry_run: print what would be done, and do nothing.
-        price: of an hour of one device, for the plan.
+        recipe: a pipeline recipe (``pipeline``; docs/PIPELINE.md).
+        model: run or checkpoint to begin with; None where the recipe's start describes a new network.
+        out: pipeline folder; ``runs/`` and the recipe's name by default.
+        first: repeat this stage and all after it.
+        until: stop after this stage.
+        dry_run: print commands, tokens, FLOPs and hours, and do nothing.
+        price: price of one hour of a device, for ``dry_run``.
+
+    Returns:
+        The model of the last stage that has finished; None: of none.
 
     Raises:
-        UserError: an impossible recipe, one that was changed since a stage ended, or a stage that failed.
+        UserError: a bad recipe, one that changed since a stage finished, or a stage that failed.
     """
-    recipe = read_recipe(path, PipelineRecipe, settings)
-    steps = plan(recipe, str(path))
+    path, folder = Path(recipe), run_folder(out, recipe, "pipeline")
+    parsed = read_recipe(path, PipelineRecipe, settings)
+    steps = plan(parsed, str(path))
     for flag, name in (("--from", first), ("--until", until)):
         stages = list(dict.fromkeys(step.stage for step in steps))
         if name is not None and name not in stages:
             raise UserError(f"{flag} {name}: no such stage{nearest(name, stages)}; this pipeline has {listed(stages)}")
-    start = checkpoint_folder(model).resolve() if model is not None else None
+    start = checkpoint_folder(place(model)).resolve() if model is not None else None
     if start is None and any(MODEL in step.arguments for step in steps):
         raise UserError("--model: missing; name the run or checkpoint that this pipeline begins with")
     model_hash = "" if dry_run or start is None else known_hash(start)
-    pipeline = Pipeline(out, recipe, steps, start, device, model_hash)
+    pipeline = Pipeline(folder, parsed, steps, start, device, model_hash)
     wanted = [step for step in steps if until is None or STAGES.index(step.stage) <= STAGES.index(until)]
     if dry_run:
         _print_plan(pipeline, wanted, first, price)
-        return
-    with claimed(out):
+    else:
+        _run_stages(pipeline, wanted, first)
+    made = last_result(folder)
+    return None if made is None else load(made, device=device)
+
+
+def _run_stages(pipeline: Pipeline, wanted: Sequence[Step], first: str | None) -> None:
+    """Run the steps ``wanted`` that are not done, and those from the stage ``first`` on again."""
+    with claimed(pipeline.folder):
         if first is not None:
             _set_aside(pipeline, STAGES.index(first))
         check_unchanged(pipeline)

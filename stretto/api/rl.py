@@ -1,34 +1,199 @@
-"""``stretto rl``, ``online`` and ``distill``: what is special about each, then one run, then where to look at it."""
+"""The Python functions and commands rl, online and distill: what is special about each, then one run, then where to look at it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import rich
 import torch
 from rich.markup import escape
 
-from stretto.base.errors import UserError
+from stretto.api.model import Model, load
+from stretto.api.search import extract_command
+from stretto.api.stages import ModelLike, PathLike, place, run_folder, shown
+from stretto.base.config import read_recipe, source_name
+from stretto.base.errors import UserError, user_errors
 from stretto.base.paths import checkpoint_folder
-from stretto.base.track import progress
+from stretto.base.track import progress, say
 from stretto.flow.launch import Job, SourceTables
 from stretto.flow.run import Result, has_begun, run_rl, start_of
 from stretto.learning.algorithms import load_algorithm
 from stretto.learning.recipe import START, DistillConfig, RlRecipe, TeacherConfig
 from stretto.learning.teachers import check_teachers
 from stretto.model.parallel import join
-from stretto.post.distill import gaps
+from stretto.post.distill import STAGE as DISTILL
+from stretto.post.distill import gaps, parent_settings, teacher_settings
 from stretto.post.panel import EVALUATES
 from stretto.post.sft import sft
-from stretto.report.rl import report_rl_run
+from stretto.report.page import Plot
+from stretto.report.rl import panels, read_rl_run, report_rl_run, reward
 from stretto.tasks.registry import source_kind
 
 STUDENT = "student"
 """In the folder of `stretto distill`: a student that was cut out for it."""
 
 
-def rl_command(
+RlRecipeLike = PathLike | Mapping[str, Any] | RlRecipe
+"""A TOML file, the name of a shipped recipe (``rl_gym``), a mapping of the same form, or an `RlRecipe`. In a mapping, a source's ``kind``
+may be a `TaskSource` class, and ``loss.advantage`` a function."""
+
+
+@dataclass(frozen=True, slots=True)
+class RlRun:
+    """A finished reinforcement-learning run."""
+
+    folder: Path
+    result: Result
+    """Mean held-out reward before the first step and after the last, and the KL to the start in nats per token."""
+
+    @property
+    def model(self) -> Model:
+        """The trained policy."""
+        return load(self.folder)
+
+    def plot(self) -> Plot:
+        """Reward over steps, of training and of held-out problems."""
+        data = read_rl_run(self.folder)
+        return Plot(panels(data, reward(data)))
+
+    def __repr__(self) -> str:
+        found = self.result
+        return (
+            f"RlRun({str(self.folder)!r}, held-out reward {found.first_reward:.3f} → {found.last_reward:.3f}, "
+            f"KL to the start {found.moved:.3g} nats per token)"
+        )
+
+
+@user_errors
+def rl(
+    recipe: RlRecipeLike,
+    model: ModelLike | None = None,
+    out: PathLike | None = None,
+    *,
+    settings: Sequence[str] = (),
+    resume: bool = False,
+    device: str = "auto",
+    wandb: str | None = None,
+) -> RlRun:
+    """Train a policy with reinforcement learning on a task: engines, agents, verifiers and a trainer, asynchronously.
+
+    Tasks and algorithms that are defined in a notebook run in its own process; docs/RL.md says how to put them in a file for more
+    processes.
+
+    Args:
+        recipe: an RL recipe (``rl_gym``; docs/RL.md).
+        model: run or checkpoint to begin with; None: the recipe's ``[start]``.
+        out: run folder to write; ``runs/`` and the recipe's name by default.
+        settings: overrides of single recipe keys: ``["train.rows=8"]``.
+        resume: continue from the newest snapshot in ``out``.
+        device: ``cpu``, ``cuda`` or ``auto``.
+        wandb: name of a W&B project to log to.
+
+    Raises:
+        UserError: a bad recipe, a task that fails its own check, or a run that cannot continue.
+    """
+    parsed, folder = _in_this_process(read_recipe(recipe, RlRecipe, settings)), run_folder(out, recipe, "rl")
+    start = None if model is None else place(model)
+    return RlRun(folder, _run(parsed, folder, start, resume=resume, device=device, wandb_project=wandb))
+
+
+def _in_this_process(recipe: RlRecipe) -> RlRecipe:
+    """``recipe``, with those roles in this process that need what a notebook defines. Raises `UserError`: they must have others."""
+    named = {f"sources.{name}.kind": source.kind for name, source in recipe.sources.items()}
+    named["loss.advantage"] = recipe.loss.advantage
+    here = {field: name.removeprefix("__main__:") for field, name in named.items() if name.startswith("__main__:")}
+    if not here:
+        return recipe
+    field, name = next(iter(here.items()))
+    runtime = recipe.runtime
+    if runtime.kind == "ray" or runtime.isolate == "all":
+        raise UserError(
+            f"{field}: {name} is defined in a notebook or a script, which worker processes cannot import; write it to a file and name it "
+            f"FILE.py:{name} (in Jupyter, begin its cell with %%writefile FILE.py), or use runtime.kind local and isolate none"
+        )
+    isolate = "none" if "loss.advantage" in here else runtime.isolate
+    say(f"{', '.join(here.values())}: defined in this program, so that verifiers run in its process")
+    return recipe.replace(runtime=runtime.replace(verifiers="thread", isolate=isolate))
+
+
+@user_errors
+def online(
+    recipe: RlRecipeLike,
+    model: ModelLike | None = None,
+    out: PathLike | None = None,
+    *,
+    self_teacher: bool = False,
+    settings: Sequence[str] = (),
+    resume: bool = False,
+    device: str = "auto",
+    wandb: str | None = None,
+) -> RlRun:
+    """Reinforcement learning on open-ended prompts, rewarded by an LLM judge and by rewards over whole groups.
+
+    Args:
+        self_teacher: distil the start on the verifiable sources at the same time, so that these skills are kept.
+        recipe: an RL recipe with a source of kind ``judged`` (``online``; docs/RL.md).
+        model: run or checkpoint to begin with; None: the recipe's ``[start]``.
+        out: run folder to write; ``runs/`` and the recipe's name by default.
+        settings: overrides of single recipe keys: ``["train.rows=8"]``.
+        resume: continue from the newest snapshot in ``out``.
+        device: ``cpu``, ``cuda`` or ``auto``.
+        wandb: name of a W&B project to log to.
+
+    Raises:
+        UserError: as `rl`, or no source is judged.
+    """
+    parsed, folder = _in_this_process(read_recipe(recipe, RlRecipe, settings)), run_folder(out, recipe, "online")
+    start = checkpoint_folder(place(model)) if model is not None else start_of(folder) if resume else None
+    asked = _online_recipe(parsed, source_name(recipe), start, self_teacher)
+    return RlRun(folder, _run(asked, folder, start, resume=resume, device=device, wandb_project=wandb, stage="online"))
+
+
+@user_errors
+def distill(
+    recipe: RlRecipeLike,
+    model: ModelLike | None = None,
+    out: PathLike | None = None,
+    *,
+    teachers: Mapping[str, ModelLike] | Sequence[str] = (),
+    subnet: str | None = None,
+    settings: Sequence[str] = (),
+    resume: bool = False,
+    device: str = "auto",
+    wandb: str | None = None,
+) -> RlRun:
+    """On-policy distillation: the student samples, and the teacher of each source scores its tokens (docs/DISTILL.md).
+
+    Args:
+        recipe: an RL recipe with ``[distill]`` (``distill``).
+        model: run or checkpoint of the student.
+        teachers: by name, which is the source that it teaches: a run, a checkpoint, ``DIR:SUBNET`` or the URL of a server.
+        subnet: cut this size out of ``model`` as the student; without teachers, the whole model teaches it every source.
+        out: run folder to write; ``runs/`` and the recipe's name by default.
+        settings: overrides of single recipe keys: ``["train.rows=8"]``.
+        resume: continue from the newest snapshot in ``out``.
+        device: ``cpu``, ``cuda`` or ``auto``.
+        wandb: name of a W&B project to log to.
+
+    Raises:
+        UserError: as `rl`, no teachers, or a teacher that does not fit the student.
+    """
+    told = [f"{name}={shown(each)}" for name, each in teachers.items()] if isinstance(teachers, Mapping) else teachers
+    student = None if model is None else place(model)
+    parents = parent_settings(student) if subnet is not None and student is not None and not told else []
+    parsed = _in_this_process(read_recipe(recipe, RlRecipe, [*parents, *teacher_settings(told), *settings]))
+    folder = run_folder(out, recipe, "distill")
+    student = _distill_student(parsed, folder, student, subnet, resume, device)
+    done = _run(parsed, folder, student, resume=resume, device=device, wandb_project=wandb, stage=DISTILL)
+    assert parsed.distill is not None, "_distill_student has refused it"
+    _say_gaps(folder, parsed.distill)
+    return RlRun(folder, done)
+
+
+def _run(
     recipe: RlRecipe,
     folder: Path,
     model: Path | None,
@@ -72,7 +237,7 @@ def rl_command(
     return result
 
 
-def online_recipe(recipe: RlRecipe, source: str, start: Path | None, self_teacher: bool) -> RlRecipe:
+def _online_recipe(recipe: RlRecipe, source: str, start: Path | None, self_teacher: bool) -> RlRecipe:
     """``recipe``, which was read from ``source``, as `stretto online` runs it from ``start``; with ``self_teacher`` the start teaches
     all verifiable sources too.
 
@@ -87,7 +252,7 @@ def online_recipe(recipe: RlRecipe, source: str, start: Path | None, self_teache
     if self_teacher:
         if not verifiable or start is None or recipe.distill is not None:
             raise UserError("--self-teacher: wants --model, a verifiable source and a recipe without [distill]")
-        recipe = self_taught(recipe, start, verifiable, judged)
+        recipe = _self_taught(recipe, start, verifiable, judged)
     held = [f"a KL of weight {recipe.loss.kl_weight:g} to the start"] if recipe.loss.kl_weight else []
     held += [f"{', '.join(verifiable)}, which can be verified"] if verifiable else []
     held += [f"the teachers {', '.join(recipe.distill.teachers)}"] if recipe.distill else []
@@ -96,14 +261,14 @@ def online_recipe(recipe: RlRecipe, source: str, start: Path | None, self_teache
     return recipe
 
 
-def self_taught(recipe: RlRecipe, start: Path, verifiable: Sequence[str], judged: Sequence[str]) -> RlRecipe:
+def _self_taught(recipe: RlRecipe, start: Path, verifiable: Sequence[str], judged: Sequence[str]) -> RlRecipe:
     """``recipe`` with ``start`` as the teacher of its ``verifiable`` sources; those that are ``judged`` have their reward alone."""
     teacher = TeacherConfig(checkpoint=str(start.resolve()), domains=tuple(verifiable))
     told = DistillConfig(teachers={"start": teacher}, untaught=tuple(judged), outcome_weight=1.0, kl_floor=0.0)
     return recipe.replace(distill=told)
 
 
-def distill_student(
+def _distill_student(
     recipe: RlRecipe, folder: Path, model: Path | None, subnet: str | None, resume: bool, device: str
 ) -> Path | None:
     """The student of a distillation in ``folder``: ``model``, or its ``subnet``, which is cut out unless it is there.
@@ -119,13 +284,11 @@ def distill_student(
     if model is not None and subnet is None:
         check_teachers(recipe, checkpoint_folder(model))
     elif model is not None and subnet is not None and not has_begun(folder, resume):
-        from stretto.api.search import extract_command  # the search is no part of a start without it
-
         extract_command(model, subnet, folder / STUDENT, device)
     return folder / STUDENT if subnet is not None else model
 
 
-def say_gaps(folder: Path, config: DistillConfig) -> None:
+def _say_gaps(folder: Path, config: DistillConfig) -> None:
     """Print how far each source has come to its teacher."""
     for each in gaps(folder, config):
         said = f"{each.source}: KL to {each.teacher} {each.first_kl:.3g} → {each.last_kl:.3g} nats a token"

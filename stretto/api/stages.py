@@ -85,6 +85,11 @@ def place(model: ModelLike) -> Path:
     return model.source if isinstance(model, Model) else Path(model)
 
 
+def shown(model: ModelLike) -> str:
+    """``model`` as the commands take it: a path, ``PATH:SUBNET`` or a URL."""
+    return str(model.source) if isinstance(model, Model) else os.fspath(model)
+
+
 def listed_data(data: Data) -> list[str]:
     """``data`` as the commands take it."""
     return [os.fspath(data)] if isinstance(data, str | os.PathLike) else [os.fspath(each) for each in data]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from stretto.base.errors import UserError
 from stretto.cli.options import Device
@@ -16,20 +17,20 @@ judge = typer.Typer(
 
 Books = Annotated[
     list[Path],
-    typer.Option(help="Books: JSONL, CSV or Parquet with text and author, or a folder of them.", show_default=False),
+    Option(help="Books: JSONL, CSV or Parquet with text and author, or a folder of them.", show_default=False),
 ]
-Passages = Annotated[int, typer.Option(min=1, help="Number of passages from the books.")]
-Seed = Annotated[int, typer.Option(help="Random seed.")]
+Passages = Annotated[int, Option(min=1, help="Number of passages from the books.")]
+Seed = Annotated[int, Option(help="Random seed.")]
 
 
 @judge.command()
 def train(
-    model: Annotated[Path, typer.Argument(help="Run or checkpoint whose hidden states are used.", show_default=False)],
+    model: Annotated[Path, Argument(help="Run or checkpoint whose hidden states are used.", show_default=False)],
     data: Books,
-    out: Annotated[Path, typer.Option("-o", "--out", help="Folder to write.")],
+    out: Annotated[Path, Option("-o", "--out", help="Folder to write.")],
     part: Annotated[
         str,
-        typer.Option(help="Authors to learn from: reward or evaluation. A judge that rewards must not evaluate."),
+        Option(help="Authors to learn from: reward or evaluation. A judge that rewards must not evaluate."),
     ] = "reward",
     passages: Passages = 1000,
     seed: Seed = 0,
@@ -48,12 +49,10 @@ def train(
 
 @judge.command()
 def calibrate(
-    judge: Annotated[str, typer.Argument(help="Judge folder, or URL of an API: http://…/v1.", show_default=False)],
+    judge: Annotated[str, Argument(help="Judge folder, or URL of an API: http://…/v1.", show_default=False)],
     data: Books,
     passages: Passages = 100,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the model at the URL. Default: the first one it lists.")
-    ] = None,
+    name: Annotated[str | None, Option(help="Name of the model at the URL. Default: the first one it lists.")] = None,
     seed: Seed = 0,
     device: Device = "auto",
 ) -> None:
@@ -65,9 +64,9 @@ def calibrate(
 
 @judge.command()
 def serve(
-    judge: Annotated[Path, typer.Argument(help="Judge folder.", show_default=False)],
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0: any free port.")] = 8100,
+    judge: Annotated[Path, Argument(help="Judge folder.", show_default=False)],
+    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port; 0: any free port.")] = 8100,
     device: Device = "auto",
 ) -> None:
     """Serve a judge to recipes and evaluations at an OpenAI-compatible URL."""

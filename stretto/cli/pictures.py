@@ -5,21 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from stretto.cli.options import Device
 from stretto.cli.serve import Model, ServedDtype, ServedSubnet, Server, Temperature
 
-Prompt = Annotated[str, typer.Argument(help="Description of the picture, in English.", show_default=False)]
-Size = Annotated[str, typer.Option(help="Width and height in pixels.")]
-Backend = Annotated[
-    str, typer.Option(help="Image generator: renderer (exact, shapes only), diffusers:FOLDER, or comfy:URL.")
-]
+Prompt = Annotated[str, Argument(help="Description of the picture, in English.", show_default=False)]
+Size = Annotated[str, Option(help="Width and height in pixels.")]
+Backend = Annotated[str, Option(help="Image generator: renderer (exact, shapes only), diffusers:FOLDER, or comfy:URL.")]
 Verifier = Annotated[
     str | None,
-    typer.Option(
-        help="URL, or MODEL@URL, of a chat API that accepts pictures; it checks everything but shapes and words."
-    ),
+    Option(help="URL, or MODEL@URL, of a chat API that accepts pictures; it checks everything but shapes and words."),
 ]
 
 
@@ -30,10 +26,10 @@ def enhance(
     server: Server = None,
     subnet: ServedSubnet = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print fields, corrections and seconds as JSON instead of the prompt.")
+        bool, Option("--json", help="Print fields, corrections and seconds as JSON instead of the prompt.")
     ] = False,
     temperature: Temperature = 0.0,
-    seed: Annotated[int, typer.Option(help="Random seed of the sampling.")] = 0,
+    seed: Annotated[int, Option(help="Random seed of the sampling.")] = 0,
     device: Device = "auto",
     dtype: ServedDtype = None,
 ) -> None:
@@ -54,32 +50,26 @@ def paint(
     backend: Backend = "renderer",
     size: Annotated[
         str | None,
-        typer.Option(
-            help="Width and height in pixels: 1024x1024. Default: the prompt's, or 512x512.", show_default=False
-        ),
+        Option(help="Width and height in pixels: 1024x1024. Default: the prompt's, or 512x512.", show_default=False),
     ] = None,
-    out: Annotated[Path, typer.Option("-o", "--out", help="PNG file to write.")] = Path("picture.png"),
-    images: Annotated[
-        int, typer.Option(min=1, help="Largest number of pictures to try until one passes the checks.")
-    ] = 1,
+    out: Annotated[Path, Option("-o", "--out", help="PNG file to write.")] = Path("picture.png"),
+    images: Annotated[int, Option(min=1, help="Largest number of pictures to try until one passes the checks.")] = 1,
     verifier: Verifier = None,
-    lora: Annotated[list[str], typer.Option(help="Adapter: NAME or NAME@WEIGHT.", show_default=False)] = [],  # noqa: B006
+    lora: Annotated[list[str], Option(help="Adapter: NAME or NAME@WEIGHT.", show_default=False)] = [],  # noqa: B006
     control: Annotated[
-        list[str], typer.Option(help="Control picture, KIND=FILE: canny=reference.png.", show_default=False)
+        list[str], Option(help="Control picture, KIND=FILE: canny=reference.png.", show_default=False)
     ] = [],  # noqa: B006
-    negative: Annotated[str, typer.Option(help="Negative prompt.")] = "",
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Number of sampling steps. Default: the backend's own.")
-    ] = None,
-    guidance: Annotated[float | None, typer.Option(help="Guidance scale. Default: the backend's own.")] = None,
+    negative: Annotated[str, Option(help="Negative prompt.")] = "",
+    steps: Annotated[int | None, Option(min=1, help="Number of sampling steps. Default: the backend's own.")] = None,
+    guidance: Annotated[float | None, Option(help="Guidance scale. Default: the backend's own.")] = None,
     as_is: Annotated[
         bool,
-        typer.Option("--as-is", help="Send the prompt unchanged, in any language, and check nothing."),
+        Option("--as-is", help="Send the prompt unchanged, in any language, and check nothing."),
     ] = False,
     model: Model = None,
     server: Server = None,
     subnet: ServedSubnet = None,
-    seed: Annotated[int, typer.Option(help="Random seed of the first picture; later ones count up.")] = 0,
+    seed: Annotated[int, Option(help="Random seed of the first picture; later ones count up.")] = 0,
     device: Device = "auto",
     dtype: ServedDtype = None,
 ) -> None:
@@ -107,15 +97,15 @@ def studio(
     backend: Backend = "renderer",
     size: Size = "512x512",
     images: Annotated[
-        int, typer.Option(min=1, help="Largest number of pictures to try per turn until one passes the checks.")
+        int, Option(min=1, help="Largest number of pictures to try per turn until one passes the checks.")
     ] = 4,
     verifier: Verifier = None,
     server: Server = None,
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="Folder to write every version and the conversation to.")
+        Path | None, Option("-o", "--out", help="Folder to write every version and the conversation to.")
     ] = None,
-    port: Annotated[int, typer.Option(help="Port; 0: any free port.")] = 8010,
-    seed: Annotated[int, typer.Option(help="Random seed of the first picture of a turn.")] = 0,
+    port: Annotated[int, Option(help="Port; 0: any free port.")] = 8010,
+    seed: Annotated[int, Option(help="Random seed of the first picture of a turn.")] = 0,
     device: Device = "auto",
 ) -> None:
     """Open a web page for a conversation about a picture: requirements, versions side by side, undo."""

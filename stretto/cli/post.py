@@ -5,20 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
-from stretto.cli.options import Device, Force, Recipe, Resume, RunOut, Settings, Steps, Wandb, say
+import stretto
+from stretto.cli.options import Device, Force, Recipe, Resume, RunOut, Settings, Source, Start, Steps, Wandb, say
 
 
 def sft(
     recipe: Recipe,
     model: Annotated[
         Path | None,
-        typer.Option(help="Run or checkpoint to train. Default: a new network, by the [start.model] of an RL recipe."),
+        Option(help="Run or checkpoint to train. Default: a new network, by the [start.model] of an RL recipe."),
     ] = None,
     data: Annotated[
         list[str],
-        typer.Option(
+        Option(
             help="Conversations (messages, or prompt and completion; tools): a JSONL or Parquet file, a folder of them, or a "
             "Hugging Face dataset. Repeat the option for a mixture: PATH@WEIGHT. Default: demonstrations from the sources of an RL "
             "recipe, as many as its [start] asks for.",
@@ -28,16 +29,16 @@ def sft(
     out: RunOut = None,
     val: Annotated[
         str | None,
-        typer.Option(help="Held-out conversations, in the same forms as --data. Default: a part of the data."),
+        Option(help="Held-out conversations, in the same forms as --data. Default: a part of the data."),
     ] = None,
     val_fraction: Annotated[
         float | None,
-        typer.Option(help="Share of the data to hold out, 0 to 0.5. Default: 0.01, up to 0.1 of little data."),
+        Option(help="Share of the data to hold out, 0 to 0.5. Default: 0.01, up to 0.1 of little data."),
     ] = None,
-    lora: Annotated[int | None, typer.Option(help="Rank of LoRA adapters to train instead of every weight.")] = None,
-    adapter: Annotated[Path | None, typer.Option(help="PEFT folder with adapters to continue from.")] = None,
+    lora: Annotated[int | None, Option(help="Rank of LoRA adapters to train instead of every weight.")] = None,
+    adapter: Annotated[Path | None, Option(help="PEFT folder with adapters to continue from.")] = None,
     keep_adapter: Annotated[
-        bool, typer.Option("--keep-adapter", help="Also write the adapters alone, in PEFT's format, to adapter/.")
+        bool, Option("--keep-adapter", help="Also write the adapters alone, in PEFT's format, to adapter/.")
     ] = False,
     steps: Steps = None,
     settings: Settings = [],  # noqa: B006
@@ -50,9 +51,7 @@ def sft(
     Reads a checkpoint and conversations; writes a run folder.
     """
     options = locals()
-    from stretto.api import post
-
-    made = post.sft(**options)
+    made = stretto.sft(**options)
     hint = f"stretto report {made.source}; " if data else ""
     say(f"checkpoint: {made.folder}\nnext: {hint}stretto chat {made.source}")
 
@@ -60,87 +59,81 @@ def sft(
 def merge(
     method: Annotated[
         str,
-        typer.Argument(help="Method: average, task-arithmetic, ties, dare, dare-ties or slerp.", show_default=False),
+        Argument(help="Method: average, task-arithmetic, ties, dare, dare-ties or slerp.", show_default=False),
     ],
-    models: Annotated[list[Path], typer.Argument(help="Runs or checkpoints of one network.", show_default=False)],
-    out: Annotated[Path, typer.Option("-o", "--out", help="Checkpoint folder to write.")],
+    models: Annotated[list[Path], Argument(help="Runs or checkpoints of one network.", show_default=False)],
+    out: Annotated[Path, Option("-o", "--out", help="Checkpoint folder to write.")],
     base: Annotated[
         Path | None,
-        typer.Option(help="Run or checkpoint that all were trained from; average and slerp do not need it."),
+        Option(help="Run or checkpoint that all were trained from; average and slerp do not need it."),
     ] = None,
-    weights: Annotated[
-        str | None, typer.Option(help="Weight of each model, separated by commas. Default: 1 each.")
-    ] = None,
-    scale: Annotated[float, typer.Option(help="Factor λ of what is added to the base.")] = 1.0,
-    density: Annotated[float, typer.Option(help="ties and dare: share of each difference that is kept, 0 to 1.")] = 0.5,
-    t: Annotated[float, typer.Option(help="slerp: position between the first model (0) and the second (1).")] = 0.5,
-    seed: Annotated[int, typer.Option(help="dare: random seed.")] = 0,
+    weights: Annotated[str | None, Option(help="Weight of each model, separated by commas. Default: 1 each.")] = None,
+    scale: Annotated[float, Option(help="Factor λ of what is added to the base.")] = 1.0,
+    density: Annotated[float, Option(help="ties and dare: share of each difference that is kept, 0 to 1.")] = 0.5,
+    t: Annotated[float, Option(help="slerp: position between the first model (0) and the second (1).")] = 0.5,
+    seed: Annotated[int, Option(help="dare: random seed.")] = 0,
     force: Force = False,
 ) -> None:
     """Merge checkpoints that were trained from the same one, with the methods of mergekit, a layer in memory at a time.
 
     Reads runs or checkpoints; writes a checkpoint folder.
     """
-    from stretto.api import post
-
     each = [part.strip() for part in weights.split(",")] if weights is not None else []
     told = {"scale": scale, "density": density, "t": t, "seed": seed}
-    made = post.merge(method, models, out, base=base, weights=each, force=force, **told)
+    made = stretto.merge(method, models, out, base=base, weights=each, force=force, **told)
     say(f"checkpoint: {made.folder}")
 
 
 Suites = Annotated[
     list[str],
-    typer.Option(
+    Option(
         "--suite",
         help="Suites, separated by commas: gym, tools, code, writing; math, aime, mcq, gpqa or mmlu_pro with a file, NAME=FILE "
         "(docs/EVAL.md); tau, bfcl (docs/HARNESSES.md); FILE.toml with such tables, or an RL recipe.",
         show_default=False,
     ),
 ]
-Samples = Annotated[int, typer.Option(help="Number of samples per problem.")]
-Limit = Annotated[int | None, typer.Option(help="Number of problems per domain. Default: the suite's own.")]
-MaxBatch = Annotated[int, typer.Option(help="Batch size: answers generated at once.")]
+Samples = Annotated[int, Option(help="Number of samples per problem.")]
+Limit = Annotated[int | None, Option(help="Number of problems per domain. Default: the suite's own.")]
+MaxBatch = Annotated[int, Option(help="Batch size: answers generated at once.")]
 
 
 def evaluate(
-    source: Annotated[Path, typer.Argument(help="Run or checkpoint folder.", show_default=False)],
+    source: Source,
     suite: Suites,
-    out: Annotated[Path, typer.Option("-o", "--out", help="Folder to write; an evaluation there is resumed.")],
+    out: Annotated[Path, Option("-o", "--out", help="Folder to write; an evaluation there is resumed.")],
     samples: Samples = 4,
     limit: Limit = None,
     subnet: Annotated[
         str | None,
-        typer.Option(help="Size: a preset, best, or layers=…,experts=…,top_k=…. Default: the full network."),
+        Option(help="Size: a preset, best, or layers=…,experts=…,top_k=…. Default: the full network."),
     ] = None,
     presets: Annotated[
         bool,
-        typer.Option("--presets", help="Evaluate every named size and compare them, as stretto compare does."),
+        Option("--presets", help="Evaluate every named size and compare them, as stretto compare does."),
     ] = False,
     temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature; 0: greedy decoding. Default: the suite's own.")
+        float | None, Option(help="Sampling temperature; 0: greedy decoding. Default: the suite's own.")
     ] = None,
-    baselines: Annotated[bool, typer.Option(help="Also score a trivial baseline.")] = True,
+    baselines: Annotated[bool, Option(help="Also score a trivial baseline.")] = True,
     embed: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="Checkpoint whose hidden states measure the similarity of answers. Default: overlap of characters."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    seed: Annotated[int, Option(help="Random seed.")] = 0,
     max_batch: MaxBatch = 64,
     right: Annotated[
         Path | None,
-        typer.Option(help="File to write correct answers to, as conversations for stretto sft --data."),
+        Option(help="File to write correct answers to, as conversations for stretto sft --data."),
     ] = None,
     judge: Annotated[
         str | None,
-        typer.Option(
-            help="URL of an LLM judge for open-ended answers, http://…/v1; not the judge that rewarded the model."
-        ),
+        Option(help="URL of an LLM judge for open-ended answers, http://…/v1; not the judge that rewarded the model."),
     ] = None,
     human: Annotated[
-        Path | None, typer.Option(help="Human-written texts, to report what open-ended answers overuse.")
+        Path | None, Option(help="Human-written texts, to report what open-ended answers overuse.")
     ] = None,
     device: Device = "auto",
 ) -> None:
@@ -149,29 +142,27 @@ def evaluate(
     Reads a run or checkpoint; writes eval.json, every answer, and a report.
     """
     options = locals()
-    from stretto.api import post
-
-    post.evaluate(options.pop("source"), options.pop("suite"), **options)
+    stretto.evaluate(options.pop("source"), options.pop("suite"), **options)
 
 
 def compare(
     models: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             help="Evaluations, runs or checkpoints, PATH or PATH:SUBNET, in the order of training.",
             show_default=False,
         ),
     ],
-    out: Annotated[Path, typer.Option("-o", "--out", help="Folder to write, with the evaluations that are missing.")],
+    out: Annotated[Path, Option("-o", "--out", help="Folder to write, with the evaluations that are missing.")],
     teacher: Annotated[
         list[str],
-        typer.Option(help="Teacher of a domain, DOMAIN=PATH, for the normalised score.", show_default=False),
+        Option(help="Teacher of a domain, DOMAIN=PATH, for the normalised score.", show_default=False),
     ] = [],  # noqa: B006
     reference: Annotated[
-        str | None, typer.Option(help="Model that the others are compared with. Default: the first.")
+        str | None, Option(help="Model that the others are compared with. Default: the first.")
     ] = None,
     battle: Annotated[
-        bool, typer.Option("--battle", help="Also report win rates by the LLM judge of a judged suite.")
+        bool, Option("--battle", help="Also report win rates by the LLM judge of a judged suite.")
     ] = False,
     suite: Suites = [],  # noqa: B006
     samples: Samples = 4,
@@ -184,19 +175,15 @@ def compare(
     Reads evaluations, or makes them; writes comparison.json and a report.
     """
     options = locals()
-    from stretto.api import post
-
-    post.compare(suites=options.pop("suite"), teachers=options.pop("teacher"), **options)
+    stretto.compare(suites=options.pop("suite"), teachers=options.pop("teacher"), **options)
 
 
 def online(
     recipe: Recipe,
-    model: Annotated[
-        Path | None, typer.Option(help="Run or checkpoint to begin with. Default: the recipe's [start].")
-    ] = None,
+    model: Start = None,
     self_teacher: Annotated[
         bool,
-        typer.Option("--self-teacher", help="Distil the start on the verifiable sources, so that skills are kept."),
+        Option("--self-teacher", help="Distil the start on the verifiable sources, so that skills are kept."),
     ] = False,
     out: RunOut = None,
     settings: Settings = [],  # noqa: B006
@@ -212,24 +199,22 @@ def online(
     from stretto.learning.recipe import RlRecipe
 
     parsed = read_recipe(recipe, RlRecipe, settings)
-    from stretto.api import post
-
     folder = out or Path("runs") / recipe.stem
-    post.online(parsed, model, folder, self_teacher=self_teacher, resume=resume, device=device, wandb=wandb)
+    stretto.online(parsed, model, folder, self_teacher=self_teacher, resume=resume, device=device, wandb=wandb)
 
 
 def distill(
     recipe: Recipe,
-    model: Annotated[Path | None, typer.Option(help="Run or checkpoint of the student.")] = None,
+    model: Annotated[Path | None, Option(help="Run or checkpoint of the student.")] = None,
     subnet: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Size to cut out of --model as the student; without --teacher, the whole of --model teaches every source."
         ),
     ] = None,
     teacher: Annotated[
         list[str],
-        typer.Option(
+        Option(
             help="Teacher: NAME=DIR, NAME=DIR:SUBNET (one size of a checkpoint) or NAME=URL (a server). NAME is the source that it "
             "teaches, unless the recipe's [distill.teachers.NAME] lists others."
         ),
@@ -245,31 +230,29 @@ def distill(
     Reads a recipe, the student and teachers; writes a run folder as stretto rl does.
     """
     options = locals()
-    from stretto.api import post
-
     options["out"] = out or Path("runs") / recipe.stem
-    post.distill(teachers=options.pop("teacher"), **options)
+    stretto.distill(teachers=options.pop("teacher"), **options)
 
 
 def run(
     recipe: Recipe,
     model: Annotated[
         Path | None,
-        typer.Option(help="Run or checkpoint to begin with; not needed where the recipe has a start of its own."),
+        Option(help="Run or checkpoint to begin with; not needed where the recipe has a start of its own."),
     ] = None,
     out: RunOut = None,
     first: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--from",
             help="First stage to repeat, with all after it: sft, experts, distill, online, controls or evaluate.",
         ),
     ] = None,
-    until: Annotated[str | None, typer.Option(help="Last stage to run.")] = None,
+    until: Annotated[str | None, Option(help="Last stage to run.")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print commands, tokens, FLOPs and hours, and do nothing.")
+        bool, Option("--dry-run", help="Print commands, tokens, FLOPs and hours, and do nothing.")
     ] = False,
-    price: Annotated[float | None, typer.Option(help="Price of one hour of a device, for --dry-run.")] = None,
+    price: Annotated[float | None, Option(help="Price of one hour of a device, for --dry-run.")] = None,
     settings: Settings = [],  # noqa: B006 - typer reads it once
     device: Device = "auto",
 ) -> None:
@@ -278,6 +261,4 @@ def run(
     Reads a pipeline recipe; writes a folder per stage. Started again, it resumes.
     """
     options = locals()
-    from stretto.api import post
-
-    post.run(**options)
+    stretto.run(**options)

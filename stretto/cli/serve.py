@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from stretto.cli.options import Device, Source
 
-Model = Annotated[Path | None, typer.Option(help="Run or checkpoint to load in this process.")]
-Server = Annotated[str | None, typer.Option(help="URL of a running server to use instead of --model.")]
+Model = Annotated[Path | None, Option(help="Run or checkpoint to load in this process.")]
+Server = Annotated[str | None, Option(help="URL of a running server to use instead of --model.")]
 ServedSubnet = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--subnet",
         help="Size: a preset, best (the search's choice), auto (the best that fits), or layers=…,experts=…,top_k=….",
     ),
 ]
-Memory = Annotated[
-    str | None, typer.Option(help="Memory for weights and cache, for example 8GB. Default: what is free.")
-]
-Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0: greedy decoding.")]
-MaxTokens = Annotated[int, typer.Option(help="Largest number of tokens to generate.")]
-Seed = Annotated[int | None, typer.Option(help="Random seed. Default: a new one each time.")]
+Memory = Annotated[str | None, Option(help="Memory for weights and cache, for example 8GB. Default: what is free.")]
+Temperature = Annotated[float, Option(help="Sampling temperature; 0: greedy decoding.")]
+MaxTokens = Annotated[int, Option(help="Largest number of tokens to generate.")]
+Seed = Annotated[int | None, Option(help="Random seed. Default: a new one each time.")]
 ServedDtype = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--dtype", help="Data type of the weights: float32 or bfloat16. Default: float32 on a CPU, bfloat16 elsewhere."
     ),
 ]
@@ -38,84 +37,67 @@ def serve(
     memory: Memory = None,
     cache_memory: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Memory for the key-value cache, for example 4GB. Default: what --memory leaves, or a share of what is free."
         ),
     ] = None,
     latency_ms: Annotated[
-        float | None, typer.Option(help="With --subnet auto: most milliseconds per token at batch size 1.")
+        float | None, Option(help="With --subnet auto: most milliseconds per token at batch size 1.")
     ] = None,
     floor: Annotated[
         str | None,
-        typer.Option(
-            help="Smallest size that requests may be reduced to under load. Default: sizes are never reduced."
-        ),
+        Option(help="Smallest size that requests may be reduced to under load. Default: sizes are never reduced."),
     ] = None,
     first_token_s: Annotated[
         float,
-        typer.Option(
+        Option(
             help="With --floor: target seconds to the first token; above it, sizes are reduced, then requests are refused."
         ),
     ] = 2.0,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0: any free port.")] = 8000,
-    max_batch: Annotated[int, typer.Option(help="Largest batch size, in sequences.")] = 64,
+    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port; 0: any free port.")] = 8000,
+    max_batch: Annotated[int, Option(help="Largest batch size, in sequences.")] = 64,
     max_len: Annotated[
         int | None,
-        typer.Option(help="Longest prompt and completion together, in tokens. Default: what network and cache allow."),
+        Option(help="Longest prompt and completion together, in tokens. Default: what network and cache allow."),
     ] = None,
     max_wait_s: Annotated[
         float,
-        typer.Option(help="Longest wait for a place in the batch, in seconds; then the request fails with status 503."),
+        Option(help="Longest wait for a place in the batch, in seconds; then the request fails with status 503."),
     ] = 120.0,
     max_step_s: Annotated[
         float,
-        typer.Option(
+        Option(
             help="Longest time for one step of the engine, in seconds; then the engine counts as hung and the server ends."
         ),
     ] = 600.0,
     tool_chars: Annotated[
         int | None,
-        typer.Option(
-            help="Longest tool result shown to the model, in characters (beginning and end). Default: all of it."
-        ),
+        Option(help="Longest tool result shown to the model, in characters (beginning and end). Default: all of it."),
     ] = None,
     fast_prefill: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--fast-prefill",
             help="On a CPU: process long prompts of large networks faster in fp32; results then depend on the batch.",
         ),
     ] = False,
     api_key: Annotated[
         list[str],
-        typer.Option(
+        Option(
             help="API key that clients must send. Also read from STRETTO_API_KEYS, separated by commas.",
             show_default=False,
         ),
     ] = [],  # noqa: B006
-    cors: Annotated[
-        list[str], typer.Option(help="Web origin allowed to call the API (CORS).", show_default=False)
-    ] = [],  # noqa: B006
+    cors: Annotated[list[str], Option(help="Web origin allowed to call the API (CORS).", show_default=False)] = [],  # noqa: B006
     device: Device = "auto",
     dtype: ServedDtype = None,
 ) -> None:
     """Serve a checkpoint at every size, chosen per request: OpenAI-compatible API, web page, Prometheus metrics."""
+    told = locals()
     from stretto.api.serve import ServeOptions, serve_command, serve_settings
 
-    options = ServeOptions(
-        subnet=subnet,
-        memory=memory,
-        cache_memory=cache_memory,
-        latency_ms=latency_ms,
-        device=device,
-        dtype=dtype,
-        max_batch=max_batch,
-        max_len=max_len,
-        max_wait_s=max_wait_s,
-        max_step_s=max_step_s,
-        fast_prefill=fast_prefill,
-    )
+    options = ServeOptions(**{each.name: told[each.name] for each in fields(ServeOptions)})
     limits = {"floor": floor, "first_token_s": first_token_s, "max_wait_s": max_wait_s, "tool_chars": tool_chars}
     settings = serve_settings(api_key, host=host, port=port, cors_origins=cors, **limits)
     serve_command(source, options, settings)
@@ -124,7 +106,7 @@ def serve(
 def chat(
     source: Source,
     subnet: ServedSubnet = None,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    system: Annotated[str | None, Option(help="System message.")] = None,
     temperature: Temperature = 0.7,
     max_tokens: MaxTokens = 512,
     seed: Seed = None,
@@ -139,25 +121,23 @@ def chat(
 
 
 def agent(
-    question: Annotated[str, typer.Argument(help="Question to answer.", show_default=False)],
+    question: Annotated[str, Argument(help="Question to answer.", show_default=False)],
     model: Model = None,
     server: Server = None,
-    tools: Annotated[str, typer.Option(help="Tools, separated by commas: search=FOLDER, python, calculator.")] = "",
-    budget_turns: Annotated[int, typer.Option(help="Largest number of turns, the answer included.")] = 16,
-    budget_tokens: Annotated[int, typer.Option(help="Largest number of tokens to generate over all turns.")] = 4096,
+    tools: Annotated[str, Option(help="Tools, separated by commas: search=FOLDER, python, calculator.")] = "",
+    budget_turns: Annotated[int, Option(help="Largest number of turns, the answer included.")] = 16,
+    budget_tokens: Annotated[int, Option(help="Largest number of tokens to generate over all turns.")] = 4096,
     votes: Annotated[
-        int, typer.Option(help="Number of runs for a majority vote over answers; needs a temperature above 0.")
+        int, Option(help="Number of runs for a majority vote over answers; needs a temperature above 0.")
     ] = 1,
     temperature: Temperature = 0.0,
-    think: Annotated[
-        str | None, typer.Option(help="Size that calls tools, a preset. Default: the full network.")
-    ] = None,
+    think: Annotated[str | None, Option(help="Size that calls tools, a preset. Default: the full network.")] = None,
     answer: Annotated[
-        str | None, typer.Option(help="Size that writes the answer, a preset. Default: the full network.")
+        str | None, Option(help="Size that writes the answer, a preset. Default: the full network.")
     ] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Ask for a plan before the first tool call.")] = False,
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="HTML file to write the transcript to.")] = None,
-    seed: Annotated[int, typer.Option(help="Random seed of the first run; later runs count up.")] = 0,
+    plan: Annotated[bool, Option("--plan", help="Ask for a plan before the first tool call.")] = False,
+    out: Annotated[Path | None, Option("-o", "--out", help="HTML file to write the transcript to.")] = None,
+    seed: Annotated[int, Option(help="Random seed of the first run; later runs count up.")] = 0,
     device: Device = "auto",
     dtype: ServedDtype = None,
 ) -> None:
@@ -177,7 +157,7 @@ def agent(
 
 def generate(
     source: Source,
-    prompt: Annotated[str, typer.Option(help="Text to continue; empty: a new document.")],
+    prompt: Annotated[str, Option(help="Text to continue; empty: a new document.")],
     subnet: ServedSubnet = None,
     temperature: Temperature = 0.0,
     max_tokens: MaxTokens = 128,
@@ -193,15 +173,15 @@ def generate(
 
 
 def bench_serve(
-    source: Annotated[Path | None, typer.Argument(help="Run or checkpoint to start a server for.")] = None,
-    url: Annotated[str | None, typer.Option(help="URL of a running server to measure instead.")] = None,
+    source: Annotated[Path | None, Argument(help="Run or checkpoint to start a server for.")] = None,
+    url: Annotated[str | None, Option(help="URL of a running server to measure instead.")] = None,
     subnet: ServedSubnet = None,
-    requests: Annotated[int, typer.Option(help="Number of requests.")] = 64,
-    concurrency: Annotated[int, typer.Option(help="Number of requests in flight.")] = 16,
-    rate: Annotated[float | None, typer.Option(help="Arrivals per second (Poisson) instead of --concurrency.")] = None,
-    prompt_tokens: Annotated[int, typer.Option(help="Length of a prompt, in tokens.")] = 64,
+    requests: Annotated[int, Option(help="Number of requests.")] = 64,
+    concurrency: Annotated[int, Option(help="Number of requests in flight.")] = 16,
+    rate: Annotated[float | None, Option(help="Arrivals per second (Poisson) instead of --concurrency.")] = None,
+    prompt_tokens: Annotated[int, Option(help="Length of a prompt, in tokens.")] = 64,
     max_tokens: MaxTokens = 64,
-    seed: Annotated[int, typer.Option(help="Random seed of prompts and arrivals.")] = 0,
+    seed: Annotated[int, Option(help="Random seed of prompts and arrivals.")] = 0,
 ) -> None:
     """Measure a server under load: tokens per second, time to first token, time between tokens."""
     from stretto.api.serve import LoadOptions, bench_serve_command

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
+import stretto
 from stretto.base.errors import UserError
 from stretto.cli.options import (
     Data,
@@ -22,6 +23,7 @@ from stretto.cli.options import (
     TextField,
     Val,
     ValFraction,
+    Vocabulary,
     Wandb,
     say,
 )
@@ -37,12 +39,10 @@ def pretrain(
     val: Val = None,
     val_fraction: ValFraction = None,
     text_field: TextField = "text",
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="tokenizer.json, or its folder. Default: one is trained on the data.")
-    ] = None,
+    tokenizer: Vocabulary = None,
     origin: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--from",
             help="Run or checkpoint whose network and tokenizer to continue from; the recipe's [model] is then not read.",
         ),
@@ -64,66 +64,64 @@ def pretrain(
     if origin is None and not resume:  # else a part of it comes from the network that is continued
         # a bad recipe is refused before torch is imported
         options["recipe"] = read_recipe(recipe, PretrainRecipe, overriding(settings, {"train.steps": steps}))
-    from stretto.api import stages
-
-    made = stages.pretrain(**options | {"out": out or Path("runs") / recipe.stem})
+    made = stretto.pretrain(**options | {"out": out or Path("runs") / recipe.stem})
     _say_next(made.source)
 
 
 def adopt(
     source: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="Checkpoint folder, run, GGUF file, smollm2 (a Python package), or a name on the hub such as Qwen/Qwen3-30B-A3B.",
             show_default=False,
         ),
     ],
-    out: Annotated[Path, typer.Option("-o", "--out", help="Run folder to write.")],
+    out: Annotated[Path, Option("-o", "--out", help="Run folder to write.")],
     dtype: Annotated[
         str,
-        typer.Option(help="Data type to write: float32, bfloat16, float16, or auto (the source's own)."),
+        Option(help="Data type to write: float32, bfloat16, float16, or auto (the source's own)."),
     ] = "auto",
     order: Annotated[
         str,
-        typer.Option(
+        Option(
             help="Criterion for ranking experts: reap (router-weighted activation norm), removal (change in loss when the expert "
             "is removed; slower), frequency, or none (no measurement)."
         ),
     ] = "reap",
     layer_order: Annotated[
         str,
-        typer.Option(
+        Option(
             help="Criterion for ranking layers: leave-one-out (change in logits without the layer), or influence (faster)."
         ),
     ] = "leave-one-out",
     calibration: Annotated[
         list[str],
-        typer.Option(
+        Option(
             help="Calibration text, PATH@WEIGHT in a mixture. Default: text that every Python installation has.",
             show_default=False,
         ),
     ] = [],  # noqa: B006
-    calibration_tokens: Annotated[int, typer.Option(help="Number of calibration tokens.")] = 32_768,
+    calibration_tokens: Annotated[int, Option(help="Number of calibration tokens.")] = 32_768,
     text_field: TextField = "text",
     experts: Annotated[
         int | None,
-        typer.Option(help="Number of experts to upcycle a dense network to, without changing its function."),
+        Option(help="Number of experts to upcycle a dense network to, without changing its function."),
     ] = None,
     top_k: Annotated[
         int | None,
-        typer.Option(
+        Option(
             help="With --experts: experts per token. Default: about half of the routed experts, or 2 with --method copy."
         ),
     ] = None,
-    method: Annotated[str, typer.Option(help="With --experts: split (same size) or copy (larger).")] = "split",
+    method: Annotated[str, Option(help="With --experts: split (same size) or copy (larger).")] = "split",
     shared: Annotated[
-        int | None, typer.Option(help="With --experts: number of experts that every token uses. Default: 1.")
+        int | None, Option(help="With --experts: number of experts that every token uses. Default: 1.")
     ] = None,
     parent_flops: Annotated[
-        float | None, typer.Option(help="Training cost of the source in FLOPs, for the ledger. Default: unknown.")
+        float | None, Option(help="Training cost of the source in FLOPs, for the ledger. Default: unknown.")
     ] = None,
     parent_tokens: Annotated[
-        float | None, typer.Option(help="Training tokens of the source, for the ledger: 15e12. Default: unknown.")
+        float | None, Option(help="Training tokens of the source, for the ledger: 15e12. Default: unknown.")
     ] = None,
 ) -> None:
     """Import a Hugging Face or GGUF checkpoint as a run that can be searched, extracted and served at every size.
@@ -131,9 +129,7 @@ def adopt(
     Weights are streamed, so the checkpoint may be larger than memory. Writes a run folder.
     """
     options = locals()
-    from stretto.api import stages
-
-    made = stages.adopt(**options)
+    made = stretto.adopt(**options)
     for name, subnet in made.subnets.items():
         say(f"{name}: {subnet.label()}")
     say(f"checkpoint: {made.folder}\nnext: stretto chat {out}; stretto elasticize {out} --data …; stretto search {out}")
@@ -144,7 +140,7 @@ def elasticize(
     data: Data = [],  # noqa: B006
     out: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "-o",
             "--out",
             help="New run folder. Default: the adopted run itself, whose original checkpoint moves to adopted/.",
@@ -153,21 +149,19 @@ def elasticize(
     val: Val = None,
     val_fraction: ValFraction = None,
     text_field: TextField = "text",
-    recipe: Annotated[Path, typer.Option(help="Recipe: a TOML file, or the name of a shipped recipe.")] = Path(
-        "elasticize"
-    ),
+    recipe: Annotated[Path, Option(help="Recipe: a TOML file, or the name of a shipped recipe.")] = Path("elasticize"),
     teacher: Annotated[
-        Path | None, typer.Option(help="Run or checkpoint to distil from. Default: the unchanged source.")
+        Path | None, Option(help="Run or checkpoint to distil from. Default: the unchanged source.")
     ] = None,
     cache_logits: Annotated[
         int | None,
-        typer.Option(
+        Option(
             help="Number of the teacher's log-probabilities per token to keep on disk, so that the teacher need not stay in memory."
         ),
     ] = None,
     trainable: Annotated[
         str | None,
-        typer.Option(help="Weights to train: all, or routers (routers, norms and biases only, with less memory)."),
+        Option(help="Weights to train: all, or routers (routers, norms and biases only, with less memory)."),
     ] = None,
     steps: Steps = None,
     settings: Settings = [],  # noqa: B006
@@ -184,24 +178,20 @@ def elasticize(
 
     told = {"trainable": trainable, "cached_logits": cache_logits, "train.steps": steps}
     options["recipe"] = read_recipe(recipe, ElasticizeRecipe, overriding(settings, told))
-    from stretto.api import stages
-
-    made = stages.elasticize(**options)
+    made = stretto.elasticize(**options)
     _say_next(made.source)
 
 
 def tokenize(
     data: Data,
-    out: Annotated[Path, typer.Option("-o", "--out", help="Data folder to write.")],
+    out: Annotated[Path, Option("-o", "--out", help="Data folder to write.")],
     val: Val = None,
     val_fraction: ValFraction = None,
     text_field: TextField = "text",
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="tokenizer.json, or its folder. Default: one is trained on the data.")
-    ] = None,
+    tokenizer: Vocabulary = None,
     vocab_size: Annotated[
         int | None,
-        typer.Option(help="Vocabulary size of the tokenizer that is trained.", show_default=str(VOCAB_SIZE)),
+        Option(help="Vocabulary size of the tokenizer that is trained.", show_default=str(VOCAB_SIZE)),
     ] = None,
 ) -> None:
     """Turn text into token shards in constant memory. Resumes when it is started again.
@@ -221,16 +211,14 @@ def latency(
     run: RunFolder,
     device: Device = "auto",
     verify: Annotated[
-        bool, typer.Option(help="Also measure the named sizes and print the error of each prediction.")
+        bool, Option(help="Also measure the named sizes and print the error of each prediction.")
     ] = False,
 ) -> None:
     """Measure this machine's latency table, which lets the search keep a limit in milliseconds.
 
     Reads a run; writes latency.json into it.
     """
-    from stretto.api import stages
-
-    stages.latency(run, device=device)
+    stretto.latency(run, device=device)
     if verify:
         from stretto.api.search import latency_errors
 
@@ -241,30 +229,28 @@ def latency(
 def search(
     run: RunFolder,
     data: Annotated[
-        list[str], typer.Option(help="Text to measure on, PATH@WEIGHT in a mixture. Default: the run's own.")
+        list[str], Option(help="Text to measure on, PATH@WEIGHT in a mixture. Default: the run's own.")
     ] = [],  # noqa: B006
     val: Val = None,
     val_fraction: ValFraction = None,
     text_field: TextField = "text",
     max_total: Annotated[
-        float | None, typer.Option(help="Largest share of the full network's parameters, 0 to 1 (memory).")
+        float | None, Option(help="Largest share of the full network's parameters, 0 to 1 (memory).")
     ] = None,
     max_active: Annotated[
-        float | None, typer.Option(help="Largest share of the active parameters, 0 to 1 (compute).")
+        float | None, Option(help="Largest share of the active parameters, 0 to 1 (compute).")
     ] = None,
     max_latency_ms: Annotated[
-        float | None, typer.Option(help="Most milliseconds per decoding step, by the latency table.")
+        float | None, Option(help="Most milliseconds per decoding step, by the latency table.")
     ] = None,
-    heal_steps: Annotated[
-        int, typer.Option(help="Healing steps for each of the best few before the choice; 0: none.")
-    ] = 0,
-    heal_recipe: Annotated[Path, typer.Option(help="Recipe of that healing.")] = Path("heal"),
-    nested: Annotated[bool, typer.Option("--nested", help="Drop layers in the order of training only.")] = False,
+    heal_steps: Annotated[int, Option(help="Healing steps for each of the best few before the choice; 0: none.")] = 0,
+    heal_recipe: Annotated[Path, Option(help="Recipe of that healing.")] = Path("heal"),
+    nested: Annotated[bool, Option("--nested", help="Drop layers in the order of training only.")] = False,
     per_layer: Annotated[
         bool,
-        typer.Option("--per-layer", help="Let the number of experts differ by layer; few families can export that."),
+        Option("--per-layer", help="Let the number of experts differ by layer; few families can export that."),
     ] = False,
-    seed: Annotated[int, typer.Option(help="Random seed of the search.")] = 0,
+    seed: Annotated[int, Option(help="Random seed of the search.")] = 0,
     device: Device = "auto",
 ) -> None:
     """Find the sub-network of lowest held-out loss within limits on memory, compute and latency.
@@ -272,10 +258,9 @@ def search(
     Reads a run; writes search.json into it.
     """
     limits = locals()
-    from stretto.api import stages
     from stretto.subnets.search import SearchOptions
 
-    found = stages.search(limits.pop("run"), options=SearchOptions(seed=limits.pop("seed")), **limits)
+    found = stretto.search(limits.pop("run"), options=SearchOptions(seed=limits.pop("seed")), **limits)
     for line in found.result.summary():
         say(line)
     say(f"next: stretto extract {run} --subnet best -o OUT")
@@ -283,10 +268,8 @@ def search(
 
 def extract(
     source: Source,
-    subnet: Annotated[
-        str, typer.Option(help="Size: a preset, best (the search's choice), or layers=…,experts=…,top_k=….")
-    ],
-    out: Annotated[Path, typer.Option("-o", "--out", help="Checkpoint folder to write.")],
+    subnet: Annotated[str, Option(help="Size: a preset, best (the search's choice), or layers=…,experts=…,top_k=….")],
+    out: Annotated[Path, Option("-o", "--out", help="Checkpoint folder to write.")],
     device: Device = "auto",
     force: Force = False,
 ) -> None:
@@ -304,15 +287,15 @@ def extract(
 
 
 def heal(
-    source: Annotated[Path, typer.Argument(help="Extracted checkpoint folder.", show_default=False)],
-    out: Annotated[Path, typer.Option("-o", "--out", help="Checkpoint folder to write.")],
+    source: Annotated[Path, Argument(help="Extracted checkpoint folder.", show_default=False)],
+    out: Annotated[Path, Option("-o", "--out", help="Checkpoint folder to write.")],
     data: Data = [],  # noqa: B006
     val: Val = None,
     val_fraction: ValFraction = None,
     text_field: TextField = "text",
-    recipe: Annotated[Path, typer.Option(help="Recipe: a TOML file, or the name of a shipped recipe.")] = Path("heal"),
+    recipe: Annotated[Path, Option(help="Recipe: a TOML file, or the name of a shipped recipe.")] = Path("heal"),
     teacher: Annotated[
-        Path | None, typer.Option(help="Run or checkpoint to distil from. Default: the one it was cut from.")
+        Path | None, Option(help="Run or checkpoint to distil from. Default: the one it was cut from.")
     ] = None,
     steps: Steps = None,
     settings: Settings = [],  # noqa: B006
@@ -329,25 +312,21 @@ def heal(
     from stretto.train.recipe import HealRecipe
 
     options["recipe"] = read_recipe(recipe, HealRecipe, overriding(settings, {"train.steps": steps}))
-    from stretto.api import stages
-
-    made = stages.heal(options.pop("source"), **options)
+    made = stretto.heal(options.pop("source"), **options)
     say(f"checkpoint: {made.folder}")
 
 
 def export(
     source: Source,
-    out: Annotated[Path, typer.Option("-o", "--out", help="Folder to write, or file with --gguf.")],
+    out: Annotated[Path, Option("-o", "--out", help="Folder to write, or file with --gguf.")],
     family: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Architecture on disk (docs/FORMATS.md). Default: the checkpoint's own, or one that can hold the network."
         ),
     ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="Data type: float32, bfloat16, float16; with --gguf also q8_0.")
-    ] = "float32",
-    gguf: Annotated[bool, typer.Option("--gguf", help="Write a GGUF file for llama.cpp.")] = False,
+    dtype: Annotated[str, Option(help="Data type: float32, bfloat16, float16; with --gguf also q8_0.")] = "float32",
+    gguf: Annotated[bool, Option("--gguf", help="Write a GGUF file for llama.cpp.")] = False,
     force: Force = False,
 ) -> None:
     """Write a checkpoint for other software: transformers, vLLM and SGLang, or llama.cpp.
@@ -362,7 +341,7 @@ def export(
 
 Controls = Annotated[
     list[Path],
-    typer.Option(
+    Option(
         "--control",
         help="Ordinary run of the same shape, to measure the cost of elasticity. Default: those beside the run.",
     ),
@@ -383,7 +362,7 @@ def report(run: RunFolder, control: Controls = []) -> None:  # noqa: B006
 
 def cost(
     folder: Annotated[
-        list[Path], typer.Argument(help="Checkpoint or run folders; several are shown as a family.", show_default=False)
+        list[Path], Argument(help="Checkpoint or run folders; several are shown as a family.", show_default=False)
     ],
     control: Controls = [],  # noqa: B006
 ) -> None:
@@ -395,22 +374,18 @@ def cost(
 
 def demo(
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="Run folder. Default: runs/demo, or runs/demo-smol with --smol.")
+        Path | None, Option("-o", "--out", help="Run folder. Default: runs/demo, or runs/demo-smol with --smol.")
     ] = None,
     smol: Annotated[
-        bool, typer.Option("--smol", help="Use a real chat model from a Python package: SmolLM2-135M-Instruct.")
+        bool, Option("--smol", help="Use a real chat model from a Python package: SmolLM2-135M-Instruct.")
     ] = False,
     post: Annotated[
         bool,
-        typer.Option(
-            "--post", help="Post-train the small model of the demo; the demo runs first where it has not ended."
-        ),
+        Option("--post", help="Post-train the small model of the demo; the demo runs first where it has not ended."),
     ] = False,
     resume: Annotated[
         bool,
-        typer.Option(
-            "--resume/--fresh", help="Resume after the last finished stage, or delete the folder and start over."
-        ),
+        Option("--resume/--fresh", help="Resume after the last finished stage, or delete the folder and start over."),
     ] = True,
 ) -> None:
     """Pre-train a network on real text, search, extract, heal and export its best small size, and write a report.

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.api.rl import rl_command
-from stretto.base.config import read_recipe
+from stretto.api.rl import rl
 from stretto.cli.main import main
-from stretto.learning.recipe import RlRecipe
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.spec import ModelConfig, SubnetChoice
 from stretto.text.chat import CHATML
@@ -173,5 +171,5 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of ``stretto rl`` that made its own start. Not to be changed."""
     folder = tmp_path_factory.mktemp("rl")
     (folder / "tiny.toml").write_text(TINY)
-    rl_command(read_recipe(folder / "tiny.toml", RlRecipe), folder / "run", None, device="cpu")
+    rl(folder / "tiny.toml", out=folder / "run", device="cpu")
     return folder / "run"
