@@ -536,7 +536,8 @@ class TorchForward:
 
     def _moe(self, layer: MoeLayer, row: int) -> MoeWeights:
         gate_bias_E = None if layer.gate_bias is None else layer.gate_bias.detach().float()
-        biases = None if layer.biases is None else ExpertBiases(*(each.detach() for each in layer.biases))
+        own = layer.experts.biases
+        biases = None if own is None else ExpertBiases(*(each.detach() for each in own))
         matrices = (layer.gate_up.detach(), layer.down.detach())
         return MoeWeights(
             row=row,

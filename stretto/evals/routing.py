@@ -15,8 +15,8 @@ from torch import Tensor
 from stretto.evals.loss import EvalBatch
 from stretto.model.spec import ModelConfig, Subnet, check_subnet
 from stretto.model.transformer import Context, Transformer
-from stretto.ops.grouped import Clamp, ExpertBiases, Slots, experts
-from stretto.ops.operators import Operators, route
+from stretto.ops.grouped import Experts, Slots, experts
+from stretto.ops.operators import Operators, Routes, route
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -84,17 +84,9 @@ class Watch(Operators):
             scores_NE = scores_NE / scores_NE.gather(1, free.chosen_NK).sum(-1, keepdim=True)
         return is_free_NE.gather(1, chosen_NK), scores_NE.gather(1, chosen_NK)
 
-    def experts(
-        self,
-        x_ND: Tensor,
-        chosen_NK: Tensor,
-        gates_NK: Tensor,
-        gate_up_EFD: Tensor,
-        down_EDI: Tensor,
-        biases: ExpertBiases | None = None,
-        clamp: Clamp | None = None,
-    ) -> Tensor:
-        row, (is_free_NK, weight_NK) = self._row, self._weighed(chosen_NK)
+    def experts(self, x_ND: Tensor, routes: Routes, weights: Experts) -> Tensor:
+        row, chosen_NK, gates_NK = self._row, routes.chosen_NK, routes.gates_NK
+        is_free_NK, weight_NK = self._weighed(chosen_NK)
 
         def note(slots: Slots, y_PD: Tensor) -> None:
             real_P = self._real_N[slots.token_P]
@@ -113,7 +105,7 @@ class Watch(Operators):
 
         if self.inputs is not None:
             self.inputs.append(x_ND[self._real_N])
-        return experts(x_ND, chosen_NK, gates_NK, gate_up_EFD, down_EDI, biases, clamp, note)
+        return experts(x_ND, chosen_NK, gates_NK, *weights, note)
 
     def noted(self, row: int) -> LayerRouting:
         """What was seen of MoE layer ``row``."""

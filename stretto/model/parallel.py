@@ -30,8 +30,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from stretto.base.errors import UserError
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import MoeLayer, Transformer, load_state, skeleton
-from stretto.ops.grouped import Clamp, ExpertBiases, group_multiple, group_slots, grouped_swiglu
+from stretto.ops.grouped import ExpertBiases, Experts, group_multiple, group_slots, grouped_swiglu
 from stretto.ops.grouped import compute_dtype as product_dtype
+from stretto.ops.operators import Routes
 
 TIMEOUT_S = 600.0
 """A rank that dies is noticed at once; this is for one that hangs in a step. The longest honest wait there is for a disk."""
@@ -279,21 +280,13 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _experts(
-    group: dist.ProcessGroup,
-    x_ND: Tensor,
-    chosen_NK: Tensor,
-    gates_NK: Tensor,
-    gate_up_EFD: Tensor,
-    down_EDI: Tensor,
-    biases: ExpertBiases | None = None,
-    clamp: Clamp | None = None,
-) -> Tensor:
+def _experts(group: dist.ProcessGroup, x_ND: Tensor, routes: Routes, weights: Experts) -> Tensor:
     """`stretto.ops.grouped.experts` over the ranks of ``group``; every one of them must call it at the same time.
 
     Rank r holds experts r·L to (r + 1)·L − 1 of the weights, which are whole tensors. Dropless: an expert takes whatever
     comes. The nested expert order is interleaved, so a narrow Subnet loads all ranks alike.
     """
+    chosen_NK, (gate_up_EFD, down_EDI, biases, clamp) = routes.chosen_NK, weights
     assert isinstance(gate_up_EFD, DTensor) and isinstance(down_EDI, DTensor), "experts were not spread"
     (num_tokens, num_chosen), num_experts = chosen_NK.shape, gate_up_EFD.shape[0]
     slots = group_slots(chosen_NK, num_experts)
@@ -306,20 +299,14 @@ def _experts(
     x_SD = x_ND.to(product_dtype(x_ND)).repeat_interleave(num_chosen, dim=0).index_select(0, slots.order_P)
     x_MD = _Swap.apply(x_SD, there, back, group)
     local_biases = None if biases is None else ExpertBiases(*(_local(bias) for bias in biases))
-    y_MD = _local_experts(x_MD, arriving_RL, gate_up_EFD.to_local(), down_EDI.to_local(), local_biases, clamp)
+    own = Experts(gate_up_EFD.to_local(), down_EDI.to_local(), local_biases, clamp)
+    y_MD = _local_experts(x_MD, arriving_RL, own)
     y_SD = _Swap.apply(y_MD, back, there, group).index_select(0, slots.place_S)
     y_NKD = y_SD.view(num_tokens, num_chosen, x_ND.shape[1])
-    return (y_NKD * gates_NK.unsqueeze(-1).to(y_NKD.dtype)).sum(1)
+    return (y_NKD * routes.gates_NK.unsqueeze(-1).to(y_NKD.dtype)).sum(1)
 
 
-def _local_experts(
-    x_MD: Tensor,
-    arrived_RL: Tensor,
-    gate_up_LFD: Tensor,
-    down_LDI: Tensor,
-    biases: ExpertBiases | None,
-    clamp: Clamp | None,
-) -> Tensor:
+def _local_experts(x_MD: Tensor, arrived_RL: Tensor, own: Experts) -> Tensor:
     """Outputs [M, D] of rows that lie in order of source rank, then expert; ``arrived_RL`` says how many of each.
 
     Within an expert, rows keep the order of ranks: that of the global batch, as on one rank.
@@ -328,7 +315,7 @@ def _local_experts(
     expert_M = torch.arange(num_local, device=x_MD.device).repeat(num_ranks).repeat_interleave(arrived_RL.flatten())
     slots = group_slots(expert_M[:, None], num_local, group_multiple(x_MD, len(x_MD) / num_local))
     x_PD = x_MD.index_select(0, slots.order_P)
-    y_MD = grouped_swiglu(x_PD, slots.ends_E, gate_up_LFD, down_LDI, None, biases, clamp)
+    y_MD = grouped_swiglu(x_PD, slots.ends_E, own.gate_up_EFD, own.down_EDI, None, own.biases, own.clamp)
     return y_MD.index_select(0, slots.place_S)
 
 

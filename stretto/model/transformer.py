@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stretto.model.attention import Attention, Geometry, Mla
 from stretto.model.spec import ModelConfig, Subnet
-from stretto.ops.grouped import Clamp, ExpertBiases
+from stretto.ops.grouped import Clamp, ExpertBiases, Experts
 from stretto.ops.operators import ORDINARY, Operators, Routes, route
 
 Routing = Callable[[int, Tensor], Tensor]
@@ -135,15 +135,16 @@ class MoeLayer(nn.Module):
         self.register_buffer("rank_E", torch.empty(num_experts, dtype=torch.int64), persistent=False)
         self.register_buffer("bias_WE", torch.empty(config.num_branches, num_experts))
         self.reset_buffers()
-        self.exchange: Callable[..., Tensor] | None = None
-        """`stretto.ops.grouped.experts` where they lie on several ranks; set by `stretto.model.parallel.placed`."""
+        self.exchange: Callable[[Tensor, Routes, Experts], Tensor] | None = None
+        """`stretto.ops.operators.Operators.experts` where they lie on several ranks; set by `stretto.model.parallel.placed`."""
 
     @property
-    def biases(self) -> ExpertBiases | None:
-        """Of the experts' products."""
-        if self.gate_up_bias is None or self.down_bias is None:
-            return None
-        return ExpertBiases(self.gate_up_bias, self.down_bias)
+    def experts(self) -> Experts:
+        """The routed experts' weights."""
+        biases = None
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            biases = ExpertBiases(self.gate_up_bias, self.down_bias)
+        return Experts(self.gate_up, self.down, biases, self.clamp)
 
     def reset_buffers(self) -> None:
         """The nested order of the experts, and a balance bias of zero."""
@@ -170,9 +171,7 @@ class MoeLayer(nn.Module):
         x_ND = x_BTD.flatten(0, 1)  # before the router's: autograd adds the gradients of views last made first
         routes, counts_WE = self.route(x_BTD, num_experts, top_k, widths, operators, routing)
         assert self.exchange is None or operators is ORDINARY, "experts on several ranks have the ordinary operators"
-        compute = self.exchange or operators.experts
-        y_ND = compute(x_ND, routes.chosen_NK, routes.gates_NK, self.gate_up, self.down, self.biases, self.clamp)
-        y_BTD = y_ND.view(x_BTD.shape)
+        y_BTD = (self.exchange or operators.experts)(x_ND, routes, self.experts).view(x_BTD.shape)
         if self.shared is not None:
             y_BTD = operators.rounded(y_BTD + self.shared(x_BTD, operators))
         return y_BTD, counts_WE

@@ -29,6 +29,16 @@ class ExpertBiases(NamedTuple):
     down_ED: Tensor
 
 
+class Experts(NamedTuple):
+    """The weights of a layer's experts, as `experts` takes them."""
+
+    gate_up_EFD: Tensor
+    """The gate's rows, then the up projection's (F = 2·I)."""
+    down_EDI: Tensor
+    biases: ExpertBiases | None = None
+    clamp: Clamp | None = None
+
+
 def experts(
     x_ND: Tensor,
     chosen_NK: Tensor,

@@ -28,8 +28,8 @@ from torch import Tensor
 from stretto.ops import exact, fp8, grouped
 from stretto.ops.exact import FixedMatrix
 from stretto.ops.fp8 import Fp8Weight
-from stretto.ops.grouped import Clamp, ExpertBiases, group_slots
-from stretto.ops.operators import ORDINARY, Operators, causal_mask, rms_norm
+from stretto.ops.grouped import Clamp, ExpertBiases, Experts, group_slots
+from stretto.ops.operators import ORDINARY, Operators, Routes, causal_mask, rms_norm
 
 Precision = Literal["fp32", "bf16", "fp8"]
 
@@ -188,18 +188,10 @@ class ArithmeticOperators(Operators):
     def swiglu(self, gate_up_NF: Tensor, clamp: Clamp | None = None) -> Tensor:
         return swiglu(gate_up_NF, self.arithmetic, clamp)
 
-    def experts(
-        self,
-        x_ND: Tensor,
-        chosen_NK: Tensor,
-        gates_NK: Tensor,
-        gate_up_EFD: Tensor,
-        down_EDI: Tensor,
-        biases: ExpertBiases | None = None,
-        clamp: Clamp | None = None,
-    ) -> Tensor:
-        weights = ExpertMatrices(gate_up_EFD.unbind(0), down_EDI.unbind(0))
-        return experts(x_ND, chosen_NK, gates_NK, weights, self.arithmetic, biases, clamp)
+    def experts(self, x_ND: Tensor, routes: Routes, weights: Experts) -> Tensor:
+        matrices = ExpertMatrices(weights.gate_up_EFD.unbind(0), weights.down_EDI.unbind(0))
+        chosen_NK, gates_NK = routes.chosen_NK, routes.gates_NK
+        return experts(x_ND, chosen_NK, gates_NK, matrices, self.arithmetic, weights.biases, weights.clamp)
 
     def head(self, weight_VD: Tensor) -> Callable[[Tensor], Tensor]:
         inner = self.arithmetic.inner

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.ops.grouped import Clamp, ExpertBiases, experts, swiglu
+from stretto.ops.grouped import Clamp, Experts, experts, swiglu
 
 
 class Operators:
@@ -77,18 +77,9 @@ class Operators:
         """[N, 1]."""
         return gates_NK.sum(-1, keepdim=True)
 
-    def experts(
-        self,
-        x_ND: Tensor,
-        chosen_NK: Tensor,
-        gates_NK: Tensor,
-        gate_up_EFD: Tensor,
-        down_EDI: Tensor,
-        biases: ExpertBiases | None = None,
-        clamp: Clamp | None = None,
-    ) -> Tensor:
+    def experts(self, x_ND: Tensor, routes: Routes, weights: Experts) -> Tensor:
         """`stretto.ops.grouped.experts`: [N, D]."""
-        return experts(x_ND, chosen_NK, gates_NK, gate_up_EFD, down_EDI, biases, clamp)
+        return experts(x_ND, routes.chosen_NK, routes.gates_NK, *weights)
 
     def head(self, weight_VD: Tensor) -> Callable[[Tensor], Tensor]:
         """The function from final hidden states […, D] to logits […, V], made once for many chunks of them."""
