@@ -225,6 +225,11 @@ def compare(
             raise UserError(f"--teacher {text}: say whose it is: DOMAIN={text}")
         taught[domain] = path
     wanted = parse_suites([suites] if isinstance(suites, str) else suites)
+    kinds = [source.kind for suite in wanted.values() for source in suite.sources.values()]
+    if battle and wanted and not any(kind == "judged" or ":" in kind for kind in kinds):
+        raise UserError(
+            "--battle: no suite has a judged source; add --suite writing, or a suite of your own with a judge"
+        )
     if unknown := [domain for domain in taught if wanted and not _only(wanted, {domain})]:
         raise UserError(f"--teacher {unknown[0]}: no such domain in --suite")
     places: dict[str, Path] = {}

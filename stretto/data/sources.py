@@ -142,7 +142,7 @@ class Source:
         """Training documents of about ``num_chars`` characters: the beginning of every file, in proportion to its size."""
         files = self.files.get("train", ())
         sizes = [file.stat().st_size for file in files]
-        readers = [read_files([file], self.form, LeftOut()) for file in files] or [self.read("train")]
+        readers = [read_files([file], self.form, skips=True) for file in files] or [self.read("train")]
         num_taken, due, total = 0, 0.0, sum(sizes) or 1
         for reader, size in zip(readers, sizes or [1], strict=True):
             due += num_chars * size / total
@@ -172,20 +172,22 @@ def open_source(path: Path | str, form: Form = Fields()) -> Source:
 
 
 def _reader(found: Found, split: str, form: Form) -> Callable[[LeftOut], Iterator[Document]]:
-    return lambda left_out: read_files(found.splits[split], form, left_out if found.is_folder else None)
+    return lambda left_out: read_files(found.splits[split], form, left_out, skips=found.is_folder)
 
 
 def read_files(
-    files: Sequence[Path | str], form: Form = Fields(), left_out: LeftOut | None = None
+    files: Sequence[Path | str], form: Form = Fields(), left_out: LeftOut | None = None, *, skips: bool = False
 ) -> Iterator[Document]:
     """Documents of ``files``, one file after the other.
 
     Args:
-        left_out: takes blank documents, and text files that are blank or not text; None: these files are errors.
+        left_out: counts what is left out.
+        skips: leave files out that are empty or not text, which are errors otherwise.
 
     Raises:
         UserError: a file is missing, empty, binary, mis-encoded or damaged, or a record lacks a field.
     """
+    left_out = LeftOut() if left_out is None else left_out
     for file in map(Path, files):
         if not file.is_file():
             raise UserError(f"{file}: no such file; check the path")
@@ -195,16 +197,15 @@ def read_files(
         try:
             for document in read(file, form):
                 if not document.text or document.text.isspace():
-                    if left_out is not None:
-                        left_out.add(form.blank, file.name)
+                    left_out.add(form.blank, file.name)
                     continue
                 is_empty = False
                 yield from _pieces(document)
         except _NotTextError as error:
-            if left_out is None or kind in RECORDS or not is_empty:
+            if not skips or kind in RECORDS or not is_empty:
                 raise UserError(str(error)) from None
             left_out.add(error.kind, file.name, file.stat().st_size)
-        if is_empty and left_out is None:
+        if is_empty and not skips:
             raise UserError(f"{file}: empty; remove it or fill it")
 
 

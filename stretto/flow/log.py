@@ -446,6 +446,9 @@ class Logbook:
             except UserError as error:
                 self._say(f"{error}")  # a run that nobody can watch is a run all the same
                 return
+            except Exception as error:
+                self._say(f"status file: {type(error).__name__}: {error}; stretto top shows nothing newer of this run")
+                return
             await asyncio.sleep(STATUS_EVERY_S)
 
     async def _write_status(self, state: str) -> None:

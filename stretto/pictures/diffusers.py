@@ -85,7 +85,9 @@ class Diffusers:
         ):
             if given and name not in self._takes:
                 raise UserError(f"{self.name}: {what}: {type(self._pipeline).__name__} takes none; leave it out")
-        steps = request.steps or self._takes["num_inference_steps"].default
+        steps = request.steps
+        if steps is None and "num_inference_steps" in self._takes:
+            steps = self._takes["num_inference_steps"].default
         told: dict[str, Any] = {
             "num_inference_steps": steps,
             "guidance_scale": request.guidance,
@@ -95,7 +97,8 @@ class Diffusers:
         keep = self._keeper(request) if request.base is not None else lambda step, latents: latents
 
         def after(_: Any, step: int, __: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-            tell((step + 1) / steps)
+            if steps:
+                tell((step + 1) / steps)
             return {"latents": keep(step, state["latents"])}
 
         with self._adapted(request.loras):

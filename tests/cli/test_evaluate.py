@@ -44,6 +44,11 @@ def test_eval_then_compare(served_run: Path, suite: Path, tmp_path: Path, strett
     assert found["name"] == "tiny"
     assert list(found["domains"]) == ["sort", "flip"]
     assert (out / "report/report.html").is_file()
+    refused(
+        stretto("compare", out, f"{served_run}:corner", "--battle", "--suite", suite, "-o", tmp_path / "fight"),
+        "--battle: no suite has a judged source",
+    )
+    assert not (tmp_path / "fight").exists()
     # the smaller size has not been evaluated: it is, the other one is read
     both = tmp_path / "both"
     done = stretto("compare", out, f"{served_run}:corner", "--suite", suite, "--samples", 2, "-o", both)

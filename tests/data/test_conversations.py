@@ -97,11 +97,12 @@ def test_a_malformed_conversation_names_line_and_turn(tmp_path: Path, record: di
         list(open_source(tmp_path / "c.jsonl", ConversationForm()).read("train"))
 
 
-def test_without_an_answer_there_is_nothing_to_learn(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["", "c.jsonl"])
+def test_without_an_answer_there_is_nothing_to_learn(tmp_path: Path, name: str) -> None:
     rows = [{"messages": [USER]}, {"messages": [USER, ASSISTANT], "domain": "sums"}]
     (tmp_path / "c.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in rows))
     left_out = LeftOut()
-    read = list(open_source(tmp_path, ConversationForm("talk")).read("train", left_out))
+    read = list(open_source(tmp_path / name, ConversationForm("talk")).read("train", left_out))
     assert [each.domain for each in read] == ["sums"] and read[0].place.endswith("line 2")
     assert "1 conversations without a turn to learn" in str(left_out)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from stretto.engine.request import EngineStats
 from stretto.flow.agent import AgentStats
-from stretto.flow.log import Counts, RoleScalars, Span, Trace, read_spans, write_trace
+from stretto.flow.log import Counts, Logbook, RoleScalars, Span, Trace, read_spans, write_trace
 from stretto.flow.reward import RewardStats
 from stretto.learning.recipe import SPANS_FILE
 
@@ -123,3 +124,16 @@ def test_viewers_get_processes_threads_and_microseconds(tmp_path: Path) -> None:
         ("agents", 3, 250_000, 750_000),
     ]
     assert work[1]["args"] == {"ordinal": 7}
+
+
+def test_a_status_file_that_cannot_be_made_is_told_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    book = Logbook.__new__(Logbook)
+    book._say = said.append
+
+    async def broken(self: Logbook, state: str) -> None:
+        raise ZeroDivisionError("no roles")
+
+    monkeypatch.setattr(Logbook, "_write_status", broken)
+    asyncio.run(book._watch())
+    assert said == ["status file: ZeroDivisionError: no roles; stretto top shows nothing newer of this run"]

@@ -128,3 +128,9 @@ def test_what_cannot_be_is_refused_in_a_line(backend: Diffusers, folder: Path, t
     weights.write_bytes(weights.read_bytes()[:500])
     with pytest.raises(UserError, match=r"torn: not loadable .*; is the folder whole\?"):
         Diffusers(torn)
+
+
+def test_a_pipeline_without_a_number_of_steps_paints(backend: Diffusers, monkeypatch: pytest.MonkeyPatch) -> None:
+    takes = {name: each for name, each in backend._takes.items() if name != "num_inference_steps"}
+    monkeypatch.setattr(backend, "_takes", takes)
+    assert backend.paint(asked(steps=None)).size == (32, 32)
