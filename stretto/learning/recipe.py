@@ -120,10 +120,8 @@ DAPO's filter and length penalty, no KL. ``icepop``: 2510.18855, as one update o
 _OF_POLICY: Final[Mapping[str, Mapping[str, float]]] = {
     "ppo": {"clip_low": 0.2, "clip_high": 0.2},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
-    "cispo": {
-        "clip_low": 1.0,
-        "clip_high": 4.0,
-    },  # its paper has no lower bound and names no upper one; 5: ScaleRL, 2510.13786
+    # its paper has no lower bound and names no upper one; 5: ScaleRL, 2510.13786
+    "cispo": {"clip_low": 1.0, "clip_high": 4.0},
     "icepop": {"clip_low": 0.5, "clip_high": 4.0},
 }
 _OF_CORRECTION: Final[Mapping[str, Mapping[str, Any]]] = {

@@ -573,10 +573,8 @@ def throughput(data: RlData) -> Picture:
     wall = sorted(data.values("time/wall_s"))
     tokens = [Line("speed/tokens_per_s", "trained"), Line("engines/tokens_per_s", "sampled")]
     parts = [("wall", "whole"), ("update", "update"), ("recompute", "recompute"), ("load", "load")]
-    activate, cache = (
-        ["read, check, activate"],
-        ["share of prompt tokens in the cache", "share of requests' time in the queue"],
-    )
+    activate = ["read, check, activate"]
+    cache = ["share of prompt tokens in the cache", "share of requests' time in the queue"]
     cached = [Line("engines/cached_share", "cached"), Line("wait/engine_queue_share", "queued")]
     return Picture(
         f"Median time of a step: {seconds(wall[len(wall) // 2])}.",
