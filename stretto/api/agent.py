@@ -19,7 +19,7 @@ import rich
 from pydantic import Field, model_validator
 from rich.markup import escape
 
-from stretto.api.serve import ServeOptions, check_text, environment_keys, served_here
+from stretto.api.serve import ServeOptions, check_text, check_url, environment_keys, served_here
 from stretto.base.config import Config
 from stretto.base.errors import UserError, nearest
 from stretto.base.track import progress
@@ -236,6 +236,10 @@ def agent_command(
         UserError: bad input, a server that refuses or does not answer, or no answer within the budget.
     """
     check_text(question, "the question")
+    if not question.strip():
+        raise UserError("stretto agent: QUESTION: is empty; write a question")
+    if server is not None:
+        check_url(server, "--server")
     if (model is None) == (server is None):
         raise UserError("stretto agent: name either --model FOLDER or --server URL")
     with _desks(tools) as desk_of:

@@ -19,7 +19,7 @@ from PIL import Image
 from rich.markup import escape
 
 from stretto.api.agent import endpoint
-from stretto.api.serve import ServeOptions, check_text
+from stretto.api.serve import ServeOptions, check_text, check_url
 from stretto.base.errors import UserError, nearest, one_line
 from stretto.base.paths import claimed, replacing
 from stretto.base.track import progress
@@ -61,6 +61,8 @@ class Writer:
     def __post_init__(self) -> None:
         if self.model is not None and self.server is not None:
             raise UserError("who writes: name either --model FOLDER or --server URL, not both")
+        if self.server is not None:
+            check_url(self.server, "--server")
 
     @property
     def is_there(self) -> bool:

@@ -94,6 +94,8 @@ def serve_command(source: Path, options: ServeOptions, settings: ServeSettings) 
             app = create_app(service, model, settings)
             open_door(app)
             host, port = listening.getsockname()[:2]
+            if warning := settings.exposure():
+                _warn(warning)
             _announce(opened, model, f"http://{f'[{host}]' if ':' in host else host}:{port}")
             make_server(app).run(sockets=[listening])
             if service.error is not None:  # whoever supervises this starts it again
@@ -123,7 +125,7 @@ def generate_command(source: Path, prompt: str, options: ServeOptions, sampling:
 
 
 def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system: str | None) -> None:
-    """A conversation on the console; ends at end of input. A line that cannot be answered is told, and no part of it."""
+    """A conversation on the console; ends at /exit, /quit or the end of input. A line that cannot be answered is told, and no part of it."""
     check_text(system or "", "--system")
     opened, model = _open(source, options)
     subnet = model.default.of(model.config)
@@ -134,7 +136,7 @@ def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system
     prompts = Prompts(opened.tokenizer)
     sampling = sampling.replace(stop_ids=prompts.turn_ends)
     messages = [Message(role="system", content=system)] if system else []
-    rich.print(f"[dim]{opened.name}, {subnet.label()}; Ctrl-D ends[/dim]")
+    rich.print(f"[dim]{opened.name}, {subnet.label()}; /exit or Ctrl-D ends[/dim]")
     if isinstance(sys.stdin, TextIOWrapper):  # bytes that are not UTF-8 end their line, not the session
         sys.stdin.reconfigure(errors="surrogateescape")
     while True:
@@ -144,6 +146,8 @@ def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system
             return
         if not line.strip():
             continue
+        if line.strip() in ("/exit", "/quit"):
+            return
         asked = [*messages, Message(role="user", content=line)]
         try:
             check_text(line, "this line")
@@ -178,6 +182,16 @@ def check_text(text: str, source: str) -> None:
     except UnicodeEncodeError as error:
         problem = f"character {error.start + 1} is not UTF-8"
         raise UserError(f"{source}: {problem}; send text in that encoding") from None
+
+
+def check_url(url: str, option: str) -> None:
+    """Raises `UserError` for an address that is not that of an HTTP server."""
+    try:
+        is_http = httpx.URL(url).scheme in ("http", "https") and bool(httpx.URL(url).host)
+    except httpx.InvalidURL:
+        is_http = False
+    if not is_http:
+        raise UserError(f"{option} {url}: not the address of an HTTP server; write for example http://127.0.0.1:8000")
 
 
 def serve_settings(api_keys: Sequence[str], **asked: Any) -> ServeSettings:
@@ -425,6 +439,8 @@ def bench_serve_command(source: Path | None, url: str | None, subnet: str | None
     """Load ``url``, or a server of ``source`` started for it; print what the clients saw."""
     if (source is None) == (url is None):
         raise UserError("bench-serve: name either a run or --url of a running server")
+    if url is not None:
+        check_url(url, "--url")
     for name in ("requests", "concurrency", "prompt_tokens", "max_tokens", "rate"):
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):

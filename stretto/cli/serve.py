@@ -90,6 +90,13 @@ def serve(
         ),
     ] = [],  # noqa: B006
     cors: Annotated[list[str], Option(help="Web origin allowed to call the API (CORS).", show_default=False)] = [],  # noqa: B006
+    allowed_host: Annotated[
+        list[str],
+        Option(
+            help="Host name to answer, beside localhost. Default: with a loopback --host only localhost, else any name.",
+            show_default=False,
+        ),
+    ] = [],  # noqa: B006
     device: Device = "auto",
     dtype: ServedDtype = None,
 ) -> None:
@@ -99,7 +106,8 @@ def serve(
 
     options = ServeOptions(**{each.name: told[each.name] for each in fields(ServeOptions)})
     limits = {"floor": floor, "first_token_s": first_token_s, "max_wait_s": max_wait_s, "tool_chars": tool_chars}
-    settings = serve_settings(api_key, host=host, port=port, cors_origins=cors, **limits)
+    exposed = {"host": host, "port": port, "cors_origins": cors, "allowed_hosts": allowed_host}
+    settings = serve_settings(api_key, **exposed, **limits)
     serve_command(source, options, settings)
 
 

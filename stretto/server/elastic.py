@@ -343,7 +343,10 @@ class Resolver:
             return None
         if name in self._model.names():
             return name.removeprefix(f"{self._model.name}:")
-        near = nearest(name, self._model.names())
+        # With the model's name before them, all presets resemble each other: a preset's own name must be near.
+        own, names = f"{self._model.name}:", self._model.names()
+        rest = [each.removeprefix(own) for each in names]
+        near = nearest(name, names) if nearest(name.removeprefix(own), rest) else ""
         problem = f"model: {name!r} is not served here{near}; GET /v1/models lists what is"
         raise ApiError(404, problem, param="model", code="model_not_found")
 

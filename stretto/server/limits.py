@@ -12,9 +12,8 @@ import json
 import re
 import socket
 import struct
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
@@ -22,7 +21,7 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Send
+from starlette.types import Receive, Scope, Send
 
 from stretto.base.config import first_problem
 from stretto.base.errors import UserError
@@ -45,8 +44,7 @@ MAX_HELD_BYTES = 256 << 20
 BODY_TIMEOUT_S = 30.0
 """For a body to arrive."""
 _LINGER_S = 20.0
-"""How long the rest of a body that is too large is read and thrown away, so that its sender gets to read the answer
-(a connection closed on unread bytes is reset)."""
+"""For the rest of a body that is too large to arrive, after its answer."""
 _REQUEST = re.compile(r"^request \S+: ")
 """How the engine's messages begin; its number means nothing to a client."""
 _LONGEST = 2000
@@ -71,7 +69,22 @@ class ApiError(Exception):
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        return JSONResponse(self.body(), self.status, self.headers)
+        kind = LingeringResponse if self.status == 413 else JSONResponse
+        return kind(self.body(), self.status, self.headers)
+
+
+class LingeringResponse(JSONResponse):
+    """An answer that is sent before the request's body has been read. The rest of the body is then read and discarded for a
+    while: a connection that is closed with unread bytes is reset, and the client might never read the answer."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                while (message := await receive())["type"] == "http.request" and message.get("more_body"):
+                    pass
+        await send({"type": "http.response.body", "body": b""})
 
 
 def overloaded(message: str, retry_after_s: float, status: int = 429) -> ApiError:
@@ -136,7 +149,9 @@ def check_host(header: str | None, allowed: Sequence[str] | None) -> None:
     if name.rpartition(":")[2].isdecimal() and not name.endswith("]"):
         name = name.rpartition(":")[0]
     if allowed is not None and name not in allowed:
-        raise ApiError(403, f"host: {name!r} is not served; start the server with that name allowed")
+        raise ApiError(
+            403, f"host: {name!r} is not served; use the server's address, or start it with --allowed-host NAME"
+        )
 
 
 class Gate:
@@ -242,20 +257,18 @@ def late_body(timeout_s: float = BODY_TIMEOUT_S) -> ApiError:
 
 
 async def _read(request: Request, hold: Callable[[int], None], max_bytes: int) -> bytes:
+    too_large = ApiError(
+        413, f"the body is larger than {max_bytes:,} bytes; send less", headers={"Connection": "close"}
+    )
     declared = request.headers.get("content-length", "")
-    too_large = declared.isdecimal() and int(declared) > max_bytes
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise too_large
     raw = bytearray()
-    deadline_s = time.monotonic() + _LINGER_S
-    if not (too_large and "100-continue" in request.headers.get("expect", "")):  # such a sender waits for our word
-        async for piece in request.stream():
-            too_large = too_large or len(raw) + len(piece) > max_bytes
-            if not too_large:
-                hold(len(piece))
-                raw += piece
-            elif time.monotonic() > deadline_s:
-                break
-    if too_large:
-        raise ApiError(413, f"the body is larger than {max_bytes:,} bytes; send less", headers={"Connection": "close"})
+    async for piece in request.stream():
+        if len(raw) + len(piece) > max_bytes:
+            raise too_large
+        hold(len(piece))
+        raw += piece
     return bytes(raw)
 
 

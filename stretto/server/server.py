@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
+import re
 import resource
 import socket
 import time
@@ -14,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, field_validator
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -64,7 +66,12 @@ _MOST_FILES = 1 << 16
 """Asked of the system."""
 DRAIN_S = 60.0
 """For open requests to finish after SIGTERM."""
+_ERRORS_ONLY = logging.getLogger("uvicorn.error.connections")
+"""uvicorn's log without its warnings about clients: with malformed requests, a client could fill the log."""
+_ERRORS_ONLY.setLevel(logging.ERROR)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
+_HOST_NAME = re.compile(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]")
+_ORIGIN = re.compile(r"\*|https?://([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?")
 
 
 class ServeSettings(Config):
@@ -77,9 +84,9 @@ class ServeSettings(Config):
     """None: whoever reaches the port may ask."""
     admin_key: SecretStr | None = None
     """Opens /admin; without one there is no such path."""
-    allowed_hosts: tuple[str, ...] | None = None
-    """Host headers answered. None: the loopback names where that is what is bound (a web page that a browser was led
-    to must not reach it under a name of its own, DNS rebinding), else all."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names in Host headers that are answered, beside the loopback names. None given: on a loopback address only the loopback
+    names (against DNS rebinding: a web page must not reach the server under a name of its own), on another address all."""
     cors_origins: tuple[str, ...] = ()
     max_open: int = Field(default=2048, gt=0)
     """HTTP requests worked on at once; a further one is told to come back. Connections may be twice as many."""
@@ -95,9 +102,37 @@ class ServeSettings(Config):
     """With a floor: times to first token above it shrink new requests' Subnets; on the floor, who would wait longer is
     refused."""
 
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _check_hosts(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if not _HOST_NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is not a host name; write it without scheme and port: api.example.org")
+        return tuple(name.lower() for name in names)
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _check_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"{origin!r} is not an origin; write scheme and host: https://example.org, or * for all"
+                )
+        return origins
+
     def hosts(self) -> tuple[str, ...] | None:
         """Host names answered (without port), or None for all."""
-        return _LOOPBACK if self.allowed_hosts is None and self.host in _LOOPBACK else self.allowed_hosts
+        return (*_LOOPBACK, *self.allowed_hosts) if self.allowed_hosts or self.host in _LOOPBACK else None
+
+    def exposure(self) -> str | None:
+        """A warning for a server that other machines reach without a key; None for any other server."""
+        if self.host in _LOOPBACK or self.api_keys:
+            return None
+        names = "" if self.allowed_hosts else " under any host name"
+        return (
+            f"--host {self.host} without an API key: every machine that reaches this port{names} can use the whole API; "
+            "set --api-key or STRETTO_API_KEYS, and --allowed-host"
+        )
 
 
 def create_app(service: AsyncEngine, model: ServedModel, settings: ServeSettings) -> Starlette:
@@ -230,6 +265,7 @@ class PatientConnection(HttpToolsProtocol):
     def __init__(self, *, idle: dict[PatientConnection, float], most: int, **given: Any) -> None:
         """``idle``: connections on which no request is being answered, and since when, oldest first; all share it."""
         super().__init__(**given)
+        self.logger = _ERRORS_ONLY
         self._idle, self._most = idle, most
         self._num_head_bytes: int | None = None  # of a head that is not whole yet
 
@@ -277,9 +313,6 @@ class PatientConnection(HttpToolsProtocol):
     def _close_at(self, time_s: float) -> None:
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_at(time_s, self.timeout_keep_alive_handler)
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Not into the log, which a stranger could fill: a WebSocket is asked for and an ordinary answer given."""
 
 
 def open_socket(host: str, port: int) -> socket.socket:

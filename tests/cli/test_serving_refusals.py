@@ -39,6 +39,8 @@ def copy(served_run: Path, tmp_path: Path) -> Path:
         ("--floor layers=9", ("floor", "1..4")),
         ("--port 70000", ("port", "65535")),
         ("--host 203.0.113.1 --port 0", ("--host 203.0.113.1", "cannot listen")),
+        ("--cors notanorigin", ("cors_origins", "'notanorigin' is not an origin", "https://example.org")),
+        ("--allowed-host http://a:80", ("allowed_hosts", "is not a host name", "without scheme and port")),
         ("--dtype int8", ("--dtype int8", "float32 or bfloat16")),
         ("--device tpu", ("tpu",)),
         ("--max-batch 0", ("max_batch",)),
@@ -148,3 +150,9 @@ def test_loads_that_cannot_be(stretto: Run, served_run: Path) -> None:
     refused(stretto("bench-serve", served_run, "--requests", 0), "--requests 0")
     refused(stretto("bench-serve", served_run, "--prompt-tokens", 0), "--prompt-tokens 0")
     refused(stretto("bench-serve", "--url", "http://127.0.0.1:1", "--rate", -1), "--rate -1")
+
+
+def test_a_server_address_that_is_none(stretto: Run) -> None:
+    refused(stretto("agent", "Who?", "--server", "ftp://x"), "--server ftp://x", "not the address of an HTTP server")
+    refused(stretto("bench-serve", "--url", "ftp://x"), "--url ftp://x", "not the address of an HTTP server")
+    refused(stretto("agent", " ", "--server", "http://127.0.0.1:1"), "QUESTION", "is empty")

@@ -14,12 +14,15 @@ from stretto.server.elastic import (
     SHRINK_WAITING,
     Load,
     LoadControl,
+    Resolver,
+    ServedModel,
     contains,
     decide,
     environment_subnet,
     ladder,
     refuses,
 )
+from stretto.server.limits import ApiError
 from tests.server.presets import PRESETS
 
 AIM_S = 2.0
@@ -181,3 +184,12 @@ def test_a_bad_environment_is_one_line(config: ModelConfig, environ: dict[str, s
     with pytest.raises(UserError, match=problem) as caught:
         environment_subnet(environ, config)
     assert "\n" not in str(caught.value)
+
+
+def test_a_preset_is_suggested_for_its_own_name_alone(served: ServedModel) -> None:
+    """With the model's name before them, all presets resemble each other."""
+    resolver = Resolver(served, None, 2.0)
+    with pytest.raises(ApiError, match=r"'x:nosuch' is not served here;"):
+        resolver.preset_of("x:nosuch")
+    with pytest.raises(ApiError, match=r"did you mean 'x:half'"):
+        resolver.preset_of("x:haf")

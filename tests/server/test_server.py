@@ -419,8 +419,52 @@ def test_sigterm_lets_open_streams_finish(served: ServedModel, tmp_path: Any) ->
 def test_only_loopback_names_on_loopback() -> None:
     assert "localhost" in (ServeSettings().hosts() or ())
     assert ServeSettings(host="0.0.0.0").hosts() is None
-    assert ServeSettings(host="0.0.0.0", allowed_hosts=("a",)).hosts() == ("a",)
+    assert ServeSettings(host="0.0.0.0", allowed_hosts=("A",)).hosts() == (
+        "127.0.0.1",
+        "localhost",
+        "::1",
+        "[::1]",
+        "a",
+    )
 
 
 def test_keys_do_not_show() -> None:
     assert "secret" not in repr(ServeSettings.model_validate({"api_keys": ["secret"], "admin_key": "secret"}))
+
+
+def test_malformed_requests_do_not_fill_the_log(
+    service: AsyncEngine, served: ServedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work(client: Client, server: Any) -> None:
+        upgrade = b"GET / HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: upgrade\r\n\r\n"
+        for begun in (b"no HTTP\r\n\r\n", upgrade):
+            with connected(client) as raw:
+                raw.sendall(begun)
+                await asyncio.wait_for(asyncio.to_thread(raw.recv, 100), 10)
+
+    run(service, served, work)
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("uvicorn")] == []
+
+
+def test_a_body_announced_too_large_is_refused_by_its_header(service: AsyncEngine, served: ServedModel) -> None:
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += "Content-Length: 99999999999\r\n\r\n"
+
+    async def work(client: Client, server: Any) -> None:
+        with connected(client) as raw:
+            raw.sendall(head.encode())  # and nothing of the body
+            raw.settimeout(5)
+            said = b""
+            while b"larger than" not in said:
+                said += await asyncio.to_thread(raw.recv, 1 << 16)
+        assert said.startswith(b"HTTP/1.1 413")
+
+    run(service, served, work)
+
+
+def test_a_server_that_others_reach_without_a_key_warns() -> None:
+    warning = ServeSettings(host="0.0.0.0").exposure()
+    assert warning is not None and "--api-key" in warning and "any host name" in warning
+    assert "any host name" not in (ServeSettings(host="::", allowed_hosts=("a",)).exposure() or "any host name")
+    assert ServeSettings(host="0.0.0.0", api_keys=("k",)).exposure() is None  # type: ignore[arg-type]
+    assert ServeSettings().exposure() is None
