@@ -422,7 +422,14 @@ def _measure(
     what = "measure experts and layers" if config.num_moe_layers else "measure layers"
     if left_out:
         num = sum(batch.ids_BT.numel() for batch in batches[:left_out])
-        what += f" (and the network without each of {len(droppable_layers(config))}, on {num:,} tokens)"
+        layers = len(droppable_layers(config))
+        what += f" (and the network without each of {layers}, on {num:,} tokens)"
+        # without a layer, only the layers after it compute anew: half of them on average
+        times = 1 + num * layers / 2 / sum(batch.ids_BT.numel() for batch in batches)
+        say(
+            f"layers are ranked by leaving each out: about {times:.1f} times the work of --layer-order influence, which is less exact; "
+            "--order none ranks nothing"
+        )
     # removal looks at differences of outputs, which bf16 does not show
     rough = nullcontext() if options.order == "removal" else rough_products(torch.device("cpu"), config.hidden_size)
     with progress(what, config.num_layers * len(batches)) as advance, rough:

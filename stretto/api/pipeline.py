@@ -334,8 +334,14 @@ def _print_plan(pipeline: Pipeline, steps: Sequence[Step], first: str | None, pr
     """Each command, and what it will cost where that can be known: at the pace of what has run before."""
     console, network, pace = rich.get_console(), _network(pipeline), _pace(pipeline)
     per_token = 0 if network is None else count(network, network.full()).forward_flops(1, 1)
-    name = rich.table.Column("step", no_wrap=True)
-    table = rich.table.Table(name, "state", "tokens, at most", "FLOPs, about", "hours, about", "cost, about")
+    known = (
+        "tokens, at most",
+        "FLOPs, about",
+        *(["hours, about"] if pace else []),
+        *(["cost, about"] if pace and price else []),
+    )
+    numbers = (rich.table.Column(each, justify="right", no_wrap=True) for each in known)
+    table = rich.table.Table("step", "state", *numbers)
     total_tokens, total_flops = 0, 0
     for step in steps:
         is_again = first is not None and STAGES.index(step.stage) >= STAGES.index(first)
@@ -343,9 +349,11 @@ def _print_plan(pipeline: Pipeline, steps: Sequence[Step], first: str | None, pr
         flops = step.num_tokens * _passes(step) * per_token
         if not is_done:
             total_tokens, total_flops = total_tokens + step.num_tokens, total_flops + flops
-        table.add_row(step.name, "done" if is_done else "to do", *_costs(step.num_tokens, flops, pace, price))
+        table.add_row(
+            step.name, "done" if is_done else "to do", *_costs(step.num_tokens, flops, pace, price)[: len(known)]
+        )
     table.add_section()
-    table.add_row("to do", "", *_costs(total_tokens, total_flops, pace, price))
+    table.add_row("to do", "", *_costs(total_tokens, total_flops, pace, price)[: len(known)])
     for step in steps:
         console.print(shlex.join(["stretto", *_arguments(pipeline, step)]), soft_wrap=True, highlight=False)
     console.print(table)

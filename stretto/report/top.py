@@ -25,6 +25,8 @@ _OLD_S = 10.0
 _BARS = "▁▂▃▄▅▆▇█"
 _A_ROW = 3
 _ROLE_WIDTH = 20
+_BESIDE_NOTES = 25
+"""Columns of the table of roles beside names and notes."""
 SHOWN = (
     ("reward", "reward/mean"),
     ("held-out", "eval/reward"),
@@ -77,9 +79,9 @@ def picture(folder: Path, status: RunStatus, now_s: float, width: int = WIDTH) -
     parts: list[RenderableType] = [_head(folder, status, now_s, width)]
     if status.rewards:
         parts.append(_curve(status.rewards, width))
-    parts += [_numbers(status), _groups(status), _roles(status)]
+    parts += [_numbers(status), _groups(status), _roles(status, width)]
     if status.waits:
-        lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in status.waits]
+        lines = [_cut(Text(line, no_wrap=True), width - 4) for line in status.waits]
         parts.append(Panel(Group(*lines), title="longest waits", title_align="left", width=width, border_style="dim"))
     return Group(*parts)
 
@@ -146,7 +148,7 @@ def _groups(status: RunStatus) -> Table:
     return grid
 
 
-def _roles(status: RunStatus) -> Table:
+def _roles(status: RunStatus, width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, expand=False, pad_edge=True, padding=(0, 1))
     # a long note is truncated before the other columns are
     longest = max((len(row.name) for row in status.roles), default=0)
@@ -154,10 +156,20 @@ def _roles(status: RunStatus) -> Table:
     table.add_column("running", justify="right", no_wrap=True, min_width=7)
     table.add_column("waiting", justify="right", no_wrap=True, min_width=7)
     table.add_column("", no_wrap=True, overflow="ellipsis")
+    room = width - min(longest, _ROLE_WIDTH) - _BESIDE_NOTES
     for row in status.roles:
         style = "" if row.state == "alive" else "red"
-        table.add_row(Text(row.name, style=style), f"{row.load:,.0f}", f"{row.waiting:,.0f}", _note(row))
+        table.add_row(Text(row.name, style=style), f"{row.load:,.0f}", f"{row.waiting:,.0f}", _cut(_note(row), room))
     return table
+
+
+def _cut(text: Text, room: int) -> Text:
+    """``text`` in ``room`` columns, ended behind a word: a number is never cut."""
+    if text.cell_len > room:
+        kept = text[: text.plain.rfind(" ", 0, room - 1)]
+        kept.rstrip()
+        return kept.append(" …")
+    return text
 
 
 def _note(row: RoleRow) -> Text:

@@ -84,7 +84,8 @@ def test_the_full_network_is_the_sources_to_the_bit(
 @pytest.mark.slow
 def test_orders_are_those_of_the_resident_network(stretto: Run, make: Make, text: Path, tmp_path: Path) -> None:
     source, out = make(num_layers=6), tmp_path / "run"
-    adopted(stretto, source, out, "--calibration", text, *QUICK)
+    done = adopted(stretto, source, out, "--calibration", text, *QUICK).out
+    assert "times the work of --layer-order influence" in done and "--order none ranks nothing" in done
     info = adopt.read_info(out)
     batches = adopt._batches(info.mixture, read_checkpoint(source).config, 2048)
     found = survey(read_checkpoint(source).model, batches, left_out=1)

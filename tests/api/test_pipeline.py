@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rich
 
 from stretto.api.pipeline import Pipeline, State, StepState, check_unchanged
 from stretto.base.config import read_recipe
@@ -58,12 +59,17 @@ def in_few_processes(pipeline: Path, path: Path) -> Path:
     return path
 
 
-def test_a_plan_is_printed_and_nothing_is_done(stretto: Run, pipeline: Path, tmp_path: Path) -> None:
+def test_a_plan_is_printed_and_nothing_is_done(
+    stretto: Run, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rich.get_console(), "width", 80)
     shown = stretto("run", pipeline, "-o", tmp_path / "out", "--dry-run")
     assert shown.code == 0 and not (tmp_path / "out").exists()
     commands = [line.split()[:2] for line in shown.out.splitlines() if line.startswith("stretto ")]
     assert commands == [["stretto", name] for name in ("sft", "rl", "rl", "distill")]
     assert "known once a stage has run" in shown.out
+    named = stretto("run", "pipeline", "-o", tmp_path / "out", "--dry-run").out
+    assert "2,457,600" in named and "…" not in named, "no number is cut off at 80 columns"
 
 
 def test_conversations_that_a_kill_left_half_read_are_read_anew(stretto: Run, pipeline: Path, tmp_path: Path) -> None:

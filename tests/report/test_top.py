@@ -94,6 +94,9 @@ def test_everything_that_matters_fits_into_eighty_columns() -> None:
         assert part in text, "a long note takes nothing from the others"
     assert "4 restarts  3 of 1 to 8 workers" in text, "trouble stands before the note, whose end may be cut off"
     assert "restarting  1 restart" in text
+    for line in lines:
+        before, cut, _ = line.partition("…")
+        assert not cut or before.endswith(" "), "a line ends behind a word, not in a number"
 
 
 def test_the_curve_is_of_the_whole_run_at_any_width() -> None:
