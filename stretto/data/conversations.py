@@ -147,6 +147,8 @@ def _turn(told: Any, place: str) -> tuple[dict[str, Any], bool]:
 
 
 def _content(content: Any, place: str) -> str:
+    if not isinstance(content, str | list | tuple):
+        raise UserError(f"{place}: {_kind(content)}, not a text; write a string, or a list of text parts")
     texts = []
     for number, part in enumerate([content] if isinstance(content, str) else _listed(content, place)):
         told = part if isinstance(part, Mapping) else {"text": part}

@@ -192,9 +192,12 @@ def _streams(trajectory: Trajectory, number: int, reward: float) -> Streams:
     return Streams(number, trajectory, reward, tokens, logprobs[1:], versions[1:], routes, mask_S, turns[1:], steps[1:])
 
 
-def give_credit(groups: Update, advantage: str, normaliser: str, max_tokens: int) -> list[TokenCredit]:
+def give_credit(
+    groups: Update, advantage: str, normaliser: str, max_tokens: int, overlong_filter: bool = False
+) -> list[TokenCredit]:
     """By the samples' numbers: what the algorithm ``advantage`` says of them, and weights by ``normaliser`` unless it gives
-    its own; kinds as of `load_algorithm` and `token_weights`.
+    its own; kinds as of `load_algorithm` and `token_weights`. ``overlong_filter`` trains nothing of a truncated sample, whose reward
+    still counts in its group (DAPO, 2503.14476).
     Raises UserError: somebody's own algorithm raised, or said something that cannot be trained on."""
     algorithm = load_algorithm(advantage)
     try:
@@ -213,6 +216,9 @@ def give_credit(groups: Update, advantage: str, normaliser: str, max_tokens: int
         else sample.mask_S & _checked(credit.mask_S, sample, advantage).astype(bool)
         for sample, credit in zip(samples, credits, strict=True)
     ]
+    if overlong_filter:
+        is_whole = [sample.trajectory.finish_reason != "length" for sample in samples]
+        masks = [mask_S & whole for mask_S, whole in zip(masks, is_whole, strict=True)]
     given = [credit.weights_S for credit in credits if credit.weights_S is not None]
     if given and len(given) < len(samples):
         raise UserError(f"loss.advantage: {advantage}: gives weights for {len(given)} samples of {len(samples)}")

@@ -162,6 +162,8 @@ class LossConfig(Config):
     μ)."""
     overlong_share: float = Field(default=0.0, ge=0, lt=1)
     """Answers lose up to 1 of their reward for reaching into this last share of ``rollout.max_tokens`` (DAPO)."""
+    overlong_filter: bool = False
+    """Truncated answers are not trained on; their reward still counts in the group's mean (DAPO)."""
     drop_uniform: bool = True
     """Groups whose rewards are all equal teach nothing: they are dropped and others drawn (DAPO)."""
 
@@ -553,7 +555,7 @@ class RlRecipe(Config):
             )
         unused = {"normaliser": "distill.balance is in its place"}
         if not has_rewards:
-            unused |= dict.fromkeys(("advantage", "overlong_share"), "distill.outcome_weight is 0")
+            unused |= dict.fromkeys(("advantage", "overlong_share", "overlong_filter"), "distill.outcome_weight is 0")
         if not distill.has_policy_loss:
             names = ("preset", "policy", "clip_low", "clip_high", "proximal", "correction", "tis_cap", "icepop_range")
             unused |= dict.fromkeys(names, f"form {distill.form!r} without an outcome reward has no policy loss")

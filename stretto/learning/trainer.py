@@ -397,9 +397,11 @@ class TrainerRole:
         loss, distill, samples = self._recipe.loss, self._recipe.distill, [each for group in groups for each in group]
         most = self._recipe.rollout.max_tokens
         if distill is None:
-            return give_credit(groups, loss.advantage, loss.normaliser, most)
+            return give_credit(groups, loss.advantage, loss.normaliser, most, loss.overlong_filter)
         blank = [TokenCredit(np.zeros(each.num_inputs, np.float32), each.mask_S.astype(np.float32)) for each in samples]
-        given = give_credit(groups, loss.advantage, loss.normaliser, most) if distill.outcome_weight else blank
+        given = blank
+        if distill.outcome_weight:
+            given = give_credit(groups, loss.advantage, loss.normaliser, most, loss.overlong_filter)
         weights = source_weights(
             [each.source for each in samples],
             [int(each.mask_S.sum()) for each in samples],

@@ -75,6 +75,7 @@ def test_what_arrow_fills_with_nulls_is_not_there(tmp_path: Path) -> None:
         ({"messages": [USER, "Four."]}, "messages: turn 1: a text, not an object"),
         ({"messages": [{"role": "user"}, ASSISTANT]}, "messages: turn 0: no content; fill it"),
         ({"messages": [USER, {"role": "assistant"}]}, "messages: turn 1: no content and no tool_calls"),
+        ({"messages": [{"role": "user", "content": 5}, ASSISTANT]}, "turn 0: content: a number, not a text; write a string"),
         ({"messages": []}, "messages: empty"),
         ({"messages": {"role": "user"}}, "messages: an object, not a list"),
         ({"messages": [ASSISTANT, USER]}, "turn 0: the assistant cannot speak first"),

@@ -153,6 +153,17 @@ def test_masked_tokens_count_in_no_normaliser(tmp_path: Path) -> None:
         assert sum(credit.weights_S.sum() for credit in credits) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("normaliser", ["token", "sequence"])
+def test_the_overlong_filter_trains_nothing_of_a_truncated_answer(normaliser: str) -> None:
+    whole = group(np.random.default_rng(3), [1.0, 0.0, 0.5])
+    cut = (replace(whole.trajectories[0], finish_reason="length"), *whole.trajectories[1:])
+    streams = unroll([Group(whole.task, cut)])
+    plain, credits = (give_credit(streams, "dr_grpo", normaliser, 18, is_on) for is_on in (False, True))
+    assert plain[0].weights_S.any() and not credits[0].weights_S.any()
+    assert sum(credit.weights_S.sum() for credit in credits) == pytest.approx(1.0)
+    assert np.array_equal(plain[1].advantages_S, credits[1].advantages_S), "its reward counts in the group's mean"
+
+
 def test_an_algorithm_may_weigh_tokens_itself(tmp_path: Path) -> None:
     streams = unroll([group(np.random.default_rng(3), [1.0, 0.0])])
     credits = give_credit(streams, own(tmp_path, "Credit(one.reward, weights_S=0.5 * one.mask_S)"), "token", 18)

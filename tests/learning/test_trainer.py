@@ -136,6 +136,7 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "icepop_range": (DECOUPLED, {"loss__icepop_range": (0.9, 1.1)}),
     "kl_weight": ({}, {"loss__kl_weight": 0.5}),
     "overlong_share": ({}, {"loss__overlong_share": 0.5}),
+    "overlong_filter": ({}, {"loss__overlong_filter": True}),
 }
 """Of the loss: a run in which it acts, and another value of it. What it does not act in, the recipe refuses."""
 BOUNDED = {
@@ -147,7 +148,10 @@ BOUNDED = {
 
 @cache
 def sampled(seed: int) -> list[Group]:
-    return groups(network(), seed=seed, noise=0.5)
+    """The first sample of each group is truncated."""
+    made = groups(network(), seed=seed, noise=0.5)
+    cut = [replace(each.trajectories[0], finish_reason="length") for each in made]
+    return [replace(each, trajectories=(first, *each.trajectories[1:])) for each, first in zip(made, cut, strict=True)]
 
 
 def test_every_setting_of_the_loss_is_asked() -> None:
