@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -247,9 +246,8 @@ class Engine:
         most_s = self.config.max_wait_s
         if most_s is None:
             return []
-        # in order of arrival, and whoever was preempted came before all those that are new
         fresh = (seq for seq in self._scheduler.waiting if seq.first_scheduled_s is None)
-        names = dict.fromkeys(seq.request.id for seq in takewhile(lambda seq: now_s - seq.arrived_s > most_s, fresh))
+        names = dict.fromkeys(seq.request.id for seq in fresh if now_s - seq.arrived_s > most_s)
         events: list[Event] = []
         for name in names:
             choices = list(self._open[name])

@@ -133,6 +133,8 @@ class Request:
     """Return the experts each token chose, for rollout router replay."""
     visible_ids: frozenset[int] = frozenset()
     """Special tokens that are part of the text all the same, because its reader looks for them."""
+    client: str = ""
+    """Who asks: clients take turns for places in the batch."""
 
 
 @dataclass(frozen=True, slots=True)

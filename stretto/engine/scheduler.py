@@ -1,4 +1,8 @@
-"""Scheduling policy: decodes first, then prompts in order of arrival, within limits of tokens and pages.
+"""Scheduling policy: decodes first, then prompts in turn, within limits of tokens and pages.
+
+Clients take turns (fair queueing): the n-th sequence that a client has in the engine ranks with the n-th of every other client,
+and equal ranks go by arrival. With one client that is the order of arrival. A sequence that finds no place preempts the last
+running one of another client, if that one ranks behind it.
 
 Invariants that make everything finish:
 
@@ -11,20 +15,23 @@ Invariants that make everything finish:
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 from operator import attrgetter
 
 from stretto.base.errors import UserError
 from stretto.engine.cache import ROOT, PageAllocator, chain_hash
 from stretto.engine.sequence import Chunk, SequenceState, StepPlan
 
-_by_arrival = attrgetter("order")
+_by_rank = attrgetter("order")
+_MOST_CLIENTS = 4096
+"""Clients whose next turn is kept; those whose turn has come are then forgotten."""
 
 
 class Scheduler:
     """Continuous batching over the pages of one `PageAllocator`. Owns the queues and each sequence's pages.
 
     Usage: `add`, then in a loop `plan`, compute the chunks, append sampled tokens, `computed`, and `finish` those that
-    ended. Sequences are computed in order of arrival; one whose prompt another still computes (all samples of a group
+    ended. Sequences are computed in order of rank; one whose prompt another still computes (all samples of a group
     arrive together) waits for those pages and lets later ones pass.
     """
 
@@ -47,10 +54,11 @@ class Scheduler:
         """
         self.allocator, self.max_batch, self.max_step_tokens = allocator, max_batch, max_step_tokens
         self.max_len, self.prefix_cache, self.weight_version = max_len, prefix_cache, weight_version
-        # Both in order of arrival, and the scheduler's to change. Preempted sequences wait.
+        # Both in order of rank, and the scheduler's to change. Preempted sequences wait.
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
         self._num_arrived = 0
+        self._next_turn: dict[str, int] = {}  # by client
         self._leaders: dict[bytes, SequenceState] = {}  # by full pages of the prompt: who runs to fill them for all
         self._stuck: SequenceState | None = None  # could not be admitted, and no page has come free since
 
@@ -61,13 +69,13 @@ class Scheduler:
             UserError: it could not be computed to its last token even if it were alone.
         """
         self._check_fits(seq)
-        assert seq.order < 0, f"{seq.request.id}[{seq.index}] is added twice"
-        seq.order = self._num_arrived
+        assert seq.order[1] < 0, f"{seq.request.id}[{seq.index}] is added twice"
+        seq.order = self._turn(seq.request.client), self._num_arrived
         self._num_arrived += 1
         if self.prefix_cache and self._num_shared(seq) and not seq.sampling.prompt_logprobs:
             num = self._num_shared(seq)
             seq.prefix_key = chain_hash(ROOT, seq.tokens[:num], seq.page_salt(0, num, 0))
-        self.waiting.append(seq)
+        insort(self.waiting, seq, key=_by_rank)
 
     def plan(self) -> StepPlan | None:
         """The next step, or None where there is nothing to compute.
@@ -75,6 +83,7 @@ class Scheduler:
         Changes queues and page tables, and ``num_computed`` of those it admits (to what the prefix cache holds) and of
         those it preempts (to 0). Its chunks are computed, and `computed` is told, before the next plan.
         """
+        displaced = self._displace()
         chunks: list[Chunk] = []
         sequences: list[SequenceState] = []
         preempted: list[SequenceState] = []
@@ -94,7 +103,7 @@ class Scheduler:
                 sequences.append(seq)
         budget = self.max_step_tokens - len(chunks)
         if self.waiting and not preempted:  # what was just taken away is not given back in the same step
-            unfinished += self._admit(budget - sum(seq.num_pending for seq in unfinished))
+            unfinished = sorted([*unfinished, *self._admit(budget, unfinished)], key=_by_rank)
         for seq in unfinished:
             if budget <= 0:
                 break
@@ -104,7 +113,7 @@ class Scheduler:
         if not chunks:
             assert not self.running, f"{len(self.running)} are running and none can be computed"
             return None
-        return StepPlan(tuple(chunks), tuple(sequences), tuple(preempted))
+        return StepPlan(tuple(chunks), tuple(sequences), (*displaced, *preempted))
 
     def computed(self, seq: SequenceState, num_tokens: int) -> None:
         """Tell that the next ``num_tokens`` of a running sequence are in its pages, all of them final."""
@@ -174,13 +183,46 @@ class Scheduler:
         seq.table = tuple(seq.pages)
         return True
 
-    def _admit(self, budget: int) -> list[SequenceState]:
-        """Take sequences into the batch until ``budget`` tokens, the batch or the pages are used up."""
+    def _turn(self, client: str) -> int:
+        """The rank of the client's next sequence: behind its others, and not before the first of all that are here."""
+        first = min((queue[0].order[0] for queue in (self.waiting, self.running) if queue), default=None)
+        if first is None:
+            self._next_turn.clear()
+        elif len(self._next_turn) > _MOST_CLIENTS:
+            self._next_turn = {name: turn for name, turn in self._next_turn.items() if turn > first}
+        turn = max(first or 0, self._next_turn.get(client, 0))
+        self._next_turn[client] = turn + 1
+        return turn
+
+    @property
+    def _most_running(self) -> int:
+        return min(self.max_batch, self.max_step_tokens)
+
+    def _displace(self) -> list[SequenceState]:
+        """Preempt sequences of other clients that rank behind the first one that waits, where it found no place or no pages."""
+        displaced: list[SequenceState] = []
+        first = next((seq for seq in self.waiting if seq.prefix_key not in self._leaders), None)
+        while (
+            first is not None
+            and self.running
+            and (len(self.running) >= self._most_running or first is self._stuck)
+            and (last := self.running[-1]).order > first.order
+            and last.request.client != first.request.client
+        ):
+            self._preempt(last)
+            displaced.append(last)
+        return displaced
+
+    def _admit(self, budget: int, unfinished: Sequence[SequenceState]) -> list[SequenceState]:
+        """Take sequences into the batch until the batch or the pages are used up, or the ``unfinished`` ones that rank before
+        and those admitted need ``budget`` tokens."""
         admitted: list[SequenceState] = []
-        limit = min(self.max_batch, self.max_step_tokens)
         place = 0
-        while budget > 0 and place < len(self.waiting) and len(self.running) < limit:
+        while place < len(self.waiting) and len(self.running) < self._most_running:
             seq = self.waiting[place]
+            ahead = (each for each in (*unfinished, *admitted) if each.order < seq.order)
+            if sum(each.num_pending for each in ahead) >= budget:
+                break
             if seq.prefix_key in self._leaders:
                 place += 1
             elif seq is self._stuck or not self._take_pages(seq):
@@ -188,9 +230,8 @@ class Scheduler:
                 break
             else:
                 del self.waiting[place]
-                insort(self.running, seq, key=_by_arrival)
+                insort(self.running, seq, key=_by_rank)
                 admitted.append(seq)
-                budget -= seq.num_pending
                 if seq.prefix_key and seq.num_computed < self._num_shared(seq):
                     self._leaders[seq.prefix_key] = seq
         return admitted
@@ -238,7 +279,7 @@ class Scheduler:
     def _preempt(self, seq: SequenceState) -> None:
         self.running.remove(seq)
         self._release_followers(seq)
-        insort(self.waiting, seq, key=_by_arrival)
+        insort(self.waiting, seq, key=_by_rank)
         seq.num_preemptions += 1
         self._drop_pages(seq)
 

@@ -137,8 +137,8 @@ class SequenceState:
     """Equal for sequences whose prompts have the same full pages; empty for those that share none."""
     num_cached: int = 0
     """Prompt tokens that came from the prefix cache when it was first scheduled."""
-    order: int = -1
-    """Rank of arrival, written by the scheduler."""
+    order: tuple[int, int] = (-1, -1)
+    """Rank: turn of its client and number of arrival, written by the scheduler."""
     num_preemptions: int = 0
     lost_pages: tuple[int, ...] = ()
     """Pages it held when it was last preempted or finished. Their contents last until the next forward pass."""

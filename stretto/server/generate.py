@@ -16,7 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Any
@@ -39,6 +39,7 @@ from stretto.server.limits import (
     Gate,
     GoneError,
     as_api_error,
+    client_of,
     from_validation,
     overloaded,
     while_connected,
@@ -417,8 +418,9 @@ class Generate:
             try:
                 async with asyncio.timeout(self.backend.max_wait_s):
                     answer = await self._understood(http, tree, ticket)
-                    submit = self.backend.service.submit
-                    streams = [stack.enter_context(closing(submit(request))) for request in answer.job.requests]
+                    submit, client = self.backend.service.submit, client_of(http)
+                    requests = [replace(request, client=client) for request in answer.job.requests]
+                    streams = [stack.enter_context(closing(submit(request))) for request in requests]
                     for stream in streams:
                         await stream.admitted()
             except TimeoutError:

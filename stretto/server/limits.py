@@ -154,6 +154,13 @@ def check_host(header: str | None, allowed: Sequence[str] | None) -> None:
         )
 
 
+def client_of(http: Request) -> str:
+    """Who shares one turn in the queue: the holders of an API key, else the clients at one address."""
+    if authorization := http.headers.get("authorization"):
+        return hashlib.sha256(authorization.encode("utf-8", "surrogateescape")).hexdigest()
+    return http.client.host if http.client else ""
+
+
 class Gate:
     """Who is worked for, and how much of what they sent is held; closes for good when the server drains."""
 

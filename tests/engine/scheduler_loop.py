@@ -33,13 +33,15 @@ def sequence(
     name: str = "r",
     phases: str = "full",
     index: int = 0,
+    client: str = "",
     **sampling: object,
 ) -> SequenceState:
     settings = Sampling(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
     own = PHASES[phases]
     thinking = own.thinking or own.answer
     subnets = (own.prefill or thinking, thinking, own.answer)
-    return SequenceState(Request(name, tuple(prompt), settings, own), tuple(map(TABLE.number, subnets)), index)
+    request = Request(name, tuple(prompt), settings, own, client=client)
+    return SequenceState(request, tuple(map(TABLE.number, subnets)), index)
 
 
 def next_token(tokens: Sequence[int]) -> int:

@@ -92,7 +92,7 @@ def test_requests_with_one_prompt_compute_it_once() -> None:
         loop.scheduler.add(seq)
     assert chunk_sizes(loop.step()) == [("a", 9), ("d", 7)], "another Subnet's pages are others"
     abort(loop, first)
-    assert chunk_sizes(loop.step()) == [("d", 2), ("b", 1), ("c", 2)]
+    assert chunk_sizes(loop.step()) == [("b", 1), ("c", 2), ("d", 2)]
     again = sequence([*prompt, 4], name="e")
     loop.scheduler.add(again)
     assert ("e", 1) in chunk_sizes(loop.step()) and again.num_cached == 8
@@ -241,6 +241,7 @@ class Arrival:
     n: int
     phases: str
     abort_after: int | None
+    client: str = ""
 
 
 arrivals = st.builds(
@@ -251,6 +252,7 @@ arrivals = st.builds(
     n=st.sampled_from([1, 1, 1, 3]),
     phases=st.sampled_from(sorted(PHASES)),
     abort_after=st.sampled_from([None, None, None, 0, 2, 6]),
+    client=st.sampled_from("aaab"),
 )
 
 
@@ -264,7 +266,7 @@ def run_load(loop: Loop, load: list[Arrival], swap_at: int | None) -> tuple[list
         while pending and pending[0][0] <= clock:
             _, place, each = pending.pop(0)
             for index in range(each.n):
-                seq = sequence(each.prompt, each.max_tokens, str(place), each.phases, index)
+                seq = sequence(each.prompt, each.max_tokens, str(place), each.phases, index, each.client)
                 try:
                     loop.scheduler.add(seq)
                 except UserError:
@@ -319,3 +321,36 @@ def test_any_load_is_finished_in_order_without_a_leak(
     loop.scheduler.allocator.check([])
     assert loop.scheduler.allocator.num_free == num_pages
     assert not loop.scheduler._leaders
+
+
+def test_a_client_with_many_sequences_does_not_delay_another() -> None:
+    loop = make(num_pages=64, max_batch=2, max_step_tokens=16)
+    greedy = [sequence([number, 1, 2], 20, name=f"g{number}", client="greedy") for number in range(6)]
+    for seq in greedy:
+        loop.scheduler.add(seq)
+    loop.step()
+    assert loop.scheduler.running == greedy[:2]
+    other = sequence([9, 9, 9], 3, name="o", client="other")
+    loop.scheduler.add(other)
+    plan = loop.step()
+    assert plan is not None and other in plan.sequences and plan.preempted == (greedy[1],)
+    while other not in loop.finished:
+        loop.step()
+    assert greedy[0] in loop.scheduler.running  # the first of all keeps its place
+    while loop.step():
+        pass
+    assert len(loop.finished) == 7
+
+
+def test_prompts_of_one_client_do_not_fill_the_steps_of_another() -> None:
+    loop = make(num_pages=64, max_batch=8, max_step_tokens=8)
+    for number in range(3):
+        loop.scheduler.add(sequence([number] * 30, 4, name=f"g{number}", client="greedy"))
+    loop.step()
+    other = sequence([9, 9], 2, name="o", client="other")
+    loop.scheduler.add(other)
+    num_steps = 0
+    while not other.output and num_steps < 5:
+        loop.step()
+        num_steps += 1
+    assert num_steps <= 4, "the rest of one prompt, and its own"
