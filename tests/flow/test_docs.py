@@ -10,10 +10,11 @@ import pytest
 from pydantic import BaseModel
 
 from stretto.base.config import validate
+from stretto.base.trajectory import Outcome
 from stretto.learning.recipe import PRESETS, RewardConfig, RlRecipe, SourceConfig
 from stretto.post.pipeline import PipelineRecipe
 from stretto.tasks.registry import KINDS, open_source
-from stretto.tasks.task import Answer
+from stretto.tasks.task import Answer, Score
 from stretto.train.recipe import SftRecipe
 from tests.flow.extend import EXAMPLES, PARTS, Part, run
 
@@ -86,11 +87,22 @@ def test_the_rewards_of_the_guide_are_some() -> None:
 
 
 def test_the_task_of_the_guide_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = block("python")
+    code, partial_credit = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     assert len(code.splitlines()) <= 25
     (tmp_path / "parity.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     source = open_source("ones", SourceConfig(kind="parity.py:Parity", args={"length": 12}))
+    named: dict[str, Any] = {"Score": Score, "Outcome": Outcome}
+    exec(partial_credit, named)
+    problem = source.problem(3)
+    wrong = next(digit for digit in "012" if digit != problem.gold)
+    for text, reward, outcome in (
+        (problem.gold, 1.0, Outcome.OK),
+        (wrong, 0.1, Outcome.WRONG),
+        ("x", 0.0, Outcome.WRONG),
+    ):
+        score = named["score"](source, problem, Answer(text))
+        assert (score.reward, score.outcome) == (reward, outcome)
     source.validate()
     assert len(source.problem(3).messages[0]["content"].split()) == 2 + 12 + 2
 
