@@ -1,8 +1,5 @@
 """Conversations: from messages and tools to token ids under the chat template, and readers of answers.
 
-A message that spells ``<|im_end|>`` must not end its own turn. Spellings of special tokens in contents are swapped for
-marks while the template renders, and encoded as the ordinary text they are.
-
 How calls and reasoning are written is a matter of `stretto.server.dialects`. Knows neither HTTP nor torch: RL renders and
 reads its conversations here, too.
 """
@@ -10,7 +7,6 @@ reads its conversations here, too.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -31,7 +27,7 @@ from stretto.server.dialects import (
     think_of,
 )
 from stretto.server.schemas import closed
-from stretto.text.chat import OWN_NAMES, Arguments, check_shown, named_tokens, render
+from stretto.text.chat import OWN_NAMES, Arguments, Contents, check_shown, named_tokens, render
 from stretto.text.tokenizer import Tokenizer
 
 _TURN_ENDS = (
@@ -46,8 +42,6 @@ _TURN_ENDS = (
     "<|user|>",
 )
 """Special tokens that end an assistant's turn in the templates of the families we read (and of their relatives)."""
-_MARK = "\ue000{}\ue001"
-_MARKED = re.compile("\ue000(\\d+)\ue001")
 _SEEN = 16
 """Tokens of a prompt's end in which reasoning may have been opened."""
 
@@ -169,8 +163,6 @@ class Prompts:
         """How calls are read; None: they cannot be."""
         added = tokenizer.rust.get_added_tokens_decoder()
         ids = {token.content: token_id for token_id, token in added.items() if token.special}
-        special = sorted(ids, key=len, reverse=True)
-        self._spelled = re.compile("|".join(["\ue000", *map(re.escape, special)]))  # our own mark is one, too
         self.turn_ends = tuple(ids[end] for end in _TURN_ENDS if end in ids)
         named = {token.content: token_id for token_id, token in added.items()}
         self.marks = marks(named, self.dialect, self.think)
@@ -205,24 +197,18 @@ class Prompts:
         if tools and self.dialect is None:
             way = "declare it as response_template in its tokenizer_config.json, or leave them out"
             raise FieldError("tools", f"the format of tool calls in this model's chat template is not known; {way}")
-        swapped: list[str] = []
+        contents = Contents(self.tokenizer)
         told = self.shortened([_turn(message, f"messages.{place}") for place, message in enumerate(messages)])
-        turns = [self._swap(turn, swapped) for turn in told]
+        turns = [contents.hidden(turn) for turn in told]
         strict = {"function": {"strict"}}  # is for the server to keep to
-        offered = [self._swap(tool.model_dump(exclude_none=True, exclude=strict), swapped) for tool in tools]
+        offered = [contents.hidden(tool.model_dump(exclude_none=True, exclude=strict)) for tool in tools]
         named = named_tokens(self.tokenizer)
         if taken := [name for name in variables or () if name in {*OWN_NAMES, *named}]:
             raise FieldError("chat_template_kwargs", f"{taken[0]} is set by the server; leave it out")
-        given = self._swap(dict(variables or {}), swapped)
+        given = contents.hidden(variables or {})
         check_shown(lambda messages, tools: render(template, messages, tools, variables=named | given), turns, offered)
         text = render(template, turns, offered, generation_prompt, named | given)
-        ids: list[int] = []
-        for number, piece in enumerate(_MARKED.split(text)):
-            if number % 2:
-                ids += self.tokenizer.encode(swapped[int(piece)])
-            elif piece:
-                ids += self.tokenizer.encode_rendered(piece)
-        return ids
+        return contents.encode(text)
 
     def shortened(self, turns: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """``turns``, with no more of what tools gave than is to be shown."""
@@ -282,21 +268,6 @@ class Prompts:
             is_free=is_free,
         )
         return Grammar(kind="lark", text=text)
-
-    def _swap(self, value: Any, swapped: list[str]) -> Any:
-        """``value`` with special spellings in its strings replaced by marks, which are places in ``swapped``."""
-        if isinstance(value, dict):
-            return type(value)({self._swap(key, swapped): self._swap(item, swapped) for key, item in value.items()})
-        if isinstance(value, list):
-            return [self._swap(item, swapped) for item in value]
-        if not isinstance(value, str):
-            return value
-
-        def mark(match: re.Match[str]) -> str:
-            swapped.append(match.group())
-            return _MARK.format(len(swapped) - 1)
-
-        return self._spelled.sub(mark, value)
 
 
 def _turn(message: Message, where: str) -> dict[str, Any]:

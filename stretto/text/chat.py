@@ -88,6 +88,51 @@ class Arguments(dict[str, Any]):
         return str(self) + text
 
 
+_HIDDEN = "\ue000{}\ue001"
+_HIDDEN_MARK = re.compile("\ue000(\\d+)\ue001")
+
+
+@lru_cache(maxsize=8)
+def _special_spelling(tokenizer: Tokenizer) -> re.Pattern[str]:
+    added = tokenizer.rust.get_added_tokens_decoder().values()
+    special = sorted((token.content for token in added if token.special), key=len, reverse=True)
+    return re.compile("|".join(["\ue000", *map(re.escape, special)]))  # our own mark is one, too
+
+
+class Contents:
+    """What clients and data spell in one conversation: a message that spells ``<|im_end|>`` must not end its own turn.
+
+    `hidden` replaces spellings of special tokens by marks while a template renders; `encode` writes them as ordinary text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._spelling = tokenizer, _special_spelling(tokenizer)
+        self._found: list[str] = []
+
+    def hidden(self, value: Any) -> Any:
+        """``value`` with marks in its strings."""
+        if isinstance(value, Mapping):
+            kind = type(value) if isinstance(value, dict) else dict
+            return kind({self.hidden(key): self.hidden(item) for key, item in value.items()})
+        if isinstance(value, list):
+            return [self.hidden(item) for item in value]
+        return self._spelling.sub(self._hide, value) if isinstance(value, str) else value
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of rendered ``text``: special tokens are those that the template wrote."""
+        ids: list[int] = []
+        for number, piece in enumerate(_HIDDEN_MARK.split(text)):
+            if number % 2:
+                ids += self._tokenizer.encode(self._found[int(piece)])
+            elif piece:
+                ids += self._tokenizer.encode_rendered(piece)
+        return ids
+
+    def _hide(self, match: re.Match[str]) -> str:
+        self._found.append(match.group())
+        return _HIDDEN.format(len(self._found) - 1)
+
+
 def named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
     """Spellings of the special tokens that templates know by name (``bos_token``…), as transformers gives them."""
     told = {name: value for name, value in tokenizer.config.items() if name.endswith("_token")}
@@ -254,7 +299,8 @@ def tokenise_chat(
     is_learnt: Sequence[bool] | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> Chat:
-    """Token ids of a conversation, and which of them the assistant wrote.
+    """Token ids of a conversation, and which of them the assistant wrote. Special tokens that a turn of another role spells are
+    ordinary text.
 
     Args:
         is_learnt: one a message: turns of the assistant whose mask stays off; None: none does.
@@ -267,7 +313,12 @@ def tokenise_chat(
     template = tokenizer.chat_template
     if template is None:
         raise UserError("chat_template: the tokenizer has none; put a chat_template.jinja beside its tokenizer.json")
-    rendered = partial(render, template, tools=tools, variables={**named_tokens(tokenizer), **(variables or {})})
+    contents = Contents(tokenizer)
+    # What the assistant wrote stays: marks of calls and reasoning that it learns to write may be special tokens.
+    messages = [each if each.get("role") == "assistant" else contents.hidden(each) for each in messages]
+    tools = [contents.hidden(tool) for tool in tools]
+    given = {**named_tokens(tokenizer), **contents.hidden(variables or {})}
+    rendered = partial(render, template, tools=tools, variables=given)
     check_shown(rendered, messages, tools)
     turns = [turn for turn, message in enumerate(messages) if message.get("role") == "assistant"]
     learnt = [turn for turn in turns if is_learnt is None or is_learnt[turn]]
@@ -286,7 +337,7 @@ def tokenise_chat(
     mask: list[bool] = []
     has_no_end = False
     for number, piece in enumerate(pieces):
-        ids = tokenizer.encode_rendered(piece) if piece else []
+        ids = contents.encode(piece)
         num = int(has_no_end and ids[:1] != [] and ids[0] in special)  # the template left the end out of its mark
         has_no_end = False
         if number % 2 and turns[number // 2] in learnt:
@@ -388,7 +439,9 @@ class ChatEncoder:
         return self.tokenizer.vocab_size
 
     def fingerprint(self) -> str:
-        told = f"{self.tokenizer.fingerprint()}\n{self.tokenizer.chat_template}\n{named_tokens(self.tokenizer)}"
+        told = (
+            f"{self.tokenizer.fingerprint()}\n{self.tokenizer.chat_template}\n{named_tokens(self.tokenizer)}\nContents"
+        )
         return hashlib.sha256(told.encode()).hexdigest()
 
     def encode_marked(self, texts: Sequence[str], places: Sequence[str], /) -> list[list[int]]:
