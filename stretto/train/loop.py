@@ -402,6 +402,8 @@ class _Training:
                     say(f"{self.stage}: resumes after step {self.step:,} of {train.steps:,}")
                 if self.step == 0 and 0 in self.rank_at:
                     self._rank_layers()
+                if self.step == 0 and self.stage == "heal" and self.job.held_out:
+                    self._log(log, {}, self._held_out_losses())
                 while self.step < train.steps:
                     with self.meter:
                         result = self._step(plan(self.step))
@@ -527,15 +529,21 @@ class _Training:
             self.window = _Window()
         losses: dict[str, float] = {}
         if self.job.held_out and (step % train.eval_every == 0 or last):
-            with self._autocast():
-                found = held_out_losses(self.model, self.presets, self.job.held_out, self.ranks)
-            losses = {f"loss/{name}": loss for name, loss in found.items()}
-        if log is not None and (scalars or losses):
-            log.log(step, scalars | losses, line=False)
-            if losses:
-                log.say(f"step {step:>6,}  " + "  ".join(f"{name} {value:.4f}" for name, value in losses.items()))
+            losses = self._held_out_losses()
+        self._log(log, scalars, losses)
         if step % train.snapshot_every == 0 or last:
             self._save()
+
+    def _held_out_losses(self) -> dict[str, float]:
+        with self._autocast():
+            found = held_out_losses(self.model, self.presets, self.job.held_out, self.ranks)
+        return {f"loss/{name}": loss for name, loss in found.items()}
+
+    def _log(self, log: Tracker | None, scalars: Mapping[str, float], losses: Mapping[str, float]) -> None:
+        if log is not None and (scalars or losses):
+            log.log(self.step, {**scalars, **losses}, line=False)
+            if losses:
+                log.say(f"step {self.step:>6,}  " + "  ".join(f"{name} {value:.4f}" for name, value in losses.items()))
 
     def _save(self) -> None:
         """Write a snapshot, unless this step's is written."""

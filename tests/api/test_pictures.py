@@ -73,7 +73,7 @@ def test_a_random_network_keeps_everything_and_writes_six_fields(stretto: Comman
         (("a cat", "--model", "x", "--server", "http://127.0.0.1:9"), ("not both",)),
         (("a cat", "--model", "x", "--size", "big"), ("--size", "1024x1024")),
         (("a cat", "--server", "http://127.0.0.1:9"), ("--server", "nobody answers")),
-        (("a cat", "--server", "http://127.0.0.1:port"), ("--server", "Invalid port")),
+        (("a cat", "--server", "http://127.0.0.1:port"), ("--server", "not the address of an HTTP server")),
     ],
 )
 def test_bad_input(stretto: Command, told: tuple[str, ...], words: tuple[str, ...]) -> None:

@@ -14,6 +14,7 @@ import torch
 
 import stretto
 from stretto.base.errors import UserError
+from stretto.base.track import read_metrics
 from tests.api.conftest import HEALING, RECIPE
 
 PROMPT = "line 3: 9"
@@ -142,6 +143,8 @@ def test_from_text_to_a_small_model(tmp_path: Path, text: Path) -> None:
     assert small.folder == tmp_path / "run-extract" and small.config.num_layers == len(found.best.layers)
     healed = stretto.heal(small, text, recipe=tomllib.loads(HEALING), device="cpu")
     assert healed.folder == tmp_path / "run-extract-heal"
+    steps = [row["step"] for row in read_metrics(tmp_path / "run-extract-heal.run") if "loss/full" in row]
+    assert steps[0] == 0 < steps[-1], "the loss before the first step is logged too"
     assert healed.lineage is not None and [parent.stage for parent in healed.lineage.parents] == ["extract"]
     out = healed.export(tmp_path / "hf")
     ids = [[1, 2, 3, 4]]
