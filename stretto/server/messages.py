@@ -7,6 +7,7 @@ reads its conversations here, too.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -226,6 +227,20 @@ class Prompts:
         """Whether a prompt ends within reasoning that it has opened itself."""
         end = self.tokenizer.decode(ids[-_SEEN:]).rstrip()
         return self.think is not None and end.endswith(self.think.open)
+
+    def num_thought(self, prompt: Sequence[int], answer: Sequence[int]) -> int:
+        """Tokens of an answer up to the end of its reasoning, the mark included; 0 where it has none."""
+        if self.think is None:
+            return 0
+        text = self.tokenizer.decode(answer)
+        if not self.thinks(prompt) and not text.lstrip().startswith(self.think.open):
+            return 0
+        place = text.find(self.think.close)
+        if place < 0:
+            return len(answer)
+        num_characters = place + len(self.think.close)
+        sizes = range(1, len(answer) + 1)
+        return 1 + bisect_left(sizes, num_characters, key=lambda num: len(self.tokenizer.decode(answer[:num])))
 
     def reader(
         self, schemas: Schemas | None, reads_thoughts: bool, is_thinking: bool = False, max_calls: int | None = None

@@ -168,7 +168,7 @@ class ResponseAnswer(Answer):
 
     def __init__(self, backend: Backend, job: Job, body: ResponsesBody) -> None:
         super().__init__(backend, job)
-        self._body = body
+        self._body, self._num_thought = body, backend.prompts.num_thought
         self._items: list[dict[str, Any]] = []
         self._writing: str | None = None  # kind of the last item, while its text grows in `_part`
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is not out yet
@@ -304,12 +304,13 @@ class ResponseAnswer(Answer):
         }
         if done is None:
             return response
-        use = done.usage
+        use, is_read = done.usage, any(item["type"] == "reasoning" for item in self._items)
+        num_thought = self._num_thought(done.prompt, done.tokens) if is_read else 0
         response["usage"] = {
             "input_tokens": use.prompt_tokens,
             "input_tokens_details": {"cached_tokens": use.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": use.output_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": num_thought},
             "total_tokens": use.prompt_tokens + use.output_tokens,
             "elastic": self._elastic_usage([use]),
         }

@@ -20,6 +20,7 @@ from stretto.model.spec import ModelConfig
 from stretto.model.transformer import build
 from stretto.server import elastic
 from stretto.server.elastic import ServedModel
+from stretto.server.messages import Prompts
 from stretto.text.tokenizer import Tokenizer
 from tests.server.templates import TEMPLATES
 
@@ -231,7 +232,11 @@ def test_reasoning_is_told_apart(connect: Any, served: ServedModel, tokenizer: T
             assert "".join(each.get("reasoning_content", "") for each in deltas) == message["reasoning_content"]
             assert "".join(each.get("content", "") for each in deltas) == message["content"]
             response = {"input": "Hello", "chat_template_kwargs": {"enable_thinking": True}, "max_output_tokens": 9}
-            [item] = (await client.post("/v1/responses", json=response)).json()["output"]
+            told = (await client.post("/v1/responses", json=response)).json()
+            [item], usage = told["output"], told["usage"]
+            assert usage["output_tokens_details"]["reasoning_tokens"] == usage["output_tokens"] == 9, (
+                "none came behind it"
+            )
             assert item["type"] == "reasoning" and item["content"][0]["type"] == "reasoning_text"
             history = {"input": [{"role": "user", "content": "?"}, item, {"role": "assistant", "content": "Yes."}]}
             assert (await client.post("/v1/responses", json={**history, "max_output_tokens": 3})).status_code == 200
@@ -243,6 +248,18 @@ def test_reasoning_is_told_apart(connect: Any, served: ServedModel, tokenizer: T
                 assert refused.status_code == 400 and refused.json()["error"]["param"] == "chat_template_kwargs"
 
     asyncio.run(run())
+
+
+def test_tokens_of_reasoning_are_counted(tokenizer: Tokenizer) -> None:
+    prompts = Prompts(Tokenizer(tokenizer.rust, tokenizer.eos_token, TEMPLATES["hermes"], tokenizer.config))
+    opened, asked = tokenizer.encode("assistant\n<think>\n"), tokenizer.encode("assistant\n")
+    thought = tokenizer.encode("The cat sat on the mat.</think>")
+    answer = [*thought, *tokenizer.encode(" The cat")]
+    assert prompts.num_thought(opened, answer) == len(thought)
+    assert prompts.num_thought(opened, thought[:3]) == 3, "cut in the midst of it"
+    assert prompts.num_thought(asked, answer) == 0
+    written = tokenizer.encode("<think>") + answer
+    assert prompts.num_thought(asked, written) == len(written) - len(tokenizer.encode(" The cat"))
 
 
 def test_an_answer_that_follows_a_schema(ask: Ask) -> None:
