@@ -11,13 +11,16 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from stretto.engine.request import Sampling
 from stretto.server.completions import ChatBody, CompletionBody, ShortChatBody
 from stretto.server.elastic import Size
+from stretto.server.generate import Generation
 from stretto.server.info import DetokenizeBody, LoadWeightsBody, TokenizeBody
 from stretto.server.limits import IGNORED
 from stretto.server.responses import ResponsesBody
 
 _SCHEMAS = "#/components/schemas/"
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _ERROR = {
     "type": "object",
     "description": "Every answer other than 2xx.",
@@ -83,6 +86,13 @@ def document(with_admin: bool) -> dict[str, Any]:
     bodies = [each.body for each in offered if each.body is not None]
     _, defined = models_json_schema([(body, "validation") for body in bodies], ref_template=_SCHEMAS + "{model}")
     schemas = defined["$defs"] | {"Error": _ERROR}
+    shared = set(Generation.model_fields) & set(Sampling.model_fields) - {
+        "seed"
+    }  # of which any 64-bit integer is taken
+    limits = {name: told for name, told in Sampling.model_json_schema()["properties"].items() if name in shared}
+    for body in bodies:
+        for name, told in schemas[body.__name__]["properties"].items():
+            _state_limits(told, limits.get(name, {}))
     for each in offered:
         if each.streams and each.body is not None:
             properties = schemas[each.body.__name__]["properties"]
@@ -95,6 +105,13 @@ def document(with_admin: bool) -> dict[str, Any]:
         "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{"key": []}, {}],
     }
+
+
+def _state_limits(told: dict[str, Any], limits: dict[str, Any]) -> None:
+    """Add to a field the bounds by which `Sampling`, which validates its value later, refuses a number."""
+    for form in [told, *told.get("anyOf", ())]:
+        if form.get("type") in ("number", "integer"):
+            form.update({name: limits[name] for name in _BOUNDS if name in limits})
 
 
 def _operation(endpoint: Endpoint) -> dict[str, Any]:

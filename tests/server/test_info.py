@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import openapi_spec_validator
+import pytest
 
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine
@@ -171,3 +172,13 @@ def test_the_page_needs_no_key_and_no_other_file_is_served(ask: Ask) -> None:
     for path in ("/server.py", "/%2e%2e/server.py", "/playground"):
         assert ask("GET", path).status_code == 404
         assert ask("GET", path, settings=settings).status_code == 401
+
+
+@pytest.mark.parametrize("body", ["ChatBody", "CompletionBody", "ResponsesBody", "ShortChatBody"])
+def test_the_document_states_the_bounds_that_the_server_enforces(ask: Callable[..., httpx.Response], body: str) -> None:
+    properties = ask("GET", "/openapi.json").json()["components"]["schemas"][body]["properties"]
+    [number] = [form for form in properties["temperature"]["anyOf"] if form["type"] == "number"]
+    assert (number["minimum"], number["maximum"]) == (0, 100)
+    for name, least in (("top_p", "exclusiveMinimum"), ("min_p", "minimum"), ("top_k", "minimum")):
+        if name in properties:
+            assert [form[least] for form in properties[name]["anyOf"] if form["type"] != "null"] == [0]
