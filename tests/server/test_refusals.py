@@ -107,7 +107,7 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"tools": [FUNCTION, FUNCTION]}, "tools", "same name"),
         ({"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
-        ({"tools": [{"type": "function", "function": {"nome": "f"}}]}, "tools.0.function.name", "required"),
+        ({"tools": [{"type": "function", "function": {"nome": "f"}}]}, "tools.0.function.name", "missing; add it"),
         ({"store": True}, "store", "Input should be False"),
     ],
 )
