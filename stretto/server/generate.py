@@ -34,12 +34,12 @@ from stretto.model.spec import Subnet
 from stretto.server.dialects import AnswerReader
 from stretto.server.elastic import Elastic, Given, Resolver, Rung, ServedModel, Ticket
 from stretto.server.limits import (
+    CLIENT,
     KNOWN_ERRORS,
     ApiError,
     Gate,
     GoneError,
     as_api_error,
-    client_of,
     from_validation,
     overloaded,
     while_connected,
@@ -418,7 +418,7 @@ class Generate:
             try:
                 async with asyncio.timeout(self.backend.max_wait_s):
                     answer = await self._understood(http, tree, ticket)
-                    submit, client = self.backend.service.submit, client_of(http)
+                    submit, client = self.backend.service.submit, http.scope[CLIENT]
                     requests = [replace(request, client=client) for request in answer.job.requests]
                     streams = [stack.enter_context(closing(submit(request))) for request in requests]
                     for stream in streams:

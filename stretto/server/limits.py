@@ -154,11 +154,18 @@ def check_host(header: str | None, allowed: Sequence[str] | None) -> None:
         )
 
 
-def client_of(http: Request) -> str:
-    """Who shares one turn in the queue: the holders of an API key, else the clients at one address."""
-    if authorization := http.headers.get("authorization"):
-        return hashlib.sha256(authorization.encode("utf-8", "surrogateescape")).hexdigest()
-    return http.client.host if http.client else ""
+CLIENT = "stretto.client"
+"""Key of a request's scope: `client_of` it."""
+
+
+def client_of(scope: Scope, has_keys: bool) -> str:
+    """Who shares one turn in the queue: the holders of an API key where the server has keys, else the clients at one address. Without
+    keys the header counts for nothing: a client could invent a new one for every request.
+    """
+    given = Headers(scope=scope).get("authorization")
+    if has_keys and given:
+        return hashlib.sha256(given.encode("utf-8", "surrogateescape")).hexdigest()
+    return scope["client"][0] if scope.get("client") else ""
 
 
 class Gate:

@@ -37,6 +37,7 @@ from stretto.server.elastic import Resolver, ServedModel
 from stretto.server.generate import Backend, Generate
 from stretto.server.info import Info
 from stretto.server.limits import (
+    CLIENT,
     KNOWN_ERRORS,
     ApiError,
     Gate,
@@ -44,6 +45,7 @@ from stretto.server.limits import (
     bounded,
     check_host,
     check_key,
+    client_of,
 )
 from stretto.server.metrics import Metrics
 from stretto.server.openapi import document
@@ -211,6 +213,7 @@ def key_holders(app: ASGIApp, settings: ServeSettings, pages: Collection[str]) -
             if path not in pages and path != "/health":
                 given = Headers(scope=scope).get("authorization")
                 check_key(given, admin_keys if path.startswith("/admin/") else settings.api_keys)
+                scope[CLIENT] = client_of(scope, bool(settings.api_keys))
             await app(scope, receive, send_noted)
         except Exception as error:
             # Here and not in Starlette's own outermost layer, which neither counts nor knows what browsers want.

@@ -16,10 +16,20 @@ from stretto.server.limits import (
     bounded,
     check_host,
     check_key,
+    client_of,
     parse_json,
     read_json,
     while_connected,
 )
+
+
+def test_clients_share_a_turn_by_key_or_by_address() -> None:
+    def client(key: str, has_keys: bool) -> str:
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        return client_of({"type": "http", "client": ("10.0.0.7", 5000), "headers": headers}, has_keys)
+
+    assert client("one", True) == client("one", True) != client("other", True)
+    assert client("one", False) == client("other", False) == "10.0.0.7", "an invented key brings no turn of its own"
 
 
 def test_keys() -> None:
