@@ -1,9 +1,11 @@
-"""`stretto adopt`: a checkpoint of any supported family becomes a run, in every size of it, without ever being in memory whole.
+"""`stretto adopt`: import of a checkpoint of any supported family as a run that works at every size. Weights are streamed.
 
-checkpoint/   an ordinary folder of its own family; what it keeps first is in stretto.json
-data/         the text on which that was measured, as tokens
-order.json    what was measured (`Measured`): a run that was killed goes on from there
-run.json      as in every run
+The run folder then holds:
+
+checkpoint/   an ordinary checkpoint folder of its own family; stretto.json has the order in which experts and layers are dropped
+data/         the calibration text as tokens
+order.json    the measurements behind the orders (`Measured`); a killed import resumes from this file
+run.json      the record of the run, as in every run folder
 """
 
 from __future__ import annotations
@@ -63,15 +65,16 @@ from stretto.train.run_folder import RunInfo, read_info
 
 ORDER_FILE, DATA = "order.json", "data"
 ROWS, ROW_TOKENS = 4, 512
-"""Of a calibration batch: enough for its products to be fast, few enough for its activations to be small beside a layer."""
+"""Rows of a calibration batch and tokens of a row: large enough for fast products, with activations small beside a layer's weights."""
 LAYER_BATCHES, NEURON_BATCHES = 4, 8
-"""That layers are measured on where there are no experts to tell apart; and that experts are made of neurons with."""
+"""Number of calibration batches for ranking the layers of a dense network, and for grouping neurons into experts."""
 LEFT_OUT_BATCHES = 2
-"""Of a dense network's, on which each layer is left out: another text orders layers anew, more of it less so (ours)."""
+"""Number of batches on which each layer of a dense network is left out. The ranking depends on the text; two batches make it
+more stable than one (our measurement)."""
 SHARD_BYTES = 10**9
-"""Of files that are written anew: one is in memory at a time."""
+"""Largest weight file that is written; one file is in memory at a time."""
 OWN_TEXT_CHARS = {"max_code_chars": 1_500_000, "max_exercise_chars": 500_000}
-"""Of the text every machine has, where no other is named."""
+"""Size of the default calibration text, which every Python installation has."""
 HUB_FILES = (
     "*.safetensors",
     "*.safetensors.index.json",
@@ -81,71 +84,79 @@ HUB_FILES = (
     "vocab.txt",
     "tokenizer.model",
 )
-"""What is fetched from the hub: weights and descriptions, and no code."""
+"""Files that are downloaded from the hub: weights, configuration and tokenizer, never code."""
 HASHED_BYTES = 1 << 24
+"""Bytes that are read at a time while a file is hashed."""
 _HUB_NAME = r"[\w][\w.-]*/[\w][\w.-]*"
 
 
 class AdoptOptions(Config):
-    """What `adopt_command` is told beside the source."""
+    """Options of `adopt_command`."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the weights written; ``auto``: as they are, bf16 where they are quantised."""
+    """Data type of the written weights; ``auto``: that of the source, or bf16 if the source is quantised."""
     order: ExpertRule | Literal["none"] = "reap"
-    """How experts are compared; ``none``: neither experts nor layers are measured, and no text is read."""
+    """Criterion for ranking experts; ``none``: neither experts nor layers are measured, and no text is read."""
     layer_order: Literal["leave-one-out", "influence"] = "leave-one-out"
+    """Criterion for ranking layers."""
     calibration: tuple[str, ...] = ()
-    """``PATH[@WEIGHT]`` each; none: text that every machine has."""
+    """Calibration text, each ``PATH[@WEIGHT]``; none: text that every Python installation has."""
     calibration_tokens: int = Field(default=32_768, gt=0)
     text_field: str = "text"
-    """Of records in the text, the one that is read."""
+    """Field of a record that holds its text."""
     upcycling: Upcycling | None = None
-    """How a dense network is to become experts; None: it stays what it is."""
+    """Conversion of a dense network into experts; None: the network keeps its form."""
     before: Elsewhere = Elsewhere()
-    """What its training had cost, as far as the user knows; the ledger marks it as told."""
+    """Cost of the source's own training as stated by the user; the cost ledger marks the figures as stated."""
 
 
 class Measured(Config):
-    """What order.json holds."""
+    """Content of order.json."""
 
-    told: dict[str, str]
-    """What it was measured on and how; another source or another text is measured anew."""
+    inputs: dict[str, str]
+    """Source, calibration data and options of the measurement; if any of them changes, the measurement is repeated."""
     expert_order: tuple[tuple[int, ...], ...]
+    """Experts of each MoE layer, the most important first."""
     layer_order: tuple[int, ...]
+    """Layers in the order in which they are kept."""
     influence: dict[int, float]
-    """By layer: one minus the cosine of the residual stream before and after it."""
+    """By layer: one minus the cosine of the residual stream before and after the layer."""
     logit_error: dict[int, float]
-    """By layer that may be dropped: relative squared error of the logits without it; empty where that was not measured."""
+    """By droppable layer: relative squared error of the logits without the layer; empty with the criterion ``influence``."""
     experts: tuple[LayerRouting, ...]
+    """Load and saliency of the experts of each MoE layer."""
     flops: int
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A network that is about to be written."""
+    """A network to write as a checkpoint."""
 
     config: ModelConfig
     family: Family
     state: Mapping[str, Tensor]
-    """Asked for in the order of the layers, one part at a time."""
+    """Weights by name. The writer reads them in the order of the layers, one part at a time."""
     presets: Mapping[str, SubnetChoice]
 
     @property
     def num_elements(self) -> int:
-        """On disk."""
+        """Number of weights on disk."""
         return sum(math.prod(stored.shape) for stored in stored_tensors(self.config, self.family))
 
 
 def adopt_command(source: str, out: Path, options: AdoptOptions) -> None:
-    """Make the run ``out`` of ``source``: a run, a checkpoint's folder, a GGUF file, a model that is installed as a package
-    (``smollm2``), or a name on the hub. Killed, it goes on when it is called again: from what was fetched, tokenised and measured.
+    """Import ``source`` as the run ``out``. A killed import resumes when it is called again: downloads, tokens and
+    measurements are kept.
+
+    Args:
+        source: a run, a checkpoint folder, a GGUF file, a model that is installed as a package (``smollm2``), or a name on the hub.
 
     Raises:
-        UserError: no such source, one that is damaged, not supported or without a tokenizer; ``out`` holds something else or is
-            another process's; too little text; no room on the disk.
+        UserError: the source does not exist, is damaged, is not supported or has no tokenizer; ``out`` holds something else or
+            is in use by another process; the text is too short; the disk is full.
     """
-    _require_clear(out)  # before a claim, which would leave its mark in a folder that is somebody's
+    _require_clear(out)  # before the claim, which writes a lock file into the folder
     with claimed(out):
         _clear(out)
         folder = find_source(source)
@@ -156,7 +167,7 @@ def adopt_command(source: str, out: Path, options: AdoptOptions) -> None:
         with StreamedState(folder) as state:
             for remark in remarks(read_json(folder / "config.json")) if folder.is_dir() else ():
                 say(f"{folder}: {remark}")
-            generation_settings(tokenizer, state.config)  # refused before anything is measured
+            generation_settings(tokenizer, state.config)  # raises an error before the long measurement
             dtype = state.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
             target = state.config if options.upcycling is None else upcycled_config(state.config, options.upcycling)
             _require_room(out, Network(target, _family(state, options), state, {}), dtype)
@@ -177,48 +188,48 @@ def adopt_command(source: str, out: Path, options: AdoptOptions) -> None:
 
                 def lineage(copied: Mapping[Path, str]) -> Lineage:
                     digests = hashes() | {path.name: digest for path, digest in copied.items()}
-                    told = options.model_dump(mode="json") | {"source": str(folder), "source_sha256": digests}
-                    return _lineage(out.name, parent, tokenizer, network.config, info, meter, told, options.before)
+                    settings = options.model_dump(mode="json") | {"source": str(folder), "source_sha256": digests}
+                    return _lineage(out.name, parent, tokenizer, network.config, info, meter, settings, options.before)
 
                 _write(out / CHECKPOINT, network, tokenizer, dtype, whole, lineage)
 
 
 def upcycling(experts: int | None, top_k: int | None, method: str, shared: int | None) -> Upcycling | None:
-    """What the flags of these names ask for. Raises `UserError`: it is impossible, or is nothing without ``--experts``."""
+    """The conversion that the options of these names describe; None without ``--experts``.
+
+    Raises:
+        UserError: the conversion is impossible, or another option is given without ``--experts``.
+    """
     if experts is None:
         for flag, value in (("--top-k", top_k), ("--shared", shared)):
             if value is not None:
-                raise UserError(
-                    f"{flag} {value}: says how a dense network becomes experts; say --experts, or leave it out"
-                )
+                raise UserError(f"{flag} {value}: needs --experts; add it, or leave {flag} out")
         return None
     if top_k is None:
         top_k = 2 if method == "copy" else max(1, (experts - (1 if shared is None else shared) + 1) // 2)
-    told = {"method": method, "experts": experts, "top_k": top_k, "shared": shared}
-    return validate(Upcycling, told, source="--experts")
+    fields = {"method": method, "experts": experts, "top_k": top_k, "shared": shared}
+    return validate(Upcycling, fields, source="--experts")
 
 
 def find_source(source: str) -> Path:
-    """The checkpoint that ``source`` names: a folder, or a GGUF file; what has a name on the hub is fetched. Raises `UserError`:
-    there is none.
-    """
+    """The folder or GGUF file that ``source`` names. A name on the hub is downloaded. Raises `UserError`: there is no such source."""
     if Path(source).exists():
         return gguf_file(source) or checkpoint_folder(source).resolve()
     if (packed := packaged(source)) is not None:
         return packed
     if re.fullmatch(_HUB_NAME, source):
         return _fetched(source)
-    raise UserError(f"{source}: no such folder, and no name on the hub, which has an owner: Qwen/Qwen3-30B-A3B")
+    raise UserError(f"{source}: no such folder, and not a name on the hub, such as Qwen/Qwen3-30B-A3B")
 
 
 def _fetched(name: str) -> Path:
-    """The snapshot of ``name`` in the hub's own cache; what was fetched before is not fetched again. Never any code."""
-    from huggingface_hub import errors, snapshot_download  # slow to import, and only needed here
+    """The snapshot of ``name`` in the hub's local cache; files that are there are not downloaded again. Downloads no code."""
+    from huggingface_hub import errors, snapshot_download  # slow to import
 
     try:
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
     except errors.GatedRepoError:
-        raise UserError(f"{name}: its owner asks for consent; give it on the hub, then `hf auth login`") from None
+        raise UserError(f"{name}: gated; accept its terms on the hub, then run `hf auth login`") from None
     except errors.RepositoryNotFoundError:
         raise UserError(
             f"{name}: the hub has no such model, or it is private; check the name, or `hf auth login`"
@@ -229,22 +240,22 @@ def _fetched(name: str) -> Path:
         ) from None
     except (errors.HfHubHTTPError, httpx.HTTPError, OSError) as error:
         problem = one_line(error, 200)
-        raise UserError(f"{name}: could not be fetched: {problem}; call again, it goes on where it stopped") from None
+        raise UserError(f"{name}: download failed: {problem}; run the command again to resume") from None
 
 
 def _require_clear(out: Path) -> None:
-    """Raises `UserError`: ``out`` holds anything but what an earlier call left that did not end."""
+    """Raises `UserError`: ``out`` holds anything but the remains of an earlier import that did not end."""
     if (out / CHECKPOINT).exists():
         raise UserError(f"{out}: holds a checkpoint already; choose another folder")
     if (out / RUN_FILE).is_file() and (stage := read_info(out).stage) != "adopt":
-        raise UserError(f"{out}: the folder of a {stage} run; choose another")
+        raise UserError(f"{out}: holds a {stage} run; choose another folder")
     for path in sorted(out.iterdir()) if out.is_dir() else ():
         if path.name not in (LOCK_FILE, RUN_FILE, ORDER_FILE, DATA) and not _is_partial(path):
             raise UserError(f"{out}: holds {path.name}, which is no part of a run; choose a new folder")
 
 
 def _clear(out: Path) -> None:
-    """Remove what a process that was killed left in ``out``, which is ours. Raises as `_require_clear`."""
+    """Remove the unfinished files of a killed import from ``out``. Raises as `_require_clear`."""
     _require_clear(out)
     for path in filter(_is_partial, out.iterdir()):
         remove(path)
@@ -258,7 +269,7 @@ def _tokenizer(folder: Path, out: Path) -> Path:
     """The folder of the tokenizer that belongs to the checkpoint ``folder``. Raises `UserError`: it has none."""
     packed = gguf_file(folder)
     if packed is None:
-        load_tokenizer(folder)  # refused before anything else is done
+        load_tokenizer(folder)  # raises an error before anything is written
         return folder
     with GgufFile(packed) as file:
         file.tokenizer().save(out / DATA / TOKENIZER)
@@ -270,7 +281,7 @@ def _family(state: StreamedState, options: AdoptOptions) -> Family:
 
 
 def _as_it_is(state: StreamedState, measured: Measured | None) -> Network:
-    """The source's network, in its new orders."""
+    """The source's network with the measured orders of experts and layers."""
     config = state.config
     if measured is not None:
         config = config.replace(expert_order=measured.expert_order or None, layer_order=measured.layer_order)
@@ -278,7 +289,7 @@ def _as_it_is(state: StreamedState, measured: Measured | None) -> Network:
 
 
 def _upcycled(state: StreamedState, dense: ModelConfig, text: Text | None, how: Upcycling) -> Network:
-    """The dense network of ``state`` with experts made of its neurons, chosen by routers that ``text`` informs."""
+    """The dense network of ``state`` with its neurons grouped into experts. Routers are fitted on ``text`` if there is any."""
     config = upcycled_config(dense, how)
     if text is None:
         names = (
@@ -302,13 +313,13 @@ def _require_room(out: Path, network: Network, dtype: torch.dtype) -> None:
     needed, free = network.num_elements * dtype.itemsize, shutil.disk_usage(out).free
     if free < needed:
         raise UserError(
-            f"{out}: needs {si(needed, 'B')} and {si(free, 'B')} are free; free some space or choose another folder"
+            f"{out}: needs {si(needed, 'B')} of disk space, {si(free, 'B')} are free; free some space or choose another folder"
         )
 
 
 @contextmanager
 def _hashes(files: Sequence[Path]) -> Iterator[Callable[[], dict[str, str]]]:
-    """Yields what waits for the SHA-256 of ``files``, by name, as the hub shows them; they are read meanwhile."""
+    """Hash ``files`` in a thread. Yields a function that waits for the SHA-256 digests, by file name, as the hub shows them."""
     stopped = threading.Event()
 
     def read() -> dict[str, str]:
@@ -338,7 +349,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What a network is measured on."""
+    """Calibration text."""
 
     mixture: Mixture
     sources: tuple[str, ...]
@@ -356,7 +367,9 @@ def _text(out: Path, tokenizer: Path, state: StreamedState, options: AdoptOption
         mixture, _, data_hash = prepare_data(out, options.calibration, tokenizer, vocab_size, fields)
         sources = sources_named(options.calibration, fields)
     else:
-        say("--calibration: none named; measured on Python's library, its documentation and exercises")
+        say(
+            "calibration text: Python's library, its documentation and generated exercises; --calibration names another"
+        )
         place = out / DATA / "00"
         manifest = tokenise_documents({"train": demo_documents(**OWN_TEXT_CHARS)}, place, load_tokenizer(tokenizer))
         mixture = Mixture(parts=(Part(name="00-demo", path=place.resolve(), weight=1.0),))
@@ -365,19 +378,19 @@ def _text(out: Path, tokenizer: Path, state: StreamedState, options: AdoptOption
 
 
 def _is_elastic(config: ModelConfig) -> bool:
-    """Whether it was trained or adopted with orders, which are then part of it."""
+    """Whether the network was trained or adopted with an order of experts or layers."""
     return len(config.widths) > 1 or config.expert_order is not None or config.layer_order is not None
 
 
 def _measured(
     out: Path, folder: Path, state: StreamedState, text: Text | None, options: AdoptOptions
 ) -> Measured | None:
-    """The orders, measured or found; None where the network has its own, or none were asked for."""
+    """The orders of experts and layers, measured or read from order.json; None without calibration text."""
     if text is None:
         if _is_elastic(state.config):
-            say(f"{folder}: elastic already; its orders are kept")
+            say(f"{folder}: elastic already; the order of its experts and layers is kept")
         return None
-    told = {
+    inputs = {
         "source": str(folder),
         "files": ", ".join(f"{path.name} {path.stat().st_size}" for path in _weight_files(folder)),
         "network": state.config.model_dump_json(),
@@ -385,22 +398,22 @@ def _measured(
         "options": options.model_dump_json(include={"order", "layer_order", "calibration_tokens"}),
     }
     path = out / ORDER_FILE
-    if path.is_file() and (before := validate(Measured, read_json(path), str(path))).told == told:
-        say(f"{path}: measured before, and taken from there")
+    if path.is_file() and (before := validate(Measured, read_json(path), str(path))).inputs == inputs:
+        say(f"{path}: using the measurement of an earlier call")
         return before
-    measured = _measure(state, text.batches, options, told)
+    measured = _measure(state, text.batches, options, inputs)
     write_json(path, measured.model_dump(mode="json"))
     return measured
 
 
 def _batches(mixture: Mixture, config: ModelConfig, num_tokens: int) -> tuple[EvalBatch, ...]:
-    """As many whole batches as ``num_tokens`` are, or as the text has. Raises `UserError`: not even one."""
+    """Full batches of up to ``num_tokens`` tokens of text. Raises `UserError`: the text does not fill one batch."""
     length = min(ROW_TOKENS, config.max_positions)
     parts = mixture.open("train")
     available = sum(part.num_tokens for part in parts)
     if available < ROWS * length:
         raise UserError(
-            f"--calibration: the text has {available:,} tokens, and a batch {ROWS * length:,}; name more text, or --order none"
+            f"--calibration: the text has {available:,} tokens, a batch needs {ROWS * length:,}; name more text, or use --order none"
         )
     num = max(1, min(num_tokens, available) // (ROWS * length))
     loader = Loader(parts, mixture.weights, ROWS, length, seed=0)
@@ -408,15 +421,15 @@ def _batches(mixture: Mixture, config: ModelConfig, num_tokens: int) -> tuple[Ev
 
 
 def _measure(
-    state: StreamedState, batches: Sequence[EvalBatch], options: AdoptOptions, told: dict[str, str]
+    state: StreamedState, batches: Sequence[EvalBatch], options: AdoptOptions, inputs: dict[str, str]
 ) -> Measured:
-    """Walk the text through the network, one part of it in memory at a time."""
+    """Run the text through the network, with one part of the network in memory at a time."""
     config = state.config
     streamed = StreamedNetwork(config, state)
     if not config.num_moe_layers:
         batches = batches[:LAYER_BATCHES]
     left_out = 1 if options.layer_order == "leave-one-out" else 0
-    batches = [*pieces(batches[0], config), *batches[1:]]  # as much is left out of at once as memory holds
+    batches = [*pieces(batches[0], config), *batches[1:]]  # the first batch in pieces whose activations fit in memory
     if left_out and not config.num_moe_layers and len(batches) == LAYER_BATCHES:
         left_out = LEFT_OUT_BATCHES
     what = "measure experts and layers" if config.num_moe_layers else "measure layers"
@@ -424,13 +437,13 @@ def _measure(
         num = sum(batch.ids_BT.numel() for batch in batches[:left_out])
         layers = len(droppable_layers(config))
         what += f" (and the network without each of {layers}, on {num:,} tokens)"
-        # without a layer, only the layers after it compute anew: half of them on average
+        # leaving a layer out repeats the layers after it: half of them on average
         times = 1 + num * layers / 2 / sum(batch.ids_BT.numel() for batch in batches)
         say(
-            f"layers are ranked by leaving each out: about {times:.1f} times the work of --layer-order influence, which is less exact; "
-            "--order none ranks nothing"
+            f"ranking layers by leaving each out: about {times:.1f} times the work of --layer-order influence, which is less exact; "
+            "--order none skips the ranking"
         )
-    # removal looks at differences of outputs, which bf16 does not show
+    # the criterion removal compares outputs whose differences are below bf16's precision
     rough = nullcontext() if options.order == "removal" else rough_products(torch.device("cpu"), config.hidden_size)
     with progress(what, config.num_layers * len(batches)) as advance, rough:
         found = survey(
@@ -443,12 +456,12 @@ def _measure(
         )
     if not all(map(math.isfinite, (*found.influence.values(), *found.logit_error.values()))):
         raise UserError(
-            f"{state.folder}: the network computes what is no finite number on this text, so nothing can be ordered by it; fetch the"
-            " checkpoint again, try --dtype float32, or --order none"
+            f"{state.folder}: the network's outputs on this text are not finite, so experts and layers cannot be ranked; download the"
+            " checkpoint again, try --dtype float32, or use --order none"
         )
     assert options.order != "none"
     return Measured(
-        told=told,
+        inputs=inputs,
         expert_order=expert_orders(config, found, options.order),
         layer_order=layer_order(config, found.logit_error or found.influence),
         influence=found.influence,
@@ -469,10 +482,10 @@ def _lineage(
     config: ModelConfig,
     info: RunInfo,
     meter: Meter,
-    told: dict[str, object],
+    settings: dict[str, object],
     before: Elsewhere,
 ) -> Lineage:
-    """Of a foreign network there are no parents; one of ours brings its own record, and what it cost."""
+    """Lineage of the adopted checkpoint. A foreign network has no parents, only its stated cost ``before``."""
     counts = count(config, config.full())
     return new_lineage(
         name=name,
@@ -484,7 +497,7 @@ def _lineage(
         receipt=meter.receipt(),
         data_hash=info.data_hash,
         tokenizer_hash=load_tokenizer(tokenizer).fingerprint(),
-        config=told,
+        config=settings,
     )
 
 

@@ -1,4 +1,4 @@
-"""The demo on real text: tokenise, pre-train, search, extract, heal, export, generate, report; then post-training if it is asked for.
+"""The demo on real text: tokenise, pre-train, search, extract, heal, export, generate, report; with ``--post`` also post-training.
 
 Every stage writes its result into the run folder. A stage whose result is there is not run again, so an interrupted demo resumes.
 """
@@ -120,7 +120,7 @@ def run_stages(run: Path, stages_of: Callable[[Path], Sequence[Stage]], first: s
 
 
 def _stages(run: Path) -> tuple[Stage, ...]:
-    """From text to the exported small model."""
+    """The stages from text to the exported small model."""
     recipe = read_recipe(RECIPES / "demo.toml", Recipe)
     healing = read_recipe(RECIPES / "heal.toml", HealRecipe, ['train.dtype="float32"'])
     data = [str(run / "data" / "00")]
@@ -142,7 +142,7 @@ def _stages(run: Path) -> tuple[Stage, ...]:
 
 
 def _post_stages(run: Path) -> tuple[Stage, ...]:
-    """The post-training of the small model."""
+    """The stage that post-trains the small model."""
     return (
         Stage(
             "post-train: SFT, experts, distillation, online RL, evaluation",
@@ -174,7 +174,7 @@ def _pretrain(recipe: Recipe, run: Path, data: Sequence[str], resume: bool) -> N
     """Pre-train, with a table of the sizes before and the loss of each size afterwards."""
     console, config = rich.get_console(), recipe.network()
     subnets, rows = named_subnets(config, recipe.elastic.anchors), []
-    whole = count(config, config.full())
+    full = count(config, config.full())
     for name, subnet in subnets.items():
         counts = count(config, subnet)
         rows.append(
@@ -184,9 +184,9 @@ def _pretrain(recipe: Recipe, run: Path, data: Sequence[str], resume: bool) -> N
                 Cell(f"{subnet.experts[0]}", subnet.experts[0]),
                 Cell(f"{subnet.top_k[0]}", subnet.top_k[0]),
                 Cell(params(counts.total_params), counts.total_params),
-                Cell(percent(counts.total_params / whole.total_params), counts.total_params / whole.total_params),
+                Cell(percent(counts.total_params / full.total_params), counts.total_params / full.total_params),
                 Cell(params(counts.active_params), counts.active_params),
-                Cell(percent(counts.active_params / whole.active_params), counts.active_params / whole.active_params),
+                Cell(percent(counts.active_params / full.active_params), counts.active_params / full.active_params),
             )
         )
     columns = ("Size", "Layers", "Experts", "Top-k", "Total", "share", "Active", "share")
@@ -227,11 +227,11 @@ def _export(run: Path) -> None:
 
 
 def _write(run: Path) -> None:
-    """Let transformers load each size and continue each prompt greedily: the proof that other software reads them."""
+    """Load each size with transformers and continue each prompt greedily, which shows that other software reads the files."""
     from transformers import AutoModelForCausalLM, AutoTokenizer  # late: seconds to import
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # one bar is enough
+    logging.disable_progress_bar()  # the demo shows a bar of its own
     sizes = {"full": run / CHECKPOINT, "half": run / "half", "best": run / "hf"}
     samples = []
     with progress("write", len(sizes) * len(PROMPTS)) as advance:
@@ -255,16 +255,16 @@ def _write(run: Path) -> None:
 
 
 def _post_train(run: Path) -> None:
-    """`stretto run` on the healed network. It goes on where it was by itself."""
+    """Run the pipeline of `stretto run` on the healed network; it resumes by itself."""
     prompts = run.resolve() / "data" / "passages.jsonl"
-    rows = [{"prompt": f"How does this go on? {begun}", "reference": rest} for begun, rest in passages()]
+    rows = [{"prompt": f"How does this go on? {start}", "reference": rest} for start, rest in passages()]
     write_text(prompts, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
-    told = [f"{stage}.sources.writing.args.path={json.dumps(str(prompts))}" for stage in ("sft.recipe", "online")]
-    run_pipeline(RECIPES / "demo_pipeline.toml", run / "healed", run / POST, settings=told, device="cpu")
+    paths = [f"{stage}.sources.writing.args.path={json.dumps(str(prompts))}" for stage in ("sft.recipe", "online")]
+    run_pipeline(RECIPES / "demo_pipeline.toml", run / "healed", run / POST, settings=paths, device="cpu")
 
 
 def _samples_table(samples: list[Sample]) -> rich.table.Table:
-    """What each size wrote, prompt by prompt."""
+    """A table of the text that each size generated, grouped by prompt."""
     table = rich.table.Table(title="The same prompts at three sizes, greedy", title_justify="left", show_lines=True)
     table.add_column("size")
     table.add_column("text", overflow="fold")

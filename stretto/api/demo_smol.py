@@ -1,8 +1,8 @@
-"""The same job with a real chat model: SmolLM2-135M-Instruct → experts → every size of it → search → cut → heal → the same ten
-questions answered at each size.
+"""The demo with a real chat model, SmolLM2-135M-Instruct: upcycle to experts, elasticize, search, extract, heal, and answer the
+same ten questions at each size.
 
-What it is trained on is what it says itself: generated questions and its own answers to them, rendered by its chat template, with
-some of the text that every machine has. Nothing is downloaded.
+The training data are generated questions with the model's own answers, rendered by its chat template, and text that every Python
+installation has. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ MODEL = "smollm2"
 NUM_NEW_TOKENS = 48
 ANSWER_TOKENS = 64
 AT_ONCE = 64
-"""Requests that the engine computes side by side: weights are read once for all of them."""
-HOW = Upcycling(experts=8, top_k=4)
+"""Number of requests in one batch of the engine."""
+CONVERSION = Upcycling(experts=8, top_k=4)
 LIMITS = Limits(max_total=0.8, max_active=0.75)
 SEARCH_OPTIONS = SearchOptions(num_evaluated=4, num_spread=2, num_nested=2)
 ELASTICIZE = ["train.steps=40", "train.eval_every=10", "train.eval_rows=8", "train.snapshot_every=10"]
@@ -62,25 +62,25 @@ HEAL = [
 ]
 CODE_CHARS, EXERCISE_CHARS = 400_000, 200_000
 HELD_OUT = 0.05
-"""Of the conversations, which are few."""
+"""Share of the conversations that is held out."""
 CHAT_WEIGHT = 3
-"""Of the conversations, to 1 of other text."""
+"""Weight of the conversations in the mixture; the other text has weight 1."""
 
 
 def demo_smol_command(run: Path, fresh: bool = False) -> None:
-    """Run the demo in ``run``; go on where an earlier attempt stopped, or start over with ``fresh``."""
+    """Run the demo in ``run``. Stages that have ended are not run again, unless ``fresh`` deletes the folder first."""
     command = run_stages(run, _stages, "smol", fresh)
     console = rich.get_console()
     console.print(_answers_table(read_samples(run)))
     console.print(report_command(run, quiet=False))
     console.print(
-        f"\nThe small model is in {run / 'healed'}. Talk to it: {command} chat {run / 'healed'}"
-        f"\nServe every size of the large one, with a page to try them: {command} serve {run}"
+        f"\nchat with the small model: {command} chat {run / 'healed'}"
+        f"\nserve every size of the large model, with a web page to try them: {command} serve {run}"
     )
 
 
 def _stages(run: Path) -> tuple[Stage, ...]:
-    """The spine: what happens, in order."""
+    """All stages in order."""
     elasticizing = read_recipe(RECIPES / "elasticize.toml", ElasticizeRecipe, ELASTICIZE)
     healing = read_recipe(RECIPES / "heal.toml", HealRecipe, HEAL)
     smol, moe, best = run / "smol", run / "moe", run / "best"
@@ -88,31 +88,31 @@ def _stages(run: Path) -> tuple[Stage, ...]:
     resume, resume_heal = ((folder / "snapshots").is_dir() for folder in (run, run / "healed.run"))
     return (
         Stage(
-            "adopt SmolLM2-135M-Instruct, as it is",
+            "adopt SmolLM2-135M-Instruct unchanged",
             f"smol/{CHECKPOINT}",
             partial(adopt_command, MODEL, smol, AdoptOptions(order="none")),
         ),
-        Stage("let it answer generated questions", "data/chat.jsonl", partial(_converse, run)),
-        Stage("tokenise them, and text of this Python's library", "data/01/data.json", partial(_tokenise, run)),
+        Stage("generate its answers to questions", "data/chat.jsonl", partial(_converse, run)),
+        Stage("tokenise the answers and text of Python's library", "data/01/data.json", partial(_tokenise, run)),
         Stage(
-            "make experts of its neurons: another network, the same function",
+            "upcycle its neurons to experts, with the same function",
             f"moe/{CHECKPOINT}",
-            partial(adopt_command, str(smol), moe, AdoptOptions(calibration=tuple(data), upcycling=HOW)),
+            partial(adopt_command, str(smol), moe, AdoptOptions(calibration=tuple(data), upcycling=CONVERSION)),
         ),
         Stage(
-            "train it so that every size of it works",
+            "elasticize: train it so that every size works",
             CHECKPOINT,
             partial(elasticize, moe, data, run, recipe=elasticizing, teacher=smol, resume=resume, device="cpu"),
         ),
-        Stage("measure this machine's latency", LATENCY_FILE, partial(latency_command, run, "cpu")),
+        Stage("measure the latency of its layers", LATENCY_FILE, partial(latency_command, run, "cpu")),
         Stage(
             f"search: at most {LIMITS.max_total:.0%} of the parameters, {LIMITS.max_active:.0%} of the active ones",
             SEARCH_FILE,
             partial(search, run, **LIMITS.model_dump(), options=SEARCH_OPTIONS, device="cpu"),
         ),
-        Stage("cut out the best", "best", partial(extract_command, run, "best", best, "cpu")),
+        Stage("extract the best size", "best", partial(extract_command, run, "best", best, "cpu")),
         Stage(
-            "heal the best",
+            "heal the best size",
             "healed",
             partial(heal, best, data, run / "healed", recipe=healing, resume=resume_heal, device="cpu"),
         ),
@@ -124,7 +124,7 @@ def _stages(run: Path) -> tuple[Stage, ...]:
 
 
 def _converse(run: Path) -> None:
-    """The model's own greedy answers, as conversations, one a line: ``{"text": …}`` as its template renders it."""
+    """Write the model's greedy answers as JSON lines ``{"text": …}``: conversations as its chat template renders them."""
     half = torch.bfloat16 if multiplies_bf16(torch.device("cpu")) else None
     opened = open_engine(run / "smol", EngineConfig(max_batch=AT_ONCE), dtype=half)
     questions = chat_questions()
@@ -143,7 +143,7 @@ def _tokenise(run: Path) -> None:
     tokenizer = load_tokenizer(checkpoint_folder(run / "smol"))
     tokenise_documents({"train": demo_documents(CODE_CHARS, EXERCISE_CHARS)}, run / "data" / "00", tokenizer)
     rows = read_records(run / "data" / "chat.jsonl", Range(), [["text"]])
-    # the token that ends a document is the one that ends a turn
+    # the token that ends a turn is also the end-of-document token, which tokenising appends
     texts = [row["text"].removesuffix("\n").removesuffix(tokenizer.eos_token) for row in rows]
     tokenizer.save(run / "data" / "01" / TOKENIZER)
     documents = {"train": [Document(text, "chat") for text in texts]}
@@ -152,7 +152,7 @@ def _tokenise(run: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """Encodes what a chat template rendered: the spellings of special tokens in it are those tokens."""
+    """Tokenizer of rendered conversations: the names of special tokens in the text become those tokens."""
 
     inner: Tokenizer
 
@@ -179,28 +179,28 @@ def _template(tokenizer: Tokenizer | None) -> tuple[Tokenizer, str]:
 def answer(
     opened: OpenedEngine, questions: Sequence[str], sampling: Sampling, what: str, size: str = "full"
 ) -> list[str]:
-    """Answers of one size of a network, each to a question on its own."""
+    """The answers of one size of a network, each question in a conversation of its own."""
     tokenizer, template = _template(opened.tokenizer)
     phases = Phases(opened.presets[size])
     answers = []
     with progress(what, len(questions)) as advance:
         for start in range(0, len(questions), AT_ONCE):
-            asked = []
+            requests = []
             for question in questions[start : start + AT_ONCE]:
                 messages = [{"role": "user", "content": question}]
                 text = render(template, messages, add_generation_prompt=True, variables=named_tokens(tokenizer))
-                asked.append(Request(question, tuple(tokenizer.encode_rendered(text)), sampling, phases))
-            done = opened.engine.generate(asked)
-            answers += [tokenizer.decode(each.tokens, skip_special_tokens=True).strip() for each in done]
-            advance(len(asked))
+                requests.append(Request(question, tuple(tokenizer.encode_rendered(text)), sampling, phases))
+            completions = opened.engine.generate(requests)
+            answers += [tokenizer.decode(each.tokens, skip_special_tokens=True).strip() for each in completions]
+            advance(len(requests))
     return answers
 
 
-# --- what each size says ----------------------------------------------------------------------------------------------
+# --- answers of each size ---------------------------------------------------------------------------------------------
 
 
 def _ask(run: Path) -> None:
-    """Ask the original, the full elastic network, its half, and the healed best, as `stretto chat` does but greedily."""
+    """Ask the original, the full elastic network, its half and the healed best size, with greedy decoding."""
     sampling = console_sampling(0.0, NUM_NEW_TOKENS, None)
     samples: list[Sample] = []
     for size, folder, preset in (
@@ -216,8 +216,8 @@ def _ask(run: Path) -> None:
 
 
 def _answers_table(samples: Iterable[Sample]) -> Table:
-    """Each question, and below it what every size says: whole lines, which a narrow console shows as well."""
-    table = Table(show_header=False, title="Ten questions, as stretto chat answers them, greedily")
+    """A table of each question and the answers of every size below it, one per row, so that it fits a narrow console."""
+    table = Table(show_header=False, title="Ten questions answered at each size, greedy")
     rows: dict[str, list[Sample]] = {}
     for sample in samples:
         rows.setdefault(sample.prompt, []).append(sample)

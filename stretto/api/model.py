@@ -1,4 +1,4 @@
-"""`stretto.load` and what it returns: a checkpoint at every size, to generate with, to score text with, to compute logits with.
+"""`stretto.load` and its result, `Model`: a checkpoint at every size, with generation, scores of texts, logits and export.
 
 Shape letters: B rows, T positions, V vocabulary.
 """
@@ -42,8 +42,8 @@ from stretto.text.tokenizer import Tokenizer, load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CACHED_SEQUENCES, CACHED_TOKENS = 16, 4096
-"""Of a model in a notebook, its key-value cache holds so many sequences of so many tokens (fewer where the network has fewer
-positions): memory is left for the rest of the notebook."""
+"""Size of the key-value cache: number of sequences, and tokens of each (at most the network's positions). Small enough to leave
+memory for the rest of a notebook."""
 
 SubnetLike = str | Subnet | None
 """The name of a size (``full``, ``half``, ``corner``, ``best``), ``layers=…,experts=…,top_k=…``, a `Subnet`, or None for the full network."""
@@ -57,14 +57,14 @@ class Size:
     subnet: Subnet
     layers: int
     experts: str
-    """Experts per MoE layer: one number, or the least and the most."""
+    """Experts per MoE layer: one number, or a range if layers differ."""
     top_k: str
-    """Experts per token, in the same form."""
+    """Experts per token: one number, or a range if layers differ."""
     total_params: int
     active_params: int
     """Parameters that one token uses."""
     flops_per_token: int
-    """FLOPs of all matrix products with weights for one token; attention over earlier tokens comes on top."""
+    """FLOPs of all matrix products with weights for one token, without attention over earlier tokens."""
 
 
 class Sizes(Mapping[str, Subnet]):
@@ -185,7 +185,7 @@ class Scores(Sequence[Score]):
 
     @property
     def bits_per_byte(self) -> float:
-        """Of all texts together."""
+        """Negative log-likelihood of all texts in bits, divided by their number of UTF-8 bytes."""
         bits = -sum(row.log_likelihood for row in self._rows) / 0.6931471805599453
         return bits / sum(row.num_bytes for row in self._rows)
 
@@ -211,16 +211,16 @@ class Scores(Sequence[Score]):
 
 
 class Model:
-    """A checkpoint and all of its sizes. `stretto.load` opens one; weights are read when something first needs them."""
+    """A checkpoint and all of its sizes. `stretto.load` opens one. The weights are read at the first use."""
 
     def __init__(self, source: Path, device: str = "auto", dtype: str | None = None):
-        """``source``: a run or a checkpoint folder, ``device`` and ``dtype`` as of `load`.
+        """Open the run or checkpoint folder ``source``; ``device`` and ``dtype`` are those of `load`.
 
         Raises:
             UserError: there is no such checkpoint, or it is not supported.
         """
         self.source = source
-        """The run or checkpoint folder that was named."""
+        """The run or checkpoint folder, as given."""
         self.folder = checkpoint_folder(source)
         """The checkpoint folder."""
         self.config: ModelConfig = read_config(self.folder)
@@ -228,13 +228,13 @@ class Model:
         self.device = join(device).device
         if dtype is not None and dtype not in DTYPES:
             raise UserError(f"dtype {dtype}: unknown; use {', '.join(DTYPES)}")
-        usual = torch.float32 if self.device.type == "cpu" else torch.bfloat16
-        self.dtype = DTYPES[dtype] if dtype is not None else usual
+        default = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        self.dtype = DTYPES[dtype] if dtype is not None else default
         self._numbers = numbers()
 
     @property
     def run(self) -> Path | None:
-        """The run folder; None for a checkpoint that lies in none."""
+        """The run folder; None for a checkpoint outside a run."""
         for folder in (self.source, self.folder.parent):
             if (folder / RUN_FILE).is_file():
                 return folder
@@ -276,12 +276,12 @@ class Model:
 
     @property
     def lineage(self) -> Lineage | None:
-        """What the checkpoint was made from and what each stage cost; None for a foreign checkpoint."""
+        """Parents, settings and cost of the checkpoint; None for a foreign checkpoint."""
         return self._checkpoint.lineage
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Raises `UserError`: the checkpoint has no tokenizer."""
+        """The checkpoint's tokenizer. Raises `UserError`: it has none."""
         return load_tokenizer(self.folder)
 
     @cached_property
@@ -323,13 +323,13 @@ class Model:
         for text in prompts:
             check_text(text, "prompt")
         ids = [self.tokenizer.encode(text) or [self.tokenizer.eos_id] for text in prompts]
-        found = self._run(ids, self.subnet(subnet), _sampling(sampling))
-        made = [_generation(text, done) for text, done in zip(prompts, found, strict=True)]
-        return made[0] if isinstance(prompt, str) else made
+        completions = self._run(ids, self.subnet(subnet), _sampling(sampling))
+        generations = [_generation(text, done) for text, done in zip(prompts, completions, strict=True)]
+        return generations[0] if isinstance(prompt, str) else generations
 
     @user_errors
     def stream(self, prompt: str, *, subnet: SubnetLike = None, **sampling: Any) -> Iterator[str]:
-        """The same for one prompt, piece by piece as it is sampled. Arguments and errors as of `generate`."""
+        """Yield the continuation of one prompt piece by piece while it is generated. Arguments and errors as in `generate`."""
         check_text(prompt, "prompt")
         ids = self.tokenizer.encode(prompt) or [self.tokenizer.eos_id]
         return stream(self._engine, ids, self.subnet(subnet), _sampling(sampling))
@@ -343,21 +343,21 @@ class Model:
         Args:
             messages: one user message, or a conversation as ``[{"role": "user", "content": "…"}, …]``.
             subnet: the size that answers.
-            sampling: as of `generate`.
+            sampling: as in `generate`.
 
         Raises:
-            UserError: the tokenizer has no chat template, or as `generate`.
+            UserError: the tokenizer has no chat template, or an error of `generate`.
         """
         if self.tokenizer.chat_template is None:
             raise UserError(
                 f"{self.folder}: chat_template: the tokenizer has none; use generate, or add a chat_template.jinja"
             )
-        told = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         prompts = Prompts(self.tokenizer)
-        ids = prompts.chat([Message.model_validate(dict(each)) for each in told])
+        ids = prompts.chat([Message.model_validate(dict(message)) for message in conversation])
         settings = _sampling(sampling).replace(stop_ids=prompts.turn_ends)
-        done = self._run([ids], self.subnet(subnet), settings)[0]
-        return _generation(self.tokenizer.decode(ids), done)
+        completion = self._run([ids], self.subnet(subnet), settings)[0]
+        return _generation(self.tokenizer.decode(ids), completion)
 
     def _run(self, prompts: Sequence[Sequence[int]], subnet: Subnet, sampling: Sampling) -> list[Completion]:
         engine = self._engine
@@ -393,12 +393,12 @@ class Model:
         try:
             ids_BT = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)
         except (ValueError, TypeError) as error:
-            raise UserError(f"token_ids: not a table of whole numbers with rows of one length: {error}") from None
+            raise UserError(f"token_ids: not a table of integers with rows of equal length: {error}") from None
         ids_BT = ids_BT[None] if ids_BT.ndim == 1 else ids_BT
         if ids_BT.ndim != 2 or not ids_BT.numel():
             raise UserError(f"token_ids: shape {tuple(ids_BT.shape)}; needs [batch, position] with at least one token")
         if ids_BT.min() < 0 or ids_BT.max() >= self.config.vocab_size:
-            raise UserError(f"token_ids: an id lies outside the vocabulary of {self.config.vocab_size}")
+            raise UserError(f"token_ids: an id is outside the vocabulary of {self.config.vocab_size}")
         if ids_BT.shape[1] > self.config.max_positions:
             raise UserError(f"token_ids: {ids_BT.shape[1]} positions; the network has {self.config.max_positions}")
         return self.module.logits(ids_BT, chosen)
@@ -406,8 +406,12 @@ class Model:
     @user_errors
     @torch.no_grad()
     def score(self, texts: str | Sequence[str], *, subnet: SubnetLike = None) -> Scores:
-        """Log-likelihood of each text, every token counted: the first is predicted from the end-of-document token, as in training.
-        A text longer than the context is cut into pieces that are scored one by one.
+        """Log-likelihood of each text over all its tokens. The first token is predicted from the end-of-document token, as in training.
+        A text longer than the context is cut into pieces, and each piece is scored on its own.
+
+        Args:
+            texts: one text or several.
+            subnet: the size that scores.
 
         Raises:
             UserError: an empty text, or no such size.
@@ -500,10 +504,17 @@ def load(source: str | os.PathLike[str] | Model, *, device: str = "auto", dtype:
     return Model(run, device, dtype)
 
 
-def _sampling(told: Mapping[str, Any]) -> Sampling:
-    usual = {"max_tokens": 128, "temperature": 0.0, "repetition_penalty": 1.1}
-    return validate(Sampling, usual | dict(told), "generate")
+def _sampling(fields: Mapping[str, Any]) -> Sampling:
+    defaults = {"max_tokens": 128, "temperature": 0.0, "repetition_penalty": 1.1}
+    return validate(Sampling, defaults | dict(fields), "generate")
 
 
-def _generation(prompt: str, done: Completion) -> Generation:
-    return Generation(prompt, done.text, done.tokens, tuple(done.logprobs.tolist()), done.finish_reason, done.seed)
+def _generation(prompt: str, completion: Completion) -> Generation:
+    return Generation(
+        prompt,
+        completion.text,
+        completion.tokens,
+        tuple(completion.logprobs.tolist()),
+        completion.finish_reason,
+        completion.seed,
+    )

@@ -1,10 +1,12 @@
-"""``stretto run``: the steps of a pipeline, each a command in its own process; finished steps are not repeated.
+"""`stretto run`: the steps of a post-training pipeline, each a command in a process of its own. Finished steps are not repeated.
 
-pipeline.json   of each step: what it was told, what it began with, and whether it ended
-NAME.json       the step's recipe, complete: the command that is shown does the same by hand
-NAME/           the step's folder, as its command writes it
-NAME.log        what a step prints that has others at its side
-before-1/…      what `--from` has set aside
+The pipeline folder then holds:
+
+pipeline.json   inputs of each step (recipe, hashes of weights), and whether it ended
+NAME.json       the complete recipe of a step; with it, the command that is shown can be run by hand
+NAME/           the run folder that a step's command writes
+NAME.log        console output of a step that ran beside others
+before-1/…      results that `--from` has moved away
 """
 
 from __future__ import annotations
@@ -47,42 +49,42 @@ from stretto.train.step import NonFiniteError
 STATE_FILE = "pipeline.json"
 BEFORE = "before-"
 BAD_INPUT = 2
-"""Exit code of a command that was given something impossible: a second attempt would be, too."""
+"""Exit code of a command for bad input, which a second attempt would not change."""
 TRAINED_PASSES = 3
-"""Forward passes that a forward and a backward cost."""
+"""Cost of one forward and backward pass, in forward passes."""
 _LAYOUT = tuple(f"recipe.{table}" for table in LAYOUT)
 _PLACE = re.compile(r"\{(model|recipe|sft|distill|online|(?:experts|controls)/[^{}]+)\}")
-"""In arguments and recipes: `stretto.post.pipeline.Step`."""
+"""Placeholders for checkpoints in arguments and recipes (`stretto.post.pipeline.Step`)."""
 
 
 class StepState(Config):
-    """What pipeline.json holds of a step."""
+    """State of one step in pipeline.json."""
 
-    told: dict[str, Any]
+    inputs: dict[str, Any]
     has_ended: bool = False
 
 
 class State(Config):
-    """What pipeline.json holds."""
+    """Content of pipeline.json."""
 
     steps: dict[str, StepState] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A pipeline in its folder."""
+    """A pipeline and its folder."""
 
     folder: Path
     recipe: PipelineRecipe
     steps: tuple[Step, ...]
     model: Path | None
-    """That it begins with."""
+    """Checkpoint that the pipeline begins with."""
     device: str
     model_hash: str = ""
-    """Of what it begins with; unknown where nothing will run."""
+    """Hash of the weights of ``model``; empty for a dry run."""
 
     def place(self, name: str) -> Path:
-        """What ``{name}`` stands for: the checkpoint of a step, or what the pipeline begins with."""
+        """The checkpoint for the placeholder ``{name}``: that of a step, or the one that the pipeline begins with."""
         if f"{{{name}}}" == MODEL:
             assert self.model is not None, "checked before anything ran"
             return self.model
@@ -116,11 +118,13 @@ def run(
         out: pipeline folder; ``runs/`` and the recipe's name by default.
         first: repeat this stage and all after it.
         until: stop after this stage.
-        dry_run: print commands, tokens, FLOPs and hours, and do nothing.
+        dry_run: print commands, tokens, FLOPs and hours, and run nothing.
         price: price of one hour of a device, for ``dry_run``.
+        settings: overrides of single recipe keys: ``["experts.at_once=2"]``.
+        device: ``cpu``, ``cuda`` or ``auto``.
 
     Returns:
-        The model of the last stage that has finished; None: of none.
+        The model of the last stage that has finished; None if no stage has.
 
     Raises:
         UserError: a bad recipe, one that changed since a stage finished, or a stage that failed.
@@ -142,12 +146,12 @@ def run(
         _print_plan(pipeline, wanted, first, price)
     else:
         _run_stages(pipeline, wanted, first)
-    made = last_result(folder)
-    return None if made is None else load(made, device=device)
+    result = last_result(folder)
+    return None if result is None else load(result, device=device)
 
 
 def _run_stages(pipeline: Pipeline, wanted: Sequence[Step], first: str | None) -> None:
-    """Run the steps ``wanted`` that are not done, and those from the stage ``first`` on again."""
+    """Run the steps in ``wanted`` that are not done; repeat all steps from the stage ``first`` on."""
     with claimed(pipeline.folder):
         if first is not None:
             _set_aside(pipeline, STAGES.index(first))
@@ -164,18 +168,18 @@ def _run_stages(pipeline: Pipeline, wanted: Sequence[Step], first: str | None) -
 
 
 def last_result(folder: Path) -> Path | None:
-    """The checkpoint of the last stage that a pipeline in ``folder`` has done; None: of none."""
+    """The checkpoint of the last finished stage of the pipeline in ``folder``; None if no stage has finished."""
     places = [folder / stage / name for stage in reversed(STAGES) for name in (CHECKPOINT, START)]
     return next((place for place in places if place.is_dir()), None)
 
 
 def check_unchanged(pipeline: Pipeline) -> None:
-    """Raises `UserError`: a step that is done was told something else, or began with something else."""
+    """Raises `UserError`: the recipe or the starting weights of a finished step have changed."""
     state = _read_state(pipeline.folder)
     for step in pipeline.steps:
         if step.name not in state.steps or not pipeline.is_done(step):
             continue
-        for field, (before, now) in differences(state.steps[step.name].told, _told(pipeline, step)).items():
+        for field, (before, now) in differences(state.steps[step.name].inputs, _inputs(pipeline, step)).items():
             if field.startswith(_LAYOUT):
                 continue
             raise UserError(
@@ -185,11 +189,11 @@ def check_unchanged(pipeline: Pipeline) -> None:
 
 
 def _check_moved(pipeline: Pipeline, distill: Step) -> None:
-    """Say how far the experts are from where they began. Raises `UserError`: one of them is still there."""
+    """Print each expert's KL to its start. Raises `UserError`: an expert is closer than ``distill.kl_floor``."""
     assert isinstance(distill.recipe, RlRecipe) and distill.recipe.distill is not None
     floor, moved = distill.recipe.distill.kl_floor, _moved(pipeline)
-    said = listed([f"{name} {short(kl)}" for name, kl in moved.items()])
-    rich.get_console().print(f"KL to the start, nats per token: {said}")
+    distances = listed([f"{name} {short(kl)}" for name, kl in moved.items()])
+    rich.get_console().print(f"KL to the start, nats per token: {distances}")
     for name, kl in moved.items():
         if kl < floor:
             raise UserError(
@@ -200,14 +204,14 @@ def _check_moved(pipeline: Pipeline, distill: Step) -> None:
 
 
 def _moved(pipeline: Pipeline) -> dict[str, float]:
-    """Of each expert that has ended: `stretto.flow.run.Result.moved`."""
+    """KL of each finished expert to its start, nats per token (`stretto.flow.run.Result.moved`)."""
     done = [step for step in pipeline.steps if step.stage == "experts" and pipeline.is_done(step)]
     found = {step.name: [row.get(MOVED) for row in read_metrics(pipeline.folder / step.name)] for step in done}
     return {name: kls[-1] for name, each in found.items() if (kls := [kl for kl in each if kl is not None])}
 
 
 def _set_aside(pipeline: Pipeline, first: int) -> None:
-    """Move what the stages from ``first`` on have made out of the way: work is not deleted."""
+    """Move the results of the stages from ``first`` on into a ``before-N`` folder, so that no work is deleted."""
     state = _read_state(pipeline.folder)
     place = next(place for number in numbers(1) if not (place := pipeline.folder / f"{BEFORE}{number}").exists())
     for step in pipeline.steps:
@@ -218,15 +222,18 @@ def _set_aside(pipeline: Pipeline, first: int) -> None:
                 target = place / path.relative_to(pipeline.folder)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 path.rename(target)
-    kept = {step.name for step in pipeline.steps if STAGES.index(step.stage) < first}
-    _write_state(pipeline.folder, {name: each for name, each in state.steps.items() if name in kept})
+    earlier = {step.name for step in pipeline.steps if STAGES.index(step.stage) < first}
+    _write_state(pipeline.folder, {name: each for name, each in state.steps.items() if name in earlier})
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
 def _run_stage(pipeline: Pipeline, steps: Sequence[Step]) -> None:
-    """All ``steps`` of a stage, some at once. One that fails does not keep the others from their end. Raises `UserError`: it did."""
+    """Run all ``steps`` of a stage, several at once where the recipe allows. If one fails, the others still run to their end.
+
+    Raises `UserError`: a step failed.
+    """
     console, experts = rich.get_console(), pipeline.recipe.experts
     waiting = []
     for step in steps:
@@ -234,9 +241,9 @@ def _run_stage(pipeline: Pipeline, steps: Sequence[Step]) -> None:
         console.rule(f"[bold]{step.name}[/bold]" + ("  (done before)" if is_done else ""))
         if not is_done:
             waiting.append(step)
-    at_once, attempts = (
-        (1, 1) if experts is None or steps[0].stage != "experts" else (experts.at_once, experts.attempts)
-    )
+    at_once, attempts = 1, 1
+    if experts is not None and steps[0].stage == "experts":
+        at_once, attempts = experts.at_once, experts.attempts
     is_alone = min(at_once, len(waiting)) < 2
     lock = threading.Lock()
     with ThreadPoolExecutor(at_once) as pool:
@@ -245,17 +252,17 @@ def _run_stage(pipeline: Pipeline, steps: Sequence[Step]) -> None:
     if 130 in failed.values():
         raise KeyboardInterrupt
     if failed:
-        told = listed([f"{name} {_ending(code)}" for name, code in failed.items()])
+        endings = listed([f"{name} {_ending(code)}" for name, code in failed.items()])
         where = "" if is_alone else f" ({_log_file(pipeline, waiting[0]).parent}/*.log)"
         raise UserError(
-            f"{pipeline.folder}: {told}{where}; correct that and run the pipeline again; it resumes here (an "
-            "expert whose recipe has changed begins anew: move its folder away)"
+            f"{pipeline.folder}: {endings}{where}; correct that and run the pipeline again; it resumes here (to change an "
+            "expert's recipe, move its folder away first)"
         )
 
 
 def _run_step(pipeline: Pipeline, step: Step, attempts: int, is_alone: bool, lock: threading.Lock) -> int:
-    """Exit code of the last attempt."""
-    folder, told = pipeline.folder / step.name, _told(pipeline, step)
+    """Run one step, with further attempts after a failure. Returns the exit code of the last attempt."""
+    folder, inputs = pipeline.folder / step.name, _inputs(pipeline, step)
     write_json(_recipe_file(pipeline, step), _filled(pipeline, step.recipe.model_dump(mode="json")))
     code = 0
     for attempt in range(attempts):
@@ -267,7 +274,7 @@ def _run_step(pipeline: Pipeline, step: Step, attempts: int, is_alone: bool, loc
             with _log_file(pipeline, step).open("a", encoding="utf-8") as log:
                 code = subprocess.run(command, check=False, stdout=log, stderr=log).returncode
         with lock:
-            now = StepState(told=told, has_ended=code == 0)
+            now = StepState(inputs=inputs, has_ended=code == 0)
             _write_state(pipeline.folder, {**_read_state(pipeline.folder).steps, step.name: now})
         if code in (0, BAD_INPUT, 130) or attempt + 1 == attempts:
             break
@@ -280,27 +287,27 @@ def _ending(code: int) -> str:
 
 
 def _arguments(pipeline: Pipeline, step: Step) -> list[str]:
-    """Of stretto, as one would type them."""
+    """Arguments of the `stretto` command that runs ``step``."""
     folder = pipeline.folder / step.name
     filled = [
         str(_recipe_file(pipeline, step)) if each == RECIPE else _filled(pipeline, each) for each in step.arguments
     ]
-    # a comparison goes on by itself, and training on conversations once it knows them
-    begun = folder / RUN_FILE if isinstance(step.recipe, SftRecipe) else folder
-    goes_on = begun.exists() and step.stage != "evaluate"
-    return [*filled, "--out", str(folder), "--device", pipeline.device, *["--resume"] * goes_on]
+    # evaluations resume without the option; SFT can resume once its run file exists
+    start_mark = folder / RUN_FILE if isinstance(step.recipe, SftRecipe) else folder
+    resumes = start_mark.exists() and step.stage != "evaluate"
+    return [*filled, "--out", str(folder), "--device", pipeline.device, *["--resume"] * resumes]
 
 
-def _told(pipeline: Pipeline, step: Step) -> dict[str, Any]:
-    """What makes the step's result: its recipe, and the weights it begins with and is taught by."""
-    told = {"recipe": step.recipe.model_dump(mode="json"), "arguments": list(step.arguments)}
-    names = sorted(set(_PLACE.findall(str(told))) - {RECIPE[1:-1]})
+def _inputs(pipeline: Pipeline, step: Step) -> dict[str, Any]:
+    """Everything that determines the step's result: recipe, arguments, and hashes of the starting and teacher weights."""
+    inputs = {"recipe": step.recipe.model_dump(mode="json"), "arguments": list(step.arguments)}
+    names = sorted(set(_PLACE.findall(str(inputs))) - {RECIPE[1:-1]})
     hashes = {name: pipeline.model_hash if name == "model" else known_hash(pipeline.place(name)) for name in names}
-    return told | {"weights": hashes}
+    return inputs | {"weights": hashes}
 
 
 def _filled(pipeline: Pipeline, tree: Any) -> Any:
-    """``tree`` with a path for each ``{NAME}``."""
+    """``tree`` with every placeholder ``{NAME}`` replaced by the path of its checkpoint."""
     if isinstance(tree, Mapping):
         return {key: _filled(pipeline, value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -327,21 +334,18 @@ def _write_state(folder: Path, steps: Mapping[str, StepState]) -> None:
     write_json(folder / STATE_FILE, State(steps=dict(steps)).model_dump(mode="json"))
 
 
-# --- what is told -----------------------------------------------------------------------------------------------------
+# --- plan and results -------------------------------------------------------------------------------------------------
 
 
 def _print_plan(pipeline: Pipeline, steps: Sequence[Step], first: str | None, price: float | None) -> None:
-    """Each command, and what it will cost where that can be known: at the pace of what has run before."""
-    console, network, pace = rich.get_console(), _network(pipeline), _pace(pipeline)
+    """Print each command and its estimated cost. Hours and money need the speed of a stage that has run in this folder."""
+    console, network, speed = rich.get_console(), _network(pipeline), _flops_per_s(pipeline)
     per_token = 0 if network is None else count(network, network.full()).forward_flops(1, 1)
-    known = (
-        "tokens, at most",
-        "FLOPs, about",
-        *(["hours, about"] if pace else []),
-        *(["cost, about"] if pace and price else []),
-    )
-    numbers = (rich.table.Column(each, justify="right", no_wrap=True) for each in known)
-    table = rich.table.Table("step", "state", *numbers)
+    known = ["tokens, at most", "FLOPs, about"]
+    if speed:
+        known += ["hours, about", "cost, about"] if price else ["hours, about"]
+    columns = (rich.table.Column(each, justify="right", no_wrap=True) for each in known)
+    table = rich.table.Table("step", "state", *columns)
     total_tokens, total_flops = 0, 0
     for step in steps:
         is_again = first is not None and STAGES.index(step.stage) >= STAGES.index(first)
@@ -350,44 +354,44 @@ def _print_plan(pipeline: Pipeline, steps: Sequence[Step], first: str | None, pr
         if not is_done:
             total_tokens, total_flops = total_tokens + step.num_tokens, total_flops + flops
         table.add_row(
-            step.name, "done" if is_done else "to do", *_costs(step.num_tokens, flops, pace, price)[: len(known)]
+            step.name, "done" if is_done else "to do", *_costs(step.num_tokens, flops, speed, price)[: len(known)]
         )
     table.add_section()
-    table.add_row("to do", "", *_costs(total_tokens, total_flops, pace, price)[: len(known)])
+    table.add_row("to do", "", *_costs(total_tokens, total_flops, speed, price)[: len(known)])
     for step in steps:
         console.print(shlex.join(["stretto", *_arguments(pipeline, step)]), soft_wrap=True, highlight=False)
     console.print(table)
-    if pace is None:
+    if speed is None:
         console.print("hours and cost: known once a stage has run in this folder")
 
 
-def _costs(tokens: int, flops: int, pace: float | None, price: float | None) -> tuple[str, str, str, str]:
-    hours = flops / pace / 3600 if pace is not None and flops else None
+def _costs(tokens: int, flops: int, speed: float | None, price: float | None) -> tuple[str, str, str, str]:
+    hours = flops / speed / 3600 if speed is not None and flops else None
     money = f"{hours * price:,.2f}" if hours is not None and price is not None else ""
     return f"{tokens:,}" if tokens else "", si(flops) if flops else "", "" if hours is None else short(hours), money
 
 
 def _passes(step: Step) -> int:
-    """Forward passes that a token costs: trained on, sampled, scored by a teacher."""
+    """Cost of one token of ``step`` in forward passes: training, sampling, scoring by a teacher."""
     return TRAINED_PASSES + (step.stage != "sft") + (step.stage == "distill")
 
 
 def _network(pipeline: Pipeline) -> ModelConfig | None:
-    """That is trained."""
+    """The network that the pipeline trains; None if the recipe does not describe it."""
     if pipeline.model is not None:
         return read_config(pipeline.model)
     recipe = pipeline.steps[0].recipe
     return recipe.start.model if isinstance(recipe, RlRecipe) and recipe.start is not None else None
 
 
-def _pace(pipeline: Pipeline) -> float | None:
-    """FLOPs a second of one device, over what has run."""
+def _flops_per_s(pipeline: Pipeline) -> float | None:
+    """Measured FLOPs per second of one device over the finished stages; None if no stage has finished."""
     receipts = [receipt for _, receipt in _receipts(pipeline) if receipt.device_s]
     return sum(each.flops for each in receipts) / sum(each.device_s for each in receipts) if receipts else None
 
 
 def _receipts(pipeline: Pipeline) -> Iterator[tuple[Step, Receipt]]:
-    """Of the steps that left a checkpoint."""
+    """Each step that wrote a checkpoint, and the receipt of its cost."""
     for step in pipeline.steps:
         folder = pipeline.place(step.name)
         if (folder / LINEAGE_FILE).is_file():
@@ -395,7 +399,7 @@ def _receipts(pipeline: Pipeline) -> Iterator[tuple[Step, Receipt]]:
 
 
 def _result_table(pipeline: Pipeline) -> Table:
-    """What each step did and cost."""
+    """Cost of each finished step, and the KL of each expert to its start."""
     moved = _moved(pipeline)
     rows = tuple(
         (

@@ -1,4 +1,4 @@
-"""The Python functions `stretto.sft`, `stretto.merge` and `stretto.serve`; the commands sft and merge call them."""
+"""The Python functions `stretto.sft`, `stretto.merge` and `stretto.serve`."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ def sft(
     """
     folder, named = run_folder(out, recipe, "sft"), listed_data(data)
     if not named:
-        told = {"--val": val, "--val-fraction": val_fraction, "--lora": lora, "--adapter": adapter, "--wandb": wandb}
-        told |= {"--keep-adapter": keep_adapter or None}
-        if unused := [flag for flag, value in told.items() if value is not None]:
-            raise UserError(f"{unused[0]}: needs conversations; name some with --data, or leave it out")
+        flags = {"--val": val, "--val-fraction": val_fraction, "--lora": lora, "--adapter": adapter, "--wandb": wandb}
+        flags |= {"--keep-adapter": keep_adapter or None}
+        if unused := [flag for flag, value in flags.items() if value is not None]:
+            raise UserError(f"{unused[0]}: needs conversations; name some with --data, or leave {unused[0]} out")
         try:
             start = read_recipe(recipe, RlRecipe, overriding(settings, {"start.steps": steps}))
         except UserError as error:
@@ -103,7 +103,9 @@ def sft(
     config, sizes = read_config(origin), read_presets(origin)
     if adapters is not None:
         if parsed.lora is not None:
-            raise UserError(f"--adapter: {adapters} says its rank itself; leave lora out of the recipe, and --lora")
+            raise UserError(
+                f"--adapter: {adapters} has a rank of its own; leave lora out of the recipe, and --lora out"
+            )
         parsed = parsed.replace(lora=read_adapter_config(adapters, config, read_family(origin)))
     if keep_adapter and parsed.lora is None:
         raise UserError("--keep-adapter: no adapters are trained; add --lora 16")
@@ -127,8 +129,8 @@ def sft(
         info = ranks.first(lambda: claim_run(folder, resume, held, begin))
         loader = open_conversations(info.mixture, complete, ranks)
         job = new_job(folder, info, ranks, resume, wandb, loader)
-        kept = folder / ADAPTER if keep_adapter else None
-        trained = sft_conversations(complete, job, origin, adapters=info.adapters, keep=kept)
+        adapter_out = folder / ADAPTER if keep_adapter else None
+        trained = sft_conversations(complete, job, origin, adapters=info.adapters, keep=adapter_out)
         presets = complete.elastic.anchors if complete.elastic is not None else sizes
         write_result(folder / CHECKPOINT, folder.name, info, trained, ranks, presets, stem_of(origin))
     return load(folder, device=device)
@@ -154,20 +156,17 @@ def merge(
         base: the checkpoint all of them began with; not used by average and slerp.
         weights: one per model; 1 each by default.
         force: replace what ``out`` holds.
-        options: ``scale`` (λ of what is added to the base), ``density`` (of ties and dare: share of each difference that is kept), ``t``
-            (of slerp: 0 is the first model, 1 the second), ``seed`` (of dare).
+        options: ``scale`` (factor λ of the merged difference to the base), ``density`` (ties and dare: share of each difference that is
+            kept), ``t`` (slerp: 0 is the first model, 1 the second), ``seed`` (dare).
 
     Raises:
         UserError: different networks or tokenizers, no base where the method needs one, or ``out`` exists.
     """
-    told = {"method": method, "weights": list(weights), **options}
+    parsed = validate(MergeOptions, {"method": method, "weights": list(weights), **options}, "stretto merge")
     folder = new_folder(models[0], "merge") if out is None else Path(out)
     require_new(folder, force)
     origin = None if base is None else place(base)
-    made = merge_checkpoints(
-        [place(each) for each in models], origin, folder, validate(MergeOptions, told, "stretto merge")
-    )
-    return load(made)
+    return load(merge_checkpoints([place(model) for model in models], origin, folder, parsed))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The Python functions and commands rl, online and distill: what is special about each, then one run, then where to look at it."""
+"""The Python functions rl, online and distill: each prepares its recipe or student; one shared function runs and reports."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ from stretto.report.rl import panels, read_rl_run, report_rl_run, reward
 from stretto.tasks.registry import source_kind
 
 STUDENT = "student"
-"""In the folder of `stretto distill`: a student that was cut out for it."""
-
+"""Folder in a run of `stretto distill` that holds the student cut out with ``--subnet``."""
 
 RlRecipeLike = PathLike | Mapping[str, Any] | RlRecipe
 """A TOML file, the name of a shipped recipe (``rl_gym``), a mapping of the same form, or an `RlRecipe`. In a mapping, a source's ``kind``
@@ -55,7 +54,7 @@ class RlRun:
         return load(self.folder)
 
     def plot(self) -> Plot:
-        """Reward over steps, of training and of held-out problems."""
+        """Figure of the reward over steps, on training and on held-out problems."""
         data = read_rl_run(self.folder)
         return Plot(panels(data, reward(data)))
 
@@ -101,21 +100,24 @@ def rl(
 
 
 def _in_this_process(recipe: RlRecipe) -> RlRecipe:
-    """``recipe``, with those roles in this process that need what a notebook defines. Raises `UserError`: they must have others."""
-    named = {f"sources.{name}.kind": source.kind for name, source in recipe.sources.items()}
-    named["loss.advantage"] = recipe.loss.advantage
-    here = {field: name.removeprefix("__main__:") for field, name in named.items() if name.startswith("__main__:")}
-    if not here:
+    """``recipe`` with roles moved into this process where they need a class or function that a notebook or script defines.
+
+    Raises `UserError`: the recipe runs these roles in other processes, which cannot import such a definition.
+    """
+    names = {f"sources.{name}.kind": source.kind for name, source in recipe.sources.items()}
+    names["loss.advantage"] = recipe.loss.advantage
+    local = {field: name.removeprefix("__main__:") for field, name in names.items() if name.startswith("__main__:")}
+    if not local:
         return recipe
-    field, name = next(iter(here.items()))
+    field, name = next(iter(local.items()))
     runtime = recipe.runtime
     if runtime.kind == "ray" or runtime.isolate == "all":
         raise UserError(
             f"{field}: {name} is defined in a notebook or a script, which worker processes cannot import; write it to a file and name it "
             f"FILE.py:{name} (in Jupyter, begin its cell with %%writefile FILE.py), or use runtime.kind local and isolate none"
         )
-    isolate = "none" if "loss.advantage" in here else runtime.isolate
-    say(f"{', '.join(here.values())}: defined in this program, so that verifiers run in its process")
+    isolate = "none" if "loss.advantage" in local else runtime.isolate
+    say(f"{', '.join(local.values())}: defined in this program, so verifiers run in its process")
     return recipe.replace(runtime=runtime.replace(verifiers="thread", isolate=isolate))
 
 
@@ -144,12 +146,12 @@ def online(
         wandb: name of a W&B project to log to.
 
     Raises:
-        UserError: as `rl`, or no source is judged.
+        UserError: as `rl`, or no source has a judge.
     """
     parsed, folder = _in_this_process(read_recipe(recipe, RlRecipe, settings)), run_folder(out, recipe, "online")
     start = checkpoint_folder(place(model)) if model is not None else start_of(folder) if resume else None
-    asked = _online_recipe(parsed, source_name(recipe), start, self_teacher)
-    return RlRun(folder, _run(asked, folder, start, resume=resume, device=device, wandb_project=wandb, stage="online"))
+    parsed = _online_recipe(parsed, source_name(recipe), start, self_teacher)
+    return RlRun(folder, _run(parsed, folder, start, resume=resume, device=device, wandb_project=wandb, stage="online"))
 
 
 @user_errors
@@ -181,16 +183,16 @@ def distill(
     Raises:
         UserError: as `rl`, no teachers, or a teacher that does not fit the student.
     """
-    told = [f"{name}={shown(each)}" for name, each in teachers.items()] if isinstance(teachers, Mapping) else teachers
+    named = [f"{name}={shown(each)}" for name, each in teachers.items()] if isinstance(teachers, Mapping) else teachers
     student = None if model is None else place(model)
-    parents = parent_settings(student) if subnet is not None and student is not None and not told else []
-    parsed = _in_this_process(read_recipe(recipe, RlRecipe, [*parents, *teacher_settings(told), *settings]))
+    parents = parent_settings(student) if subnet is not None and student is not None and not named else []
+    parsed = _in_this_process(read_recipe(recipe, RlRecipe, [*parents, *teacher_settings(named), *settings]))
     folder = run_folder(out, recipe, "distill")
     student = _distill_student(parsed, folder, student, subnet, resume, device)
-    done = _run(parsed, folder, student, resume=resume, device=device, wandb_project=wandb, stage=DISTILL)
-    assert parsed.distill is not None, "_distill_student has refused it"
+    result = _run(parsed, folder, student, resume=resume, device=device, wandb_project=wandb, stage=DISTILL)
+    assert parsed.distill is not None, "_distill_student has checked it"
     _say_gaps(folder, parsed.distill)
-    return RlRun(folder, done)
+    return RlRun(folder, result)
 
 
 def _run(
@@ -203,33 +205,32 @@ def _run(
     wandb_project: str | None = None,
     stage: str = "rl",
 ) -> Result:
-    """Run ``recipe`` in ``folder``, from ``model`` or from the start that the recipe describes, as a stage of that name.
+    """Run ``recipe`` in ``folder`` as ``stage``, beginning with ``model`` or with the recipe's ``[start]``.
 
     Raises:
-        UserError: bad input, or a run that cannot go on.
+        UserError: bad input, or a run that cannot continue.
     """
     console = rich.get_console()
     for name, source in recipe.sources.items():
         judge = source.args.get("judge")
         if isinstance(judge, dict) and str(judge.get("model")).startswith(EVALUATES):
             raise UserError(
-                f"sources.{name}: judge: {judge['model']} was trained to evaluate, and would know what it has taught; reward with one of "
-                "`stretto judge train --part reward`"
+                f"sources.{name}: judge: {judge['model']} was trained for evaluation, which would be biased if it also rewarded; use a judge "
+                "of `stretto judge train --part reward`"
             )
-    load_algorithm(recipe.loss.advantage)  # whoever has none is to hear of it before anything is written
+    load_algorithm(recipe.loss.advantage)  # raises an error before anything is written
     if resume and not folder.is_dir():
         raise UserError(f"{folder}: --resume: there is no such run; start it without --resume")
     has_begun(folder, resume)
     start = checkpoint_folder(model) if model is not None else (start_of(folder) if resume else None)
     if start is None or (recipe.start is not None and recipe.start.model is None):
         start = made_start(recipe, folder, start, device)
-    devices = _devices(device)
-    job = Job(recipe, folder, start, resume, devices, wandb_project, stage)
+    job = Job(recipe, folder, start, resume, _devices(device), wandb_project, stage)
     with progress(stage, recipe.train.steps) as advance:
         result = run_rl(job, advance, lambda text: console.print(text))
     console.print(
         f"held-out reward {result.first_reward:.3f} → {result.last_reward:.3f}, "
-        f"{result.moved:.3g} nats a token (KL) from its start\ncheckpoint: {result.checkpoint}\n"
+        f"KL to the start {result.moved:.3g} nats per token\ncheckpoint: {result.checkpoint}\n"
         f"execution trace: {folder / 'trace.json'} (ui.perfetto.dev, chrome://tracing)\n"
         f"next: stretto chat {result.checkpoint}; tensorboard --logdir {folder}"
     )
@@ -238,49 +239,46 @@ def _run(
 
 
 def _online_recipe(recipe: RlRecipe, source: str, start: Path | None, self_teacher: bool) -> RlRecipe:
-    """``recipe``, which was read from ``source``, as `stretto online` runs it from ``start``; with ``self_teacher`` the start teaches
-    all verifiable sources too.
+    """``recipe``, read from ``source``, as `stretto online` runs it from ``start``. With ``self_teacher``, the start is also the
+    teacher of all verifiable sources.
 
-    Prints what is judged and what holds the policy. Raises `UserError`: no source is judged, or there is no start.
+    Prints which sources have a judge and what keeps the policy near its start. Raises `UserError`: no source has a judge, or there
+    is no start.
     """
     is_verifiable = {name: source_kind(name, each.kind).is_verifiable for name, each in recipe.sources.items()}
     judged, verifiable = ([name for name, each in is_verifiable.items() if each is kind] for kind in (False, True))
     if not judged and not recipe.rewards:
-        raise UserError(f"{source}: sources: none is judged, and there is no [rewards]; add one, or use stretto rl")
+        raise UserError(f"{source}: sources: none has a judge, and there is no [rewards]; add one, or use stretto rl")
     if start is None and recipe.start is None:
-        raise UserError("--model: missing; name the run or checkpoint that is to learn")
+        raise UserError("--model: missing; name the run or checkpoint to train")
     if self_teacher:
         if not verifiable or start is None or recipe.distill is not None:
-            raise UserError("--self-teacher: wants --model, a verifiable source and a recipe without [distill]")
-        recipe = _self_taught(recipe, start, verifiable, judged)
-    held = [f"a KL of weight {recipe.loss.kl_weight:g} to the start"] if recipe.loss.kl_weight else []
-    held += [f"{', '.join(verifiable)}, which can be verified"] if verifiable else []
-    held += [f"the teachers {', '.join(recipe.distill.teachers)}"] if recipe.distill else []
-    said = " and ".join(held) or "nothing: what pleases the judge is all that is left in the end; set loss.kl_weight"
-    rich.print(escape(f"judged: {', '.join(judged) or 'nothing'}; the policy is held by {said}"))
+            raise UserError("--self-teacher: needs --model, a verifiable source and a recipe without [distill]")
+        teacher = TeacherConfig(checkpoint=str(start.resolve()), domains=tuple(verifiable))
+        recipe = recipe.replace(
+            distill=DistillConfig(teachers={"start": teacher}, untaught=tuple(judged), outcome_weight=1.0, kl_floor=0.0)
+        )
+    limits = [f"a KL penalty to the start of weight {recipe.loss.kl_weight:g}"] if recipe.loss.kl_weight else []
+    limits += [f"the verifiable sources {', '.join(verifiable)}"] if verifiable else []
+    limits += [f"the teachers {', '.join(recipe.distill.teachers)}"] if recipe.distill else []
+    held_by = " and ".join(limits) or "nothing (the policy may learn to please the judge only; set loss.kl_weight)"
+    rich.print(escape(f"judged sources: {', '.join(judged) or 'none'}; the policy is held near its start by {held_by}"))
     return recipe
-
-
-def _self_taught(recipe: RlRecipe, start: Path, verifiable: Sequence[str], judged: Sequence[str]) -> RlRecipe:
-    """``recipe`` with ``start`` as the teacher of its ``verifiable`` sources; those that are ``judged`` have their reward alone."""
-    teacher = TeacherConfig(checkpoint=str(start.resolve()), domains=tuple(verifiable))
-    told = DistillConfig(teachers={"start": teacher}, untaught=tuple(judged), outcome_weight=1.0, kl_floor=0.0)
-    return recipe.replace(distill=told)
 
 
 def _distill_student(
     recipe: RlRecipe, folder: Path, model: Path | None, subnet: str | None, resume: bool, device: str
 ) -> Path | None:
-    """The student of a distillation in ``folder``: ``model``, or its ``subnet``, which is cut out unless it is there.
+    """The student of a distillation in ``folder``: ``model``, or its ``subnet``, which is extracted unless it exists already.
 
-    Raises `UserError`: no teachers, no student, or a teacher that does not fit.
+    Raises `UserError`: no teachers, no student, or a teacher whose tokenizer or vocabulary does not fit.
     """
     if recipe.distill is None:
         raise UserError("recipe: distill: missing; name teachers in [distill.teachers], or with --teacher NAME=DIR")
     if subnet is not None and model is None:
-        raise UserError("--subnet: of no network; name the one that it is cut out of with --model")
+        raise UserError("--subnet: needs --model, the network to extract the student from")
     if model is None and not resume and recipe.start is None:
-        raise UserError("--model: missing; name the run or checkpoint that is to learn")
+        raise UserError("--model: missing; name the run or checkpoint to train")
     if model is not None and subnet is None:
         check_teachers(recipe, checkpoint_folder(model))
     elif model is not None and subnet is not None and not has_begun(folder, resume):
@@ -289,15 +287,18 @@ def _distill_student(
 
 
 def _say_gaps(folder: Path, config: DistillConfig) -> None:
-    """Print how far each source has come to its teacher."""
-    for each in gaps(folder, config):
-        said = f"{each.source}: KL to {each.teacher} {each.first_kl:.3g} → {each.last_kl:.3g} nats a token"
-        rich.print(escape(f"{said}, {each.share:.0%} of the gradient"))
+    """Print the KL between student and teacher at the start and at the end, per source."""
+    for gap in gaps(folder, config):
+        change = f"{gap.source}: KL to {gap.teacher} {gap.first_kl:.3g} → {gap.last_kl:.3g} nats per token"
+        rich.print(escape(f"{change}, {gap.share:.0%} of the gradient"))
 
 
 def made_start(recipe: RlRecipe, folder: Path, origin: Path | None = None, device: str = "auto") -> Path:
-    """The recipe's own start in the run's folder, trained (of the checkpoint ``origin``, where it describes no network) unless
-    it is there."""
+    """The checkpoint that the recipe's ``[start]`` describes, trained in the run folder unless it exists already.
+
+    Args:
+        origin: checkpoint to train, for a ``[start]`` without a network of its own.
+    """
     out = folder / START
     if out.is_dir():
         return out
@@ -310,7 +311,7 @@ def made_start(recipe: RlRecipe, folder: Path, origin: Path | None = None, devic
 
 
 def _devices(name: str) -> tuple[str, ...]:
-    """All that a run may use."""
+    """Names of all devices of the kind ``name``: ``cpu``, or one name per GPU."""
     device = join(name).device
     if device.type == "cpu":
         return ("cpu",)

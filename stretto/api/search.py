@@ -1,4 +1,4 @@
-"""The commands on a trained network: measure latency, search, extract, export."""
+"""Commands on a trained network: latency, extract and export, and the limits and records of a search."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from stretto.train.step import metered
 
 LATENCY_FILE, SEARCH_FILE = "latency.json", "search.json"
 BEST = "best"
-"""Of sizes, the one that the last search of a run chose."""
+"""Name of the size that the last search of a run chose."""
 
 
 def latency_command(run: Path, device: str = "auto") -> LatencyTable:
-    """Measure this machine's latency table for the network of ``run``; written to the run folder."""
+    """Measure this machine's latency table for the network of ``run`` and write it to the run folder."""
     model = load_checkpoint(run, join(device)).model
     space = SearchSpace.of(model.config)
     experts, top_ks = _ends(space.experts), _ends(space.top_k)
@@ -43,18 +43,18 @@ def latency_command(run: Path, device: str = "auto") -> LatencyTable:
     write_table(run / LATENCY_FILE, table)
     say(f"{run / LATENCY_FILE}: {table.num_samples} samples on {table.machine.device}, {table.num_disturbed} disturbed")
     if table.num_uncertain:
-        say(f"{table.num_uncertain} times were disturbed whenever they were taken; measure again on a calmer machine")
+        say(f"{table.num_uncertain} times were disturbed in every attempt; measure again when the machine is less busy")
     for timing in table.timings:
         full_ms = table.predict_ms(model.config, model.config.full(), timing.workload)
         say(
-            f"{timing.workload.label()}: {full_ms:.3g} ms a step at full size; sizes in between, which the table was not made "
-            f"from, are at most {timing.held_out_error:.1%} off"
+            f"{timing.workload.label()}: {full_ms:.3g} ms per step at full size; predictions for sizes that were not used to fit the "
+            f"table are at most {timing.held_out_error:.1%} off"
         )
     return table
 
 
 def latency_errors(run: Path, device: str = "auto") -> dict[str, float]:
-    """Relative error of the table's prediction against a true measurement, for every preset and the full network."""
+    """Relative error of the table's prediction against a measurement, for every preset and the full network."""
     checkpoint = load_checkpoint(run, join(device))
     table = read_table(run / LATENCY_FILE, checkpoint.model)
     names = named_subnets(checkpoint.config, checkpoint.presets)
@@ -68,7 +68,7 @@ def latency_errors(run: Path, device: str = "auto") -> dict[str, float]:
 
 
 def parse_limits(max_total: float | None, max_active: float | None, max_latency_ms: float | None) -> Limits:
-    """Raises `UserError` for a share that is none, such as a number of per cent."""
+    """The limits of a search. Raises `UserError`: a share outside 0 to 1, or a time that is not above 0."""
     for flag, share in (("--max-total", max_total), ("--max-active", max_active)):
         if share is not None and not 0 < share <= 1:
             raise UserError(f"{flag} {share:g}: not a share of the full network's parameters; for 34 % write 0.34")
@@ -78,7 +78,7 @@ def parse_limits(max_total: float | None, max_active: float | None, max_latency_
 
 
 def on_other_data(run: Path, info: RunInfo, data: Sequence[str], text: TextOptions, checkpoint: Checkpoint) -> RunInfo:
-    """``info`` with ``data``, which is tokenised beside the run's own."""
+    """``info`` with ``data`` in place of the run's own text; the tokens are written to ``search/`` in the run folder."""
     folder = checkpoint.folder
     tokenizer = _tokenizer_of(folder)
     if tokenizer is None:
@@ -88,15 +88,15 @@ def on_other_data(run: Path, info: RunInfo, data: Sequence[str], text: TextOptio
 
 
 class SearchRecord(Config):
-    """What search.json holds."""
+    """Content of search.json."""
 
     result: SearchResult
     receipt: Receipt
-    """Cost of the search, short healing included; extracting its choice adds it to the lineage."""
+    """Cost of the search with the healing of its candidates; `extract_command` adds it to the lineage of the chosen Subnet."""
 
 
 def read_search(run: Path) -> SearchRecord | None:
-    """The run's last search; None if there was none."""
+    """The last search of ``run``; None if the run was not searched."""
     path = run / SEARCH_FILE
     return validate(SearchRecord, read_json(path), source=str(path)) if path.is_file() else None
 
@@ -104,7 +104,7 @@ def read_search(run: Path) -> SearchRecord | None:
 def extract_command(
     source: Path, size: str | Subnet, out: Path, device: str = "auto", force: bool = False
 ) -> Extracted:
-    """Cut a Subnet out of ``source`` into the checkpoint ``out``; refuses unless its logits are the masked ones.
+    """Extract a Subnet of ``source`` as the checkpoint ``out``, after its logits were compared with those of the masked network.
 
     Args:
         size: the Subnet, a preset, ``best`` (the choice of the run's last search), or ``layers=…,experts=…,top_k=…``.
@@ -121,7 +121,7 @@ def extract_command(
         extracted = verified_extract(checkpoint.model, subnet, _probe(source, checkpoint, ranks))
     found = read_search(source)
     if found is not None and size != BEST and found.result.chosen.subnet != size:
-        found = None  # the cost of a search belongs to what it chose
+        found = None  # the search's cost belongs to the Subnet that it chose
     write_trained(
         out,
         extracted.model,
@@ -139,12 +139,12 @@ def extract_command(
 
 
 def named_subnet(source: Path, name: str, config: ModelConfig, presets: Mapping[str, SubnetChoice]) -> Subnet:
-    """What ``--subnet`` names of ``source``: `BEST`, or as of `parse_subnet`. Raises `UserError`: nothing that it has."""
+    """The Subnet of ``source`` that ``name`` describes: `BEST`, or a form of `parse_subnet`. Raises `UserError`: there is no such size."""
     return best_subnet(source, config) if name == BEST else parse_subnet(name, config, presets)
 
 
 def best_subnet(source: Path, config: ModelConfig) -> Subnet:
-    """What the run's last search chose. Raises `UserError` where there was none."""
+    """The Subnet that the last search of ``source`` chose. Raises `UserError`: the run was not searched."""
     found = read_search(source)
     if found is None:
         raise UserError(f"{source}: --subnet best: no search has been made here; run `stretto search {source}` first")
@@ -152,8 +152,9 @@ def best_subnet(source: Path, config: ModelConfig) -> Subnet:
 
 
 def export_command(source: Path, family: str | None, out: Path, dtype: str, gguf: bool, force: bool = False) -> None:
-    """Write the checkpoint ``source`` as a Hugging Face folder of ``family`` (None: `kept_family`), or as a GGUF file; ``force``
-    replaces what ``out`` holds.
+    """Write the checkpoint ``source`` as a Hugging Face folder of ``family`` (None: `kept_family`), or as a GGUF file.
+
+    ``force`` replaces existing content of ``out``.
     """
     folder = checkpoint_folder(source)
     require_apart(out, folder)
@@ -188,14 +189,14 @@ def load_checkpoint(source: Path, ranks: Ranks) -> Checkpoint:
 
 
 def _ends(values: tuple[int, ...]) -> tuple[int, ...]:
-    """Smallest, middle and largest: the table interpolates between them."""
+    """Smallest, middle and largest of ``values``; the latency table interpolates between them."""
     return tuple(sorted({values[0], values[len(values) // 2], values[-1]}))
 
 
 def _probe(source: Path, checkpoint: Checkpoint, ranks: Ranks) -> tuple[EvalBatch, ...]:
-    """A few hundred tokens to compare logits on: held-out text of the run, which reaches experts as text does.
+    """A few hundred tokens on which logits are compared: held-out text of the run, which reaches the experts that text uses.
 
-    A checkpoint without a run, or whose run saw none, is probed with random ids; equality must hold for any input.
+    For a checkpoint without a run, or a run without text, the tokens are random; equality must hold for any input.
     """
     if (source / RUN_FILE).is_file() and (info := read_info(source)).data is not None:
         return held_out(info, info.train.replace(eval_rows=EVAL_BATCH_ROWS), ranks)[:1]

@@ -1,4 +1,4 @@
-"""Serving a checkpoint: the server, a chat and a completion on the console; and which Subnet this machine can carry."""
+"""Serving a checkpoint: the HTTP server, chat and completion on the console, the choice of a Subnet by ``--subnet auto``, load tests."""
 
 from __future__ import annotations
 
@@ -63,19 +63,20 @@ from stretto.text.chat import tool_form
 AUTO = "auto"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TEXT_STAGES = {"pretrain", "extract", "heal"}
-"""Stages that train on running text, or not at all."""
+"""Stages that train on running text (not on conversations) or do not train."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What `stretto serve`, `chat` and `generate` were asked for."""
+    """Options of `stretto serve`, `chat` and `generate`."""
 
     subnet: str | None = None
-    """A preset, ``best`` or ``auto`` (both cut out), or ``layers=…,experts=…,top_k=…``; None: the environment's, else full."""
+    """A preset, ``best`` or ``auto`` (both extracted), or ``layers=…,experts=…,top_k=…``; None: the environment's choice, else full."""
     memory: str | None = None
+    """Memory limit for weights and cache, such as ``8GB``; None: the free memory."""
     cache_memory: str | None = None
-    """Of ``memory``, or of what is free; None: a share of what the weights leave."""
+    """Memory of the key-value cache; None: a share of what the weights leave free."""
     latency_ms: float | None = None
     device: str = "auto"
     dtype: str | None = None
@@ -98,14 +99,14 @@ def serve_command(source: Path, options: ServeOptions, settings: ServeSettings) 
                 _warn(warning)
             _announce(opened, model, f"http://{f'[{host}]' if ':' in host else host}:{port}")
             make_server(app).run(sockets=[listening])
-            if service.error is not None:  # whoever supervises this starts it again
+            if service.error is not None:  # a supervisor such as systemd restarts a process with this exit code
                 sys.stderr.write(f"stretto: {service.error}; the server ends\n")
                 raise typer.Exit(1)
 
 
 @contextmanager
 def served_here(source: Path, options: ServeOptions) -> Iterator[tuple[Starlette, ServedModel]]:
-    """The application over an engine in this process, for clients in it: no port is opened."""
+    """The server's application over an engine in this process, for clients in the same process. Opens no port."""
     opened, model = _open(source, options)
     with closing(AsyncEngine(opened.engine).start()) as service:
         app = create_app(service, model, ServeSettings())
@@ -114,7 +115,7 @@ def served_here(source: Path, options: ServeOptions) -> Iterator[tuple[Starlette
 
 
 def generate_command(source: Path, prompt: str, options: ServeOptions, sampling: Sampling) -> None:
-    """The completion of ``prompt`` on the console as it comes."""
+    """Print the completion of ``prompt`` while it is generated."""
     check_text(prompt, "--prompt")
     opened, model = _open(source, options)
     assert opened.tokenizer is not None
@@ -125,7 +126,7 @@ def generate_command(source: Path, prompt: str, options: ServeOptions, sampling:
 
 
 def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system: str | None) -> None:
-    """A conversation on the console; ends at /exit, /quit or the end of input. A line that cannot be answered is told, and no part of it."""
+    """A conversation on the console; ends at /exit, /quit or the end of input. A line that causes an error is not added to it."""
     check_text(system or "", "--system")
     opened, model = _open(source, options)
     subnet = model.default.of(model.config)
@@ -148,20 +149,20 @@ def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system
             continue
         if line.strip() in ("/exit", "/quit"):
             return
-        asked = [*messages, Message(role="user", content=line)]
+        conversation = [*messages, Message(role="user", content=line)]
         try:
             check_text(line, "this line")
-            answer = _answer(opened.engine, prompts, asked, subnet, sampling)
+            answer = _answer(opened.engine, prompts, conversation, subnet, sampling)
         except UserError as error:
             _say(f"not answered: {error}")
             continue
-        messages = [*asked, answer]
+        messages = [*conversation, answer]
 
 
 def _answer(
     engine: Engine, prompts: Prompts, messages: Sequence[Message], subnet: Subnet, sampling: Sampling
 ) -> Message:
-    """The next turn, which is also said. It is read as the server reads it: reasoning is shown, but is no content."""
+    """Print and return the assistant's next message. Reasoning is printed, but kept apart from the content, as in the server."""
     ids = prompts.chat(messages)
     reader = prompts.reader(None, reads_thoughts=True, is_thinking=prompts.thinks(ids))
     pieces: list[Piece] = []
@@ -176,16 +177,16 @@ def _answer(
 
 
 def check_text(text: str, source: str) -> None:
-    """Raises `UserError` for what Python made of bytes that are no UTF-8 (argv and a console may hold any)."""
+    """Raises `UserError` if ``text`` has surrogates: Python's form of bytes from arguments or a console that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         problem = f"character {error.start + 1} is not UTF-8"
-        raise UserError(f"{source}: {problem}; send text in that encoding") from None
+        raise UserError(f"{source}: {problem}; write text in UTF-8") from None
 
 
 def check_url(url: str, option: str) -> None:
-    """Raises `UserError` for an address that is not that of an HTTP server."""
+    """Raises `UserError` if ``url`` is not an HTTP address."""
     try:
         is_http = httpx.URL(url).scheme in ("http", "https") and bool(httpx.URL(url).host)
     except httpx.InvalidURL:
@@ -195,13 +196,13 @@ def check_url(url: str, option: str) -> None:
 
 
 def serve_settings(api_keys: Sequence[str], **asked: Any) -> ServeSettings:
-    """Settings of the command line; keys and the admin's key also from the environment, where nobody reads them."""
+    """Settings of the command line. Keys also come from the environment, where other users' process lists do not show them."""
     keys = {"api_keys": [*api_keys, *environment_keys()], "admin_key": os.environ.get("STRETTO_ADMIN_KEY") or None}
     return validate(ServeSettings, keys | asked, "stretto serve")
 
 
 def environment_keys() -> list[str]:
-    """Keys that ``STRETTO_API_KEYS`` names: a server asks for one of them, a client shows the first."""
+    """Keys in ``STRETTO_API_KEYS``, separated by commas. A server accepts each of them; a client sends the first."""
     return list(filter(None, os.environ.get("STRETTO_API_KEYS", "").split(",")))
 
 
@@ -224,22 +225,22 @@ def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedMode
         max_step_tokens=max(1024, options.max_batch),
         fast_prefill=options.fast_prefill,
     )
-    kept, cut, presets = read_config(folder), None, read_presets(folder)
+    cut, presets = None, read_presets(folder)
     if options.subnet == AUTO:
         fit = fitting_subnet(source, memory, options.latency_ms, device, dtype, config)
         cut, step = fit.subnet, "" if fit.step_ms is None else f", {fit.step_ms:.2f} ms a token alone"
         loss = "" if fit.nll is None else f", held-out loss {fit.nll:.3f}"
         _say(f"auto: {fit.name} ({cut.label()}): {size_in_bytes(fit.weight_bytes)} of weights{step}{loss}")
     elif options.subnet == BEST:
-        cut = best_subnet(source, kept)
+        cut = best_subnet(source, read_config(folder))
     elif options.latency_ms is not None:
-        raise UserError("--latency-ms: chooses a sub-model, so it goes with --subnet auto; add that")
-    if cut is not None:  # served as a network of its own, which has no other size
-        kept, presets = extracted_config(kept, cut), {}
+        raise UserError("--latency-ms: needs --subnet auto, whose choice it limits; add it")
+    if cut is not None:  # an extracted network has no other size
+        presets = {}
     opened = open_engine(source, config, device=device, dtype=dtype, memory_bytes=memory, cut=cut)
     default = SubnetChoice()
     if cut is None and options.subnet is not None:
-        parse_subnet(options.subnet, opened.config, presets)  # refuses what the network does not have
+        parse_subnet(options.subnet, opened.config, presets)  # raises an error if the network has no such size
         default = parse_choice(options.subnet, presets)
     elif cut is None:
         default = environment_subnet(os.environ, opened.config) or default
@@ -262,7 +263,7 @@ def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedMode
 
 
 def _take_threads(model: Transformer) -> None:
-    """On a CPU, so many threads as decode a token fastest, the machine being as busy as it is."""
+    """On a CPU, set the number of threads that decodes a token fastest under the machine's present load."""
     device = model.head_VD.device
     if device.type == "cpu" and len(thread_counts()) > 1:
         seconds, workload = engine_seconds(device), usual_workloads(model.config)[0]
@@ -272,7 +273,7 @@ def _take_threads(model: Transformer) -> None:
 def stream(
     engine: Engine, ids: list[int], subnet: Subnet, sampling: Sampling, visible_ids: frozenset[int] = frozenset()
 ) -> Iterator[str]:
-    """The continuation of ``ids``, piece by piece. Raises `UserError`: the engine could not finish it."""
+    """Yield the continuation of ``ids`` piece by piece. Raises `UserError`: the engine could not finish the request."""
     engine.add(Request("console", tuple(ids), sampling, Phases(subnet), visible_ids=visible_ids))
     while engine.has_work:
         for event in engine.step():
@@ -283,7 +284,7 @@ def stream(
 
 
 def least_trained(opened: OpenedEngine) -> Least:
-    """The least of each axis that the network was trained with, as its recipe says; no limit where none is known."""
+    """The smallest layers, experts and top-k that the network was trained with, from its recipe; no limits without a recipe."""
     recipe = (opened.lineage.config.get("recipe") if opened.lineage else None) or {}
     config, elastic = opened.config, recipe.get("elastic")
     if elastic is None:
@@ -300,14 +301,14 @@ def least_trained(opened: OpenedEngine) -> Least:
 
 
 def is_chat_tuned(opened: OpenedEngine) -> bool:
-    """Whether the template may have been trained with. Of a network that began as ours, its stages tell; another brings
-    the template because it was."""
+    """Whether the network was trained on conversations. The lineage tells for networks that Stretto pre-trained; a foreign network is
+    assumed to be trained with the chat template that it ships."""
     stages = set(_stages(opened.lineage)) if opened.lineage else set()
     return "pretrain" not in stages or not stages <= _TEXT_STAGES
 
 
 def _stages(lineage: Lineage) -> Iterator[str]:
-    """Its own, and its parents'."""
+    """The stage of ``lineage`` and those of all its parents."""
     yield lineage.stage
     for parent in lineage.parents:
         yield from _stages(parent)
@@ -346,19 +347,19 @@ def _say(text: str, end: str = "\n") -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A Subnet within the limits. Written by `fitting_subnet`."""
+    """A Subnet within the limits, from `fitting_subnet`."""
 
     subnet: Subnet
     name: str
     weight_bytes: int
     step_ms: float | None
-    """Measured time of one decoded token, alone in the batch; None where no latency was asked for."""
+    """Measured time per decoded token at batch size 1; None without a latency limit."""
     nll: float | None
-    """Held-out loss, where the run's search evaluated it."""
+    """Held-out loss in nats per token; None if no search evaluated it."""
 
 
 def parse_bytes(text: str, source: str) -> int:
-    """``8GB``, ``512MiB``, ``1e9``; else raises `UserError`, beginning with ``source``."""
+    """Number of bytes in a text such as ``8GB``, ``512MiB`` or ``1e9``. Raises `UserError` that begins with ``source`` for other text."""
     match = re.fullmatch(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     value = float(match[1]) * _UNITS.get(match[2].upper(), 0) if match else 0.0
     if not 0 < value < float("inf"):
@@ -374,10 +375,10 @@ def fitting_subnet(
     dtype: torch.dtype,
     config: EngineConfig,
 ) -> Fit:
-    """The best Subnet of ``source`` whose weights and one longest sequence fit, and that decodes fast enough.
+    """The best Subnet of ``source`` whose weights and one sequence of full length fit in memory, and that decodes fast enough.
 
-    Best is the lowest held-out loss where the run was searched, else the most active parameters. Speed is measured here
-    and now, on the Subnet cut out, one sequence at a time. Raises `UserError` with what comes nearest.
+    The best one has the lowest held-out loss if the run was searched, else the most active parameters. Speed is measured at batch
+    size 1 on the extracted Subnet. Raises `UserError` that names the nearest limit that can be met.
     """
     checkpoint = read_checkpoint(checkpoint_folder(source), device=device, dtype=dtype)
     model, network = checkpoint.model.requires_grad_(False), checkpoint.config
@@ -410,7 +411,7 @@ def fitting_subnet(
 def _candidates(
     source: Path, network: ModelConfig, presets: Mapping[str, SubnetChoice]
 ) -> Sequence[tuple[str, Subnet, float | None]]:
-    """Name, Subnet and known loss, best first."""
+    """Name, Subnet and held-out loss (None if unknown) of each size, the best first."""
     record = read_search(source)
     if record is None:
         found = [(name, subnet, None) for name, subnet in named_subnets(network, presets).items()]
@@ -420,12 +421,12 @@ def _candidates(
     return [(each.name or each.subnet.label(), each.subnet, nll) for each, nll in known]
 
 
-# load on a server
+# --- load tests -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What `stretto bench-serve` was asked for."""
+    """Options of `stretto bench-serve`."""
 
     requests: int
     concurrency: int
@@ -436,7 +437,7 @@ class LoadOptions:
 
 
 def bench_serve_command(source: Path | None, url: str | None, subnet: str | None, options: LoadOptions) -> None:
-    """Load ``url``, or a server of ``source`` started for it; print what the clients saw."""
+    """Send requests to ``url``, or to a server of ``source`` that is started for the test; print latencies and throughput."""
     if (source is None) == (url is None):
         raise UserError("bench-serve: name either a run or --url of a running server")
     if url is not None:
@@ -455,7 +456,7 @@ async def _load(url: str, options: LoadOptions) -> LoadResult:
         try:
             info = await client.get("/api/info")
         except httpx.TransportError:
-            raise UserError(f"--url {url}: nobody answers there; start `stretto serve` first") from None
+            raise UserError(f"--url {url}: no server answers; start `stretto serve` first") from None
         except ApiFailure as error:
             raise UserError(f"--url {url}: {error}; name a server of `stretto serve` that takes this key") from None
         rng = random.Random(options.seed)

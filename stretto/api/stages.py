@@ -103,7 +103,7 @@ def run_folder(out: PathLike | None, recipe: object, stage: str) -> Path:
 
 
 def new_folder(model: ModelLike, stage: str) -> Path:
-    """A folder beside the model's that does not exist yet: ``runs/demo`` and ``heal`` give ``runs/demo-heal``, then ``-2`` …"""
+    """A folder beside the model's that does not exist yet: ``runs/demo-heal`` for ``runs/demo`` and ``heal``, then ``runs/demo-heal-2`` …"""
     source = place(model).resolve()
     base = source.with_name(f"{source.name}-{stage}")
     numbered = (base.with_name(f"{base.name}-{number}") for number in itertools.count(2))
@@ -156,15 +156,16 @@ def pretrain(
     if start is not None or (resume and (folder / RUN_FILE).is_file()):
         given = model_to_go_on_with(folder, start)
     parsed = read_recipe(recipe, Recipe, overriding(settings, {"train.steps": steps}), given)
-    default_family(parsed.network())  # refused now, and not when it has been trained
+    default_family(parsed.network())  # raises an error before the training if no family can store the network
     ranks, named, text = join(device, parsed.train.ep), listed_data(data), TextOptions(val, val_fraction, text_field)
-    words = None if tokenizer is None else Path(tokenizer)
+    vocabulary = None if tokenizer is None else Path(tokenizer)
     origin_folder = checkpoint_folder(start).resolve() if start is not None else None
 
     def begin() -> RunInfo:
         if not resume:
-            return new_run(parsed, folder, named, words, origin_folder, text)
-        return same_folder(folder, begun_run(folder, parsed, named, words, text), "--from", origin_folder, "parent")
+            return new_run(parsed, folder, named, vocabulary, origin_folder, text)
+        begun = begun_run(folder, parsed, named, vocabulary, text)
+        return same_folder(folder, begun, "--from", origin_folder, "parent")
 
     with ExitStack() as held:
         info = ranks.first(lambda: claim_run(folder, resume, held, begin))
@@ -208,16 +209,16 @@ def adopt(
     Raises:
         UserError: no such source, one that is not supported, or a folder that holds something else.
     """
-    before = {"flops": _whole(parent_flops), "tokens": _whole(parent_tokens)}
-    how = upcycling(experts, top_k, method, shared)
-    told = validate(AdoptOptions, options | {"upcycling": how, "before": before}, "stretto adopt")
+    before = {"flops": _as_integer(parent_flops), "tokens": _as_integer(parent_tokens)}
+    conversion = upcycling(experts, top_k, method, shared)
+    parsed = validate(AdoptOptions, options | {"upcycling": conversion, "before": before}, "stretto adopt")
     folder = Path("runs") / Path(source).name if out is None else Path(out)
-    adopt_command(os.fspath(source), folder, told)
+    adopt_command(os.fspath(source), folder, parsed)
     return load(folder)
 
 
-def _whole(number: float | None) -> int | float | None:
-    """``6e21`` as the whole number it is; any other value is left to the validation."""
+def _as_integer(number: float | None) -> int | float | None:
+    """``6e21`` as an integer; any other value is left to the validation."""
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
@@ -260,23 +261,24 @@ def elasticize(
     Raises:
         UserError: bad data or recipe, a teacher with another vocabulary, or a folder that holds another run.
     """
-    told = {"trainable": trainable, "cached_logits": cache_logits, "train.steps": steps}
-    parsed = read_recipe(recipe, ElasticizeRecipe, overriding(settings, told))
+    keys = {"trainable": trainable, "cached_logits": cache_logits, "train.steps": steps}
+    parsed = read_recipe(recipe, ElasticizeRecipe, overriding(settings, keys))
     ranks, named, text = join(device, parsed.train.ep), listed_data(data), TextOptions(val, val_fraction, text_field)
     folder, in_place = place(source) if out is None else Path(out), out is None
 
     def begin() -> RunInfo:
         origin = kept_checkpoint(folder) if in_place else checkpoint_folder(place(source)).resolve()
         config = read_config(origin)
-        taught = None if teacher is None else check_teacher(config.vocab_size, place(teacher))
+        teacher_folder = None if teacher is None else check_teacher(config.vocab_size, place(teacher))
         complete = parsed.for_network(config, read_presets(origin))
         if resume:
-            begun = same_folder(folder, begun_run(folder, complete, named, text=text), "--teacher", taught, "teacher")
+            begun = begun_run(folder, complete, named, text=text)
+            begun = same_folder(folder, begun, "--teacher", teacher_folder, "teacher")
             return begun if in_place else same_folder(folder, begun, "source", origin, "parent")
         tokens, parent = (folder / "elasticize", None) if in_place else (folder, origin)
-        vocab_size, tokenizer = config.vocab_size, own_tokenizer(origin)
+        folders = {"parent": parent, "teacher": teacher_folder}
         return new_info(
-            "elasticize", complete, tokens, named, tokenizer, vocab_size, text, parent=parent, teacher=taught
+            "elasticize", complete, tokens, named, own_tokenizer(origin), config.vocab_size, text, **folders
         )
 
     with ExitStack() as held:
@@ -285,14 +287,14 @@ def elasticize(
         info = ranks.first(lambda: claim_run(folder, resume, held, begin, ADOPTED if in_place else CHECKPOINT))
         assert isinstance(info.recipe, ElasticizeRecipe)
         origin = info.parent or kept_checkpoint(folder)
-        guide = partial(read_network, info.teacher) if info.teacher is not None else None
+        read_teacher = partial(read_network, info.teacher) if info.teacher is not None else None
         job = new_job(folder, info, ranks, resume)
-        trained = loop.elasticize(info.recipe, job, partial(read_network, origin), guide)
-        made = folder / ("elasticized" if in_place else CHECKPOINT)
+        trained = loop.elasticize(info.recipe, job, partial(read_network, origin), read_teacher)
+        result = folder / ("elasticized" if in_place else CHECKPOINT)
         anchors = info.recipe.elastic.anchors
-        write_result(made, folder.name, info, trained, ranks, anchors, stem_of(origin), origin)
+        write_result(result, folder.name, info, trained, ranks, anchors, stem_of(origin), origin)
         if in_place:
-            ranks.first(lambda: put_in_place(folder, made))
+            ranks.first(lambda: put_in_place(folder, result))
     return load(folder, device=device)
 
 
@@ -308,7 +310,7 @@ def latency(model: ModelLike, *, device: str = "auto") -> LatencyTable:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What `search` found."""
+    """Result of `search`."""
 
     result: SearchResult
     """All measurements: candidates, Pareto front, rank correlations."""
@@ -339,7 +341,7 @@ class Search:
         return Table("", columns, rows, note="* chosen; loss in nats per token on held-out text")
 
     def plot(self) -> Plot:
-        """Loss over size of every candidate, the limits and the chosen one."""
+        """Figure of loss over size: every candidate, the limits, and the chosen sub-network."""
         return Plot(candidates(self.result))
 
     def __repr__(self) -> str:
@@ -375,19 +377,24 @@ def search(
         max_total: share of the full network's parameters, 0 to 1 (memory).
         max_active: share of the active parameters, 0 to 1 (compute).
         max_latency_ms: milliseconds per decoding step; needs a table of `latency`.
-        heal_steps: heal the best few for so many steps before choosing; 0: do not.
+        heal_steps: number of healing steps for each of the best few before the choice; 0: none.
+        heal_recipe: a recipe of healing, of which ``heal_steps`` overrides the number of steps.
         nested: drop layers in the order of training only.
         per_layer: let the number of experts differ between layers.
+        val: held-out text in the forms of ``data``; a part of the data by default.
+        val_fraction: share of the data to hold out, 0 to 0.5; 0.01 by default, up to 0.1 of little text.
+        text_field: field that holds the text in JSONL, CSV, Parquet and datasets.
         options: seed and sizes of the search.
+        device: ``cpu``, ``cuda`` or ``auto``.
 
     Raises:
-        UserError: ``model`` is not a run, or nothing meets the limits (with the nearest that does).
+        UserError: ``model`` is not a run, or no sub-network meets the limits (the message names the nearest limits that can be met).
     """
     run, limits = place(model), parse_limits(max_total, max_active, max_latency_ms)
     healing = None
     if heal_steps:
-        told = [f"train.steps={heal_steps}", f"train.eval_every={heal_steps}", f"train.snapshot_every={heal_steps}"]
-        healing = read_recipe(heal_recipe, HealRecipe, told)
+        keys = ("train.steps", "train.eval_every", "train.snapshot_every")
+        healing = read_recipe(heal_recipe, HealRecipe, [f"{key}={heal_steps}" for key in keys])
     info, ranks = read_info(run), join(device)
     if isinstance(info.recipe, HealRecipe):
         raise UserError(
@@ -396,7 +403,9 @@ def search(
     checkpoint = load_checkpoint(run, ranks)
     network = checkpoint.model
     with ExitStack() as held:
-        ranks.first(lambda: held.enter_context(claimed(run / "search")))  # where text is tokenised and candidates heal
+        ranks.first(
+            lambda: held.enter_context(claimed(run / "search"))
+        )  # tokens and healed candidates are written there
         if named := listed_data(data):
             text = TextOptions(val, val_fraction, text_field)
             info = ranks.first(lambda: on_other_data(run, info, named, text, checkpoint))
@@ -406,15 +415,15 @@ def search(
         numbers = itertools.count()
 
         def healed_nll(subnet: Subnet) -> float:
-            """Loss of ``subnet`` after a few steps of healing; each heals in a folder of its own."""
+            """Held-out loss of ``subnet`` after healing in a folder of its own, nats per token."""
             assert healing is not None and info.data_hash is not None
-            seen = meter.receipt().flops
+            flops_before = meter.receipt().flops
             loader = open_loader(info, healing.train, ranks)
             job = loop.Job(run / "search" / f"heal-{next(numbers):02d}", loader, (), info.data_hash, ranks)
             healed = loop.heal(healing, job, cut_out(network, subnet), lambda: network)
-            # what the search's meter saw of it already are the teacher's passes through the maximum network
-            spent, seen = healed.meter.receipt(), meter.receipt().flops - seen
-            meter.add(flops=spent.flops - seen, tokens=spent.tokens)
+            # the search's meter has counted the teacher's passes already: the teacher is the network that it watches
+            spent, counted = healed.meter.receipt(), meter.receipt().flops - flops_before
+            meter.add(flops=spent.flops - counted, tokens=spent.tokens)
             return loss_of(healed.model, healed.model.config.full(), batches).nll
 
         space = SearchSpace.of(
@@ -444,8 +453,10 @@ def extract(
     """Cut one size out as an ordinary checkpoint. Refuses unless its logits equal those of the masked network.
 
     Args:
+        model: run or checkpoint.
         subnet: the size (docs/GLOSSARY.md).
         out: checkpoint folder to write; beside the model's, with ``-extract`` added, by default.
+        device: ``cpu``, ``cuda`` or ``auto``.
         force: replace what ``out`` holds.
 
     Raises:
@@ -496,19 +507,19 @@ def heal(
     out_folder = new_folder(model, "heal") if out is None else Path(out)
     parsed = read_recipe(recipe, HealRecipe, overriding(settings, {"train.steps": steps}))
     run = out_folder.with_name(out_folder.name + ".run")
-    folder, told = checkpoint_folder(place(model)), None if teacher is None else place(teacher)
-    for kept in (folder, *([] if told is None else [checkpoint_folder(told)])):
-        require_apart(out_folder, kept)
+    folder, teacher_place = checkpoint_folder(place(model)), None if teacher is None else place(teacher)
+    teacher_folder = None if teacher_place is None else checkpoint_folder(teacher_place)
+    for source in filter(None, (folder, teacher_folder)):
+        require_apart(out_folder, source)
     require_new(out_folder, force or resume)
     student = read_checkpoint(folder, dtype=torch.float32)
     ranks, named, text = join(device, parsed.train.ep), listed_data(data), TextOptions(val, val_fraction, text_field)
 
     def begin() -> RunInfo:
         if not resume:
-            return new_heal(parsed, run, student, named, find_teacher(parsed, student, told), text)
+            return new_heal(parsed, run, student, named, find_teacher(parsed, student, teacher_place), text)
         begun = same_folder(run, begun_run(run, parsed, named, text=text), "source", folder, "parent")
-        guide = checkpoint_folder(told) if told is not None and parsed.ce_weight < 1.0 else None
-        return same_folder(run, begun, "--teacher", guide, "teacher")
+        return same_folder(run, begun, "--teacher", teacher_folder if parsed.ce_weight < 1.0 else None, "teacher")
 
     with ExitStack() as held:
         info = ranks.first(lambda: claim_run(run, resume, held, begin))

@@ -1,4 +1,4 @@
-"""What the training stages share: the record of a run, its job, its held-out text, and its checkpoint."""
+"""Code that the training stages share: the record of a run, its job, its held-out batches, and its checkpoint."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ from stretto.train.run_folder import ADOPTED, RunInfo, read_info
 from stretto.train.snapshot import LAYOUT, STEERING
 
 EVAL_BATCH_ROWS = 16
+"""Largest number of rows in a held-out batch."""
 ADAPTER = "adapter"
-"""In a run folder of `stretto sft`: the adapters by themselves, where they were asked for."""
+"""Folder in a run of `stretto sft` that holds the adapters alone (``--keep-adapter``)."""
 
 
 def model_to_go_on_with(run: Path, origin: Path | None) -> dict[str, Any] | None:
-    """The recipe's table of the network that ``origin`` is, or that ``run`` went on from when it began; None: from none."""
+    """The recipe's ``model`` table for the network that a run continues from: ``origin``, or the parent that ``run`` recorded. None
+    if the run starts from random weights."""
     if origin is None:
         begun = read_info(run)
         if begun.parent is None or not isinstance(begun.recipe, Recipe):
@@ -52,7 +54,7 @@ def new_job(
     wandb_project: str | None = None,
     loader: Loader | None = None,
 ) -> Job:
-    """What a run is given; ``loader``: where its batches come from, if not `open_loader`'s."""
+    """The job of a training run. ``loader``: source of its batches; None: `open_loader`."""
 
     def tracker(step: int) -> Tracker:
         assert info.recipe is not None
@@ -72,10 +74,10 @@ def open_loader(info: RunInfo, train: TrainConfig, ranks: Ranks) -> Loader:
 
 
 def held_out(info: RunInfo, train: TrainConfig, ranks: Ranks) -> tuple[EvalBatch, ...]:
-    """Fixed held-out batches, on the device: the first rows of every part of the mixture."""
+    """Fixed held-out batches on the device: the first rows of every part of the mixture."""
     parts = info.mixture.open("val")
-    # no more than training has room for, and the same rows on any number of ranks that shares a batch, so that losses of a
-    # resharded run go on as they were
+    # No more rows than a training batch has, because memory suffices for those. The same rows on any number of ranks that divides
+    # the batch, so that losses before and after a change of ranks are comparable.
     rows = EVAL_BATCH_ROWS if EVAL_BATCH_ROWS % ranks.world == 0 else train.micro_rows
     rows = min(rows, train.micro_rows)
     num = max(1, train.eval_rows // (rows * len(parts)))
@@ -86,13 +88,17 @@ def held_out(info: RunInfo, train: TrainConfig, ranks: Ranks) -> tuple[EvalBatch
 def claim_run(
     run: Path, resume: bool, held: ExitStack, start: Callable[[], RunInfo], result: str = CHECKPOINT
 ) -> RunInfo:
-    """The run's record, made or found by ``start``; nobody else runs in the folder until ``held`` is closed.
+    """The run's record, created or read by ``start``. The folder stays locked against other processes until ``held`` is closed.
 
-    ``result``: a folder that is in ``run`` once such a run has ended there.
+    Args:
+        result: folder inside ``run`` that exists once a run of this stage has ended.
+
+    Raises:
+        UserError: the folder holds another run and ``resume`` is False, or another process runs in it.
     """
     held.enter_context(claimed(run))
     if not resume and ((run / "snapshots").is_dir() or (run / result).is_dir()):
-        raise UserError(f"{run}: a run lies here already; add --resume to go on with it, or choose another folder")
+        raise UserError(f"{run}: holds a run already; add --resume to continue it, or choose another folder")
     info = start()
     write_json(run / RUN_FILE, info.model_dump(mode="json"))
     return info
@@ -105,8 +111,8 @@ def begun_run(
     tokenizer: Path | None = None,
     text: TextOptions = AS_IT_IS,
 ) -> RunInfo:
-    """The record of the run that is gone on with, under the recipe of now. Raises `UserError`: it is another run, or it was told
-    something else than this time.
+    """The record of the run to resume, with ``recipe`` in place of its own. Raises `UserError`: the folder holds a run of another
+    stage, or a setting differs that a resume cannot change.
     """
     info = read_info(run)
     if info.recipe is None or type(info.recipe) is not type(recipe):
@@ -127,13 +133,13 @@ def begun_run(
 
 
 def same_folder(
-    run: Path, info: RunInfo, name: str, told: Path | None, field: Literal["parent", "teacher", "adapters"]
+    run: Path, info: RunInfo, option: str, folder: Path | None, field: Literal["parent", "teacher", "adapters"]
 ) -> RunInfo:
-    """``info``. Raises `UserError`: ``told`` is another folder than its ``field``."""
+    """``info``. Raises `UserError`: ``folder`` differs from the one that ``info`` records in ``field``."""
     before = getattr(info, field)
-    if told is not None and told.resolve() != before:
+    if folder is not None and folder.resolve() != before:
         was = f"was {before} when this run started" if before else "this run started without"
-        raise UserError(f"{run}: {name}: {was}, is {told} now; change it back")
+        raise UserError(f"{run}: {option}: {was}, is {folder} now; change it back")
     return info
 
 
@@ -157,26 +163,28 @@ def new_info(
     text: TextOptions,
     **began: Path | None,
 ) -> RunInfo:
-    """The record of a run whose text is now tokens in ``folder``; ``began``: with which folders, by its fields."""
+    """Tokenise ``data`` into ``folder`` and return the record of the new run. ``began``: fields of `RunInfo` for the folders that
+    the run starts from."""
     mixture, kept, data_hash = prepare_data(folder, data, tokenizer, vocab_size, text)
     if not text.is_chat:
         check_enough(mixture, recipe.train)
-    told = {"data": mixture, "data_hash": data_hash, "sources": sources_named(data, text), "tokenizer": kept}
-    return RunInfo.model_validate({"stage": stage, "recipe": recipe, **told, **began})
+    fields = {"data": mixture, "data_hash": data_hash, "sources": sources_named(data, text), "tokenizer": kept}
+    return RunInfo.model_validate({"stage": stage, "recipe": recipe, **fields, **began})
 
 
 def read_network(folder: Path) -> Transformer:
-    """The network of the checkpoint ``folder`` in fp32, to train or to distil from."""
+    """The network of the checkpoint ``folder`` in fp32, as a student or a teacher."""
     return read_checkpoint(folder, dtype=torch.float32).model
 
 
 @dataclass(frozen=True, slots=True)
 class Stem:
-    """What a checkpoint that a run starts from hands on beside its weights."""
+    """Properties that a trained checkpoint inherits from the checkpoint it started from."""
 
     family: Family
-    """The result is stored in the same."""
+    """Architecture on disk."""
     parents: tuple[Lineage, ...]
+    """Lineage of the starting checkpoint; empty for a foreign one."""
 
 
 def stem_of(folder: Path) -> Stem:
@@ -185,34 +193,34 @@ def stem_of(folder: Path) -> Stem:
 
 
 def own_tokenizer(folder: Path) -> Path:
-    """``folder``, a checkpoint. Raises `UserError`: it has no tokenizer."""
+    """The checkpoint ``folder``. Raises `UserError`: it has no tokenizer."""
     if not (folder / "tokenizer.json").is_file():
         raise UserError(f"{folder}: has no tokenizer.json; put the tokenizer beside the weights")
     return folder
 
 
 def kept_checkpoint(run: Path) -> Path:
-    """The checkpoint that continued training in place of ``run`` starts from."""
+    """The checkpoint from which in-place training of ``run`` starts."""
     return (run / ADOPTED if (run / ADOPTED).is_dir() else run / CHECKPOINT).resolve()
 
 
 def require_adopted(run: Path) -> None:
-    """Raises `UserError` where a checkpoint of ``run`` must not be replaced by another."""
+    """Raises `UserError` if ``run`` may not be trained in place: only adopted runs may."""
     if not (run / RUN_FILE).is_file():
         raise UserError(f"{run}: not a run folder that `stretto adopt` wrote; name a new folder with -o")
     info = read_info(run)
     if info.stage != "adopt" and (info.stage != "elasticize" or info.parent is not None):
         raise UserError(
-            f"{run}: its checkpoint was made by `stretto {info.stage}` and stays; name a new folder with -o"
+            f"{run}: its checkpoint was made by `stretto {info.stage}` and is not replaced; name a new folder with -o"
         )
 
 
-def put_in_place(run: Path, made: Path) -> None:
-    """Let ``made`` be the run's checkpoint; the one it started with stays. Killed anywhere, a resume does the rest."""
+def put_in_place(run: Path, trained: Path) -> None:
+    """Make ``trained`` the run's checkpoint and keep the original in ``adopted/``. After a kill at any point, a resume finishes it."""
     if not (run / ADOPTED).is_dir():
         (run / CHECKPOINT).rename(run / ADOPTED)
-    remove(run / CHECKPOINT)  # of a run that was resumed for more steps
-    made.rename(run / CHECKPOINT)
+    remove(run / CHECKPOINT)  # the result of an earlier training that was resumed for more steps
+    trained.rename(run / CHECKPOINT)
 
 
 def new_heal(
@@ -226,26 +234,28 @@ def new_heal(
 
 
 def find_teacher(recipe: HealRecipe, student: Checkpoint, teacher: Path | None) -> Path | None:
-    """The checkpoint's folder of ``teacher``, or of what the student was cut from; None where the recipe wants none."""
+    """The checkpoint folder of ``teacher``, by default of the network that the student was cut from. None if the recipe uses no teacher."""
     if recipe.ce_weight >= 1.0:
         return None
     if teacher is None:
-        told = student.lineage.config.get("source") if student.lineage else None
-        if not told or not Path(told).is_dir():
+        source = student.lineage.config.get("source") if student.lineage else None
+        if not source or not Path(source).is_dir():
             raise UserError(
-                f"{student.folder}: --teacher: the network this was cut from is not at hand; "
+                f"{student.folder}: --teacher: the network that this checkpoint was cut from was not found; "
                 "name it, or set ce_weight=1 to heal on the data alone"
             )
-        teacher = Path(told)
+        teacher = Path(source)
     return check_teacher(student.config.vocab_size, teacher)
 
 
 def check_teacher(vocab_size: int, teacher: Path) -> Path:
-    """The checkpoint's folder of ``teacher``. Raises `UserError`: its vocabulary has another size."""
+    """The checkpoint folder of ``teacher``. Raises `UserError`: its vocabulary has another size."""
     folder = checkpoint_folder(teacher)
     num_tokens = read_config(folder).vocab_size
     if num_tokens != vocab_size:
-        raise UserError(f"{teacher}: --teacher: vocabulary of {num_tokens}, the student has {vocab_size}")
+        raise UserError(
+            f"{teacher}: --teacher: has a vocabulary of {num_tokens}, the student one of {vocab_size}; name another"
+        )
     return folder.resolve()
 
 
@@ -259,7 +269,7 @@ def write_result(
     stem: Stem | None,
     tokenizer: Path | None = None,
 ) -> Path:
-    """Write the checkpoint (rank 0) with its lineage."""
+    """Write the trained checkpoint ``out`` with its lineage; rank 0 writes."""
     return write_trained(
         out,
         trained.model,

@@ -1,4 +1,4 @@
-"""The command ``stretto``: all commands in the order of ``stretto --help``, and what happens to errors."""
+"""The command `stretto`: all commands in the order of ``stretto --help``, and the exit codes and messages of errors."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ SECTIONS: dict[str, tuple[Callable[..., None], ...]] = {
 }
 """The commands in the order of ``stretto --help``."""
 NAMES = {evaluate: "eval"}
-"""Commands that have another name than their function."""
+"""Names of commands that differ from their function's name."""
 
 
 class Commands(typer.core.TyperGroup):
     """The list of commands by section, each with the whole first sentence of its help."""
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:  # of the click that typer has inside
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # types of click, which typer vendors
         shown = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         rows = {name: (name, _first_paragraph(each)) for name, each in shown.items() if each is not None}
         for section, functions in SECTIONS.items():
@@ -80,14 +80,14 @@ app.add_typer(judge, name="judge")
 
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""Any of these, set by a user, says how OpenMP's threads wait."""
+"""Environment variables with which a user sets how OpenMP's threads wait."""
 
 
 def wait_briefly(environment: MutableMapping[str, str]) -> None:
-    """Have OpenMP's threads fall asleep after microseconds of waiting for each other, unless a user said how they wait.
+    """Let OpenMP's threads sleep after microseconds of waiting for each other, unless a variable of `WAITING` is set.
 
-    Threads that spin keep the others from the core they wait for: with one of two cores busy, training took 3.1 times as long.
-    On a quiet machine so short a spin costs nothing; sleeping at once (``OMP_WAIT_POLICY=passive``) cost 7 %.
+    A spinning thread occupies the core that the thread it waits for needs: with one of two cores busy, training took 3.1 times as
+    long. On a quiet machine this short spin costs nothing; sleeping at once (``OMP_WAIT_POLICY=passive``) cost 7 %.
     """
     if not any(name in environment for name in WAITING):
         environment.update(GOMP_SPINCOUNT="1000", KMP_BLOCKTIME="1")  # GNU: rounds; LLVM and Intel: milliseconds
@@ -95,15 +95,15 @@ def wait_briefly(environment: MutableMapping[str, str]) -> None:
 
 def main() -> None:
     """Entry point: bad input becomes one line and exit code 2, a run that diverged 3, Ctrl-C 130."""
-    wait_briefly(os.environ)  # before torch is imported: its library looks when it is loaded
+    wait_briefly(os.environ)  # OpenMP reads the environment when torch is imported
     try:
-        code = app(prog_name="stretto", standalone_mode=False)  # newer typers return what they would exit with
+        code = app(prog_name="stretto", standalone_mode=False)  # newer versions of typer return the exit code
     except UserError as error:
         _fail(str(error), error.exit_code)
     except OSError as error:
-        if (told := of_system(error)) is None:
+        if (problem := of_system(error)) is None:
             raise
-        _fail(str(told), told.exit_code)
+        _fail(str(problem), problem.exit_code)
     except typer.Exit as stop:
         sys.exit(stop.exit_code)
     except (KeyboardInterrupt, typer.Abort):
@@ -111,28 +111,28 @@ def main() -> None:
     except Exception as error:
         if not hasattr(error, "exit_code"):  # click's own errors about arguments carry one
             raise
-        if (problem := usage_problem(error, sys.argv[1:])) is not None:
-            _fail(problem, 2)
-        error.show()  # type: ignore[attr-defined]  # the help, which a bare command asks for
+        if (message := usage_problem(error, sys.argv[1:])) is not None:
+            _fail(message, 2)
+        error.show()  # type: ignore[attr-defined]  # prints the help of a command without arguments
         sys.exit(int(error.exit_code))
     if code == 130:
-        _fail("interrupted; a training run goes on with --resume", 130)
+        _fail("interrupted; a training run continues with --resume", 130)
     sys.exit(code or 0)
 
 
 def usage_problem(error: Any, arguments: Sequence[str]) -> str | None:
-    """What click says of wrong ``arguments``, in a line with the remedy; None: it has nothing to say but the help."""
+    """Click's message about wrong ``arguments`` in one line with a remedy; None if the error is only a request for help."""
     context, message = getattr(error, "ctx", None), error.format_message()
-    told = " ".join(message.split()).rstrip(".")
-    if context is None or not told or "\n" in message.strip():
+    problem = " ".join(message.split()).rstrip(".")
+    if context is None or not problem or "\n" in message.strip():
         return None
-    remedy = _again(context.command, arguments) if "extra argument" in message else None
+    remedy = _repeat_option(context.command, arguments) if "extra argument" in message else None
     place = "".join(f"{name}: " for name in context.command_path.split()[1:])
-    return f"{place}{told[0].lower()}{told[1:]}; {remedy or f'see `{context.command_path} --help`'}"
+    return f"{place}{problem[0].lower()}{problem[1:]}; {remedy or f'see `{context.command_path} --help`'}"
 
 
-def _again(command: Any, arguments: Sequence[str]) -> str | None:
-    """How to give several values to an option of ``command`` that is repeated for each, if ``arguments`` name it once before them."""
+def _repeat_option(command: Any, arguments: Sequence[str]) -> str | None:
+    """The remedy for ``--option A B`` where ``--option A --option B`` is right; None if ``arguments`` have no such mistake."""
     repeated = {
         name for parameter in command.params if getattr(parameter, "multiple", False) for name in parameter.opts
     }
@@ -141,12 +141,12 @@ def _again(command: Any, arguments: Sequence[str]) -> str | None:
         values = [first] if first else []
         values += takewhile(lambda each: not each.startswith("-"), arguments[place:])
         if name in repeated and len(values) > 1:
-            return f"{name} is written before each: {name} {values[0]} {name} {values[1]}"
+            return f"repeat {name} before each value: {name} {values[0]} {name} {values[1]}"
     return None
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    # names come from files, too: a line end or a terminal's command in one is shown, not obeyed
+    # a message may quote a file's content: control characters are escaped
     shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in message)
     sys.stderr.write(f"stretto: {shown}\n")
     sys.exit(code)

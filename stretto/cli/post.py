@@ -51,9 +51,9 @@ def sft(
     Reads a checkpoint and conversations; writes a run folder.
     """
     options = locals()
-    made = stretto.sft(**options)
-    hint = f"stretto report {made.source}; " if data else ""
-    say(f"checkpoint: {made.folder}\nnext: {hint}stretto chat {made.source}")
+    result = stretto.sft(**options)
+    hint = f"stretto report {result.source}; " if data else ""
+    say(f"checkpoint: {result.folder}\nnext: {hint}stretto chat {result.source}")
 
 
 def merge(
@@ -79,9 +79,9 @@ def merge(
     Reads runs or checkpoints; writes a checkpoint folder.
     """
     each = [part.strip() for part in weights.split(",")] if weights is not None else []
-    told = {"scale": scale, "density": density, "t": t, "seed": seed}
-    made = stretto.merge(method, models, out, base=base, weights=each, force=force, **told)
-    say(f"checkpoint: {made.folder}")
+    values = {"scale": scale, "density": density, "t": t, "seed": seed}
+    result = stretto.merge(method, models, out, base=base, weights=each, force=force, **values)
+    say(f"checkpoint: {result.folder}")
 
 
 Suites = Annotated[

@@ -101,10 +101,10 @@ def serve(
     dtype: ServedDtype = None,
 ) -> None:
     """Serve a checkpoint at every size, chosen per request: OpenAI-compatible API, web page, Prometheus metrics."""
-    told = locals()
+    values = locals()
     from stretto.api.serve import ServeOptions, serve_command, serve_settings
 
-    options = ServeOptions(**{each.name: told[each.name] for each in fields(ServeOptions)})
+    options = ServeOptions(**{each.name: values[each.name] for each in fields(ServeOptions)})
     limits = {"floor": floor, "first_token_s": first_token_s, "max_wait_s": max_wait_s, "tool_chars": tool_chars}
     exposed = {"host": host, "port": port, "cors_origins": cors, "allowed_hosts": allowed_host}
     settings = serve_settings(api_key, **exposed, **limits)
@@ -157,8 +157,8 @@ def agent(
     from stretto.api.serve import ServeOptions
     from stretto.base.config import validate
 
-    told = {"turns": budget_turns, "tokens": budget_tokens, "votes": votes, "temperature": temperature, "seed": seed}
-    options = validate(AgentOptions, told | {"think": think, "answer": answer}, "stretto agent: --budget-*, --votes")
+    values = {"turns": budget_turns, "tokens": budget_tokens, "votes": votes, "temperature": temperature, "seed": seed}
+    options = validate(AgentOptions, values | {"think": think, "answer": answer}, "stretto agent: --budget-*, --votes")
     serving = ServeOptions(device=device, dtype=dtype, max_batch=max(1, votes))
     agent_command(question, model, server, tools, options, plan=plan, out=out, serving=serving)
 

@@ -34,7 +34,7 @@ VOCAB_SIZE = 8192
 def pretrain(
     recipe: Recipe,
     data: Data = [],  # noqa: B006 - typer reads it once
-    # not --run: torchrun would take it for its own --run-path
+    # not --run: torchrun reads it as its own --run-path
     out: RunOut = None,
     val: Val = None,
     val_fraction: ValFraction = None,
@@ -61,11 +61,11 @@ def pretrain(
     from stretto.base.config import overriding, read_recipe
     from stretto.train.recipe import Recipe as PretrainRecipe
 
-    if origin is None and not resume:  # else a part of it comes from the network that is continued
+    if origin is None and not resume:  # otherwise the network's description comes from another checkpoint
         # a bad recipe is refused before torch is imported
         options["recipe"] = read_recipe(recipe, PretrainRecipe, overriding(settings, {"train.steps": steps}))
-    made = stretto.pretrain(**options | {"out": out or Path("runs") / recipe.stem})
-    _say_next(made.source)
+    result = stretto.pretrain(**options | {"out": out or Path("runs") / recipe.stem})
+    _say_next(result.source)
 
 
 def adopt(
@@ -129,10 +129,12 @@ def adopt(
     Weights are streamed, so the checkpoint may be larger than memory. Writes a run folder.
     """
     options = locals()
-    made = stretto.adopt(**options)
-    for name, subnet in made.subnets.items():
+    result = stretto.adopt(**options)
+    for name, subnet in result.subnets.items():
         say(f"{name}: {subnet.label()}")
-    say(f"checkpoint: {made.folder}\nnext: stretto chat {out}; stretto elasticize {out} --data …; stretto search {out}")
+    say(
+        f"checkpoint: {result.folder}\nnext: stretto chat {out}; stretto elasticize {out} --data …; stretto search {out}"
+    )
 
 
 def elasticize(
@@ -176,10 +178,10 @@ def elasticize(
     from stretto.base.config import overriding, read_recipe
     from stretto.train.recipe import ElasticizeRecipe
 
-    told = {"trainable": trainable, "cached_logits": cache_logits, "train.steps": steps}
-    options["recipe"] = read_recipe(recipe, ElasticizeRecipe, overriding(settings, told))
-    made = stretto.elasticize(**options)
-    _say_next(made.source)
+    keys = {"trainable": trainable, "cached_logits": cache_logits, "train.steps": steps}
+    options["recipe"] = read_recipe(recipe, ElasticizeRecipe, overriding(settings, keys))
+    result = stretto.elasticize(**options)
+    _say_next(result.source)
 
 
 def tokenize(
@@ -279,9 +281,9 @@ def extract(
     """
     from stretto.api.search import extract_command
 
-    done = extract_command(source, subnet, out, device, force)
+    extracted = extract_command(source, subnet, out, device, force)
     say(
-        f"{out}: {done.num_tokens} tokens compared, logits differ by {done.difference:.1e} (at most {done.tolerance:.1e})"
+        f"{out}: {extracted.num_tokens} tokens compared, logits differ by {extracted.difference:.1e} (tolerance {extracted.tolerance:.1e})"
     )
     say(f"next: stretto heal {out} --data … -o HEALED")
 
@@ -312,8 +314,8 @@ def heal(
     from stretto.train.recipe import HealRecipe
 
     options["recipe"] = read_recipe(recipe, HealRecipe, overriding(settings, {"train.steps": steps}))
-    made = stretto.heal(options.pop("source"), **options)
-    say(f"checkpoint: {made.folder}")
+    result = stretto.heal(options.pop("source"), **options)
+    say(f"checkpoint: {result.folder}")
 
 
 def export(
@@ -405,12 +407,12 @@ def demo(
 
 
 def _say_next(run: Path) -> None:
-    """Where the checkpoint lies, and limits for the search that the network can meet."""
+    """Print the path of the checkpoint and the next commands, with limits of the search that the network can meet."""
     from stretto.base.paths import checkpoint_folder
     from stretto.model.checkpoint import read_config
     from stretto.subnets.search import reachable_limits
 
-    made = checkpoint_folder(run)
-    limits = reachable_limits(read_config(made))
-    asked = f"--max-total {limits.max_total} --max-active {limits.max_active}"
-    say(f"checkpoint: {made}\nnext: stretto latency {run}; stretto search {run} {asked}")
+    folder = checkpoint_folder(run)
+    limits = reachable_limits(read_config(folder))
+    options = f"--max-total {limits.max_total} --max-active {limits.max_active}"
+    say(f"checkpoint: {folder}\nnext: stretto latency {run}; stretto search {run} {options}")

@@ -85,7 +85,7 @@ def test_the_full_network_is_the_sources_to_the_bit(
 def test_orders_are_those_of_the_resident_network(stretto: Run, make: Make, text: Path, tmp_path: Path) -> None:
     source, out = make(num_layers=6), tmp_path / "run"
     done = adopted(stretto, source, out, "--calibration", text, *QUICK).out
-    assert "times the work of --layer-order influence" in done and "--order none ranks nothing" in done
+    assert "times the work of --layer-order influence" in done and "--order none skips the ranking" in done
     info = adopt.read_info(out)
     batches = adopt._batches(info.mixture, read_checkpoint(source).config, 2048)
     found = survey(read_checkpoint(source).model, batches, left_out=1)
@@ -201,8 +201,11 @@ def test_what_was_measured_is_not_measured_again(
     with monkeypatch.context() as patched:
         patched.setattr(adopt, "survey", interrupted)
         other = stretto("adopt", source, "-o", out, "--calibration", text, *QUICK, "--order", "frequency")
-        assert other.code == 130  # another question is asked anew
-        assert "taken from there" in adopted(stretto, source, out, "--calibration", text, *QUICK).out
+        assert other.code == 130  # another criterion is measured again
+        assert (
+            "using the measurement of an earlier call"
+            in adopted(stretto, source, out, "--calibration", text, *QUICK).out
+        )
     assert read_checkpoint(out / "checkpoint").config.expert_order is not None
 
 
@@ -334,7 +337,7 @@ def test_a_folder_that_is_taken(stretto: Run, make: Make, tmp_path: Path) -> Non
 
 
 def test_no_such_source(stretto: Run, tmp_path: Path) -> None:
-    refused(stretto("adopt", "nowhere", "-o", tmp_path / "run"), "nowhere: no such folder", "owner")
+    refused(stretto("adopt", "nowhere", "-o", tmp_path / "run"), "nowhere: no such folder", "not a name on the hub")
     refused(stretto("adopt", tmp_path, "-o", tmp_path / "run"), "config.json: no such file")
     assert not (tmp_path / "run").exists()
 
@@ -420,7 +423,7 @@ def test_weights_that_are_no_numbers(stretto: Run, make: Make, text: Path, tmp_p
     name = "model.layers.3.input_layernorm.weight"
     put(index[name], name, torch.full((64,), torch.nan))(source)
     told = stretto("adopt", source, "-o", tmp_path / "run", "--calibration", text, *QUICK)
-    refused(told, str(source), "no finite number", "--order none")
+    refused(told, str(source), "not finite", "--order none")
     assert not (tmp_path / "run" / "checkpoint").exists() and not (tmp_path / "run" / "order.json").exists()
 
 

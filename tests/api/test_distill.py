@@ -61,7 +61,7 @@ def test_what_is_refused(stretto: Run, plain: Path, served_run: Path, tmp_path: 
     model = ("--model", served_run)
     distill(*model, ("recipe: distill: missing", "--teacher NAME=DIR"))
     distill("--teacher", f"flip={served_run}", ("--model: missing",))
-    distill("--teacher", f"flip={served_run}", "--subnet", "corner", ("--subnet: of no network", "--model"))
+    distill("--teacher", f"flip={served_run}", "--subnet", "corner", ("--subnet: needs --model", "extract the student"))
     distill(*model, "--teacher", "flip", ("--teacher flip: expected NAME=DIR",))
     distill(
         *model, "--teacher", f"flop={served_run}", ("distill.teachers.flop: no source 'flop' (did you mean 'flip'?)",)

@@ -95,7 +95,7 @@ def test_in_place_from_adopted_to_healed(stretto: Run, adopted: Callable[..., Pa
     lineage = read_lineage(run / "checkpoint")
     assert (lineage.stage, [parent.stage for parent in lineage.parents]) == ("elasticize", ["adopt"])
     assert lineage.receipt.flops > 0 and lineage.tokenizer_hash is not None
-    refused(stretto("elasticize", run, "--data", text, *SMALL), "a run lies here already", "--resume")
+    refused(stretto("elasticize", run, "--data", text, *SMALL), "holds a run already", "--resume")
 
     assert "chosen:" in ok("search", run, "--max-total", 0.9)
     ok("extract", run, "--subnet", "corner", "-o", run / "corner")

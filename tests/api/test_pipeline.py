@@ -115,10 +115,10 @@ def test_where_a_stage_runs_may_change_after_it_has_ended(pipeline: Path, tmp_pa
         "weights": {},
     }
     (folder / "sft" / "sft").mkdir(parents=True)
-    (folder / "pipeline.json").write_text(json.dumps({"steps": {"sft": {"told": told, "has_ended": True}}}))
+    (folder / "pipeline.json").write_text(json.dumps({"steps": {"sft": {"inputs": told, "has_ended": True}}}))
     check_unchanged(ended[5.0])
     told["recipe"]["staleness"] = 3
-    (folder / "pipeline.json").write_text(json.dumps({"steps": {"sft": {"told": told, "has_ended": True}}}))
+    (folder / "pipeline.json").write_text(json.dumps({"steps": {"sft": {"inputs": told, "has_ended": True}}}))
     with pytest.raises(UserError, match=r"recipe\.staleness was 3 when this stage ran"):
         check_unchanged(ended[5.0])
 

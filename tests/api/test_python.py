@@ -98,7 +98,7 @@ def test_a_score_is_the_sum_of_log_probabilities(model: stretto.Model) -> None:
         (lambda m: m.generate("x", subnet="layers=9"), "layers=9"),
         (lambda m: m.generate("x", max_token=3), "max_token: unknown"),
         (lambda m: m.generate("x" * 5000), "256"),
-        (lambda m: m.logits([[1, 2], [3]]), "rows of one length"),
+        (lambda m: m.logits([[1, 2], [3]]), "rows of equal length"),
         (lambda m: m.logits([[5000]]), "outside the vocabulary of 320"),
         (lambda m: m.logits([[]]), "at least one token"),
         (lambda m: m.score(""), "one is empty"),

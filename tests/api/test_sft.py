@@ -120,7 +120,7 @@ def test_from_files_to_a_checkpoint_and_its_page(base: Path, chats: Path, tmp_pa
     assert all("loss/small" in row for row in logged)
     page = report_command(tmp_path / "run").read_text()
     assert "small" in page
-    with pytest.raises(UserError, match="a run lies here already; add --resume"):
+    with pytest.raises(UserError, match="holds a run already; add --resume"):
         run(base, chats, tmp_path / "run")
 
 

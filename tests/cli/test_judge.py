@@ -62,7 +62,7 @@ def test_what_is_refused(stretto: Run, library: Path, tmp_path: Path) -> None:
     wrong = "sources.writing.args.judge.model=evaluation-1"
     refused(
         stretto("online", RECIPES / "writing.toml", "--model", model, "--out", tmp_path / "run", "--set", wrong),
-        "evaluation-1 was trained to evaluate",
+        "evaluation-1 was trained for evaluation",
     )
     assert not out.exists() and not (tmp_path / "run").exists()
 

@@ -38,9 +38,8 @@ def test_the_shipped_recipe_runs_and_goes_on(stretto: Run, finished: Path, tmp_p
     told = ("online", RECIPES / "online.toml", "--out", tmp_path / "run", "--device", "cpu", *SMALL)
     done = stretto(*told, "--model", finished / "sft")
     assert done.code == 0, done.err
-    assert "judged: writing; the policy is held by a KL of weight 0.02 to the start and sums" in " ".join(
-        done.out.split()
-    )
+    limits = "a KL penalty to the start of weight 0.02 and the verifiable sources sums"
+    assert f"judged sources: writing; the policy is held near its start by {limits}" in " ".join(done.out.split())
     lineage = read_checkpoint(tmp_path / "run" / "checkpoint").lineage
     assert lineage is not None and lineage.stage == "online"
     assert [parent.stage for parent in lineage.parents] == ["sft"]
@@ -70,7 +69,7 @@ def test_what_is_no_recipe_of_this_stage(stretto: Run, tiny: Path, tmp_path: Pat
     tokenizer().save(start)
     out = ("--out", tmp_path / "run", "--device", "cpu")
     online = RECIPES / "online.toml"
-    refused(stretto("online", tiny, *out), "none is judged, and there is no [rewards]", "stretto rl")
+    refused(stretto("online", tiny, *out), "none has a judge, and there is no [rewards]", "stretto rl")
     refused(stretto("online", online, *out), "--model: missing")
     refused(stretto("online", online, *out, "--self-teacher", "--set", "train.steps=1"), "--model: missing")
     only = (
@@ -82,7 +81,7 @@ def test_what_is_no_recipe_of_this_stage(stretto: Run, tiny: Path, tmp_path: Pat
         "sources.sums.args={judge='scripted'}",
     )
     refused(
-        stretto("online", online, *out, *only, "--self-teacher"), "--self-teacher: wants --model, a verifiable source"
+        stretto("online", online, *out, *only, "--self-teacher"), "--self-teacher: needs --model, a verifiable source"
     )
     endpoint = "sources.writing.args.judge={url='http://127.0.0.1:9/v1', model='none', retries=0}"
     dead = ("--model", start, "--set", endpoint)

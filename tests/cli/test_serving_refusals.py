@@ -145,7 +145,7 @@ def test_bytes_that_are_no_text(stretto: Run, served_run: Path) -> None:
 def test_loads_that_cannot_be(stretto: Run, served_run: Path) -> None:
     refused(stretto("bench-serve"), "either a run or --url")
     refused(stretto("bench-serve", served_run, "--url", "http://127.0.0.1:1"), "either a run or --url")
-    refused(stretto("bench-serve", "--url", "http://127.0.0.1:1"), "nobody answers")
+    refused(stretto("bench-serve", "--url", "http://127.0.0.1:1"), "no server answers")
     refused(stretto("bench-serve", "--url", "127.0.0.1:1"), "not the address of an HTTP server")
     refused(stretto("bench-serve", served_run, "--requests", 0), "--requests 0")
     refused(stretto("bench-serve", served_run, "--prompt-tokens", 0), "--prompt-tokens 0")
