@@ -1,4 +1,4 @@
-"""Servers elsewhere that are asked over HTTP: what is worth another try, and what is the user's to mend."""
+"""Clients of remote HTTP servers: retries for temporary errors, a `UserError` for permanent ones, and a chat model."""
 
 from __future__ import annotations
 
@@ -15,33 +15,31 @@ from pydantic import Field, field_validator
 from stretto.base.config import Config
 from stretto.base.errors import UserError, one_line
 
-_PASSING: Final = (408, 409, 425, 429)
-"""Refusals that another try may not meet: too late, too early, too many."""
-
-
+_TEMPORARY: Final = (408, 409, 425, 429)
+"""Client errors that are worth a retry: timeout, conflict, too early, too many requests."""
 KEY_ENV: Final = "OPENAI_API_KEY"
-_NAME_S = 20.0
-"""For a server to say what it serves."""
+_MODELS_TIMEOUT_S = 20.0
+"""Timeout of a request to ``/models``."""
 _PAUSE_S = 0.5
-"""Before the second try of a request; each is twice the one before."""
+"""Pause before the first retry; it doubles with every further one."""
 
 
 class ChatConfig(Config):
-    """A model behind ``/chat/completions``: of this package's server, vLLM, SGLang, llama.cpp or a provider."""
+    """A model behind ``/chat/completions`` of this package's server, vLLM, SGLang, llama.cpp or a provider."""
 
     url: str = Field(pattern=r"^https?://")
-    """Up to and with ``/v1``."""
+    """Base address, ``/v1`` included."""
     model: str
     key_env: str = KEY_ENV
-    """Environment variable that holds the key, if the server wants one."""
+    """Environment variable that holds the API key, if the server needs one."""
     at_once: int = Field(default=8, gt=0)
-    """Requests in flight of one process and source."""
+    """Largest number of concurrent requests of one process and source."""
     timeout_s: float = Field(default=20.0, gt=0)
-    """Of one request."""
+    """Timeout of one request."""
     retries: int = Field(default=2, ge=0)
-    """Of one request that failed, or was not answered in the form asked for."""
+    """Number of retries of a request that failed or whose answer does not have the form that was asked for."""
     body: dict[str, Any] = Field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 1024})
-    """The rest of a request."""
+    """Further fields of the request body."""
 
     @field_validator("url")
     @classmethod
@@ -54,21 +52,23 @@ class ChatConfig(Config):
 
 
 class Unanswered(RuntimeError):  # noqa: N818 - data, not a fault
-    """A server did not answer, however often it was asked."""
+    """A server did not answer in any try."""
 
 
 def patiently(
     send: Callable[[], httpx.Response], where: str, remedy: str, *, tries: int, pause_s: float, stop_s: float = math.inf
 ) -> Any:
-    """The JSON of the reply to ``send``, asked for again after ``pause_s`` and then twice as long each time.
+    """Send a request until it succeeds; returns the parsed JSON of the reply.
 
     Args:
-        where: what the message of a refusal begins with; it ends with ``remedy``.
-        stop_s: on `time.monotonic`: no pause lasts longer.
+        where: start of the message of a `UserError`; ``remedy`` is its end.
+        tries: largest number of tries.
+        pause_s: pause after the first failed try; it doubles after each further one.
+        stop_s: time on `time.monotonic` after which there are no more pauses.
 
     Raises:
-        UserError: the server refuses, and no other try would mend it.
-        Unanswered: none of so many tries had a reply.
+        UserError: the server rejects the request with a permanent error.
+        Unanswered: no try succeeded.
     """
     problem = ""
     for attempt in range(tries):
@@ -82,36 +82,37 @@ def patiently(
         except (httpx.HTTPError, ValueError) as error:
             problem = one_line(f"{type(error).__name__}: {error}")
             continue
-        if reply.is_client_error and reply.status_code not in _PASSING:
+        if reply.is_client_error and reply.status_code not in _TEMPORARY:
             raise UserError(f"{where}: {problem}; {remedy}")
     raise Unanswered(problem)
 
 
 def excerpt(reply: httpx.Response) -> str:
-    """The beginning of what it says, on one line."""
+    """The start of a reply's text, on one line."""
     text = one_line(reply.text[:200])
     return "a page of HTML, so no such API" if text.lower().startswith(("<!doctype html", "<html")) else text
 
 
 class Chat:
-    """A model that is asked, by several threads."""
+    """Client of a chat model. Thread-safe."""
 
     def __init__(self, config: ChatConfig, where: str) -> None:
-        """``where``: what messages about it begin with."""
+        """``where``: start of error messages, such as the recipe's table of this model."""
         self._config, self._where = config, where
         self._client = httpx.Client(base_url=config.url, headers=_key(config.key_env), timeout=config.timeout_s)
         self._slots = threading.Semaphore(config.at_once)
 
     def said(self, messages: Sequence[Mapping[str, Any]], stop_s: float = math.inf) -> str:
-        """The text of a completion; empty where the reply holds none. Raises as `patiently`; after ``stop_s``, on
-        `time.monotonic`, nothing is tried any more."""
+        """The text of a completion; empty where the reply has none. Raises as `patiently` does; no try starts after ``stop_s``, a
+        time on `time.monotonic`.
+        """
         config = self._config
 
         def send() -> httpx.Response:
             left_s = min(config.timeout_s, stop_s - time.monotonic())
             wait_s = None if stop_s == math.inf else max(0.0, stop_s - time.monotonic())
             if left_s <= 0 or not self._slots.acquire(timeout=wait_s):
-                raise httpx.PoolTimeout("its time for an answer is over")
+                raise httpx.PoolTimeout("no time is left for the answer")
             try:
                 body = {"model": config.model, **config.body, "messages": messages}
                 return self._client.post("chat/completions", json=body, timeout=left_s)
@@ -135,11 +136,11 @@ def _key(key_env: str) -> dict[str, str]:
 
 
 def served_name(url: str) -> str:
-    """Of the first model at an address. Raises `UserError`: nobody answers there."""
+    """Name of the first model that the server at ``url`` lists. Raises `UserError`: the server does not list its models."""
     try:
-        reply = httpx.get(f"{url.rstrip('/')}/models", headers=_key(KEY_ENV), timeout=_NAME_S)
+        reply = httpx.get(f"{url.rstrip('/')}/models", headers=_key(KEY_ENV), timeout=_MODELS_TIMEOUT_S)
         return str(reply.json()["data"][0]["id"])
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as error:
         raise UserError(
-            f"{url}: says no name of a model: {type(error).__name__}; start the judge there, or give its name"
+            f"{url}: cannot list its models: {type(error).__name__}; start the server, or give the model's name"
         ) from None

@@ -1,4 +1,4 @@
-"""The error that users read, which names file, field and remedy; and the error of our own infrastructure, which is tried again."""
+"""Errors: `UserError` for bad input, with file, field and remedy; `InfraError` for infrastructure failures, which are retried."""
 
 from __future__ import annotations
 
@@ -11,51 +11,52 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_LONGEST = 200
-"""Characters of a name that are looked at: strangers send names of megabytes."""
+_MAX_NAME_CHARS = 200
+"""Longer names are cut before they are compared or shown: requests may contain names of megabytes."""
 
 
 class UserError(ValueError):
     """Bad input. The message is one line that names the file (or flag), the field and the remedy.
 
-    The command line prints it and exits with its code; everything else lets it pass.
+    Only the command line catches it: it prints the message and exits with ``exit_code``.
     """
 
     exit_code = 2
 
 
 def of_system(error: OSError) -> UserError | None:
-    """What the operating system refuses about a named file, as a `UserError`; None where it names no file."""
+    """The `UserError` for an error of the operating system about a file; None if it names no file."""
     if error.filename is None:
         return None
-    return UserError(f"{os.fsdecode(error.filename)[:200]}: {error.strerror}; check the path and its permissions")
+    name = os.fsdecode(error.filename)[:_MAX_NAME_CHARS]
+    return UserError(f"{name}: {error.strerror}; check the path and its permissions")
 
 
 def user_errors(function: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a function of the public API: an `OSError` about a file becomes a `UserError`, as on the command line."""
+    """Decorator of public API functions: an `OSError` about a file becomes a `UserError`, as on the command line."""
 
     @wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return function(*args, **kwargs)
         except OSError as error:
-            if (told := of_system(error)) is None:
+            if (user_error := of_system(error)) is None:
                 raise
-            raise told from error
+            raise user_error from error
 
     return wrapped
 
 
 class InfraError(RuntimeError):
-    """An infrastructure error: a dead engine, a full queue, a missed deadline. The caller tries again; it is never a reward."""
+    """An infrastructure error: a dead engine, a full queue, a missed deadline. The caller retries; it never becomes a reward."""
 
 
 def one_line(value: object, most: int | None = None) -> str:
-    """Its text on one line, cut to ``most`` characters; None: all of it."""
+    """The text of ``value`` on one line, cut to ``most`` characters if given."""
     return " ".join(str(value).split())[:most]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """``" (did you mean 'x'?)"`` for the known name closest to ``name``, or an empty string."""
-    match = difflib.get_close_matches(name[:_LONGEST], list(known), n=1, cutoff=0.5)
+    match = difflib.get_close_matches(name[:_MAX_NAME_CHARS], list(known), n=1, cutoff=0.5)
     return f" (did you mean {match[0]!r}?)" if match else ""

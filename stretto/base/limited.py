@@ -1,8 +1,8 @@
-"""A process that answers questions under limits of processor time, memory and stack.
+"""A worker process that answers requests under limits of processor time, memory and stack.
 
-For libraries in C or Rust that read what strangers send: nothing else stops them once they run, and what kills them (a
-stack that overflows, no memory left) kills the process that they run in. It is started as a program: a spawned worker of
-`multiprocessing` would import the caller's main module, torch and all.
+It isolates libraries in C or Rust that parse untrusted input: a running call cannot be interrupted from Python, and a stack
+overflow or a failed allocation ends the process that the library runs in. The worker is started as a program, because a spawned
+worker of `multiprocessing` would import the caller's main module and so torch.
 """
 
 from __future__ import annotations
@@ -22,53 +22,55 @@ from pathlib import Path
 import stretto
 
 _START_S = 120.0
-"""Patience with a process that starts on a busy machine."""
-_PATIENCE, _PATIENCE_S = 20, 60.0
-"""Wall seconds that an answer is waited for: this often the processor seconds that it may take, and these."""
+"""Longest time in which a worker may start; long, for busy machines."""
+_WALL_FACTOR, _WALL_EXTRA_S = 20, 60.0
+"""A request may take ``_WALL_FACTOR`` times its limit of processor seconds, plus ``_WALL_EXTRA_S``, in wall seconds."""
 
 
-class Overrun(Exception):  # noqa: N818 - what a question did
-    """A question ended the process that was to answer it; says by exceeding what."""
+class Overrun(Exception):  # noqa: N818 - a property of the request, not a fault of the worker
+    """A request exceeded a limit and ended the worker; the message names the limit."""
 
-    def __init__(self, what: str, *, is_late: bool = False) -> None:
-        super().__init__(what)
+    def __init__(self, message: str, *, is_late: bool = False) -> None:
+        """``is_late``: the limit was that of processor time."""
+        super().__init__(message)
         self.is_late = is_late
 
 
 class LimitedProcess:
-    """A module run as a program, which calls `serve`. Started at the first question, and again after one that ended it."""
+    """Client of a worker process. The worker starts at the first request, and again after a request that ended it."""
 
     def __init__(self, module: str, setup: bytes = b"", *, limit_s: float) -> None:
         """
         Args:
-            module: by its name: run as a script, it would find the files beside it before Python's own.
-            setup: what the program is told before the first question, outside of any limit.
-            limit_s: processor seconds of one question, so that a busy machine refuses none.
+            module: module that calls `serve`; started with ``python -m``, because a script would import files beside it before those
+                of the standard library.
+            setup: data for the worker before the first request; no limit applies to it.
+            limit_s: processor seconds of one request. Not wall seconds, so that a busy machine rejects no request.
         """
         self._module, self._setup, self._limit_s = module, setup, limit_s
         self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
-        self._end: Callable[[], object] = lambda: None  # of the process; called when this object goes, too
+        self._end: Callable[[], object] = lambda: None  # ends the process; a finalizer of this object
         self._lock = threading.Lock()
 
     def ask(self, question: bytes) -> bytes:
-        """The program's answer. Any thread may ask; they take turns.
+        """The worker's answer to a request. Thread-safe; requests are answered one after another.
 
         Raises:
-            Overrun: the question took more than it may.
-            RuntimeError: the process does not start or sleeps, which is no question's fault.
+            Overrun: the request exceeded a limit.
+            RuntimeError: the worker does not start, or sleeps; the request is not the cause.
         """
         with self._lock:
-            if self._running is None or self._running[0].poll() is not None:  # no question's fault, if none was open
+            if self._running is None or self._running[0].poll() is not None:  # it ended between requests
                 self._close()
                 self._running = self._start()
             process, connection = self._running
             with contextlib.suppress(EOFError, OSError):
                 connection.send_bytes(question)
-                if connection.poll(_PATIENCE_S + _PATIENCE * self._limit_s):
+                if connection.poll(_WALL_EXTRA_S + _WALL_FACTOR * self._limit_s):
                     return connection.recv_bytes()
                 self._close()
                 raise RuntimeError(f"{self._module}: neither answered nor used up its processor time")
-            code = process.wait(_PATIENCE_S)
+            code = process.wait(_WALL_EXTRA_S)
             self._close()
         if code == -signal.SIGPROF:
             raise Overrun(f"took more than {self._limit_s:g} processor seconds", is_late=True)
@@ -80,16 +82,16 @@ class LimitedProcess:
             self._close()
 
     def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
-        ours, theirs = multiprocessing.Pipe()
-        command = [sys.executable, "-m", self._module, str(theirs.fileno()), str(self._limit_s)]
-        folder, mute = Path(stretto.__file__).parents[1], subprocess.DEVNULL
-        with theirs:
-            process = subprocess.Popen(command, stdin=mute, stdout=mute, cwd=folder, pass_fds=[theirs.fileno()])
-        self._end = weakref.finalize(self, _end, process, ours)
+        connection, remote = multiprocessing.Pipe()
+        command = [sys.executable, "-m", self._module, str(remote.fileno()), str(self._limit_s)]
+        folder, null = Path(stretto.__file__).parents[1], subprocess.DEVNULL
+        with remote:
+            process = subprocess.Popen(command, stdin=null, stdout=null, cwd=folder, pass_fds=[remote.fileno()])
+        self._end = weakref.finalize(self, _end, process, connection)
         with contextlib.suppress(EOFError, OSError):
-            ours.send_bytes(self._setup)
-            if ours.poll(_START_S) and ours.recv_bytes() == b"ready":
-                return process, ours
+            connection.send_bytes(self._setup)
+            if connection.poll(_START_S) and connection.recv_bytes() == b"ready":
+                return process, connection
         process.kill()
         raise RuntimeError(f"{self._module} did not start (exit {process.wait()})")
 
@@ -107,15 +109,15 @@ def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
 def serve(
     prepare: Callable[[bytes], Callable[[bytes], bytes]], *, memory_bytes: int, stack_bytes: int | None = None
 ) -> None:
-    """What the program runs: answer questions until whoever asks them is gone.
+    """Main function of a worker: answer requests until the client closes the connection.
 
     Args:
-        prepare: from the setup to the function that answers one question.
-        memory_bytes: address space of the whole process.
-        stack_bytes: None: the machine's own limit.
+        prepare: returns, from the client's setup, the function that answers one request.
+        memory_bytes: limit of the address space of the whole process.
+        stack_bytes: limit of the stack; None: the system's own.
     """
     connection, limit_s = Connection(int(sys.argv[1])), float(sys.argv[2])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever asks, and their end is ours
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the client, whose end closes the connection
     answer = prepare(connection.recv_bytes())
     for kind, limit in (
         (resource.RLIMIT_CORE, 0),
@@ -130,7 +132,7 @@ def serve(
             question = connection.recv_bytes()
         except EOFError:
             return
-        # Nothing handles the signal, so that it ends the process inside foreign code too.
+        # The signal has no handler, so it ends the process inside C code too.
         signal.setitimer(signal.ITIMER_PROF, limit_s)
         reply = answer(question)
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -1,4 +1,4 @@
-"""Run folders, who may write in one, and the one way a file is written: beside its final name, then renamed."""
+"""Run folders, exclusive claims on them, and atomic writes: every file is written under a temporary name, then renamed."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from typing import Any
 from stretto.base.errors import UserError
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-"""The shipped recipes."""
+"""Folder of the shipped recipes."""
 RUN_FILE, CHECKPOINT = "run.json", "checkpoint"
-"""In a run folder: what the run was told, and the folder of its result."""
+"""Names in a run folder: the file with the run's recipe, and the folder of its checkpoint."""
 LOCK_FILE = ".lock"
-"""In a folder that a process has claimed: who that is."""
+"""File in a claimed folder; contains the process and host of its owner."""
 
 
 def checkpoint_folder(path: Path | str) -> Path:
-    """The checkpoint folder that ``path`` names: itself, or a run's. Raises `UserError`: there is none."""
+    """The checkpoint folder at ``path``: the folder itself, or the checkpoint of a run folder. Raises `UserError`: there is none."""
     path = Path(path)
     for folder in (path, path / CHECKPOINT):
         if (folder / "config.json").is_file():
@@ -35,19 +35,20 @@ def checkpoint_folder(path: Path | str) -> Path:
     raise UserError(f"{path}: config.json: no such file; name a run or a Hugging Face checkpoint folder")
 
 
-def sized(named: str) -> tuple[Path, str]:
-    """Of PATH or PATH:SIZE the path and the size; empty: none is named, or the colon is the path's own."""
-    path, colon, size = ("", "", "") if Path(named).exists() else named.rpartition(":")
-    return (Path(path), size) if colon else (Path(named), "")
+def sized(text: str) -> tuple[Path, str]:
+    """Path and size of an argument PATH or PATH:SIZE; the size is empty where none is given. A path that exists may contain a colon."""
+    path, colon, size = ("", "", "") if Path(text).exists() else text.rpartition(":")
+    return (Path(path), size) if colon else (Path(text), "")
 
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Nobody else runs in ``folder`` meanwhile. The claim ends with the process, however that ends. A new folder in which
-    nothing was begun is removed.
+    """Claim ``folder`` for this process: no other process can claim it meanwhile. The claim also ends when the process is killed.
+
+    A folder that the claim created, and in which nothing was written, is removed.
 
     Raises:
-        UserError: somebody does, or the folder cannot be written.
+        UserError: another process has claimed it, or the folder cannot be written.
     """
     is_new = not folder.exists()
     try:
@@ -69,17 +70,19 @@ def claimed(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            if is_new and [path.name for path in folder.iterdir()] == [LOCK_FILE]:  # refused before anything began
+            if is_new and [path.name for path in folder.iterdir()] == [LOCK_FILE]:
                 remove(folder)
 
 
 @contextmanager
 def replacing(path: Path | str) -> Iterator[Path]:
-    """Yield a temporary path beside ``path``; on success it takes ``path``'s place, on any error it is removed.
+    """Yield a temporary path beside ``path``; on success it replaces ``path``, on any error it is removed.
 
-    Its name is nobody else's: in two containers that share a folder, process ids are the same. Works for a file and for
-    a folder: the caller creates whichever it wants at the yielded path. A reader never sees a half-written result, and
-    an older result survives a failed attempt.
+    The caller creates a file or a folder at the yielded path. Readers never see a partial result, and an older result survives a
+    failed attempt. The temporary name is random, because process ids repeat in containers that share a folder.
+
+    Raises:
+        UserError: the operating system refuses to write.
     """
     path = Path(path)
     temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}.partial"
@@ -89,33 +92,33 @@ def replacing(path: Path | str) -> Iterator[Path]:
         assert temporary.exists(), f"nothing was written at {temporary}"
         _put(temporary, path)
     except OSError as error:
-        named = Path(str(error.filename2 or error.filename or path))  # of a copy the second is the target
-        if not (named in path.parents or named.is_relative_to(path) or named.is_relative_to(temporary)):
-            raise  # about a file that the caller reads
+        failed = Path(str(error.filename2 or error.filename or path))  # filename2: the target of a copy
+        if not (failed in path.parents or failed.is_relative_to(path) or failed.is_relative_to(temporary)):
+            raise  # the error is about a file that the caller reads
         raise UserError(
             f"{path}: cannot be written: {error.strerror or error}; {_remedy(error, 'free some space or choose another folder')}"
         ) from error
     finally:
-        if os.path.lexists(temporary):  # where nothing can be written, nothing can be removed
+        if os.path.lexists(temporary):  # a folder that cannot be written has none to remove
             remove(temporary)
 
 
 def _remedy(error: OSError, otherwise: str) -> str:
-    is_refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-    return "choose a folder that you may write to" if is_refused else otherwise
+    is_denied = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+    return "choose a folder that you may write to" if is_denied else otherwise
 
 
 def require_writable(folder: Path) -> None:
-    """Raises `UserError` where the user may not write into ``folder`` or, before it exists, may not make it."""
-    # Not Path.exists, which raises where a parent may not be looked into.
-    nearest = next(each for each in (folder, *folder.absolute().parents) if os.path.exists(each))
+    """Raises `UserError` if the user may not write into ``folder`` or, where it does not exist, may not create it."""
+    # os.path.exists, because Path.exists raises if a parent folder may not be listed.
+    nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise UserError(f"{folder}: cannot be written: Permission denied; choose a folder that you may write to")
 
 
 @contextmanager
 def writing(path: Path | str) -> Iterator[None]:
-    """For a file that is appended to: what the system refuses becomes the user's one line."""
+    """Context for appending to a file: an error of the operating system becomes a `UserError`."""
     try:
         yield
     except OSError as error:
@@ -125,17 +128,15 @@ def writing(path: Path | str) -> Iterator[None]:
 
 
 def require_new(out: Path, force: bool) -> None:
-    """Raises `UserError` where ``out`` is a file, or a folder that holds something, and may not be replaced (``force``)."""
+    """Raises `UserError` if ``out`` is a file or a folder that is not empty, and ``force`` does not allow to replace it."""
     if not force and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"{out}: exists already; choose another name, or replace it with --force")
 
 
 def require_apart(out: Path, source: Path) -> None:
-    """Raises `UserError` where the folder ``out`` is, or holds, the checkpoint ``source`` that its content is made from: that would be
-    replaced.
-    """
+    """Raises `UserError` if the output folder ``out`` is or contains the checkpoint ``source``, which would be replaced."""
     if source.resolve().is_relative_to(out.resolve()):
-        raise UserError(f"{out}: holds the network that this is made from, which stays; choose another folder")
+        raise UserError(f"{out}: contains the checkpoint that is read, which would be replaced; choose another folder")
 
 
 def _put(temporary: Path, path: Path) -> None:
@@ -143,7 +144,7 @@ def _put(temporary: Path, path: Path) -> None:
         temporary.replace(path)
         return
     if not temporary.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "a folder, with what it holds, is not replaced by a file", str(path))
+        raise IsADirectoryError(errno.EISDIR, "a folder is not replaced by a file", str(path))
     old = temporary.with_suffix(".old")  # rename cannot replace a folder that is not empty
     path.rename(old)
     try:
@@ -179,5 +180,7 @@ def read_json(path: Path | str) -> Any:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except (OSError, ValueError, RecursionError) as error:
-        # not UTF-8, no JSON, a number of thousands of digits; too deep
-        raise UserError(f"{path}: not readable as JSON: {error}; the file is damaged or not one of ours") from None
+        # ValueError: not UTF-8, not JSON, or a number of thousands of digits; RecursionError: nested too deeply
+        raise UserError(
+            f"{path}: not readable as JSON: {error}; the file is damaged, or Stretto did not write it"
+        ) from None

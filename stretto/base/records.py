@@ -1,7 +1,7 @@
-"""What a stage cost (`Receipt`, by a `Meter`), where a checkpoint comes from (`Lineage`), and what that adds up to (`ledger`).
+"""Cost of a stage (`Receipt`, counted by a `Meter`), origin of a checkpoint (`Lineage`), and sums of costs (`ledger`, `family`).
 
-Every cost is stated twice: for a model alone, meaning all stages after the network it was cut from, and with that
-parent. Only what a receipt holds counts as measured; an estimate handed in is marked as computed.
+Every cost is stated twice: for a model alone, which means all stages after the network that it was cut from, and with that
+parent. Only values of receipts count as measured; estimates of the caller are marked as computed.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from stretto.base.paths import read_json, write_json
 
 LINEAGE_FILE = "lineage.json"
 SCHEMA = 1
-"""Version of the lineage file. Raised when a reader of the old form would misread the new one."""
+"""Version of the lineage file; incremented when a reader of the old form would misread the new one."""
 
 
 class Receipt(Config):
-    """What one stage cost. Written by the stage's `Meter`; receipts add up along a lineage."""
+    """Cost of one stage. Written by the stage's `Meter`; receipts are added along a lineage."""
 
     stage: str
     """Name of the stage: ``pretrain``, ``extract``, ``heal``… A sum joins the distinct names with `` + ``."""
     device: str
-    """Model name of the device the stage computed on, as its driver or the CPU gives it."""
+    """Model name of the device that the stage computed on, from its driver or the CPU."""
     num_devices: int = Field(default=1, ge=1)
     """Devices used at once, over all ranks; a sum keeps the largest."""
     flops: int = Field(default=0, ge=0)
-    """Floating-point operations executed, over all devices; one multiply-add is two. An integer: floats lose count."""
+    """Floating-point operations executed, over all devices; a multiply-add is two. An integer, because floats are not exact."""
     tokens: int = Field(default=0, ge=0)
-    """Tokens the stage trained on, padding excluded; one seen twice counts twice, one that was only evaluated not at all."""
+    """Tokens the stage trained on, without padding, counted each time they are used; tokens of evaluations are not counted."""
     device_s: float = Field(default=0.0, ge=0)
-    """Seconds devices were held: wall seconds times devices."""
+    """Wall seconds times number of devices."""
     wall_s: float = Field(default=0.0, ge=0)
-    """Seconds on the clock; a sum is the time of the stages run one after another."""
+    """Wall seconds; a sum is the time of the stages run one after another."""
     sandbox_s: float = Field(default=0.0, ge=0)
-    """CPU seconds spent in sandboxes that ran tools or verifiers."""
+    """CPU seconds of the sandboxes that ran tools or verifiers."""
     peak_memory_bytes: int = Field(default=0, ge=0)
-    """Most memory held at once on one device (on a CPU: resident memory of one process); a sum keeps the largest."""
+    """Largest memory in use at once on one device (on a CPU: resident memory of one process); a sum keeps the largest."""
     bytes_read: int = Field(default=0, ge=0)
-    """Bytes of data and checkpoints the stage read, as counted by the stage itself."""
+    """Bytes of data and checkpoints that the stage read, counted by the stage itself."""
     bytes_written: int = Field(default=0, ge=0)
-    """Bytes of checkpoints and shards the stage wrote, as counted by the stage itself."""
+    """Bytes of checkpoints and shards that the stage wrote, counted by the stage itself."""
 
     def __add__(self, other: Receipt) -> Receipt:
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in Receipt.model_fields}
@@ -65,65 +65,66 @@ class Receipt(Config):
 
 
 class Elsewhere(Config):
-    """What it cost to train a checkpoint before it came here: nothing of it was measured, so only its user can tell."""
+    """Training cost of an imported checkpoint, as stated by the user: it cannot be measured here."""
 
     flops: int | None = Field(default=None, ge=0)
-    """As told; None: unknown, which is not 0."""
+    """Floating-point operations of its training; None: unknown."""
     tokens: int | None = Field(default=None, ge=0)
-    """The same."""
+    """Tokens it was trained on; None: unknown."""
 
 
 class Lineage(Config):
-    """Where a checkpoint comes from. Written beside the weights, by the stage that wrote them; made by `new_lineage`.
+    """Origin of a checkpoint. Created by `new_lineage`; written beside the weights by the stage that wrote them.
 
-    Parents are embedded whole, so that what a model cost with its parents is known after their folders are gone.
+    The records of its parents are part of it, so the total cost is known after the parents' folders are deleted.
     """
 
     schema_version: int
-    """Form of this record; see `SCHEMA`."""
+    """Version of the format; see `SCHEMA`."""
     run_id: str
-    """Drawn when the run starts and kept by its resumes: two records of one run are one cost, the later includes the earlier."""
+    """Random id of the run, kept by its resumes. Of two records of one run, the later includes the cost of the earlier."""
     name: str
-    """Name of the run folder when it was written, for people."""
+    """Name of the run folder at the time of writing, for display."""
     stage: str
-    """What made the weights; the same name as in the receipt."""
+    """Name of the stage that produced the weights, as in the receipt."""
     parents: tuple[Lineage, ...]
-    """Records of the checkpoints this stage started from; empty for one trained from scratch."""
+    """Records of the checkpoints that this stage started from; empty for training from scratch."""
     weights_hash: str
     """SHA-256 of the weight files (`hash_files`)."""
     data_hash: str | None
-    """SHA-256 of the token shards trained on; None for a stage that reads no data."""
+    """SHA-256 of the token shards of the training; None for a stage that reads no data."""
     tokenizer_hash: str | None
     """SHA-256 of ``tokenizer.json``; None where the checkpoint has no tokenizer."""
     git_commit: str | None
-    """Commit of the code that ran, ``-dirty`` appended if it had local changes; None outside a checkout."""
+    """Commit of the code, with ``-dirty`` appended for local changes; None outside a checkout."""
     config: dict[str, Any]
     """The complete recipe of the stage, as plain JSON values."""
     total_params: int = Field(ge=0)
-    """Parameters stored."""
+    """Number of parameters of the checkpoint."""
     active_params: int = Field(ge=0)
-    """Parameters one token uses."""
+    """Number of parameters that one token uses."""
     receipt: Receipt
     """Cost of this stage alone."""
     adopted: Elsewhere | None = None
-    """Of a stage that took in a checkpoint from elsewhere: what that had cost. None: the weights were made here."""
+    """Training cost before an import; None: not an import stage."""
     created: str
-    """When the record was written: ISO 8601, UTC."""
+    """Time of writing: ISO 8601, UTC."""
 
 
 def new_lineage(**fields: Any) -> Lineage:
-    """The record of a checkpoint about to be written, by this code, now: ``fields`` of `Lineage`, what is left out being empty.
+    """The record of a checkpoint that is about to be written by this code.
 
-    A resumed run hands in the ``run_id`` of its snapshot; None draws a new one.
+    ``fields`` are fields of `Lineage`; missing hashes, parents and config are empty. A resumed run passes the ``run_id`` of its
+    snapshot; without one, a new id is drawn.
     """
     empty: dict[str, Any] = {"weights_hash": "", "parents": (), "data_hash": None, "tokenizer_hash": None, "config": {}}
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    made = {"schema_version": SCHEMA, "git_commit": git_commit(), "created": now}
-    return Lineage(**(empty | fields | made | {"run_id": fields.get("run_id") or new_run_id()}))
+    current = {"schema_version": SCHEMA, "git_commit": git_commit(), "created": now}
+    return Lineage(**(empty | fields | current | {"run_id": fields.get("run_id") or new_run_id()}))
 
 
 def new_run_id() -> str:
-    """An id no other run has. Drawn from the system, not from the run's seed: two runs of one recipe are two runs."""
+    """A unique id. It does not depend on the run's seed, because two runs of one recipe are two runs."""
     return uuid.uuid4().hex
 
 
@@ -133,16 +134,14 @@ def write_lineage(folder: Path | str, lineage: Lineage) -> None:
 
 
 def read_lineage(folder: Path | str) -> Lineage:
-    """Read the ``lineage.json`` of a checkpoint folder. Raises `UserError`: there is none, it is damaged, or another
-    version or program wrote it.
-    """
+    """Read the ``lineage.json`` of a checkpoint folder. Raises `UserError`: the file is missing, damaged or of another version."""
     path = Path(folder) / LINEAGE_FILE
     if not path.is_file():
         raise UserError(f"{path}: no such file; {folder} is not a checkpoint that Stretto wrote")
     tree = read_json(path)
     version = tree.get("schema_version") if isinstance(tree, dict) else None
     if version is None:
-        raise UserError(f"{path}: schema_version: missing; the file is damaged or not one of ours")
+        raise UserError(f"{path}: schema_version: missing; the file is damaged, or Stretto did not write it")
     if version != SCHEMA:
         raise UserError(
             f"{path}: schema_version: {version} cannot be read, this Stretto reads {SCHEMA}; use the version that wrote it"
@@ -151,13 +150,13 @@ def read_lineage(folder: Path | str) -> Lineage:
 
 
 def file_sha256(path: Path) -> str:
-    """Of the contents of a file, in constant memory."""
+    """SHA-256 of a file's contents, in constant memory."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def hash_files(digests: Mapping[str, str]) -> str:
-    """One hash of several files: SHA-256 over what ``sha256sum`` prints of them, in order of name. ``digests``: by name."""
+    """One hash of several files: SHA-256 of the output of ``sha256sum``, sorted by name. ``digests``: SHA-256 by file name."""
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
 
@@ -165,13 +164,13 @@ def hash_files(digests: Mapping[str, str]) -> str:
 def git_commit(package: Path | None = None) -> str | None:
     """Commit of the checkout that tracks ``package`` (default: this package), with ``-dirty`` for local changes.
 
-    None without git, outside a checkout, or when installed into an environment that merely lies inside another
-    repository: that repository's commit would say nothing about this code.
+    None without git, outside a checkout, or if the package is installed in an environment inside another repository, whose
+    commit is not that of this code.
     """
     package = package or Path(__file__).resolve().parents[1]
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
-    # --exclude=* keeps tags out of the answer, so that it is always the plain hash.
+    # --exclude=* leaves tags out of the output, so that it is always the plain hash.
     return _git(package, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
@@ -191,7 +190,7 @@ Basis = Literal["measured", "computed"]
 
 
 class Meter:
-    """Accumulates the cost of one stage; the clock runs inside ``with meter:``, which may be entered again and again."""
+    """Counts the cost of one stage. The clock runs inside ``with meter:``, which may be entered several times."""
 
     def __init__(
         self,
@@ -201,24 +200,24 @@ class Meter:
         spent: Receipt | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Start at zero, or at ``spent``: what the stage had cost when the snapshot it resumes from was written."""
+        """Start at zero, or at ``spent``, the receipt in the snapshot that the stage resumes from."""
         self._total = Receipt(stage=stage, device=device, num_devices=num_devices)
         if spent is not None:
-            assert spent.stage == stage, f"a {stage} stage cannot go on from the receipt of {spent.stage}"
+            assert spent.stage == stage, f"a {stage} stage cannot resume from the receipt of {spent.stage}"
             self._total = self._total + spent
         self._num_devices = num_devices
         self._clock = clock
         self._entered: float | None = None
 
     def add(self, **work: Any) -> None:
-        """Count work done, over all devices: fields of `Receipt`, in their units."""
+        """Add work over all devices: fields of `Receipt`, in their units."""
         self._total += Receipt(stage=self._total.stage, device=self._total.device, **work)
 
     def receipt(self, peak_memory_bytes: int | None = None) -> Receipt:
-        """The cost so far; may be called at any time, so that a snapshot can carry it.
+        """The cost so far. May be called at any time, for example for a snapshot.
 
-        ``peak_memory_bytes`` is the accelerator's peak, as its runtime counts it; None: this process's largest resident
-        memory since it started, which may include an earlier stage of the same process.
+        ``peak_memory_bytes`` is the peak that the accelerator's runtime counted; None: the largest resident memory of this process
+        since its start, which includes earlier stages of the same process.
         """
         peak = process_peak_bytes() if peak_memory_bytes is None else peak_memory_bytes
         total = self._so_far()
@@ -233,7 +232,7 @@ class Meter:
         self._total, self._entered = self._so_far(), None
 
     def _so_far(self) -> Receipt:
-        """With the time since the clock was started."""
+        """The total, with the time since the clock was started."""
         if self._entered is None:
             return self._total
         wall_s, total = self._clock() - self._entered, self._total
@@ -254,14 +253,14 @@ class LedgerRow:
     name: str
     """Name of its run folder."""
     role: Literal["parent", "own"]
-    """``parent``: a network others may be cut from as well; ``own``: every stage after it."""
+    """``parent``: a network that other models may be cut from too; ``own``: every stage after it."""
     receipt: Receipt
-    """Cost of this stage only, measured."""
+    """Measured cost of this stage alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """What a model cost, with and without its parent."""
+    """Cost of a model, with and without its parents."""
 
     rows: tuple[LedgerRow, ...]
     """Every stage once, ancestors first."""
@@ -270,14 +269,14 @@ class Ledger:
     with_parents: Receipt
     """Sum of all stages."""
     adopted: tuple[tuple[str, Elsewhere], ...] = ()
-    """Names of the stages that took in a checkpoint from elsewhere, and what that had cost: in no sum, for it was not measured."""
+    """Names of import stages and the stated cost of their checkpoints, which is in no sum because it was not measured."""
 
 
 def history(lineage: Lineage) -> tuple[Lineage, ...]:
     """All stages that led to ``lineage``, ancestors first, itself last; a shared ancestor once.
 
-    Two records of one run (the run went on after the first child was cut from it) are one stage: the later record,
-    which has more FLOPs, includes the earlier.
+    Two records of one run, which was resumed after a child was cut from it, are one stage: the later record, which has more FLOPs,
+    includes the earlier.
     """
     return distinct(_walk(lineage))
 
@@ -285,8 +284,8 @@ def history(lineage: Lineage) -> tuple[Lineage, ...]:
 def ledger(lineage: Lineage) -> Ledger:
     """Cost of ``lineage`` alone and with its parents.
 
-    The parents are the stages that started from no checkpoint, and all that came before something was cut out. A model trained
-    from scratch has none: all is its own.
+    The parents are the stages that started from scratch and all stages before an extraction. A model that was itself trained from
+    scratch has no parents.
     """
     stages, parents = history(lineage), parents_of(lineage)
     rows = tuple(
@@ -301,15 +300,10 @@ def ledger(lineage: Lineage) -> Ledger:
 
 
 def parents_of(lineage: Lineage) -> frozenset[str]:
-    """Run ids of the stages before ``lineage`` whose network others may come from as well."""
+    """Run ids of the stages before ``lineage`` whose network other models may come from too."""
     before = [stage for stage in _walk(lineage) if stage.run_id != lineage.run_id]
-    cut = [
-        above
-        for stage in _walk(lineage)
-        if stage.stage == "extract"
-        for parent in stage.parents
-        for above in _walk(parent)
-    ]
+    extractions = [stage for stage in _walk(lineage) if stage.stage == "extract"]
+    cut = [above for stage in extractions for above in _walk(stage) if above is not stage]
     return frozenset(stage.run_id for stage in [*cut, *(stage for stage in before if not stage.parents)])
 
 
@@ -319,7 +313,7 @@ class Alone:
 
     flops: int
     basis: Basis
-    """``computed`` from shape and tokens, or ``measured`` by the receipt of a control that was run."""
+    """``computed`` from shape and tokens, or ``measured`` in a control run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,22 +322,22 @@ class FamilyRow:
 
     name: str
     own_flops: int
-    """FLOPs after the parents, measured; a stage that sizes share counts with the first of them."""
+    """Measured FLOPs after the parents; a stage that several sizes share is counted for the first of them."""
     alone: Alone
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Several sizes out of one parent, against training each alone."""
+    """Cost of several sizes from one parent, compared with training each size separately."""
 
     rows: tuple[FamilyRow, ...]
-    """In the order given."""
+    """The sizes, in the caller's order."""
     parent_flops: int
-    """FLOPs of the parents, each once: what they cost, but never less than an ordinary run would have."""
+    """FLOPs of the parents, each counted once: the measured cost, but at least that of an ordinary run (see `family`)."""
     basis: Basis
-    """``measured`` only if every cost of training alone is."""
+    """``measured`` if all costs of separate training are measured."""
     parent_basis: Basis = "measured"
-    """``computed`` where the ordinary run's price stands in."""
+    """``computed`` if the cost of an ordinary run replaces the measured one."""
 
     @property
     def family_flops(self) -> int:
@@ -355,29 +349,29 @@ class Family:
 
     @property
     def share_of_alone(self) -> float:
-        """Cost of the family over the cost of training every size alone."""
+        """Cost of the family divided by the cost of training every size separately."""
         return self.family_flops / self.alone_flops
 
     @property
     def share_of_largest(self) -> float:
-        """Cost of the family over the cost of training its dearest size alone."""
+        """Cost of the family divided by the cost of training its most expensive size alone."""
         return self.family_flops / max(row.alone.flops for row in self.rows)
 
     @property
     def break_even(self) -> int | None:
-        """Number of sizes from which the family is the cheaper way; None if it never is.
+        """Number of sizes from which the family is cheaper than separate training; None if it never is.
 
-        Computed for sizes that cost what these cost on average.
+        Assumes that every size costs the average of these.
         """
         return break_even(self.parent_flops, sum(row.own_flops for row in self.rows), self.alone_flops, len(self.rows))
 
 
 def family(members: Sequence[Lineage], alone: Sequence[Alone]) -> Family:
-    """Add up sizes out of one parent; ``alone[i]`` is what training ``members[i]`` by itself costs.
+    """Cost of several sizes from one parent; ``alone[i]`` is the cost of training ``members[i]`` by itself.
 
-    The parent may be a member too (the full network, used as it is): it then costs nothing beyond being the parent. An
-    elastic run skips layers and experts in some of its steps, and may so cost less than training its full network on the
-    same tokens would; that is no saving, so the family then pays the ordinary run's price.
+    The parent may be a member too (the full network without changes); it then costs nothing beyond the parent's cost. An elastic
+    run skips layers and experts in some steps, so it may cost less than training its full network on the same tokens. That is not
+    a saving, so the parent is counted with at least the cost of that ordinary run.
     """
     assert members and len(members) == len(alone), f"{len(members)} members, {len(alone)} costs of training alone"
     stages = distinct(stage for member in members for stage in _walk(member))
@@ -418,10 +412,8 @@ def _walk(lineage: Lineage) -> Iterable[Lineage]:
 
 
 def distinct(stages: Iterable[Lineage]) -> tuple[Lineage, ...]:
-    """One record a run, the one with most FLOPs, at the place where the run first appears."""
+    """One record per run, the one with most FLOPs, at the place where the run first appears."""
     latest: dict[str, Lineage] = {}
     for stage in stages:
-        known = latest.get(stage.run_id)
-        if known is None or stage.receipt.flops > known.receipt.flops:
-            latest[stage.run_id] = stage
+        latest[stage.run_id] = max(latest.get(stage.run_id, stage), stage, key=lambda record: record.receipt.flops)
     return tuple(latest.values())

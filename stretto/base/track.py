@@ -1,7 +1,7 @@
-"""What a run shows while it runs: progress bars, one console line an interval, metrics on disk and in TensorBoard.
+"""Output of a run while it runs: progress bars, console lines, and metrics on disk, in TensorBoard and in W&B.
 
-``metrics.jsonl`` in the run folder is the record that the report reads: one JSON object a line, ``step`` and scalars.
-It is the one file that is appended to instead of replaced, so a kill can tear its last line; readers drop that line.
+Reports read ``metrics.jsonl`` in the run folder: one JSON object per line, with ``step`` and scalars. Lines are appended, so a
+kill can leave a partial last line, which readers drop.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from stretto.base.paths import remove, write_text, writing
 
 METRICS_FILE = "metrics.jsonl"
 PAUSES_S = (5.0, 10.0, 20.0, 30.0)
-"""Between the lines of `progress` where the output is no terminal; the last one again and again. Half a minute is as long as
-people and CI wait for a sign of life."""
+"""Seconds between the lines of `progress` outside a terminal; the last value repeats. At most half a minute, so that users and CI
+see that the run is alive."""
 
 
 class Advance(Protocol):
-    """Moves a progress bar on; fits wherever ``Callable[[int], None]`` is asked for."""
+    """Function that advances a progress bar; also a ``Callable[[int], None]``."""
 
     def __call__(self, num: int = 1, status: str | None = None, /) -> None: ...
 
@@ -41,11 +41,10 @@ class Advance(Protocol):
 def progress(
     description: str, total: int | None = None, console: Console | None = None, pauses_s: Sequence[float] = PAUSES_S
 ) -> Iterator[Advance]:
-    """Show a bar for ``total`` units of work (None: unknown) and yield the function that advances it.
+    """Show a progress bar for ``total`` units of work (None: unknown); yields the function that advances it.
 
-    ``advance(num, status)`` may be called from any thread; ``status`` is a short text behind the bar. Bars may nest.
-    Where the output is no terminal (CI, a pipe), lines are printed instead: at the start, at the end, and with ``pauses_s``
-    between them, whether or not anything advances.
+    ``advance(num, status)`` may be called from any thread; ``status`` is a short text after the bar. Bars may nest. Outside a
+    terminal (CI, a pipe), lines are printed instead: at the start, at the end, and after each of ``pauses_s``, also without progress.
     """
     console = console or rich.get_console()
     start = time.perf_counter()
@@ -56,7 +55,7 @@ def progress(
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[status]}", markup=False),  # whose brackets are a model's, or a path's
+            TextColumn("{task.fields[status]}", markup=False),  # may contain brackets
         )
         with Progress(*columns, console=console) as bars:
             task = bars.add_task(description, total=total, status="")
@@ -69,37 +68,37 @@ def progress(
 
             yield advance
             return
-    done, doing, ending = 0, "", "stopped"
-    of = "" if total is None else f" of {total:,}"
+    num_done, last_status, ending = 0, "", "stopped"
+    of_total = "" if total is None else f" of {total:,}"
 
     def count(num: int = 1, status: str | None = None, /) -> None:
-        nonlocal done, doing
-        done += num
-        doing = doing if status is None else f", {status}"
+        nonlocal num_done, last_status
+        num_done += num
+        last_status = last_status if status is None else f", {status}"
 
-    def tell(what: str) -> None:
-        _say(console, f"{description}: {what}{done:,}{of} in {time.perf_counter() - start:.1f} s{doing}")
+    def print_line(prefix: str, status: str) -> None:
+        seconds = time.perf_counter() - start
+        say(f"{description}: {prefix}{num_done:,}{of_total} in {seconds:.1f} s{status}", console)
 
-    _say(console, f"{description} …")
-    with _ticking(lambda: tell(""), pauses_s):
+    say(f"{description} …", console)
+    with _ticking(lambda: print_line("", last_status), pauses_s):
         try:
             yield count
             ending = "done"
         finally:
-            doing = ""
-            tell(f"{ending}, ")
+            print_line(f"{ending}, ", "")
 
 
 @contextmanager
-def _ticking(tell: Callable[[], None], pauses_s: Sequence[float]) -> Iterator[None]:
-    """Call ``tell`` after each of ``pauses_s``, and then whenever the last of them is over, from a thread of its own."""
+def _ticking(action: Callable[[], None], pauses_s: Sequence[float]) -> Iterator[None]:
+    """Call ``action`` from a thread after each of ``pauses_s``, whose last value repeats, until the context ends."""
     ended = threading.Event()
 
     def tick() -> None:
         for pause_s in chain(pauses_s, repeat(pauses_s[-1])):
             if ended.wait(pause_s):
                 return
-            tell()
+            action()
 
     thread = threading.Thread(target=tick, daemon=True)
     thread.start()
@@ -111,9 +110,8 @@ def _ticking(tell: Callable[[], None], pauses_s: Sequence[float]) -> Iterator[No
 
 
 class Tracker:
-    """Writes a run's scalars to ``metrics.jsonl``, TensorBoard and, if asked for, W&B; prints one line an interval.
-
-    Use it as a context manager. Only rank 0 has one.
+    """Writer of a run's scalars to ``metrics.jsonl``, TensorBoard, W&B (optional) and the console. A context manager, used on
+    rank 0 only.
     """
 
     def __init__(
@@ -126,12 +124,14 @@ class Tracker:
         config: Mapping[str, Any] | None = None,
         console: Console | None = None,
     ) -> None:
-        """Open the sinks in the run folder ``folder``, made if need be, and in the W&B project, shown with ``config``.
+        """Open all outputs; ``folder``, the run folder, is created if necessary.
 
-        What an interrupted attempt logged at ``first_step`` or later is dropped; 0 starts afresh.
+        Args:
+            first_step: rows of this step and later ones, from an interrupted attempt, are dropped; 0: all rows.
+            config: the recipe, shown in W&B.
 
         Raises:
-            UserError: W&B was asked for and is not installed, or an earlier ``metrics.jsonl`` is damaged.
+            UserError: W&B is requested and not installed, or an existing ``metrics.jsonl`` is damaged.
         """
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -143,7 +143,7 @@ class Tracker:
         self._file = path.open("a", encoding="utf-8")
         self._tensorboard: Any = None
         if tensorboard:
-            # Late: base must import in a fraction of a second, without torch.
+            # A late import: this room must import in a fraction of a second, without torch.
             from torch.utils.tensorboard import SummaryWriter  # type: ignore[attr-defined]
 
             if not first_step:
@@ -151,10 +151,10 @@ class Tracker:
             self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"), purge_step=first_step or None)
 
     def log(self, step: int, scalars: Mapping[str, float], line: bool = True) -> None:
-        """Write the scalars of ``step``; print them if ``line``.
+        """Write the scalars of ``step``, and print them if ``line``.
 
-        Names are paths (``loss/full``); TensorBoard groups by the first part. A value that is not finite becomes null
-        in ``metrics.jsonl``, because NaN is not JSON.
+        Names are paths (``loss/full``), which TensorBoard groups by their first part. A value that is not finite becomes null in
+        ``metrics.jsonl``, because NaN is not JSON.
         """
         values = {name: float(value) for name, value in scalars.items()}
         row = {"step": step, **{name: value if math.isfinite(value) else None for name, value in values.items()}}
@@ -171,7 +171,7 @@ class Tracker:
 
     def say(self, text: str) -> None:
         """Print one plain line, above any progress bar."""
-        _say(self._console, text)
+        say(text, self._console)
 
     def close(self) -> None:
         with writing(self.folder):
@@ -185,13 +185,14 @@ class Tracker:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        with suppress(*(() if error is None else (UserError,))):  # what came first is to be heard
+        with suppress(*(() if error is None else (UserError,))):  # an error of the run itself has precedence
             self.close()
 
 
 def read_metrics(folder: Path | str) -> list[dict[str, float]]:
-    """Rows of a run's ``metrics.jsonl`` in the order written; each has ``step``, null reads as NaN. Raises `UserError`:
-    there is no such file, or a line other than the last is damaged.
+    """Rows of a run's ``metrics.jsonl`` in the order of writing; each has ``step``, and null becomes NaN.
+
+    Raises UserError: there is no such file, or a line other than the last is damaged.
     """
     path = Path(folder) / METRICS_FILE
     if not path.is_file():
@@ -200,7 +201,7 @@ def read_metrics(folder: Path | str) -> list[dict[str, float]]:
 
 
 def _summary(values: Mapping[str, float]) -> Any:
-    """All scalars of a step as one TensorBoard event: an event each would take longer than all else here."""
+    """All scalars of a step as one TensorBoard event; one event per scalar would dominate the time of logging."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     return Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
@@ -209,15 +210,13 @@ def _summary(values: Mapping[str, float]) -> Any:
 def _read_rows(path: Path) -> list[dict[str, Any]]:
     lines = path.read_bytes().split(b"\n")
     rows = []
-    for number, line in enumerate(lines[:-1], start=1):  # a whole line ends in a newline; what follows the last is torn
+    for number, line in enumerate(lines[:-1], start=1):  # text after the last newline is a partial line
         try:
             row = json.loads(line)
         except ValueError:
             row = None
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise UserError(
-                f"{path}: line {number}: not a row of metrics; the file is damaged, start the run in a new folder"
-            )
+            raise UserError(f"{path}: line {number}: not a row of metrics; the file is damaged, use a new run folder")
         rows.append(row)
     return rows
 
@@ -242,10 +241,6 @@ def _open_wandb(project: str, folder: Path, first_step: int, config: Mapping[str
     )
 
 
-def say(text: str) -> None:
+def say(text: str, console: Console | None = None) -> None:
     """Print one plain line, above any progress bar."""
-    _say(rich.get_console(), text)
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    (console or rich.get_console()).print(text, markup=False, highlight=False, soft_wrap=True)

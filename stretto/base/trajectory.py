@@ -1,7 +1,7 @@
-"""What the subsystems of a reinforcement-learning run hand each other: records only.
+"""Records that the roles of an RL run exchange.
 
-Tokens, never text: what was sampled is never tokenised again. Each record is written once, by whom its text names. Apart
-from `stretto.base.records` so that the controller starts without pydantic.
+They contain tokens, not text: sampled tokens are never tokenised again. Each record is written once, by the role that its docstring
+names. This module is separate from `stretto.base.records` so that the controller starts without pydantic.
 
 Shape letters: T tokens of a segment, P rows of routes, L MoE layers of the maximum network, K route slots.
 """
@@ -16,67 +16,68 @@ import numpy as np
 
 
 class Outcome(Enum):
-    """How a verification ended. Only the first two are about the answer; the last is about us and never a reward."""
+    """Result of a verification. INFRA is an infrastructure error and never becomes a reward."""
 
     OK = "ok"
-    """Verified; the reward is the task's."""
+    """Verified; the task set the reward."""
     WRONG = "wrong"
-    """Verified, and refused."""
+    """Verified and rejected."""
     TIMEOUT = "timeout"
-    """The answer's own program used up its time or processor seconds: the answer's fault."""
+    """A program in the answer exceeded its limit of wall or processor time. Counts as a wrong answer."""
     CRASH = "crash"
-    """The answer's own program died, or broke a limit: the answer's fault."""
+    """A program in the answer crashed or exceeded another limit. Counts as a wrong answer."""
     INFRA = "infra"
-    """The verifier could not do its work: a dead worker, a task that raised, a reward that is no finite number."""
+    """The verifier failed: a dead worker, an exception in the task, or a reward that is not finite."""
 
 
 class Ending(Enum):
-    """How an ordinal ended: each does exactly once."""
+    """How a group (an ordinal of the run) ended. Every group ends exactly once."""
 
     TRAINED = "trained"
     FILTERED = "filtered"
-    """Dropped on purpose: a group without variance in its rewards, say."""
+    """Dropped on purpose, for example because all its rewards are equal."""
     STALE = "stale"
-    """Too old to be trained on; the slot gate exists so that this does not happen."""
+    """Too old for training. The controller's limit on running groups prevents this."""
     FAILED = "failed"
-    """Given up after as many attempts as the recipe allows, always for reasons of ours."""
+    """Every attempt that the recipe allows failed with an infrastructure error."""
     CANCELLED = "cancelled"
-    """The run ended first."""
+    """The run ended before the group did."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One prompt to be answered by a group. Written by the controller when it charges a slot."""
+    """One prompt for a group of samples. Written by the controller when it dispatches the group."""
 
     ordinal: int
-    """Place in the run's endless list of prompts, from 0: the identity that ledger, seeds and files go by."""
+    """Place in the run's infinite list of prompts, from 0. Identifies the group in the ledger, in seeds and in files."""
     source: str
-    """Name of the task set in the recipe."""
+    """Name of the task source in the recipe."""
     item: int
-    """Which of the source's problems; a source gives the same problem for the same item, on every machine."""
+    """Index of the problem in its source; a source returns the same problem for an index on every machine."""
     group: int
-    """Samples drawn for it."""
+    """Number of samples."""
     seed: int
-    """Sample i draws its tokens with a seed made of this and i alone: a retry under the same weights repeats it."""
+    """Base of the samples' seeds. The seed of sample i depends on this and i alone, so a retry under the same weights repeats it."""
     max_tokens: int
-    """Tokens the model may write over all turns of one sample."""
+    """Largest number of tokens that the model may write over all turns of one sample."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Consecutive tokens of one sample with one author. Written by the agent loop, from what the engine returned."""
+    """Consecutive tokens of one sample with the same author. Written by the agent role, from the engine's reply."""
 
     tokens: np.ndarray
     """int32 [T]."""
     is_sampled: bool
-    """The model wrote them; False: a prompt, a tool's answer or the template between turns."""
+    """Whether the model wrote the tokens; False: a prompt, a tool's answer or the template between turns."""
     logprobs: np.ndarray
-    """fp32 [T], processed, under the weights that sampled each; zeros where not sampled."""
+    """fp32 [T]: log-probability of each token under the weights and sampling settings that drew it; 0 if not sampled."""
     versions: np.ndarray
-    """int32 [T], weight version each was sampled under; −1 where not sampled."""
+    """int32 [T]: version of the weights that sampled each token; −1 if not sampled."""
     started_s: float = 0.0
-    """Unix seconds, as is the next."""
+    """Start of the generation, Unix time in seconds."""
     finished_s: float = 0.0
+    """End of the generation, Unix time in seconds."""
 
     def __post_init__(self) -> None:
         lengths = len(self.tokens), len(self.logprobs), len(self.versions)
@@ -85,58 +86,58 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class StepReward:
-    """What a part of a sample earned by itself: a turn, or a step of reasoning within one. Written by a task."""
+    """Reward of a part of a sample: a turn, or a step of reasoning within a turn. Written by a task."""
 
     turn: int
-    """Of the model's, from 0."""
+    """Number of the turn among those of the model, from 0."""
     reward: float
-    """Finite."""
+    """A finite number."""
     end: int | None = None
-    """Where the step ends: in characters of the turn's text as a task writes it, in tokens of the turn from the agent loop
-    on. None: with the turn."""
+    """End of the step within the turn: in characters of its text where a task writes the record, in tokens once the agent role has
+    converted it. None: the end of the turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a verifier says of one sample. Written by a reward worker."""
+    """Verdict on one sample. Written by the verifier role."""
 
     reward: float
-    """Finite. Meaningless where the outcome is INFRA."""
+    """A finite number; without meaning if the outcome is INFRA."""
     outcome: Outcome
     seconds: float
-    """Wall time of the verification, its queue not counted."""
+    """Wall time of the verification, without time in queues."""
     sandbox_s: float = 0.0
-    """Processor seconds of the sandboxes it used."""
+    """Processor seconds of the sandboxes."""
     detail: str = ""
-    """One line for people: why it was refused."""
+    """Reason of a rejection, one line for display."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Named components of the reward, for the log."""
     latency_s: float = 0.0
-    """From asking to this verdict, queues and further tries included. Written by the agent loop."""
+    """Seconds from the request to the verdict, with queues and retries. Written by the agent role."""
     steps: tuple[StepReward, ...] = ()
-    """Rewards of turns and steps, beside that of the whole: for algorithms that give credit more finely."""
+    """Rewards of turns and steps, for algorithms that assign credit within a sample."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """One finished sample. Written by the agent loop."""
+    """One finished sample. Written by the agent role."""
 
     ordinal: int
     sample: int
-    """Which of the group, from 0."""
+    """Number of the sample in its group, from 0."""
     attempt: int
-    """How many times the group was handed out before; the pair above is trained once whatever this is."""
+    """Number of earlier dispatches of the group. A sample (ordinal, sample) is trained at most once, whatever the attempt."""
     segments: tuple[Segment, ...]
     routes: np.ndarray | None
-    """uint8 or uint16 [P, L, K], P = tokens − 1: the experts that the engine used for each token it computed, original
-    rows for tokens sampled before a weight update. The last token has none. The dtype's largest value: no expert."""
+    """uint8 or uint16 [P, L, K], P = tokens − 1: experts that the engine used for each token, as computed when the token was sampled.
+    The last token has no row. The largest value of the dtype means no expert."""
     finish_reason: str
-    """``stop``, ``length``, ``turns`` (too many) or ``tool`` (one that may end the episode did)."""
+    """``stop``, ``length``, ``turns`` (limit of turns reached) or ``tool`` (a tool ended the episode)."""
     verdict: Verdict
 
     @property
     def num_turns(self) -> int:
-        """Turns of the model."""
+        """Number of turns of the model."""
         return sum(segment.is_sampled for segment in self.segments)
 
     @property
@@ -149,7 +150,7 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        """Of its sampled tokens; what staleness counts from."""
+        """Oldest weight version among the sampled tokens; staleness counts from it."""
         return min(
             int(segment.versions.min()) for segment in self.segments if segment.is_sampled and len(segment.tokens)
         )
@@ -157,23 +158,24 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The samples of one ordinal: all of them unless the last attempt left some unfinished, and then at least two."""
+    """The samples of one task. If the last attempt left samples unfinished, they are missing, but two or more remain."""
 
     task: Task
     trajectories: tuple[Trajectory, ...]
-    """By sample."""
+    """In the order of the sample numbers."""
     prompts: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """The problem as a teacher's own chat template renders it, int32 tokens by the teacher's name: of those that teach its
-    source and render it otherwise than the student. Written by the agent loop."""
+    """int32 tokens of the problem by teacher's name, for teachers of its source whose chat template renders the problem differently
+    from the student's. Written by the agent role."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightVersion:
-    """Immutable weights. Written by the trainer when it publishes; version n is what n optimisation steps made."""
+    """Immutable weights. Written by the trainer when it publishes them."""
 
     number: int
+    """Number of optimisation steps."""
     location: str
-    """The file of its tensors."""
+    """Path of the file of tensors."""
     checksum: str
     """SHA-256 over names, types, shapes and bytes of all tensors."""
     num_bytes: int
@@ -187,12 +189,12 @@ class GroupRef:
     attempt: int
     """Number of the dispatch that finished it, from 0."""
     location: str
-    """Path of its file."""
+    """Path of the group's file."""
     num_samples: int
     num_tokens: int
-    """Sampled tokens, over all samples."""
+    """Number of sampled tokens, over all samples."""
     oldest_version: int
-    """Weight version of its oldest sampled token; staleness counts from it."""
+    """Oldest weight version among the sampled tokens; staleness counts from it."""
     mean_reward: float
     is_uniform: bool
-    """All rewards are equal, those of steps too, so that advantages within the group are zero."""
+    """Whether all rewards are equal, also those of steps, so that advantages within the group are zero."""

@@ -1,7 +1,7 @@
-"""Optimisers: torch's fused AdamW, or Muon for the matrices it is defined for with AdamW for the rest.
+"""Optimisers: torch's fused AdamW, or Muon for hidden matrices and AdamW for the other parameters.
 
-torch has a Muon of its own. It orthogonalises in bf16, which a CPU without bf16 units emulates: there one step of it
-cost more than the whole forward and backward (450 ms against 20 ms here, on 5 million parameters). It also refuses stacks, and shards.
+torch has a Muon too. It orthogonalises in bf16, which a CPU without bf16 units emulates: one step took 450 ms on 5 million
+parameters, against 20 ms here. It also accepts neither stacks of matrices nor shards.
 
 Shape letters: S matrices in a stack, M rows, N columns.
 """
@@ -22,44 +22,33 @@ from stretto.optim.schedule import OptimConfig
 
 
 def build_optimizers(config: OptimConfig, model: nn.Module) -> tuple[Optimizer, ...]:
-    """One optimiser for AdamW, two for Muon; each group carries ``lr_factor``, its rate over the schedule's."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    hidden = [parameter for name, parameter in named if config.name == "muon" and _is_hidden_matrix(name, parameter)]
-    chosen = {id(parameter) for parameter in hidden}
-    rest = [parameter for _, parameter in named if id(parameter) not in chosen]
-    is_vector = {id(parameter): parameter.dim() < 2 or name.endswith("bias") for name, parameter in named}
-    is_apart = {
-        id(parameter): config.router_lr_factor != 1.0 and name.endswith("mlp.gate") for name, parameter in named
-    }
-    routers = [parameter for parameter in rest if is_apart[id(parameter)]]
-    matrices = [parameter for parameter in rest if not is_vector[id(parameter)] and not is_apart[id(parameter)]]
-    vectors = [parameter for parameter in rest if is_vector[id(parameter)]]
-    kinds = (
-        (matrices, config.weight_decay, 1.0),
-        (vectors, 0.0, 1.0),
-        (routers, config.weight_decay, config.router_lr_factor),
-    )
-    groups = [
-        {"params": params, "weight_decay": decay, "lr_factor": factor}
-        for some, decay, factor in kinds
-        for params in _by_mesh(some)
+    """One optimiser for AdamW, two for Muon. Each parameter group has ``lr_factor``, its learning rate over the schedule's."""
+    hidden: list[nn.Parameter] = []
+    # Groups of AdamW: by weight decay, factor of the learning rate, and the ranks that the parameters are sharded over, because
+    # torch's multi-tensor kernels take parameters of one kind.
+    rest: dict[tuple[float, float, DeviceMesh | None], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if config.name == "muon" and _is_hidden_matrix(name, parameter):
+            hidden.append(parameter)
+            continue
+        decay = 0.0 if parameter.dim() < 2 or name.endswith("bias") else config.weight_decay
+        factor = config.router_lr_factor if name.endswith("mlp.gate") else 1.0
+        mesh = getattr(parameter, "device_mesh", None)
+        rest.setdefault((decay, factor, mesh), []).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": params, "weight_decay": decay, "lr_factor": factor} for (decay, factor, _), params in rest.items()
     ]
-    # FSDP2 shards are DTensors, which the fused kernel takes only on an accelerator
-    fused = all(type(parameter) is nn.Parameter for parameter in rest) or rest[0].device.type == "cuda"
+    # FSDP2 shards are DTensors, which the fused kernel accepts only on an accelerator.
+    params = [parameter for group in rest.values() for parameter in group]
+    fused = all(type(parameter) is nn.Parameter for parameter in params) or params[0].device.type == "cuda"
     adamw = AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused)
     if not hidden:
         return (adamw,)
     factor = config.muon_lr_factor
     groups = [{"params": hidden, "weight_decay": config.weight_decay / factor, "lr_factor": factor}]
     return (adamw, Muon(groups, lr=config.lr * factor))
-
-
-def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Apart by the ranks they are spread over: torch's multi-tensor kernels take one kind at a time."""
-    found: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        found.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    return list(found.values())
 
 
 def set_learning_rate(optimizers: Iterable[Optimizer], rate: float) -> None:
@@ -69,21 +58,21 @@ def set_learning_rate(optimizers: Iterable[Optimizer], rate: float) -> None:
 
 
 def _is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Muon is for matrices between hidden states, experts included: not for embeddings, heads, routers and experts' biases."""
+    """Whether Muon may update a parameter: matrices of blocks, experts included, but not embeddings, heads, routers and biases."""
     return parameter.dim() >= 2 and name.startswith("blocks.") and not name.endswith(("mlp.gate", "bias"))
 
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic Newton-Schulz iteration, chosen by Muon's author for the steepest slope at zero; it does not converge
-to 1 but keeps every singular value within about 0.7 to 1.2, which is enough."""
+"""Coefficients of the quintic Newton-Schulz iteration, from Muon's author, with the steepest slope at zero. The singular values do not
+converge to 1 but stay within about 0.7 to 1.2, which is sufficient."""
 _ITERATIONS = 5
 
 
 class Muon(Optimizer):
     """Muon (Jordan et al., 2024) with Nesterov momentum and decoupled weight decay.
 
-    Groups take ``lr`` and ``weight_decay``; the rate is multiplied by √max(1, M/N), so that a tall matrix changes its
-    output as much as a square one.
+    Groups have ``lr`` and ``weight_decay``. The rate is multiplied by √max(1, M/N), so that a tall matrix changes its output as much as
+    a square one.
     """
 
     def __init__(self, params: Iterable[dict[str, Any]], lr: float, momentum: float = 0.95):
@@ -102,19 +91,19 @@ class Muon(Optimizer):
                     state["momentum_buffer"] = torch.zeros_like(parameter.grad)
                 momentum = state["momentum_buffer"].lerp_(parameter.grad, 1.0 - group["momentum"])
                 update = orthogonal(parameter.grad.lerp(momentum, group["momentum"]))
-                shape = math.sqrt(max(1.0, parameter.shape[-2] / parameter.shape[-1]))
+                aspect = math.sqrt(max(1.0, parameter.shape[-2] / parameter.shape[-1]))
                 parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
-                parameter.add_(update, alpha=-group["lr"] * shape)
+                parameter.add_(update, alpha=-group["lr"] * aspect)
 
 
 def orthogonal(update: Tensor) -> Tensor:
-    """The nearest thing to U·Vᵀ of ``update`` [(S,) M, N] = U·Σ·Vᵀ that five matrix products' worth of work finds.
+    """Approximation of U·Vᵀ for ``update`` [(S,) M, N] = U·Σ·Vᵀ, by five Newton-Schulz iterations.
 
-    A shard is gathered first: orthogonality is a property of the whole matrix.
+    Shards are gathered first, because orthogonality is a property of the full matrix.
     """
     if isinstance(update, DTensor):
-        whole = orthogonal(update.full_tensor())
-        return distribute_tensor(whole, update.device_mesh, update.placements)
+        full = orthogonal(update.full_tensor())
+        return distribute_tensor(full, update.device_mesh, update.placements)
     a, b, c = _COEFFICIENTS
     x_MN = update.to(torch.bfloat16 if update.device.type == "cuda" else torch.float32)
     tall = x_MN.shape[-2] > x_MN.shape[-1]

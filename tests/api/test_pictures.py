@@ -86,7 +86,7 @@ def test_a_server_of_another_kind(stretto: Command, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
     with serving(partial(SimpleHTTPRequestHandler, directory=str(tmp_path))) as url:
         refused(stretto("enhance", "a cat", "--server", url), "--server", "lists no model")
-        refused(stretto("paint", "a cat", "--verifier", f"{url}/v1"), "says no name of a model")
+        refused(stretto("paint", "a cat", "--verifier", f"{url}/v1"), "cannot list its models")
 
 
 def test_a_picture_is_painted_and_shows_what_was_asked(stretto: Command, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_studio_that_cannot_begin(stretto: Command, tmp_path: Path) -> None:
     with claimed(tmp_path / "other"):
         refused(stretto("studio", "-o", tmp_path / "other"), "is running in it")
     refused(stretto("studio", "--verifier", "eyes"), "--verifier eyes", "no address")
-    refused(stretto("studio", "--verifier", "http://127.0.0.1:9/v1"), "says no name of a model")
+    refused(stretto("studio", "--verifier", "http://127.0.0.1:9/v1"), "cannot list its models")
 
 
 @pytest.mark.parametrize(
@@ -166,9 +166,9 @@ def test_a_request_is_written_out_before_it_is_painted(stretto: Command, roomy_r
         (("猫", "--as-is", "--server", "http://127.0.0.1:9"), ("--as-is",)),
         (("Ein Haus und das Auto mit der Frau",), ("prompt", "English")),
         (("a cube", "--verifier", "eyes"), ("--verifier eyes", "no address")),
-        (("a cube", "--verifier", "http://127.0.0.1:port/v1"), ("says no name of a model",)),
+        (("a cube", "--verifier", "http://127.0.0.1:port/v1"), ("cannot list its models",)),
         (("a cube", "--verifier", "eyes@http://127.0.0.1:port/v1"), ("--verifier", "Invalid port")),
-        (("a cube", "--verifier", "http://127.0.0.1:9/v1"), ("says no name of a model",)),
+        (("a cube", "--verifier", "http://127.0.0.1:9/v1"), ("cannot list its models",)),
         (("a cube", "--verifier", "http://127.0.0.1:9/v1", "--as-is"), ("--as-is",)),
     ],
 )

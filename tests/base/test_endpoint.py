@@ -54,7 +54,7 @@ def test_a_server_is_asked_with_the_key_what_it_serves(monkeypatch: pytest.Monke
     monkeypatch.setattr(httpx, "get", get)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     assert served_name("http://h/v1") == served_name("http://h/v1/") == "m"
-    with pytest.raises(UserError, match="no name of a model: InvalidURL"):
+    with pytest.raises(UserError, match="cannot list its models: InvalidURL"):
         monkeypatch.undo()
         served_name("http://h:port/v1")
 

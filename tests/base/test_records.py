@@ -232,7 +232,7 @@ def test_a_resumed_stage_costs_what_both_attempts_cost() -> None:
 
 
 def test_a_meter_refuses_the_receipt_of_another_stage() -> None:
-    with pytest.raises(AssertionError, match="cannot go on"):
+    with pytest.raises(AssertionError, match="cannot resume from"):
         Meter("heal", "a CPU", spent=Receipt(stage="pretrain", device="a CPU"))
 
 

@@ -198,7 +198,7 @@ def test_what_a_network_is_made_from_is_not_replaced_by_it(
         ("heal", part, "--data", text, "-o", part),
         ("heal", part, "--data", text, "--teacher", run, "-o", run / "checkpoint"),
     ):
-        refused(stretto(*command), f"{command[-1]}: holds the network that this is made from", "choose another folder")
+        refused(stretto(*command), f"{command[-1]}: contains the checkpoint that is read", "choose another folder")
     assert {path: path.read_bytes() for path in before} == before and not (tmp_path / "part.run").exists()
 
 

@@ -55,9 +55,9 @@ def test_what_is_refused(stretto: Run, library: Path, tmp_path: Path) -> None:
     refused(stretto(*told, out, "--passages", "-1"), "--passages")
     refused(stretto("judge", "calibrate", "http://h:port/v1", "--name", "x", "--data", library), "Invalid port")
     gone = "http://127.0.0.1:9/v1"
-    refused(stretto("judge", "calibrate", gone, "--data", library), gone, "says no name of a model")
+    refused(stretto("judge", "calibrate", gone, "--data", library), gone, "cannot list its models")
     refused(
-        stretto("eval", model, "--suite", "writing", "--judge", gone, "-o", tmp_path / "e"), "says no name of a model"
+        stretto("eval", model, "--suite", "writing", "--judge", gone, "-o", tmp_path / "e"), "cannot list its models"
     )
     wrong = "sources.writing.args.judge.model=evaluation-1"
     refused(

@@ -193,7 +193,7 @@ def test_the_budget_of_questions_is_kept_and_what_it_leaves_is_told() -> None:
 
 
 def test_who_is_no_address_or_not_there_is_refused() -> None:
-    for named, problem in (("eyes", "no address"), ("http://127.0.0.1:9/v1", "says no name of a model")):
+    for named, problem in (("eyes", "no address"), ("http://127.0.0.1:9/v1", "cannot list its models")):
         with pytest.raises(UserError, match=problem):
             EndpointVerifier(named)
 

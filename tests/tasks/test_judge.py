@@ -316,7 +316,7 @@ def test_nonsense_is_asked_about_again(prompts: Path) -> None:
 def test_a_verdict_has_a_deadline_over_all_of_its_requests(prompts: Path) -> None:
     with judging(lambda body: None) as (url, asked):
         made = source(prompts, url, {"timeout_s": 0.1, "retries": 9, "verdict_s": 0.3, "at_once": 2}, by="group")
-        with pytest.raises(judge.JudgeFailed, match="time for an answer is over"):
+        with pytest.raises(judge.JudgeFailed, match="no time is left for the answer"):
             made.compare(made.problem(1), [Answer(text) for text in ("a", "b", "c", "d")])
         assert 0 < len(asked) <= 2 * 3 + 2  # of 120: those that fit, two at a time, and two that had begun
     assert made.verdict_s == 0.3
