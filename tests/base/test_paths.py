@@ -54,9 +54,7 @@ def test_a_folder_that_cannot_be_made_is_the_users_error(tmp_path: Path) -> None
 
 def test_a_folder_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
-    with pytest.raises(
-        UserError, match="a: cannot be written: a folder is not replaced by a file"
-    ):
+    with pytest.raises(UserError, match="a: cannot be written: a folder is not replaced by a file"):
         write_text(tmp_path / "a", "x")
     assert [path.name for path in tmp_path.rglob("*")] == ["a", "b"]
 
