@@ -196,7 +196,17 @@ class ServiceSource(SessionSource):
             return recorded(session, _played(case))
 
     def baselines(self, problem: Problem) -> Mapping[str, tuple[Mapping[str, Any], ...]]:
-        return {"always transfer": recorded(ServiceSession(self._case(problem.item)), [calling("transfer", {})])}
+        """Agents that end the conversation at once, without a look or after reading the customer's record."""
+        case = self._case(problem.item)
+        request = case.script[0]
+        assert request is not None
+        reads = [calling(f"get_{request.kind.name}", {"id": request.id})] if request.id else []
+        policies = {
+            "always transfer": [calling("transfer", {})],
+            "read, then transfer": [*reads, calling("transfer", {})],
+            "read, then decline": [*reads, calling("decline", {})],
+        }
+        return {name: recorded(ServiceSession(case), turns) for name, turns in policies.items()}
 
     def obliging(self, problem: Problem) -> tuple[Mapping[str, Any], ...]:
         """An agent that does all that the customer wants and reads no policy. It knows his mind, so it is no baseline."""
@@ -314,6 +324,8 @@ class ServiceSession(Session):
         self._case = case
         self._rows = {kind: {key: dict(row) for key, row in rows.items()} for kind, rows in case.rows.items()}
         self._read: list[str] = []
+        self._acted_unread: list[str] = []
+        """Ids of records that a call changed before any call had read them."""
         self._ending = ""
         self.tools = tuple(self._made())
 
@@ -325,7 +337,7 @@ class ServiceSession(Session):
         return _heard(self._case, messages)[0]
 
     def digest(self) -> str:
-        told = json.dumps([self._rows, self._read, self._ending], sort_keys=True)
+        told = json.dumps([self._rows, self._read, self._acted_unread, self._ending], sort_keys=True)
         return blake2b(told.encode(), digest_size=16).hexdigest()
 
     def score(self, answer: Answer) -> Score:
@@ -337,7 +349,7 @@ class ServiceSession(Session):
         parts = {
             "database": float(self._rows == goal._rows),
             "ending": float(self._ending == goal._ending),
-            "read": float(wanted is None or wanted.id in ("", *self._read)),
+            "read": float(not self._acted_unread and (wanted is None or wanted.id in ("", *self._read))),
             "heard": float(_heard(self._case, answer.messages)[1] == len(self._case.script) - 1),
             "asked": float(not _acts_unasked(self._case, answer.messages)),
         }
@@ -378,6 +390,8 @@ class ServiceSession(Session):
             values = {values["field"]: values["value"]}
         is_known = operation == "create" or (told["id"] in self._rows[kind.name] and values.keys() <= {*kind.fields})
         request = _Request(operation, kind, told.get("id", ""), tuple(values.items()))
+        if is_known and request.id not in ("", *self._read):
+            self._acted_unread.append(request.id)
         return self._carry_out(request) if is_known else None
 
     def _carry_out(self, request: _Request) -> str:

@@ -104,8 +104,11 @@ def test_doing_nothing_is_never_right() -> None:
 def test_an_agent_that_hands_over_without_a_look_is_hardly_ever_right() -> None:
     for desk, problem, turns in cases("medium"):
         is_new = any(name.startswith("create") for name in names(desk.obliging(problem)))
-        right = judged(desk, problem, desk.baselines(problem)["always transfer"]).ok
+        baselines = desk.baselines(problem)
+        right = judged(desk, problem, baselines["always transfer"]).ok
         assert right <= (is_new and problem.gold == "transfer")
+        for ending in ("transfer", "decline"):
+            assert judged(desk, problem, baselines[f"read, then {ending}"]).ok <= (problem.gold == ending)
         blind = [turn for turn in turns if not names([turn]) or not names([turn])[0].startswith("get")]
         assert is_new or "leave it" in str(turns) or not judged(desk, problem, blind).ok
 
@@ -113,6 +116,20 @@ def test_an_agent_that_hands_over_without_a_look_is_hardly_ever_right() -> None:
 def test_an_agent_that_obliges_breaks_the_policy() -> None:
     for desk, problem, _ in cases():
         assert judged(desk, problem, desk.obliging(problem)).ok == (problem.gold == "Done.")
+
+
+def test_an_agent_that_acts_before_it_reads_fails() -> None:
+    num = 0
+    for desk, problem, turns in cases(gold="Done."):
+        reads = [turn for turn in turns if any(name.startswith("get") for name in names([turn]))]
+        acts = [turn for turn in turns if names([turn]) and turn not in reads]
+        if not reads or not acts:  # a new record, or a customer who leaves all as it is
+            continue
+        num += 1
+        late = [*(turn for turn in turns[:-1] if turn not in reads), *reads, turns[-1]]
+        score = judged(desk, problem, late)
+        assert not score.ok and score.parts["read"] == 0.0 and score.parts["database"] == 1.0
+    assert num > 5
 
 
 def test_an_agent_that_calls_every_tool_is_never_right() -> None:
