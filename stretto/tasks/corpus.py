@@ -88,9 +88,9 @@ class Corpus:
 class Reader:
     """A corpus in one session: the tools ``search`` and ``open``, and which documents were opened."""
 
-    def __init__(self, corpus: Corpus, most: int, words: int) -> None:
-        """``most``, ``words``: as of `Corpus.search`."""
-        self.corpus, self._most, self._words = corpus, most, words
+    def __init__(self, corpus: Corpus, most: int, words: int, max_opened: int | None = None) -> None:
+        """``most``, ``words``: as in `Corpus.search`. ``max_opened``: largest number of documents to open; None: no limit."""
+        self.corpus, self._most, self._words, self._max_opened = corpus, most, words, max_opened
         self.opened: list[str] = []
         """Ids in order, each once."""
         self.tools = (
@@ -110,6 +110,8 @@ class Reader:
         if document is None:
             return f"error: there is no document {document_id!r}", Outcome.WRONG
         if document.id not in self.opened:
+            if len(self.opened) == self._max_opened:
+                return f"error: {self._max_opened} documents were opened, which is the limit; answer now", Outcome.WRONG
             self.opened.append(document.id)
         return f"{document.title} [{document.id}]\n{document.text}", Outcome.OK
 

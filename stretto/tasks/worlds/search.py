@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -90,6 +91,8 @@ class SearchArgs(Range):
     """Of one search."""
     snippet: int = Field(default=10, ge=0, le=64)
     """Words of a hit's text that are shown; 0: its title alone."""
+    opens: int = Field(default=8, gt=0)
+    """Largest number of documents that may be opened for one answer; further ones are refused."""
     closed_book: bool = False
     """No tools, and nothing to cite: what is known without the documents."""
     seed: int = 0
@@ -101,6 +104,8 @@ class SearchArgs(Range):
             raise ValueError("path and questions go together: documents, and what is asked of them; give both or none")
         if not set(self.hops) <= set(range(1, 7)):
             raise ValueError("hops: an answer takes 1 to 6 documents")
+        if max(self.hops) > self.opens:
+            raise ValueError(f"opens: at least {max(self.hops)}, the documents of the longest chain in hops")
         return self
 
 
@@ -137,6 +142,10 @@ class SearchSource(SessionSource):
                 if missing := [one for one in each["documents"] if one not in self._corpus.documents]:
                     raise UserError(
                         f"{args.questions}: question {place}: no document {missing[0]!r} in {args.path}; correct it"
+                    )
+                if (num := len(each["documents"])) > args.opens:
+                    raise UserError(
+                        f"{args.questions}: question {place}: {num} documents, and opens = {args.opens}; raise opens"
                     )
 
     @property
@@ -187,15 +196,20 @@ class SearchSession(Session):
 
     def __init__(self, problem: Problem, corpus: Corpus, args: SearchArgs) -> None:
         self._problem, self._args = problem, args
-        self.reader = Reader(corpus, args.hits, args.snippet)
+        self.reader = Reader(corpus, args.hits, args.snippet, args.opens)
         self.tools = () if args.closed_book else self.reader.tools
 
     def digest(self) -> str:
         return " ".join(self.reader.opened)
 
     def score(self, answer: Answer) -> Score:
-        """Right: the answer is, all documents of its chain are cited, and nothing that was not opened. A citation counts as
-        unsupported that was not opened, or that names neither the answer nor a step on the way to it."""
+        """Score the answer and its citations.
+
+        Correct: the right answer, with citations of all documents of its chain, of no document that was not opened, and of at least
+        as many documents in the chain as outside of it. The reward of a correct answer is the precision of its citations, the share
+        that lies in the chain: an answer that cites everything it opened earns less than one that cites its evidence. The part
+        ``unsupported`` counts citations of documents that were not opened, or that name neither the answer nor a step towards it.
+        """
         gold, opened = self._problem.payload, self.reader.opened
         found = find_answer(answer.text, self._args.format)
         said = _plain(without_citations(found.text))
@@ -203,13 +217,16 @@ class SearchSession(Session):
         read = [self.reader.corpus.documents[each] for each in cited if each in opened]
         bearing = supporting(read, said) | (set(gold["documents"]) & set(opened))
         unsupported = [each for each in cited if each not in bearing]
+        astray = [each for each in cited if each not in gold["documents"]]
+        precision = 1 - len(astray) / len(cited) if cited else 1.0
         parts = {
             "marked": float(found.is_marked),
             "abstained": float(said == UNKNOWN),
             "opened": float(len(opened)),
             "cited": float(len(cited)),
             "unsupported": float(len(unsupported)),
-            "astray": float(len(set(cited) - set(gold["documents"]))),
+            "astray": float(len(astray)),
+            "precision": precision,
         }
         unread = [each for each in cited if each not in opened]
         needed = () if self._args.closed_book or gold["answer"] == UNKNOWN else gold["documents"]
@@ -219,7 +236,9 @@ class SearchSession(Session):
             why = f"the answer is {gold['answer']!r}"
         elif unread or uncited:
             why = f"cited and never opened: {unread[0]}" if unread else f"not cited: {uncited[0]}"
-        return Score.of(not why, parts, why)
+        elif precision < 0.5:
+            why = f"{len(astray)} of {len(cited)} cited documents are no evidence, {astray[0]} for example"
+        return replace(Score.of(not why, parts, why), reward=0.0 if why else precision)
 
 
 def _plain(answer: str) -> str:

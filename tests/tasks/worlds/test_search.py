@@ -13,7 +13,7 @@ from stretto.base.config import validate
 from stretto.base.errors import UserError
 from stretto.sandbox.outcome import Outcome
 from stretto.tasks.corpus import Corpus, Document, Reader, citations, read_documents, supporting
-from stretto.tasks.session import Diverged
+from stretto.tasks.session import Diverged, calling, recorded, use
 from stretto.tasks.task import Answer, Problem
 from stretto.tasks.worlds.search import UNKNOWN, SearchArgs, SearchSource
 
@@ -71,6 +71,35 @@ def test_an_answer_without_its_documents_is_not_right() -> None:
     unread = asked.score(problem, Answer(problem.gold))
     assert not unread.ok and unread.parts["unsupported"] == 2.0
     assert not score(f"Somebody [{first}] [{second}]").ok and not score(UNKNOWN).ok
+
+
+def test_citing_everything_is_not_right_and_each_needless_citation_costs() -> None:
+    asked = source(**TINY, unanswerable=0.0, opens=12)
+    problem = next(each for each in map(asked.problem, range(40)) if len(each.payload["documents"]) == 2)
+    gold, chain = problem.payload["answer"], problem.payload["documents"]
+    others = [each for each in map(str, range(1, 13)) if each not in chain]
+
+    def score(cited: list[str]) -> Any:
+        turns = [calling("open", {"id": each}) for each in cited]
+        text = f"<answer>{gold}</answer> {' '.join(f'[{each}]' for each in cited)}"
+        made = recorded(asked.open(problem), [*turns, {"role": "assistant", "content": text}])
+        return asked.score(problem, Answer(text, made))
+
+    assert score(chain).reward == 1.0
+    one_more = score([*chain, others[0]])
+    assert one_more.ok and one_more.reward == one_more.parts["precision"] == pytest.approx(2 / 3)
+    everything = score([*chain, *others])
+    assert not everything.ok and everything.reward == 0.0 and "are no evidence" in everything.detail
+
+
+def test_only_so_many_documents_may_be_opened() -> None:
+    asked = source(**TINY, opens=3)
+    session = asked.open(asked.problem(0))
+    told = [use(session.tools, "open", {"id": str(number)}) for number in (1, 2, 3, 4, 1)]
+    assert [each.outcome is Outcome.OK for each in told] == [True, True, True, False, True]
+    assert "3 documents were opened, which is the limit" in told[3].text and session.reader.opened == ["1", "2", "3"]
+    with pytest.raises(UserError, match="opens: at least 2"):
+        validate(SearchArgs, {"hops": [2], "opens": 1}, "sources.s.args")
 
 
 def test_abstaining_is_right_where_no_document_tells() -> None:
@@ -156,6 +185,8 @@ def test_questions_about_documents_of_ones_own(tmp_path: Path) -> None:
     asked = source(path=tmp_path / "corpus", questions=questions)
     asked.validate()  # it can be cited
     assert asked.problem(0).payload["documents"] == ["bridge.md", "Holm (born)"]
+    with pytest.raises(UserError, match="question 1: 2 documents, and opens = 1; raise opens"):
+        source(path=tmp_path / "corpus", questions=questions, opens=1, hops=(1,))
     with pytest.raises(UserError, match="go together"):
         validate(SearchArgs, {"path": str(tmp_path)}, "sources.s.args")
     with pytest.raises(UserError, match="nothing to search"):
