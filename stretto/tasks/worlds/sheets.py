@@ -114,7 +114,7 @@ class SheetsArgs(Range):
     engine: EngineName = "auto"
     """What computes formulas. ``auto``: LibreOffice where it is installed, else IronCalc, which starts much faster."""
     reward: Literal["all", "share"] = "all"
-    """1 or 0; or the share of right cells in the workbook where it is least."""
+    """``all``: 1 or 0. ``share``: the share of correct cells, of those whose values differ, in the worse workbook."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,10 @@ class SheetsSource(SessionSource):
         return _dumped(book, dumped), ToolResult(shorten(said) or "ok", Outcome.OK, done.wall_s, done.cpu_s)
 
     def verdict(self, task: SheetTask, ends: Sequence[Book | None]) -> Score:
-        """Of what became of the task's workbooks; None: of this one nothing that could be computed."""
+        """Score the workbooks ``ends`` that an answer leads to; None: one that could not be computed.
+
+        The share of correct cells counts the cells whose right values differ between the workbooks: constants and blanks earn nothing.
+        """
         for end, book, right in zip(ends, task.books, task.answers, strict=True):
             if end is None or task.is_loose:
                 continue
@@ -220,17 +223,20 @@ class SheetsSource(SessionSource):
                 return Score.of(False, {"untouched": 0.0}, "cells or sheets that are not asked for were changed")
         computed = iter(self.recalculator.values([end for end in ends if end is not None]))
         shares, detail, same = [], "", _loosely_same if task.is_loose else _same
+        first, all_right = task.answers[0], True
+        differing = {at for right in task.answers for at, value in right.items() if first.get(at) != value}
         for end, right in zip(ends, task.answers, strict=True):
             values = None if end is None else next(computed)
             wrong = [at for at, value in right.items() if values is None or not same(values.get(at), value)]
-            shares.append(1 - len(wrong) / len(right))
+            counted = right.keys() & differing or right.keys()
+            shares.append(1 - len(counted.intersection(wrong)) / len(counted))
+            all_right &= not wrong
             if wrong and not detail:
                 found = "nothing to compute" if values is None else repr(values.get(wrong[0]))
                 detail = f"{wrong[0][0]}!{cell_name(wrong[0])}: {found}, and {right[wrong[0]]!r} is right"
         parts = {"untouched": 1.0, "least": min(shares), "books": sum(share == 1 for share in shares) / len(shares)}
-        is_right = min(shares) == 1
-        reward = min(shares) if self.args.reward == "share" else float(is_right)
-        return Score(reward, Outcome.OK if is_right else Outcome.WRONG, parts, detail)
+        score = Score.of(all_right, parts, detail)
+        return replace(score, reward=min(shares)) if self.args.reward == "share" else score
 
 
 class SheetsSession(Session):
