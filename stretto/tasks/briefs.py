@@ -61,6 +61,8 @@ class Constraints(Config):
     """Who tells it, quoted speech aside."""
     include: tuple[str, ...] = ()
     """Words that must be there."""
+    exclude: tuple[str, ...] = ()
+    """Words that must not be there."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -76,7 +78,8 @@ class Constraints(Config):
             told = words(_QUOTED.sub(" ", text))  # of "we'll" both parts
             firsts, thirds = sum(each in _FIRST for each in told), sum(each in _THIRD for each in told)
             found["person"] = firsts > 0 if self.person == "first" else firsts == 0 < thirds
-        return found | {f"include {each}": set(words(each)) <= set(said) for each in self.include}
+        found |= {f"include {each}": set(words(each)) <= set(said) for each in self.include}
+        return found | {f"exclude {each}": not set(words(each)) <= set(said) for each in self.exclude}
 
 
 class BriefsArgs(Config):
@@ -87,20 +90,22 @@ class BriefsArgs(Config):
 
 
 class BriefsSource(TaskSource):
-    """Endless; the reward is the share of the constraints that are kept, and right is who keeps all."""
+    """Endless. An answer is correct when it meets all constraints. Its reward is the share of length, person and required words that
+    it meets, less as much for each forbidden word: a text of all words that prompts ask for earns no more than one of none."""
 
     args_kind = BriefsArgs
     args: BriefsArgs
 
     def problem(self, item: int) -> Problem:
         rng = random.Random(f"{self.args.seed} {item}")
+        chosen = tuple(rng.sample(_WORDS, 4))
         told = Constraints(
-            words=rng.choice(_LENGTHS), person=rng.choice(("first", "third")), include=tuple(rng.sample(_WORDS, 2))
+            words=rng.choice(_LENGTHS), person=rng.choice(("first", "third")), include=chosen[:2], exclude=chosen[2:]
         )
         assert told.words is not None
         prompt = (
             f"Write {rng.choice(_FORMS)} about {rng.choice(_TOPICS)}, in the {told.person} person and in {told.words[0]} to {told.words[1]} "
-            f"words. It must have the words {' and '.join(told.include)}."
+            f"words. It must have the words {' and '.join(told.include)}, and neither {' nor '.join(told.exclude)}."
         )
         who = "I" if told.person == "first" else "She"
         gold = f"{who} saw the {told.include[0]} and the {told.include[1]}."
@@ -110,7 +115,10 @@ class BriefsSource(TaskSource):
 
     def score(self, problem: Problem, answer: Answer) -> Score:
         text = spoken(answer.text)
-        kept = Constraints.model_validate(problem.payload["constraints"]).kept(text)
-        share = sum(kept.values()) / len(kept) if words(text) else 0.0
-        broken = ", ".join(name for name, each in kept.items() if not each)
-        return Score(share, Outcome.WRONG if broken else Outcome.OK, detail=broken and f"not kept: {broken}")
+        asked = Constraints.model_validate(problem.payload["constraints"])
+        kept = asked.kept(text)
+        broken = [name for name, is_kept in kept.items() if not is_kept]
+        share = max(0.0, 1 - len(broken) / (len(kept) - len(asked.exclude))) if words(text) else 0.0
+        if broken:
+            return Score(share, Outcome.WRONG, detail=f"not kept: {', '.join(broken)}")
+        return Score.of(True)

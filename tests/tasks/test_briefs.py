@@ -50,3 +50,9 @@ def test_the_source_is_valid_and_pays_by_shares() -> None:
     half = source.score(problem, Answer(problem.gold.replace(told.include[0], "thing")))
     assert half.reward == 0.75 and not half.ok and half.detail == f"not kept: include {told.include[0]}"
     assert source.score(problem, Answer("")).reward == 0
+    forbidden = source.score(problem, Answer(f"{problem.gold} {told.exclude[0]}"))
+    assert forbidden.reward == 0.75 and forbidden.detail == f"not kept: exclude {told.exclude[0]}"
+    every_word = " ".join(
+        word for other in map(source.problem, range(99)) for word in other.payload["constraints"]["include"]
+    )
+    assert all(source.score(each, Answer(every_word)).reward <= 0.25 for each in map(source.problem, range(20)))
