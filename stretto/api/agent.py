@@ -1,12 +1,13 @@
-"""`stretto agent`: a question, a model with tools, and budgets; its answer with what it cites, and a page of how it came to it.
+"""`stretto agent`: answers a question with a model that calls tools, within a budget; prints the answer and the documents it cites.
 
-One loop for every server: it speaks the chat API, of a server elsewhere or of an engine in this process. Turns that call tools
-may run at one size of the network, and the answer be written at another.
+The loop uses the chat API, of a running server or of an engine in this process. Turns that call tools may run at one size of the
+network, and the answer be written at another.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -22,8 +23,21 @@ from rich.markup import escape
 from stretto.api.serve import ServeOptions, check_text, check_url, environment_keys, served_here
 from stretto.base.config import Config
 from stretto.base.errors import UserError, nearest
+from stretto.base.paths import write_text
 from stretto.base.track import progress
-from stretto.report.transcript import Call, Ending, Phase, Run, Source, Turn, phase_table, write_transcript
+from stretto.report.transcript import (
+    NO_ANSWER,
+    NO_SOURCE,
+    Call,
+    Ending,
+    Phase,
+    Run,
+    Source,
+    Turn,
+    phase_table,
+    transcript_record,
+    write_transcript,
+)
 from stretto.runtime.runtime import to_end
 from stretto.sandbox.isolate import Sandbox
 from stretto.server.client import ApiFailure, Client
@@ -35,32 +49,37 @@ from stretto.tasks.tools import calculator_tool, python_tool
 from stretto.tasks.worlds.search import RULES
 
 TOOLS = ("search", "python", "calculator")
-_HITS, _SNIPPET = 5, 20
-"""Of a search: documents, and words of each."""
+_NUM_HITS, _SNIPPET_WORDS = 5, 20
+"""Documents that a search returns, and words of text shown for each."""
 _ANSWER_PART = 4
-"""Of the tokens a part in so many is kept for the answer."""
-_LEAST = 16
-"""Tokens that a turn is asked for, where the context has no room for more."""
+"""One token in this many of the budget is reserved for the answer."""
+_MIN_TOKENS = 16
+"""Smallest ``max_tokens`` that a turn is reduced to when the context has too little room."""
 _BUSY, _TRIES = (429, 503), 5
-_NOW = "The budget is used up. Answer now, with what you have."
+"""Statuses of a busy server, and the number of requests until it counts as a failure."""
+_ANSWER_NOW = "The budget is used up. Answer now, with what you have."
 _PLAN = "Before you use a tool, say in a few lines what has to be found, and in which order."
 
 
 class AgentOptions(Config):
-    """What an agent is allowed, and how it is asked."""
+    """Budgets of the agent, sizes, sampling, and what it must do before it answers."""
 
     turns: int = Field(default=16, gt=0)
-    """Of the model, the answer included; with one alone it calls no tool."""
+    """Largest number of turns, the answer included; with 1 the model calls no tool."""
     tokens: int = Field(default=4096, ge=_ANSWER_PART)
-    """That it may write in all of them."""
+    """Largest number of sampled tokens over all turns."""
     votes: int = Field(default=1, gt=0, le=64)
-    """Runs; the answer that most of them give is given."""
+    """Number of runs; the most frequent answer is returned."""
     temperature: float = Field(default=0.0, ge=0)
     seed: int = 0
     think: str | None = None
-    """Preset of the turns that call tools; None: the server's default."""
+    """Preset for turns that call tools; None: the server's default."""
     answer: str | None = None
-    """Preset of the answer; None: that of the other turns."""
+    """Preset for the answer; None: the preset of the other turns."""
+    must_search: bool | None = None
+    """Whether to search for the question before the model's first turn; None: where a search tool is given."""
+    require_source: bool = False
+    """Whether an answer without an opened document is an error."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -71,7 +90,7 @@ class AgentOptions(Config):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Who is asked."""
+    """A chat API and the name of the model to ask."""
 
     client: Client
     model: str
@@ -79,7 +98,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Desk:
-    """The tools of one run on the console."""
+    """Tools of one run of the agent; ``reader``: the search tool's documents and which of them were opened."""
 
     tools: tuple[Tool, ...]
     reader: Reader | None = None
@@ -94,68 +113,79 @@ async def run_agent(
     tools: Sequence[Tool],
     options: AgentOptions,
     seed: int,
-    tell: Callable[[str], None] = lambda said: None,
+    tell: Callable[[str], None] = lambda line: None,
+    first_query: str = "",
 ) -> Run:
-    """Ask until a turn calls no tool, which is the answer; where a budget ends before, once more for the answer alone.
+    """Ask for turns until one calls no tool; that turn is the answer. When a budget ends first, ask once more, without tools.
 
     Args:
         prompt: messages before the model's first turn.
-        tell: what it does, a text a turn.
+        tell: receives one line per turn with its calls.
+        first_query: query of a search that is made before the model's first turn; empty: none.
 
     Raises:
-        ApiFailure: the server refuses the prompt, or is not there for too long. httpx.TransportError: nobody answers.
+        ApiFailure: the server refuses the prompt, or stays busy. httpx.TransportError: no server answers.
     """
     messages, turns = [dict(message) for message in prompt], list[Turn]()
-    kept, ended = options.tokens // _ANSWER_PART, Ending.ANSWER
-    offered = [tool.schema() for tool in tools]
+    reserved, ended = options.tokens // _ANSWER_PART, Ending.ANSWER
+    schemas = [tool.schema() for tool in tools]
 
     async def ask(phase: Phase, max_tokens: int, schemas: Sequence[Mapping[str, Any]]) -> tuple[Turn, dict[str, Any]]:
         size = options.answer if phase == "answer" and options.answer is not None else options.think
         body = {"model": endpoint.model, "messages": messages, "temperature": options.temperature, "seed": seed}
         body |= ({"tools": schemas} if schemas else {}) | ({"elastic": size} if size else {})
-        return _turn(await _asked(endpoint.client, body, max_tokens), phase)
+        return _turn(await _completion(endpoint.client, body, max_tokens), phase)
 
+    async def call_tools(turn: Turn, message: Mapping[str, Any]) -> None:
+        tell(", ".join(f"{call.name} {' '.join(map(str, (call.arguments or {}).values()))}" for call in turn.calls))
+        turns.append(replace(turn, calls=await _call(tools, message, turn.calls, messages)))
+
+    if first_query:
+        function = {"name": "search", "arguments": json.dumps({"query": first_query})}
+        calls = [{"id": "first-search", "type": "function", "function": function}]
+        turn, message = _turn({"choices": [{"message": {"tool_calls": calls}}]}, "think")
+        messages.append(message)
+        await call_tools(turn, message)
+    num_forced = len(turns)
     try:
         while True:
-            left = options.tokens - kept - sum(turn.num_written for turn in turns)
-            if left <= 0 or len(turns) >= options.turns - 1:
+            left = options.tokens - reserved - sum(turn.num_written for turn in turns)
+            if left <= 0 or len(turns) - num_forced >= options.turns - 1:
                 ended = Ending.TOKENS if left <= 0 else Ending.TURNS
                 break
-            turn, said = await ask("think", left, offered)
+            turn, message = await ask("think", left, schemas)
             if not turn.calls and options.answer not in (None, options.think):
-                # what there is has been found: the other size answers, and may still want to know more
+                # The size that calls tools is done: the other size answers, and may call tools, too.
                 turns.append(replace(turn, is_draft=True))
-                turn, said = await ask("answer", left + kept - turn.num_written, offered)
-            messages.append(said)
+                turn, message = await ask("answer", left + reserved - turn.num_written, schemas)
+            messages.append(message)
             if not turn.calls:
                 turns.append(replace(turn, phase="answer"))
                 ended = Ending.TOKENS if turn.is_cut else ended
                 break
-            tell(", ".join(f"{call.name} {' '.join(map(str, (call.arguments or {}).values()))}" for call in turn.calls))
-            turns.append(replace(turn, calls=await _used(tools, said, turn.calls, messages)))
+            await call_tools(turn, message)
         if ended in (Ending.TURNS, Ending.TOKENS):
             if turns:
-                messages.append({"role": "user", "content": _NOW})
-            turn, said = await ask("answer", kept if turns else options.tokens, ())
+                messages.append({"role": "user", "content": _ANSWER_NOW})
+            turn, message = await ask("answer", reserved if len(turns) > num_forced else options.tokens, ())
             turns.append(turn)
-            messages.append(said)
+            messages.append(message)
     except ApiFailure as failure:
         if failure.status != 400 or not turns:
             raise
         ended = Ending.CONTEXT
-    return Run(
-        seed, tuple(turns), "" if ended is Ending.CONTEXT else turns[-1].text, ended, tuple(messages[len(prompt) :])
-    )
+    text = "" if ended is Ending.CONTEXT else turns[-1].text
+    return Run(seed, tuple(turns), text, ended, tuple(messages[len(prompt) :]))
 
 
-async def _asked(client: Client, body: Mapping[str, Any], max_tokens: int) -> Any:
-    """The chat API's answer. A server that is too busy is asked again, and one without room for ``max_tokens`` for fewer."""
+async def _completion(client: Client, body: Mapping[str, Any], max_tokens: int) -> Any:
+    """The chat API's response. Retries while the server is busy, and with half of ``max_tokens`` where the context has no room."""
     attempt = 1
     while True:
         try:
             return await client.chat({**body, "max_tokens": max_tokens})
         except ApiFailure as failure:
-            if failure.status == 400 and max_tokens >= 2 * _LEAST:
+            if failure.status == 400 and max_tokens >= 2 * _MIN_TOKENS:
                 max_tokens //= 2
             elif failure.status in _BUSY and attempt < _TRIES:
                 await asyncio.sleep(attempt if failure.retry_after_s is None else failure.retry_after_s)
@@ -164,43 +194,43 @@ async def _asked(client: Client, body: Mapping[str, Any], max_tokens: int) -> An
                 raise
 
 
-def _turn(told: Mapping[str, Any], phase: Phase) -> tuple[Turn, dict[str, Any]]:
-    """What the server says, and the message to send it back as; calls are yet to be made."""
-    message, usage = told["choices"][0]["message"], told.get("usage") or {}
-    spent, text, calls = usage.get("elastic") or {}, message.get("content") or "", message.get("tool_calls") or []
+def _turn(response: Mapping[str, Any], phase: Phase) -> tuple[Turn, dict[str, Any]]:
+    """The turn in a chat API's response, its calls without results, and the message that repeats it in the next request."""
+    message, usage = response["choices"][0]["message"], response.get("usage") or {}
+    elastic, text, calls = usage.get("elastic") or {}, message.get("content") or "", message.get("tool_calls") or []
     turn = Turn(
         phase=phase,
-        size=str(spent.get("subnet", "")),
+        size=str(elastic.get("subnet", "")),
         text=text,
         thought=message.get("reasoning_content") or "",
-        calls=tuple(Call(each["function"]["name"], arguments_of(each["function"]["arguments"])) for each in calls),
+        calls=tuple(Call(call["function"]["name"], arguments_of(call["function"]["arguments"])) for call in calls),
         num_prompt=usage.get("prompt_tokens", 0),
         num_cached=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
         num_written=usage.get("completion_tokens", 0),
-        flops=spent.get("flops"),
-        is_cut=told["choices"][0].get("finish_reason") == "length",
+        flops=elastic.get("flops"),
+        is_cut=response["choices"][0].get("finish_reason") == "length",
     )
     thought = {"reasoning_content": turn.thought} if turn.thought else {}
     return turn, {"role": "assistant", "content": text} | thought | ({"tool_calls": calls} if calls else {})
 
 
-async def _used(
-    tools: Sequence[Tool], said: Mapping[str, Any], calls: Sequence[Call], messages: list[dict[str, Any]]
+async def _call(
+    tools: Sequence[Tool], message: Mapping[str, Any], calls: Sequence[Call], messages: list[dict[str, Any]]
 ) -> tuple[Call, ...]:
-    """The ``calls``, made one after the other; what each gave is appended to ``messages``."""
-    made = []
-    for told, call in zip(said["tool_calls"], calls, strict=True):
+    """Make the ``calls`` of ``message`` one after another; their results are also appended to ``messages``."""
+    finished = []
+    for request, call in zip(message["tool_calls"], calls, strict=True):
         result = await asyncio.to_thread(use, tools, call.name, call.arguments)
-        made.append(replace(call, result=result.text, outcome=result.outcome.value, seconds=result.seconds))
-        messages.append({"role": "tool", "tool_call_id": told["id"], "name": call.name, "content": result.text})
-    return tuple(made)
+        finished.append(replace(call, result=result.text, outcome=result.outcome.value, seconds=result.seconds))
+        messages.append({"role": "tool", "tool_call_id": request["id"], "name": call.name, "content": result.text})
+    return tuple(finished)
 
 
 # Votes
 
 
 def voted(runs: Sequence[Run]) -> tuple[Run, int]:
-    """The first of the ``runs`` with the most frequent answer, and how many have it; one without an answer has no vote."""
+    """The first of the ``runs`` with the most frequent answer, and the number of runs with that answer. Empty answers do not count."""
     votes = [_vote(run.text) for run in runs]
     counts = Counter(vote for vote in votes if vote)
     if not counts:
@@ -230,10 +260,11 @@ def agent_command(
     out: Path | None = None,
     serving: ServeOptions | None = None,
 ) -> None:
-    """Answer ``question`` on the console, with the page ``out`` where one is named.
+    """Answer ``question`` on the console, and write the transcript to ``out``: JSON for a name that ends in .json, else HTML.
 
     Raises:
-        UserError: bad input, a server that refuses or does not answer, or no answer within the budget.
+        UserError: bad input, a server that refuses or does not answer, no answer within the budget, or no opened document where
+            the options require one.
     """
     check_text(question, "the question")
     if not question.strip():
@@ -242,13 +273,17 @@ def agent_command(
         check_url(server, "--server")
     if (model is None) == (server is None):
         raise UserError("stretto agent: name either --model FOLDER or --server URL")
-    with _desks(tools) as desk_of:
-        rules = f"\n\n{RULES}" if desk_of().reader else ""
+    with _desks(tools) as new_desk:
+        has_search = new_desk().reader is not None
+        for name in ("must_search", "require_source"):
+            if getattr(options, name) and not has_search:
+                raise UserError(f"--{name.replace('_', '-')}: no documents to search; add --tools search=FOLDER")
+        first_query = question if has_search and options.must_search is not False else ""
         system = [{"role": "system", "content": _PLAN}] if plan else []
-        prompt = [*system, {"role": "user", "content": f"{question}{rules}"}]
+        prompt = [*system, {"role": "user", "content": f"{question}\n\n{RULES}" if has_search else question}]
         name = str(model or server)
         try:
-            runs = to_end(_runs(model, server, prompt, desk_of, options, serving or ServeOptions()))
+            runs = to_end(_runs(model, server, prompt, first_query, new_desk, options, serving or ServeOptions()))
         except httpx.TransportError as error:
             raise UserError(
                 f"--server {server}: nobody answers there ({type(error).__name__}); check the address"
@@ -257,109 +292,112 @@ def agent_command(
             raise UserError(f"{name}: {failure.message}; see docs/AGENT.md") from None
     chosen, num_agreed = voted(runs)
     console = rich.get_console()
-    console.print(escape(chosen.text.strip()) or f"[red]no answer: out of {chosen.ended.value}")
+    console.print(escape(chosen.text.strip()) or f"[red]{NO_ANSWER[chosen.ended]}")
+    if chosen.num_opened == 0:
+        console.print(NO_SOURCE, style="yellow")
     for source in chosen.sources:
         console.print(escape(f"  [{source.id}] {source.title}{'' if source.text else ' (never opened)'}"), style="dim")
     if len(runs) > 1:
         console.print(f"{num_agreed} of {len(runs)} runs say so", style="dim")
     console.print(phase_table(runs))
     if out is not None:
-        write_transcript(out, question, name, runs, chosen, num_agreed)
+        if out.suffix == ".json":
+            record = transcript_record(question, name, runs, chosen, num_agreed)
+            write_text(out, json.dumps(record, ensure_ascii=False, indent=1) + "\n")
+        else:
+            write_transcript(out, question, name, runs, chosen, num_agreed)
         console.print(f"transcript: {escape(str(out))}")
     if not chosen.text.strip():
-        raise UserError(
-            f"no answer: out of {chosen.ended.value}; raise --budget-turns or --budget-tokens, or serve a longer context"
-        )
+        raise UserError(NO_ANSWER[chosen.ended])
+    if options.require_source and chosen.num_opened == 0:
+        raise UserError(f"--require-source: {NO_SOURCE}; the answer above rests on no document")
 
 
 async def _runs(
     model: Path | None,
     server: str | None,
     prompt: Sequence[Mapping[str, Any]],
-    desk_of: Callable[[], Desk],
+    first_query: str,
+    new_desk: Callable[[], Desk],
     options: AgentOptions,
     serving: ServeOptions,
 ) -> list[Run]:
-    """All runs, at once."""
-    async with endpoint(model, server, serving) as asked:
+    """All runs, concurrently."""
+    async with endpoint(model, server, serving) as opened:
         with progress("agent") as advance:
 
             async def one(number: int) -> Run:
-                desk, name = desk_of(), f"run {number + 1}: " if options.votes > 1 else ""
-                run = await run_agent(
-                    asked,
-                    prompt,
-                    desk.tools,
-                    options,
-                    options.seed + number,
-                    lambda said: advance(1, f"{name}{said}"[:100]),
-                )
-                return replace(run, sources=_sources(run, desk.reader))
+                desk, name = new_desk(), f"run {number + 1}: " if options.votes > 1 else ""
+                seed = options.seed + number
+
+                def tell(line: str) -> None:
+                    advance(1, f"{name}{line}"[:100])
+
+                run = await run_agent(opened, prompt, desk.tools, options, seed, tell, first_query)
+                if desk.reader is None:
+                    return run
+                return replace(run, sources=_sources(run, desk.reader), num_opened=len(desk.reader.opened))
 
             return await asyncio.gather(*map(one, range(options.votes)))
 
 
 @asynccontextmanager
 async def endpoint(model: Path | None, server: str | None, serving: ServeOptions) -> AsyncIterator[Endpoint]:
-    """A model served in this process, or the first one of a server elsewhere. Raises `UserError`: it lists none."""
+    """``model`` served in this process, or the first model of ``server``. Raises `UserError`: the server lists no model."""
     if model is not None:
         with served_here(model, serving) as (app, served):
             async with Client("http://localhost", transport=httpx.ASGITransport(app)) as client:
                 yield Endpoint(client, served.name)
         return
     try:
-        asked = Client(str(server), next(iter(environment_keys()), None))
+        connection = Client(str(server), next(iter(environment_keys()), None))
     except httpx.InvalidURL as error:
         raise UserError(f"--server {server}: {error}; check the address") from None
-    async with asked as client:
+    async with connection as client:
         try:
             name = (await client.get("/v1/models"))["data"][0]["id"]
-        except (ValueError, KeyError, IndexError, TypeError):  # somebody else answers there
+        except (ValueError, KeyError, IndexError, TypeError):  # another kind of server
             raise UserError(f"--server {server}: it lists no model; check the address") from None
         yield Endpoint(client, name)
 
 
 @contextmanager
-def _desks(named: str) -> Iterator[Callable[[], Desk]]:
-    """What makes a run's desk from ``search=FOLDER,python,calculator``, which share documents and sandbox. Raises `UserError`:
-    no such tool, or nothing to search."""
+def _desks(names: str) -> Iterator[Callable[[], Desk]]:
+    """A function that makes the tools of one run from a list such as ``search=FOLDER,python,calculator``. All runs share the
+    documents and the sandbox. Raises `UserError`: no such tool, or nothing to search."""
     corpus: Corpus | None = None
     plain: list[Tool] = []
-    with ExitStack() as held:
-        for each in filter(None, named.split(",")):
-            name, _, place = each.strip().partition("=")
+    with ExitStack() as resources:
+        for entry in filter(None, names.split(",")):
+            name, _, folder = entry.strip().partition("=")
             if name not in TOOLS:
-                raise UserError(
-                    f"--tools {each}: no such tool{nearest(name, TOOLS)}; one of search=FOLDER, python, calculator"
-                )
-            if (name == "search") != bool(place):
-                raise UserError(
-                    f"--tools {each}: {'name what is searched: search=FOLDER' if not place else 'takes no value'}"
-                )
+                near = nearest(name, TOOLS)
+                raise UserError(f"--tools {entry}: no such tool{near}; one of search=FOLDER, python, calculator")
+            if (name == "search") != bool(folder):
+                problem = "takes no value" if folder else "name what is searched: search=FOLDER"
+                raise UserError(f"--tools {entry}: {problem}")
             if name == "search":
-                corpus = Corpus(read_documents(Path(place)))
+                corpus = Corpus(read_documents(Path(folder)))
             elif name == "python":
-                plain.append(python_tool(held.enter_context(Sandbox())))
+                plain.append(python_tool(resources.enter_context(Sandbox())))
             else:
                 plain.append(calculator_tool())
 
-        def desk() -> Desk:
-            reader = None if corpus is None else Reader(corpus, _HITS, _SNIPPET)
+        def new_desk() -> Desk:
+            reader = None if corpus is None else Reader(corpus, _NUM_HITS, _SNIPPET_WORDS)
             return Desk((*(reader.tools if reader else ()), *plain), reader)
 
-        yield desk
+        yield new_desk
 
 
-def _sources(run: Run, reader: Reader | None) -> tuple[Source, ...]:
-    """What the answer cites; with the text, where it was opened."""
-    if reader is None:
-        return ()
-    known = reader.corpus.documents
+def _sources(run: Run, reader: Reader) -> tuple[Source, ...]:
+    """The documents that the answer cites; with their text if they were opened."""
+    documents = reader.corpus.documents
     return tuple(
         Source(
-            each,
-            known[each].title if each in known else "no such document",
-            known[each].text if each in reader.opened else "",
+            cited,
+            documents[cited].title if cited in documents else "no such document",
+            documents[cited].text if cited in reader.opened else "",
         )
-        for each in citations(run.text)
+        for cited in citations(run.text)
     )

@@ -144,21 +144,34 @@ def agent(
         str | None, Option(help="Size that writes the answer, a preset. Default: the full network.")
     ] = None,
     plan: Annotated[bool, Option("--plan", help="Ask for a plan before the first tool call.")] = False,
-    out: Annotated[Path | None, Option("-o", "--out", help="HTML file to write the transcript to.")] = None,
+    must_search: Annotated[
+        bool | None,
+        Option(
+            "--must-search/--no-must-search",
+            help="Search for the question before the model's first turn. Default: on with a search tool.",
+        ),
+    ] = None,
+    require_source: Annotated[
+        bool, Option("--require-source", help="End with exit code 2 when no document was opened.")
+    ] = False,
+    out: Annotated[
+        Path | None, Option("-o", "--out", help="File to write the transcript to: .json for JSON, else HTML.")
+    ] = None,
     seed: Annotated[int, Option(help="Random seed of the first run; later runs count up.")] = 0,
     device: Device = "auto",
     dtype: ServedDtype = None,
 ) -> None:
     """Answer a question with tools (search, read, cite, compute) within a budget.
 
-    Prints the answer with its sources; writes a transcript with --out.
+    Prints the answer with its sources, or that no source was opened; writes a transcript with --out.
     """
     from stretto.api.agent import AgentOptions, agent_command
     from stretto.api.serve import ServeOptions
     from stretto.base.config import validate
 
     values = {"turns": budget_turns, "tokens": budget_tokens, "votes": votes, "temperature": temperature, "seed": seed}
-    options = validate(AgentOptions, values | {"think": think, "answer": answer}, "stretto agent: --budget-*, --votes")
+    others = {"think": think, "answer": answer, "must_search": must_search, "require_source": require_source}
+    options = validate(AgentOptions, values | others, "stretto agent: --budget-*, --votes")
     serving = ServeOptions(device=device, dtype=dtype, max_batch=max(1, votes))
     agent_command(question, model, server, tools, options, plan=plan, out=out, serving=serving)
 

@@ -27,6 +27,16 @@ class Ending(StrEnum):
     CONTEXT = "context"
 
 
+NO_ANSWER = {
+    Ending.ANSWER: "no answer: the model's last turn is empty; try a temperature above 0, another size or another model",
+    Ending.TURNS: "no answer within --budget-turns; raise it",
+    Ending.TOKENS: "no answer within --budget-tokens; raise it",
+    Ending.CONTEXT: "no answer: tool results fill the context; serve a longer context",
+}
+"""Reason for an empty answer, and the remedy."""
+NO_SOURCE = "no source was opened"
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """A tool call and its result."""
@@ -83,6 +93,8 @@ class Run:
     messages: tuple[Mapping[str, Any], ...]
     """All messages after the prompt, as verifiers read them."""
     sources: tuple[Source, ...] = ()
+    num_opened: int | None = None
+    """Number of documents opened; None: there was no search tool."""
 
 
 def spent(turns: Sequence[Turn]) -> float | None:
@@ -120,6 +132,7 @@ def write_transcript(path: Path, question: str, model: str, runs: Sequence[Run],
     """Write the page of ``runs``, of which ``chosen`` has the answer that ``num_agreed`` of them give. Raises `UserError`: it
     cannot be written."""
     said = [f"{len(runs)} runs, {num_agreed} of one answer"] if len(runs) > 1 else []
+    said += [NO_SOURCE] if chosen.num_opened == 0 else []
     sections = [
         Section("question", "Question", text=question),
         Section("cost", "What it took", tables=(phase_table(runs),)),
@@ -136,13 +149,28 @@ def write_transcript(path: Path, question: str, model: str, runs: Sequence[Run],
         sections.append(Section("votes", "All runs", tables=(Table("All runs", ("Run", "Answer"), rows, num_words=2),)))
     page = Page(
         name="Transcript",
-        headline=_linked(chosen.text or f"No answer: out of {chosen.ended.value}", chosen),
+        headline=_linked(chosen.text or NO_ANSWER[chosen.ended], chosen),
         facts=(f"asked of {model}", *said),
         sections=tuple(sections),
         environment="",
         recipe="",
     )
     write_text(path, render(page, {}))
+
+
+def transcript_record(question: str, model: str, runs: Sequence[Run], chosen: Run, num_agreed: int) -> dict[str, Any]:
+    """The answer and how it came about, as JSON values."""
+    return {
+        "question": question,
+        "model": model,
+        "answer": chosen.text,
+        "ended": chosen.ended.value,
+        "no_source_opened": chosen.num_opened == 0,
+        "sources": [{"id": each.id, "title": each.title, "opened": bool(each.text)} for each in chosen.sources],
+        "num_runs": len(runs),
+        "num_agreed": num_agreed,
+        "messages": list(chosen.messages),
+    }
 
 
 def _turn(number: int, turn: Turn, run: Run) -> Section:

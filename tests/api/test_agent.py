@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from stretto.api import agent
 from stretto.api.agent import AgentOptions, Desk, Endpoint, run_agent, voted
-from stretto.report.transcript import Ending, Run, Source, write_transcript
+from stretto.report.transcript import NO_ANSWER, NO_SOURCE, Ending, Run, Source, write_transcript
 from stretto.server.client import ApiFailure, Client
 from stretto.tasks.corpus import Corpus, Document, Reader
 from tests.api.conftest import Run as Command
@@ -40,8 +43,10 @@ def call(name: str, arguments: str) -> dict[str, Any]:
     return {"content": None, "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
 
 
-def ran(replies: Sequence[dict[str, Any] | int], **options: Any) -> tuple[Run, list[dict[str, Any]], Desk]:
-    """The run that comes of a server's ``replies`` (messages, or a status it refuses with), and what it was asked."""
+def ran(
+    replies: Sequence[dict[str, Any] | int], first_query: str = "", **options: Any
+) -> tuple[Run, list[dict[str, Any]], Desk]:
+    """The run on a server that gives these ``replies`` (messages or error statuses), the requests, and the tools."""
     asked: list[dict[str, Any]] = []
     said = iter(replies)
 
@@ -58,11 +63,18 @@ def ran(replies: Sequence[dict[str, Any] | int], **options: Any) -> tuple[Run, l
     desk = Desk((reader := Reader(CORPUS, most=3, words=8)).tools, reader)
 
     async def work() -> Run:
-        app = Starlette(routes=[Route("/v1/chat/completions", answer, methods=["POST"])])
-        async with Client("http://test", transport=httpx.ASGITransport(app)) as client:
-            return await run_agent(Endpoint(client, "m"), PROMPT, desk.tools, AgentOptions(**options), seed=3)
+        async with answering(answer) as endpoint:
+            return await run_agent(endpoint, PROMPT, desk.tools, AgentOptions(**options), 3, first_query=first_query)
 
     return asyncio.run(work()), asked, desk
+
+
+@asynccontextmanager
+async def answering(answer: Callable[[Request], Awaitable[JSONResponse]]) -> AsyncIterator[Endpoint]:
+    """A chat API in this process that is answered by ``answer``."""
+    app = Starlette(routes=[Route("/v1/chat/completions", answer, methods=["POST"])])
+    async with Client("http://test", transport=httpx.ASGITransport(app)) as client:
+        yield Endpoint(client, "m")
 
 
 SEARCHED = [
@@ -84,6 +96,17 @@ def test_it_calls_until_it_answers() -> None:
         "name"
     ] == "search"
     assert {body["seed"] for body in asked} == {3} and "elastic" not in asked[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"turns": 1}])
+def test_a_search_for_the_question_comes_before_the_first_turn(options: dict[str, Any]) -> None:
+    run, asked, desk = ran([{"content": "Vik"}], "Where is the bridge at Ens?", **options)
+    call_turn, result = asked[0]["messages"][1:3]
+    assert call_turn["tool_calls"][0]["function"]["name"] == "search"
+    assert result["role"] == "tool" and result["content"].startswith("Ens [1]: ")
+    assert run.turns[0].calls[0].result == result["content"] and run.messages[0] == call_turn
+    assert (run.text, len(asked), len(run.turns), desk.reader and desk.reader.opened) == ("Vik", 1, 2, [])
+    assert asked[0]["max_tokens"] == (4096 if options else 3072)
 
 
 def test_bad_calls_are_told_to_the_model() -> None:
@@ -148,6 +171,35 @@ def test_the_page_holds_all_and_fetches_nothing(tmp_path: Path) -> None:
     assert not re.findall(r'(?:src|href)="(?!#|data:)', text)
 
 
+def test_an_answer_from_no_document_says_so(stretto: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def answer(request: Request) -> JSONResponse:
+        return JSONResponse({"choices": [{"message": {"role": "assistant", "content": "Vik"}}]})
+
+    monkeypatch.setattr(agent, "endpoint", lambda *_: answering(answer))
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/ens.md").write_text("The bridge at Ens was built by Ada Holm.")
+    told = ("agent", "Ens?", "--model", tmp_path, "--tools", f"search={tmp_path / 'notes'}")
+    page, record = tmp_path / "page.html", tmp_path / "run.json"
+    done = stretto(*told, "-o", page)
+    assert done.code == 0 and NO_SOURCE in done.out and NO_SOURCE in page.read_text(), done
+    done = stretto(*told, "-o", record, "--require-source")
+    written = json.loads(record.read_text())
+    assert written["no_source_opened"] is True and written["answer"]
+    assert written["messages"][0]["tool_calls"][0]["function"]["name"] == "search"
+    refused(done, "--require-source: no source was opened")
+    assert stretto(*told, "-o", record, "--no-must-search").code == 0
+    assert "tool_calls" not in json.loads(record.read_text())["messages"][0]
+    done = stretto("agent", "7?", "--model", tmp_path, "-o", record)
+    assert NO_SOURCE not in done.out and json.loads(record.read_text())["no_source_opened"] is False
+
+
+def test_an_empty_answer_is_named_by_its_reason(tmp_path: Path) -> None:
+    run, _, _ = ran([{"content": ""}])
+    assert run.ended is Ending.ANSWER and NO_ANSWER[run.ended].startswith("no answer: the model's last turn is empty")
+    write_transcript(tmp_path / "page.html", "Where?", "tiny", [run], run, 0)
+    assert "last turn is empty" in (tmp_path / "page.html").read_text().replace("&#39;", "'")
+
+
 def test_the_command_on_a_random_network(stretto: Command, served_run: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     told = ("--budget-tokens", 48, "--votes", 3, "--temperature", 1, "-o", page)
@@ -169,6 +221,8 @@ def test_the_command_on_a_random_network(stretto: Command, served_run: Path, tmp
         (("--budget-turns", 0), ("turns",)),
         (("--think", "haf"), ("did you mean 'half'",)),
         (("--server", "http://127.0.0.1:9"), ("either --model FOLDER or --server",)),
+        (("--must-search",), ("--must-search: no documents to search",)),
+        (("--require-source",), ("--require-source: no documents to search",)),
     ],
 )
 def test_bad_input(
@@ -185,6 +239,7 @@ def test_what_cannot_be_asked(stretto: Command, served_run: Path, tmp_path: Path
         refused(
             stretto("agent", "Who?", "--server", f"http://127.0.0.1:{free.getsockname()[1]}"), "nobody answers there"
         )
+    refused(stretto("agent", " ", "--model", served_run), "QUESTION: is empty")
     refused(stretto("agent", "Who? " * 400, "--model", served_run), "tokens")
     shutil.copytree(served_run / "checkpoint", tmp_path / "bare")
     (tmp_path / "bare/chat_template.jinja").unlink()
