@@ -228,7 +228,7 @@ class SheetsSource(SessionSource):
         for end, right in zip(ends, task.answers, strict=True):
             values = None if end is None else next(computed)
             wrong = [at for at, value in right.items() if values is None or not same(values.get(at), value)]
-            counted = right.keys() & differing or right.keys()
+            counted = right.keys() & differing or set(right)
             shares.append(1 - len(counted.intersection(wrong)) / len(counted))
             all_right &= not wrong
             if wrong and not detail:
