@@ -1,9 +1,9 @@
-"""The Python functions evaluate and compare, and their commands: from names of models and suites to scores, tables and a page."""
+"""`stretto.evaluate` and `stretto.compare`, which the commands call: from names of models and suites to scores, tables and a report page."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ from stretto.base.errors import UserError, user_errors
 from stretto.base.paths import CHECKPOINT, checkpoint_folder, claimed, sized, write_json
 from stretto.base.track import say
 from stretto.data.sources import open_source
-from stretto.evals.scores import mean_interval, pass_at_k, pass_hat_k
 from stretto.evals.writing import Similarity
 from stretto.harness.suites import SUITES as HARNESSES
 from stretto.harness.suites import Budget, Judged, ask, check_installed, harness_names, serving
@@ -34,6 +33,7 @@ from stretto.post.panel import PANEL_FILE, judged_by
 from stretto.post.panel import panels as writing_panels
 from stretto.post.pipeline import COMPARISON_FILE
 from stretto.post.suite import (
+    DEFAULT_SAMPLES,
     RESULT_FILE,
     Cost,
     DomainResult,
@@ -41,9 +41,10 @@ from stretto.post.suite import (
     Evaluation,
     SuiteConfig,
     mean_of,
+    only_domains,
     parse_suites,
-    problem_means,
     read_evaluation,
+    scored,
     suites_of,
     write_result,
     write_right_answers,
@@ -133,7 +134,7 @@ def evaluate(
     device: str = "auto",
     **settings: Any,
 ) -> Evaluated | Compared:
-    """Evaluate a checkpoint on benchmark suites, with 95 % bootstrap confidence intervals over problems and a trivial baseline.
+    """Evaluate a checkpoint on benchmark suites, with 95 % confidence intervals over problems and a trivial baseline.
 
     Args:
         model: run or checkpoint.
@@ -144,7 +145,8 @@ def evaluate(
         judge: URL of an LLM judge for open-ended answers; not the judge that rewarded the model.
         human: human-written texts, to report what open-ended answers overuse.
         right: file to write the correct answers to, as conversations for `sft`.
-        settings: ``samples`` (4 per problem), ``limit`` (problems per domain), ``temperature``, ``baselines``, ``embed``, ``seed``, ``max_batch``.
+        settings: ``samples`` (per problem; 1 for greedy decoding, otherwise 4), ``limit`` (problems per domain), ``temperature`` (the suite's),
+            ``baselines``, ``embed``, ``seed``, ``max_batch``.
 
     Raises:
         UserError: no such suite or size, or a judge that may not be used.
@@ -155,7 +157,7 @@ def evaluate(
     flags = {"--right": right, "--judge": judge, "--human": human}
     _refuse_unused(theirs, ours, flags | {"--embed": settings.get("embed")}, flags | {"--subnet": subnet}, presets)
     check_installed(theirs)
-    told = options(**{"samples": 4, **settings})
+    asked = options(**settings)
     if presets:
         names = [name for name in read_presets(checkpoint_folder(source)) if name != "full"]
         if not names:
@@ -164,25 +166,24 @@ def evaluate(
         return compare([source, *sizes], folder, suites=ours, device=device, **settings)
     if ours:
         people = None if human is None else Path(human)
-        _evaluate(source, parse_suites(ours, HARNESSES), folder, told, subnet, device, judge, people)
-    asked = folder / "harness" if ours else folder
+        _evaluate(source, parse_suites(ours, HARNESSES), folder, asked, subnet, device, judge, people)
     if theirs:
-        _ask_harnesses(source, theirs, asked, told, subnet, device)
+        _ask_harnesses(source, theirs, folder / "harness" if ours else folder, asked, subnet, device)
     if right is not None:
         say(f"{write_right_answers(folder, Path(right)):,} correct answers: {right}")
-    return Evaluated(folder, read_evaluation(folder if ours else asked))
+    return Evaluated(folder, read_evaluation(folder))
 
 
 def _refuse_unused(
     theirs: Sequence[str], ours: Sequence[str], answers: Mapping[str, Any], sizes: Mapping[str, Any], presets: bool
 ) -> None:
-    """Raises `UserError`: an option that these suites would not read."""
+    """Raises `UserError`: an option that these suites do not use."""
     if presets and (unused := [flag for flag, value in sizes.items() if value is not None]):
         raise UserError(f"{unused[0]}: applies to one size; leave out --presets")
     if theirs and not ours and (unused := [flag for flag, value in answers.items() if value is not None]):
-        raise UserError(f"{unused[0]}: needs the answers, which other harnesses do not keep; leave it out")
+        raise UserError(f"{unused[0]}: needs the answers, which other harnesses do not store; leave it out")
     if presets and theirs:
-        raise UserError(f"--suite {theirs[0]}: is asked one size at a time; leave out --presets, give --subnet")
+        raise UserError(f"--suite {theirs[0]}: evaluates one size at a time; leave out --presets, give --subnet")
 
 
 @user_errors
@@ -212,17 +213,18 @@ def compare(
         UserError: evaluations of different problems, or as `evaluate`.
     """
     folder = new_folder(str(shown(models[0])).partition(":")[0], "compare") if out is None else Path(out)
-    told = [f"{name}={shown(each)}" for name, each in teachers.items()] if isinstance(teachers, Mapping) else teachers
-    asked, named = options(**{"samples": 4, **settings}), [shown(each) for each in models]
+    if isinstance(teachers, Mapping):
+        teachers = [f"{name}={shown(each)}" for name, each in teachers.items()]
+    asked, named = options(**settings), [shown(each) for each in models]
     if battle and len(named) < 2:
         raise UserError(f"--battle: {named[0]} alone has no opponent; name two models or more")
     if reference is not None and reference not in named:
-        raise UserError(f"--reference {reference}: none of the models; name one as it is named there")
+        raise UserError(f"--reference {reference}: not among the models; use the same name as there")
     taught = {}
-    for text in told:
+    for text in teachers:
         domain, equals, path = text.partition("=")
         if not equals:
-            raise UserError(f"--teacher {text}: say whose it is: DOMAIN={text}")
+            raise UserError(f"--teacher {text}: names no domain; write DOMAIN={text}")
         taught[domain] = path
     wanted = parse_suites([suites] if isinstance(suites, str) else suites)
     kinds = [source.kind for suite in wanted.values() for source in suite.sources.values()]
@@ -230,13 +232,13 @@ def compare(
         raise UserError(
             "--battle: no suite has a judged source; add --suite writing, or a suite of your own with a judge"
         )
-    if unknown := [domain for domain in taught if wanted and not _only(wanted, {domain})]:
+    if unknown := [domain for domain in taught if wanted and not only_domains(wanted, {domain})]:
         raise UserError(f"--teacher {unknown[0]}: no such domain in --suite")
     places: dict[str, Path] = {}
     for text in dict.fromkeys([*named, *taught.values()]):
-        # of a teacher that is no model beside, what it teaches
+        # a teacher that is not among the models is evaluated on its domains only
         own = {domain for domain, path in taught.items() if path == text}
-        missing = wanted if text in named else _only(wanted, own)
+        missing = wanted if text in named else only_domains(wanted, own)
         places[text] = _evaluated(text, missing, folder / "evals", asked, device)
     found = {text: read_evaluation(place) for text, place in places.items()}
     guides = {domain: found[path] for domain, path in taught.items()}
@@ -250,11 +252,11 @@ def compare(
     return Compared(folder, done)
 
 
-def options(**told: Any) -> EvalOptions:
-    """What the flags of these names ask for. Raises `UserError`: a value that is impossible."""
-    if told.get("embed") is not None:
-        told["embed"] = checkpoint_folder(told["embed"])
-    return validate(EvalOptions, told | {"threads": torch.get_num_threads()}, "stretto eval")
+def options(**settings: Any) -> EvalOptions:
+    """Validated options of an evaluation. Raises `UserError`: an impossible value."""
+    if settings.get("embed") is not None:
+        settings["embed"] = checkpoint_folder(settings["embed"])
+    return validate(EvalOptions, settings | {"threads": torch.get_num_threads()}, "stretto eval")
 
 
 def _evaluate(
@@ -267,9 +269,15 @@ def _evaluate(
     judge: str | None = None,
     people: Path | None = None,
 ) -> Evaluation:
-    """Evaluate the run or checkpoint ``source`` into ``out``, print what came of it and draw it; of open-ended answers a panel, too, which
-    compares what they overuse with the texts of ``people``. ``judge``: address of who rates these. Raises `UserError`: as `evaluate`,
-    or a Subnet that is not its, or a judge that may not be."""
+    """Evaluate the run or checkpoint ``source`` into ``out``; print the tables and write the report page.
+
+    Args:
+        judge: URL of the judge of open-ended answers.
+        people: file of human-written texts, to report what open-ended answers overuse.
+
+    Raises:
+        UserError: as `evaluate`, an unknown Subnet, or a judge that may not be used.
+    """
     folder = checkpoint_folder(source)
     if judge is not None:
         suites = judged_by(suites, judge, served_name(judge), folder)
@@ -291,7 +299,7 @@ def _evaluate(
 
 
 def show(tables: Sequence[Table], path: Path, page: Page) -> None:
-    """Print what of ``tables`` holds something, write ``page`` beside ``path``, and say where the two lie."""
+    """Print the tables that have rows, write ``page`` beside the result file ``path``, and print both paths."""
     console = rich.get_console()
     for table in tables:
         if table.rows:
@@ -300,11 +308,11 @@ def show(tables: Sequence[Table], path: Path, page: Page) -> None:
 
 
 def _similar() -> Similarity:
-    """By words' vectors where the extra is installed, else by letters, which is said."""
+    """Similarity by word vectors if the extra is installed, else by character trigrams, which is printed."""
     try:
         embeddings()
     except UserError as error:
-        say(f"answers are alike by their letters: {error}")
+        say(f"similarity of answers by character trigrams: {error}")
         return partial(similarity_NN, kind="characters")
     return partial(similarity_NN, kind="meaning")
 
@@ -314,28 +322,21 @@ def _name(source: Path) -> str:
     return resolved.parent.name if resolved.name == CHECKPOINT else resolved.name
 
 
-def _only(suites: Mapping[str, SuiteConfig], domains: Collection[str]) -> dict[str, SuiteConfig]:
-    kept = {
-        name: {key: suite.sources[key] for key in suite.sources if key in domains} for name, suite in suites.items()
-    }
-    return {name: suites[name].replace(sources=sources) for name, sources in kept.items() if sources}
-
-
 def _evaluated(text: str, suites: Mapping[str, SuiteConfig], folder: Path, options: EvalOptions, device: str) -> Path:
-    """Where the evaluation lies that ``text`` names, if need be made."""
+    """Folder of the evaluation ``text``; a model named by ``text`` is evaluated first."""
     if (Path(text) / RESULT_FILE).is_file():
         return Path(text)
     path, subnet = sized(text)
     if not suites:
         raise UserError(
-            f"{text}: holds no evaluation; name the --suite to evaluate it with, or run `stretto eval` before"
+            f"{text}: contains no evaluation; name the --suite to evaluate it with, or run `stretto eval` before"
         )
     place = "-".join(part for part in (*path.parts[-3:], subnet) if part not in ("/", "", CHECKPOINT))
     _evaluate(path, suites, folder / place, options, subnet or None, device)
     return folder / place
 
 
-# suites that other harnesses ask: a server of the checkpoint, one harness after the other
+# Suites of other harnesses: each harness in turn evaluates a server of the checkpoint
 
 
 def _ask_harnesses(
@@ -345,8 +346,8 @@ def _ask_harnesses(
     options: EvalOptions,
     subnet: str | None = None,
     device: str = "auto",
-) -> Evaluation:
-    """Have the harnesses of ``suites`` ask a server of ``source``, write ``out`` and print what came of it.
+) -> None:
+    """Evaluate ``source`` with the harnesses of ``suites``; write ``out`` and print the tables.
 
     Raises:
         UserError: a checkpoint without a chat template, or a domain without a score.
@@ -354,60 +355,58 @@ def _ask_harnesses(
     folder = checkpoint_folder(source)
     config, start_s = read_config(folder), time.perf_counter()
     chosen = named_subnet(source, subnet or "full", config, read_presets(folder))
-    told = {} if options.temperature is None else {"temperature": options.temperature}
-    budget = Budget(limit=options.limit, samples=options.samples, at_once=min(16, options.max_batch), **told)
+    temperature = options.temperature or 0.0
+    samples = options.samples or (DEFAULT_SAMPLES if temperature > 0 else 1)
+    if temperature == 0 and samples > 1:
+        raise UserError(
+            f"--samples {samples}: {suites[0]} decodes greedily (temperature 0), so all samples of a problem are equal; "
+            "leave --samples out, or give a --temperature above 0"
+        )
+    budget = Budget(limit=options.limit, samples=samples, temperature=temperature, at_once=min(16, options.max_batch))
     if (out / RESULT_FILE).exists():
-        raise UserError(f"{out}: holds an evaluation; harnesses begin anew, so name another folder")
+        raise UserError(f"{out}: contains an evaluation, and other harnesses cannot resume; name another folder")
     with claimed(out):
-        flags = ["--device", device, "--subnet", subnet or "full"]  # else the environment may choose one
+        flags = ["--device", device, "--subnet", subnet or "full"]  # otherwise environment variables may choose a size
         with (out / "server.txt").open("w") as log, serving(source, *flags, log=log) as (url, _):
             found = {suite: ask(suite, url, out / suite, budget) for suite in suites}
-        domains = {name: _result(suite, name, one, options) for suite in suites for name, one in found[suite].items()}
+        domains = {
+            name: _result(suite, name, one, samples, options.seed)
+            for suite in suites
+            for name, one in found[suite].items()
+        }
         asked = {suite: budget.model_dump() | {"sources": dict.fromkeys(found[suite], suite)} for suite in suites}
         judged = [one for each in found.values() for one in each.values()]
         done = Evaluation(
             f"{source.resolve().name}{f':{subnet}' if subnet else ''}",
-            {"samples": options.samples, "weights": weights_hash(folder), "subnet": subnet, "suites": asked},
+            {"prompt": "chat, by the harness", "weights": weights_hash(folder), "subnet": subnet, "suites": asked},
             mean_of(domains, options.seed),
             domains,
             _cost(count(config, chosen), judged, time.perf_counter() - start_s),
         )
         write_result(out / RESULT_FILE, done)
-    show([score_table(done), cost_table(done)], out / RESULT_FILE, evaluation_page(done))
-    return done
+    show([score_table(done), asked_table(done), cost_table(done)], out / RESULT_FILE, evaluation_page(done))
 
 
-def _result(suite: str, name: str, judged: Judged, options: EvalOptions) -> DomainResult:
-    """As of our own suites; what a harness does not tell, the answers' texts and probabilities, is left open."""
+def _result(suite: str, name: str, judged: Judged, num_samples: int, seed: int) -> DomainResult:
+    """Result of a domain from a harness, which reports no texts and no probabilities."""
     ids = sorted(judged.values)
-    value_PS = np.full((len(ids), options.samples), np.nan)
-    for row, each in enumerate(ids):
-        kept = [np.nan if value is None else value for value in judged.values[each]]
-        value_PS[row, : len(kept)] = kept
-    means_P = problem_means(value_PS)
+    value_PS = np.full((len(ids), num_samples), np.nan)
+    for row, problem in enumerate(ids):
+        values = [np.nan if value is None else value for value in judged.values[problem]]
+        value_PS[row, : len(values)] = values
     is_graded = bool((np.nan_to_num(value_PS) % 1).any())
-
-    spread = partial(mean_interval, name, seed=options.seed)
-    ks = [] if is_graded else sorted({1, options.samples})
     return DomainResult(
+        **scored(name, value_PS, [] if is_graded else sorted({1, num_samples}), seed),
         suite=suite,
         is_graded=is_graded,
-        items=[crc32(each.encode()) for each in ids],
-        values=[None if np.isnan(value) else value for value in means_P.tolist()],
-        score=spread(means_P),
-        pass_at={k: spread(pass_at_k(value_PS, k)) for k in ks},
-        pass_hat={k: spread(pass_hat_k(value_PS, k)) for k in ks},
-        majority_at={},
-        baselines={},
-        diversity={},
-        entropy=None,
+        items=[crc32(problem.encode()) for problem in ids],
         num_tokens=judged.num_sampled / max(1, judged.finishes.total()),
         finishes=dict(judged.finishes),
         num_infra=len(judged.failures),
     )
 
 
-def _cost(counts: Counts, asked: Sequence[Judged], seconds: float) -> Cost:
-    """FLOPs are those of products with weights: lengths of single answers are not told."""
-    num_prompt, num_sampled = sum(one.num_prompt for one in asked), sum(one.num_sampled for one in asked)
+def _cost(counts: Counts, domains: Sequence[Judged], seconds: float) -> Cost:
+    """Cost of an evaluation by a harness. FLOPs are those of products with weights, since lengths of single answers are unknown."""
+    num_prompt, num_sampled = sum(one.num_prompt for one in domains), sum(one.num_sampled for one in domains)
     return Cost(counts.total_params, counts.active_params, counts.linear_flops, num_prompt, num_sampled, seconds)

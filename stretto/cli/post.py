@@ -93,7 +93,9 @@ Suites = Annotated[
         show_default=False,
     ),
 ]
-Samples = Annotated[int, Option(help="Number of samples per problem.")]
+Samples = Annotated[
+    int | None, Option(help="Number of samples per problem. Default: 1 for greedy decoding, otherwise 4.")
+]
 Limit = Annotated[int | None, Option(help="Number of problems per domain. Default: the suite's own.")]
 MaxBatch = Annotated[int, Option(help="Batch size: answers generated at once.")]
 
@@ -102,7 +104,7 @@ def evaluate(
     source: Source,
     suite: Suites,
     out: Annotated[Path, Option("-o", "--out", help="Folder to write; an evaluation there is resumed.")],
-    samples: Samples = 4,
+    samples: Samples = None,
     limit: Limit = None,
     subnet: Annotated[
         str | None,
@@ -165,7 +167,7 @@ def compare(
         bool, Option("--battle", help="Also report win rates by the LLM judge of a judged suite.")
     ] = False,
     suite: Suites = [],  # noqa: B006
-    samples: Samples = 4,
+    samples: Samples = None,
     limit: Limit = None,
     max_batch: MaxBatch = 64,
     device: Device = "auto",

@@ -1,7 +1,7 @@
 """Win rates and Bradley-Terry strengths of models from the verdicts of a judge.
 
-Bradley and Terry: i beats j with a chance of 1 / (1 + exp(s_j − s_i)); a tie is half a win for both. As in `stretto.evals.scores`
-problems are what is resampled, with all their battles.
+In the model of Bradley and Terry, i beats j with probability 1 / (1 + exp(s_j − s_i)); a tie is half a win for both. Intervals are over
+problems, as in `stretto.evals.scores`: all battles of a problem are resampled together.
 
 Shape letters: M models, P problems, R resamplings behind the estimate itself, which is row 0.
 """
@@ -18,87 +18,94 @@ import scipy
 from stretto.evals.scores import Interval, interval, mean_interval, resampling_weights
 
 _FITS, _CONTROLLED_FITS = 500, 100
-"""Resamplings; each is a fit."""
+"""Number of bootstrap resamplings without and with covariates; each one is a fit."""
 _PRIOR = 0.05
-"""Of squared nats: a win and a loss more, about, in a hundred battles."""
+"""Weight of the squared strengths (nats²) in the loss: worth about one win and one loss in a hundred battles."""
 ELO = 400 / log(10)
-"""Points for each nat of strength: 400 more is ten wins for each loss."""
+"""Elo points per nat of strength: 400 points are ten wins for each loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Battles:
-    """What models won against each other. Written by `fight`."""
+    """Result of the battles between models. Written by `fight`."""
 
     models: list[str]
     rates: list[list[Interval | None]]
-    """Share of its battles with each other model that a model won, a tie half; None: with itself."""
+    """Win rate of each model (row) against each other model (column); a tie counts half. None on the diagonal."""
     strengths: list[Interval]
-    """Elo points above the reference; undetermined where some never lose to others: no finite strength explains that."""
+    """Elo points above the reference; undetermined if a model never loses, because no finite strength explains that."""
     itself: Interval | None
-    """Share that the reference's first answers won against its second ones: half, if the judge is fair. None: it has one each."""
+    """Win rate of the reference's answers against its own next samples; an unbiased judge gives one half. None: one sample per problem."""
     num_problems: int
     verdicts: Verdicts
     controlled: list[Interval] | None = None
-    """Strengths if all answers were as long and as plain: Bradley and Terry with these differences as covariates. None: not asked for."""
+    """Strengths after controlling for the `COVARIATES`; None: not computed."""
     effects: dict[str, Interval] = field(default_factory=dict)
-    """Elo points that each of `COVARIATES` was worth to the judge."""
+    """Elo points that the judge gives for one unit of each covariate."""
 
 
 COVARIATES = ("twice the words", "all lines layout")
-"""Units of what `Duel.differences` counts."""
+"""Covariates of `Duel.differences`, named by their units."""
 
 
 @dataclass(frozen=True, slots=True)
 class Duel:
-    """One answer against another model's. Written by whoever asks the judge."""
+    """One comparison of two models' answers. Written by `stretto.post.battle`."""
 
     problem: int
     first: int
     second: int
-    """Models, by place."""
+    """``first`` and ``second`` are indices of models."""
     won: float
-    """By the first: 1, ½ or 0."""
+    """1: the first answer won; ½: tie; 0: the second won."""
     differences: tuple[float, ...]
-    """First less second, of `COVARIATES`."""
+    """First minus second answer in each of the `COVARIATES`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """What the judge was asked, and how it did. Written by whoever asks it."""
+    """Statistics of the judge's verdicts. Written by `stretto.post.battle`."""
 
     num: int
     contradicted: float
-    """Share in which it said something else when shown the other order: ties, which say nothing of the answers."""
+    """Share of pairs with contradictory verdicts in the two orders; they count as ties."""
     num_infra: int
-    """Battles that could not be judged."""
+    """Number of comparisons without a verdict."""
 
 
 def fight(
     models: Sequence[str], wins_PMM: np.ndarray, itself_P: np.ndarray, reference: int, verdicts: Verdicts, seed: int = 0
 ) -> Battles:
-    """Rates and strengths from ``wins_PMM``, by problem the mean of what model i got against j (NaN: they did not meet), and
-    ``itself_P``, the same of the reference against itself. Raises `UserError`: two models never met."""
-    num_problems, places = len(wins_PMM), range(len(models))
+    """Win rates and strengths.
 
-    rates = [
-        [None if i == j else mean_interval(f"{models[i]} against {models[j]}", wins_PMM[:, i, j], seed) for j in places]
-        for i in places
-    ]
+    Args:
+        wins_PMM: by problem, mean result of model i against model j, 0 to 1; NaN: not compared.
+        itself_P: the same for the reference against itself.
+
+    Raises:
+        UserError: two models were never compared.
+    """
+    num_problems = len(wins_PMM)
+
+    def rate(i: int, j: int) -> Interval | None:
+        return None if i == j else mean_interval({f"{models[i]} against {models[j]}": wins_PMM[:, i, j]}, seed)
+
+    rates = [[rate(i, j) for j in range(len(models))] for i in range(len(models))]
     wins_RMM = np.tensordot(resampling_weights(num_problems, _FITS, seed), np.nan_to_num(wins_PMM), 1)
     points_RM = ELO * np.stack([strengths(wins_MM) for wins_MM in wins_RMM])
     gains_RM = points_RM - points_RM[:, [reference]]
-    itself = (
-        mean_interval(f"{models[reference]} against itself", itself_P, seed) if not np.isnan(itself_P).all() else None
-    )
+    itself = None if np.isnan(itself_P).all() else mean_interval({"the reference against itself": itself_P}, seed)
     return Battles(list(models), rates, [interval(gains_R) for gains_R in gains_RM.T], itself, num_problems, verdicts)
 
 
 def controlled(
     duels: Sequence[Duel], num_models: int, reference: int, seed: int = 0
 ) -> tuple[list[Interval], list[Interval]]:
-    """Strengths above the reference and effects of the covariates, Elo points, with intervals over problems (style control, as Chatbot
-    Arena does it). A faint prior keeps those finite who never lose; where every answer of a model is longer than every other's, length
-    and strength cannot be told apart, and it shares what was won between them."""
+    """Strengths above the reference and effects of the covariates, in Elo points (style control as in Chatbot Arena).
+
+    A weak prior keeps the strength of a model finite that never loses. If all answers of a model are longer than all others, length and
+    strength cannot be distinguished; the prior then divides the effect between them.
+    """
     seen = sorted({duel.problem for duel in duels})
     place_D = np.searchsorted(seen, [duel.problem for duel in duels])
     x_DX = np.zeros((len(duels), num_models + len(COVARIATES)))
@@ -121,8 +128,8 @@ def controlled(
 
 
 def strengths(wins_MM: np.ndarray) -> np.ndarray:
-    """Maximum likelihood, in nats, of mean 0; NaN where there is none: not every model can be reached from every other by wins."""
-    import choix  # brings scipy.stats: most of a second that only battles need
+    """Maximum-likelihood strengths [M] in nats, with mean 0; NaN without a maximum: the graph of wins is not strongly connected."""
+    import choix  # late: it imports scipy.stats, which takes most of a second
 
     if scipy.sparse.csgraph.connected_components(wins_MM > 0, connection="strong")[0] > 1:
         return np.full(len(wins_MM), np.nan)

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from stretto.base.config import validate
 from stretto.base.errors import UserError
 from stretto.base.track import progress
 from stretto.evals.battles import COVARIATES, Battles, Duel, Verdicts, controlled, fight
 from stretto.evals.scores import MOST_INFRA
 from stretto.evals.writing import text_measures
-from stretto.flow.launch import SourceTables
-from stretto.post.suite import SAMPLES_FILE, Evaluation, SuiteConfig, read_samples
+from stretto.post.suite import SAMPLES_FILE, Evaluation, only_domains, opened_sources, read_samples, suites_of
 from stretto.tasks.judge import JudgedSource, JudgeFailed
 
 
@@ -29,64 +26,72 @@ def battle(models: Sequence[Evaluation], folders: Sequence[Path], reference: int
         UserError: no judged domain, or more than `MOST_INFRA` infrastructure errors.
     """
     assert len(models) > 1, "one model alone has no opponent"
-    names = [name for name in models[0].domains if all(name in model.domains for model in models)]
-    samples = [read_samples(folder / SAMPLES_FILE) for folder in folders]
-    num_models, asked, contradicted, infra = len(models), 0, 0, 0
-    won, itself, fought = list[np.ndarray](), list[float](), list[Duel]()
-    with ExitStack() as held:
-        judged = {name: source for name, source in _sources(models[0], held).items() if name in names}
+    suites, samples = suites_of(models[0].asked), [read_samples(folder / SAMPLES_FILE) for folder in folders]
+    candidates = [
+        name
+        for suite in suites.values()
+        for name, source in suite.sources.items()
+        if (source.kind == "judged" or ":" in source.kind) and all(name in model.domains for model in models)
+    ]
+    num_duels, num_contradicted, num_infra = 0, 0, 0
+    wins, self_wins, fought = list[np.ndarray](), list[float](), list[Duel]()
+    with opened_sources(only_domains(suites, candidates)) as opened:
+        judged = {name: source for name, source in opened.items() if isinstance(source, JudgedSource)}
         if not judged:
             raise UserError(
                 "--battle: no judged domain in all evaluations; evaluate --suite writing, or a suite of your own with a judge"
             )
-        work = [(name, item) for name in judged for item in _common(name, models)]
+        work = [(name, item) for name in judged for item in _common_items(name, models)]
         with progress("comparisons", len(work)) as advance:
             for name, item in work:
                 texts = [
-                    {key[2]: "\n\n".join(each.said) for key, each in own.items() if key[:2] == (name, item)}
+                    {key[2]: "\n\n".join(one.spoken) for key, one in own.items() if key[:2] == (name, item)}
                     for own in samples
                 ]
-                duels = list(_meetings(texts, reference))
-                flat = [text for _, _, pair in duels for text in pair]
-                pairs = [(2 * at, 2 * at + 1) for at in range(len(duels))]
-                asked += len(duels)
+                pairings = list(_pairings(texts, reference))
+                num_duels += len(pairings)
                 advance(1)
                 try:
-                    said = judged[name].duels(judged[name].problem(item), flat, pairs)
+                    verdicts = judged[name].duels(
+                        judged[name].problem(item),
+                        [text for _, _, pair in pairings for text in pair],
+                        [(2 * at, 2 * at + 1) for at in range(len(pairings))],
+                    )
                 except JudgeFailed as failed:
-                    infra += len(duels)
-                    if infra > MOST_INFRA * len(work) * len(duels):
+                    num_infra += len(pairings)
+                    if num_infra > MOST_INFRA * len(work) * len(pairings):
                         raise UserError(
-                            f"--battle: {infra} comparisons could not be judged: {failed}; correct that and repeat the command"
+                            f"--battle: {num_infra} comparisons could not be judged: {failed}; correct that and repeat the command"
                         ) from failed
                     continue
-                got = [one if one == other else 0.5 for one, other in said]
-                contradicted += sum(one != other for one, other in said)
-                fought += [
-                    Duel(len(won), i, j, each, _differences(*pair))
-                    for each, (i, j, pair) in zip(got, duels, strict=True)
-                    if i != j
-                ]
-                wins_MM = np.full((num_models, num_models), np.nan)
-                for i, j in {(i, j) for i, j, _ in duels if i != j}:
-                    wins_MM[i, j] = np.mean([each for each, duel in zip(got, duels, strict=True) if duel[:2] == (i, j)])
+                num_contradicted += sum(one != other for one, other in verdicts)
+                wins_MM, own = np.full((len(models), len(models)), np.nan), list[float]()
+                by_pair: dict[tuple[int, int], list[float]] = {}
+                for (one, other), (i, j, pair) in zip(verdicts, pairings, strict=True):
+                    won = one if one == other else 0.5
+                    if i == j:
+                        own.append(won)
+                    else:
+                        by_pair.setdefault((i, j), []).append(won)
+                        fought.append(Duel(len(wins), i, j, won, _differences(*pair)))
+                for (i, j), each in by_pair.items():
+                    wins_MM[i, j] = np.mean(each)
                     wins_MM[j, i] = 1 - wins_MM[i, j]
-                own = [each for each, (i, j, _) in zip(got, duels, strict=True) if i == j]
-                won.append(wins_MM)
-                itself.append(float(np.mean(own)) if own else math.nan)
-    told = Verdicts(asked, contradicted / max(1, asked - infra), infra)
-    found = fight([model.name for model in models], np.array(won), np.array(itself), reference, told, seed)
-    strengths, effects = controlled(fought, num_models, reference, seed)
+                wins.append(wins_MM)
+                self_wins.append(float(np.mean(own)) if own else math.nan)
+    counts = Verdicts(num_duels, num_contradicted / max(1, num_duels - num_infra), num_infra)
+    found = fight([model.name for model in models], np.array(wins), np.array(self_wins), reference, counts, seed)
+    strengths, effects = controlled(fought, len(models), reference, seed)
     return replace(found, controlled=strengths, effects=dict(zip(COVARIATES, effects, strict=True)))
 
 
 def _differences(first: str, second: str) -> tuple[float, float]:
-    """Of `COVARIATES`."""
+    """Differences of two answers in the `COVARIATES`."""
     one, other = text_measures(first), text_measures(second)
     return math.log2((1 + one["words"]) / (1 + other["words"])), one["layout"] - other["layout"]
 
 
-def _meetings(texts: Sequence[Mapping[int, str]], reference: int) -> Iterator[tuple[int, int, tuple[str, str]]]:
+def _pairings(texts: Sequence[Mapping[int, str]], reference: int) -> Iterator[tuple[int, int, tuple[str, str]]]:
     """Pairs of answers: equal sample numbers of every two models, and pairs of consecutive samples of the reference."""
     for i, first in enumerate(texts):
         for j, second in enumerate(texts[i + 1 :], i + 1):
@@ -95,17 +100,6 @@ def _meetings(texts: Sequence[Mapping[int, str]], reference: int) -> Iterator[tu
     yield from ((reference, reference, (own[at], own[at + 1])) for at in sorted(own)[::2] if at + 1 in own)
 
 
-def _sources(model: Evaluation, held: ExitStack) -> dict[str, JudgedSource]:
-    """Judged sources, opened."""
-    found: dict[str, JudgedSource] = {}
-    for told in model.asked["suites"].values():
-        suite = validate(SuiteConfig, told, model.name)
-        sources = {name: each for name, each in suite.sources.items() if each.kind == "judged" or ":" in each.kind}
-        opened = held.enter_context(SourceTables(sources, suite.sandbox).opened())
-        found |= {name: source for name, source in opened.items() if isinstance(source, JudgedSource)}
-    return found
-
-
-def _common(name: str, models: Sequence[Evaluation]) -> list[int]:
+def _common_items(name: str, models: Sequence[Evaluation]) -> list[int]:
     rest = [set(model.domains[name].items) for model in models[1:]]
     return [item for item in models[0].domains[name].items if all(item in each for each in rest)]

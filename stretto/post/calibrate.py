@@ -38,30 +38,32 @@ class Trust:
 
 def calibrate(
     prefer: Callable[[str, str, str], float],
-    found: Sequence[Passage],
-    told: Sequence[Mapping[str, str]],
+    passages: Sequence[Passage],
+    damages: Sequence[Mapping[str, str]],
     at_once: int = 1,
 ) -> Trust:
-    """Have a judge compare every pair in both orders, ``at_once`` comparisons in parallel.
+    """Have a judge compare every passage with its perturbed copies, in both orders.
 
     Args:
-        prefer: of a prompt and two texts, 1 where the first is better, ½ where neither is. Raises `JudgeFailed`.
-        told: of each passage its damages.
+        prefer: takes a prompt and two texts; returns 1 if the first text is better, 0 if the second is, ½ for a tie. Raises `JudgeFailed`.
+        passages: original passages.
+        damages: perturbed copies of each passage by the name of the perturbation.
+        at_once: number of comparisons in parallel.
 
     Raises:
         UserError: the judge refuses, or more than `MOST_INFRA` of the comparisons have no verdict.
     """
     pairs = []
-    for place, (own, worse) in enumerate(zip(found, told, strict=True)):
-        said = sentences(own.text)
+    for place, (passage, copies) in enumerate(zip(passages, damages, strict=True)):
+        parts = sentences(passage.text)
         others = {
-            **worse,
-            "bulleted": bulleted(own.text),
-            "spaced": spaced(own.text),
-            "half": " ".join(said[: len(said) // 2]),
-            "itself": own.text,
+            **copies,
+            "bulleted": bulleted(passage.text),
+            "spaced": spaced(passage.text),
+            "half": " ".join(parts[: len(parts) // 2]),
+            "itself": passage.text,
         }
-        pairs += [(place, kind, own.text, other) for kind, other in others.items()]
+        pairs += [(place, kind, passage.text, other) for kind, other in others.items()]
     wins, failures = dict[tuple[str, bool], np.ndarray](), list[str]()
     with ThreadPoolExecutor(at_once) as pool, progress("comparisons", 2 * len(pairs)) as advance:
 
@@ -69,7 +71,7 @@ def calibrate(
             place, _, own, other, is_swapped = task
             pair = (other, own) if is_swapped else (own, other)
             try:
-                return prefer(f"Continue this text:\n\n{found[place].prompt}", *pair)
+                return prefer(f"Continue this text:\n\n{passages[place].prompt}", *pair)
             except JudgeFailed as failed:
                 failures.append(str(failed))
                 if len(failures) > MOST_INFRA * 2 * len(pairs):
@@ -82,20 +84,20 @@ def calibrate(
 
         tasks = [(*pair, is_swapped) for pair in pairs for is_swapped in (False, True)]
         for (place, kind, _, _, is_swapped), first in zip(tasks, pool.map(ask, tasks), strict=True):
-            wins.setdefault((kind, is_swapped), np.full(len(found), math.nan))[place] = first
+            wins.setdefault((kind, is_swapped), np.full(len(passages), math.nan))[place] = first
     kinds = list(dict.fromkeys(kind for kind, _ in wins))
-    # of the passage, a judge that contradicts itself having said tie: the mean of both orders is ½ then
+    # win rate of the passage; contradictory verdicts count as a tie, since their mean over both orders is ½
     won = {kind: (wins[kind, False] + 1 - wins[kind, True]) / 2 for kind in kinds}
     first_PK = np.stack([(wins[kind, False] + wins[kind, True]) / 2 for kind in kinds], -1)
     both = [np.stack([wins[kind, False], 1 - wins[kind, True]], -1) for kind in kinds if kind != "itself"]
     both_X2 = np.concatenate(both)
     both_X2 = both_X2[~np.isnan(both_X2).any(1)]
     return Trust(
-        damages={kind: mean_interval("judge", won[kind]) for kind in told[0]},
-        layouts={kind: mean_interval("judge", 1 - won[kind]) for kind in ("bulleted", "spaced")},
-        longer=mean_interval("judge", won["half"]),
-        itself=mean_interval("judge", wins["itself", False]),
-        position=mean_interval("judge", np.nanmean(first_PK, 1)),
+        damages={kind: mean_interval({"judge": won[kind]}) for kind in damages[0]},
+        layouts={kind: mean_interval({"judge": 1 - won[kind]}) for kind in ("bulleted", "spaced")},
+        longer=mean_interval({"judge": won["half"]}),
+        itself=mean_interval({"judge": wins["itself", False]}),
+        position=mean_interval({"judge": np.nanmean(first_PK, 1)}),
         contradicted=float((both_X2[:, 0] != both_X2[:, 1]).mean()),
         num_infra=len(failures),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,21 +11,20 @@ import numpy as np
 
 from stretto.base.errors import UserError
 from stretto.base.records import LINEAGE_FILE, history, read_lineage
-from stretto.evals.scores import Interval, mean_interval
+from stretto.evals.scores import Interval, mean_interval, student_interval
 from stretto.evals.writing import Overused, Similarity, chapter_measures, group_measures, overused, text_measures
-from stretto.flow.launch import SourceTables
-from stretto.post.suite import SAMPLES_FILE, SuiteConfig, read_samples
+from stretto.post.suite import SAMPLES_FILE, SuiteConfig, opened_sources, read_samples
 from stretto.tasks.briefs import Constraints
 from stretto.tasks.judge import JudgedSource, JudgeFailed
 
 PANEL_FILE = "panel.json"
 EVALUATES, REWARDS = "evaluation-", "reward-"
-"""What names of local judges begin with (`stretto.text.passages.Part`)."""
+"""Prefixes of the names of local judges (`stretto.text.passages.Part`)."""
 _RUBRIC = (
     {"criterion": "It does what the request asks for, and is whole.", "points": 1},
     {"criterion": "It is well written.", "points": 1},
 )
-"""Of prompts without one."""
+"""Rubric of prompts that have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,77 +57,80 @@ class Panel:
 def panels(
     out: Path, suites: Mapping[str, SuiteConfig], similar: Similarity, people: Sequence[str] | None
 ) -> list[Panel]:
-    """Of each domain of the finished evaluation ``out`` whose answers are better or worse. ``people``: human texts, for what is overused."""
-    samples = read_samples(out / SAMPLES_FILE)
-    made = []
-    with ExitStack() as held:
-        for suite in suites.values():
-            sources = held.enter_context(SourceTables(suite.sources, suite.sandbox).opened())
-            for name in (name for name, source in sources.items() if not source.is_verifiable):
-                source, long = sources[name], dict[int, list[list[str]]]()
-                for key in sorted(key for key in samples if key[0] == name):
-                    long.setdefault(key[1], []).append(samples[key].said)
-                groups = {item: ["\n\n".join(turns) for turns in texts] for item, texts in long.items()}
-                told = {item: source.problem(item).payload.get("constraints") for item in groups}
-                panel = _panel(name, groups, told, similar, people)
-                if isinstance(source, JudgedSource) and source.args.chapters > 1:
-                    panel = replace(panel, chapters=_chapters(source, long))
-                made.append(panel)
-    return made
+    """Measures of each graded domain of the finished evaluation ``out``. ``people``: human texts that the answers are compared with."""
+    samples, found = read_samples(out / SAMPLES_FILE), []
+    with opened_sources(suites) as sources:
+        for name, source in sources.items():
+            if source.is_verifiable:
+                continue
+            turns = dict[int, list[list[str]]]()
+            for key in sorted(key for key in samples if key[0] == name):
+                turns.setdefault(key[1], []).append(samples[key].spoken)
+            groups = {item: ["\n\n".join(each) for each in answers] for item, answers in turns.items()}
+            constraints = {item: source.problem(item).payload.get("constraints") for item in groups}
+            panel = _panel(name, groups, constraints, similar, people)
+            if isinstance(source, JudgedSource) and source.args.chapters > 1:
+                panel = replace(panel, chapters=_chapters(source, turns))
+            found.append(panel)
+    return found
 
 
-def _chapters(source: JudgedSource, long: Mapping[int, Sequence[Sequence[str]]]) -> Chapters:
-    """``long``: of each problem the answers, by chapters. What the judge says of them it has mostly said before."""
+def _chapters(source: JudgedSource, answers: Mapping[int, Sequence[Sequence[str]]]) -> Chapters:
+    """Measures by chapter. ``answers``: chapters of each answer, by problem. The judge's points come from its cache where it has them."""
     names, rows, num_short = list[str](), list[np.ndarray](), 0
-    for item, texts in long.items():
-        whole = [each for each in texts if len(each) == source.args.chapters]
-        num_short += len(texts) - len(whole)
-        told = list[list[list[float]]]()  # by answer, chapter, measure
-        for each in whole:
+    for item, texts in answers.items():
+        complete = [each for each in texts if len(each) == source.args.chapters]
+        num_short += len(texts) - len(complete)
+        measures = list[list[list[float]]]()  # by answer, chapter, measure
+        for each in complete:
             try:
                 points = source.points(source.problem(item), each)
-            except JudgeFailed:  # no more could it be scored: it is left out
+            except JudgeFailed:  # an answer without a verdict is left out
                 continue
             counted = chapter_measures(each)
             names = ["points", *counted[0]]
-            told.append([[one, *rest.values()] for one, rest in zip(points, counted, strict=True)])
-        if told:
-            rows.append(np.mean(told, 0))
+            measures.append([[one, *rest.values()] for one, rest in zip(points, counted, strict=True)])
+        if measures:
+            rows.append(np.mean(measures, 0))
     means = np.mean(rows, 0).T.tolist() if rows else []
-    changes = {name: mean_interval(name, [row[-1, at] - row[0, at] for row in rows]) for at, name in enumerate(names)}
+    changes = {name: student_interval([row[-1, at] - row[0, at] for row in rows]) for at, name in enumerate(names)}
     return Chapters(dict(zip(names, means, strict=True)), changes, num_short)
 
 
 def _panel(
     name: str,
     groups: Mapping[int, Sequence[str]],
-    told: Mapping[int, Any],
+    constraints: Mapping[int, Any],
     similar: Similarity,
     people: Sequence[str] | None,
 ) -> Panel:
+    """``groups``: answers by problem."""
     rows, kept_P = list[dict[str, float]](), list[float]()
     for item, texts in groups.items():
-        said = [text for text in texts if text.split()]
-        if (given := told[item]) is not None:
+        nonempty = [text for text in texts if text.split()]
+        if (given := constraints[item]) is not None:
             checks = [each for text in texts for each in Constraints.model_validate(given).kept(text).values()]
             kept_P.append(float(np.mean(checks)))
-        if said:
-            single = [text_measures(text) for text in said]
+        if nonempty:
+            single = [text_measures(text) for text in nonempty]
             means = {measure: float(np.mean([each[measure] for each in single])) for measure in single[0]}
-            rows.append(group_measures(said, similar(said)) | means)
+            rows.append(group_measures(nonempty, similar(nonempty)) | means)
     every = [text for texts in groups.values() for text in texts if text.split()]
-    measures = {
-        measure: mean_interval(measure, [row[measure] for row in rows]) for measure in (rows[0] if rows else ())
-    }
     return Panel(
-        name, measures, mean_interval("kept", kept_P) if kept_P else None, sum(map(len, groups.values())) - len(every),
+        name,
+        {measure: student_interval([row[measure] for row in rows]) for measure in (rows[0] if rows else ())},
+        mean_interval({"kept": kept_P}) if kept_P else None,
+        sum(map(len, groups.values())) - len(every),
         overused(every, people) if people is not None else [],
-    )  # fmt: skip
+    )
 
 
 def judged_by(suites: Mapping[str, SuiteConfig], url: str, name: str, checkpoint: Path) -> dict[str, SuiteConfig]:
-    """``suites`` with the model ``name`` at ``url`` as the judge of all their open-ended sources, by points.
-    Raises `UserError`: it has rewarded ``checkpoint`` or one before it, was trained to reward, or there is nothing to judge."""
+    """``suites`` whose open-ended sources are judged by the model ``name`` at ``url``, with points by a rubric.
+
+    Raises:
+        UserError: the judge rewarded ``checkpoint`` or one of its ancestors, it was trained to reward, or no source is open-ended.
+    """
     if name.startswith(REWARDS):
         raise UserError(
             f"--judge {url}: {name} was trained to reward; evaluate with one of `stretto judge train --part evaluation`"
@@ -155,7 +156,7 @@ def judged_by(suites: Mapping[str, SuiteConfig], url: str, name: str, checkpoint
 
 
 def rewarders(checkpoint: Path) -> Iterator[tuple[str, str]]:
-    """Name and address of every judge that rewarded a stage which led to ``checkpoint``."""
+    """Name and URL of every judge that rewarded ``checkpoint`` or one of its ancestors."""
     if (checkpoint / LINEAGE_FILE).is_file():
         for stage in history(read_lineage(checkpoint)):
             for source in stage.config.get("sources", {}).values():

@@ -15,12 +15,12 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, TypeVar
 from zlib import crc32
 
 import msgspec
@@ -31,6 +31,7 @@ from pydantic import Field
 from stretto.base.config import Config, check_unchanged, read_tree, validate
 from stretto.base.errors import UserError, nearest
 from stretto.base.paths import claimed, read_json, write_json, write_text, writing
+from stretto.base.records import LINEAGE_FILE, history, read_lineage
 from stretto.base.track import progress, say
 from stretto.base.trajectory import Outcome, Task
 from stretto.data.loader import key_of
@@ -38,12 +39,11 @@ from stretto.evals.diversity import MEASURES, SAME_AT, cosines, diversity, embed
 from stretto.evals.scores import (
     MOST_INFRA,
     Interval,
-    interval,
     majority_at_k,
     mean_interval,
     pass_at_k,
     pass_hat_k,
-    resampled,
+    student_interval,
 )
 from stretto.flow.agent import AgentRole, GroupFailed
 from stretto.flow.clients import Clients, RewardRequest
@@ -59,23 +59,23 @@ from stretto.tasks.math import as_number
 from stretto.tasks.session import schemas
 from stretto.tasks.task import FIRST_REPORTED, Found, Problem, TaskSource, spoken
 from stretto.text.similar import similarity_NN
-from stretto.text.tokenizer import load_tokenizer
+from stretto.text.tokenizer import Tokenizer, load_tokenizer
 
+T = TypeVar("T")
 ASKED_FILE, SAMPLES_FILE, RESULT_FILE = "asked.json", "samples.jsonl", "eval.json"
 SUITES = Path(__file__).with_name("suites.toml")
+DEFAULT_SAMPLES = 4
+"""Number of samples per problem where answers are sampled; greedy decoding gives one."""
 _DONORS, _DRAW = 200, 7
 """Number of other problems whose answers baselines use; purpose of their random seed."""
 _LEASE_S = 7200.0
 """Time limit of a sample, seconds: a slow engine is not a failure."""
 _CACHE_BYTES = 1 << 24
 """KV cache bytes per sequence of a batch."""
-_LONGEST_VOTE = 200
-"""Longest answer, in characters, that maj@k compares with others: prose never agrees."""
+_MAX_VOTE_CHARS = 200
+"""Longest answer, in characters, that maj@k compares with others: longer texts are never equal."""
 _KS = (1, 2, 4, 8, 16, 32, 64, 128)
-"""For pass@k, pass^k and maj@k, beside the number of samples."""
-BASELINES: Final = ("empty", "constant", "frequent", "another", "calls")
-"""Trivial baselines: an empty answer; ``0``; the most frequent correct answer of other problems; a random one of those; a call of
-every tool without arguments. A source may have more of its own (`TaskSource.baselines`)."""
+"""Values of k of pass@k, pass^k and maj@k; the number of samples is added."""
 
 
 class SuiteConfig(Config):
@@ -91,20 +91,24 @@ class SuiteConfig(Config):
     """Tokens that the model may write per sample, over all turns."""
     max_turns: int = Field(default=1, gt=0)
     temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature; 0: greedy decoding, as published figures of most benchmarks use it."""
+    samples: int | None = Field(default=None, gt=0)
+    """Number of samples per problem; None: 1 for greedy decoding, otherwise `DEFAULT_SAMPLES`."""
     sandbox: SandboxConfig = SandboxConfig()
 
 
 class EvalOptions(Config):
     """Options of `evaluate`."""
 
-    samples: int = Field(default=4, gt=0)
-    """Number of samples per problem."""
+    samples: int | None = Field(default=None, gt=0)
+    """Number of samples per problem; None: the suite's."""
     limit: int | None = Field(default=None, gt=0)
     """Number of problems per source; None: the suite's."""
     temperature: float | None = Field(default=None, ge=0)
     """Sampling temperature; None: the suite's."""
     seed: int = 0
     baselines: bool = True
+    """Whether to score trivial baselines."""
     embed: Path | None = None
     """Checkpoint whose hidden states measure the similarity of answers; None: character trigrams."""
     threads: int = Field(default=1, gt=0)
@@ -136,7 +140,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     """All turns of an open-ended answer with several turns."""
 
     @property
-    def said(self) -> list[str]:
+    def spoken(self) -> list[str]:
         """Text of each turn without the reasoning."""
         return [spoken(turn) for turn in self.turns or (self.text,)]
 
@@ -159,7 +163,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class DomainResult:
-    """Result of a domain. Intervals are bootstrap intervals over its problems."""
+    """Result of a domain. Intervals are over its problems (`mean_interval`)."""
 
     suite: str
     is_graded: bool
@@ -169,22 +173,23 @@ class DomainResult:
     """Mean over the samples of each problem, used by comparisons; None: no verdict."""
     score: Interval
     pass_at: dict[int, Interval]
-    majority_at: dict[int, Interval]
-    baselines: dict[str, Interval]
-    diversity: dict[str, Interval]
-    entropy: float | None
-    """Mean −log p of sampled tokens; None: not reported by another harness."""
+    pass_hat: dict[int, Interval]
+    """pass^k: all of k samples are correct."""
     num_tokens: float
     """Mean number of sampled tokens per sample."""
     finishes: dict[str, int]
     num_infra: int
     """Number of samples without a verdict (infrastructure errors)."""
-    pass_hat: dict[int, Interval] = field(default_factory=dict)
-    """pass^k: all of k samples are correct. Older evaluations lack this and the following fields."""
+    majority_at: dict[int, Interval] = field(default_factory=dict)
+    """maj@k. Other harnesses do not report this and the following fields."""
+    baselines: dict[str, Interval] = field(default_factory=dict)
+    diversity: dict[str, Interval] = field(default_factory=dict)
+    entropy: float | None = None
+    """Mean −log p of sampled tokens, nats."""
     flops: float = 0.0
     """Mean FLOPs of the forward passes of a sample, computed as `Cost.flops_per_token`."""
-    num_unread: int = 0
-    """Number of wrong answers without an answer in the required format."""
+    num_off_format: int = 0
+    """Number of answers, correct or not, without the marker that the prompt asks for; their last line is scored as the answer."""
     places: dict[str, Place] = field(default_factory=dict)
     """Option positions of multiple choice, by letter."""
 
@@ -208,24 +213,32 @@ class Evaluation:
 
     name: str
     asked: dict[str, Any]
-    """Settings, and hash of the weights: two evaluations are comparable if suites and settings are equal."""
+    """Settings, prompt format and hash of the weights: two evaluations are comparable if suites and settings are equal."""
     mean: Interval
     """Mean of the domains' scores."""
     domains: dict[str, DomainResult]
     cost: Cost
+    stages: list[str] = field(default_factory=list)
+    """Run ids of the stages that led to the checkpoint, ancestors first, the checkpoint's own last; empty without a lineage."""
 
 
 def parse_suites(named: Sequence[str], beside: Collection[str] = ()) -> dict[str, SuiteConfig]:
-    """Suites by name, from ``NAME`` or ``NAME=DATA`` of the shipped ones, a TOML or JSON file with tables of that form, or an RL recipe:
-    its sources, and as many problems as it holds out. Several may be joined by commas. ``beside``: what else the user may name.
-    Raises `UserError`: no such suite or file, a suite without its data, or two suites or domains of one name."""
+    """Suites by name. An element of ``named`` is ``NAME`` or ``NAME=DATA`` of a shipped suite, a TOML or JSON file with tables of suites, or
+    an RL recipe (its sources, and as many problems as it holds out), or several of them joined by commas.
+
+    Args:
+        beside: further names that error messages offer.
+
+    Raises:
+        UserError: no such suite or file, a suite without its data, or two suites or two domains with the same name.
+    """
     found: dict[str, SuiteConfig] = {}
 
     def add(key: str, suite: SuiteConfig) -> None:
         if found.setdefault(key, suite) != suite:
             raise UserError(f"--suite: two suites are called {key}; rename one, or evaluate it into another folder")
 
-    for text in (part for each in named for part in each.split(",")):
+    for text in ",".join(named).split(",") if named else ():
         name, _, data = text.partition("=")
         path = Path(name)
         is_file = path.suffix in (".toml", ".json")
@@ -239,16 +252,16 @@ def parse_suites(named: Sequence[str], beside: Collection[str] = ()) -> dict[str
             raise UserError(f"--suite {name}: contains no suite; add a table [NAME.sources.DOMAIN]")
         if "train" in tree:
             recipe = validate(RlRecipe, tree, str(path))
-            told = {key: getattr(recipe.rollout, key) for key in ("max_tokens", "max_turns", "temperature")}
+            limits = {key: getattr(recipe.rollout, key) for key in ("max_tokens", "max_turns", "temperature")}
             num = -(-recipe.train.eval_prompts // len(recipe.sources))
-            add(path.stem, SuiteConfig(sources=recipe.sources, problems=num, sandbox=recipe.sandbox, **told))
+            add(path.stem, SuiteConfig(sources=recipe.sources, problems=num, sandbox=recipe.sandbox, **limits))
             continue
         for key in tree if is_file else [name]:
             suite = validate(SuiteConfig, tree[key], f"{name}: {key}")
             if suite.data and not data:
                 raise UserError(f"--suite {name}: needs its data: {name}=PATH, {suite.data}")
-            given = {"path": data} if data else {}
-            sources = {each: source.replace(args=source.args | given) for each, source in suite.sources.items()}
+            path_args = {"path": data} if data else {}
+            sources = {each: source.replace(args=source.args | path_args) for each, source in suite.sources.items()}
             add(key, suite.replace(sources=sources))
     names = Counter(name for suite in found.values() for name in suite.sources)
     if twice := [name for name, num in names.items() if num > 1]:
@@ -272,11 +285,12 @@ def evaluate(
     Raises:
         UserError: a bad source, another evaluation in ``out``, or more than `MOST_INFRA` infrastructure errors in a domain.
     """
-    config = read_config(folder)
-    suites = {key: _told(suite, options, config.max_positions) for key, suite in suites.items()}
-    asked = options.model_dump(mode="json", exclude={"limit", "temperature", "threads", "max_batch"}) | {
+    config, tokenizer = read_config(folder), load_tokenizer(folder)
+    suites = {key: _resolved(key, suite, options, config.max_positions) for key, suite in suites.items()}
+    asked = options.model_dump(mode="json", include={"seed", "baselines", "embed"}) | {
         "weights": weights_hash(folder),
         "subnet": None if subnet is None else subnet.model_dump(mode="json"),
+        "prompt": "plain text" if tokenizer.chat_template is None else "chat template",
         "suites": {key: suite.model_dump(mode="json") for key, suite in suites.items()},
     }
     with claimed(out):
@@ -286,12 +300,18 @@ def evaluate(
             found = read_evaluation(out)
             if found.asked == asked and not any(domain.num_infra for domain in found.domains.values()):
                 return found
-        sitting = _Sitting(folder, out, options, suites, config.max_positions)
-        to_end(sitting.answer(subnet, device, asked))
-        counts = count(config, subnet or config.full())
-        domains, mean = results(sitting.domains, sitting.samples, options, counts)
-        cost = _cost(counts, list(sitting.samples.values()))
-        found = Evaluation(name, asked, mean, domains, cost)
+        sampler = _Sampler(folder, tokenizer, out, options, suites, config.max_positions)
+        to_end(sampler.run(subnet, device, asked))
+        counts, samples = count(config, subnet or config.full()), sampler.samples
+        similarity = _similarity(sampler.domains, options.embed)
+        domains = {
+            name: _result(name, domain, samples, options, similarity, counts)
+            for name, domain in sampler.domains.items()
+        }
+        cost = _cost(counts, list(samples.values()))
+        stages = history(read_lineage(folder)) if (folder / LINEAGE_FILE).is_file() else ()
+        mean = mean_of(domains, options.seed)
+        found = Evaluation(name, asked, mean, domains, cost, [stage.run_id for stage in stages])
         write_result(out / RESULT_FILE, found)
     return found
 
@@ -301,15 +321,21 @@ def write_result(path: Path, found: Any) -> None:
     write_text(path, msgspec.json.format(msgspec.json.encode(found), indent=1).decode() + "\n")
 
 
-def _told(suite: SuiteConfig, options: EvalOptions, most: int) -> SuiteConfig:
-    """``suite`` as it is asked of a network of so many positions."""
+def _resolved(name: str, suite: SuiteConfig, options: EvalOptions, max_positions: int) -> SuiteConfig:
+    """``suite`` under ``options``, for a network with so many positions. Raises `UserError`: several samples with greedy decoding."""
     temperature = suite.temperature if options.temperature is None else options.temperature
-    if temperature == 0 and options.samples > 1:
+    num_samples = options.samples or suite.samples or (DEFAULT_SAMPLES if temperature > 0 else 1)
+    if temperature == 0 and num_samples > 1:
         raise UserError(
-            f"--samples {options.samples}: at temperature 0 (greedy decoding) all samples are equal; give --samples 1"
+            f"--samples {num_samples}: suite {name} decodes greedily (temperature 0), so all samples of a problem are equal; "
+            "leave --samples out, or give a --temperature above 0"
         )
-    tokens, num = min(suite.max_tokens, most - 1), options.limit or suite.problems
-    return suite.replace(problems=num, temperature=temperature, max_tokens=tokens)
+    return suite.replace(
+        problems=options.limit or suite.problems,
+        temperature=temperature,
+        samples=num_samples,
+        max_tokens=min(suite.max_tokens, max_positions - 1),
+    )
 
 
 def _cost(counts: Counts, samples: Sequence[Sample]) -> Cost:
@@ -319,183 +345,228 @@ def _cost(counts: Counts, samples: Sequence[Sample]) -> Cost:
 
 
 def _flops(counts: Counts, samples: Sequence[Sample]) -> float:
-    """Of all forward passes, each token computed once; of the keys before it a token sees half, on average."""
+    """FLOPs of all forward passes: each token is computed once and attends to half of its sample's tokens, on average."""
     return sum(counts.forward_flops(each.num_tokens, (each.num_tokens + 1) / 2) for each in samples)
 
 
-def read_evaluation(out: Path) -> Evaluation:
-    """What lies in ``out``. Raises `UserError`: no finished evaluation does."""
-    path = out / RESULT_FILE
+def read_result(path: Path, kind: type[T], command: str) -> T:
+    """Read a record that `write_result` wrote. Raises `UserError`: no such file, or it is not readable; ``command`` writes it again."""
+
+    def with_nan(tree: Any) -> Any:
+        """``tree`` with NaN for null in intervals: JSON has no infinity."""
+        if isinstance(tree, list):
+            return [with_nan(each) for each in tree]
+        if not isinstance(tree, dict):
+            return tree
+        ends = Interval.__dataclass_fields__
+        return {key: math.nan if value is None and key in ends else with_nan(value) for key, value in tree.items()}
+
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Evaluation)
+        return msgspec.convert(with_nan(msgspec.json.decode(path.read_bytes())), kind, str_keys=True)
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; `stretto eval … -o {out}` makes or finishes it") from None
-    except (OSError, msgspec.DecodeError) as error:
-        raise UserError(f"{path}: not readable as an evaluation: {error}; evaluate again into another folder") from None
+        raise UserError(f"{path}: no such file; `{command}` makes or finishes it") from None
+    except (OSError, msgspec.MsgspecError) as error:
+        kind_name = kind.__name__.lower()
+        raise UserError(f"{path}: not readable as {kind_name}: {error}; repeat `{command}` in another folder") from None
+
+
+def read_evaluation(out: Path) -> Evaluation:
+    """The finished evaluation in ``out``. Raises `UserError`: there is none, or it is not readable."""
+    return read_result(out / RESULT_FILE, Evaluation, f"stretto eval … -o {out}")
 
 
 def suites_of(asked: Mapping[str, Any]) -> dict[str, SuiteConfig]:
-    """Of an evaluation's record."""
-    return {name: validate(SuiteConfig, told, name) for name, told in asked["suites"].items()}
+    """The suites that an evaluation's settings record."""
+    return {name: validate(SuiteConfig, suite, name) for name, suite in asked["suites"].items()}
+
+
+def only_domains(suites: Mapping[str, SuiteConfig], domains: Collection[str]) -> dict[str, SuiteConfig]:
+    """``suites`` with the sources named in ``domains`` only; suites without any are left out."""
+    found = {}
+    for name, suite in suites.items():
+        if sources := {key: source for key, source in suite.sources.items() if key in domains}:
+            found[name] = suite.replace(sources=sources)
+    return found
 
 
 def write_right_answers(out: Path, path: Path) -> int:
-    """Write the right answers that the finished evaluation ``out`` holds to ``path``, as the conversations that SFT reads, a line of
-    JSON each; returns how many. A text is one for its problem however often it was given; ``domain`` is the source.
+    """Write the correct answers of the finished evaluation ``out`` to ``path`` as conversations for SFT, one JSON object per line. Equal
+    answers to a problem are written once. Returns the number of answers.
 
     Raises:
-        UserError: the evaluation is not finished, nothing was right, a suite has several turns, of which only the last is kept,
-            or a source where nothing is right or wrong.
+        UserError: the evaluation is not finished, no answer is correct, a suite has several turns (only the last one is stored),
+            or a domain is graded.
     """
     found = read_evaluation(out)
     suites = suites_of(found.asked)
     for name, suite in suites.items():
         if suite.max_turns > 1:
             raise UserError(
-                f"{out}: suite {name} has up to {suite.max_turns} turns, and the last is kept alone; leave it out"
+                f"{out}: suite {name} has up to {suite.max_turns} turns, of which only the last is stored; leave it out"
             )
     if graded := [name for name, domain in found.domains.items() if domain.is_graded]:
-        raise UserError(f"{out}: {graded[0]}: nothing is right or wrong there, but better or worse; leave it out")
+        raise UserError(f"{out}: {graded[0]}: its answers are graded, not right or wrong; leave it out")
     samples = read_samples(out / SAMPLES_FILE).values()
     right = sorted({(one.domain, one.item, one.text) for one in samples if one.outcome is Outcome.OK})
     if not right:
-        raise UserError(f"{out}: no answer is right; take problems that the network solves now and then")
-    with ExitStack() as held:
-        tables = [SourceTables(suite.sources, suite.sandbox) for suite in suites.values()]
-        sources = {name: source for table in tables for name, source in held.enter_context(table.opened()).items()}
-        lines = [
-            {
-                "domain": name,
-                "messages": [*sources[name].problem(item).messages, {"role": "assistant", "content": text}],
-            }
-            for name, item, text in right
-        ]
+        raise UserError(f"{out}: no answer is correct; use problems that the network solves now and then")
+    lines = []
+    with opened_sources(suites) as sources:
+        for name, item, text in right:
+            messages = [*sources[name].problem(item).messages, {"role": "assistant", "content": text}]
+            lines.append({"domain": name, "messages": messages})
     write_text(path, "".join(f"{msgspec.json.encode(line).decode()}\n" for line in lines))
     return len(lines)
 
 
+Key = tuple[str, int, int]
+"""Key of a sample: domain, item, number."""
+Transcript = tuple[Mapping[str, Any], ...]
+"""All messages after the prompt."""
+
+
+@contextmanager
+def opened_sources(suites: Mapping[str, SuiteConfig]) -> Iterator[dict[str, TaskSource]]:
+    """All sources of ``suites`` by name, open until the context ends."""
+    with ExitStack() as stack:
+        tables = [SourceTables(suite.sources, suite.sandbox) for suite in suites.values()]
+        yield {name: source for table in tables for name, source in stack.enter_context(table.opened()).items()}
+
+
 @dataclass(slots=True)
 class Domain:
-    """What is asked of a source. Written by `_Sitting`."""
+    """The problems of one source in an evaluation. Written by `_Sampler`."""
 
     suite: str
     source: TaskSource
-    """Read from, not asked, once it is closed."""
+    """Closed after sampling; its `TaskSource.read` still works."""
+    num_samples: int
+    """Number of samples per item."""
     items: range
-    """Of whole problems."""
+    """Items to solve; ``source.variants`` consecutive ones are one problem."""
     donors: range
-    """Items that are not asked."""
+    """Other items, whose correct answers are used as trivial baselines."""
     asked: dict[int, Problem]
+    """Problems by item."""
     prompts: dict[int, tuple[str, int]]
-    """By item: its last message, and its tokens."""
+    """By item: text of the prompt's last message, and number of prompt tokens."""
     baselines: dict[str, np.ndarray] = field(default_factory=dict)
-    """Scores [P] of each kind of `BASELINES`, and of the source's own."""
+    """Scores [P] of the trivial baselines (`score_baselines`)."""
     failures: list[str] = field(default_factory=list)
-    """Why samples could not be judged."""
+    """Error message of every sample without a verdict."""
 
     @property
     def is_graded(self) -> bool:
-        """Nothing is right or wrong, but better or worse."""
+        """Whether answers are better or worse instead of right or wrong."""
         return not self.source.is_verifiable
 
     @property
     def problems(self) -> range:
-        """Numbers of the problems: of their items, where each is one."""
+        """Numbers of the problems."""
         return range(self.items.start // self.source.variants, self.items.stop // self.source.variants)
 
+    def keys(self, name: str) -> list[Key]:
+        """Keys of all samples of the domain, which is called ``name``, by item."""
+        return [(name, item, number) for item in self.items for number in range(self.num_samples)]
+
     def value(self, outcome: Outcome, reward: float) -> float:
-        """A sample's part of the score; NaN where nobody could judge it."""
+        """Contribution of a sample to the score; NaN without a verdict."""
         if outcome is Outcome.INFRA:
             return math.nan
         return reward if self.is_graded else float(outcome is Outcome.OK)
 
 
-Key = tuple[str, int, int]
-"""A sample: domain, item, number."""
-Transcript = tuple[Mapping[str, Any], ...]
-"""All messages that follow a prompt."""
+class _Sampler:
+    """Generates and scores the samples of an evaluation that are missing in its folder."""
 
-
-class _Sitting:
-    """What is there of an evaluation, and the drawing of what is missing."""
-
-    def __init__(self, folder: Path, out: Path, options: EvalOptions, suites: Mapping[str, SuiteConfig], most: int):
-        self._folder, self._options, self._suites, self._most = folder, options, suites, most
-        self._dialogue = Dialogue(load_tokenizer(folder))
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Tokenizer,
+        out: Path,
+        options: EvalOptions,
+        suites: Mapping[str, SuiteConfig],
+        max_positions: int,
+    ):
+        self._folder, self._options, self._suites, self._max_positions = folder, options, suites, max_positions
+        self._dialogue = Dialogue(tokenizer)
         self._path, self._ended_s = out / SAMPLES_FILE, time.perf_counter()
         self._ordinals = itertools.count()
         self.domains: dict[str, Domain] = {}
         self.samples = read_samples(self._path)
 
-    async def answer(self, subnet: Subnet | None, device: str, asked: Mapping[str, Any]) -> None:
-        """Draw and judge what is missing, one suite after the other, on one engine; before, look at every problem, and then
-        write down what is ``asked``."""
-        with ExitStack() as held:
+    async def run(self, subnet: Subnet | None, device: str, asked: Mapping[str, Any]) -> None:
+        """Generate and score the missing samples, suite by suite, on one engine. First check every problem and write ``asked``."""
+        with ExitStack() as stack:
             opened = {}
             for name, suite in self._suites.items():
                 tables = SourceTables(suite.sources, suite.sandbox)
-                # agent and verifier ask theirs from threads of their own
-                opened[name] = held.enter_context(tables.opened()), held.enter_context(tables.opened())
+                # agent and verifier use their sources in different threads
+                opened[name] = stack.enter_context(tables.opened()), stack.enter_context(tables.opened())
                 for key, source in opened[name][0].items():
                     source.validate()
                     self.domains[key] = self._planned(name, suite, source)
             write_json(self._path.with_name(ASKED_FILE), asked)
             any_recipe = self._recipe(next(iter(self._suites.values())))
             engine = EngineRole(partial(open_rollout_engine, any_recipe, self._folder, device), subnet=subnet)
-            held.callback(engine.close)
+            stack.callback(engine.close)
             for name in opened:
-                await self._answer_suite(name, engine, *opened[name])
+                await self._sample_suite(name, engine, *opened[name])
 
     def _recipe(self, suite: SuiteConfig) -> RlRecipe:
-        """What the agent loop reads of a run."""
+        """The recipe from which the agent loop and the engine take their settings."""
         tokens, options = suite.max_tokens, self._options
         rollout = {"max_tokens": tokens, "chunk_tokens": tokens, "max_turns": suite.max_turns}
         rollout |= {"max_batch": options.max_batch, "cache_bytes": _CACHE_BYTES * options.max_batch}
-        told = {
+        recipe = {
             "sources": suite.sources,
             "sandbox": suite.sandbox,
             "rollout": rollout | {"threads": options.threads},
             "failures": {"lease_s": _LEASE_S, "max_attempts": 3},
             "replay": "off",
-            "train": {"steps": 1, "prompts": 1, "seq_len": self._most},  # a run trains; of this, it reads the length
+            "train": {
+                "steps": 1,
+                "prompts": 1,
+                "seq_len": self._max_positions,
+            },  # required fields; only seq_len is read
             "optim": {"lr": 1.0},
         }
-        return validate(RlRecipe, told, "suite")
+        return validate(RlRecipe, recipe, "suite")
 
     def _planned(self, suite_name: str, suite: SuiteConfig, source: TaskSource) -> Domain:
         size, num = source.num_items, suite.problems * source.variants
         items = range(FIRST_REPORTED, FIRST_REPORTED + num) if size is None else range(max(0, size - num), size)
         if len(items) < num:
-            here = len(items) // source.variants
-            say(f"sources.{source.name}: {here} problems in all, fewer than the {suite.problems} of the suite")
+            num_problems = len(items) // source.variants
+            say(f"sources.{source.name}: has {num_problems} problems, fewer than the {suite.problems} of the suite")
         donors = range(items.stop, items.stop + _DONORS) if size is None else range(min(_DONORS, items.start))
         asked = {item: source.problem(item) for item in items}
         if source.compares and not all(problem.gold for problem in asked.values()):
             raise UserError(
-                f"sources.{source.name}: judges answers beside each other, and one model alone has no opponent: give references, or "
-                "a rubric, by which two evaluations may meet, too: stretto compare A B --battle"
+                f"sources.{source.name}: compares answers, and one model alone has no opponent; give references or a rubric, or "
+                "compare two evaluations: stretto compare A B --battle"
             )
         prompts = {}
         for item, problem in asked.items():
             num_tokens = len(self._dialogue.prompt(problem.messages, schemas(source, problem)))
             prompts[item] = str(problem.messages[-1]["content"]), num_tokens
-        return Domain(suite_name, source, items, donors or items, asked, prompts)
+        assert suite.samples is not None, "an unresolved suite"
+        return Domain(suite_name, source, suite.samples, items, donors or items, asked, prompts)
 
-    async def _answer_suite(
+    async def _sample_suite(
         self, name: str, engine: EngineRole, sources: Mapping[str, TaskSource], judging: Mapping[str, TaskSource]
     ) -> None:
+        """``sources`` are the agent's, ``judging`` the verifier's."""
         suite, options = self._suites[name], self._options
         recipe = self._recipe(suite)
         rewards = RewardRole(lambda: judging, recipe.runtime.rewards.deadline_s)
         clients, tokenizer = Clients([engine], rewards), self._dialogue.tokenizer
         agent = AgentRole(recipe, self._path.parent, tokenizer, lambda: sources, lambda caller: clients)
-        work = [
-            (key, item, num) for key in sources for item in self.domains[key].items for num in range(options.samples)
-        ]
-        missing = [key for key in work if key not in self.samples]
+        keys = [key for name in sources for key in self.domains[name].keys(name)]
+        missing = [key for key in keys if key not in self.samples]
         slots = asyncio.Semaphore(2 * options.max_batch)
-        with progress(f"evaluate {name}", len(work)) as advance:
-            advance(len(work) - len(missing))
+        with progress(f"evaluate {name}", len(keys)) as advance:
+            advance(len(keys) - len(missing))
 
             async def one(key: Key) -> None:
                 async with slots:
@@ -512,8 +583,8 @@ class _Sitting:
                 for domain in sources if options.baselines else ():
                     own = self.domains[domain]
                     own.baselines = await score_baselines(domain, own, judging[domain], rewards, options.seed)
-            except ExceptionGroup as several:  # a user's mistake first, then a fault of the code
-                raise min(several.exceptions, key=lambda each: not isinstance(each, UserError)) from several
+            except ExceptionGroup as group:  # user errors first
+                raise min(group.exceptions, key=lambda error: not isinstance(error, UserError)) from group
             finally:
                 await agent.close()
                 await rewards.close()
@@ -523,7 +594,7 @@ class _Sitting:
         name, item, number = key
         domain = self.domains[name]
         num_prompt = domain.prompts[item][1]
-        if num_prompt >= self._most:  # a network that cannot read a problem does not solve it
+        if num_prompt >= self._max_positions:  # a prompt that does not fit counts as not solved
             return Sample(*key, Outcome.WRONG, 0.0, "", "prompt", num_prompt, 0, 0, 0.0, self._lap())
         seed = key_of(self._options.seed, crc32(name.encode()), item, number) >> 1
         task = Task(next(self._ordinals), name, item, 1, seed, suite.max_tokens)
@@ -531,24 +602,32 @@ class _Sitting:
             (done,) = (await agent.evaluate(task, suite.temperature)).trajectories
         except GroupFailed as failed:
             domain.failures.append(str(failed))
-            num, num_failed = len(domain.items) * self._options.samples, len(domain.failures)
+            num, num_failed = len(domain.items) * domain.num_samples, len(domain.failures)
             if num_failed > MOST_INFRA * num:
                 raise UserError(
-                    f"sources.{name}: {num_failed} of {num} samples could not be judged, the last one of item {item}: {failed}; "
+                    f"sources.{name}: {num_failed} of {num} samples could not be scored, the last one of item {item}: {failed}; "
                     "correct that and repeat the command: finished samples are kept"
                 ) from failed
             return None
         sampled = [segment for segment in done.segments if segment.is_sampled]
-        surprise = -np.concatenate([segment.logprobs for segment in sampled]).mean(dtype=np.float64)
-        outcome, reward = done.verdict.outcome, done.verdict.reward
-        turns = tuple(self._dialogue.text(each.tokens) for each in sampled)
-        told = turns if len(turns) > 1 and not domain.source.is_verifiable else ()
-        counts = num_prompt, done.num_sampled, done.num_turns
-        between = done.num_tokens - done.num_sampled - num_prompt
-        head = (*key, outcome, reward, turns[-1], done.finish_reason, *counts)
-        return Sample(*head, float(surprise), self._lap(), between, told)
+        turns = tuple(self._dialogue.text(segment.tokens) for segment in sampled)
+        return Sample(
+            *key,
+            outcome=done.verdict.outcome,
+            reward=done.verdict.reward,
+            text=turns[-1],
+            finish=done.finish_reason,
+            num_prompt=num_prompt,
+            num_sampled=done.num_sampled,
+            num_turns=done.num_turns,
+            entropy=-float(np.concatenate([segment.logprobs for segment in sampled]).mean(dtype=np.float64)),
+            seconds=self._lap(),
+            num_between=done.num_tokens - done.num_sampled - num_prompt,
+            turns=turns if len(turns) > 1 and domain.is_graded else (),
+        )
 
     def _lap(self) -> float:
+        """Seconds since the last call."""
         before, self._ended_s = self._ended_s, time.perf_counter()
         return self._ended_s - before
 
@@ -559,7 +638,7 @@ class _Sitting:
 
 
 async def _fails_with(engine: EngineRole) -> None:
-    """Wait for the failure of the engine, which is not restarted here. Raises `UserError`: it failed."""
+    """Wait until the engine fails; an evaluation does not restart it. Raises `UserError`: it failed."""
     while not (why := await engine.failure()):
         await asyncio.sleep(1.0)
     raise UserError(
@@ -570,24 +649,28 @@ async def _fails_with(engine: EngineRole) -> None:
 async def score_baselines(
     name: str, domain: Domain, source: TaskSource, rewards: RewardRole, seed: int
 ) -> dict[str, np.ndarray]:
-    """Scores [P] of each trivial baseline; a baseline without a verdict is left out and reported."""
+    """Scores [P] of each trivial baseline. A baseline without a verdict is left out and reported.
+
+    The baselines are an empty answer (``empty``), ``0`` (``constant``), the most frequent correct answer of other problems (``frequent``), a
+    random one of those (``another``), a call of every tool without arguments (``calls``), and the source's own (`TaskSource.baselines`).
+    """
     asked = list(domain.asked.values())
     golds = [source.problem(item).gold for item in domain.donors]
     draw = np.random.default_rng(key_of(seed, _DRAW, crc32(name.encode())))
     others = [golds[int(place)] for place in draw.integers(len(golds), size=len(asked))]
-    texts = {"empty": [""] * len(asked), "constant": ["0"] * len(asked)}
-    if any(golds):
-        texts |= {"frequent": [Counter(golds).most_common(1)[0][0]] * len(asked), "another": others}
-    told = {kind: [({"role": "assistant", "content": text},) for text in each] for kind, each in texts.items()}
-    policies: list[dict[str, Transcript]] = [
-        {kind: each[place] for kind, each in told.items()} for place in range(len(asked))
-    ]
-    for policy, problem in zip(policies, asked, strict=True):
+    policies: list[dict[str, Transcript]] = []
+    for problem, other in zip(asked, others, strict=True):
+        texts = {"empty": "", "constant": "0"}
+        if any(golds):
+            texts |= {"frequent": Counter(golds).most_common(1)[0][0], "another": other}
+        policy: dict[str, Transcript] = {
+            kind: ({"role": "assistant", "content": text},) for kind, text in texts.items()
+        }
         calls = [{"function": {"name": each["function"]["name"], "arguments": {}}} for each in schemas(source, problem)]
         if calls:
             called = {"role": "assistant", "content": "", "tool_calls": calls}
             policy["calls"] = (called, *[{"role": "tool"} for _ in calls], {"role": "assistant", "content": ""})
-        policy |= source.baselines(problem)
+        policies.append(policy | dict(source.baselines(problem)))
     found = {}
     for kind in [kind for kind in policies[0] if all(kind in policy for policy in policies)]:
         requests = [
@@ -600,20 +683,20 @@ async def score_baselines(
         values = [domain.value(each.outcome, each.reward) for each in verdicts]
         values_PV = np.array(values).reshape(-1, source.variants)
         if np.isnan(values_PV).all():
-            say(f"sources.{name}: baseline {kind}: could not be judged: {verdicts[0].detail}")
+            say(f"sources.{name}: baseline {kind}: could not be scored: {verdicts[0].detail}")
         else:
             found[kind] = problem_means(values_PV)
     return found
 
 
 def read_samples(path: Path) -> dict[Key, Sample]:
-    """What earlier sittings have left; a line that a kill has torn is taken off the file. Raises `UserError`: it is damaged."""
+    """Samples of earlier calls. An incomplete last line, left by a killed process, is removed. Raises `UserError`: a damaged file."""
     content = path.read_bytes() if path.is_file() else b""
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        os.truncate(path, len(whole))
+    complete = content[: content.rfind(b"\n") + 1]
+    if len(complete) < len(content):
+        os.truncate(path, len(complete))
     try:
-        samples = [msgspec.json.decode(line, type=Sample) for line in whole.splitlines()]
+        samples = [msgspec.json.decode(line, type=Sample) for line in complete.splitlines()]
     except msgspec.DecodeError as error:
         raise UserError(f"{path}: damaged: {error}; evaluate again into another folder") from None
     return {(sample.domain, sample.item, sample.number): sample for sample in samples}
@@ -622,68 +705,65 @@ def read_samples(path: Path) -> dict[Key, Sample]:
 # From samples to scores
 
 
-def results(
-    domains: Mapping[str, Domain], samples: Mapping[Key, Sample], options: EvalOptions, counts: Counts
-) -> tuple[dict[str, DomainResult], Interval]:
-    """Results of ``samples`` by domain, and the mean of the domains' scores."""
-    alike = _alike(domains, samples, options.embed)
-    found = {name: _result(name, domain, samples, options, alike, counts) for name, domain in domains.items()}
-    return found, mean_of(found, options.seed)
-
-
 def mean_of(domains: Mapping[str, DomainResult], seed: int) -> Interval:
     """Mean of the domains' scores."""
-    values = {name: np.array([result.values], np.float64) for name, result in domains.items()}
-    return interval(np.mean([mean[:, 0] for mean in resampled(values, seed=seed).values()], axis=0))
+    return mean_interval({name: np.array(each.values, np.float64) for name, each in domains.items()}, seed)
 
 
-Alike = Callable[[Sequence[Sample]], np.ndarray]
+def scored(name: str, value_PS: np.ndarray, ks: Sequence[int], seed: int) -> dict[str, Any]:
+    """Fields of a `DomainResult` that follow from the values of its samples; NaN: no verdict."""
+    means_P = problem_means(value_PS)
+    return {
+        "values": [None if math.isnan(value) else value for value in means_P.tolist()],
+        "score": mean_interval({name: means_P}, seed),
+        "pass_at": {k: mean_interval({name: pass_at_k(value_PS, k)}, seed) for k in ks},
+        "pass_hat": {k: mean_interval({name: pass_hat_k(value_PS, k)}, seed) for k in ks},
+    }
+
+
+Similarity = Callable[[Sequence[Sample]], np.ndarray]
 
 
 def _result(
-    name: str, domain: Domain, samples: Mapping[Key, Sample], options: EvalOptions, alike: Alike, counts: Counts
+    name: str,
+    domain: Domain,
+    samples: Mapping[Key, Sample],
+    options: EvalOptions,
+    similarity: Similarity,
+    counts: Counts,
 ) -> DomainResult:
-    num = domain.source.variants * options.samples
-    every = [samples.get((name, item, number)) for item in domain.items for number in range(options.samples)]
+    num, every = domain.source.variants * domain.num_samples, [samples.get(key) for key in domain.keys(name)]
     table = [every[at : at + num] for at in range(0, len(every), num)]
     groups = [[one for one in row if one is not None] for row in table]
     own = [one for group in groups for one in group]
     read = {(one.item, one.number): domain.source.read(domain.asked[one.item], one.text) for one in own}
     value_PS = np.array([[domain.value(one.outcome, one.reward) if one else math.nan for one in row] for row in table])
     votes_PS = [[_vote(read[one.item, one.number].text) if one else None for one in row] for row in table]
-    means_P = problem_means(value_PS)
     ks = [] if domain.is_graded else [k for k in _KS if k < num] + [num]
-
-    spread = partial(mean_interval, name, seed=options.seed)
-    kinds = [
-        diversity([one.text for one in group], alike(group), SAME_AT["hidden" if options.embed else "characters"])
-        for group in groups
-        if len(group) > 1
-    ]
-    measured = {measure: [each[measure] for each in kinds] for measure in MEASURES}
+    majorities = {k: majority_at_k(value_PS, votes_PS, k, options.seed) for k in ks if k > 2}
+    same_at = SAME_AT["hidden" if options.embed else "characters"]
+    kinds = [diversity([one.text for one in group], similarity(group), same_at) for group in groups if len(group) > 1]
+    measures = {measure: [each[measure] for each in kinds] for measure in MEASURES}
     return DomainResult(
+        **scored(name, value_PS, ks, options.seed),
         suite=domain.suite,
         is_graded=domain.is_graded,
         items=list(domain.problems),
-        values=[None if math.isnan(value) else value for value in means_P.tolist()],
-        score=spread(means_P),
-        pass_at={k: spread(pass_at_k(value_PS, k)) for k in ks},
-        majority_at={k: spread(majority_at_k(value_PS, votes_PS, k, options.seed)) for k in ks if k > 2},
-        baselines={kind: spread(values_P) for kind, values_P in domain.baselines.items()},
-        diversity={name: spread(values) for name, values in measured.items() if not np.isnan(values).all()},
+        majority_at={k: mean_interval({name: shares_P}, options.seed) for k, shares_P in majorities.items()},
+        baselines={kind: mean_interval({name: each_P}, options.seed) for kind, each_P in domain.baselines.items()},
+        diversity={key: student_interval(each) for key, each in measures.items() if not np.isnan(each).all()},
         entropy=float(np.mean([one.entropy for one in own])),
         num_tokens=float(np.mean([one.num_sampled for one in own])),
         finishes=dict(Counter(one.finish for one in own)),
         num_infra=len(domain.failures),
-        pass_hat={k: spread(pass_hat_k(value_PS, k)) for k in ks},
         flops=_flops(counts, own) / max(1, len(own)),
-        num_unread=sum(one.outcome is not Outcome.OK and not read[one.item, one.number].is_marked for one in own),
+        num_off_format=sum(not each.is_marked for each in read.values()),
         places=_places(domain, own, read),
     )
 
 
 def problem_means(value_PS: np.ndarray) -> np.ndarray:
-    """By problem, of what was judged; NaN where nothing was."""
+    """Mean of the judged samples of each problem; NaN without any."""
     return np.ma.masked_invalid(value_PS).mean(1).filled(math.nan)
 
 
@@ -703,20 +783,20 @@ def _places(domain: Domain, samples: Sequence[Sample], read: Mapping[tuple[int, 
 
 
 def _vote(answer: str) -> str | None:
-    """What equal answers have in common; None: it has no equals."""
+    """Canonical form of an answer, the same for equal answers; None: the answer has no vote."""
     answer = " ".join(answer.casefold().split())
-    if not answer or len(answer) > _LONGEST_VOTE:
+    if not answer or len(answer) > _MAX_VOTE_CHARS:
         return None
     number = as_number(answer)
     return answer if number is None else str(number)
 
 
-def _alike(domains: Mapping[str, Domain], samples: Mapping[Key, Sample], folder: Path | None) -> Alike:
-    """Similarity of the answers to one problem."""
+def _similarity(domains: Mapping[str, Domain], folder: Path | None) -> Similarity:
+    """Similarity of the answers to one problem: by hidden states of the checkpoint ``folder``, else by character trigrams."""
     if folder is None:
         return lambda group: similarity_NN([one.text for one in group], "characters")
     model, tokenizer = read_checkpoint(folder, dtype=torch.float32).model, load_tokenizer(folder)
-    # seen from where the problems are, which are the same for every model
+    # centred on the prompts, which are the same for every evaluated model
     centres = {
         name: embed(model, tokenizer.encode_batch([text for text, _ in domain.prompts.values()])).mean(0)
         for name, domain in domains.items()

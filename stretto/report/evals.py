@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -18,15 +16,15 @@ from stretto.base.numbers import counted, duration, params, percent, rounded, si
 from stretto.base.records import git_commit
 from stretto.evals.battles import Battles
 from stretto.evals.diversity import MEASURES
-from stretto.evals.scores import LEVEL, Interval, Norm, flip_p, holm, interval, norm, resampled, share_interval
+from stretto.evals.scores import LEVEL, Interval, Norm, flip_p, holm, judged, mean_interval, norm, retention
 from stretto.post.panel import Chapters, Panel
 from stretto.post.pipeline import COMPARISON_FILE
-from stretto.post.suite import DomainResult, Evaluation
+from stretto.post.suite import DomainResult, Evaluation, read_result
 from stretto.report import style
 from stretto.report.page import NOTHING, Cell, Page, Section, Table
 from stretto.report.style import BLUE, INK, LABEL_PT, MUTED, ORANGE, SERIES, Label
 
-_INTERVALS = f"Intervals are {percent(LEVEL)} bootstrap confidence intervals over problems; all samples of a problem are resampled together."
+_INTERVALS = f"Intervals are {percent(LEVEL)} confidence intervals over problems (Gaffke's; Clopper-Pearson's for one sample per problem)."
 _INFRA = "Infra errors (infrastructure errors): samples without a verdict, left out of the score."
 _WORDS = {
     "empty": "empty answer",
@@ -39,6 +37,8 @@ _WORDS = {
 _STAR = "✱"
 _MEASURES = {name: name.replace("_", "-") for name in MEASURES} | {"entropy": "entropy, nats", "num_tokens": "tokens"}
 """Measures of answers, and the headings of their columns."""
+_DIVERSITY = ("distinct_2", "vendi", "clusters")
+"""Measures of answers whose fall is a loss."""
 
 
 def _range(found: Interval) -> str:
@@ -93,18 +93,31 @@ def score_table(found: Evaluation) -> Table:
 
 
 def asked_table(found: Evaluation) -> Table:
-    """Problems, FLOPs and tokens of each domain, and the number of answers that could not be read."""
-    rows = [
-        (
-            Cell(name),
-            Cell(f"{len(result.items)}", len(result.items)),
-            Cell(si(result.flops, "FLOPs"), result.flops, "computed"),
-            _number(result.num_tokens),
-            Cell(f"{result.num_unread}", result.num_unread),
+    """Settings of each domain (prompt format, number of problems and samples, temperature), and length and cost of its answers."""
+    rows = []
+    for name, result in found.domains.items():
+        suite = found.asked["suites"][result.suite]
+        source = suite["sources"][name]
+        marker = source["args"].get("format") if isinstance(source, dict) else None
+        temperature = suite["temperature"]
+        rows.append(
+            (
+                Cell(name, note="greedy decoding" if temperature == 0 else ""),
+                Cell(", ".join(filter(None, (found.asked["prompt"], marker)))),
+                Cell(f"{len(result.items)}", len(result.items)),
+                Cell(f"{suite['samples']}", suite["samples"]),
+                Cell(f"{temperature:g}", temperature),
+                Cell(f"{result.num_off_format}", result.num_off_format),
+                _number(result.num_tokens),
+                Cell(si(result.flops, "FLOPs"), result.flops, "computed"),
+            )
         )
-        for name, result in found.domains.items()
-    ]
-    return Table("Problems", ("Domain", "Problems", "FLOPs per task", "Tokens per answer", "Unreadable"), tuple(rows))
+    columns = ("Domain", "Prompt", "Problems", "Samples", "Temperature", "Off-format", "Tokens", "FLOPs")
+    note = (
+        "Samples: per problem. Off-format: answers, correct or not, without the marker that the prompt asks for; their last line is scored. "
+        "Tokens: per answer. FLOPs: per sample. No examples are given in the prompt (0-shot)."
+    )
+    return Table("Settings", columns, tuple(rows), note=note, num_words=2, optional=("FLOPs", "Tokens"))
 
 
 def panel_table(found: Sequence[Panel]) -> Table:
@@ -239,7 +252,7 @@ def evaluation_page(found: Evaluation) -> Page:
     if idle:
         headline += f" Not clearly above the trivial baseline: {', '.join(idle)}."
     total, active = params(found.cost.total_params), params(found.cost.active_params)
-    facts = f"{total} parameters, {active} of them active", f"{found.asked['samples']} samples per problem"
+    facts = (f"{total} parameters, {active} of them active",)
     tables = [score_table(found), asked_table(found), baseline_table(found)]
     if any(result.places for result in found.domains.values()):
         tables.append(place_table(found))
@@ -272,7 +285,13 @@ class Comparison:
     mean_differences: list[Interval]
     """Paired difference of the means to the reference's, one per model."""
     kept: list[Interval]
-    """Retention: mean over domains of score / the reference's score; undetermined where the latter is 0."""
+    """Retention: mean over domains of score / the reference's score; undetermined where the latter may be 0."""
+    previous: list[int | None]
+    """Index of the stage before, one per model: its nearest ancestor among the models. None: no ancestor is among them."""
+    changes: dict[str, list[Interval | None]]
+    """Paired differences to the stage before, by domain, one per model."""
+    mean_changes: list[Interval | None]
+    """Paired difference of the means to the stage before, one per model."""
     answers: dict[str, list[float | None]]
     """Mean over domains of each measure of answers, by name; None: its similarity is not that of the first model."""
     baselines: dict[str, tuple[str, Interval]]
@@ -306,8 +325,11 @@ class Comparison:
 def compare(
     models: Sequence[Evaluation], teachers: Mapping[str, Evaluation], seed: int = 0, reference: int = 0
 ) -> Comparison:
-    """Compare ``models`` on the problems that all of them and the domain's teacher answered. ``teachers`` are by domain; ``reference`` is
-    the index of the model that the others are compared with.
+    """Compare ``models`` on the problems that all of them and the domain's teacher answered.
+
+    Args:
+        teachers: by domain.
+        reference: index of the model that the others are compared with.
 
     Raises:
         UserError: a teacher of an unknown domain, or evaluations with different settings or without common problems.
@@ -322,38 +344,42 @@ def compare(
             _check_asked(name, rows[0], other)
         known = [dict(zip(each.domains[name].items, each.domains[name].values, strict=True)) for each in rows]
         items = [item for item in known[0] if all(item in each for each in known)]
-        values[name] = np.array([[each[item] for item in items] for each in known], np.float64)
-    means = resampled(values, seed=seed)
-    others = [place for place in range(len(models)) if place != reference]
+        values[name] = judged(name, np.array([[each[item] for item in items] for each in known], np.float64))
+    places = range(len(models))
+    others = [place for place in places if place != reference]
     tests = [(name, place) for name in names for place in others]
     raw = [flip_p(values[name][place] - values[name][reference], seed=seed) for name, place in tests]
     p_values = {name: [1.0] * len(models) for name in names}
     for (name, place), p in zip(tests, holm(raw), strict=True):
         p_values[name][place] = p
-    nums = {name: int((~np.isnan(values[name]).any(0)).sum()) for name in names}
-    scores = {name: [share_interval(column, nums[name]) for column in means[name].T] for name in names}
-    places, refusal = range(len(models)), ""
+    scores = {name: [mean_interval({name: x_P}, seed) for x_P in values_MP] for name, values_MP in values.items()}
+    previous, refusal = [_previous(place, models) for place in places], ""
     norms: list[Norm | None] = [None] * len(models)
     if teachers:
         try:
-            norms = [norm(means, place, reference, dict.fromkeys(teachers, len(models))) for place in places]
+            norms = [norm(values, place, reference, dict.fromkeys(teachers, len(models)), seed) for place in places]
         except UserError as refused:
             refusal = str(refused)
 
-    def over_domains(of: Callable[[np.ndarray, int], np.ndarray]) -> list[Interval]:
-        return [interval(np.mean([of(means[name], place) for name in names], axis=0)) for place in places]
+    def difference(domains: Sequence[str], place: int, other: int) -> Interval:
+        gains = {name: values[name][place] - values[name][other] for name in domains}
+        return mean_interval(gains, seed, bounds=(-1.0, 1.0))
+
+    def changes(domains: Sequence[str]) -> list[Interval | None]:
+        return [None if before is None else difference(domains, place, before) for place, before in enumerate(previous)]
 
     return Comparison(
         models=[model.name for model in models],
         reference=reference,
         scores={name: scores[name][: len(models)] for name in names},
-        differences={
-            name: [interval(means[name][:, place] - means[name][:, reference]) for place in places] for name in names
-        },
+        differences={name: [difference([name], place, reference) for place in places] for name in names},
         p_values=p_values,
-        means=over_domains(lambda means_RM, place: means_RM[:, place]),
-        mean_differences=over_domains(lambda means_RM, place: means_RM[:, place] - means_RM[:, reference]),
-        kept=over_domains(lambda means_RM, place: _ratio(means_RM, place, reference)),
+        means=[mean_interval({name: values[name][place] for name in names}, seed) for place in places],
+        mean_differences=[difference(names, place, reference) for place in places],
+        kept=[retention(values, place, reference, seed) for place in places],
+        previous=previous,
+        changes={name: changes([name]) for name in names},
+        mean_changes=changes(names),
         answers={measure: _answers(measure, models, names) for measure in _MEASURES},
         baselines={name: best for name in names if (best := _baseline(models[reference].domains[name]))},
         teachers={name: (teachers[name].name, scores[name][-1]) for name in teachers},
@@ -365,31 +391,21 @@ def compare(
     )
 
 
+def _previous(place: int, models: Sequence[Evaluation]) -> int | None:
+    """Index of the nearest ancestor of a model among ``models``, by their lineages; None: there is none."""
+    ancestors = models[place].stages[:-1]
+    found = [
+        (ancestors.index(each.stages[-1]), -at)
+        for at, each in enumerate(models)
+        if each.stages[-1:] and each.stages[-1] in ancestors
+    ]
+    return -max(found)[1] if found else None
+
+
 def read_comparison(out: Path) -> Comparison | None:
     """The comparison that `stretto compare` wrote to ``out``; None: there is none. Raises `UserError`: it is not readable."""
     path = out / COMPARISON_FILE
-    if not path.is_file():
-        return None
-
-    def numbers(tree: Any) -> Any:
-        """``tree`` with NaN for null in intervals: JSON has no infinity."""
-        if isinstance(tree, list):
-            return [numbers(each) for each in tree]
-        if not isinstance(tree, dict):
-            return tree
-        ends = Interval.__dataclass_fields__
-        return {key: math.nan if value is None and key in ends else numbers(value) for key, value in tree.items()}
-
-    try:
-        return msgspec.convert(numbers(msgspec.json.decode(path.read_bytes())), Comparison)
-    except (OSError, msgspec.MsgspecError) as error:
-        again = f"repeat it: stretto compare … -o {out}"
-        raise UserError(f"{path}: not readable as a comparison: {error}; {again}") from None
-
-
-def _ratio(means_RM: np.ndarray, place: int, reference: int) -> np.ndarray:
-    whole_R = means_RM[:, reference]
-    return np.divide(means_RM[:, place], whole_R, out=np.full_like(whole_R, np.nan), where=whole_R > 0)
+    return read_result(path, Comparison, f"stretto compare … -o {out}") if path.is_file() else None
 
 
 def _answers(measure: str, models: Sequence[Evaluation], names: Sequence[str]) -> list[float | None]:
@@ -405,11 +421,11 @@ def _check_asked(name: str, first: Evaluation, other: Evaluation) -> None:
     """Raises `UserError`: the two evaluations of the domain ``name`` have different settings."""
     if name not in other.domains:
         raise UserError(f"{other.name}: {name}: not evaluated; evaluate it with the same --suite")
-    told = []
+    settings = []
     for each in (first, other):
         suite = dict(each.asked["suites"][each.domains[name].suite])
-        told.append(suite | {"sources": suite["sources"][name], "problems": 0})
-    if differs := differences(*told):
+        settings.append(suite | {"sources": suite["sources"][name], "problems": 0, "samples": 0})
+    if differs := differences(*settings):
         field, (before, after) = next(iter(differs.items()))
         raise UserError(
             f"{other.name}: {name}: {field} was {after!r}, of {first.name} {before!r}; evaluate both with the same settings"
@@ -446,6 +462,56 @@ def comparison_table(found: Comparison) -> Table:
     columns = ("Domain", *found.models, *beside)
     note = f"{_INTERVALS} {_INFRA} Differences are paired, in points, to {whole}; {_STAR}: significant (permutation test, Holm)."
     return Table("Scores by domain", columns, tuple(rows), tuple(totals), f"{note} {found.refusal}".strip())
+
+
+def _stage_measures(found: Comparison) -> dict[str, list[float | None]]:
+    """Normalised score and diversity of every model, by printed name: a fall is a loss."""
+    norms = [None if each is None else each.mean.value for each in found.norms]
+    return {"normalised score": norms} | {_MEASURES[name]: found.answers[name] for name in _DIVERSITY}
+
+
+def stage_table(found: Comparison) -> Table:
+    """Change of every model against the stage before it: scores by domain, normalised score, and diversity of answers."""
+    stages = [(place, before) for place, before in enumerate(found.previous) if before is not None]
+
+    def row(label: str, gains: Sequence[Interval | None]) -> tuple[Cell, ...]:
+        known = [gain for gain in gains if gain is not None]
+        texts = [_signed(gain).split(" ", 1) for gain in known]
+        return (Cell(label), *(Cell(text, gain.value, note) for gain, (text, note) in zip(known, texts, strict=True)))
+
+    totals = [row("Mean of domains", found.mean_changes)]
+    for label, values in _stage_measures(found).items():
+        cells = []
+        for place, before in stages:
+            old, new = values[before], values[place]
+            if old is None or new is None:
+                cells.append(NOTHING)
+            else:
+                cells.append(Cell(f"{rounded(old)} → {rounded(new)}", new - old))
+        totals.append((Cell(label), *cells))
+    columns = ("Domain", *(f"{found.models[place]} after {found.models[before]}" for place, before in stages))
+    note = f"Scores: paired differences to the stage before, in points, with {percent(LEVEL)} confidence intervals."
+    rows = tuple(row(name, gains) for name, gains in found.changes.items())
+    return Table("Change by stage", columns, rows, tuple(totals), note)
+
+
+def losses(found: Comparison) -> str:
+    """Every loss against the stage before, in words: scores, normalised score and diversity. Empty without stages."""
+    sentences = []
+    for place, before in enumerate(found.previous):
+        if before is None:
+            continue
+        gains = {name: each[place] for name, each in found.changes.items()}
+        worse = [f"{name} {_signed(gain)} points" for name, gain in gains.items() if gain and round(gain.value, 3) < 0]
+        for label, values in _stage_measures(found).items():
+            old, new = values[before], values[place]
+            if old is not None and new is not None and new < old and rounded(new) != rounded(old):
+                worse.append(f"{label} from {rounded(old)} to {rounded(new)}")
+        if worse:
+            sentences.append(f"{found.models[place]} loses against {found.models[before]}: {'; '.join(worse)}.")
+    if not sentences and any(before is not None for before in found.previous):
+        sentences.append("No stage loses against the stage before.")
+    return " ".join(sentences)
 
 
 def _gains(found: Comparison, gains: Sequence[Interval], p_values: Sequence[float] = ()) -> list[str]:
@@ -554,20 +620,25 @@ def comparison_headline(found: Comparison) -> str:
         headline += f" Significant differences: {', '.join(found.significant(last)) or 'no domain'}, of {counted(len(found.scores), 'domain')}."
     if (mean := found.norms[last]) is not None:
         headline += f" Its normalised score is {rounded(mean.mean.value)} of its teachers' gain, {rounded(mean.domains[mean.worst].value)} in {mean.worst}."
-    idle = [name for name, (_, best) in found.baselines.items() if found.scores[name][last].low <= best.value]
+    scores = {name: (found.scores[name][last], best.value) for name, (_, best) in found.baselines.items()}
+    below = [name for name, (score, best) in scores.items() if score.value < best]
+    if below:
+        headline += f" Below the trivial baseline: {', '.join(below)}."
+    idle = [name for name, (score, best) in scores.items() if score.low <= best and name not in below]
     if idle:
         headline += f" Not clearly above the trivial baseline: {', '.join(idle)}."
-    return headline
+    return f"{headline} {losses(found)}".rstrip()
 
 
 def domains_section(found: Comparison) -> Section:
+    stages = [stage_table(found)] if any(before is not None for before in found.previous) else []
     return Section(
         "domains",
         "Scores by domain",
         f"{comparison_headline(found)} {found.refusal}".strip(),
         lambda: domain_lines(found),
         "Line plot of each domain's score over the models, with 95 % confidence intervals; the teacher's score is dashed.",
-        (comparison_table(found), compared_answers(found)),
+        (comparison_table(found), *stages, compared_answers(found)),
     )
 
 

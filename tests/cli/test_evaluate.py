@@ -90,7 +90,7 @@ def test_refusals(served_run: Path, suite: Path, tmp_path: Path, stretto: Run) -
     refused(stretto("eval", served_run, "--suite", "tua", "-o", tmp_path / "out"), "--suite tua", "did you mean 'tau'")
     refused(stretto("eval", served_run, *arguments, "--subnet", "cornr"), "--subnet cornr", "corner")
     refused(stretto("eval", served_run, *arguments, "--samples", "0"), "samples")
-    refused(stretto("eval", served_run, *arguments, "--temperature", "0"), "--samples 4")
+    refused(stretto("eval", served_run, *arguments, "--temperature", "0", "--samples", "4"), "--samples 4")
     refused(stretto("eval", served_run, *arguments, "--embed", tmp_path), "config.json")
     refused(stretto("compare", served_run, served_run, "-o", tmp_path / "out"), "--suite")
     refused(stretto("compare", "nosuch", served_run, "--suite", suite, "-o", tmp_path / "out"), "nosuch: config.json")
@@ -125,7 +125,7 @@ def test_a_comparison_is_read_as_it_was_written(stretto: Run, tmp_path: Path) ->
     folders = [tmp_path / "a", tmp_path / "b"]
     assert stretto("compare", *folders, "-o", tmp_path / "c", "--reference", tmp_path / "b").code == 0
     found = read_comparison(tmp_path / "c")
-    assert found is not None and found.reference == 1 and math.isnan(found.kept[0].low)  # JSON knows no infinity
+    assert found is not None and found.reference == 1 and math.isnan(found.kept[0].high)  # JSON knows no infinity
     written = [[each.text, each.note] for row in comparison_table(found).rows for each in row]
     expected = comparison_table(compare(models, {}, 0, 1))
     assert written == [[each.text, each.note] for row in expected.rows for each in row]

@@ -13,7 +13,6 @@ from stretto.api.evaluate import _result
 from stretto.base.errors import UserError
 from stretto.harness import suites
 from stretto.harness.suites import Budget, Judged, ask, bfcl_python, harness_names, serving
-from stretto.post.suite import EvalOptions
 
 
 def judged(num: int, num_failed: int) -> Judged:
@@ -58,7 +57,7 @@ def test_a_server_that_does_not_start(tmp_path: Path) -> None:
 
 
 def test_infrastructure_errors_are_left_out_of_a_score() -> None:
-    found = _result("x", "d", judged(40, 2), EvalOptions(samples=1))
+    found = _result("x", "d", judged(40, 2), 1, seed=0)
     assert found.num_infra == 2 and found.values.count(None) == 2 and found.score.value == 0.5
     assert harness_names(["gym,tau", "bfcl"]) == (["tau", "bfcl"], ["gym"])
 

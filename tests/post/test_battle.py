@@ -55,7 +55,7 @@ def test_the_better_one_wins_and_itself_is_a_draw(tmp_path: Path, prompts: Path)
     good, poor = answered(tmp_path, prompts, "good", [20, 22, 8]), answered(tmp_path, prompts, "poor", [6, 7, 12])
     found = met(good, poor)
     rate = found.rates[0][1]
-    assert rate is not None and rate.value == pytest.approx(2 / 3) and rate.low > 0.5
+    assert rate is not None and rate.value == pytest.approx(2 / 3) and rate.low > 0.4
     assert found.strengths[1].value < 0 and found.strengths[1].high < 0
     assert found.itself is not None and found.itself.low <= 0.5 <= found.itself.high
     assert (found.num_problems, found.verdicts.num, found.verdicts.contradicted) == (ITEMS, 3 * ITEMS, 0)
@@ -80,7 +80,7 @@ def test_a_model_against_its_twin_is_an_even_match(tmp_path: Path, prompts: Path
     one = answered(tmp_path, prompts, "one", [20, 8, 15])
     found = met(one, one)
     rate = found.rates[0][1]
-    assert rate is not None and (rate.value, rate.low, rate.high) == (0.5, 0.5, 0.5)
+    assert rate is not None and rate.value == 0.5 and rate.low > 0.3 and rate.high < 0.7
     assert [each.value for each in found.strengths] == [0, 0]
 
 

@@ -15,6 +15,7 @@ from stretto.post.suite import Cost, DomainResult, Evaluation
 from stretto.report.evals import (
     Comparison,
     answers_table,
+    asked_table,
     baseline_table,
     compare,
     compared_answers,
@@ -24,6 +25,7 @@ from stretto.report.evals import (
     domain_lines,
     evaluation_page,
     score_table,
+    stage_table,
 )
 from stretto.report.page import Table, write_page
 
@@ -51,8 +53,9 @@ def domain(values: list[float | None], first: int = 0) -> DomainResult:
 
 
 def evaluation(name: str, scores: dict[str, list[float | None]], flops: float = 1e6, **suite: object) -> Evaluation:
-    sources = {each: {"kind": "strings"} for each in scores}
-    asked = {"suites": {"s": {"sources": sources, "problems": 9, "max_tokens": 4, **suite}}, "samples": 4}
+    sources = {each: {"kind": "strings", "args": {"format": "tags"}} for each in scores}
+    told = {"sources": sources, "problems": 9, "max_tokens": 4, "temperature": 0.0, "samples": 4}
+    asked = {"suites": {"s": told | suite}, "prompt": "chat template"}
     cost = Cost(9_000_000, 3_000_000, flops, 1000, 2000, 65.0)
     return Evaluation(
         name, asked, Interval(0.3, 0.2, 0.4), {key: domain(values) for key, values in scores.items()}, cost
@@ -62,6 +65,7 @@ def evaluation(name: str, scores: dict[str, list[float | None]], flops: float = 
 START = {"sums": [0.0, 0.5, 0.25, 0.25] * 5, "words": [0.5, 1.0] * 10}
 BETTER = {"sums": [0.5, 1.0, 0.75, 0.75] * 5, "words": [0.25, 0.75] * 10}
 LOW = {name: [0.25, 0.5] * 10 for name in START}
+MORE = {name: [min(1.0, value + 0.25) for value in values] for name, values in START.items()}
 TEACHER = {"sums": [1.0, 1.0, 1.0, 1.0] * 5}
 
 
@@ -105,6 +109,41 @@ def test_scores_stand_beside_the_trivial_baseline_and_their_cost() -> None:
     assert "Not clearly above the trivial baseline: sums." in headline
 
 
+def test_the_table_states_temperature_samples_and_prompt_format() -> None:
+    found = evaluation("tiny", START, temperature=0.7)
+    rows = {row[0].text: dict(zip(asked_table(found).columns, row, strict=True)) for row in asked_table(found).rows}
+    for column, text in (
+        ("Prompt", "chat template, tags"),
+        ("Samples", "4"),
+        ("Temperature", "0.7"),
+        ("Problems", "20"),
+    ):
+        assert rows["sums"][column].text == text
+    assert "their last line is scored" in asked_table(found).note and "Unreadable" not in asked_table(found).columns
+    assert asked_table(evaluation("tiny", START, temperature=0.0)).rows[0][0].note == "greedy decoding"
+
+
+def test_each_stage_is_compared_with_the_stage_before_and_losses_are_said() -> None:
+    scores = {"sft": START, "distill": BETTER, "online": {**BETTER, "sums": [0.25, 0.75, 0.5, 0.75] * 5}}
+    stages = {"sft": ["s"], "distill": ["s", "d"], "online": ["s", "d", "o"]}
+    models = [replace(evaluation(name, each), stages=stages[name]) for name, each in scores.items()]
+    vendi = {name: replace(each, diversity={"vendi": SOME}) for name, each in models[1].domains.items()}
+    models[1] = replace(models[1], domains=vendi)
+    alone = replace(evaluation("control", BETTER), stages=["s", "c"])
+    found = compare([*models, alone], {"sums": evaluation("expert", TEACHER)})
+    assert found.previous == [None, 0, 1, 0]
+    text = comparison_page(compare(models, {"sums": evaluation("expert", TEACHER)})).headline
+    assert "distill loses against sft: words −25.0 (" in text and "vendi from 2.50 to 0.250" in text
+    assert "online loses against distill: sums −18.8 (" in text and "normalised score from 0.667 to 0.417" in text
+    table = stage_table(found)
+    assert table.columns == ("Domain", "distill after sft", "online after distill", "control after sft")
+    assert [cell.text for cell in table.rows[0]] == ["sums", "+50.0", "−18.8", "+50.0"]
+    assert stage_table(found) in comparison_page(found).sections[0].tables
+    gains = [replace(evaluation(name, each), stages=stages[name]) for name, each in (("sft", START), ("distill", MORE))]
+    assert "No stage loses against the stage before." in comparison_page(compare(gains, {})).headline
+    assert "stage" not in comparison_page(compare([evaluation("a", START), evaluation("b", BETTER)], {})).headline
+
+
 def compared() -> Comparison:
     models = [evaluation("sft", START), evaluation("rl", BETTER, 2e6)]
     return compare(models, {"sums": evaluation("expert", TEACHER)})
@@ -113,10 +152,11 @@ def compared() -> Comparison:
 def test_differences_are_to_the_first_and_paired() -> None:
     found = compared()
     assert [each.value for each in found.scores["sums"]] == [0.25, 0.75]
-    # by the same amount on every problem: no doubt about the difference, whatever of the scores
+    # by the same amount on each of 20 problems: the sign of the difference is certain
     for name, change in (("sums", 0.5), ("words", -0.25)):
         each = found.differences[name][1]
-        assert (each.value, each.low, each.high) == pytest.approx((change, change, change))
+        assert each.value == pytest.approx(change)
+        assert each.low < change < each.high and each.low * each.high > 0
     assert found.scores["sums"][1].low < 0.7
     assert found.worst[1] == "words"
     assert found.teachers["sums"][0] == "expert"
@@ -171,17 +211,20 @@ def test_similarities_of_two_kinds_are_not_compared() -> None:
 def test_the_comparison_of_domains(tmp_path: Path) -> None:
     found = compared()
     text = printed(comparison_table(found))
-    for words in ("+50.0 (+50.0 … +50.0)", "−25.0", "expert", "Normalised score", "0.667", "Worst domain", "words"):
+    for words in ("+50.0 (+", "−25.0", "expert", "Normalised score", "0.667", "Worst domain", "words"):
         assert words in text, words
     page = write_page(comparison_page(found), tmp_path)
     assert {path.name for path in page.parent.iterdir()} == {"report.html", "domains.png", "cost.png"}
     assert "its worst domain is words" in page.read_text()
     better = {name: [1.0] * 20 for name in START}
-    idle = "Not clearly above the trivial baseline: "
+    idle = "elow the trivial baseline: "
     assert idle not in comparison_page(compare([evaluation("a", START), evaluation("b", better)], {})).headline
-    assert (
-        f"{idle}sums, words" in comparison_page(compare([evaluation("b", better), evaluation("a", LOW)], {})).headline
+    low = comparison_page(compare([evaluation("b", better), evaluation("a", LOW)], {})).headline
+    assert "Below the trivial baseline: sums, words." in low
+    close = comparison_page(
+        compare([evaluation("b", better), evaluation("a", {**LOW, "words": [0.5, 0.25, 0.5, 0.5] * 5})], {})
     )
+    assert "Below the trivial baseline: sums. Not clearly above the trivial baseline: words." in close.headline
     labels = {text.get_text() for text in domain_lines(found).axes[0].texts}
     assert {"sums", "words"} <= labels
 
