@@ -1,9 +1,10 @@
-"""Conversations from records: TRL's conversational, prompt-completion and tool formats, and which turns are learnt.
+"""Conversations from records in TRL's conversational, prompt-completion and tool formats, and the turns of which a loss is taken.
 
-``messages`` are turns with ``role`` and ``content`` (a text, or parts that are texts), of an assistant also ``tool_calls``;
-``tools`` are JSON schemas, a list or the JSON text of one; ``chat_template_kwargs`` go to the template. ``prompt`` and
-``completion`` are both texts or both turns. Every turn of an assistant is learnt, but those of a prompt and those that say
-``"train": false`` (Axolotl's key) or ``"weight": 0`` (OpenAI's and Mistral's). ``domain`` says where a conversation comes from.
+``messages`` are turns with ``role`` and ``content`` (a text, or a list of text parts); turns of an assistant may have
+``tool_calls``. ``tools`` are JSON schemas, as a list or as the JSON text of a list. ``chat_template_kwargs`` are passed to the
+template. ``prompt`` and ``completion`` are both texts or both lists of turns. A loss is taken of every turn of the assistant,
+except turns of a prompt and turns with ``"train": false`` (Axolotl's key) or ``"weight": 0`` (OpenAI's and Mistral's). ``domain``
+names the origin of a conversation.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from stretto.data.sources import Document, is_writable
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FORMATS = "messages, or prompt and completion"
+_KINDS = {str: "a text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 _FOREIGN = {
     "conversations": 'rename it to messages, with "role" (user, assistant) and "content" for "from" and "value"',
     "text": "plain text is learnt by `stretto pretrain --from`; give prompt and completion to learn answers",
     "instruction": "rename it to prompt, and its output to completion",
 }
-"""Fields of other formats, and what to do with them."""
+"""Fields of other formats, and how to convert them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,27 +37,27 @@ class Conversation:
     """One example. Written by `read_conversation`."""
 
     messages: tuple[Mapping[str, Any], ...]
-    """As chat templates read them: contents are texts, arguments of calls are objects."""
+    """Messages in the form of chat templates: contents are texts, arguments of calls are objects."""
     is_learnt: tuple[bool, ...]
-    """One a message: whether a loss is taken of it."""
+    """One per message: whether a loss is taken of it."""
     tools: tuple[Mapping[str, Any], ...] = ()
     variables: Mapping[str, Any] | None = None
-    """What else the template is given."""
+    """Further variables for the chat template."""
     is_plain: bool = False
-    """Prompt and completion are texts that no template renders; the end of text follows."""
+    """Prompt and completion are texts without a chat template; the end-of-text token follows."""
 
     def to_json(self) -> str:
-        """On one line, as `stretto.text.chat.ChatEncoder` reads it."""
-        told = {name: getattr(self, name) for name in self.__slots__}
-        return json.dumps({name: value for name, value in told.items() if value}, ensure_ascii=False)
+        """One line of JSON, the input of `stretto.text.chat.ChatEncoder`."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return json.dumps({name: value for name, value in values.items() if value}, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ConversationForm:
-    """Records as conversations: a `stretto.data.sources.Form`, whose documents' texts are `Conversation.to_json`."""
+    """Parser of conversations: a `stretto.data.sources.Form` whose documents have `Conversation.to_json` as their text."""
 
     domain: str = ""
-    """Of records that name none."""
+    """Domain of records without one."""
 
     @property
     def columns(self) -> None:
@@ -77,15 +79,15 @@ class ConversationForm:
 
 
 def read_conversation(record: Mapping[str, Any], place: str) -> Conversation:
-    """The conversation of ``record``, which stands at ``place`` (a file and a line).
+    """The conversation in ``record``. ``place``: file and line of the record, for error messages.
 
     Raises:
-        UserError: it is none; the message names place, turn and remedy.
+        UserError: not a conversation; the message names place, turn and remedy.
     """
     record = _without_nulls(record)
     tools = tuple(
         _object(tool, f"{place}: tools: tool {number}", "give its JSON schema")
-        for number, tool in enumerate(_listed(record.get("tools", ()), f"{place}: tools"))
+        for number, tool in enumerate(_list(record.get("tools", ()), f"{place}: tools"))
     )
     variables = record.get("chat_template_kwargs")
     if variables is not None:
@@ -93,8 +95,8 @@ def read_conversation(record: Mapping[str, Any], place: str) -> Conversation:
     if "messages" in record:
         return Conversation(*_turns(record["messages"], f"{place}: messages"), tools, variables)
     if "prompt" not in record or "completion" not in record:
-        found = next((f"; {name}: {remedy}" for name, remedy in _FOREIGN.items() if name in record), "")
-        raise UserError(f"{place}: no {FORMATS}; it has {_fields(record)}{found}")
+        remedy = next((f"; {name}: {remedy}" for name, remedy in _FOREIGN.items() if name in record), "")
+        raise UserError(f"{place}: no {FORMATS}; it has {_fields(record)}{remedy}")
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         messages = ({"role": "user", "content": prompt}, {"role": "assistant", "content": completion})
@@ -107,62 +109,62 @@ def read_conversation(record: Mapping[str, Any], place: str) -> Conversation:
     return Conversation((*before, *after), (*[False] * len(before), *is_learnt), tools, variables)
 
 
-def _turns(told: Any, place: str, is_start: bool = True) -> tuple[tuple[Mapping[str, Any], ...], tuple[bool, ...]]:
-    """Turns, and which of them are learnt."""
-    turns = _listed(told, place)
+def _turns(value: Any, place: str, is_start: bool = True) -> tuple[tuple[Mapping[str, Any], ...], tuple[bool, ...]]:
+    """Messages, and for each whether a loss is taken of it."""
+    turns = _list(value, place)
     if not turns:
         raise UserError(f"{place}: empty; give at least one turn, or remove the record")
-    read = [_turn(turn, f"{place}: turn {number}") for number, turn in enumerate(turns)]
-    if is_start and (role := read[0][0]["role"]) in ("assistant", "tool"):
+    parsed = [_turn(turn, f"{place}: turn {number}") for number, turn in enumerate(turns)]
+    if is_start and (role := parsed[0][0]["role"]) in ("assistant", "tool"):
         raise UserError(f"{place}: turn 0: the {role} cannot speak first; begin with a system or user turn")
-    return tuple(turn for turn, _ in read), tuple(is_learnt for _, is_learnt in read)
+    return tuple(turn for turn, _ in parsed), tuple(is_learnt for _, is_learnt in parsed)
 
 
-def _turn(told: Any, place: str) -> tuple[dict[str, Any], bool]:
-    turn = dict(_object(told, place, 'give {"role": …, "content": …}'))
+def _turn(value: Any, place: str) -> tuple[dict[str, Any], bool]:
+    """One message in the form of chat templates, and whether a loss is taken of it."""
+    turn = dict(_object(value, place, 'give {"role": …, "content": …}'))
     role = turn.get("role")
     if role not in ROLES:
         what = "no role; it has " + _fields(turn) if role is None else f"role {role!r}{nearest(str(role), ROLES)}"
         raise UserError(f"{place}: {what}; use {', '.join(ROLES)}")
     is_learnt = role == "assistant"
     for key, values in (("train", "true or false"), ("weight", "0 or 1")):
-        said = turn.pop(key, is_learnt)
-        if said not in (0, 1):
-            raise UserError(f"{place}: {key}: {said!r}; write {values}")
-        if said and role != "assistant":
-            raise UserError(f"{place}: {key}: only the assistant's turns are learnt, not the {role}'s; leave it out")
-        is_learnt = is_learnt and bool(said)
-    calls = [
-        _call(call, f"{place}: tool_calls") for call in _listed(turn.pop("tool_calls", ()), f"{place}: tool_calls")
-    ]
+        flag = turn.pop(key, is_learnt)
+        if flag not in (0, 1):
+            raise UserError(f"{place}: {key}: {flag!r}; write {values}")
+        if flag and role != "assistant":
+            raise UserError(f"{place}: {key}: only the assistant's turns are learnt, not the {role}'s; remove it")
+        is_learnt = is_learnt and bool(flag)
+    of_calls = f"{place}: tool_calls"
+    calls = [_call(call, of_calls) for call in _list(turn.pop("tool_calls", ()), of_calls)]
     if calls and role != "assistant":
-        raise UserError(
-            f"{place}: tool_calls: only an assistant calls tools, this is the {role}'s turn; correct the role"
-        )
+        raise UserError(f"{of_calls}: only an assistant calls tools, this is the {role}'s turn; correct the role")
     if "content" not in turn and not calls:
-        raise UserError(f"{place}: no content" + (" and no tool_calls" if role == "assistant" else "") + "; fill it")
+        raise UserError(f"{place}: no content" + (" and no tool_calls" if role == "assistant" else "") + "; add it")
     turn["content"] = _content(turn.get("content", ""), f"{place}: content")
-    turn["role"] = "system" if role == "developer" else role  # as requests are rendered
+    turn["role"] = "system" if role == "developer" else role  # as the server renders requests
     return turn | ({"tool_calls": calls} if calls else {}), is_learnt
 
 
 def _content(content: Any, place: str) -> str:
+    """The text of a message: ``content`` itself, or its text parts joined."""
     if not isinstance(content, str | list | tuple):
         raise UserError(f"{place}: {_kind(content)}, not a text; write a string, or a list of text parts")
     texts = []
-    for number, part in enumerate([content] if isinstance(content, str) else _listed(content, place)):
-        told = part if isinstance(part, Mapping) else {"text": part}
-        if not isinstance(told.get("text"), str):
-            if told.get("type") == "text":
-                problem = f"no text; it has {_fields(told)}; put it into a field text"
+    for number, part in enumerate([content] if isinstance(content, str) else content):
+        fields = part if isinstance(part, Mapping) else {"text": part}
+        if not isinstance(fields.get("text"), str):
+            if fields.get("type") == "text":
+                problem = f"no text; it has {_fields(fields)}; put the text into a field named text"
             else:
-                problem = f"{told.get('type', _kind(part))!r} is no text, and the network reads text only; remove it"
+                problem = f"{fields.get('type', _kind(part))!r} is not text, and the network reads text only; remove it"
             raise UserError(f"{place}: part {number}: {problem}")
-        texts.append(told["text"])
+        texts.append(fields["text"])
     return "".join(texts)
 
 
 def _call(call: Any, place: str) -> dict[str, Any]:
+    """A tool call in the form of chat templates, with its arguments parsed."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name := function.get("name"), str):
         raise UserError(f'{place}: a call without a name; give {{"function": {{"name": …, "arguments": …}}}}')
@@ -183,8 +185,8 @@ def _object(value: Any, place: str, remedy: str) -> Mapping[str, Any]:
     return value
 
 
-def _listed(value: Any, place: str) -> Sequence[Any]:
-    """A list, or the JSON text of one, as columns whose records have different fields are kept."""
+def _list(value: Any, place: str) -> Sequence[Any]:
+    """``value`` as a list. It may be the JSON text of a list: the form in which columns of records with different fields are stored."""
     if isinstance(value, str):
         try:
             value = _without_nulls(json.loads(value))
@@ -196,43 +198,37 @@ def _listed(value: Any, place: str) -> Sequence[Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """``value`` without the fields that are null: Arrow gives every record of a column the fields of all."""
+    """``value`` without null fields: Arrow gives every record of a column the fields of all its records."""
     if isinstance(value, Mapping):
         return {name: _without_nulls(item) for name, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _fields(told: Mapping[str, Any]) -> str:
-    return ", ".join(map(str, told))[:200] or "no field"
+def _fields(record: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, record))[:200] or "no field"
 
 
 def _kind(value: Any) -> str:
-    names = {
-        str: "a text",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-        list: "a list",
-        dict: "an object",
-    }
-    return names.get(type(value), f"a {type(value).__name__}")
+    """JSON type of ``value``, in words."""
+    return _KINDS.get(type(value), f"a {type(value).__name__}")
 
 
 Long = Literal["refuse", "cut", "leave_out"]
 
 
 class Fitted:
-    """The conversations of a `TokenSet` that rows of ``seq_len`` hold, whole or, where told so, cut: `stretto.data.loader.Documents`."""
+    """The conversations of a `TokenSet` that fit into rows of ``seq_len`` tokens: an implementation of `stretto.data.loader.Documents`."""
 
     def __init__(self, data: TokenSet, seq_len: int, long: Long, domain: str | None = None) -> None:
-        """
+        """Select the conversations of ``data``.
+
         Args:
-            long: what becomes of longer ones: an error, their first ``seq_len`` tokens, or nothing. Cut ones of which
-                nothing is learnt are left out.
-            domain: take this one alone; None: all.
+            long: treatment of longer ones: an error, cut to the first ``seq_len`` tokens, or left out. A cut conversation without a
+                target token is left out.
+            domain: use this domain only; None: all.
 
         Raises:
-            UserError: some are too long and may be neither cut nor left out, or none is left.
+            UserError: some are too long and ``long`` is ``refuse``, or none is left.
         """
         numbers = np.arange(data.num_documents) if domain is None else data.of_domain(domain)
         lengths = data.lengths(numbers)
@@ -244,15 +240,16 @@ class Fitted:
                 f'longest has {self.longest:,}; raise it, or set long = "cut" or "leave_out"'
             )
         self._data, self._seq_len, self._numbers = data, seq_len, numbers
-        is_left = [bool(is_whole) or (long == "cut" and self._teaches(at)) for at, is_whole in enumerate(~is_long)]
-        self._numbers = numbers[is_left]
+        fits = [not exceeds or (long == "cut" and self._has_target(at)) for at, exceeds in enumerate(is_long)]
+        self._numbers = numbers[fits]
         self.num_left_out = len(numbers) - len(self._numbers)
         if not len(self._numbers):
             raise UserError(
                 f"--data: no conversation is left: all {len(numbers):,} are longer than train.seq_len {seq_len}"
             )
 
-    def _teaches(self, number: int) -> bool:
+    def _has_target(self, number: int) -> bool:
+        """Whether a loss is taken of any token of conversation ``number`` after the cut."""
         learnt = self.learnt(number)
         return learnt is None or bool(learnt[1:].any())
 

@@ -1,8 +1,8 @@
-"""What of a source is held out of training: whole documents where there are enough, else the last part of each.
+"""Choice of held-out text: whole documents if there are enough of them, else the last part of each document.
 
-Whole documents are chosen by a hash of their text, so that one stays on its side when others come or go, and copies never
-end up on both. Of a few books, or of one file, no such choice is a fair sample of the rest; there every document is cut, at
-a line's end or a word's, and what follows the cut is held out.
+Whole documents are selected by a hash of their text: a document keeps its split when others are added or removed, and copies
+are in the same split. For a few books, or one file, whole documents are not a fair sample. Then every document is cut at the end
+of a line or word, and the text behind the cut is held out.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from stretto.base import numbers
@@ -18,30 +19,34 @@ from stretto.data.files import LeftOut
 from stretto.data.sources import Document, cut_before
 
 VAL_FRACTION = 0.01
-"""Held out where nobody says how much (ours)."""
+"""Default share of held-out text (ours)."""
 VAL_BYTES = 100_000
-"""Of a small source more is held out, up to `MAX_VAL_FRACTION`, until there is so much: on less, a loss says little (ours)."""
+"""Smallest amount of held-out text, in bytes, up to the share `MAX_VAL_FRACTION` of a small source: a loss on less text is too noisy
+(ours).
+"""
 MAX_VAL_FRACTION = 0.1
-MANY_DOCUMENTS = 1000
-"""From so many on, a hundredth of them by their hashes is about ten: near enough to a hundredth of the text."""
-FEW_DOCUMENTS = 20
+MAX_SAMPLED_DOCUMENTS = 1000
+"""With this many documents, a hundredth of them by hash is about ten: close to a hundredth of the text."""
+MIN_HASHED_DOCUMENTS = 20
 _HASHES = 2**64
-_COMPARED = 1 << 20
-"""Held-out documents that training documents are compared with: bounds memory to a hundred MB."""
+_MAX_HASHES = 1 << 20
+"""Number of held-out documents with which training documents are compared: limits memory to about 100 MB."""
 
 By = Literal["documents", "position"]
 
 
 @dataclass(frozen=True, slots=True)
 class Holdout:
-    """How a source is divided; written by `choose_holdout`."""
+    """Division of a source. Written by `choose_holdout`."""
 
     by: By
     fraction: float
-    """Of documents: those whose hash lies below this share of all hashes. By position: of each document's characters."""
+    """By documents: those whose hash lies below this share of the hash range. By position: this share of the characters of
+    each document.
+    """
 
     def divide(self, document: Document) -> Iterator[tuple[str, Document]]:
-        """``document``, or its two parts, with their splits: ``train`` or ``val``."""
+        """``document``, or its two parts, each with its split: ``train`` or ``val``."""
         if self.by == "documents":
             is_held = text_hash(document.text.encode()) < self.fraction * _HASHES
             yield "val" if is_held else "train", document
@@ -57,14 +62,16 @@ class Holdout:
 
 
 def text_hash(text: bytes) -> int:
-    """64 bits that decide on which side a document comes."""
+    """64-bit hash that decides the split of a document."""
     return int.from_bytes(hashlib.blake2b(text, digest_size=16).digest()[:8], "little")
 
 
 def choose_holdout(documents: Iterable[Document], fraction: float | None, by_position: bool = True) -> Holdout:
-    """Reads at most `MANY_DOCUMENTS` of ``documents``; ``fraction``: how much the user wants held out, None: what is usual.
+    """Choose the held-out text from at most `MAX_SAMPLED_DOCUMENTS` of ``documents``.
 
-    Without ``by_position`` documents stay whole, and of a few at least one is held out.
+    Args:
+        fraction: share requested by the user; None: `VAL_FRACTION`, more for small sources.
+        by_position: documents may be cut. Otherwise they stay whole, and at least one is held out.
 
     Raises:
         UserError: there is too little text to divide.
@@ -75,23 +82,23 @@ def choose_holdout(documents: Iterable[Document], fraction: float | None, by_pos
         text = document.text.encode()
         total += len(text)
         sizes[text_hash(text)] = sizes.get(text_hash(text), 0) + len(text)
-        if len(sizes) == MANY_DOCUMENTS:
+        if len(sizes) == MAX_SAMPLED_DOCUMENTS:
             return Holdout("documents", fraction or VAL_FRACTION)
     fraction = fraction or min(max(VAL_FRACTION, VAL_BYTES / max(1, total)), MAX_VAL_FRACTION)
-    held, hashes = 0, sorted(sizes)
-    for place, each in enumerate(hashes[:-1]):
-        held += sizes[each]
-        if held >= fraction * total:
-            if by_position and (len(sizes) < FEW_DOCUMENTS or held > 2 * fraction * total):
+    num_held, hashes = 0, sorted(sizes)
+    for below, above in pairwise(hashes):
+        num_held += sizes[below]
+        if num_held >= fraction * total:
+            if by_position and (len(sizes) < MIN_HASHED_DOCUMENTS or num_held > 2 * fraction * total):
                 break
-            return Holdout("documents", (each + hashes[place + 1]) / 2 / _HASHES)
+            return Holdout("documents", (below + above) / 2 / _HASHES)
     if not by_position:
-        raise UserError("too few conversations to hold any out; give more, or name some with --val")
+        raise UserError("too few conversations to hold any out; give more, or name held-out ones with --val")
     return Holdout("position", fraction)
 
 
 def split_text(text: str, fraction: float) -> tuple[str, str]:
-    """``text`` without about its last ``fraction``, and that; the second is empty where there is no place to cut."""
+    """``text`` cut before about its last ``fraction``, as two parts; the second is empty if there is no place for a cut."""
     end = round(len(text) * (1 - fraction))
     slack = min(len(text) - end, end) // 2
     place = cut_before(text, end, end - slack)
@@ -99,35 +106,35 @@ def split_text(text: str, fraction: float) -> tuple[str, str]:
 
 
 def without_held_out(
-    sources: Mapping[str, Iterable[Document]], left_out: LeftOut, held: set[int] | None = None
+    sources: Mapping[str, Iterable[Document]], left_out: LeftOut, hashes: set[int] | None = None
 ) -> dict[str, Iterable[Document]]:
-    """``sources`` in the order in which they must be read: held-out text first, then the rest without its documents.
+    """``sources`` in the order in which they must be read: held-out text first, then training text without the held-out documents.
 
     Args:
-        held: hashes of more held-out text, to which those of ``val`` are added.
+        hashes: hashes of further held-out text, to which those of ``val`` are added.
 
     Raises:
-        UserError: while they are read: nothing is left to train on.
+        UserError: during reading: no training text is left.
     """
-    hashes = set() if held is None else held
+    held_out = set() if hashes is None else hashes
 
-    def noted(documents: Iterable[Document]) -> Iterator[Document]:
+    def recorded(documents: Iterable[Document]) -> Iterator[Document]:
         for document in documents:
-            if len(hashes) < _COMPARED:
-                hashes.add(text_hash(document.text.encode()))
+            if len(held_out) < _MAX_HASHES:
+                held_out.add(text_hash(document.text.encode()))
             yield document
 
-    def others(documents: Iterable[Document]) -> Iterator[Document]:
+    def filtered(documents: Iterable[Document]) -> Iterator[Document]:
         num_kept = num_held = 0
         for document in documents:
-            if hashes and text_hash(text := document.text.encode()) in hashes:
+            if held_out and text_hash(text := document.text.encode()) in held_out:
                 num_held += 1
                 left_out.add("documents that are held out", " ".join(document.text[:40].split()), len(text))
             else:
                 num_kept += 1
                 yield document
         if num_held and not num_kept:
-            raise UserError("--val: all of the training text is held out, too; name other text")
+            raise UserError("--val: all of the training text is also held out; name other text")
 
-    ordered = sorted(sources.items(), key=lambda each: each[0] != "val")
-    return {split: noted(documents) if split == "val" else others(documents) for split, documents in ordered}
+    ordered = sorted(sources.items(), key=lambda item: item[0] != "val")
+    return {split: (recorded if split == "val" else filtered)(documents) for split, documents in ordered}

@@ -1,11 +1,11 @@
-"""The loader: packed batches from a mixture of data sets, the same whatever the number of ranks, resumable to the token.
+"""The loader: packed batches from a mixture of data sets. The same rows for any number of ranks; resumes at the exact token.
 
-Each data set is a stream of rows: its documents in an order shuffled anew every epoch, taken a window at a time, packed
-within the window, the window's rows shuffled. A window follows from (seed, epoch, first document) alone, so a stream's
-state is three numbers. Every rank plans all rows, which reads document lengths only, and reads the tokens of its own.
+Each data set is a stream of rows. Its documents are shuffled anew every epoch and read in windows; each window is packed into
+rows, and the rows are shuffled. A window depends on (seed, epoch, first document) only, so the state of a stream is three
+numbers. Every rank plans all rows, which reads document lengths only, and then reads the tokens of its own rows.
 
-Randomness is a function of counters: nothing to store, nothing to restore, the same on every machine. (numpy's own
-generators may change their streams between versions, and a stored permutation grows with the data.)
+Random numbers are functions of counters: no generator state is stored, and all machines agree. (numpy's generators may change
+their streams between versions, and a stored permutation grows with the data.)
 
 Shapes: B rows of this rank, T positions.
 """
@@ -28,17 +28,17 @@ from stretto.data.pack import PackedRows, Piece, Row, cut, fill_rows, plan_rows
 from stretto.data.shards import TokenSet, read_manifest
 
 WINDOW_ROWS = 8192
-"""Rows packed together: enough for a tight fit, and for the rows of one long document to lie far apart."""
-_LOOK_AHEAD = 256
+"""Rows that are packed together: enough for a tight fit, and for the rows of a long document to be far apart."""
+_LENGTHS_BLOCK = 256
 """Documents whose lengths are read at once."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-"""2^64 over the golden ratio: multiples of it, modulo 2^64, fill the circle as evenly as any sequence can."""
+"""2^64 divided by the golden ratio. Its multiples modulo 2^64 are spread as evenly as those of any number."""
 _ROUNDS = 4
-"""Feistel rounds: four make a permutation that no order statistics tell from random (Luby and Rackoff, 1988)."""
+"""Feistel rounds. Four rounds give a pseudorandom permutation (Luby and Rackoff, 1988)."""
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Hash each value: the finaliser of SplitMix64 (Steele, Lea and Flood, 2014), a bijection of 64-bit numbers."""
+    """Hash of each value: SplitMix64's finaliser (Steele, Lea and Flood, 2014), a bijection of 64-bit numbers."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -46,7 +46,7 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def key_of(*numbers: int) -> int:
-    """One 64-bit key from several counters (seed, epoch, …), all of whose orders and values matter."""
+    """A 64-bit key from several counters (seed, epoch etc.). Their order matters."""
     key = np.zeros(1, np.uint64)
     for number in numbers:
         key = mix(key ^ np.array([number % 2**64], np.uint64))
@@ -54,10 +54,10 @@ def key_of(*numbers: int) -> int:
 
 
 def permute(positions: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:
-    """Where ``positions`` of a shuffled order of ``range(size)`` point to: a bijection chosen by ``key``.
+    """Elements at ``positions`` of a shuffled ``range(size)``; ``key`` selects the permutation.
 
-    A balanced Feistel network over the next even number of bits; values outside ``size`` are sent through it again
-    until they fall inside (cycle walking, Black and Rogaway 2002), less than four times on average.
+    A balanced Feistel network over the next even number of bits. Values outside ``size`` pass through it again until they are inside
+    (cycle walking, Black and Rogaway 2002), less than four times on average.
     """
     assert positions.size == 0 or (positions.min() >= 0 and positions.max() < size), f"positions outside {size}"
     half = np.uint64(max((size - 1).bit_length() + 1, 2) // 2)
@@ -81,7 +81,7 @@ class Part(Config):
     path: Path
     """A data folder (written by ``tokenise``)."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Share of the rows, relative to the other parts' weights."""
+    """Share of the rows, relative to the weights of the other parts."""
 
 
 class Mixture(Config):
@@ -89,7 +89,7 @@ class Mixture(Config):
 
     parts: tuple[Part, ...] = Field(min_length=1)
     val: Path | None = None
-    """A data folder whose held-out text stands for that of every part."""
+    """Data folder whose held-out text replaces that of every part."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -103,28 +103,27 @@ class Mixture(Config):
         return tuple(part.weight for part in self.parts)
 
     def open(self, split: str = "train") -> list[TokenSet]:
-        """The parts' data.
+        """The data of the parts.
 
         Raises:
-            UserError: data that is missing or damaged, or parts that another tokenizer encoded.
+            UserError: data is missing or damaged, or parts were encoded with different tokenizers.
         """
-        folders = [part.path for part in self.parts]
-        if split == "val" and self.val is not None:
-            folders = [self.val]
+        folders = [self.val] if split == "val" and self.val is not None else [part.path for part in self.parts]
         opened = [TokenSet(folder, split) for folder in folders]
-        first = read_manifest(self.parts[0].path).settings.tokenizer
+        first = self.parts[0].path
+        tokenizer = read_manifest(first).settings.tokenizer
+        tokenizer = read_manifest(first).settings.tokenizer
         for folder, data in zip(folders, opened, strict=True):
-            if data.manifest.settings.tokenizer != first:
-                other = self.parts[0].path
-                raise UserError(f"{folder}: encoded with another tokenizer than {other}; tokenise both with one")
+            if data.manifest.settings.tokenizer != tokenizer:
+                raise UserError(f"{folder}: encoded with another tokenizer than {first}; use the same for both")
         return opened
 
 
 def pick_parts(positions: NDArray[np.int64], weights: Sequence[float], seed: int) -> NDArray[np.int64]:
-    """Which part gives the row at each of ``positions``.
+    """Number of the part that supplies the row at each of ``positions``.
 
-    A Weyl sequence with a start chosen by ``seed``: after any number of rows every part's share is within a few rows of
-    its weight, where independent draws would be off by the square root of the number.
+    A Weyl sequence whose start depends on ``seed``: after any number of rows the share of every part is within a few rows of its
+    weight. Independent draws would deviate by the square root of the number.
     """
     assert len(weights) > 0 and min(weights) > 0, f"weights {weights}"
     points = np.uint64(key_of(seed, len(weights))) + positions.astype(np.uint64) * _GOLDEN
@@ -137,15 +136,15 @@ class Batch(PackedRows):
     """This rank's rows of a global batch."""
 
     parts_B: NDArray[np.int64]
-    """Which data set of the mixture each row comes from; -1 for a row of padding."""
+    """Number of the data set of each row; -1 for a row of padding."""
     num_target_tokens: int
     """Targets in these rows."""
     global_target_tokens: int
-    """Targets in the rows of all ranks: what a loss is divided by, known without asking the others."""
+    """Targets in the rows of all ranks, computed without communication: the divisor of a loss."""
 
 
 class Documents(Protocol):
-    """What rows are made of: a `TokenSet`, or some of one."""
+    """Interface of the data that rows are made of: a `TokenSet`, or a part of one."""
 
     @property
     def split(self) -> str: ...
@@ -153,7 +152,7 @@ class Documents(Protocol):
     def num_documents(self) -> int: ...
     @property
     def identity(self) -> str:
-        """Names the documents and their order, whatever folder they lie in."""
+        """Identifies the documents and their order, independent of their folder."""
 
     def lengths(self, documents: NDArray[np.int64]) -> NDArray[np.int64]: ...
     def document(self, number: int) -> NDArray[np.unsignedinteger]: ...
@@ -168,11 +167,11 @@ class RowStream:
         self.epoch = 0
         self._seq_len, self._key, self._window_tokens = seq_len, key, window_rows * seq_len
         self._first = 0  # position, in the epoch's order, of the window's first document
-        self._row = 0  # rows of the window that were given out
+        self._row = 0  # number of the window's rows that `next` has returned
         self._plan()
 
     def next(self) -> Row:
-        """The next row; epochs follow each other without end."""
+        """The next row. Epochs follow each other without end."""
         if self._row == len(self._rows):
             self._first, self._row = self._end, 0
             if self._first == self.data.num_documents:
@@ -183,7 +182,7 @@ class RowStream:
 
     @property
     def at_epoch_end(self) -> bool:
-        """Whether every row of the current epoch was given out."""
+        """Whether `next` has returned every row of the current epoch."""
         return self._row == len(self._rows) and self._end == self.data.num_documents
 
     def state(self) -> list[int]:
@@ -200,11 +199,11 @@ class RowStream:
         lengths: list[int] = []
         num_tokens, end, size = 0, self._first, self.data.num_documents
         while num_tokens < self._window_tokens and end < size:
-            block = permute(np.arange(end, min(end + _LOOK_AHEAD, size)), size, order_key)
+            block = permute(np.arange(end, min(end + _LENGTHS_BLOCK, size)), size, order_key)
             sizes = self.data.lengths(block)
-            num_taken = int(np.searchsorted(num_tokens + np.cumsum(sizes), self._window_tokens)) + 1
-            chosen += block[:num_taken].tolist()
-            lengths += sizes[:num_taken].tolist()
+            num_chosen = int(np.searchsorted(num_tokens + np.cumsum(sizes), self._window_tokens)) + 1
+            chosen += block[:num_chosen].tolist()
+            lengths += sizes[:num_chosen].tolist()
             num_tokens, end = sum(lengths), self._first + len(chosen)
         rows = plan_rows(cut(chosen, lengths, self._seq_len), self._seq_len)
         row_keys = mix(np.arange(len(rows), dtype=np.uint64) ^ np.uint64(key_of(order_key, self._first)))
@@ -212,7 +211,7 @@ class RowStream:
 
 
 class Batches(Protocol):
-    """Where a run's micro-batches come from: a `Loader`, or what a stage makes them of."""
+    """Interface of the source of a run's micro-batches: a `Loader`, or another class of a stage."""
 
     def next(self) -> Batch: ...
     def state(self) -> dict[str, Any]:
@@ -222,7 +221,7 @@ class Batches(Protocol):
 
 
 class Loader:
-    """Batches of a mixture; `state` and `restore` resume to the token, on any number of ranks."""
+    """Batches of a mixture. `state` and `restore` resume at the exact token, on any number of ranks."""
 
     def __init__(
         self,
@@ -234,21 +233,21 @@ class Loader:
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        """
+        """Start at the first row of the first epoch.
+
         Args:
             datasets: the parts of the mixture.
-            weights: share of the rows that each part gives, relative to the others.
+            weights: share of the rows of each part, relative to the others.
             rows: rows of the global batch, over all ranks.
             seq_len: positions of a row, T.
-            seed: decides the order of everything.
-            rank: which share of the rows is read here.
-            world: number of ranks.
+            seed: decides the order of parts, documents and rows.
+            rank: this rank, of ``world``.
 
         Raises:
-            UserError: ``rows`` that the ranks cannot share evenly.
+            UserError: ``rows`` is not a multiple of ``world``.
         """
         assert len(datasets) == len(weights) > 0, f"{len(datasets)} data sets, {len(weights)} weights"
-        self._rows, self._mine = rows, _share(rows, rank, world)
+        self._rows, self._own = rows, _own_rows(rows, rank, world)
         self._datasets, self._weights = list(datasets), [float(weight) for weight in weights]
         self._seq_len, self._seed = seq_len, seed
         self._position = 0
@@ -260,17 +259,17 @@ class Loader:
         parts_B = pick_parts(positions, self._weights, self._seed)
         rows = [self._streams[part].next() for part in parts_B]
         self._position += self._rows
-        return _batch(rows, parts_B, self._datasets, self._seq_len, self._mine)
+        return _batch(rows, parts_B, self._datasets, self._seq_len, self._own)
 
     def state(self) -> dict[str, Any]:
         """All that `restore` needs, as plain JSON; the same on every rank."""
         return {**self._identity(), "position": self._position, "streams": [stream.state() for stream in self._streams]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken: the same batches follow.
+        """Continue from ``state``: the same batches follow.
 
         Raises:
-            UserError: other data, weights, row length or seed than the state was taken with.
+            UserError: data, weights, row length or seed differ from those of ``state``.
         """
         for name, value in self._identity().items():
             if state.get(name) != value:
@@ -298,30 +297,31 @@ def eval_batches(
     rank: int = 0,
     world: int = 1,
 ) -> list[Batch]:
-    """A fixed list of batches for evaluation: the first of one shuffled epoch, or all of it.
+    """A fixed list of batches for evaluation: the first ones of one shuffled epoch, or all of it.
 
     Args:
         data: a held-out split.
-        rows: rows of a global batch; the last one is filled up with rows of padding.
+        rows: rows of a global batch. The last batch is filled up with rows of padding.
         seq_len: positions of a row.
-        num_batches: at most so many; None takes the whole epoch.
-        seed: chooses the documents where not all are taken.
-        rank, world: as of `Loader`.
+        num_batches: largest number of batches; None: the whole epoch.
+        seed: selects the documents if not all are used.
+        rank, world: as for `Loader`.
 
     Raises:
-        UserError: ``rows`` that the ranks cannot share evenly.
+        UserError: ``rows`` is not a multiple of ``world``.
     """
-    mine = _share(rows, rank, world)
+    own = _own_rows(rows, rank, world)
     stream = RowStream(data, seq_len, key_of(seed))
     batches: list[Batch] = []
     while not stream.at_epoch_end and (num_batches is None or len(batches) < num_batches):
         planned = [() if stream.at_epoch_end else stream.next() for _ in range(rows)]
         parts_B = np.array([0 if row else -1 for row in planned])
-        batches.append(_batch(planned, parts_B, [data], seq_len, mine))
+        batches.append(_batch(planned, parts_B, [data], seq_len, own))
     return batches
 
 
-def _share(rows: int, rank: int, world: int) -> slice:
+def _own_rows(rows: int, rank: int, world: int) -> slice:
+    """This rank's slice of the rows of a global batch."""
     assert 0 <= rank < world, f"rank {rank} of {world}"
     if rows <= 0 or rows % world:
         raise UserError(f"rows: {rows} rows cannot be shared evenly by {world} ranks; use a multiple of {world}")
@@ -329,23 +329,24 @@ def _share(rows: int, rank: int, world: int) -> slice:
 
 
 def _num_targets(data: Documents, piece: Piece) -> int:
+    """Number of targets in a piece of a document."""
     learnt = data.learnt(piece.document)
     return piece.num_targets if learnt is None else int(learnt[piece.start + 1 :][: piece.num_targets].sum())
 
 
 def _batch(
-    rows: Sequence[Row], parts_B: NDArray[np.int64], datasets: Sequence[Documents], seq_len: int, mine: slice
+    rows: Sequence[Row], parts_B: NDArray[np.int64], datasets: Sequence[Documents], seq_len: int, own: slice
 ) -> Batch:
-    """Read the ``mine`` of ``rows``."""
-    my_parts_B = parts_B[mine]
+    """The batch with this rank's ``own`` rows of the global ``rows``."""
+    own_parts_B = parts_B[own]
     packed = fill_rows(
-        rows[mine],
+        rows[own],
         seq_len,
-        lambda row, document: datasets[my_parts_B[row]].document(document),
-        lambda row, document: datasets[my_parts_B[row]].learnt(document),
+        lambda row, number: datasets[own_parts_B[row]].document(number),
+        lambda row, number: datasets[own_parts_B[row]].learnt(number),
     )
     num_targets = [
         sum(_num_targets(datasets[part], piece) for piece in row) for part, row in zip(parts_B, rows, strict=True)
     ]
     arrays = packed.tokens_BT, packed.targets_BT, packed.documents_BT, packed.positions_BT
-    return Batch(*arrays, my_parts_B, sum(num_targets[mine]), sum(num_targets))
+    return Batch(*arrays, own_parts_B, sum(num_targets[own]), sum(num_targets))

@@ -1,9 +1,8 @@
-"""Packing: documents of any length into rows of one length, with nothing lost and next to nothing wasted.
+"""Packing of documents into rows of equal length, with no token lost and little padding.
 
-A document longer than a row is cut into pieces; pieces are placed best-fit decreasing (each into the fullest row that
-still holds it), so that nothing else is cut (Ding et al., "Fewer Truncations Improve Language Modeling", 2024).
-Every token is an input exactly once. Its target is the next token of its document, also across a cut; the last token of
-a document has none.
+A document longer than a row is cut into pieces. Pieces are placed best-fit decreasing (each into the fullest row that still has
+room for it), so no other document is cut (Ding et al., "Fewer Truncations Improve Language Modeling", 2024). Every token is an
+input exactly once. Its target is the next token of its document, also across a cut. The last token of a document has no target.
 
 Shapes: B rows, T positions.
 """
@@ -18,20 +17,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 IGNORED = -100
-"""Target of a position without one, as in torch's cross-entropy."""
+"""Target of a position without a target, as in torch's cross-entropy."""
 PADDING = -1
-"""Document number of a position that holds no token."""
+"""Document number of a position without a token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens ``start`` to ``start + length`` of a document, all inputs; written by `plan_rows`."""
+    """Tokens ``start`` to ``start + length`` of a document, all inputs. Written by `cut`."""
 
     document: int
     start: int
     length: int
     is_last: bool
-    """Ends its document, so that its last token has no target."""
+    """The piece ends its document, so its last token has no target."""
 
     @property
     def num_targets(self) -> int:
@@ -43,19 +42,19 @@ Row = tuple[Piece, ...]
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Rows as arrays, written by `fill_rows`."""
+    """Rows as arrays. Written by `fill_rows`."""
 
     tokens_BT: NDArray[np.int64]
     targets_BT: NDArray[np.int64]
-    """Next token of the same document, or `IGNORED`: also where it is not learnt."""
+    """Next token of the same document; `IGNORED` if there is none or no loss is taken of it."""
     documents_BT: NDArray[np.int64]
-    """Number of the piece within its row, or `PADDING`: attention stays within equal numbers."""
+    """Number of the piece within its row, or `PADDING`. Attention stays within equal numbers."""
     positions_BT: NDArray[np.int64]
-    """Counted from the start of each piece; 0 at padding."""
+    """Position from the start of the piece; 0 for padding."""
 
 
 def cut(documents: Sequence[int], lengths: Sequence[int], seq_len: int) -> list[Piece]:
-    """Pieces of at most ``seq_len`` tokens: whole rows first, then what remains."""
+    """Pieces of at most ``seq_len`` tokens of each document, in order."""
     assert len(documents) == len(lengths), f"{len(documents)} documents, {len(lengths)} lengths"
     return [
         Piece(document, start, min(seq_len, length - start), start + seq_len >= length)
@@ -65,7 +64,7 @@ def cut(documents: Sequence[int], lengths: Sequence[int], seq_len: int) -> list[
 
 
 def plan_rows(pieces: Sequence[Piece], seq_len: int) -> list[Row]:
-    """Place ``pieces`` best-fit decreasing into as few rows as that gives; ties go to the earlier piece."""
+    """Place ``pieces`` best-fit decreasing into rows of ``seq_len`` tokens. Ties go to the earlier piece."""
     rows: list[list[Piece]] = []
     rows_by_gap: dict[int, list[int]] = {}
     gaps: list[int] = []  # keys of rows_by_gap, rising
@@ -98,10 +97,10 @@ def fill_rows(
     """Read the tokens of planned rows.
 
     Args:
-        rows: one a row of the result; an empty one is all padding.
+        rows: one per row of the result; an empty one is all padding.
         seq_len: positions of a row.
-        read: gives all tokens of a document; called with the row and the document's number.
-        learnt: of the same, which tokens are targets; None: all.
+        read: returns all tokens of a document; called with the row and the document's number.
+        learnt: returns for each token of a document whether it is a target; None: all are.
     """
     tokens_BT, targets_BT, documents_BT, positions_BT = (
         np.full((len(rows), seq_len), value, np.int64) for value in (0, IGNORED, PADDING, 0)

@@ -1,8 +1,8 @@
-"""Training runs: pre-training, elasticising, healing, and the loop around the step that all share.
+"""Pre-training, elasticizing, healing and supervised fine-tuning, and the training loop that all four share.
 
-Batches in; log lines, held-out losses and snapshots out. Pre-training draws Subnets of the maximum network in every step and
-trains them together; elasticising does so with a network that was trained before, which stays as it was beside itself and
-teaches them; healing trains an extracted network for a short while, towards the data and towards its parent.
+Input: batches. Output: log lines, held-out losses, snapshots and the trained network. Pre-training draws Subnets of the maximum
+network in every step and trains them together. Elasticizing does the same for a finished network, with a frozen copy of that
+network as teacher. Healing trains an extracted network for a short while on the data and towards its parent.
 """
 
 from __future__ import annotations
@@ -40,7 +40,15 @@ from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.schedule import learning_rate
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.pace import Pace, find_pace
-from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe, SelfTaughtConfig, SftRecipe, with_branches
+from stretto.train.recipe import (
+    ElasticizeRecipe,
+    HealRecipe,
+    MixtureConfig,
+    Recipe,
+    SelfTaughtConfig,
+    SftRecipe,
+    with_branches,
+)
 from stretto.train.sampler import MicroPlan, Sampler, WidthPlan
 from stretto.train.snapshot import LAYOUT, STEERING, Change, SnapshotMeta, Snapshots, changes_between, read_meta
 from stretto.train.step import (
@@ -58,45 +66,46 @@ from stretto.train.teacher import CacheKey, LogitCache, Lookup, hash_state
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a run is given beside its recipe, by whoever starts it."""
+    """Inputs of a training run besides its recipe. Written by the function of the stage (`stretto.api`)."""
 
     run: Path
-    """Its folder."""
+    """Run folder."""
     loader: Batches
-    """One batch is one micro-batch."""
+    """Source of micro-batches: each `next` gives one."""
     held_out: Sequence[EvalBatch]
-    """This rank's, for the losses in the log and the layer order; without any, neither is measured."""
+    """Held-out batches of this rank, for the losses in the log and for the layer order. Empty: neither is measured."""
     data_hash: str
     ranks: Ranks
     tracker: Callable[[int], Tracker] | None = None
-    """Opens the log at a first step; only rank 0 has one."""
+    """Opens the log at the number of the first step. Used on rank 0 only."""
     resume: bool = False
-    """Go on from the newest snapshot of ``run``, bit for bit as if it had not been interrupted."""
+    """Continue from the newest snapshot in ``run``. The result is bit-identical to a run without interruption."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a finished stage hands on."""
+    """Result of a training stage. Written by `_Training.run`."""
 
     model: Transformer
     meter: Meter
     run_id: str
     tokens_by_kind: dict[str, int]
+    """Target tokens trained on, by kind of micro-batch."""
     pace: Pace
     changes: tuple[Change, ...]
-    """What resumes told the run otherwise than it began."""
+    """Fields of the recipe that resumed runs changed, in order."""
 
 
 @threads_kept()
 def pretrain(recipe: Recipe, job: Job, read_parent: Callable[[], Transformer] | None = None) -> Trained:
-    """Train ``recipe`` and return the maximum network.
+    """Pre-train the network of ``recipe``; returns the maximum network.
 
     Args:
-        read_parent: gives a network of the recipe's shape to go on from; None: random weights.
+        read_parent: returns a network of the recipe's shape to start from; None: random weights.
 
     Raises:
-        UserError: a resume without a snapshot or under another recipe or data.
-        NonFiniteError: a loss or gradient was not finite; the last snapshot is good.
+        UserError: ``resume`` is set, and there is no snapshot, or the recipe or the data changed.
+        NonFiniteError: a loss or gradient was not finite. The newest snapshot is unaffected.
     """
     train, elastic, config = recipe.train, recipe.elastic, recipe.network()
     rank_at = {max(1, round(share * train.steps)) for share in elastic.rank_layers_at}
@@ -105,26 +114,23 @@ def pretrain(recipe: Recipe, job: Job, read_parent: Callable[[], Transformer] | 
     else:
         parent = read_parent()
         state = with_branch_rows(parent.config, config, parent.state_dict())
-        del parent  # goes with the generator, when the run has its own copy
+        del parent  # `state` holds the last reference: the parent is freed as soon as the run has copied it
     training = _Training("pretrain", recipe, job, config, state, elastic.anchors, rank_at)
-    return training.run(_own_lessons(training, elastic))
+    return training.run(_self_taught(training, elastic))
 
 
-def _own_lessons(training: _Training, elastic: SelfTaughtConfig) -> Callable[[int], Plan]:
-    """Plans of a run that trains the Subnets of a mixture, taught by the network as it is."""
+def _self_taught(training: _Training, elastic: SelfTaughtConfig) -> Callable[[int], Plan]:
+    """Plan of every step of a run that trains a mixture of Subnets with the current network as their teacher."""
     train = training.train
     decay_starts = train.steps - round(training.optim.decay_fraction * train.steps)
 
     def plan(step: int) -> Plan:
-        config = training.model.config  # with the layer order in force
-        full = config.full()
-        micro = Sampler(config, elastic, train.micro_rows, train.micro_batches, train.steps, train.seed).draw(step)
+        full = training.model.config.full()
         teacher = Distil(training.model, full, elastic.anchor_ce_weight, elastic.joint)
-        smaller = [each.subnet != full or each.num_narrow_rows > 0 for each in micro]
-        taught = [
-            each.is_anchor or (elastic.joint and is_smaller) for each, is_smaller in zip(micro, smaller, strict=True)
-        ]
-        passes = [(each, teacher if is_taught else None) for each, is_taught in zip(micro, taught, strict=True)]
+        passes: list[tuple[MicroPlan, Distil | Lookup | None]] = []
+        for micro in training.draw(elastic, step):
+            is_smaller = micro.subnet != full or micro.num_narrow_rows > 0
+            passes.append((micro, teacher if micro.is_anchor or (elastic.joint and is_smaller) else None))
         return Plan(passes, elastic.balance_final_rate if step >= decay_starts else elastic.balance_rate)
 
     return plan
@@ -137,14 +143,14 @@ def elasticize(
     read_parent: Callable[[], Transformer],
     read_teacher: Callable[[], Transformer] | None = None,
 ) -> Trained:
-    """Train the network that ``read_parent`` gives so that Subnets of it work too; returns it, elastic.
+    """Train the network that ``read_parent`` returns so that its smaller Subnets work too; returns it.
 
-    Every pass, the full network's included, is pulled to the text and to a frozen teacher: the parent as it came, or what
-    ``read_teacher`` gives. Layers and experts are dropped in the orders that the parent brings; those that it does not are
-    measured before the first step. Errors are those of `pretrain`.
+    Every micro-batch, the full network's included, has a loss of cross-entropy and KL to a frozen teacher: the parent, or the network
+    that ``read_teacher`` returns. Layers and experts are dropped in the parent's orders; an order that the parent lacks is measured
+    before the first step. Raises the errors of `pretrain`.
 
     Args:
-        recipe: complete for this network (`ElasticizeRecipe.for_network`).
+        recipe: completed for this network by `ElasticizeRecipe.for_network`.
     """
     train, elastic = recipe.train, recipe.elastic
     parent = read_parent()
@@ -156,31 +162,29 @@ def elasticize(
     training = _Training("elasticize", recipe, job, config, state, elastic.anchors, rank_at)
     if training.step == 0 and config.expert_order is None and config.num_moe_layers:
         training.rank_experts(parent)
-    lesson = _lesson(parent if read_teacher is None else read_teacher(), recipe, training)
-    del parent  # where its logits were kept, it takes no memory from here on
+    lesson = _elasticize_teacher(parent if read_teacher is None else read_teacher(), recipe, training)
+    del parent  # with cached logits this frees the parent's memory
     decay_starts = train.steps - round(recipe.optim.decay_fraction * train.steps)
 
     def plan(step: int) -> Plan:
-        config = training.model.config  # with the orders in force
-        mixture = recipe.mixture_at(config, step)
-        micro = Sampler(config, mixture, train.micro_rows, train.micro_batches, train.steps, train.seed).draw(step)
-        taught = replace(lesson, ce_weight=recipe.ce_weight_at(step))
+        mixture = recipe.mixture_at(training.model.config, step)
+        teacher = replace(lesson, ce_weight=recipe.ce_weight_at(step))
         rate = elastic.balance_final_rate if step >= decay_starts else elastic.balance_rate
-        return Plan([(each, taught) for each in micro], rate)
+        return Plan([(micro, teacher) for micro in training.draw(mixture, step)], rate)
 
     return training.run(plan)
 
 
-def _lesson(teacher: Transformer, recipe: ElasticizeRecipe, training: _Training) -> Distil | Lookup:
-    """What ``teacher``, which lies on a CPU, says: computed beside the network it teaches, or once before it is trained."""
+def _elasticize_teacher(teacher: Transformer, recipe: ElasticizeRecipe, training: _Training) -> Distil | Lookup:
+    """``teacher``, which lies on the CPU, as the source of distillation targets: in memory, or a cache of its logits on disk that
+    this function fills.
+    """
     train, ranks, job = recipe.train, training.ranks, training.job
     dtype = torch.bfloat16 if recipe.teacher_dtype == "bfloat16" else torch.float32
     for parameter in teacher.requires_grad_(False).parameters():  # balance biases stay in fp32
         parameter.data = parameter.data.to(dtype)
     if recipe.cached_logits is None:
-        # ep divides the student's experts, which need not be as many as the teacher's
-        beside = spread(teacher, replace(ranks, ep=1), training.dtype).requires_grad_(False)
-        return Distil(beside, beside.config.full(), ce_weight=1.0)
+        return training.in_memory_teacher(teacher, ce_weight=1.0)
     key = CacheKey(
         data_hash=job.data_hash,
         loader_seed=train.seed,
@@ -197,22 +201,20 @@ def _lesson(teacher: Transformer, recipe: ElasticizeRecipe, training: _Training)
 
 @threads_kept()
 def heal(recipe: HealRecipe, job: Job, model: Transformer, read_teacher: Callable[[], Transformer] | None) -> Trained:
-    """Train a copy of ``model`` with a fresh optimiser; ``read_teacher`` gives the frozen parent, run in full.
+    """Train a copy of ``model`` with a new optimiser. ``read_teacher`` returns the frozen parent, which runs at full size.
 
-    The loss is CE where there is no teacher or ``ce_weight`` is 1, otherwise a blend with KL(teacher ‖ model). Errors are
-    those of `pretrain`.
+    The loss is cross-entropy if there is no teacher or ``ce_weight`` is 1, else a weighted sum with KL(teacher ‖ model). Raises the
+    errors of `pretrain`.
     """
     training = _Training("heal", recipe, job, model.config, model.state_dict().items(), {}, set())
     lesson = None
     if read_teacher is not None and recipe.ce_weight < 1.0:
-        # ep divides the student's experts, which need not be as many as the teacher's
-        teacher = spread(read_teacher(), replace(job.ranks, ep=1), training.dtype).requires_grad_(False)
-        lesson = Distil(teacher, teacher.config.full(), recipe.ce_weight)
+        lesson = training.in_memory_teacher(read_teacher(), recipe.ce_weight)
     return training.run(_full_network(training, lesson, recipe.balance_rate))
 
 
 def _full_network(training: _Training, lesson: Distil | None, balance_rate: float) -> Callable[[int], Plan]:
-    """Plans of a run that trains the full network alone."""
+    """Plan of every step of a run that trains the full network alone."""
     micro = MicroPlan("full", training.model.config.full(), None, False)
     plan = Plan([(micro, lesson)] * training.train.micro_batches, balance_rate)
     return lambda step: plan
@@ -226,13 +228,13 @@ def finetune(
     presets: Mapping[str, SubnetChoice],
     adapt: Callable[[Transformer], None] | None = None,
 ) -> Trained:
-    """Train the network that ``read_parent`` gives on what the batches mark as targets: the full network, or the recipe's mixture
-    of its Subnets, each taught by the network as it is. Errors are those of `pretrain`.
+    """Fine-tune the network that ``read_parent`` returns on the targets in the batches: the full network, or the recipe's mixture of
+    its Subnets with the current network as their teacher. Raises the errors of `pretrain`.
 
     Args:
-        recipe: complete for this network (`SftRecipe.for_network`).
+        recipe: completed for this network by `SftRecipe.for_network`.
         presets: Subnets whose held-out losses are logged.
-        adapt: called with the network before its optimiser is made: freezes weights, and puts others in
+        adapt: called with the network before its optimiser is created; freezes weights and adds adapters
             (`stretto.model.lora`).
     """
     parent, elastic = read_parent(), recipe.elastic
@@ -242,16 +244,17 @@ def finetune(
     training = _Training("sft", recipe, job, config, state, presets, set(), adapt)
     if elastic is None:
         return training.run(_full_network(training, None, recipe.balance_rate))
-    return training.run(_own_lessons(training, elastic))
+    return training.run(_self_taught(training, elastic))
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one step trains, and how its balance biases move."""
+    """Micro-batches of one step. Written by the stage, read by `_Training`."""
 
     passes: Sequence[tuple[MicroPlan, Distil | Lookup | None]]
-    """Each micro-batch, and its teacher."""
+    """Each micro-batch with its teacher."""
     balance_rate: float
+    """Step size of the balance biases."""
 
 
 @dataclass(slots=True)
@@ -261,24 +264,23 @@ class _Window:
     nll_by_kind: Counter[str] = field(default_factory=Counter)
     tokens_by_kind: Counter[str] = field(default_factory=Counter)
     num_tokens: int = 0
-    """Of the data, each once, also where the full network learns them beside a smaller Subnet."""
+    """Target tokens of the data. A token is counted once, also if the full network learns it beside a smaller Subnet."""
     num_rows: int = 0
     num_narrow_rows: int = 0
-    started: float = field(default_factory=time.perf_counter)
+    started_s: float = field(default_factory=time.perf_counter)
 
     def scalars(self) -> dict[str, float]:
-        tokens = sum(self.tokens_by_kind.values())
-        values = {"loss/train": sum(self.nll_by_kind.values()) / max(1, tokens)}
-        values |= {
-            f"train/{kind}": self.nll_by_kind[kind] / num for kind, num in sorted(self.tokens_by_kind.items()) if num
+        by_kind = sorted(self.tokens_by_kind.items())
+        return {
+            "loss/train": sum(self.nll_by_kind.values()) / max(1, sum(self.tokens_by_kind.values())),
+            **{f"train/{kind}": self.nll_by_kind[kind] / num for kind, num in by_kind if num},
+            "mixture/narrow_rows": self.num_narrow_rows / max(1, self.num_rows),
+            "speed/tokens_per_s": self.num_tokens / max(1e-9, time.perf_counter() - self.started_s),
         }
-        values["mixture/narrow_rows"] = self.num_narrow_rows / max(1, self.num_rows)
-        values["speed/tokens_per_s"] = self.num_tokens / max(1e-9, time.perf_counter() - self.started)
-        return values
 
 
 class _Training:
-    """One run: what it was told, what a step changes, and the loop."""
+    """State of one training run (network, optimiser, position, cost) and the loop over its steps."""
 
     def __init__(
         self,
@@ -291,17 +293,15 @@ class _Training:
         rank_at: Set[int],
         adapt: Callable[[Transformer], None] | None = None,
     ):
-        """Ready for the next step of a network of ``config`` that begins with ``state``.
+        """Build the network of ``config`` from ``state``, or restore the newest snapshot, ready for the next step.
 
         Args:
             presets: Subnets whose held-out losses are logged beside the full network's.
-            rank_at: numbers of steps done at which the layer order is measured anew; 0: before the first.
-            adapt: what is done to the network before its optimiser is made.
+            rank_at: numbers of completed steps at which the layer order is measured again; 0: before the first step.
+            adapt: called with the network before its optimiser is created.
         """
         train, ranks = recipe.train, job.ranks
-        assert train.ep == ranks.ep, (
-            f"the recipe wants {train.ep} expert-parallel ranks, they were joined with {ranks.ep}"
-        )
+        assert train.ep == ranks.ep, f"train.ep is {train.ep}, the ranks were joined with ep={ranks.ep}"
         self.stage, self.train, self.optim, self.job, self.ranks = stage, train, recipe.optim, job, ranks
         self.presets, self.rank_at = presets, rank_at
         self.recipe = recipe.model_dump(mode="json")
@@ -311,14 +311,14 @@ class _Training:
         self.tokens_by_kind: Counter[str] = Counter()
         self.window = _Window()
         self.changes: tuple[Change, ...] = ()
-        meta = self._begun() if job.resume else None
+        meta = self._read_meta() if job.resume else None
         if meta is not None and meta.expert_order is not None:
             config = config.replace(expert_order=meta.expert_order)
-        self.pace = self._pace(config, meta)
+        self.pace = self._choose_pace(config, meta)
         self.dtype = self.pace.torch_dtype
         self.model = placed(config, state, ranks, self.dtype)
         if isinstance(recipe, ElasticizeRecipe) and recipe.trainable == "routers":
-            self._freeze()
+            self._freeze_all_but_routers()
         if adapt is not None:
             adapt(self.model)
         self.optimizers = build_optimizers(recipe.optim, self.model)
@@ -326,24 +326,21 @@ class _Training:
             self._resume(meta)
         self.saved_s = time.monotonic()
 
-    def _freeze(self) -> None:
-        """Leave only routers, norms and biases to be trained; tells what that saves."""
-        num_all = num_kept = 0
+    def _freeze_all_but_routers(self) -> None:
+        """Freeze all parameters except routers, norms and biases, and print the memory that this saves."""
         for name, parameter in self.model.named_parameters():
-            num_all += parameter.numel()
-            if parameter.dim() == 1 or name.endswith(("mlp.gate", "bias")):
-                num_kept += parameter.numel()
-            else:
-                parameter.requires_grad_(False)
+            parameter.requires_grad_(parameter.dim() == 1 or name.endswith(("mlp.gate", "bias")))
         if self.ranks.is_first:
-            per_parameter = 4 * (3 if self.optim.name == "adamw" else 2)  # gradient and moments, in fp32
+            sizes = [(parameter.numel(), parameter.requires_grad) for parameter in self.model.parameters()]
+            num_all, num_trained = sum(num for num, _ in sizes), sum(num for num, is_trained in sizes if is_trained)
+            mb_each = 4e-6 * (3 if self.optim.name == "adamw" else 2)  # gradient and moments, in fp32
             say(
-                f"trainable routers: {num_kept:,} of {num_all:,} parameters; their gradients and moments take "
-                f"{num_kept * per_parameter / 1e6:,.1f} MB, all parameters' would take {num_all * per_parameter / 1e6:,.1f} MB"
+                f"trainable routers: {num_trained:,} of {num_all:,} parameters; their gradients and moments take "
+                f"{num_trained * mb_each:,.1f} MB, all parameters' would take {num_all * mb_each:,.1f} MB"
             )
 
-    def _begun(self) -> SnapshotMeta:
-        """What the newest snapshot says of the run so far, which the recipe must go on with."""
+    def _read_meta(self) -> SnapshotMeta:
+        """Metadata of the newest snapshot. Raises `UserError`: there is none, or the recipe or the data do not continue it."""
         job, path = self.job, self.snapshots.latest()
         if path is None:
             raise UserError(f"{job.run}: --resume: there is no snapshot in it; start the run without --resume")
@@ -359,8 +356,8 @@ class _Training:
             )
         return meta
 
-    def _pace(self, config: ModelConfig, meta: SnapshotMeta | None) -> Pace:
-        """The one that the run has, else what is found; the loader is left where it is."""
+    def _choose_pace(self, config: ModelConfig, meta: SnapshotMeta | None) -> Pace:
+        """The pace in the snapshot, else a measured one. The loader's position is restored."""
         if meta is not None and meta.pace is not None:
             meta.pace.follow()
             return meta.pace
@@ -384,10 +381,10 @@ class _Training:
         self.changes = meta.changes + changes_between(meta.recipe, self.recipe, STEERING, meta.step)
 
     def run(self, plan: Callable[[int], Plan]) -> Trained:
-        """Train to the end of the recipe; ends on a snapshot.
+        """Train to the end of the recipe and write a last snapshot.
 
-        Ctrl-C and SIGTERM let the step end and a snapshot be written; then the one is raised and the other ends the process
-        with its usual code. A second one acts at once.
+        After Ctrl-C or SIGTERM the current step ends and a snapshot is written. Ctrl-C then raises KeyboardInterrupt, and SIGTERM ends
+        the process with its usual exit code. A second signal acts at once.
         """
         train, ranks, tracker = self.train, self.ranks, self.job.tracker
         if train.compile:
@@ -396,7 +393,7 @@ class _Training:
         log = tracker(self.step) if tracker is not None and ranks.is_first else None
         bar = progress(self.stage, train.steps) if ranks.is_first else nullcontext(lambda num=1, status=None: None)
         try:
-            with deterministic(train.deterministic), bar as advance, _interrupts() as came:
+            with deterministic(train.deterministic), bar as advance, _deferred_signals() as received:
                 advance(self.step)
                 if self.step and ranks.is_first:
                     say(f"{self.stage}: resumes after step {self.step:,} of {train.steps:,}")
@@ -411,13 +408,13 @@ class _Training:
                         self._rank_layers()
                     self._report(result, log)
                     advance(1, "skipped" if result is None else f"loss {result.nll:.3f}")
-                    # ranks see a signal, and their clocks, at different times, and a snapshot needs them all at the same step
+                    # signals and clocks differ between ranks, and all ranks must save at the same step
                     is_due = ranks.is_first and time.monotonic() - self.saved_s >= 60 * train.snapshot_minutes
-                    seen = [signal.SIGINT in came, signal.SIGTERM in came, is_due]
-                    interrupted, ended, due = ranks.sum(torch.tensor(seen, device=ranks.device).long()).tolist()
-                    if interrupted or ended or due:
+                    flags = [signal.SIGINT in received, signal.SIGTERM in received, is_due]
+                    interrupted, terminated, due = ranks.sum(torch.tensor(flags, device=ranks.device).long()).tolist()
+                    if interrupted or terminated or due:
                         self._save()
-                    if interrupted or ended:
+                    if interrupted or terminated:
                         raise KeyboardInterrupt if interrupted else SystemExit(128 + signal.SIGTERM)
             self._save()
         finally:
@@ -428,7 +425,7 @@ class _Training:
         )
 
     def _step(self, plan: Plan) -> StepResult | None:
-        """One step; None where the recipe passes it over."""
+        """Train one step; None if the recipe skips it."""
         train, ranks = self.train, self.ranks
         if self.step + 1 in train.skip_steps:
             for _ in plan.passes:
@@ -437,21 +434,22 @@ class _Training:
             return None
         set_learning_rate(self.optimizers, learning_rate(self.optim, self.step, train.steps))
         batches = []
-        for number, (micro, distil) in enumerate(plan.passes):
+        rows = ranks.rows(train.micro_rows)
+        for number, (micro, teacher) in enumerate(plan.passes):
             loaded = self.job.loader.next()
             batch = EvalBatch.of(loaded, ranks.device)
-            widths = row_widths(micro.widths, ranks.rows(train.micro_rows), ranks.device)
+            widths = row_widths(micro.widths, rows, ranks.device)
             ctx = replace(batch.ctx, widths=widths, recompute=train.recompute)
             num = loaded.global_target_tokens
-            lesson: Distil | Recorded | None
-            if isinstance(distil, Lookup):
+            distil: Distil | Recorded | None
+            if isinstance(teacher, Lookup):
                 first_row = (self.step * train.micro_batches + number) * train.micro_rows
-                lesson = distil.at(first_row, ranks.rows(train.micro_rows), ranks.device)
-            elif distil is not None and distil.learns and micro.widths is not None and micro.subnet == distil.subnet:
-                lesson = replace(distil, rows=self._narrow_rows(micro.widths, batch.targets_BT))
+                distil = teacher.at(first_row, rows, ranks.device)
+            elif teacher is not None and teacher.learns and micro.widths is not None and micro.subnet == teacher.subnet:
+                distil = replace(teacher, rows=self._narrow_rows(micro.widths, batch.targets_BT))
             else:
-                lesson = distil
-            batches.append(MicroBatch(micro.kind, batch.ids_BT, batch.targets_BT, ctx, micro.subnet, num, lesson))
+                distil = teacher
+            batches.append(MicroBatch(micro.kind, batch.ids_BT, batch.targets_BT, ctx, micro.subnet, num, distil))
         try:
             result = optimisation_step(
                 self.model,
@@ -463,10 +461,9 @@ class _Training:
                 dtype=self.dtype,
             )
         except NonFiniteError as error:
-            done = self.step + 1
-            raise NonFiniteError(
-                f"step {done}: {error}, then continue with --resume; or pass it over with --set train.skip_steps=[{done}]"
-            ) from None
+            number = self.step + 1
+            remedy = f"then continue with --resume; or skip the step with --set train.skip_steps=[{number}]"
+            raise NonFiniteError(f"step {number}: {error}, {remedy}") from None
         self.step += 1
         self.tokens_by_kind.update(result.tokens_by_kind)
         self.meter.add(flops=result.flops, tokens=result.num_tokens)
@@ -479,47 +476,56 @@ class _Training:
         return result
 
     def _narrow_rows(self, widths: WidthPlan, targets_BT: Tensor) -> TaughtRows:
-        """The rows that use fewer experts: in the others the trained Subnet, the full network, is its teacher itself."""
+        """The rows that use fewer experts than the Subnet. In the other rows the trained Subnet is the full network, its own teacher."""
         ranks, narrow_B = self.ranks, np.logical_not(widths.allowed_BE.all(axis=1))
-        mine_B = torch.from_numpy(narrow_B[ranks.rows(len(narrow_B))]).to(ranks.device)
-        num_targets = ranks.sum((targets_BT[mine_B] != IGNORED).sum())
-        return TaughtRows(mine_B, int(narrow_B.sum()), int(num_targets))
+        own_B = torch.from_numpy(narrow_B[ranks.rows(len(narrow_B))]).to(ranks.device)
+        num_targets = ranks.sum((targets_BT[own_B] != IGNORED).sum())
+        return TaughtRows(own_B, int(narrow_B.sum()), int(num_targets))
+
+    def draw(self, elastic: MixtureConfig, step: int) -> tuple[MicroPlan, ...]:
+        """Micro-batch plans of ``step`` (0-based) for the mixture ``elastic`` of the network's current orders."""
+        train = self.train
+        sampler = Sampler(self.model.config, elastic, train.micro_rows, train.micro_batches, train.steps, train.seed)
+        return sampler.draw(step)
+
+    def in_memory_teacher(self, model: Transformer, ce_weight: float) -> Distil:
+        """``model``, on the CPU, as a frozen teacher that computes beside the student."""
+        # expert parallelism divides the student's experts; the teacher may have another number of them
+        teacher = spread(model, replace(self.ranks, ep=1), self.dtype).requires_grad_(False)
+        return Distil(teacher, teacher.config.full(), ce_weight)
 
     def _autocast(self) -> torch.autocast:
-        """Measurements compute as training does: sharded weights are gathered in its dtype."""
+        """Autocast for measurements in the dtype of training, since sharded weights are gathered in that dtype."""
         return torch.autocast(self.ranks.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
     def _rank_layers(self) -> None:
-        """Measure the layer order anew, and count what that costs."""
+        """Measure the layer order again, and add its cost to the meter."""
         with self.meter, self._autocast():
             ranking = rank_layers(self.model, self.job.held_out)
             self.meter.add(flops=ranking.flops * self.ranks.world)
-        order = self.ranks.agree(ranking.order)  # each rank saw rows of its own
+        order = self.ranks.agree(ranking.order)  # ranks measured different rows
         self.model.config = self.model.config.replace(layer_order=order)
 
     def rank_experts(self, parent: Transformer) -> None:
-        """Order the experts of every layer by their saliency (REAP) on held-out text, and count what that costs.
+        """Order the experts of every layer by saliency (REAP) on held-out text, and add the cost to the meter.
 
-        ``parent`` is what the network starts as, on a CPU: experts that are divided among ranks cannot be watched, its own can.
+        ``parent``: the network's initial state, on the CPU. It is measured instead of the network if ``ep`` divides the experts
+        among ranks, since the survey needs all experts of a layer.
         """
-        whole = replace(self.ranks, ep=1)
-        model = self.model if self.ranks.ep == 1 else spread(parent, whole, self.dtype)
+        model = self.model if self.ranks.ep == 1 else spread(parent, replace(self.ranks, ep=1), self.dtype)
         with self.meter, self._autocast():
-            found = survey(model, self.job.held_out, side_by_side=1)
-        self.meter.add(flops=self.ranks.world * found.flops)
-        orders = expert_orders(self.model.config, found, "reap")
-        order_experts(self.model, tuple(self.ranks.agree(order) for order in orders))  # each rank saw rows of its own
+            measured = survey(model, self.job.held_out, side_by_side=1)
+        self.meter.add(flops=self.ranks.world * measured.flops)
+        orders = expert_orders(self.model.config, measured, "reap")
+        order_experts(self.model, tuple(self.ranks.agree(order) for order in orders))  # ranks measured different rows
 
     def _report(self, result: StepResult | None, log: Tracker | None) -> None:
         train, step = self.train, self.step
         last = step == train.steps
         scalars: dict[str, float] = {}
         if result is not None and (step % train.log_every == 0 or last):
-            scalars |= self.window.scalars()
-            scalars |= {
-                "optim/lr": learning_rate(self.optim, step - 1, train.steps),
-                "optim/grad_norm": result.grad_norm,
-            }
+            lr = learning_rate(self.optim, step - 1, train.steps)
+            scalars |= {**self.window.scalars(), "optim/lr": lr, "optim/grad_norm": result.grad_norm}
             # the full network's experts: largest load over the mean
             loads = [load_balance(counts_WE[0]) for counts_WE in result.counts.values() if counts_WE[0].sum() > 0]
             if loads:
@@ -527,17 +533,15 @@ class _Training:
             total = sum(self.tokens_by_kind.values())
             scalars |= {f"mixture/{kind}": num / total for kind, num in sorted(self.tokens_by_kind.items())}
             self.window = _Window()
-        losses: dict[str, float] = {}
-        if self.job.held_out and (step % train.eval_every == 0 or last):
-            losses = self._held_out_losses()
-        self._log(log, scalars, losses)
+        is_due = self.job.held_out and (step % train.eval_every == 0 or last)
+        self._log(log, scalars, self._held_out_losses() if is_due else {})
         if step % train.snapshot_every == 0 or last:
             self._save()
 
     def _held_out_losses(self) -> dict[str, float]:
         with self._autocast():
-            found = held_out_losses(self.model, self.presets, self.job.held_out, self.ranks)
-        return {f"loss/{name}": loss for name, loss in found.items()}
+            losses = held_out_losses(self.model, self.presets, self.job.held_out, self.ranks)
+        return {f"loss/{name}": loss for name, loss in losses.items()}
 
     def _log(self, log: Tracker | None, scalars: Mapping[str, float], losses: Mapping[str, float]) -> None:
         if log is not None and (scalars or losses):
@@ -546,7 +550,7 @@ class _Training:
                 log.say(f"step {self.step:>6,}  " + "  ".join(f"{name} {value:.4f}" for name, value in losses.items()))
 
     def _save(self) -> None:
-        """Write a snapshot, unless this step's is written."""
+        """Write a snapshot, unless this step already has one."""
         if self.snapshots.latest() == self.snapshots.path(self.step):
             return
         meta = SnapshotMeta(
@@ -567,24 +571,24 @@ class _Training:
 
 
 @contextmanager
-def _interrupts() -> Iterator[Set[int]]:
-    """Hold Ctrl-C and SIGTERM back and tell which came: inside a step, the weights and the loader do not belong together.
+def _deferred_signals() -> Iterator[Set[int]]:
+    """Defer Ctrl-C and SIGTERM, and yield the set of the received ones: inside a step, weights and loader are inconsistent.
 
-    A second one acts at once. Python hands signals to the main thread only; elsewhere nothing is held back.
+    A second signal acts at once. Python delivers signals to the main thread only; in another thread nothing is deferred.
     """
-    came: set[int] = set()
+    received: set[int] = set()
     if threading.current_thread() is not threading.main_thread():
-        yield came
+        yield received
         return
-    usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    default: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
-    def hold(number: int, _: object) -> None:
-        came.add(number)
-        signal.signal(number, usual[number])
+    def record(number: int, _: object) -> None:
+        received.add(number)
+        signal.signal(number, default[number])
 
-    before = {number: signal.signal(number, hold) for number in usual}
+    before = {number: signal.signal(number, record) for number in default}
     try:
-        yield came
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -607,10 +611,10 @@ def write_trained(
     presets: Mapping[str, SubnetChoice] | None = None,
     spent: Receipt | None = None,
 ) -> Path:
-    """Write the checkpoint of a finished stage with its lineage: from what all ranks hold, by rank 0.
+    """Write the checkpoint of a finished stage with its lineage. All ranks call this; rank 0 writes.
 
-    The keyword arguments are those of `new_lineage` and `write_checkpoint`; ``config`` is what the stage was told, ``spent``
-    what was paid for it before ``meter`` ran.
+    The keyword arguments are those of `new_lineage` and `write_checkpoint`. ``config``: settings of the stage. ``spent``: cost of
+    the stage before ``meter`` was started.
     """
     state = full_state(model)
     if ranks.is_first:
@@ -636,5 +640,5 @@ def write_trained(
 
 
 def peak_memory(ranks: Ranks) -> int | None:
-    """The accelerator's peak so far; None on a CPU, where the process's own is meant."""
+    """Peak memory of the accelerator in bytes; None on a CPU, where the receipt uses the memory of the process."""
     return torch.cuda.max_memory_allocated() if ranks.device.type == "cuda" else None

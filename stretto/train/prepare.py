@@ -1,4 +1,4 @@
-"""Text in: what ``--data`` names becomes token shards and a tokenizer, and one line a source says what was used."""
+"""Preparation of text: the sources named by ``--data`` become token shards and a tokenizer. Prints one line a source."""
 
 from __future__ import annotations
 
@@ -32,36 +32,38 @@ from stretto.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from stretto.train.recipe import TrainConfig
 
 TOKENIZER_CHARS = 20_000_000
-"""Text a tokenizer is trained on; a vocabulary of this size no longer changes beyond it (ours)."""
+"""Characters of text that a tokenizer is trained on (ours). More text hardly changes a vocabulary of this size."""
 VAL_FOLDER = "val"
 
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """What a user says about text beside its place."""
+    """Options about text beside ``--data``."""
 
     val: str | None = None
-    """``--val``: held-out text, in the forms of ``--data``; None: the data's own split, or a part of it."""
+    """``--val``: held-out text, in a format that ``--data`` accepts; None: the val split of the data, or a part of the data."""
     val_fraction: float | None = None
-    """``--val-fraction``: share that is held out where the data has no split of its own; None: what is usual."""
+    """``--val-fraction``: share that is held out if the data has no val split; None: see `choose_holdout`."""
     text_field: str = "text"
-    """``--text-field``: of records, the one that holds the text."""
+    """``--text-field``: field of a record that holds the text."""
     is_chat: bool = False
-    """Records are conversations, of which the assistant's turns are learnt."""
+    """Records are conversations. A loss is taken of the assistant's turns only."""
 
     def __post_init__(self) -> None:
         if self.val_fraction is not None and not 0 < self.val_fraction <= 0.5:
-            raise UserError(f"--val-fraction {self.val_fraction:g}: not a share between 0 and 0.5; for 5 % write 0.05")
+            raise UserError(f"--val-fraction {self.val_fraction:g}: must be between 0 and 0.5; for 5 % write 0.05")
         if self.val is not None and self.val_fraction is not None:
-            raise UserError(f"--val-fraction: --val {self.val} names what is held out; leave one of them out")
+            raise UserError(
+                f"--val-fraction: --val {self.val} already names the held-out text; remove one of the two options"
+            )
 
     def form(self, source: str) -> Form:
-        """What a record of ``source`` becomes."""
+        """Parser for the records of ``source``."""
         name = Path(source).name.partition(".")[0]
         return ConversationForm(domain=name) if self.is_chat else Fields(text=self.text_field)
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder | MarkingEncoder:
-        """What turns documents into tokens."""
+        """Encoder from documents to tokens."""
         return ChatEncoder(tokenizer) if self.is_chat else tokenizer
 
 
@@ -71,37 +73,40 @@ AS_IT_IS = TextOptions()
 def prepare_data(
     run: Path, data: Sequence[str], tokenizer: Path | None, vocab_size: int, text: TextOptions = AS_IT_IS
 ) -> tuple[Mixture, Path, str]:
-    """Token shards of every ``PATH[@WEIGHT]`` in ``data``: the mixture, the tokenizer's folder, a hash of it all.
+    """Write token shards of every ``PATH[@WEIGHT]`` in ``data``.
 
-    A folder that `tokenise` wrote is used as it is, with the tokenizer it keeps; anything else is tokenised into the
-    run, with ``tokenizer``, or that of such a folder, or one trained on all of the text by weight.
+    All sources are tokenised into the run, except folders that `tokenise` wrote: they are used unchanged. The tokenizer is
+    ``tokenizer``, else that of such a folder, else one trained on all of the text by weight.
+
+    Returns:
+        The mixture, the tokenizer's folder, and a hash over all data and weights.
 
     Raises:
-        UserError: bad data, a tokenizer that does not fit, or a vocabulary larger than the model's.
+        UserError: bad data, a tokenizer that did not encode the data, or a vocabulary larger than the model's.
     """
     if not data:
         raise UserError("--data: name at least one file, folder or dataset")
-    named = [_split_weight(argument) for argument in data]
-    done = [Path(source) for source, _ in [*named, (text.val or "", 1.0)] if is_data_folder(source)]
+    weighted = [_split_weight(argument) for argument in data]
+    tokenised = [Path(source) for source, _ in [*weighted, (text.val or "", 1.0)] if is_data_folder(source)]
     raw = {
         number: open_source(source, text.form(source))
-        for number, (source, _) in enumerate(named)
-        if Path(source) not in done
+        for number, (source, _) in enumerate(weighted)
+        if Path(source) not in tokenised
     }
-    tokenizer = tokenizer or next((folder / TOKENIZER for folder in done), None)
+    tokenizer = tokenizer or next((folder / TOKENIZER for folder in tokenised), None)
     if tokenizer is None:
-        weights = [named[number][1] for number in raw]
+        weights = [weighted[number][1] for number in raw]
         tokenizer = _own_tokenizer(run / "data" / TOKENIZER, [*raw.values()], weights, vocab_size)
-    held: set[int] = set()
-    val = _prepare_val(run, tokenizer, text, [*raw.values()], held) if text.val is not None else None
+    val_hashes: set[int] = set()
+    val = _prepare_val(run, tokenizer, text, [*raw.values()], val_hashes) if text.val is not None else None
     parts: list[Part] = []
-    for number, (source, weight) in enumerate(named):
+    for number, (source, weight) in enumerate(weighted):
         folder = Path(source)
         if number in raw:
             folder = run / "data" / f"{number:02d}"
-            _tokenise_source(raw[number], folder, load_tokenizer(tokenizer), text, held if val else None)
+            _tokenise_source(raw[number], folder, tokenizer, text, val_hashes if val else None)
         else:
-            say(f"{source}: token data: {_told(read_manifest(folder), val is not None)}")
+            say(f"{source}: token data: {_summary(read_manifest(folder), val is not None)}")
         parts.append(Part(name=f"{number:02d}-{Path(source).name}", path=folder.resolve(), weight=weight))
     mixture = Mixture(parts=tuple(parts), val=val)
     mixture.open()
@@ -113,61 +118,63 @@ def prepare_data(
             f"model.vocab_size: {vocab_size} is less than the tokenizer's {largest}; raise it in the recipe"
         )
     if text.encoder(load_tokenizer(tokenizer)).fingerprint() != manifests[0].settings.tokenizer:
-        remedy = "name the conversations themselves" if text.is_chat else "leave --tokenizer out"
+        remedy = "name the files of the conversations" if text.is_chat else "remove --tokenizer"
         raise UserError(f"{tokenizer}: not the tokenizer that encoded {parts[0].path}; {remedy}")
-    told = [f"{manifest.data_hash} {part.weight}" for manifest, part in zip(manifests, parts, strict=False)]
-    told += [manifests[-1].data_hash] if val else []
-    return mixture, Path(tokenizer).resolve(), hashlib.sha256("\n".join(told).encode()).hexdigest()
+    hashed = [f"{manifest.data_hash} {part.weight}" for manifest, part in zip(manifests, parts, strict=False)]
+    hashed += [manifests[-1].data_hash] if val else []
+    return mixture, Path(tokenizer).resolve(), hashlib.sha256("\n".join(hashed).encode()).hexdigest()
 
 
 def check_enough(mixture: Mixture, train: TrainConfig) -> None:
-    """Raises `UserError`: the training text does not fill a single batch."""
+    """Raise `UserError` if the training text does not fill a single batch."""
     num, batch = sum(part.num_tokens for part in mixture.open()), train.rows * train.seq_len
     if num < batch:
         raise UserError(
             f"--data: {numbers.counted(num, 'token')} of training text, a batch is {batch:,} "
-            f"(train.rows {train.rows} x train.seq_len {train.seq_len}); give more text, or lower them"
+            f"(train.rows {train.rows} x train.seq_len {train.seq_len}); give more text, or lower these two"
         )
 
 
 def is_data_folder(source: str) -> bool:
-    """Whether `tokenise` wrote it; somebody's text may well lie in a ``data.json`` too."""
+    """Whether `tokenise` wrote this folder. A ``data.json`` alone does not prove it."""
     folder = Path(source)
     return (folder / MANIFEST).is_file() and any(folder.glob("*.tokens"))
 
 
 def sources_named(data: Sequence[str], text: TextOptions = AS_IT_IS) -> tuple[str, ...]:
-    """Every ``PATH[@WEIGHT]``, and what else was said of the text, in one spelling, wherever the command is called from."""
-    named = [f"{_place(source)}@{weight:g}" for source, weight in map(_split_weight, data)]
-    named += [f"--val {_place(text.val)}"] if text.val is not None else []
-    named += [f"--val-fraction {text.val_fraction:g}"] if text.val_fraction is not None else []
-    return (*named, *([f"--text-field {text.text_field}"] if text.text_field != AS_IT_IS.text_field else []))
+    """Every ``PATH[@WEIGHT]`` and the other text options, with absolute paths: equal for equal inputs from any working directory."""
 
+    def place(source: str) -> str:
+        return str(Path(source).resolve()) if Path(source).exists() else source
 
-def _place(source: str) -> str:
-    return str(Path(source).resolve()) if Path(source).exists() else source
+    spelt = [f"{place(source)}@{weight:g}" for source, weight in map(_split_weight, data)]
+    spelt += [f"--val {place(text.val)}"] if text.val is not None else []
+    spelt += [f"--val-fraction {text.val_fraction:g}"] if text.val_fraction is not None else []
+    return (*spelt, *([f"--text-field {text.text_field}"] if text.text_field != AS_IT_IS.text_field else []))
 
 
 def tokenise_data(
     data: Sequence[str], out: Path, tokenizer: Path | None, vocab_size: int, text: TextOptions = AS_IT_IS
 ) -> Manifest:
-    """Tokenise one source into the data folder ``out``, with ``tokenizer`` or one trained on it. Raises `UserError`:
-    bad data, more than one source (a mixture is of data folders), or a folder in which another process works.
+    """Tokenise one source into the data folder ``out``, with ``tokenizer`` or one trained on the source. Raises `UserError`: bad data,
+    more than one source (a mixture consists of data folders), or another process is writing to the folder.
     """
     if len(data) != 1:
         raise UserError(
-            f"--data: one source makes one data folder, {len(data)} were named; tokenise each by itself, "
-            "all with one --tokenizer"
+            f"--data: a data folder is made from one source, {len(data)} were named; "
+            "tokenise each source into its own folder, all with the same --tokenizer"
         )
     source = open_source(data[0], text.form(data[0]))
     with claimed(out):
         if tokenizer is None:
             tokenizer = _own_tokenizer(out / TOKENIZER, [source], [1.0], vocab_size)
-        return _tokenise_source(source, out, load_tokenizer(tokenizer), text)
+        return _tokenise_source(source, out, tokenizer, text)
 
 
 def _own_tokenizer(folder: Path, sources: Sequence[Source], weights: Sequence[float], vocab_size: int) -> Path:
-    """The tokenizer that an earlier attempt left in ``folder``, or one learnt now. Raises `UserError`: it is too large."""
+    """The tokenizer that an earlier attempt left in ``folder``, else one that is trained now. Raises `UserError`: the existing
+    tokenizer is too large.
+    """
     if not (folder / "tokenizer.json").is_file():
         learn_tokenizer(_weighted(sources, weights), vocab_size).save(folder)
     elif (size := load_tokenizer(folder).vocab_size) > vocab_size:
@@ -179,7 +186,7 @@ def _own_tokenizer(folder: Path, sources: Sequence[Source], weights: Sequence[fl
 
 
 def _weighted(sources: Sequence[Source], weights: Sequence[float]) -> Iterator[Document]:
-    """Of each source as much text as its weight says, again and again if need be: as training will see them."""
+    """Documents of each source in proportion to its weight, repeated if a source is too small: the distribution that training will see."""
     for source, weight in zip(sources, weights, strict=True):
         quota = math.ceil(TOKENIZER_CHARS * weight / sum(weights))
         num_chars = 0
@@ -194,56 +201,63 @@ def _weighted(sources: Sequence[Source], weights: Sequence[float]) -> Iterator[D
                 break
 
 
-def _held_out_source(val: str, others: Sequence[Source], text: TextOptions) -> Source:
-    """The source that ``--val`` names. Raises `UserError`: its files are those of ``--data``."""
-    source = open_source(val, text.form(val))
-    trained = {file.resolve() for other in others for file in other.files.get("train", ())}
-    if both := [file for files in source.files.values() for file in files if file.resolve() in trained]:
-        raise UserError(f"--val {val}: {both[0]} is training text, too; name text that --data does not hold")
+def _val_source(text: TextOptions, trained: Sequence[Source]) -> Source:
+    """The source that ``--val`` names. Raises `UserError`: one of its files is also in ``trained``."""
+    assert text.val is not None
+    source = open_source(text.val, text.form(text.val))
+    train_files = {file.resolve() for other in trained for file in other.files.get("train", ())}
+    if shared := [file for files in source.files.values() for file in files if file.resolve() in train_files]:
+        raise UserError(f"--val {text.val}: {shared[0]} is also training text; name text that --data does not contain")
     return source
 
 
-def _prepare_val(run: Path, tokenizer: Path, text: TextOptions, others: Sequence[Source], held: set[int]) -> Path:
-    """The data folder of ``--val``; the hashes of its documents go to ``held``."""
+def _prepare_val(run: Path, tokenizer: Path, text: TextOptions, trained: Sequence[Source], hashes: set[int]) -> Path:
+    """The data folder of ``--val``. The hashes of its documents are added to ``hashes``."""
     assert text.val is not None
     if is_data_folder(text.val):
-        say(f"{text.val}: held out: {_told(read_manifest(text.val))}")
+        say(f"{text.val}: held out: {_summary(read_manifest(text.val))}")
         return Path(text.val).resolve()
-    source, folder = _held_out_source(text.val, others, text), run / "data" / VAL_FOLDER
+    source, folder = _val_source(text, trained), run / "data" / VAL_FOLDER
     left_out = source.left_out.copy()
     documents = chain.from_iterable(source.read(split, left_out) for split in source.splits)
-    sources = without_held_out({"val": documents}, left_out, held)
+    sources = without_held_out({"val": documents}, left_out, hashes)
     manifest = _encode(sources, folder, load_tokenizer(tokenizer), None, text)
-    say(f"{source.name}: held out: {_told(manifest)}" + (f"; left out {left_out}" if len(left_out) else ""))
+    say(f"{source.name}: held out: {_summary(manifest)}" + (f"; left out {left_out}" if len(left_out) else ""))
     return folder.resolve()
 
 
 def _tokenise_source(
-    source: Source, out: Path, tokenizer: Tokenizer, text: TextOptions, held: set[int] | None = None
+    source: Source, out: Path, tokenizer: Path, text: TextOptions, val_hashes: set[int] | None = None
 ) -> Manifest:
-    """Tokenise ``source`` into ``out`` and say what became of it. ``held``: hashes of text that is held out elsewhere."""
+    """Tokenise ``source`` into ``out`` and print one line about the result.
+
+    ``val_hashes``: hashes of the documents in another folder of held-out text; None: held-out text goes into ``out``.
+    """
     left_out, holdout = source.left_out.copy(), None
     sources: dict[str, Iterable[Document]] = {"train": source.read("train", left_out)}
-    if held is None and text.val is not None:
-        other = _held_out_source(text.val, [source], text)
-        sources["val"] = chain.from_iterable(other.read(split, left_out) for split in other.splits)
-    elif held is None and "val" in source.splits:
+    if val_hashes is None and text.val is not None:
+        val = _val_source(text, [source])
+        sources["val"] = chain.from_iterable(val.read(split, left_out) for split in val.splits)
+    elif val_hashes is None and "val" in source.splits:
         if text.val_fraction is not None:
-            raise UserError(f"--val-fraction: {source.name} has held-out text of its own; leave it out")
+            raise UserError(f"--val-fraction: {source.name} already has held-out text; remove the option")
         sources["val"] = source.read("val", left_out)
-    elif held is None:
+    elif val_hashes is None:
         holdout = choose_holdout(source.read("train"), text.val_fraction, by_position=not text.is_chat)
     if "val" in source.splits and "val" not in sources:
         left_out.add("of a val split, as --val names one", source.name)
-    manifest = _encode(without_held_out(sources, left_out, held), out, tokenizer, holdout, text)
+    sources = without_held_out(sources, left_out, val_hashes)
+    manifest = _encode(sources, out, load_tokenizer(tokenizer), holdout, text)
     files = f"{numbers.counted(len(source.files['train']), 'file')}, " if "train" in source.files else ""
-    told = _told(manifest, held is not None) + (f": {holdout}" if holdout else "")
-    say(f"{source.name}: {files}{told}" + (f"; left out {left_out}" if len(left_out) else ""))
+    summary = _summary(manifest, val_hashes is not None) + (f": {holdout}" if holdout else "")
+    say(f"{source.name}: {files}{summary}" + (f"; left out {left_out}" if len(left_out) else ""))
     return manifest
 
 
 def tokenise_documents(sources: Mapping[str, Iterable[Document]], out: Path, tokenizer: Tokenizer) -> Manifest:
-    """Tokenise ``sources`` into ``out`` and keep the tokenizer with the shards; a hundredth is held out if they hold out nothing."""
+    """Tokenise ``sources`` into ``out`` and store the tokenizer beside the shards. Without a ``val`` split, `VAL_FRACTION` of the documents
+    is held out.
+    """
     return _encode(sources, out, tokenizer, None if "val" in sources else Holdout("documents", VAL_FRACTION), AS_IT_IS)
 
 
@@ -255,27 +269,28 @@ def _encode(
     text: TextOptions,
 ) -> Manifest:
     before, encoder = read_settings(out), text.encoder(tokenizer)
-    if before is None or before.tokenizer == encoder.fingerprint():  # or `tokenise` refuses, and the old one stays
+    if (
+        before is None or before.tokenizer == encoder.fingerprint()
+    ):  # else `tokenise` raises and the old tokenizer must stay
         tokenizer.save(out / TOKENIZER)
     with progress("tokenise", None) as advance:
         return tokenise(sources, encoder, out, holdout=holdout, advance=advance)
 
 
-def _told(manifest: Manifest, is_held_out_elsewhere: bool = False) -> str:
-    """``train 3 documents, 1.31 MiB, 402k tokens; val …``."""
-    told = []
-    for split, shards in sorted(manifest.splits.items(), key=lambda each: each[0] != "train"):
-        if split == "train" or not is_held_out_elsewhere:
-            num, num_bytes, tokens = (
-                sum(getattr(shard, name) for shard in shards) for name in ("num_documents", "num_bytes", "num_tokens")
-            )
-            size = numbers.size_in_bytes(num_bytes)
-            told.append(f"{split} {numbers.counted(num, 'document')}, {size}, {numbers.si(tokens)} tokens")
-    return "; ".join(told)
+def _summary(manifest: Manifest, is_val_elsewhere: bool = False) -> str:
+    """Size of each split: ``train 3 documents, 1.31 MiB, 402k tokens; val …``; ``train`` alone if held-out text is elsewhere."""
+    parts = []
+    for split, shards in sorted(manifest.splits.items(), key=lambda item: item[0] != "train"):
+        if split == "train" or not is_val_elsewhere:
+            documents = numbers.counted(sum(shard.num_documents for shard in shards), "document")
+            size = numbers.size_in_bytes(sum(shard.num_bytes for shard in shards))
+            tokens = numbers.si(sum(shard.num_tokens for shard in shards))
+            parts.append(f"{split} {documents}, {size}, {tokens} tokens")
+    return "; ".join(parts)
 
 
 def learn_tokenizer(documents: Iterable[Document], vocab_size: int, chat_template: str | None = None) -> Tokenizer:
-    """Train a tokenizer of at most ``vocab_size`` on the first stretch of ``documents``."""
+    """Train a tokenizer of at most ``vocab_size`` entries on the first `TOKENIZER_CHARS` characters of ``documents``."""
     with progress("train tokenizer", None) as advance:
 
         def texts() -> Iterator[str]:
@@ -291,15 +306,16 @@ def learn_tokenizer(documents: Iterable[Document], vocab_size: int, chat_templat
 
 
 def _split_weight(argument: str) -> tuple[str, float]:
-    source, at, told = argument.rpartition("@")
+    """Source and weight of ``PATH[@WEIGHT]``; the default weight is 1."""
+    source, at, suffix = argument.rpartition("@")
     try:
-        weight = float(told)
+        weight = float(suffix)
     except ValueError:
-        return argument, 1.0  # no @, or a name with one in it
+        return argument, 1.0  # no @, or an @ in the name
     if not at:
         return argument, 1.0
     if not 0 < weight < math.inf:
         raise UserError(
-            f"--data {argument}: the weight after @ is no positive number; correct it, or leave the part out"
+            f"--data {argument}: the weight after @ is not a positive number; correct it, or remove the source"
         )
     return source, weight

@@ -1,6 +1,6 @@
-"""Which Subnet each micro-batch trains: drawn from (seed, step), so every rank and every resume draws the same.
+"""Sampler of Subnets: the Subnet of each micro-batch, drawn from (seed, step), so that every rank and every resumed run draws the same.
 
-Imports no torch. Shape letters: B rows of a micro-batch over all ranks, E expert ranks in nested order.
+Imports no torch. Shape letters: B rows of a micro-batch over all ranks, E experts in nested order.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import numpy as np
 from stretto.model.spec import ModelConfig, Subnet, fixed_layers
 from stretto.train.recipe import MixtureConfig
 
-GOLDEN = 0.6180339887498949
-"""Steps of the golden ratio, modulo one, fill [0, 1) evenly: shares are met closely in every stretch of a run."""
+GOLDEN_RATIO = 0.6180339887498949
+"""Multiples of the golden ratio, modulo one, fill [0, 1) evenly: every stretch of a run has nearly the configured shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,10 @@ class WidthPlan:
 
 @dataclass(frozen=True, slots=True)
 class MicroPlan:
-    """What one micro-batch trains. Written by the sampler, read by the step."""
+    """Subnet and row widths of one micro-batch. Written by the sampler, read by the step."""
 
     kind: str
-    """``full``, ``depth``, ``top_k``, ``mixed``, or an anchor's name: the label in the log."""
+    """Label in the log: ``full``, ``depth``, ``top_k``, ``mixed``, or the name of an anchor."""
     subnet: Subnet
     widths: WidthPlan | None
     is_anchor: bool
@@ -43,7 +43,7 @@ class MicroPlan:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Draws the plans of a step."""
+    """Draws the micro-batches of a step."""
 
     config: ModelConfig
     elastic: MixtureConfig
@@ -54,7 +54,7 @@ class Sampler:
     seed: int
 
     def draw(self, step: int) -> tuple[MicroPlan, ...]:
-        """The plans of ``step`` (0-based), one a micro-batch."""
+        """The plans of ``step`` (0-based), one per micro-batch."""
         return tuple(self._draw_one(step, index) for index in range(self.micro_batches))
 
     def _draw_one(self, step: int, index: int) -> MicroPlan:
@@ -66,40 +66,39 @@ class Sampler:
         if self.elastic.sampler == "ernie":
             return self._independent(rng, strength)
         offset = np.random.default_rng(self.seed).random()
-        return self._stratified((offset + number * GOLDEN) % 1.0, rng, strength)
+        return self._stratified((offset + number * GOLDEN_RATIO) % 1.0, rng, strength)
 
     def _strength(self, step: int) -> float:
-        """How much of the mixture is in force at ``step``, in [0, 1]."""
+        """Factor in [0, 1] on the shares of the mixture at ``step``."""
         done = step - round(self.elastic.starts_at * self.num_steps)
         ramp_steps = self.elastic.ramp_fraction * self.num_steps
         if done < 0:
             return 0.0
         return min(1.0, (done + 1) / ramp_steps) if ramp_steps > 0 else 1.0
 
-    def _stratified(self, where: float, rng: np.random.Generator, strength: float) -> MicroPlan:
-        """One axis at a time, or an anchor; ``where`` in [0, 1) picks the kind by its share."""
+    def _stratified(self, point: float, rng: np.random.Generator, strength: float) -> MicroPlan:
+        """An anchor, or one reduced axis; ``point`` in [0, 1) selects the kind by its share."""
         elastic = self.elastic
         anchors = list(elastic.anchors.items())
         anchor_share = elastic.anchor_share * strength if anchors else 0.0
-        if where < anchor_share:
-            name, choice = anchors[int(where / anchor_share * len(anchors))]
+        if point < anchor_share:
+            name, choice = anchors[int(point / anchor_share * len(anchors))]
             return MicroPlan(name, choice.of(self.config), None, True)
-        where -= anchor_share
+        point -= anchor_share
         narrow_share = elastic.width_share * strength / max(1e-9, 1.0 - anchor_share)
-        complements = elastic.sampler == "complements"
-        widths = self._complements(rng, min(narrow_share, 0.5)) if complements else self._widths(rng, narrow_share)
-        if where < elastic.depth_share * strength:
+        widths = self._widths(rng, narrow_share)
+        if point < elastic.depth_share * strength:
             return MicroPlan("depth", self.config.subnet(depth=self._depth(rng)), widths, False)
-        where -= elastic.depth_share * strength
-        if where < elastic.top_k_share * strength:
-            # a top-k of its own for each layer, at most the layer's full one
+        point -= elastic.depth_share * strength
+        if point < elastic.top_k_share * strength:
+            # one draw per layer, at most the layer's full top-k
             full, low = self.config.full(), elastic.min_top_k
             top_k = tuple(int(rng.integers(min(low, k), k + 1)) for k in full.top_k)
             return MicroPlan("top_k", full.replace(top_k=top_k), widths, False)
         return MicroPlan("full", self.config.full(), widths, False)
 
     def _independent(self, rng: np.random.Generator, strength: float) -> MicroPlan:
-        """ERNIE 5.0's sampler: every axis reduced on its own, with random subsets of experts (2602.04705)."""
+        """ERNIE 5.0's sampler: every axis is reduced independently, with random subsets of experts (2602.04705)."""
         depth, top_k, narrow = rng.random(3) < np.array((0.25, 0.2, 1.0)) * strength
         subnet = self.config.subnet(depth=self._depth(rng)) if depth else self.config.full()
         if top_k:
@@ -110,14 +109,17 @@ class Sampler:
         return MicroPlan(kind, subnet, widths, False)
 
     def _depth(self, rng: np.random.Generator) -> int:
-        """A depth below the full one that still holds the first and last two layers, if there is any."""
+        """A random depth below the full one that keeps the first and last two layers, if there is one."""
         num_layers = self.config.num_layers
         low = max(self.elastic.min_depth, len(fixed_layers(num_layers)))
         return int(rng.integers(low, max(num_layers, low + 1)))
 
     def _widths(self, rng: np.random.Generator, share: float, at_random: bool = False) -> WidthPlan | None:
-        """Rows narrowed to a trained number of experts: to a prefix of them, or to a random subset."""
-        config, branches = self.config, self._narrow_branches()
+        """Rows narrowed to one of the network's widths: a prefix of the experts, or a random subset. Widths that cannot hold the
+        largest top-k of any layer are not used.
+        """
+        config, top_k = self.config, max(self.config.top_k_by_layer, default=1)
+        branches = [at for at in range(1, len(config.widths)) if config.choosable(config.widths[at]) >= top_k]
         narrow_B = rng.random(self.rows) < share
         if not branches or not narrow_B.any():
             return None
@@ -126,27 +128,5 @@ class Sampler:
         if not at_random:
             return WidthPlan(branch_B, np.arange(config.num_experts) < limit_B1, np.ones(self.rows, dtype=bool))
         place_BE = rng.random((self.rows, config.num_experts)).argsort(1).argsort(1)
-        # one bias for all: rows that saw a random subset must not steer it, they never chose what was masked
+        # all rows share one balance bias; rows with masked experts would bias its load counts, so they are not counted
         return WidthPlan(np.zeros(self.rows, dtype=np.int64), place_BE < limit_B1, ~narrow_B)
-
-    def _complements(self, rng: np.random.Generator, share: float) -> WidthPlan | None:
-        """Half of the narrowed rows take the largest narrower prefix, half its complement, in exact balance."""
-        config = self.config
-        num_pairs = int(share * self.rows / 2 + rng.random())
-        if not self._narrow_branches() or num_pairs == 0:
-            return None
-        assert self.rows > 1, "a pair of a prefix and its complement needs two rows"
-        chosen = rng.permutation(self.rows)[: 2 * num_pairs]
-        branch_B = np.zeros(self.rows, dtype=np.int64)
-        branch_B[chosen[:num_pairs]] = 1
-        branch_B[chosen[num_pairs:]] = config.num_branches - 1
-        prefix_E = np.arange(config.num_experts) < config.widths[1]
-        allowed_BE = np.ones((self.rows, config.num_experts), dtype=bool)
-        allowed_BE[branch_B == 1] = prefix_E
-        allowed_BE[branch_B == config.num_branches - 1] = ~prefix_E
-        return WidthPlan(branch_B, allowed_BE, np.ones(self.rows, dtype=bool))
-
-    def _narrow_branches(self) -> list[int]:
-        """Widths that rows can be narrowed to: those that still hold the largest top-k of any layer."""
-        config, top_k = self.config, max(self.config.top_k_by_layer, default=1)
-        return [branch for branch in range(1, len(config.widths)) if config.choosable(config.widths[branch]) >= top_k]

@@ -1,4 +1,4 @@
-"""Snapshots: everything a run needs to go on, bit for bit, whatever the number of ranks that read it."""
+"""Snapshots: the complete state of a run. A resumed run gives bit-identical results, with any number of ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from stretto.train.pace import Pace
 
 META = "meta.json"
 LAYOUT = ("train.ep",)
-"""Fields of a recipe that say where things are computed, not what: a resumed run may change them."""
+"""Fields of a recipe that decide where things are computed, not what. A resumed run may change them."""
 STEERING = (
     "optim.lr",
     "train.steps",
@@ -39,14 +39,14 @@ STEERING = (
     "train.snapshot_minutes",
     "train.keep_snapshots",
 )
-"""Fields that a resumed run may change beside: they steer what is still to come, and `SnapshotMeta.changes` tells of it."""
+"""Other fields that a resumed run may change, since they affect later steps only. `SnapshotMeta.changes` records the changes."""
 
 
 class Change(Config):
-    """A field of the recipe that a resume changed."""
+    """A field of the recipe that a resumed run changed."""
 
     step: int
-    """Steps completed by then."""
+    """Steps completed before the change."""
     field: str
     before: Any
     after: Any
@@ -55,7 +55,7 @@ class Change(Config):
 def changes_between(
     before: Mapping[str, Any], after: Mapping[str, Any], fields: Collection[str], step: int
 ) -> tuple[Change, ...]:
-    """What a resume after ``step`` changed of a recipe (as plain data): those of ``fields`` that differ."""
+    """Those of ``fields`` that differ between two recipes (as plain data), as changes after ``step``."""
     return tuple(
         Change(step=step, field=field, before=old, after=new)
         for field, (old, new) in differences(before, after).items()
@@ -67,27 +67,27 @@ class SnapshotMeta(Config):
     """The part of a snapshot that is not tensors."""
 
     step: int
-    """Steps completed."""
+    """Completed steps."""
     loader: dict[str, Any]
-    """Where the data goes on after them: `Loader.state()`, or what another stage draws its batches from."""
+    """Position in the data after these steps: `Loader.state()`, or the state of the batches of another stage."""
     receipt: Receipt
     run_id: str
     layer_order: tuple[int, ...]
     expert_order: tuple[tuple[int, ...], ...] | None = None
-    """None: `stretto.model.spec.interleaved_order` everywhere, and in snapshots of a version that did not say."""
+    """None: `stretto.model.spec.interleaved_order` in every layer, and in snapshots of older versions."""
     tokens_by_kind: dict[str, int]
-    """Target tokens each kind of micro-batch has trained on: the mixture actually drawn."""
+    """Target tokens trained on, by kind of micro-batch: the mixture that was actually drawn."""
     recipe: dict[str, Any]
     data_hash: str
     pace: Pace | None = None
-    """How the run computes; None in snapshots of a version that did not say."""
+    """Data type and threads of the run; None in snapshots of older versions."""
     changes: tuple[Change, ...] = ()
-    """What resumes told the run otherwise than it began, in order."""
+    """Fields of the recipe that resumed runs changed, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshots:
-    """The snapshots of one run, in ``folder``."""
+    """The snapshots of one run, in ``folder``; the newest ``keep`` remain."""
 
     folder: Path
     keep: int
@@ -96,13 +96,12 @@ class Snapshots:
         return self.folder / f"step-{step:07d}"
 
     def latest(self) -> Path | None:
-        """The newest complete snapshot. A folder gets its name when it is complete, so every match is."""
-        found = sorted(self.folder.glob("step-*")) if self.folder.is_dir() else []
-        return found[-1] if found else None
+        """The newest complete snapshot. A folder is renamed to its name when it is complete, so every match is complete."""
+        return max(self.folder.glob("step-*"), default=None)
 
     def save(self, model: Transformer, optimizers: Sequence[Optimizer], meta: SnapshotMeta, ranks: Ranks) -> None:
-        """Write a snapshot with all ranks, then delete the oldest beyond ``keep``. Raises `UserError`: on all ranks:
-        the disk is full or the folder cannot be written; older snapshots are untouched.
+        """Write a snapshot with all ranks, then delete the oldest ones beyond ``keep``. Raises `UserError` on all ranks: the disk is full
+        or the folder is not writable; older snapshots are unaffected.
         """
         final = self.path(meta.step)
         partial = self.folder / f".{final.name}.partial"
@@ -111,7 +110,7 @@ class Snapshots:
             if ranks.is_first:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._sweep()
-        with self._attempt(final, ranks), _quietly():
+        with self._attempt(final, ranks), _without_single_process_warning():
             save(state, checkpoint_id=partial, no_dist=ranks.world == 1)
         with self._attempt(final, ranks):
             if ranks.is_first:
@@ -122,27 +121,27 @@ class Snapshots:
                     shutil.rmtree(old)
 
     def load(self, path: Path, model: Transformer, optimizers: Sequence[Optimizer], ranks: Ranks) -> None:
-        """Restore ``model`` and ``optimizers`` in place, resharding if the ranks have changed. Raises `UserError`: the
-        snapshot is damaged or of another network.
+        """Restore ``model`` and ``optimizers`` in place, and reshard if the number of ranks changed. Raises `UserError`: the snapshot is
+        damaged or belongs to another network.
         """
         for optimizer in optimizers:
-            _start(optimizer)
+            _create_state(optimizer)
         try:
             stored = FileSystemReader(path).read_metadata().state_dict_metadata
             for optimizer, parameter, name in _owned(model, optimizers):
                 if not any(key.startswith(f"optim.{name}.") for key in stored):
-                    del optimizer.state[parameter]  # had no gradient yet
+                    del optimizer.state[parameter]  # the parameter had no gradient before the snapshot
             state = {"model": model.state_dict(), "optim": _optimizer_state(model, optimizers)}
-            with _quietly():
+            with _without_single_process_warning():
                 load(state, checkpoint_id=path, no_dist=ranks.world == 1)
         except (OSError, RuntimeError, ValueError, KeyError, CheckpointException) as error:
             raise UserError(
-                f"{path}: cannot be restored: {_cause(error)}; delete this snapshot to use the one before"
+                f"{path}: cannot be restored: {_cause(error)}; delete this snapshot to use the previous one"
             ) from error
 
     @contextmanager
     def _attempt(self, final: Path, ranks: Ranks) -> Iterator[None]:
-        """A part of saving ``final``. All ranks leave it together: if it failed on one, every rank raises."""
+        """A phase of saving ``final``. If it fails on one rank, every rank raises at the end of the block."""
         error: BaseException | None = None
         try:
             yield
@@ -153,38 +152,37 @@ class Snapshots:
         if ranks.is_first:
             self._sweep()
         last = self.latest()
-        have = f"the last good one is {last.name}" if last else "there is no earlier one"
+        have = f"the last good snapshot is {last.name}" if last else "there is no earlier snapshot"
         cause = "another rank failed" if error is None else _cause(error)
         raise UserError(f"{final}: cannot be written: {cause}; free some space ({have}), then --resume") from error
 
     def _sweep(self) -> None:
-        """Remove what saving left behind where it was killed."""
+        """Remove partial snapshots of killed processes."""
         for partial in self.folder.glob(".step-*.partial"):
             remove(partial)
 
 
 def read_meta(path: Path) -> SnapshotMeta:
+    """Metadata of the snapshot in ``path``. Raises `UserError`: missing, or of another version."""
     try:
         return SnapshotMeta.model_validate(read_json(path / META))
     except ValueError as error:
         raise UserError(f"{path / META}: not a snapshot of this version: {str(error).splitlines()[0]}") from None
 
 
-def _owned(model: Transformer, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, Tensor, str]]:
-    """Every parameter that an optimiser has state for, with its name."""
+def _owned(model: Transformer, optimizers: Sequence[Optimizer]) -> list[tuple[Optimizer, Tensor, str]]:
+    """Every parameter for which an optimiser has state, with optimiser and name."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    for optimizer in optimizers:
-        for parameter in list(optimizer.state):
-            yield optimizer, parameter, names[parameter]
+    return [(optimizer, parameter, names[parameter]) for optimizer in optimizers for parameter in optimizer.state]
 
 
 def _optimizer_state(model: Transformer, optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Tensor]]:
-    """The optimisers' tensors by parameter. Their settings follow from the recipe, their kernels from the ranks."""
+    """The optimisers' tensors by parameter name. Optimiser settings come from the recipe, kernels from the ranks."""
     return {name: optimizer.state[parameter] for optimizer, parameter, name in _owned(model, optimizers)}
 
 
-def _start(optimizer: Optimizer) -> None:
-    """Give every parameter a state to load into, by a step of rate zero along a gradient of zero."""
+def _create_state(optimizer: Optimizer) -> None:
+    """Create the state of every parameter, as targets to load into: a step with learning rate 0 and zero gradients."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -197,15 +195,15 @@ def _start(optimizer: Optimizer) -> None:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Without the warning that one process alone is saved or loaded: here that is meant."""
+def _without_single_process_warning() -> Iterator[None]:
+    """Suppress the warning of torch that a single process saves or loads, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost message of a chain, on one line."""
+    """The innermost message of a chain of exceptions, on one line."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     chain: BaseException | None = error

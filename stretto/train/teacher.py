@@ -1,9 +1,9 @@
-"""A frozen teacher's log-probabilities on disk: one pass writes them, training reads them, and the teacher takes no memory then.
+"""Cache of a frozen teacher's log-probabilities on disk. One pass writes it; training reads it, without the teacher in memory.
 
-Of every token the largest few are kept, and the sum of the others. Rows are those that the loader will give, in its order, so
-a place in the file is a row's number in the run.
+For every token the largest log-probabilities and the sum of the others are stored. Rows are in the order of the loader, so the
+place in the file is the number of the row in the run.
 
-Shape letters: B rows, T positions, N = B·T tokens, K kept log-probabilities, V vocabulary, D hidden.
+Shape letters: B rows, T positions, N = B·T tokens, K stored log-probabilities, V vocabulary, D hidden.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from stretto.ops.logprob import TopLogProbs, top_log_probs
 from stretto.train.step import Recorded
 
 META = "teacher.json"
-BATCHES_A_RECORD = 16
-"""Batches computed between two records of how far the file is (ours): so many are lost at most."""
+BATCHES_PER_RECORD = 16
+"""Batches between two records of progress (ours). A killed process loses at most these."""
 
 
 class CacheKey(Config):
-    """What the numbers follow from: under another key they are others."""
+    """Everything that the log-probabilities depend on. A cache with another key is deleted."""
 
     data_hash: str
     loader_seed: int
@@ -46,17 +46,17 @@ class CacheKey(Config):
     teacher: str
     """SHA-256 of its parameters and balance biases."""
     dtype: str
-    """In which it computes."""
+    """The teacher's compute data type."""
 
 
 class CacheMeta(Config):
-    """What teacher.json holds; written after the rows it tells of."""
+    """Content of teacher.json. Written after the rows that it counts."""
 
     key: CacheKey
     num_rows: int
-    """Rows that are there, from the first."""
+    """Number of complete rows, from the first."""
     loader: dict[str, Any]
-    """The loader's state after them."""
+    """The loader's state after these rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class LogitCache:
     vocab_size: int
 
     def _files(self) -> tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]:
-        """Name, type and shape of a row."""
+        """File name, data type, and shape of one row."""
         T, K = self.key.seq_len, self.key.top_k
         ids = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
         value = np.dtype("<f4")
@@ -79,15 +79,15 @@ class LogitCache:
         return sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in self._files())
 
     def read(self, rows: slice, device: torch.device) -> TopLogProbs:
-        """Of rows that are there, all their tokens."""
-        found = []
+        """Log-probabilities of all tokens of ``rows``, which must be complete."""
+        tensors = []
         for name, dtype, shape in self._files():
             start, num = rows.start * math.prod(shape), (rows.stop - rows.start) * math.prod(shape)
             flat = np.fromfile(self.folder / name, dtype, num, offset=start * dtype.itemsize)
-            assert len(flat) == num, f"{self.folder / name} has not all of rows {rows.start} to {rows.stop}"
+            assert len(flat) == num, f"{self.folder / name} lacks some of rows {rows.start} to {rows.stop}"
             wide = flat.astype(np.int64 if name == "ids.bin" else np.float32)
-            found.append(torch.from_numpy(wide.reshape(-1, *shape[1:])).to(device))
-        return TopLogProbs(*found)
+            tensors.append(torch.from_numpy(wide.reshape(-1, *shape[1:])).to(device))
+        return TopLogProbs(*tensors)
 
     def _write(self, first_row: int, top: TopLogProbs) -> None:
         for (name, dtype, shape), tensor in zip(self._files(), (top.ids_NK, top.logprobs_NK, top.rest_N), strict=True):
@@ -96,18 +96,18 @@ class LogitCache:
                 file.write(tensor.cpu().numpy().astype(dtype).tobytes())
 
     def fill(self, teacher: Transformer, loader: Batches, num_rows: int, micro_rows: int, ranks: Ranks) -> None:
-        """Have the first ``num_rows`` rows of ``loader``, which is left where it is, on disk; all ranks call this, and those that
-        are there are not computed again. Raises `UserError`: there is no room for them; nothing is lost.
+        """Write the first ``num_rows`` rows of ``loader``, whose position is restored. All ranks call this; complete rows are not computed
+        again. Raises `UserError`: not enough disk space; nothing is lost.
 
         Args:
-            teacher: on a CPU, frozen.
+            teacher: frozen, on the CPU.
             micro_rows: rows of a batch of ``loader``, over all ranks.
         """
         meta = ranks.first(lambda: self._begin(loader, num_rows))
         if meta.num_rows >= num_rows:
             return
         dtype = torch.bfloat16 if self.key.dtype == "bfloat16" else torch.float32
-        placed = spread(teacher, replace(ranks, ep=1), dtype)  # ep divides the student's experts
+        placed = spread(teacher, replace(ranks, ep=1), dtype)  # expert parallelism is for the student's experts only
         before = loader.state()
         loader.restore(meta.loader)
         done = meta.num_rows
@@ -119,7 +119,7 @@ class LogitCache:
                     with writing(self.folder):
                         self._write(done + ranks.rows(micro_rows).start, self._top(placed, batch, dtype))
                     done += micro_rows
-                    if done >= num_rows or done // micro_rows % BATCHES_A_RECORD == 0:
+                    if done >= num_rows or done // micro_rows % BATCHES_PER_RECORD == 0:
                         ranks.barrier()
                         self._record(done, loader, ranks)
                     advance(1)
@@ -127,7 +127,7 @@ class LogitCache:
             loader.restore(before)
 
     def _begin(self, loader: Batches, num_rows: int) -> CacheMeta:
-        """How far the cache is; one of another key is deleted."""
+        """The progress of the cache. A cache with another key is deleted first."""
         path = self.folder / META
         meta = validate(CacheMeta, read_json(path), str(path)) if path.is_file() else None
         if meta is None or meta.key != self.key:
@@ -137,15 +137,14 @@ class LogitCache:
         if missing:
             self.folder.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.folder).free
-            kept = (
-                f"the teacher's {self.key.top_k} largest log-probabilities of {si(num_rows * self.key.seq_len)} tokens"
-            )
+            num_tokens = si(num_rows * self.key.seq_len)
+            content = f"the teacher's {self.key.top_k} largest log-probabilities of {num_tokens} tokens"
             if missing > free:
                 raise UserError(
-                    f"{self.folder}: cached_logits: {kept} take {missing / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; "
-                    "keep fewer, train fewer steps, or free some space"
+                    f"{self.folder}: cached_logits: {content} take {missing / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; "
+                    "lower cached_logits, train fewer steps, or free some space"
                 )
-            say(f"{kept} take {num_rows * self.row_bytes / 1e6:,.0f} MB in {self.folder}")
+            say(f"{content} take {num_rows * self.row_bytes / 1e6:,.0f} MB in {self.folder}")
             for name, _, _ in self._files():
                 (self.folder / name).touch()
         return meta
@@ -160,27 +159,27 @@ class LogitCache:
         kind = batch.ids_BT.device.type
         with torch.autocast(kind, dtype=dtype, enabled=dtype != torch.float32):
             hidden_BTD = teacher(batch.ids_BT, teacher.config.full(), batch.ctx).hidden_BTD
-            # fp32 as the student's are, whatever the teacher's weights: the head multiplies in autocast's dtype or in this
+            # fp32 like the student's hidden states: the head then multiplies in autocast's dtype, or in fp32
             return top_log_probs(hidden_BTD.flatten(0, 1).float(), teacher.head_VD, self.key.top_k)
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """A lesson whose teacher's part is read from a cache."""
+    """A teacher whose log-probabilities are read from a cache."""
 
     cache: LogitCache
     config: ModelConfig
-    """Of the teacher."""
+    """The teacher's."""
     ce_weight: float
 
     def at(self, first_row: int, rows: slice, device: torch.device) -> Recorded:
-        """For this rank's ``rows`` of the micro-batch that begins with the run's ``first_row``."""
+        """Log-probabilities for this rank's ``rows`` of the micro-batch that starts at row ``first_row`` of the run."""
         place = slice(first_row + rows.start, first_row + rows.stop)
         return Recorded(self.cache.read(place, device), self.config, self.ce_weight)
 
 
 def hash_state(model: Transformer) -> str:
-    """SHA-256 over names and bytes of a model's tensors, which lie on a CPU."""
+    """SHA-256 of the names and bytes of a model's tensors, which lie on the CPU."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(name.encode())

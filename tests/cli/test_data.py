@@ -65,7 +65,7 @@ def test_held_out_text_is_named(stretto: Run, recipe: Path, tmp_path: Path) -> N
     assert info.data.val == run / "data/val" and info.sources[-1] == f"--val {other}"
     assert [part.split for part in info.data.open("val")] == ["val"]
     assert all(set(read_manifest(part.path).splits) == {"train"} for part in info.data.parts)
-    refused(stretto("pretrain", recipe, "--data", book, "--val", book, "-o", tmp_path / "x"), "is training text, too")
+    refused(stretto("pretrain", recipe, "--data", book, "--val", book, "-o", tmp_path / "x"), "is also training text")
     shutil.copy(book, tmp_path / "copy.txt")
     same = ("--data", book, "--val", tmp_path / "copy.txt")
     refused(stretto("pretrain", recipe, *same, "-o", tmp_path / "y"), "all of the training text is held out")

@@ -133,4 +133,4 @@ def test_a_folder_that_may_not_be_looked_into() -> None:
         command = [sys.executable, "-c", code, str(text)]
         done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True)
         (text / "closed").chmod(0o755)
-    assert done.stdout.strip().endswith("closed: cannot be looked into: Permission denied; check its permissions"), done
+    assert done.stdout.strip().endswith("closed: cannot be opened: Permission denied; check its permissions"), done

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from stretto.base.errors import UserError
 from stretto.data.files import LeftOut
-from stretto.data.holdout import MANY_DOCUMENTS, VAL_BYTES, Holdout, choose_holdout, split_text, without_held_out
+from stretto.data.holdout import MAX_SAMPLED_DOCUMENTS, VAL_BYTES, Holdout, choose_holdout, split_text, without_held_out
 from stretto.data.sources import Document
 from tests.data.conftest import texts
 
@@ -28,7 +28,7 @@ def test_of_many_documents_a_hundredth_is_held_out_and_no_more_of_them_are_read(
             yield document
 
     assert choose_holdout(endless(), None) == Holdout("documents", 0.01)
-    assert len(read) == MANY_DOCUMENTS
+    assert len(read) == MAX_SAMPLED_DOCUMENTS
 
 
 def test_of_some_documents_whole_ones_are_held_out() -> None:
@@ -77,5 +77,5 @@ def test_held_out_documents_are_not_trained_on() -> None:
     assert list(divided) == ["val", "train"]
     assert list(divided["val"]) == documents[:5] and list(divided["train"]) == documents[5:]
     assert str(left_out).startswith("5 documents that are held out (0, …)")
-    with pytest.raises(UserError, match="--val: all of the training text is held out, too"):
+    with pytest.raises(UserError, match="--val: all of the training text is also held out"):
         [list(each) for each in without_held_out({"train": documents, "val": documents}, LeftOut()).values()]

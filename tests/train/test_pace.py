@@ -58,8 +58,8 @@ def test_of_a_batch_that_takes_long_a_part_is_timed(
 
     monkeypatch.setattr(pace, "forward_backward", forward_backward)
     monkeypatch.setattr(pace, "multiplies_bf16", lambda device: True)
-    monkeypatch.setattr(pace, "FEW_TOKENS", 3)
-    monkeypatch.setattr(pace, "LONG_S", 0.012)
+    monkeypatch.setattr(pace, "MIN_TIMED_TOKENS", 3)
+    monkeypatch.setattr(pace, "LONG_BATCH_S", 0.012)
     find_pace("auto", CONFIG, next_batch, join("cpu"))
     assert sizes[0] == (1, 3) and {width for _, width in sizes[2:]} <= set(range(3, 9)) and sizes[-1][0] == 1
     assert "of a micro-batch's 16 tokens" in capsys.readouterr().out

@@ -265,7 +265,7 @@ def trained(bench: Bench) -> Bench:
             bench.case("one"),
             *(bench.case(f"order-{seed}", order_seed=seed) for seed in range(3)),
             bench.case("one-untied", tied=False),
-            bench.case("one-complements", sampler="complements"),
+            bench.case("one-ernie", sampler="ernie"),
         ],
     )
     bench.train(
@@ -274,7 +274,7 @@ def trained(bench: Bench) -> Bench:
             bench.case("two"),
             bench.case("split", ep=2),
             bench.case("two-untied", tied=False, recompute=True),
-            bench.case("split-complements", sampler="complements", ep=2, recompute=True),
+            bench.case("split-ernie", sampler="ernie", ep=2, recompute=True),
         ],
     )
     return bench
@@ -292,7 +292,7 @@ def test_order_of_rows(trained: Bench) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("one", "two"), ("one", "split"), ("one-untied", "two-untied"), ("one-complements", "split-complements")],
+    [("one", "two"), ("one", "split"), ("one-untied", "two-untied"), ("one-ernie", "split-ernie")],
 )
 def test_ranks_change_nothing(trained: Bench, one: str, other: str) -> None:
     trained.check_equal(one, other)

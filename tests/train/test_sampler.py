@@ -22,7 +22,7 @@ SHAPE: dict[str, Any] = {
     "widths": (16, 8, 3),
 }  # fmt: skip
 CORNERS = {"corner": {"layers": 6, "experts": 6, "top_k": 2}, "small": {"layers": 4, "experts": 5, "top_k": 1}}
-SAMPLERS = ["anchored", "ernie", "complements", "off"]
+SAMPLERS = ["anchored", "ernie", "off"]
 
 
 def sampler(kind: str = "anchored", seed: int = 0, steps: int = 400, **changes: Any) -> Sampler:
@@ -59,7 +59,7 @@ def test_a_plan_follows_from_seed_and_step_alone(kind: str, seed: int, steps: li
         assert all(same(*pair) for pair in zip(reference[step], again.draw(step), strict=True))
 
 
-@pytest.mark.parametrize("kind", ["anchored", "ernie", "complements"])
+@pytest.mark.parametrize("kind", ["anchored", "ernie"])
 def test_seeds_differ(kind: str) -> None:
     one, other = sampler(kind, 0), sampler(kind, 1)
     assert not all(same(*pair) for step in range(20) for pair in zip(one.draw(step), other.draw(step), strict=True))
@@ -87,23 +87,14 @@ def test_every_plan_is_legal(kind: str, seed: int, step: int) -> None:
         for branch, allowed_E, counted in zip(plan.widths.branch_B, allowed_BE, plan.widths.counted_B, strict=True):
             if kind == "ernie":  # random subsets share the full network's bias, and must not steer it
                 assert branch == 0 and counted == allowed_E.all() and allowed_E.sum() in config.widths
-            elif branch < len(config.widths):
-                assert counted and np.array_equal(allowed_E, np.arange(16) < config.widths[branch])
             else:
-                assert counted and np.array_equal(allowed_E, np.arange(16) >= config.widths[1])
+                assert counted and np.array_equal(allowed_E, np.arange(16) < config.widths[branch])
 
 
 def kinds(one: Sampler, first: int, last: int) -> Counter[str]:
     return Counter(plan.kind for step in range(first, last) for plan in one.draw(step))
 
 
-def test_pairs_of_complements_never_take_more_than_half_the_rows() -> None:
-    greedy = sampler("complements", anchor_share=0.5, width_share=0.5)  # 0.5 of all is every row that is no anchor's
-    drawn = [plan for step in range(40) for plan in greedy.draw(step) if plan.widths is not None]
-    assert {plan.num_narrow_rows for plan in drawn} == {8 // 2}
-
-
-@pytest.mark.parametrize("kind", ["anchored", "complements"])
 @settings(max_examples=12)
 @given(
     seed=st.integers(0, 1000),
@@ -111,16 +102,14 @@ def test_pairs_of_complements_never_take_more_than_half_the_rows() -> None:
     first=st.integers(0, 300),
     num=st.integers(1, 100),
 )
-def test_shares_are_met_in_every_stretch(
-    kind: str, seed: int, shares: tuple[float, float, float], first: int, num: int
-) -> None:
+def test_shares_are_met_in_every_stretch(seed: int, shares: tuple[float, float, float], first: int, num: int) -> None:
     """Steps of the golden ratio put N·share + O(log N) of N points into any interval.
 
     N times the star discrepancy is at most 3 + (1/ln φ + K/ln(K+1))·ln N for partial quotients of at most K (Kuipers
     and Niederreiter, chapter 2, theorem 3.4); for φ they are all one, and an interval has two ends.
     """
     anchor, depth, top_k = shares
-    one = sampler(kind, seed, anchor_share=anchor, depth_share=depth, top_k_share=top_k)
+    one = sampler("anchored", seed, anchor_share=anchor, depth_share=depth, top_k_share=top_k)
     drawn, total = kinds(one, first, first + num), 4 * num
     bound = 2 * (3 + (1 / math.log((1 + 5**0.5) / 2) + 1 / math.log(2)) * math.log(total))
     expected = {"corner": anchor / 2, "small": anchor / 2, "depth": depth, "top_k": top_k}
@@ -146,19 +135,10 @@ def within(found: float, probability: float, num: int) -> bool:
     return abs(found - probability * num) <= 5 * math.sqrt(num * probability * (1 - probability)) + 1
 
 
-@pytest.mark.parametrize("kind", ["anchored", "complements"])
-def test_the_share_of_narrow_rows_is_of_all_rows(kind: str) -> None:
+def test_the_share_of_narrow_rows_is_of_all_rows() -> None:
     """Anchors carry no narrow rows, so the others carry more: 0.2 of all 12,800 rows in the end."""
-    one = sampler(kind, seed=5)
+    one = sampler(seed=5)
     assert within(narrow_rows(one, 0, 400), 0.2, 400 * 32)
-
-
-def test_complements_come_in_exact_balance() -> None:
-    one = sampler("complements", width_share=0.4)
-    for step in range(50):
-        for plan in one.draw(step):
-            if plan.widths is not None:
-                assert (plan.widths.allowed_BE.sum(0) == plan.widths.allowed_BE.sum(0)[0]).all(), "each expert as often"
 
 
 def test_ernies_axes_are_independent() -> None:
@@ -184,13 +164,12 @@ def test_off_is_the_full_network() -> None:
 
 def test_zero_shares_are_the_full_network() -> None:
     zero = {"anchors": {}, "anchor_share": 0, "depth_share": 0, "top_k_share": 0, "width_share": 0}
-    for kind in ("anchored", "complements"):
-        one = sampler(kind, **zero)
-        for step in range(50):
-            assert all(same(plan, MicroPlan("full", one.config.full(), None, False)) for plan in one.draw(step))
+    one = sampler(**zero)
+    for step in range(50):
+        assert all(same(plan, MicroPlan("full", one.config.full(), None, False)) for plan in one.draw(step))
 
 
-@pytest.mark.parametrize("kind", ["anchored", "ernie", "complements"])
+@pytest.mark.parametrize("kind", ["anchored", "ernie"])
 def test_the_ramp_starts_at_the_full_network(kind: str) -> None:
     ramped, plain = sampler(kind, steps=400, ramp_fraction=0.5), sampler(kind, steps=400)
     # a quarter of the ramp: the mixture has an eighth of its strength on average
@@ -202,7 +181,7 @@ def test_the_ramp_starts_at_the_full_network(kind: str) -> None:
         assert all(same(*pair) for pair in zip(ramped.draw(step), plain.draw(step), strict=True))
 
 
-@pytest.mark.parametrize("kind", ["anchored", "ernie", "complements"])
+@pytest.mark.parametrize("kind", ["anchored", "ernie"])
 def test_before_its_start_the_mixture_is_the_full_network(kind: str) -> None:
     late, plain = sampler(kind, starts_at=0.5, ramp_fraction=0.1), sampler(kind)
     for step in range(200):
@@ -251,39 +230,22 @@ def test_a_larger_top_k_of_one_layer_is_held_too() -> None:
     assert widths == {16, 8}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": {"widths": (16,)}, "anchors": {}, "anchor_share": 0}, "leave no two groups of at least top_k 4"),
-        ({"model": {"widths": (16, 14)}, "anchors": {}, "anchor_share": 0}, "leave no two groups of at least top_k 4"),
-        ({"anchors": {"a": {"experts": 13}}}, "leave no two groups of at least top_k 4"),
-    ],
-)
-def test_complements_that_cannot_hold_a_top_k_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        sampler("complements", **changes)
-
-
-@pytest.mark.parametrize("kind", ["anchored", "complements"])
-def test_rows_are_narrowed_to_what_groups_of_experts_can_hold(kind: str) -> None:
+def test_rows_are_narrowed_to_what_groups_of_experts_can_hold() -> None:
     """Of 16 experts in four groups, two of which a token chooses in: 12 hold the top-k of 6 and 8 do not."""
     groups = {"expert_groups": 4, "top_groups": 2, "top_k": 6, "widths": (16, 12, 8)}
-    if kind == "complements":
-        groups["top_k"], groups["widths"] = 4, (16, 8)
-    one = sampler(kind, model=groups, anchors={"corner": {"experts": 8, "top_k": 2}})
+    one = sampler(model=groups, anchors={"corner": {"experts": 8, "top_k": 2}})
     plans = [plan for step in range(60) for plan in one.draw(step)]
     narrow = {int(num) for plan in plans if plan.widths for num in plan.widths.allowed_BE.sum(1)}
-    assert narrow == ({16, 8} if kind == "complements" else {16, 12})
+    assert narrow == {16, 12}
     for plan in plans:
         check_subnet(one.config, plan.subnet)
 
 
 def test_random_subsets_of_grouped_experts_are_refused() -> None:
-    with pytest.raises(ValidationError, match="leave the 4 groups of experts unequal; use anchored"):
+    with pytest.raises(ValidationError, match="make the 4 groups of experts unequal; use anchored"):
         sampler("ernie", model={"expert_groups": 4, "top_groups": 2, "widths": (16, 8)}, anchors={}, anchor_share=0)
 
 
 def test_the_network_has_a_branch_for_every_width() -> None:
     assert sampler("anchored").config.widths == (16, 8, 6, 5, 3)
-    assert sampler("complements").config.num_branches == 6
     assert sampler("off").config == ModelConfig(**SHAPE)

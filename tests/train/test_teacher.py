@@ -78,7 +78,7 @@ def test_a_pass_that_was_stopped_goes_on(
     fill: Callable[..., LogitCache], monkeypatch: pytest.MonkeyPatch, tokens: TokenSet
 ) -> None:
     whole = contents(fill("whole", 6))
-    monkeypatch.setattr(module, "BATCHES_A_RECORD", 2)
+    monkeypatch.setattr(module, "BATCHES_PER_RECORD", 2)
     computed = 0
     top = LogitCache._top
 
@@ -107,7 +107,7 @@ def test_a_pass_that_was_stopped_goes_on(
 def test_no_room_is_said_before(fill: Callable[..., LogitCache], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000))
     with pytest.raises(
-        UserError, match=r"cached_logits: .* largest log-probabilities of .* 0\.00 GB are free; keep fewer"
+        UserError, match=r"cached_logits: .* largest log-probabilities of .* 0\.00 GB are free; lower cached_logits"
     ):
         fill("full", 2)
 
