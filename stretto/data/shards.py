@@ -1,13 +1,12 @@
-"""Token shards: documents on disk as numbers, written once and memory-mapped ever after.
+"""Token shards: tokenised documents on disk, written once and then memory-mapped.
 
-A data folder holds, for each split, ``{split}-00000.tokens`` (little-endian uint16, or uint32 for a large vocabulary)
-and ``{split}-00000.index`` (little-endian int64 pairs a document: end offset in the shard, domain number), and one
-``data.json`` over all of them, written last: a folder without it is unfinished. Of conversations, whose prompts are not
-learnt, a number is twice the token's id, and one more where a loss is taken of it.
+A data folder holds, for each split, ``{split}-00000.tokens`` (little-endian uint16, or uint32 for a large vocabulary) and
+``{split}-00000.index`` (pairs of little-endian int64, one per document: end offset in the shard, number of the domain), and one
+``data.json`` for all of them, written last: a folder without it is unfinished. In the shards of conversations a number is twice
+the token's id, plus one if a loss is taken of the token.
 
-A shard is one unit of work: about ``shard_bytes`` of text, encoded by one process. Which documents it holds follows
-from the order of the documents alone, so the bytes do not depend on the number of processes, and a run that was killed
-reads its sources again but encodes only the shards that are missing.
+A shard is the unit of work: about ``shard_bytes`` of text, encoded by one process. Its documents depend on the order of the
+documents only, so the files are the same for any number of processes, and after a kill only the missing shards are encoded.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, chain, groupby, islice
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
@@ -41,25 +40,25 @@ from stretto.data.sources import Document
 
 MANIFEST = "data.json"
 TOKENIZER = "tokenizer"
-"""Folder beside the shards where callers keep the tokenizer that made them."""
+"""Folder beside the shards in which callers store the tokenizer."""
 _TOKENS, _INDEX = ".tokens", ".index"
 _INDEX_DTYPE = np.dtype("<i8")
 _INDEX_FIELDS = 2
-"""Columns of the index: end offset of the document in tokens, domain number."""
+"""Columns of the index: end offset of the document in tokens, number of the domain."""
 _PROGRESS = "unfinished"
-"""Folder of the records of shards that are done while others are not."""
+"""Folder with the records of finished shards while others are unfinished."""
 _BATCH_CHARS = 1 << 19
-"""Text encoded between two writes: bounds what a process holds as Python integers."""
+"""Characters of text encoded between two writes: limits the tokens that a process holds as Python integers."""
 
 
 class Shard(Config):
-    """One shard, recorded by the process that wrote it."""
+    """Record of one shard. Written by the process that encoded it."""
 
     name: str
     text_hash: str
-    """blake2b over the documents, in order: a shard whose text is unchanged is not encoded again."""
+    """blake2b of the documents, in order. A shard with unchanged text is not encoded again."""
     sha256: str
-    """Over the tokens file, then the index file."""
+    """Of the tokens file followed by the index file."""
     num_tokens: int
     num_documents: int
     num_bytes: int
@@ -67,18 +66,18 @@ class Shard(Config):
 
 
 class Settings(Config):
-    """What all shards of a folder have in common."""
+    """Settings common to all shards of a folder."""
 
     tokenizer: str
     """`Tokenizer.fingerprint`."""
     vocab_size: int
     dtype: Literal["uint16", "uint32"]
     val_fraction: float
-    """0: the sources' own, or none."""
+    """0: the val split comes from the sources, or there is none."""
     val_by: By = "documents"
     shard_bytes: int
     is_marked: bool = False
-    """Every number says whether its token is learnt; else all are."""
+    """Whether every number includes whether a loss is taken of its token; otherwise all tokens are targets."""
 
     @property
     def token_dtype(self) -> np.dtype[np.unsignedinteger]:
@@ -86,11 +85,11 @@ class Settings(Config):
 
 
 class Manifest(Config):
-    """``data.json``."""
+    """Content of ``data.json``."""
 
     settings: Settings
     data_hash: str
-    """sha256 over the settings and every shard's own hash: names the data in a checkpoint's lineage."""
+    """sha256 of the settings and of the hashes of all shards. Identifies the data in a checkpoint's lineage."""
     num_tokens: int
     num_documents: int
     num_bytes: int
@@ -99,7 +98,7 @@ class Manifest(Config):
 
 
 def read_settings(folder: Path | str) -> Settings | None:
-    """Of a data folder, finished or not; None where none was begun."""
+    """Settings of a data folder, finished or not; None if it was not started."""
     folder = Path(folder)
     if (folder / MANIFEST).exists():
         return read_manifest(folder).settings
@@ -111,7 +110,7 @@ def read_manifest(folder: Path | str) -> Manifest:
     """``data.json`` of a data folder.
 
     Raises:
-        UserError: the folder is missing, unfinished, or its manifest damaged.
+        UserError: the folder is missing or unfinished, or its manifest is damaged.
     """
     path = Path(folder) / MANIFEST
     if not path.is_file():
@@ -124,13 +123,13 @@ class TokenSet:
     """One split of a data folder, memory-mapped: documents by number, in the order of the sources."""
 
     def __init__(self, folder: Path | str, split: str = "train", verify: bool = False) -> None:
-        """
+        """Open a split of the data folder ``folder``.
+
         Args:
-            folder: a data folder.
-            verify: also read every byte and compare the hashes.
+            verify: also read all bytes and compare the hashes.
 
         Raises:
-            UserError: no such split, or a shard that is missing, truncated or changed.
+            UserError: no such split, or a shard is missing, truncated or changed.
         """
         folder = Path(folder)
         self.split = split
@@ -142,7 +141,7 @@ class TokenSet:
             )
         shards, settings = self.manifest.splits[split], self.manifest.settings
         for shard in shards:
-            if damage := _damage(folder, shard, settings, verify) or _misled(folder, shard):
+            if damage := _damage(folder, shard, settings, verify) or _index_damage(folder, shard):
                 raise UserError(damage)
         self._tokens = [np.memmap(folder / f"{shard.name}{_TOKENS}", settings.token_dtype, "r") for shard in shards]
         indexes = [np.memmap(folder / f"{shard.name}{_INDEX}", _INDEX_DTYPE, "r") for shard in shards]
@@ -153,53 +152,54 @@ class TokenSet:
 
     @property
     def identity(self) -> str:
-        """As `stretto.data.loader.Documents` has it."""
+        """See `stretto.data.loader.Documents`."""
         return f"{self.split}:{self.manifest.data_hash}"
 
     def lengths(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens of each document, its eos included."""
+        """Number of tokens of each document, its end-of-text token included."""
         shards = np.searchsorted(self._first, documents, side="right") - 1
         rows = documents - self._first[shards]
         lengths = np.zeros(len(documents), np.int64)
         for shard in np.unique(shards):
             here = shards == shard
-            ends, own = self._index[shard][:, 0], rows[here]
-            lengths[here] = ends[own] - np.where(own > 0, ends[own - 1], 0)
+            ends, at = self._index[shard][:, 0], rows[here]
+            lengths[here] = ends[at] - np.where(at > 0, ends[at - 1], 0)
         return lengths
 
     def document(self, number: int) -> NDArray[np.unsignedinteger]:
-        """All tokens of one document, as a view of the file."""
+        """All tokens of one document, as a view of the file if it has no marks."""
         numbers = self._numbers(number)
         return np.right_shift(numbers, 1, dtype=numbers.dtype) if self.manifest.settings.is_marked else numbers
 
     def learnt(self, number: int) -> NDArray[np.bool_] | None:
-        """Of which tokens of one document a loss is taken; None: of all."""
+        """For each token of one document whether a loss is taken of it; None: of all."""
         return (self._numbers(number) & 1).astype(np.bool_) if self.manifest.settings.is_marked else None
 
     def _numbers(self, number: int) -> NDArray[np.unsignedinteger]:
+        """The stored numbers of one document, as a view of the file."""
         shard, row = self._place(number)
         ends = self._index[shard][:, 0]
         return self._tokens[shard][int(ends[row - 1]) if row else 0 : int(ends[row])]
 
     def domain(self, number: int) -> str:
-        """Domain of one document, empty where it has none."""
+        """Domain of one document; empty if it has none."""
         shard, row = self._place(number)
         return self.manifest.domains[int(self._index[shard][row, 1])]
 
     def of_domain(self, domain: str) -> NDArray[np.int64]:
-        """The numbers of a domain's documents."""
+        """Numbers of the documents of a domain."""
         domains = np.concatenate([index[:, 1] for index in self._index])
         return np.flatnonzero(domains == self.manifest.domains.index(domain))
 
     def _place(self, number: int) -> tuple[int, int]:
-        """Shard of a document, and its number in it."""
+        """Number of the shard of a document, and its number within the shard."""
         assert 0 <= number < self.num_documents, f"document {number} of {self.num_documents}"
         shard = int(np.searchsorted(self._first, number, side="right")) - 1
         return shard, int(number - self._first[shard])
 
 
 def _files(folder: Path, shard: Shard, settings: Settings) -> dict[Path, int]:
-    """A shard's files, and the bytes that each must have."""
+    """Files of a shard, with the size in bytes that each must have."""
     return {
         folder / f"{shard.name}{_TOKENS}": shard.num_tokens * settings.token_dtype.itemsize,
         folder / f"{shard.name}{_INDEX}": shard.num_documents * _INDEX_FIELDS * _INDEX_DTYPE.itemsize,
@@ -207,33 +207,33 @@ def _files(folder: Path, shard: Shard, settings: Settings) -> dict[Path, int]:
 
 
 def _damage(folder: Path, shard: Shard, settings: Settings, verify: bool = False) -> str | None:
-    """What is wrong with a shard's files: as far as their sizes tell, or ``verify`` by every byte."""
+    """Problem with a shard's files, by their sizes, with ``verify`` also by their hash; None: none."""
     digest = hashlib.sha256()
     for path, size in _files(folder, shard, settings).items():
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            problem = "is missing" if found is None else f"has {found} bytes instead of {size}"
-            return f"{path}: {problem}; the shard is damaged: tokenise into this folder again to mend it"
+        actual = path.stat().st_size if path.is_file() else None
+        if actual != size:
+            problem = "is missing" if actual is None else f"has {actual} bytes instead of {size}"
+            return f"{path}: {problem}; the shard is damaged: tokenise into this folder again to repair it"
         with path.open("rb") as handle:
             while verify and (block := handle.read(1 << 20)):
                 digest.update(block)
     if verify and digest.hexdigest() != shard.sha256:
-        place = f"{folder / shard.name}{_TOKENS}"
-        return f"{place}: content does not match its hash in {MANIFEST}; delete it and tokenise again"
+        path = folder / f"{shard.name}{_TOKENS}"
+        return f"{path}: content does not match its hash in {MANIFEST}; delete it and tokenise again"
     return None
 
 
-def _misled(folder: Path, shard: Shard) -> str | None:
-    """What is wrong with an index of the right size: where it points."""
+def _index_damage(folder: Path, shard: Shard) -> str | None:
+    """Problem with the offsets in an index of the right size; None: none."""
     path = folder / f"{shard.name}{_INDEX}"
     ends = np.fromfile(path, _INDEX_DTYPE).reshape(-1, _INDEX_FIELDS)[:, 0]
     if len(ends) and ends[0] > 0 and ends[-1] == shard.num_tokens and (ends[1:] > ends[:-1]).all():
         return None
-    return f"{path}: documents do not follow each other in it; the shard is damaged: delete it and tokenise into this folder again"
+    return f"{path}: its offsets do not rise; the shard is damaged: delete it and tokenise into this folder again"
 
 
 class Encoder(Protocol):
-    """What is asked of a tokenizer here, which lies in a sibling package; `stretto.text.tokenizer.Tokenizer` is one."""
+    """Interface of tokenizers, which are in a sibling package; `stretto.text.tokenizer.Tokenizer` is one."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -245,13 +245,15 @@ class Encoder(Protocol):
 
 @runtime_checkable
 class MarkingEncoder(Protocol):
-    """One that also says which tokens are learnt; `stretto.text.chat.ChatEncoder` is one."""
+    """Interface of encoders that mark the tokens of which a loss is taken; `stretto.text.chat.ChatEncoder` is one."""
 
     @property
     def vocab_size(self) -> int: ...
     def fingerprint(self) -> str: ...
     def encode_marked(self, texts: Sequence[str], places: Sequence[str], /) -> list[list[int]]:
-        """Of each text, ends included: twice each token's id, and one more where it is learnt. ``places``: where they stand."""
+        """For each text twice each token's id, plus one if a loss is taken of it; ends of documents included. ``places``: file and line of
+        each text, for error messages.
+        """
 
 
 def tokenise(
@@ -264,22 +266,23 @@ def tokenise(
     shard_bytes: int = 8 << 20,
     advance: Callable[[int], None] = lambda num_bytes: None,
 ) -> Manifest:
-    """Encode documents into token shards; each document ends with the tokenizer's eos token.
+    """Encode documents into token shards. Each document ends with the tokenizer's end-of-text token.
 
-    Memory is bounded by ``shard_bytes`` times the processes, whatever the input. Called again after a kill, or after
-    documents were appended, it encodes only what is missing.
+    Memory is bounded by ``shard_bytes`` times the number of processes. After a kill, or after documents were appended, a second
+    call encodes only the missing shards.
 
     Args:
         sources: documents of each split; names are ``train``, ``val`` or others.
-        tokenizer: encodes; special tokens spelled in a document are ordinary text. A `MarkingEncoder` ends documents itself.
+        tokenizer: special tokens spelled in a document are encoded as ordinary text. A `MarkingEncoder` writes the ends of
+            documents itself.
         out_dir: the data folder.
-        processes: workers; None takes the cores this process may use, 1 works in this process, as does what one shard holds.
-        holdout: what of ``train`` goes to ``val``; None: nothing.
+        processes: worker processes; None: the cores that this process may use. With 1, and for a single shard, this process works.
+        holdout: the part of ``train`` that goes to ``val``; None: nothing.
         shard_bytes: UTF-8 bytes of text in a shard.
-        advance: called with the bytes of text that were encoded, or found done.
+        advance: called with the bytes of text that were encoded or already finished.
 
     Raises:
-        UserError: bad input, a folder that holds other data, or a full disk.
+        UserError: bad input, a folder with other data, or a full disk.
     """
     out_dir = Path(out_dir)
     assert holdout is None or "val" not in sources, "the sources have a val split of their own"
@@ -293,29 +296,29 @@ def tokenise(
         val_by=holdout.by if holdout else "documents",
         shard_bytes=shard_bytes,
     )
-    done = _reopen(out_dir, settings)
+    finished = _reopen(out_dir, settings)
     domains: dict[str, int] = {}
     shards: list[Shard] = []
 
     def missing() -> Iterator[_Unit]:
         for unit in _units(sources, holdout, shard_bytes, domains):
-            known = done.get(unit.name)
-            if known and known.text_hash == unit.text_hash and _damage(out_dir, known, settings) is None:
-                shards.append(known)
-                advance(known.num_bytes)
+            old = finished.get(unit.name)
+            if old and old.text_hash == unit.text_hash and _damage(out_dir, old, settings) is None:
+                shards.append(old)
+                advance(old.num_bytes)
             else:
                 yield unit
 
     if processes is None:
         processes = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     work = partial(_encode, tokenizer=tokenizer, out_dir=out_dir, settings=settings)
-    units, begun, num_bytes = missing(), list[_Unit](), 0
-    while num_bytes <= shard_bytes and (unit := next(units, None)) is not None:
-        begun.append(unit)
-        num_bytes += unit.num_bytes
-    if num_bytes <= shard_bytes:  # a single worker would do it all, and to start one can take longer
+    units = missing()
+    first = list(islice(units, 2))
+    if (
+        sum(unit.num_bytes for unit in first) <= shard_bytes
+    ):  # starting worker processes would take longer than the work
         processes = 1
-    with closing(in_order(processes, work, chain(begun, units))) as encoded:
+    with closing(in_order(processes, work, chain(first, units))) as encoded:
         for shard in encoded:
             write_json(out_dir / _PROGRESS / f"{shard.name}.json", shard.model_dump())
             shards.append(shard)
@@ -324,21 +327,19 @@ def tokenise(
 
 
 def _reopen(out_dir: Path, settings: Settings) -> dict[str, Shard]:
-    """Records of the shards that an earlier call finished in ``out_dir``, which is marked unfinished again."""
+    """Records of the shards that an earlier call finished in ``out_dir``. Marks the folder as unfinished again."""
     progress = out_dir / _PROGRESS
     old = read_settings(out_dir)
     finished: tuple[Shard, ...] = ()
     if (out_dir / MANIFEST).exists():
         finished = tuple(chain.from_iterable(read_manifest(out_dir).splits.values()))
-    elif (
-        old is None and out_dir.exists() and any(path.name not in (TOKENIZER, LOCK_FILE) for path in out_dir.iterdir())
-    ):
+    elif old is None and out_dir.exists() and {path.name for path in out_dir.iterdir()} - {TOKENIZER, LOCK_FILE}:
         raise UserError(f"{out_dir}: holds other files and no {MANIFEST}; choose an empty or a new folder")
-    # what is held out may change: a shard whose text is the same is the same
-    for name in (name for name in Settings.model_fields if name not in ("val_fraction", "val_by")):
-        was, now = getattr(old or settings, name), getattr(settings, name)
-        if was != now:
-            raise UserError(f"{out_dir}: {name}: was {was}, is now {now}; choose a new folder or delete this one")
+    # the held-out text may change: a shard with the same text stays valid
+    for name in Settings.model_fields.keys() - {"val_fraction", "val_by"} if old else ():
+        before, now = getattr(old, name), getattr(settings, name)
+        if before != now:
+            raise UserError(f"{out_dir}: {name}: was {before}, is now {now}; choose a new folder or delete this one")
     for shard in finished:
         write_json(progress / f"{shard.name}.json", shard.model_dump())
     write_json(progress / "settings.json", settings.model_dump())
@@ -349,7 +350,7 @@ def _reopen(out_dir: Path, settings: Settings) -> dict[str, Shard]:
 
 @dataclass(slots=True)
 class _Unit:
-    """Documents of a shard to be, on their way to a worker."""
+    """Documents of a shard that is not encoded yet."""
 
     name: str
     texts: list[str] = field(default_factory=list)
@@ -362,7 +363,7 @@ class _Unit:
 def _units(
     sources: Mapping[str, Iterable[Document]], holdout: Holdout | None, shard_bytes: int, domains: dict[str, int]
 ) -> Iterator[_Unit]:
-    """Cut the documents into units; number the domains by first appearance."""
+    """Divide the documents into units, and number the domains by first appearance."""
     counts: Counter[str] = Counter()
     open_units: dict[str, _Unit] = {}
     for split, document in _divided(sources, holdout):
@@ -386,7 +387,7 @@ def _units(
 def _divided(sources: Mapping[str, Iterable[Document]], holdout: Holdout | None) -> Iterator[tuple[str, Document]]:
     """Documents with their splits."""
     for split, documents in sources.items():
-        for document in filter(lambda each: each.text, documents):
+        for document in filter(lambda document: document.text, documents):
             if split == "train" and holdout is not None:
                 yield from holdout.divide(document)
             else:
@@ -394,20 +395,19 @@ def _divided(sources: Mapping[str, Iterable[Document]], holdout: Holdout | None)
 
 
 def _encode(unit: _Unit, tokenizer: Encoder | MarkingEncoder, out_dir: Path, settings: Settings) -> Shard:
-    """Write a unit's two files."""
+    """Encode a unit and write the two files of its shard."""
     digest, dtype = hashlib.sha256(), settings.token_dtype
     lengths: list[int] = []
     with replacing(out_dir / f"{unit.name}{_TOKENS}") as temporary, temporary.open("wb") as handle:
         sized = zip(unit.texts, unit.places, accumulate(map(len, unit.texts)), strict=True)
-        for _, group in groupby(sized, key=lambda each: each[2] // _BATCH_CHARS):
-            batch = list(group)
-            for ids in _encoded(tokenizer, [text for text, _, _ in batch], [place for _, place, _ in batch]):
+        for _, group in groupby(sized, key=lambda item: item[2] // _BATCH_CHARS):
+            texts, places, _ = zip(*group, strict=True)
+            for ids in _encoded(tokenizer, texts, places):
                 block = np.array(ids, dtype).tobytes()
                 digest.update(block)
                 handle.write(block)
                 lengths.append(len(ids))
-    columns = np.cumsum(lengths, dtype=_INDEX_DTYPE), np.array(unit.domains, _INDEX_DTYPE)
-    index = np.stack(columns, axis=1).tobytes()
+    index = np.stack([np.cumsum(lengths), unit.domains], axis=1).astype(_INDEX_DTYPE).tobytes()
     digest.update(index)
     with replacing(out_dir / f"{unit.name}{_INDEX}") as temporary:
         temporary.write_bytes(index)
@@ -421,38 +421,39 @@ def _encode(unit: _Unit, tokenizer: Encoder | MarkingEncoder, out_dir: Path, set
     )
 
 
-def _encoded(tokenizer: Encoder | MarkingEncoder, texts: list[str], places: list[str]) -> list[list[int]]:
+def _encoded(tokenizer: Encoder | MarkingEncoder, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
+    """Numbers of each text as they are stored, ends of documents included."""
     if isinstance(tokenizer, MarkingEncoder):
         return tokenizer.encode_marked(texts, places)
     return [[*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(texts)]
 
 
 def _finish(
-    out_dir: Path, settings: Settings, shards: list[Shard], domains: tuple[str, ...], wanted: tuple[str, ...]
+    out_dir: Path, settings: Settings, shards: list[Shard], domains: tuple[str, ...], required: tuple[str, ...]
 ) -> Manifest:
-    """Write ``data.json`` and remove what does not belong to it."""
+    """Write ``data.json`` and remove files that do not belong to it."""
     splits: dict[str, tuple[Shard, ...]] = {}
     for shard in sorted(shards, key=lambda shard: (len(shard.name), shard.name)):
         split = shard.name.rpartition("-")[0]
         splits[split] = (*splits.get(split, ()), shard)
-    for split in wanted:
+    for split in required:
         if split not in splits:
             raise UserError(f"{out_dir}: split {split!r} has no documents; give it some text, or lower --val-fraction")
-    num_documents = sum(shard.num_documents for shard in shards)
+    num_documents, num_bytes = sum(each.num_documents for each in shards), sum(each.num_bytes for each in shards)
     if settings.val_fraction and "val" not in splits:
+        size = f"{numbers.counted(num_documents, 'document')}, {numbers.size_in_bytes(num_bytes)}"
         raise UserError(
-            f"{out_dir}: too little text to hold any out ({numbers.counted(num_documents, 'document')}, "
-            f"{numbers.size_in_bytes(sum(shard.num_bytes for shard in shards))}); give more, raise --val-fraction, or name some with --val"
+            f"{out_dir}: too little text to hold any out ({size}); give more, raise --val-fraction, or name held-out text with --val"
         )
-    hashes = {split: [shard.sha256 for shard in held] for split, held in splits.items()}
-    told = settings.model_dump(exclude=set() if settings.is_marked else {"is_marked"})
-    described = json.dumps([told, domains, hashes], sort_keys=True)
+    hashes = {split: [shard.sha256 for shard in of_split] for split, of_split in splits.items()}
+    fields = settings.model_dump(exclude=set() if settings.is_marked else {"is_marked"})
+    description = json.dumps([fields, domains, hashes], sort_keys=True)
     manifest = Manifest(
         settings=settings,
-        data_hash=hashlib.sha256(described.encode()).hexdigest(),
+        data_hash=hashlib.sha256(description.encode()).hexdigest(),
         num_tokens=sum(shard.num_tokens for shard in shards),
         num_documents=num_documents,
-        num_bytes=sum(shard.num_bytes for shard in shards),
+        num_bytes=num_bytes,
         domains=domains,
         splits=dict(sorted(splits.items())),
     )
@@ -470,11 +471,11 @@ Result = TypeVar("Result")
 
 
 def in_order(processes: int, work: Callable[[Unit], Result], units: Iterable[Unit]) -> Generator[Result, None, None]:
-    """``work`` of each unit, in the order of the units; with one process, it is done in the caller's.
+    """Results of ``work`` for each unit, in the order of the units. With one process, the caller's process works.
 
-    Both are pickled, ``work`` once for each worker; results should be small. Not more than two units a process are under
-    way, so that memory stays bounded. What ``work`` raises is raised here; where that, an interrupt or ``close`` ends it
-    early, the units in hand are finished and their results dropped.
+    ``work`` is pickled once per worker, and each unit once; results should be small. At most two units per process are submitted, so
+    that memory stays bounded. Exceptions of ``work`` are raised here. After an exception, an interrupt or ``close``, submitted units
+    are finished and their results dropped.
 
     Raises:
         UserError: a worker process died.
@@ -495,14 +496,14 @@ def in_order(processes: int, work: Callable[[Unit], Result], units: Iterable[Uni
     except BrokenProcessPool:
         raise UserError(
             f"one of {processes} worker processes died, perhaps for lack of memory; "
-            "start again to go on where it was; on fewer cores (taskset -c 0) it needs less"
+            "start again to continue; with fewer cores (taskset -c 0) less memory is needed"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 _worker: list[Callable[[Any], Any]] = []
-"""In a worker process, its ``work``: a pool offers no other place for what is sent once and not with every unit."""
+"""In a worker process, its ``work``: a pool can send an object once per worker only through the initialiser."""
 
 
 def _start_worker(work: Callable[[Any], Any]) -> None:
@@ -513,7 +514,7 @@ def _start_worker(work: Callable[[Any], Any]) -> None:
 
 
 def _end_with_parent() -> None:
-    """A pool's workers outlive a parent that was killed, for they hold both ends of its queue."""
+    """End this process when the parent ends. The workers of a pool outlive a killed parent, since they hold both ends of its queue."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "no worker process"
     parent.join()

@@ -1,8 +1,8 @@
-"""Documents from files: text and source code, JSONL, CSV (also compressed), Parquet, folders of them, and Hugging Face datasets.
+"""Documents from files (text, source code, JSONL, CSV, Parquet, also compressed), from folders of them, and from Hugging Face datasets.
 
-Everything streams: memory is bounded by one line of records, and by `MAX_TEXT_CHARS` of text: a longer document, with or
-without lines, becomes several. A file that is not what its name says is a `UserError` that names the file, the line or
-field, and the remedy; a text file among others in a folder is left out then, and told.
+Everything is streamed. Memory is bounded by one line of a record file and by `MAX_TEXT_CHARS` of text: a longer text is divided
+into several documents. A file that is not of its format raises a `UserError` that names the file, the line or field, and the
+remedy. Inside a folder, a text file of this kind is left out and reported instead.
 """
 
 from __future__ import annotations
@@ -16,71 +16,63 @@ import json
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
 import charset_normalizer
 
 from stretto.base.errors import UserError, nearest, one_line
-from stretto.data.files import (
-    COMPRESSIONS,
-    JSON_LINES,
-    RECORDS,
-    SPLITS,
-    TABLES,
-    TEXT,
-    Found,
-    LeftOut,
-    find_files,
-    kind_of,
-)
+from stretto.data.files import COMPRESSIONS, JSON_LINES, RECORDS, SPLITS, TABLES, TEXT, LeftOut, find_files, kind_of
 
 MAX_TEXT_CHARS = 4 << 20
-"""A longer document is cut, at a line's end or a word's, into several, so that memory stays bounded."""
+"""Longer documents are divided at the end of a line or word, so that memory stays bounded."""
 MAX_LINE_BYTES = 32 << 20
-"""A longer line of a record file is refused: a record has to be read whole."""
+"""Longer lines of a record file are an error: a record is read into memory as a whole."""
 _CHUNK_BYTES = 1 << 20
+_NUL = "a NUL byte: this is a binary file; give text, JSONL, CSV or Parquet"
 _DATASET_NAME = r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?"
 _DATASET_MARKS = ("dataset_info.json", "dataset_dict.json", "state.json")
 _ENCODINGS = ["gb18030", "big5", "shift_jis", "euc_jp", "euc_kr", "cp1252", "cp1251", "koi8_r"]
-"""Told apart where text is not UTF-8: of relatives (Latin-1 and cp1252, GBK and GB18030) the one that includes the other."""
+"""Encodings that are recognised in text that is not UTF-8. Of related ones (Latin-1 and cp1252, GBK and GB18030) the larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text, written by a source."""
+    """One text. Written by a source."""
 
     text: str
     domain: str = ""
-    """Where it comes from (``code``, ``books``); empty where nobody says."""
+    """Origin of the text (``code``, ``books``); empty if unknown."""
     place: str = ""
-    """Of a conversation: its file and line, for messages."""
+    """File and line of a conversation, for error messages; empty for plain text."""
 
 
 class Form(Protocol):
-    """What a record of JSONL, CSV, Parquet or a Hugging Face dataset becomes."""
+    """Interface of parsers for records of JSONL, CSV, Parquet or a Hugging Face dataset."""
 
     @property
     def columns(self) -> tuple[str, ...] | None:
-        """Fields that every record has and that alone are read; None: all are."""
+        """Fields that every record must have; no others are read. None: all are read."""
 
     @property
     def blank(self) -> str:
-        """What a document without text is called where it is told what was left out."""
+        """Name of documents without text, in the report of what was left out."""
 
     def document(self, record: dict[str, Any], place: str) -> Document:
-        """Raises `UserError`: the record, which stands at ``place``, is not what it should be."""
+        """The document of a record. ``place``: file and line, for error messages. Raises `UserError`: a bad record."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Names of a record's fields: a `Form`, and the one in which plain text is read, too."""
+    """Names of the fields of a record: a `Form`, also used for plain text."""
 
     text: str = "text"
     domain: str | None = None
-    """None: documents get no domain."""
+    """None: documents have no domain."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -92,23 +84,21 @@ class Fields:
 
     def document(self, record: dict[str, Any], place: str) -> Document:
         text = record.get(self.text)
-        if self.text in record and text is None:
-            text = ""
+        for name in self.columns:
+            if name not in record:
+                raise UserError(_lacks(place, name, record))
+        text = "" if text is None else text
         if not isinstance(text, str):
-            if self.text not in record:
-                raise UserError(_lacks(place, self.text, record))
             problem = f"a {type(text).__name__}, not text"
             raise UserError(f"{place}: field {self.text!r}: {problem}; name the field that holds it with --text-field")
-        if self.domain and self.domain not in record:
-            raise UserError(_lacks(place, self.domain, record))
         if not is_writable(text):
-            problem = "half of a surrogate pair, which is no character"
+            problem = "half of a surrogate pair, which is not a character"
             raise UserError(f"{place}: field {self.text!r}: {problem}; remove it")
         return Document(text, str(record[self.domain]) if self.domain else "")
 
 
 def is_writable(text: str) -> bool:
-    """Whether it has bytes: JSON may spell half of a surrogate pair."""
+    """Whether ``text`` can be encoded as UTF-8. JSON can contain half of a surrogate pair, which cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -118,20 +108,20 @@ def is_writable(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Documents by split, to be read as often as need be; made by `open_source`."""
+    """Documents by split, which can be read several times. Created by `open_source`."""
 
     name: str
     splits: tuple[str, ...]
-    """``train``, and ``val`` where the source brings its own."""
+    """``train``, and ``val`` if the source has held-out text."""
     left_out: LeftOut
-    """What will not be read, as far as names and sizes tell."""
+    """Files that will not be read, as far as names and sizes tell."""
     _open: Mapping[str, Callable[[LeftOut], Iterator[Document]]]
     files: Mapping[str, Sequence[Path]]
-    """Of each split; empty for a dataset."""
+    """Files of each split; empty for a dataset."""
     form: Form
 
     def read(self, split: str, left_out: LeftOut | None = None) -> Iterator[Document]:
-        """The documents of ``split`` that are not blank; what else is left out while reading is added to ``left_out``.
+        """The documents of ``split`` that are not blank. ``left_out`` counts what is left out during reading.
 
         Raises:
             UserError: a file is empty, binary, mis-encoded or damaged, or a record lacks a field.
@@ -143,22 +133,22 @@ class Source:
         files = self.files.get("train", ())
         sizes = [file.stat().st_size for file in files]
         readers = [read_files([file], self.form, skips=True) for file in files] or [self.read("train")]
-        num_taken, due, total = 0, 0.0, sum(sizes) or 1
+        num_read, quota, total = 0, 0.0, sum(sizes) or 1
         for reader, size in zip(readers, sizes or [1], strict=True):
-            due += num_chars * size / total
-            while num_taken < due and (document := next(reader, None)) is not None:
-                num_taken += len(document.text)
+            quota += num_chars * size / total
+            while num_read < quota and (document := next(reader, None)) is not None:
+                num_read += len(document.text)
                 yield document
 
 
 def open_source(path: Path | str, form: Form = Fields()) -> Source:
-    """A file, a folder, or a Hugging Face dataset by folder or by name.
+    """Open a file, a folder, or a Hugging Face dataset by folder or by name.
 
-    A name may carry a configuration: ``wikitext:wikitext-2-raw-v1``. Of a dataset only the splits ``train`` and
-    ``validation`` are taken.
+    A name may include a configuration: ``wikitext:wikitext-2-raw-v1``. Only the splits ``train`` and ``validation`` of a dataset are
+    read.
 
     Raises:
-        UserError: nothing is there; the rest is found out while reading.
+        UserError: no such source. Bad files are found during reading.
     """
     here = Path(path)
     if here.is_dir() and any((here / mark).is_file() for mark in _DATASET_MARKS):
@@ -167,12 +157,10 @@ def open_source(path: Path | str, form: Form = Fields()) -> Source:
     if not here.exists() and is_name:
         return _open_dataset(str(path), form, on_disk=False)
     found = find_files(here)
-    readers = {split: _reader(found, split, form) for split in found.splits}
+    readers: dict[str, Callable[[LeftOut], Iterator[Document]]] = {
+        split: partial(read_files, files, form, skips=found.is_folder) for split, files in found.splits.items()
+    }
     return Source(str(path), tuple(readers), found.left_out, readers, found.splits, form)
-
-
-def _reader(found: Found, split: str, form: Form) -> Callable[[LeftOut], Iterator[Document]]:
-    return lambda left_out: read_files(found.splits[split], form, left_out, skips=found.is_folder)
 
 
 def read_files(
@@ -181,8 +169,8 @@ def read_files(
     """Documents of ``files``, one file after the other.
 
     Args:
-        left_out: counts what is left out.
-        skips: leave files out that are empty or not text, which are errors otherwise.
+        left_out: counts omitted documents and files.
+        skips: leave out files that are empty or not text; otherwise they are errors.
 
     Raises:
         UserError: a file is missing, empty, binary, mis-encoded or damaged, or a record lacks a field.
@@ -192,8 +180,7 @@ def read_files(
         if not file.is_file():
             raise UserError(f"{file}: no such file; check the path")
         kind, is_empty = kind_of(file), True
-        read = _read_parquet if kind == ".parquet" else _read_table if kind in TABLES else _read_text
-        read = _read_jsonl if kind in JSON_LINES else read
+        read = _READERS.get(kind, _read_text)
         try:
             for document in read(file, form):
                 if not document.text or document.text.isspace():
@@ -210,7 +197,7 @@ def read_files(
 
 
 class Rows(list[tuple[dict[str, Any], str]]):
-    """Records as they are, each with the place where it stands: a `Form` that keeps what is read through it."""
+    """Records as they are, each with its place: a `Form` that collects the records that are read through it."""
 
     columns, blank = None, "records"
 
@@ -220,7 +207,7 @@ class Rows(list[tuple[dict[str, Any], str]]):
 
 
 class _NotTextError(Exception):
-    """A file is not UTF-8 text; its ``kind`` is told of a file that can be left out."""
+    """A file is not UTF-8 text. ``kind``: reason in the report, if the file can be left out."""
 
     def __init__(self, kind: str, message: str):
         super().__init__(message)
@@ -228,7 +215,7 @@ class _NotTextError(Exception):
 
 
 def _pieces(document: Document) -> Iterator[Document]:
-    """``document`` in pieces of at most `MAX_TEXT_CHARS`; a conversation is one piece."""
+    """``document`` in pieces of at most `MAX_TEXT_CHARS`. A conversation is not divided."""
     start, text = 0, document.text
     while len(text) - start > MAX_TEXT_CHARS and not document.place:
         end = cut_before(text, start + MAX_TEXT_CHARS, start + MAX_TEXT_CHARS // 2)
@@ -238,7 +225,7 @@ def _pieces(document: Document) -> Iterator[Document]:
 
 
 def cut_before(text: str, end: int, low: int) -> int:
-    """Where to cut ``text`` before ``end`` and after ``low``: behind a line, else behind a word, else at ``end``."""
+    """Position of a cut in ``text`` between ``low`` and ``end``: after a line, else after a word, else ``end``."""
     for mark in ("\n", " ", "\u3002", "\t"):  # Chinese and Japanese sentences end without a space
         if (place := text.rfind(mark, low, end)) >= 0:
             return place + 1
@@ -260,18 +247,20 @@ def _read_jsonl(file: Path, form: Form) -> Iterator[Document]:
             remedy = "every line must be one JSON object"
             raise UserError(f"{file}: line {number}: not JSON: {problem}; {remedy}") from None
         if not isinstance(record, dict):
-            remedy = "every line must be one" + "".join(f", with a field {name!r}" for name in (form.columns or ())[:1])
+            remedy = "every line must be an object" + "".join(
+                f" with a field {name!r}" for name in (form.columns or ())[:1]
+            )
             raise UserError(f"{file}: line {number}: not a JSON object; {remedy}")
         yield form.document(record, f"{file}: line {number}")
 
 
 def _read_table(file: Path, form: Form) -> Iterator[Document]:
-    """Rows of a CSV or TSV file with a header; a comma may be a semicolon, as spreadsheets of half the world write it."""
-    csv.field_size_limit(MAX_LINE_BYTES)  # the csv module's, for the process
+    """Rows of a CSV or TSV file with a header. The delimiter of a CSV file may be a semicolon, as many spreadsheets write it."""
+    csv.field_size_limit(MAX_LINE_BYTES)  # a setting of the process
     lines = (line for _, line in _lines(file))
     header = next(lines, "")
-    marks = "\t" if kind_of(file) == ".tsv" else ",;\t"
-    rows = csv.reader(_chained(header, lines), delimiter=max(marks, key=header.count))
+    delimiters = "\t" if kind_of(file) == ".tsv" else ",;\t"
+    rows = csv.reader(chain([header] if header else [], lines), delimiter=max(delimiters, key=header.count))
     try:
         names = [name.strip() for name in next(rows, [])]
         for name in form.columns or ():
@@ -289,35 +278,28 @@ def _read_table(file: Path, form: Form) -> Iterator[Document]:
         raise UserError(f"{file}: line {rows.line_num}: not readable as CSV: {_short(error)}; {remedy}") from None
 
 
-def _chained(first: str, rest: Iterator[str]) -> Iterator[str]:
-    if first:
-        yield first
-    yield from rest
-
-
 def _read_text(file: Path, form: Form) -> Iterator[Document]:
-    """The file in pieces of at most `MAX_TEXT_CHARS`, whether or not it has lines."""
+    """The file in pieces of at most `MAX_TEXT_CHARS`, with or without lines."""
     if not isinstance(form, Fields):
-        problem = f"{file}: plain text, and records are wanted; give JSONL or Parquet, or name such files themselves"
+        problem = f"{file}: plain text, but records are needed; give JSONL or Parquet, or name such files directly"
         raise _NotTextError("plain text", problem)
     decoder = codecs.getincrementaldecoder("utf-8")()
-    held, line = "", 1
+    text, line = "", 1
     for raw in _chunks(file):
         try:
-            held += decoder.decode(raw, final=not raw)
+            text += decoder.decode(raw, final=not raw)
         except UnicodeDecodeError as error:
-            at = line + held.count("\n") + error.object[: error.start].count(b"\n")
-            raise _foreign(file, at, error) from None
-        if "\0" in held:
-            at = line + held[: held.index("\0")].count("\n")
-            problem = f"{file}: line {at}: a NUL byte: this is a binary file; give text, JSONL, CSV or Parquet"
-            raise _NotTextError("binary", problem)
-        while len(held) > MAX_TEXT_CHARS:
-            end = cut_before(held, MAX_TEXT_CHARS, MAX_TEXT_CHARS // 2)
-            yield Document(held[:end])
-            line, held = line + held[:end].count("\n"), held[end:]
-    if held:
-        yield Document(held)
+            at = line + text.count("\n") + error.object[: error.start].count(b"\n")
+            raise _not_utf8(file, at, error) from None
+        if "\0" in text:
+            at = line + text[: text.index("\0")].count("\n")
+            raise _NotTextError("binary", f"{file}: line {at}: {_NUL}")
+        while len(text) > MAX_TEXT_CHARS:
+            end = cut_before(text, MAX_TEXT_CHARS, MAX_TEXT_CHARS // 2)
+            yield Document(text[:end])
+            line, text = line + text[:end].count("\n"), text[end:]
+    if text:
+        yield Document(text)
 
 
 def _read_parquet(file: Path, form: Form) -> Iterator[Document]:
@@ -330,14 +312,12 @@ def _read_parquet(file: Path, form: Form) -> Iterator[Document]:
             for name in columns or ():
                 if name not in table.schema_arrow.names:
                     raise UserError(_lacks(str(file), name, table.schema_arrow.names))
-            row = 0
-            for batch in table.iter_batches(batch_size=64, columns=columns):
-                for record in batch.to_pylist():
-                    row += 1
-                    yield form.document(record, f"{file}: row {row}")
+            batches = table.iter_batches(batch_size=64, columns=columns)
+            for row, record in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), start=1):
+                yield form.document(record, f"{file}: row {row}")
     except (pyarrow.ArrowException, OSError) as error:
         problem = f"not readable as Parquet: {_short(error)}"
-        raise UserError(f"{file}: {problem}; the file is damaged, fetch it again") from None
+        raise UserError(f"{file}: {problem}; the file is damaged, download it again") from None
 
 
 def _open_dataset(name: str, form: Form, on_disk: bool) -> Source:
@@ -349,21 +329,22 @@ def _open_dataset(name: str, form: Form, on_disk: bool) -> Source:
         else:
             repository, _, configuration = name.partition(":")
             loaded = datasets.load_dataset(repository, configuration or None, streaming=True)
-    except Exception as error:  # the library and the network raise what they like
-        nowhere = "no file or folder here, and no dataset that the Hub gives"
-        problem = "not readable as a saved dataset" if on_disk else nowhere
+    except Exception as error:  # the library documents no common class of errors
+        not_found = "not a file or folder on this machine, and not a dataset on the Hub"
+        problem = "not readable as a saved dataset" if on_disk else not_found
         raise UserError(f"{name}: {problem}: {_short(error)}; check the name") from None
     loaded = loaded if isinstance(loaded, dict) else {"train": loaded}
-    named = {SPLITS.get(str(split), str(split)): rows for split, rows in loaded.items()}
-    wanted, left_out = {split: rows for split, rows in named.items() if split in ("train", "val")}, LeftOut()
-    if "train" not in wanted:
-        found = ", ".join(map(str, loaded))
-        raise UserError(f"{name}: no split 'train' (it has {found}); save the one you want as JSONL")
-    for split in named.keys() - wanted.keys():
+    by_split = {SPLITS.get(str(split), str(split)): rows for split, rows in loaded.items()}
+    if "train" not in by_split:
+        raise UserError(
+            f"{name}: no split 'train' (it has {', '.join(map(str, loaded))}); save the split you want as JSONL"
+        )
+    left_out = LeftOut()
+    for split in by_split.keys() - {"train", "val"}:
         left_out.add("other splits", split)
 
     def read(split: str, left_out: LeftOut) -> Iterator[Document]:
-        for number, record in enumerate(wanted[split], start=1):
+        for number, record in enumerate(by_split[split], start=1):
             document = form.document(record, f"{name}: {split}: row {number}")
             if document.text and not document.text.isspace():
                 yield from _pieces(document)
@@ -371,42 +352,44 @@ def _open_dataset(name: str, form: Form, on_disk: bool) -> Source:
                 left_out.add(form.blank, split)
 
     readers: dict[str, Callable[[LeftOut], Iterator[Document]]] = {
-        split: lambda left_out, split=split: read(split, left_out)  # type: ignore[misc]
-        for split in wanted
+        split: partial(read, split) for split in by_split if split in ("train", "val")
     }
-    return Source(name, tuple(wanted), left_out, readers, {}, form)
+    return Source(name, tuple(readers), left_out, readers, {}, form)
+
+
+_READERS = dict.fromkeys(JSON_LINES, _read_jsonl) | dict.fromkeys(TABLES, _read_table) | {".parquet": _read_parquet}
+"""Parser by `kind_of` a file; other files are read as text."""
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers, line ends kept, decompressed as the suffix says, decoded as UTF-8."""
+    """Lines with their numbers, decompressed by suffix and decoded as UTF-8. Line ends are kept."""
     number, raw = 0, b""
     for chunk in _chunks(file, by_line=True):
         number, raw = number + 1, chunk
         if len(raw) > MAX_LINE_BYTES:
-            problem = f"longer than {MAX_LINE_BYTES >> 20} MiB, and a record is read whole"
+            problem = f"longer than {MAX_LINE_BYTES >> 20} MiB, the largest size of a record"
             raise UserError(
                 f"{file}: line {number}: {problem}; cut its text into several records, or give it as a text file"
             )
         if b"\0" in raw:
-            problem = "a NUL byte: this is a binary file"
-            raise UserError(f"{file}: line {number}: {problem}; give text, JSONL, CSV or Parquet")
+            raise UserError(f"{file}: line {number}: {_NUL}")
         try:
             line = raw.decode()
         except UnicodeDecodeError as error:
-            raise _foreign(file, number, error) from None
+            raise _not_utf8(file, number, error) from None
         if line:
             yield number, line
 
 
 def _chunks(file: Path, by_line: bool = False) -> Iterator[bytes]:
-    """The bytes of ``file``, decompressed as its suffix says, without a mark of UTF-8; an empty piece ends them."""
+    """The bytes of ``file``, decompressed by suffix, without a byte-order mark. An empty chunk ends them."""
     packed = file.suffix.lower() in COMPRESSIONS
     try:
         with _open(file) as handle:
             raw = handle.readline(MAX_LINE_BYTES + 1) if by_line else handle.read(_CHUNK_BYTES)
             if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
-                told = "UTF-16 text; convert it"
-                raise _NotTextError("not UTF-8", f"{file}: line 1: {told}: iconv -f utf-16 -t utf-8 {file.name}")
+                remedy = f"convert it: iconv -f utf-16 -t utf-8 {file.name}"
+                raise _NotTextError("not UTF-8", f"{file}: line 1: UTF-16 text; {remedy}")
             raw = raw.removeprefix(codecs.BOM_UTF8)
             while raw:
                 yield raw
@@ -414,14 +397,14 @@ def _chunks(file: Path, by_line: bool = False) -> Iterator[bytes]:
             if not by_line:
                 yield b""
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
-        remedy = "the archive is damaged or not one, fetch it again" if packed else "check its permissions"
+        remedy = "the archive is damaged or not an archive, download it again" if packed else "check its permissions"
         raise UserError(f"{file}: cannot be read: {_short(error)}; {remedy}") from None
 
 
-def _foreign(file: Path, line: int, error: UnicodeDecodeError) -> _NotTextError:
-    """What to say of bytes that are not UTF-8: which encoding they look like, and how to convert them."""
-    beyond_ascii = [each for each in error.object[:_CHUNK_BYTES].splitlines() if not each.isascii()]
-    sample = b"\n".join(beyond_ascii)[: 1 << 16]
+def _not_utf8(file: Path, line: int, error: UnicodeDecodeError) -> _NotTextError:
+    """Error about bytes that are not UTF-8, with the likely encoding and a command that converts them."""
+    lines = [line for line in error.object[:_CHUNK_BYTES].splitlines() if not line.isascii()]
+    sample = b"\n".join(lines)[: 1 << 16]
     best = charset_normalizer.from_bytes(sample, cp_isolation=_ENCODINGS).best()
     looks, name = ("", "ENCODING") if best is None else (f", it looks like {best.encoding}", best.encoding)
     problem = f"not UTF-8 (byte 0x{error.object[error.start]:02x}){looks}"
@@ -431,7 +414,7 @@ def _foreign(file: Path, line: int, error: UnicodeDecodeError) -> _NotTextError:
 
 def _open(file: Path) -> Any:
     if file.suffix.lower() == ".zst":
-        import pyarrow  # slow to import; zstandard's own reader takes a truncated file for a whole one
+        import pyarrow  # slow to import; zstandard's own reader does not notice a truncated file
 
         return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"), 1 << 18)
     openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
@@ -439,11 +422,12 @@ def _open(file: Path) -> Any:
 
 
 def _short(error: BaseException) -> str:
-    """An error's message on one line."""
+    """The message of an exception on one line."""
     return one_line(error, 200) or type(error).__name__
 
 
-def _lacks(place: str, name: str, has: Any) -> str:
-    names = [str(field) for field in has]
-    told = ", ".join(names) or "none"
-    return f"{place}: no field {name!r}{nearest(name, names)}; it has {told[:300]}; name the one that holds the text with --text-field"
+def _lacks(place: str, name: str, fields: Iterable[Any]) -> str:
+    """Error message about a missing field, with the existing ones."""
+    names = [str(field) for field in fields]
+    existing = (", ".join(names) or "none")[:300]
+    return f"{place}: no field {name!r}{nearest(name, names)}; it has {existing}; name the one that holds the text with --text-field"

@@ -31,7 +31,7 @@ def same(one: Batch, other: Batch) -> bool:
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several windows an epoch, as with real data."""
     monkeypatch.setattr(RowStream.__init__, "__defaults__", (40,))
-    monkeypatch.setattr(module, "_LOOK_AHEAD", 7)
+    monkeypatch.setattr(module, "_LENGTHS_BLOCK", 7)
 
 
 def test_an_epoch_gives_every_token_once(make_set: Make) -> None:

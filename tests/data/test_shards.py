@@ -243,7 +243,7 @@ def test_an_index_that_leads_astray_is_not_followed(tmp_path: Path, value: bytes
     tokenise({"train": texts(50)}, Bytes(), folder, processes=1)
     index = folder / "train-00000.index"
     index.write_bytes(value * index.stat().st_size)
-    with pytest.raises(UserError, match=r"train-00000\.index: documents do not follow each other in it"):
+    with pytest.raises(UserError, match=r"train-00000\.index: its offsets do not rise"):
         TokenSet(folder)
 
 

@@ -246,5 +246,7 @@ def test_a_name_without_a_dataset_is_named(monkeypatch: pytest.MonkeyPatch, tmp_
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="nobody/nothing: no file or folder here, and no dataset that the Hub gives"):
+    with pytest.raises(
+        UserError, match="nobody/nothing: not a file or folder on this machine, and not a dataset on the Hub"
+    ):
         open_source("nobody/nothing")
