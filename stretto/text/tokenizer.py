@@ -1,16 +1,16 @@
-"""Any Hugging Face tokenizer as one small object, and the training of our own byte-level BPE.
+"""Hugging Face tokenizers as one small class, and the training of a byte-level BPE.
 
-Two ways in. `Tokenizer.encode` takes text from the world: a document that happens to spell ``<|endoftext|>`` is text
-like any other and decodes to itself. `Tokenizer.encode_rendered` takes text that a chat template rendered, where those
-spellings are the special tokens. Neither adds a token that is not in the text.
+`Tokenizer.encode` is for text of users and data: a document that spells ``<|endoftext|>`` is ordinary text and decodes to itself.
+`Tokenizer.encode_rendered` is for text that a chat template rendered: such spellings become special tokens. Neither adds a token
+that is not in the text.
 
-The fast path of a byte-level BPE: text repeats its words, and each is encoded on its own. Splitting with the ``regex``
-module and looking every word's ids up in a table is several times faster than the Rust pipeline. The ids equal Rust's:
+Fast path of byte-level BPE: words repeat, and each is encoded separately. Splitting with the ``regex`` module and looking up the
+ids of each word in a table is several times faster than the Rust pipeline. The ids are equal:
 
-- only pre-tokenizers in `_PATTERNS` qualify: `split_pattern` returns None for any other, and Rust encodes all;
-- the two regex engines carry different Unicode versions, so a text with a character outside `SETTLED_RANGES` (blocks
-  whose letters and numbers have not changed since Unicode 12) is left to Rust; the tests compare every character inside;
-- a text that spells an added token that is not special is left to Rust too.
+- only the pre-tokenizers in `_PATTERNS` qualify: `split_pattern` returns None for all others, and Rust encodes everything;
+- the two regex engines use different Unicode versions, so a text with a character outside `SETTLED_RANGES` (blocks whose letters
+  and numbers have not changed since Unicode 12) is encoded by Rust; the tests compare every character inside;
+- a text that spells an added token that is not special is encoded by Rust.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ from stretto.base.paths import read_json, write_json, write_text
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
-"""Tried in this order where a bare tokenizer.json does not say which token ends a document."""
+"""End-of-text tokens, tried in this order if a tokenizer.json comes without a configuration."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 _PATTERNS = (_GPT2, LLAMA3_PATTERN, QWEN2_PATTERN)
-"""Each splits a word that it found into that same word, which is what lets a word be encoded apart from its text."""
+"""With each of these, a word of the split is itself split into that one word, so words can be encoded separately."""
 
 SETTLED_RANGES = (0x0, 0x530), (0x2000, 0x206F), (0x20A0, 0x20BF), (0x2100, 0x2BFF), (0x3000, 0x9FFF), (0xAC00, 0xD7A3)
 _UNSETTLED = regex.compile("[^" + "".join(f"\\u{low:04x}-\\u{high:04x}" for low, high in SETTLED_RANGES) + "]")
 _MAX_WORDS = 1 << 17
-"""Table entries before it is emptied: bounds memory to a few tens of MB whatever the text."""
+"""Entries of the table before it is cleared: limits memory to a few tens of MB."""
 _MAX_LENGTH = 64
-"""Characters of a word worth remembering: longer ones (rulers, base64) hardly ever come again."""
-_UNBROKEN = regex.compile(r"\S{1000,}")
+"""Longest word, in characters, that is stored. Longer ones (rulers, base64) rarely repeat."""
+_LONG_WORD = regex.compile(r"\S{1000,}")
 
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """A tokenizer and what transformers keeps beside it. Build with `load_tokenizer` or `train_tokenizer`."""
+    """A tokenizer and the settings that transformers stores beside it. Created by `load_tokenizer` or `train_tokenizer`."""
 
     rust: tokenizers.Tokenizer
     eos_token: str
     """Ends every document in the token shards."""
     chat_template: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
-    """tokenizer_config.json as it will be written."""
+    """Content of tokenizer_config.json."""
     vocab_size: int = field(init=False)
-    """Largest token id plus one: the rows that an embedding needs."""
+    """Largest token id plus one: the number of rows that an embedding needs."""
     eos_id: int = field(init=False)
     _parsing: tokenizers.Tokenizer = field(init=False, repr=False)
     _words: WordEncoder | None = field(init=False, repr=False)
@@ -74,7 +74,7 @@ class Tokenizer:
         if eos_id is None:
             raise UserError(f"tokenizer: eos_token: {self.eos_token!r} is not in the vocabulary; name one that is")
         parsing = tokenizers.Tokenizer.from_str(self.rust.to_str())
-        # Whether spellings of special tokens are parsed is a switch on the Rust object, so there is one object for each.
+        # the parsing of special tokens is an attribute of the Rust object, so there are two objects
         self.rust.encode_special_tokens = True
         words = WordEncoder(self.rust, pattern) if (pattern := split_pattern(self.rust)) else None
         vocab_size = max(self.rust.get_vocab().values()) + 1
@@ -84,24 +84,24 @@ class Tokenizer:
         return Tokenizer, (self.rust, self.eos_token, self.chat_template, dict(self.config))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text``; spellings of special tokens are ordinary text."""
+        """Ids of ``text``. Spellings of special tokens are ordinary text."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text; much faster than one by one."""
+        """`encode` of each text; much faster than separate calls."""
         words = self._words
         if words is None:
             return self.encode_reference(texts)
-        coded = [words.encode(text) if words.accepts(text) else None for text in texts]
-        slow = iter(self.encode_reference([text for text, ids in zip(texts, coded, strict=True) if ids is None]))
-        return [next(slow) if ids is None else ids for ids in coded]
+        fast = [words.encode(text) if words.accepts(text) else None for text in texts]
+        slow = iter(self.encode_reference([text for text, ids in zip(texts, fast, strict=True) if ids is None]))
+        return [next(slow) if ids is None else ids for ids in fast]
 
     def encode_reference(self, texts: Sequence[str]) -> list[list[int]]:
-        """What `encode_batch` must equal: the Rust library alone."""
-        return [coded.ids for coded in self.rust.encode_batch_fast(list(texts), add_special_tokens=False)]
+        """Reference for `encode_batch`: the Rust library alone."""
+        return [encoding.ids for encoding in self.rust.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Ids of ``text`` that a chat template rendered: spellings of special tokens become those tokens."""
+        """Ids of ``text`` that a chat template rendered. Spellings of special tokens become these tokens."""
         return self._parsing.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
@@ -113,19 +113,21 @@ class Tokenizer:
         return frozenset(i for i, token in self.rust.get_added_tokens_decoder().items() if token.special)
 
     def named_id(self, name: str) -> int | None:
-        """Id of a token that the configuration names (``bos_token``, ``pad_token``…); None where it names none."""
+        """Id of a token named in the configuration (``bos_token``, ``pad_token`` etc.); None if it is not named."""
         token = _content(self.config.get(name))
         return None if token is None else self.rust.token_to_id(token)
 
     def fingerprint(self) -> str:
-        """sha256 over all that decides the ids of a document: the tokenizer's definition and its eos token."""
+        """sha256 of everything that decides the ids of a document: the tokenizer's definition and its eos token."""
         definition = json.dumps(json.loads(self.rust.to_str()), sort_keys=True, ensure_ascii=True)
         return hashlib.sha256(f"{self.eos_token}\n{definition}".encode()).hexdigest()
 
     def save(self, folder: Path | str) -> None:
-        """Write into ``folder`` the files that transformers' AutoTokenizer loads."""
+        """Write the files that transformers' AutoTokenizer loads into ``folder``."""
         folder = Path(folder)
-        write_text(folder / "tokenizer.json", self.rust.to_str(pretty=True))  # Rust's own would hide what the disk said
+        write_text(
+            folder / "tokenizer.json", self.rust.to_str(pretty=True)
+        )  # Rust's save would hide errors of the disk
         write_json(folder / "tokenizer_config.json", dict(self.config))
         write_json(folder / "special_tokens_map.json", {n: self.config[n] for n in _NAMED_TOKENS if self.config.get(n)})
         if self.chat_template:
@@ -133,12 +135,12 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:
-    """Load a tokenizer.json, or a folder that holds one (any transformers fast tokenizer).
+    """Load a tokenizer.json, or a folder that contains one (any fast tokenizer of transformers).
 
-    Beside a tokenizer.json, tokenizer_config.json and chat_template.jinja are read too where they are present.
+    tokenizer_config.json and chat_template.jinja beside it are read if they exist.
 
     Raises:
-        UserError: nothing there, not a fast tokenizer, or no token that ends a document.
+        UserError: no such file, not a fast tokenizer, or no token ends a document.
     """
     source = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not source.is_file():
@@ -151,61 +153,60 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     if not isinstance(config, dict):
         raise UserError(f"{place}: not a JSON object; the file is damaged")
     template = _template(folder, config.pop("chat_template", None))
-    eos = config.get("eos_token") or next((end for end in _KNOWN_ENDS if rust.token_to_id(end) is not None), None)
-    eos = _content(eos)
+    guesses = (token for token in _KNOWN_ENDS if rust.token_to_id(token) is not None)
+    eos = _content(config.get("eos_token") or next(guesses, None))
     if eos is None or rust.token_to_id(eos) is None:
         raise UserError(f"{source}: eos_token: no token ends a document; name one in {place}")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **config, "eos_token": eos}
-    with _problem_of(source):  # which writes it out and reads it again
+    with _problem_of(source):  # the constructor serialises and parses it again
         return Tokenizer(rust, eos, template, config)
 
 
 @contextmanager
 def _problem_of(source: Path) -> Iterator[None]:
-    """What the Rust library raises becomes the user's one line: a bare Exception, or where it panics not even that."""
+    """Convert exceptions of the Rust library into a `UserError`. It raises bare Exceptions, and panics are BaseExceptions."""
     try:
         yield
     except (UserError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        problem = one_line(error, 200)
         remedy = "save the tokenizer again with transformers or stretto"
-        raise UserError(f"{source}: not a tokenizer.json: {problem}; {remedy}") from None
+        raise UserError(f"{source}: not a tokenizer.json: {one_line(error, 200)}; {remedy}") from None
 
 
 def _content(token: Any) -> str | None:
-    """The spelling of a token that tokenizer_config.json names by itself or as an object; None: by neither."""
+    """Spelling of a token in tokenizer_config.json, where it is a string or an object; None if it is neither."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 
 
-def _template(folder: Path, told: Any) -> str | None:
-    """The chat template in ``folder``: a file of its own, or what tokenizer_config.json has ``told``."""
+def _template(folder: Path, configured: Any) -> str | None:
+    """The chat template in ``folder``: its own file, or ``configured``, the value in tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
             return path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: not UTF-8 ({error}); save it again as UTF-8") from None
-    if isinstance(told, list):  # transformers' older form: several named templates
-        named = {entry.get("name"): entry.get("template") for entry in told if isinstance(entry, dict)}
-        told = named.get("default")
-    if told is not None and not isinstance(told, str):
+    if isinstance(configured, list):  # older format of transformers: several named templates
+        by_name = {entry.get("name"): entry.get("template") for entry in configured if isinstance(entry, dict)}
+        configured = by_name.get("default")
+    if configured is not None and not isinstance(configured, str):
         raise UserError(f"{folder / 'tokenizer_config.json'}: chat_template: not a text; remove it or write one")
-    return told
+    return configured
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, chat_template: str | None = None) -> Tokenizer:
-    """Train a byte-level BPE: all 256 bytes are tokens, so every text round-trips. The same texts give the same ids.
-    Words are split as GPT-2 does, which every engine that reads our checkpoints knows by name.
+    """Train a byte-level BPE. All 256 bytes are tokens, so every text round-trips. Equal texts give equal ids. Words are split as in
+    GPT-2, a pre-tokenizer that every engine supports.
 
     Args:
-        texts: what to learn from; read once, in constant memory but for the table of distinct words.
-        vocab_size: entries wanted, special tokens and bytes included; small text may give fewer.
-        chat_template: Jinja source to keep with the tokenizer.
+        texts: training text; read once, in constant memory except for the table of distinct words.
+        vocab_size: number of entries, special tokens and bytes included; a small text may give fewer.
+        chat_template: Jinja source to store with the tokenizer.
 
     Raises:
-        UserError: ``vocab_size`` leaves no room for the bytes.
+        UserError: ``vocab_size`` is smaller than the number of bytes and special tokens.
     """
     special = [END_OF_TEXT, TURN_START, TURN_END]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -217,23 +218,23 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, chat_template: str | 
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, min_frequency=2, show_progress=False, special_tokens=special, initial_alphabet=alphabet
     )
-    rust.train_from_iterator(map(_broken, texts), trainer)
+    rust.train_from_iterator(map(_with_long_words_cut, texts), trainer)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
     return Tokenizer(rust, END_OF_TEXT, chat_template, config | {"clean_up_tokenization_spaces": False})
 
 
-def _broken(text: str) -> str:
-    """``text`` for training: one unbroken word of megabytes would take hours, for every merge is looked for in all of it."""
+def _with_long_words_cut(text: str) -> str:
+    """``text`` for training, with very long words cut: every merge searches the whole word, so a word of megabytes would take hours."""
 
-    def cut(found: regex.Match[str]) -> str:
-        word = found.group()
+    def cut(match: regex.Match[str]) -> str:
+        word = match.group()
         return "\n".join(word[start : start + _MAX_LENGTH] for start in range(0, len(word), _MAX_LENGTH))
 
-    return str(_UNBROKEN.sub(cut, text))
+    return str(_LONG_WORD.sub(cut, text))
 
 
 def split_pattern(rust: tokenizers.Tokenizer) -> str | None:
-    """The regular expression that ``rust`` splits words with, or None where this file's shortcut would not be exact."""
+    """Regular expression with which ``rust`` splits words; None if the fast path would not be exact."""
     tree: dict[str, Any] = json.loads(rust.to_str())
     if tree["normalizer"] is not None or tree["model"]["type"] != "BPE" or tree["model"].get("dropout"):
         return None
@@ -252,7 +253,7 @@ def split_pattern(rust: tokenizers.Tokenizer) -> str | None:
 
 
 class WordEncoder(dict[str, list[int]]):
-    """Encodes texts word by word: a table of ids by word, in which a word not seen before is encoded when it is looked up."""
+    """Encoder of texts word by word. The dictionary maps words to ids; a new word is encoded when it is looked up."""
 
     def __init__(self, rust: tokenizers.Tokenizer, pattern: str) -> None:
         super().__init__()
@@ -267,7 +268,7 @@ class WordEncoder(dict[str, list[int]]):
         return settled and (self._added is None or self._added.search(text) is None)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text``, of which `accepts` is true."""
+        """Ids of ``text``, for which `accepts` must be true."""
         if len(self) > _MAX_WORDS:
             self.clear()
         return list(chain.from_iterable(map(self.__getitem__, self._split(text))))

@@ -193,7 +193,7 @@ def test_many_turns_take_linear_time_and_are_the_same(
     )
     fast = tokenise_chat(tokenizer, talk)
     assert sum(rendered) < 16 * len(talk)
-    monkeypatch.setattr("stretto.text.chat._FEW", 10**9)
+    monkeypatch.setattr("stretto.text.chat._MAX_QUADRATIC_TURNS", 10**9)
     assert tokenise_chat(tokenizer, talk) == fast and sum(rendered) > 16 * len(talk)
     assert sum(fast.mask) > sum(turn["role"] == "assistant" for turn in talk)
 
@@ -310,7 +310,7 @@ def test_what_a_template_leaves_out_of_a_conversation_is_refused(tokenizer: Toke
     for template, talk, field in ((first, AT_WORK, "several tool_calls"), (late, TALK[1:], "tools")):
         with pytest.raises(UserError, match=f"^{field}.*: this model's chat template does not show them"):
             tokenise_chat(replace(tokenizer, chat_template=template), talk, TOOLS)
-    with pytest.raises(UserError, match=r"^chat_template: .*mend it"):
+    with pytest.raises(UserError, match=r"^chat_template: .*correct the template"):
         render("{% for %}", TALK, TOOLS)
 
 
