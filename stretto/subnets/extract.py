@@ -1,4 +1,4 @@
-"""The gate before a Subnet becomes a network of its own: masked and extracted logits must agree.
+"""Check before extraction: the logits of a masked Subnet and of the extracted network must agree.
 
 Shape letters: B rows, T positions, N tokens compared, V vocabulary, E experts.
 """
@@ -23,12 +23,12 @@ from stretto.ops import exact
 from stretto.ops.operators import Operators
 
 FLOOR = 1e-5
-"""Least relative tolerance (ours): about a hundred roundings of fp32, and a thousandth of what one wrong expert does."""
+"""Smallest relative tolerance (ours): about a hundred roundings of fp32, and a thousandth of the effect of one wrong expert."""
 
 
 class _LowestFirst(Operators):
-    """The ordinary operators, but of equal scores the lower id is chosen: torch's choice depends on how many experts there are, and
-    in a network that was cut from a dense one, equal scores are common.
+    """Operators that choose the lower id among equal scores. torch's choice depends on the number of experts, and equal scores are common
+    in a network that was cut from a dense one.
     """
 
     def highest(self, choice_NE: Tensor, top_k: int) -> Tensor:
@@ -41,20 +41,20 @@ class ExtractionError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Extracted:
-    """An extracted network that passed the gate."""
+    """An extracted network that passed the check."""
 
     model: Transformer
     """In the dtype and on the device of the maximum network."""
     difference: float
-    """Largest |masked − extracted| over all logits looked at, in fp32."""
+    """Largest |masked − extracted| over all compared logits, in fp32."""
     tolerance: float
-    """What it was held against."""
+    """Largest allowed difference."""
     num_tokens: int
-    """Positions compared."""
+    """Number of compared positions."""
 
 
 def verified_extract(model: Transformer, subnet: Subnet, batches: Sequence[EvalBatch]) -> Extracted:
-    """Cut ``subnet`` out of ``model`` and `verify` it; raises `UserError` also where it lies outside the network."""
+    """Extract ``subnet`` from ``model`` and `verify` it. Raises `UserError` also if it lies outside the network."""
     return verify(model, subnet, extract(model, check_subnet(model.config, subnet)), batches)
 
 
@@ -66,51 +66,51 @@ def verify(
     batches: Sequence[EvalBatch],
     tolerance: float | None = None,
 ) -> Extracted:
-    """Compare the logits of ``smaller``, said to be ``subnet`` of ``model``, with the masked ones of ``model``.
+    """Compare the logits of ``smaller``, the extracted ``subnet`` of ``model``, with the masked logits of ``model``.
 
-    Both run in fp32 whatever they are stored in: a lower precision would hide a wrong weight in its rounding.
+    Both run in fp32, whatever their storage type: the rounding of a lower precision would hide a wrong weight.
 
     Args:
-        batches: a few hundred real tokens are enough, as long as they reach every expert; all logits are held at once.
-        tolerance: largest difference allowed; None derives it (`derived_tolerance`) from the size of the logits.
+        batches: a few hundred real tokens suffice if they reach every expert. All logits of a batch are in memory at once.
+        tolerance: largest allowed difference; None: `derived_tolerance`, from the size of the logits.
 
     Raises:
-        UserError: there is nothing to compare on.
+        UserError: ``batches`` have no tokens.
         ExtractionError: the logits differ by more than the tolerance, or are not finite.
     """
     wide, wide_smaller = _in_fp32(model), _in_fp32(smaller)
     differences, scales, num_tokens = [], [], 0
     with _full_precision():
         for batch in batches:
-            # padding may be normed from anything; only tokens of documents are compared
+            # logits at padding are arbitrary, so only tokens of documents are compared
             real_BT = batch.real_BT
             if not real_BT.any():
                 continue
             ctx = replace(batch.ctx, operators=_LowestFirst())
             masked_NV = wide.logits(batch.ids_BT, subnet, ctx)[real_BT]
-            own_NV = wide_smaller.logits(batch.ids_BT, wide_smaller.config.full(), ctx)[real_BT]
-            differences.append((masked_NV - own_NV).abs().amax())
+            extracted_NV = wide_smaller.logits(batch.ids_BT, wide_smaller.config.full(), ctx)[real_BT]
+            differences.append((masked_NV - extracted_NV).abs().amax())
             scales.append(masked_NV.abs().amax())
             num_tokens += masked_NV.shape[0]
     if not differences:
         raise UserError("extract: no tokens to compare the logits on; give a held-out batch")
-    # torch's maximum keeps a NaN, Python's may lose it
+    # torch's maximum propagates NaN, Python's may not
     difference, scale = float(torch.stack(differences).amax()), float(torch.stack(scales).amax())
     allowed = derived_tolerance(model.config, subnet, scale) if tolerance is None else tolerance
     if not difference <= allowed:  # also true for NaN
         raise ExtractionError(
             f"extract: {subnet.label()}: masked and extracted logits differ by {difference:.3g}, {allowed:.3g} is allowed; "
-            "nothing was written: the checkpoint is damaged or its orders are not the ones it was trained with"
+            "nothing was written: the checkpoint is damaged, or its layer or expert order is not that of its training"
         )
     return Extracted(smaller, difference, allowed, num_tokens)
 
 
 def derived_tolerance(config: ModelConfig, subnet: Subnet, scale: float) -> float:
-    """How far apart rounding alone can put two fp32 evaluations whose largest logit is ``scale``.
+    """Largest difference that rounding can cause between two fp32 evaluations whose largest logit is ``scale``.
 
-    Both evaluate the same sums, in another order where a kernel blocks another number of experts otherwise. A product
-    of length D then differs by about u·√D (u = 2⁻²⁴, roundings as a random walk), and the two products in a row of each
-    of the 2·L sub-layers add up as a random walk too: u·√(4·L·D), relative to the size of the logits.
+    Both evaluate the same sums, in another order if a kernel blocks another number of experts differently. A product of length D then
+    differs by about u·√D (u = 2⁻²⁴, roundings as a random walk), and the two products in a row of each of the 2·L sub-layers add up
+    as a random walk: u·√(4·L·D), relative to the size of the logits.
     """
     walk = 2.0**-24 * math.sqrt(4 * len(subnet.layers) * config.hidden_size)
     return max(FLOOR, walk) * max(1.0, scale)
@@ -124,7 +124,7 @@ def _in_fp32(model: Transformer) -> Transformer:
 
 @contextmanager
 def _full_precision() -> Iterator[None]:
-    """Products of fp32 in fp32: a training run may have allowed TF32 or bf16 passes for speed."""
+    """Matrix products of fp32 in fp32: a training run may have enabled TF32 or bf16 passes."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

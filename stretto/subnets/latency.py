@@ -1,13 +1,15 @@
-"""The latency table: what a layer costs on this machine, by (experts kept, k), and what any Subnet costs as their sum.
+"""The latency table: cost of a layer on this machine by (experts, top-k), from which the latency of any Subnet is predicted as a sum.
 
-Whole extracted networks are timed in the engine, which is what will serve them, and the cost of one layer is solved for by
-least squares. Timing single blocks in a loop would find their weights in the cache, where a decoding network never has them.
+Whole extracted networks are timed in the engine that serves them, and the cost of one layer follows by least squares. Timing
+single blocks in a loop would find their weights in the cache, which does not happen in decoding.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -30,25 +32,25 @@ from stretto.ops.native import Library, load
 
 
 class Workload(Config):
-    """What one timed step does."""
+    """Work of one timed step."""
 
     phase: Literal["decode", "prefill"]
     """``decode``: one new token in each row; ``prefill``: all tokens of each row at once."""
     batch: int = Field(gt=0)
     """Rows."""
     context: int = Field(gt=0)
-    """Tokens a row has: the prompt of a prefill, the cache behind a decoded token."""
+    """Tokens per row: the prompt of a prefill, or the cached tokens before a decoded one."""
 
     def label(self) -> str:
         return f"{self.phase} of {self.batch} x {self.context}"
 
 
 DECODE = Workload(phase="decode", batch=1, context=64)
-"""One sequence alone, a little way into its answer."""
+"""One sequence alone, early in its answer."""
 
 
 def usual_workloads(config: ModelConfig) -> tuple[Workload, Workload]:
-    """Decoding and prefilling one sequence, shorter where the network's positions are few."""
+    """Decoding and prefilling one sequence, shorter if the network has few positions."""
     longest = config.max_positions
     return (
         DECODE.replace(context=min(DECODE.context, longest // 2)),
@@ -57,42 +59,42 @@ def usual_workloads(config: ModelConfig) -> tuple[Workload, Workload]:
 
 
 class Machine(Config):
-    """Where a table was measured; a table holds nowhere else."""
+    """Machine on which a table was measured. The table is valid on this machine only."""
 
     device: str
-    """Model name of the device, as its driver or the CPU gives it."""
+    """Model name of the device, as reported by its driver or the CPU."""
     num_threads: int
-    """Threads torch computes with on the host."""
+    """torch's number of threads on the host."""
     torch_version: str
     dtype: str
-    """Of the weights, without ``torch.``."""
+    """Data type of the weights, without ``torch.``."""
 
 
 class Cell(Config):
     """Cost of one layer."""
 
     experts: int
-    """Experts kept; 0 for a dense layer."""
+    """Number of experts; 0 for a dense layer."""
     top_k: int
     """0 for a dense layer."""
     ms: float
-    """Milliseconds a step."""
+    """Milliseconds per step."""
 
 
 class Timing(Config):
-    """The solved costs under one workload."""
+    """Costs under one workload, from the fit."""
 
     workload: Workload
     fixed_ms: float
-    """Embedding, final norm, head and whatever else does not grow with the layers; milliseconds a step."""
+    """Embedding, final norm, head, and everything else that is independent of the layers, in milliseconds per step."""
     cells: tuple[Cell, ...]
     fit_error: float
-    """Largest relative difference between a measured network and its fitted time."""
+    """Largest relative difference between the measured and the fitted time of a network."""
     held_out_error: float = 0.0
-    """The same of networks that were measured and not fitted: sizes in between."""
+    """The same for networks of intermediate sizes, which were measured but not used in the fit."""
 
     def predict_ms(self, subnet: Subnet) -> float:
-        """Milliseconds of one step of ``subnet``. Raises `UserError`: it lies outside the measured range."""
+        """Milliseconds of one step of ``subnet``. Raises `UserError`: it is outside the measured range."""
         costs = {(cell.experts, cell.top_k): cell.ms for cell in self.cells}
         num_dense = len(subnet.layers) - len(subnet.experts)
         moe_ms = sum(_cell_ms(costs, *shape) for shape in zip(subnet.experts, subnet.top_k, strict=True))
@@ -101,32 +103,34 @@ class Timing(Config):
 
 Scalar = int | float | bool | str | None
 Shape = dict[str, Scalar | tuple[int, ...] | dict[str, Scalar]]
-"""Fields of a `ModelConfig`, those of its own records among them."""
+"""Fields of a `ModelConfig`, nested records included."""
 
 
 class LatencyTable(Config):
-    """Measured layer costs; predicts the latency of any Subnet within the measured range as their sum."""
+    """Measured costs of layers. Predicts the latency of any Subnet within the measured range."""
 
     machine: Machine
     shape: Shape
-    """The maximum network's fields that decide its speed."""
+    """The maximum network's fields that affect its speed."""
     timings: tuple[Timing, ...]
     num_samples: int
     num_disturbed: int
-    """Samples taken while the machine was busy with something else."""
+    """Samples taken while other work slowed the machine."""
     num_uncertain: int
-    """Measured networks none of whose samples was undisturbed: above 0, measure again on a calmer machine."""
+    """Networks without an undisturbed sample. Above 0, measure again on a less busy machine."""
 
     def timing(self, workload: Workload) -> Timing:
         for timing in self.timings:
             if timing.workload == workload:
                 return timing
-        known = ", ".join(timing.workload.label() for timing in self.timings)
-        raise UserError(f"latency table: {workload.label()} was not measured (there is {known}); measure it again")
+        measured = ", ".join(timing.workload.label() for timing in self.timings)
+        raise UserError(
+            f"latency table: {workload.label()} was not measured (only {measured}); run `stretto latency` again"
+        )
 
     def predict_ms(self, config: ModelConfig, subnet: Subnet, workload: Workload) -> float:
-        """Milliseconds of one step of ``subnet`` of ``config``. Raises `UserError`: the workload was not measured, or
-        the Subnet lies outside the measured range.
+        """Milliseconds of one step of ``subnet`` of ``config``. Raises `UserError`: the workload was not measured, or the Subnet is outside
+        the measured range.
         """
         return self.timing(workload).predict_ms(subnet)
 
@@ -136,8 +140,8 @@ def write_table(path: Path | str, table: LatencyTable) -> None:
 
 
 def read_table(path: Path | str, model: Transformer) -> LatencyTable:
-    """Read a table that holds for ``model`` on this machine. Raises `UserError`: no such file, not a table, or one of
-    another machine, dtype or network.
+    """Read a table that is valid for ``model`` on this machine. Raises `UserError`: no such file, not a table, or measured on another
+    machine, data type or network.
     """
     tree = read_json(path)
     if not isinstance(tree, dict):
@@ -148,13 +152,12 @@ def read_table(path: Path | str, model: Transformer) -> LatencyTable:
 
 
 def require_match(table: LatencyTable, model: Transformer, source: str) -> None:
-    """Refuse a table that was measured elsewhere, or of another network; ``source`` names it in the message."""
-    asked = {**this_machine(model).model_dump(), **speed_shape(model.config)}
+    """Raise `UserError` if ``table`` was measured on another machine or network. ``source``: its name in the message."""
+    actual = {**this_machine(model).model_dump(), **speed_shape(model.config)}
     for field, value in {**table.machine.model_dump(), **table.shape}.items():
-        if asked.get(field) != value:
-            raise UserError(
-                f"{source}: {field}: measured with {value}, now it is {asked.get(field)}; run `stretto latency` again"
-            )
+        if actual.get(field) != value:
+            problem = f"{field}: measured with {value}, now it is {actual.get(field)}"
+            raise UserError(f"{source}: {problem}; run `stretto latency` again")
 
 
 def this_machine(model: Transformer) -> Machine:
@@ -168,12 +171,12 @@ def this_machine(model: Transformer) -> Machine:
 
 
 def serving_dtype(device: torch.device) -> torch.dtype:
-    """What a network is served in where nobody asks for another, and so what a table is measured in."""
+    """Default data type in which a network is served, and so the data type of tables."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def _cell_ms(costs: dict[tuple[int, int], float], experts: int, top_k: int) -> float:
-    """Cost of a layer, linear between measured neighbours: in k, and for each k in the experts."""
+    """Cost of a layer, interpolated linearly in k, and for each k in the number of experts."""
     if (experts, top_k) in costs:
         return costs[experts, top_k]
     ks = sorted({k for num, k in costs if num})
@@ -181,55 +184,51 @@ def _cell_ms(costs: dict[tuple[int, int], float], experts: int, top_k: int) -> f
     if not (ks[0] <= top_k <= ks[-1] and nums[0] <= experts <= nums[-1]):
         raise UserError(
             f"latency table: a layer of {experts} experts, top-{top_k} lies outside the measured "
-            f"{nums[0]}-{nums[-1]} experts, top-{ks[0]}-{ks[-1]}; measure it again with that size"
+            f"{nums[0]}-{nums[-1]} experts, top-{ks[0]}-{ks[-1]}; measure the table again with that size"
         )
     below, above = max(k for k in ks if k <= top_k), min(k for k in ks if k >= top_k)
 
     def at(k: int) -> float:
-        known = sorted((num, ms) for (num, own), ms in costs.items() if own == k)
-        # np.interp holds the end value where fewer experts than k are asked for: a cost slightly too high
-        return float(np.interp(experts, [num for num, _ in known], [ms for _, ms in known]))
+        measured = sorted((num, ms) for (num, cell_k), ms in costs.items() if cell_k == k)
+        # below the smallest measured number of experts np.interp repeats the end value: a cost slightly too high
+        return float(np.interp(experts, [num for num, _ in measured], [ms for _, ms in measured]))
 
     return float(np.interp(top_k, [below, above], [at(below), at(above)]))
 
 
 def speed_shape(config: ModelConfig) -> Shape:
-    """What decides the speed of a network: not its orders, its balance branches or its rotation's frequencies."""
+    """Fields of ``config`` that affect the speed: all except orders, balance branches and rotary frequencies."""
     ignored = {"expert_order", "layer_order", "widths", "num_branches", "norm_eps", "max_positions"}
     return config.model_dump(exclude={*ignored, "rope_theta", "rope_scaling"})
 
 
 WARM_UP_STEPS = 2
 TIMED_STEPS = 10
-LEAST_STEPS, SAMPLE_S = 3, 0.5
-"""Of long steps that many will do, the warm-up among them, once a sample has taken so long (ours): what disturbs them, and what
-is cold, is a small share of each."""
+MIN_STEPS, SAMPLE_S = 3, 0.5
+"""A sample of long steps ends after this number of steps (warm-up included) and this many seconds (ours): disturbances and cold caches
+are then a small share of each.
+"""
 BUDGET_S = 60.0
-"""That networks take turns for, on any machine, but twice anyway (ours)."""
+"""Seconds after which no further round of measurements starts, except that every network is measured twice (ours)."""
 PAGE_SIZE = 16
 MAX_SLOWDOWN = 1.25
-"""A sample counts as disturbed when a matmul beside it ran this much slower than the fastest one of the run (ours)."""
+"""A sample counts as disturbed if the matmul beside it was slower than the fastest one of the run by this factor (ours)."""
 MATMUL_SIZE = 512
-"""Long enough to feel a neighbour (a few milliseconds on a CPU), short enough to run beside every sample (ours)."""
+"""Long enough to be slowed by other work (a few milliseconds on a CPU), and short enough to run beside every sample (ours)."""
 
 
 TimeFn = Callable[[Transformer, Workload], float]
-"""Seconds of one step of an ordinary (extracted) network under a workload, warm."""
+"""Seconds of one step of an ordinary (extracted) network under a workload, after warm-up."""
 
 
 def engine_seconds(device: torch.device) -> TimeFn:
-    """Times steps of the engine as it serves: compiled kernels where there are, cache, sampling and all."""
-    library = load() if device.type == "cpu" else None
-
-    def seconds(model: Transformer, workload: Workload) -> float:
-        return step_seconds(model, workload, library)
-
-    return seconds
+    """A function that times steps of the engine as it serves: with cache, sampling, and compiled kernels if available."""
+    return partial(step_seconds, library=load() if device.type == "cpu" else None)
 
 
 def step_seconds(model: Transformer, workload: Workload, library: Library | None) -> float:
-    """Seconds of one step of the engine, the fastest of a few; the first are a warm-up. A decoding step's rows have
-    ``workload.context`` tokens in the cache, and a few more each time; a prefill computes them all, and one token of each row.
+    """Seconds of one engine step: the fastest of a few after a warm-up. Rows of a decoding step have ``workload.context`` cached tokens
+    or a few more; a prefill step computes all tokens and samples one per row.
     """
     num_steps = WARM_UP_STEPS + TIMED_STEPS
     room = model.config.max_positions - workload.context
@@ -247,22 +246,22 @@ def step_seconds(model: Transformer, workload: Workload, library: Library | None
     engine = Engine(model.requires_grad_(False), None, config, routes=False, library=library)
     generator = torch.Generator().manual_seed(0)
     sampling = Sampling(temperature=0, max_tokens=num_new, ignore_eos=True)
-    taken_s: list[float] = []
+    steps_s: list[float] = []
 
     def is_enough() -> bool:
-        return len(taken_s) >= num_steps or (len(taken_s) >= LEAST_STEPS and sum(taken_s) >= SAMPLE_S)
+        return len(steps_s) >= num_steps or (len(steps_s) >= MIN_STEPS and sum(steps_s) >= SAMPLE_S)
 
     while not is_enough():
         for row in range(workload.batch):
             ids = torch.randint(model.config.vocab_size, (workload.context,), generator=generator).tolist()
             engine.add(Request(f"timing-{row}", tuple(ids), sampling, Phases(model.config.full())), stream=False)
         if workload.phase == "decode":
-            engine.step()  # all prompts
+            engine.step()  # prefills all prompts
         while engine.has_work and not is_enough():
             start = time.perf_counter()
-            engine.step()  # returns tokens, so the device is done
-            taken_s.append(time.perf_counter() - start)
-    return min(taken_s[min(WARM_UP_STEPS, len(taken_s) - 2) :])
+            engine.step()  # returns tokens, so the device has finished
+            steps_s.append(time.perf_counter() - start)
+    return min(steps_s[min(WARM_UP_STEPS, len(steps_s) - 2) :])
 
 
 def measure(
@@ -274,29 +273,30 @@ def measure(
     num_rounds: int = 7,
     time_fn: TimeFn | None = None,
 ) -> LatencyTable:
-    """Measure the table of ``model`` in the dtype it will be served in, on the device that holds it.
+    """Measure the table of ``model`` in the data type of serving, on the device that holds it.
 
-    Each combination of ``experts`` and ``top_ks`` is timed at full depth, and the ends of them at least depth: a layer of each
-    combination and what is no layer are then known, whatever the number of layers. A few sizes in between are timed as well
-    and not fitted: they tell how far predictions are off. The networks take turns, so that a slow spell of the machine meets all
-    of them, and the fastest of their samples counts. Each sample stands between two runs of a fixed matmul, which tell how many
-    were disturbed.
+    Each combination of ``experts`` and ``top_ks`` is timed at full depth, and the smallest and largest also at minimum depth. This
+    determines the cost of a layer of each combination and the fixed cost. A few intermediate sizes are timed but not used in the fit:
+    they give the error of predictions. Networks are timed in turns, so that a slow phase of the machine affects all of them, and the
+    fastest sample of each counts. Each sample is between two runs of a fixed matmul, from which disturbed samples are counted.
 
     Args:
-        num_rounds: turns of every network, at most; fewer where they would take longer than `BUDGET_S`.
-        time_fn: times one network; None: the engine's steps (`engine_seconds`).
+        num_rounds: largest number of turns of every network; fewer if they would take longer than `BUDGET_S`.
+        time_fn: times one network; None: `engine_seconds`.
     """
     config, time_fn = model.config, time_fn or engine_seconds(model.head_VD.device)
     widths = {num for num in (*experts, config.num_experts) if config.choosable(num)}
     pairs = sorted({(num, min(k, config.choosable(num))) for num in widths for k in {*top_ks, config.top_k}})
-    least = len(fixed_layers(config.num_layers))
+    min_depth = len(fixed_layers(config.num_layers))
     fitted = [config.subnet(config.num_layers, *pair) for pair in pairs]
-    fitted += [config.subnet(least, *pair) for pair in (pairs[0], pairs[-1])]
+    fitted += [config.subnet(min_depth, *pair) for pair in (pairs[0], pairs[-1])]
     droppable_dense = set(droppable_layers(config)) & set(config.dense_layers)
-    if droppable_dense:  # otherwise dense layers come and go together with MoE layers, and share their cost
+    if (
+        droppable_dense
+    ):  # else every network drops dense layers together with MoE layers, and the costs cannot be separated
         fitted.append(without_layers(config, droppable_dense))
     fitted = list(dict.fromkeys(fitted))
-    held_out = [config.subnet((least + config.num_layers) // 2, *pair) for pair in _between(config, pairs)]
+    held_out = [config.subnet((min_depth + config.num_layers) // 2, *pair) for pair in _between(config, pairs)]
     held_out = [subnet for subnet in held_out if subnet not in fitted]
     samples = _Samples(model, time_fn)
     measured = samples.fastest_ms("measure latency", [*fitted, *held_out], workloads, num_rounds)
@@ -318,19 +318,15 @@ def measure(
 
 
 def _between(config: ModelConfig, pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Two of the widths and k that lie in between ``pairs``; the middle one of those where none does."""
-    nums, ks = [num for num, _ in pairs], [k for _, k in pairs]
-    others = [
-        (num, k)
-        for num in range(min(nums), max(nums) + 1)
-        for k in range(min(ks), min(max(ks), config.choosable(num)) + 1)
-        if (num, k) not in pairs
-    ]
+    """Two pairs of experts and k between ``pairs``; the middle one of ``pairs`` if there are none between."""
+    nums, ks = zip(*pairs, strict=True)
+    grid = itertools.product(range(min(nums), max(nums) + 1), range(min(ks), max(ks) + 1))
+    others = [(num, k) for num, k in grid if k <= config.choosable(num) and (num, k) not in pairs]
     return [others[len(others) // 3], others[len(others) * 2 // 3]] if others else [pairs[len(pairs) // 2]]
 
 
 class Check(Config):
-    """Prediction against a true measurement of one Subnet."""
+    """Predicted and measured time of one Subnet."""
 
     subnet: Subnet
     workload: Workload
@@ -351,7 +347,7 @@ def check(
     num_rounds: int = 7,
     time_fn: TimeFn | None = None,
 ) -> list[Check]:
-    """Measure ``subnets`` as they are and set the table's prediction beside it, for every workload of the table."""
+    """Measure ``subnets`` and compare them with the predictions of ``table``, for every workload of the table."""
     require_match(table, model, "latency table")
     workloads = [timing.workload for timing in table.timings]
     time_fn = time_fn or engine_seconds(model.head_VD.device)
@@ -369,7 +365,7 @@ def check(
 
 
 class _Samples:
-    """Timed samples, each between two runs of the same matmul that say how busy the machine was."""
+    """Timed samples, each between two runs of the same matmul, which show whether other work slowed the machine."""
 
     def __init__(self, model: Transformer, time_fn: TimeFn):
         device = model.head_VD.device
@@ -382,22 +378,22 @@ class _Samples:
     def fastest_ms(
         self, title: str, subnets: Sequence[Subnet], workloads: Sequence[Workload], num_rounds: int
     ) -> dict[Workload, list[float]]:
-        """Fastest sample of each of ``subnets``: what disturbs a step only ever adds time.
+        """Milliseconds of the fastest sample of each of ``subnets``, by workload.
 
-        So a disturbed sample need not be thrown away to do no harm; a network of which all were disturbed is counted.
+        Disturbances only add time, so disturbed samples need not be discarded. Networks without an undisturbed sample are counted.
         """
-        taken: dict[tuple[Workload, int], list[tuple[float, float]]] = {}
+        samples: dict[tuple[Workload, int], list[tuple[float, float]]] = {}
         before_s = fastest_s = self._calibrate()
 
         def round_of(advance: Advance) -> None:
             nonlocal before_s, fastest_s
             for index, subnet in enumerate(subnets):
-                # anew each round: all at once would not fit in memory
+                # extracted again each round: all networks at once would not fit into memory
                 network = extract(self._model, subnet).to(self._dtype)
                 for workload in workloads:
-                    taken_s = self._time_fn(network, workload)
+                    step_s = self._time_fn(network, workload)
                     after_s = self._calibrate()
-                    taken.setdefault((workload, index), []).append((max(before_s, after_s), taken_s))
+                    samples.setdefault((workload, index), []).append((max(before_s, after_s), step_s))
                     before_s, fastest_s = after_s, min(fastest_s, after_s)
                     advance(1)
 
@@ -409,18 +405,19 @@ class _Samples:
             with progress(f"{title}, again", num_more * len(subnets) * len(workloads)) as advance:
                 for _ in range(num_more):
                     round_of(advance)
-        for samples in taken.values():
-            num_calm = sum(busy_s <= MAX_SLOWDOWN * fastest_s for busy_s, _ in samples)
-            self.num_samples += len(samples)
-            self.num_disturbed += len(samples) - num_calm
-            self.num_uncertain += not num_calm
+        for of_network in samples.values():
+            num_undisturbed = sum(matmul_s <= MAX_SLOWDOWN * fastest_s for matmul_s, _ in of_network)
+            self.num_samples += len(of_network)
+            self.num_disturbed += len(of_network) - num_undisturbed
+            self.num_uncertain += not num_undisturbed
         places = range(len(subnets))
         return {
-            workload: [1000.0 * min(taken_s for _, taken_s in taken[workload, index]) for index in places]
+            workload: [1000.0 * min(step_s for _, step_s in samples[workload, index]) for index in places]
             for workload in workloads
         }
 
     def _calibrate(self) -> float:
+        """Seconds of the fixed matmul."""
         _synchronise(self._square.device)
         start = time.perf_counter()
         self._square @ self._square
@@ -429,10 +426,10 @@ class _Samples:
 
 
 def _solve(config: ModelConfig, workload: Workload, subnets: Sequence[Subnet], measured_ms: Sequence[float]) -> Timing:
-    """Least squares of measured = fixed + Σ layers, in relative errors: small networks count as much as large ones.
+    """Least squares of measured = fixed + Σ layers, in relative errors, so that small networks count as much as large ones.
 
-    Where dense layers are never dropped, their cost cannot be told from the fixed part; the minimum-norm solution
-    splits it, and every prediction is the same.
+    If dense layers are never dropped, their cost cannot be separated from the fixed cost. The minimum-norm solution divides it
+    between them, and all predictions are the same.
     """
     shapes = sorted({shape for subnet in subnets for shape in zip(subnet.experts, subnet.top_k, strict=True)})
     if config.dense_layers:

@@ -1,8 +1,8 @@
-"""The search: the best Subnet within limits on memory, compute and measured latency at once.
+"""The search: the best Subnet within limits on memory, compute and measured latency.
 
-Additive sensitivities predict the loss of every candidate: of all there are while they can be counted, else of those
-that NSGA-II spreads along the front of predicted loss against cost. The best are evaluated truly, a few may be healed, and
-only then one is chosen.
+Additive sensitivities predict the loss of candidates: of all candidates if there are few enough, else of those that NSGA-II
+proposes along the front of predicted loss against cost. The best ones are evaluated, optionally a few of these are healed, and
+one is chosen.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from stretto.subnets.latency import LatencyTable, Workload, require_match
 
 
 class Sensitivities(Config):
-    """Increase of the held-out loss over the full network's (nats per token) for one change at a time."""
+    """Increase of the held-out loss over the full network's (nats per token), for one change at a time."""
 
     full_nll: float
     """Loss of the full network, nats per token."""
     drop: dict[int, float]
-    """By layer left out alone."""
+    """By layer, if it alone is dropped."""
     depth: dict[int, float]
-    """By number of layers kept, in the nested order."""
+    """By number of layers, in the nested order."""
     experts: dict[int, float]
-    """By number of experts kept in all MoE layers."""
+    """By number of experts in all MoE layers."""
     top_k: dict[int, float]
-    """By k of all MoE layers."""
+    """By top-k of all MoE layers."""
     experts_by_row: dict[int, dict[int, float]] = Field(default_factory=dict)
-    """By MoE row and experts kept in that layer alone; empty where it was not asked for."""
+    """By MoE row and number of experts in that layer alone; empty if not measured."""
     top_k_by_row: dict[int, dict[int, float]] = Field(default_factory=dict)
-    """By MoE row and k of that layer alone; empty where it was not asked for."""
+    """By MoE row and top-k of that layer alone; empty if not measured."""
 
     def predict(self, config: ModelConfig, subnet: Subnet) -> float:
-        """Held-out loss of ``subnet`` if the changes added up.
+        """Predicted held-out loss of ``subnet``: the sum of the measured changes.
 
-        A choice that was measured on its own axis is met exactly; another choice of layers, or counts that differ by
-        layer, move away from it by the differences of the single-layer measurements.
+        Changes on one axis that were measured together (nested depths, equal widths, equal top-k) use that measurement. Other layers,
+        or counts that differ by layer, are corrected by the differences between the single-layer measurements.
         """
         kept = set(subnet.layers)
         nested = set(config.layer_ranking[: len(kept)])
-        depth = _interpolate(self.depth, len(kept))
+        depth = _interpolated(self.depth, len(kept))
         depth += sum(self.drop.get(layer, 0.0) for layer in nested - kept)
         depth -= sum(self.drop.get(layer, 0.0) for layer in kept - nested)
         rows, num_rows = config.moe_rows(kept), config.num_moe_layers
@@ -71,11 +71,11 @@ def measure_sensitivities(
     *,
     each_layer: bool = False,
 ) -> Sensitivities:
-    """Measure every layer left out, the given expert counts and k, and depths of the nested order: all, or of many an even choice.
+    """Measure the loss without each layer, for the given numbers of experts and k, and for depths of the nested order (at most `DEPTHS`).
 
     Args:
-        experts, top_ks: the counts to measure; the full ones are known to cost nothing.
-        each_layer: also measure them in one MoE layer at a time, which takes as many times longer.
+        experts, top_ks: values to measure; the full ones cost nothing by definition.
+        each_layer: also measure them in one MoE layer at a time, which multiplies the time by the number of layers.
     """
     config = model.config
     subnets: dict[tuple[str, int, int], Subnet] = {("full", 0, 0): config.full()}
@@ -101,10 +101,11 @@ def measure_sensitivities(
         return {**full, **{num: value for (axis, num, _), value in increase.items() if axis == name}}
 
     def by_row(name: str, full: Sequence[int]) -> dict[int, dict[int, float]]:
-        found = {(num, row): value for (axis, num, row), value in increase.items() if axis == name}
-        return {
-            row: {full[row]: 0.0} | {num: v for (num, at), v in found.items() if at == row} for row in rows if found
-        }
+        values: dict[int, dict[int, float]] = {}
+        for (axis, num, row), value in increase.items():
+            if axis == name:
+                values.setdefault(row, {full[row]: 0.0})[num] = value
+        return values
 
     return Sensitivities(
         full_nll=full_nll,
@@ -118,7 +119,10 @@ def measure_sensitivities(
 
 
 def narrowed(config: ModelConfig, axis: str, rows: set[int], num: int) -> Subnet:
-    """The full network with ``num`` experts (or top-``num``) in the MoE layers ``rows``; k never exceeds what is to choose from."""
+    """The full network with at most ``num`` experts (or top-``num``) in the MoE layers ``rows``.
+
+    k never exceeds the number of choosable experts.
+    """
     full = config.full()
     counts = {
         name: tuple(min(num, value) if name == axis and row in rows else value for row, value in enumerate(values))
@@ -135,53 +139,53 @@ def _axis(
     counts: Sequence[int],
     num_rows: int,
 ) -> float:
-    """Each kept layer's even share of the uniform cost, plus how much that layer differs from the average layer."""
+    """Cost of the counts on one axis: an even share of the uniform cost per layer, plus the deviation of each layer from the mean."""
     total = 0.0
     for row, num in zip(rows, counts, strict=True):
-        total += _interpolate(uniform, num) / num_rows
+        total += _interpolated(uniform, num) / num_rows
         if by_row:
-            own = {at: _interpolate(values, num) for at, values in by_row.items()}
-            total += own[row] - sum(own.values()) / len(own)
+            costs = {at: _interpolated(values, num) for at, values in by_row.items()}
+            total += costs[row] - sum(costs.values()) / len(costs)
     return total
 
 
-def _interpolate(values: Mapping[int, float], at: int) -> float:
+def _interpolated(values: Mapping[int, float], at: int) -> float:
     if at in values:
         return values[at]
-    known = sorted(values)
-    return float(np.interp(at, known, [values[num] for num in known]))
+    measured = sorted(values)
+    return float(np.interp(at, measured, [values[num] for num in measured]))
 
 
 DEPTHS = 8
-"""Measured at most; losses between them are interpolated, as a deep network's hardly bend from one layer to the next (ours)."""
+"""Largest number of measured depths; the losses between are interpolated, since in a deep network they change smoothly (ours)."""
 ENUMERATED = 20_000
-"""Spaces of at most so many choices are predicted whole, in seconds; larger ones are evolved."""
+"""Spaces of at most this many choices are predicted completely, in seconds; larger ones are searched by evolution."""
 Third = Literal["active", "latency"]
-"""The third objective beside loss and total parameters."""
+"""Third objective beside loss and total parameters."""
 
 
 class Limits(Config):
-    """What a chosen Subnet must stay within, all at once; None sets no limit."""
+    """Limits that a chosen Subnet must meet, all at once; None: no limit."""
 
     max_total: float | None = Field(default=None, gt=0, le=1)
-    """Total parameters (memory) over the full network's."""
+    """Total parameters (memory), as a share of the full network's."""
     max_active: float | None = Field(default=None, gt=0, le=1)
-    """Active parameters (compute) over the full network's."""
+    """Active parameters (compute), as a share of the full network's."""
     max_latency_ms: float | None = Field(default=None, gt=0)
-    """Milliseconds a step on the machine of the latency table."""
+    """Milliseconds per step on the machine of the latency table."""
 
     def asked(self) -> dict[str, float]:
-        """Those that are set, as ``total``, ``active`` and ``latency``."""
+        """The limits that are set, by ``total``, ``active`` and ``latency``."""
         limits = {"total": self.max_total, "active": self.max_active, "latency": self.max_latency_ms}
         return {name: limit for name, limit in limits.items() if limit is not None}
 
 
 class Candidate(Config):
-    """One Subnet with what it costs and what is known of its loss."""
+    """A Subnet with its cost and its losses."""
 
     subnet: Subnet
     name: str | None = None
-    """Its preset's name, if it is one."""
+    """Name of the preset, if it is one."""
     total_params: int
     active_params: int
     total_share: float
@@ -189,50 +193,52 @@ class Candidate(Config):
     active_share: float
     """Of the full network's active parameters."""
     latency_ms: float | None = None
-    """Predicted by the latency table, milliseconds a step; None without a table."""
+    """Milliseconds per step, predicted by the latency table; None without a table."""
     predicted_nll: float
-    """Held-out loss if sensitivities added up, nats per token."""
+    """Held-out loss predicted from sensitivities, nats per token."""
     nll: float | None = None
-    """Held-out loss as evaluated; None if it was only predicted."""
+    """Evaluated held-out loss, nats per token; None if not evaluated."""
     kl: float | None = None
     """KL(full ‖ Subnet) on the same tokens, nats per token."""
     healed_nll: float | None = None
-    """Held-out loss after short healing; None if it was not healed."""
+    """Held-out loss after short healing; None if not healed."""
 
     def excess(self, limits: Limits) -> dict[str, float]:
-        """By limit that is set: how far above it, as a share of it; 0 or less fits."""
+        """By limit that is set: relative amount by which it is exceeded; 0 or less if it is met."""
         costs = {"total": self.total_share, "active": self.active_share, "latency": self.latency_ms}
-        found = {}
+        excess = {}
         for name, limit in limits.asked().items():
             cost = costs[name]
-            assert cost is not None, f"a limit on {name}, and nothing known about it"
-            found[name] = (cost - limit) / limit  # a difference of floats has the right sign, a ratio less 1 may not
-        return found
+            assert cost is not None, f"a limit on {name}, but no value for it"
+            excess[name] = (
+                cost - limit
+            ) / limit  # the difference has the right sign in floats, cost / limit - 1 may not
+        return excess
 
     def fits(self, limits: Limits) -> bool:
         return all(over <= 0 for over in self.excess(limits).values())
 
     def objectives(self, third: Third) -> tuple[float, float, float]:
-        """Best known loss before healing, total share, and active share or latency; all the smaller the better."""
+        """Loss before healing (evaluated if known), total share, and active share or latency. Smaller is better."""
         loss = self.predicted_nll if self.nll is None else self.nll
         last = self.latency_ms if third == "latency" else self.active_share
-        assert last is not None, "latency is an objective and there is no latency table"
+        assert last is not None, "latency is an objective, but there is no latency table"
         return loss, self.total_share, last
 
 
 class SearchSpace(Config):
-    """The choices. Layers that are never dropped stay in every Subnet; k is one number for all layers, as exports need."""
+    """The choices of a search. Fixed layers are in every Subnet; k is equal in all layers, as export requires."""
 
     droppable: tuple[int, ...]
-    """Layers that may be left out."""
+    """Layers that may be dropped."""
     experts: tuple[int, ...]
-    """Expert counts a layer may keep, rising."""
+    """Numbers of experts of a layer, rising."""
     top_k: tuple[int, ...]
-    """Values of k, rising; a layer with fewer experts takes all of them."""
+    """Values of k, rising. A layer with fewer experts uses all of them."""
     layers: Literal["nested", "free"] = "free"
-    """``nested``: the first so many of the layer order; ``free``: any of the droppable layers may go."""
+    """``nested``: layers are dropped in the layer order; ``free``: any droppable layers."""
     widths: Literal["uniform", "per_layer"] = "uniform"
-    """``per_layer``: counts may differ by layer, which not every export family can express."""
+    """``per_layer``: numbers of experts may differ by layer, which few export families support."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -249,15 +255,16 @@ class SearchSpace(Config):
         widths: Literal["uniform", "per_layer"] = "uniform",
     ) -> SearchSpace:
         """The space of ``config``: all layers but the first and last two, eighths of the experts and every trained width, all k.
-        Of a dense network, the layers alone.
+
+        The space of a dense network has layers only.
         """
         if not config.moe_layers:
             only = {"experts": (config.num_experts,), "top_k": (config.top_k,)}
             return SearchSpace(droppable=droppable_layers(config), layers=layers, widths="uniform", **only)
         total = config.num_experts
         eighths = range(max(1, total // 8), total + 1, max(1, total // 8))
-        least = min(config.top_k, 2)
-        experts = sorted(num for num in {*config.widths, *eighths, total} if config.choosable(num) >= least)
+        min_k = min(config.top_k, 2)
+        experts = sorted(num for num in {*config.widths, *eighths, total} if config.choosable(num) >= min_k)
         return SearchSpace(
             droppable=droppable_layers(config),
             experts=tuple(experts),
@@ -267,56 +274,50 @@ class SearchSpace(Config):
         )
 
     def subnet(self, config: ModelConfig, dropped: Sequence[int], experts: Sequence[int], top_k: int) -> Subnet:
-        """The Subnet without ``dropped``, with ``experts[row]`` experts in each MoE row of the maximum network."""
+        """The Subnet without the layers ``dropped``, with ``experts[row]`` experts in each MoE row of the maximum network."""
         layers = tuple(layer for layer in range(config.num_layers) if layer not in dropped)
         rows = config.moe_rows(layers)
         kept = tuple(min(experts[row], config.experts_by_layer[row]) for row in rows)
         limits = [min(config.choosable(num), config.top_k_by_layer[row]) for num, row in zip(kept, rows, strict=True)]
-        k = min((top_k, *limits))  # one k for all layers: an exported sub-model has only one
+        k = min((top_k, *limits))  # one k for all layers, since an exported model has only one
         return Subnet(layers=layers, experts=kept, top_k=(k,) * len(rows))
 
     def drops(self, order: Sequence[int]) -> list[tuple[int, ...]]:
-        """Which layers go as ever more are dropped, following ``order`` (first kept to first dropped) backwards."""
+        """Sets of dropped layers of rising size, in the reverse of ``order`` (most important layer first)."""
         falling = [layer for layer in reversed(order) if layer in self.droppable]
         return [tuple(sorted(falling[:num])) for num in range(len(falling) + 1)]
 
     def num_choices(self, config: ModelConfig) -> int:
-        """How many `every` goes through."""
+        """Number of choices that `every` returns."""
         drops = len(self.droppable) + 1 if self.layers == "nested" else 2 ** len(self.droppable)
         widths = 1 if self.widths == "uniform" else config.num_moe_layers
         return drops * len(self.experts) ** widths * len(self.top_k)
 
     def every(self, config: ModelConfig) -> Iterator[Subnet]:
-        """All that the space holds; some choices make the same Subnet."""
+        """All choices. Some give the same Subnet."""
         drops: Iterable[tuple[int, ...]] = self.drops(config.layer_ranking)
         if self.layers == "free":
-            drops = (
-                left for num in range(len(self.droppable) + 1) for left in itertools.combinations(self.droppable, num)
-            )
+            nums = range(len(self.droppable) + 1)
+            drops = itertools.chain.from_iterable(itertools.combinations(self.droppable, num) for num in nums)
         rows = config.num_moe_layers
         for dropped in drops:
-            if self.widths == "uniform":
-                widths: Iterable[tuple[int, ...]] = ((num,) * rows for num in self.experts)
-            else:
-                widths = itertools.product(self.experts, repeat=rows)
-            for experts in widths:
-                for k in self.top_k:
-                    yield self.subnet(config, dropped, experts, k)
+            uniform = ((num,) * rows for num in self.experts)
+            widths = uniform if self.widths == "uniform" else itertools.product(self.experts, repeat=rows)
+            for experts, k in itertools.product(widths, self.top_k):
+                yield self.subnet(config, dropped, experts, k)
 
     def grid(self, config: ModelConfig, order: Sequence[int] | None = None) -> Iterator[Subnet]:
-        """Every Subnet with equal widths whose layers follow ``order``; None: the network's nested order.
+        """Every Subnet with equal widths whose layers are dropped in ``order``; None: the nested order of the network.
 
-        It holds the smallest Subnet of the space, so it decides what is feasible.
+        It contains the smallest Subnet of the space, so it decides whether limits can be met.
         """
-        for dropped in self.drops(order or config.layer_ranking):
-            for num in self.experts:
-                for k in self.top_k:
-                    if k <= config.choosable(num):
-                        yield self.subnet(config, dropped, (num,) * config.num_moe_layers, k)
+        for dropped, num, k in itertools.product(self.drops(order or config.layer_ranking), self.experts, self.top_k):
+            if k <= config.choosable(num):
+                yield self.subnet(config, dropped, (num,) * config.num_moe_layers, k)
 
 
 def reachable_limits(config: ModelConfig) -> Limits:
-    """Limits to begin with: half-way between the full network and the least that a search can reach, in whole per cent."""
+    """Suggested limits: half-way between the full network and the smallest Subnet of a search, in whole per cent."""
     full = count(config, config.full())
     sizes = [count(config, subnet) for subnet in SearchSpace.of(config).grid(config)]
     total = min(size.total_params for size in sizes) / full.total_params
@@ -325,8 +326,8 @@ def reachable_limits(config: ModelConfig) -> Limits:
 
 
 def require_feasible(candidates: Sequence[Candidate], limits: Limits) -> None:
-    """Raise unless one of ``candidates`` meets ``limits``. Raises `UserError`: none does; names the nearest one (least
-    summed excess), what it reaches and what to raise.
+    """Raise `UserError` if no candidate meets ``limits``. The message names the nearest one (smallest summed excess), its values, and the
+    limits to raise.
     """
     if any(candidate.fits(limits) for candidate in candidates):
         return
@@ -335,25 +336,23 @@ def require_feasible(candidates: Sequence[Candidate], limits: Limits) -> None:
         return sum(max(0.0, over) for over in candidate.excess(limits).values())
 
     nearest = min(candidates, key=excess)
-    reached = {"total": f"{nearest.total_share:.3g}", "active": f"{nearest.active_share:.3g}"}
-    if nearest.latency_ms is not None:
-        reached["latency"] = f"{nearest.latency_ms:.3g} ms"
-    asked, flags = limits.asked(), {"total": "--max-total", "active": "--max-active", "latency": "--max-latency-ms"}
-    under = " and ".join(f"{name} {limit:g}{' ms' if name == 'latency' else ''}" for name, limit in asked.items())
-    at = ", ".join(f"{name} {reached[name]}" for name in asked)
-    broken = " and ".join(flags[name] for name, over in nearest.excess(limits).items() if over > 0)
-    small = nearest.subnet
-    choice = f"layers={len(small.layers)},experts={_one(small.experts)},top_k={_one(small.top_k)}"
-    raise UserError(f"limits: nothing fits under {under}; the nearest is {choice} at {at}; raise {broken}")
+    values = {"total": nearest.total_share, "active": nearest.active_share, "latency": nearest.latency_ms}
+    flags = {"total": "--max-total", "active": "--max-active", "latency": "--max-latency-ms"}
+    units, asked, subnet = {"latency": " ms"}, limits.asked(), nearest.subnet
+    under = " and ".join(f"{name} {limit:g}{units.get(name, '')}" for name, limit in asked.items())
+    at = ", ".join(f"{name} {values[name]:.3g}{units.get(name, '')}" for name in asked)
+    exceeded = " and ".join(flags[name] for name, over in nearest.excess(limits).items() if over > 0)
+    choice = f"layers={len(subnet.layers)},experts={_range(subnet.experts)},top_k={_range(subnet.top_k)}"
+    raise UserError(f"limits: nothing fits under {under}; the nearest is {choice} at {at}; raise {exceeded}")
 
 
-def _one(values: tuple[int, ...]) -> str:
+def _range(values: tuple[int, ...]) -> str:
     low, high = min(values, default=0), max(values, default=0)
     return str(low) if low == high else f"{low}-{high}"
 
 
 class Scorer:
-    """Sizes and predicts candidates; remembers each Subnet once."""
+    """Sizes and predicted losses of candidates. Each Subnet is computed once."""
 
     def __init__(self, config: ModelConfig, table: LatencyTable | None, workload: Workload | None):
         self.config = config
@@ -361,46 +360,46 @@ class Scorer:
         """Set once measured; sizes need none."""
         self._table, self._workload = table, workload
         self._full = count(config, config.full())
-        self._known: dict[Subnet, Candidate] = {}
+        self._scored: dict[Subnet, Candidate] = {}
 
     def sized(self, subnet: Subnet, predicted_nll: float = float("nan"), name: str | None = None) -> Candidate:
-        """``subnet`` with its sizes and its latency."""
+        """``subnet`` with its size and latency."""
         latency_ms = None
         if self._table is not None:
             assert self._workload is not None
             latency_ms = self._table.predict_ms(self.config, subnet, self._workload)
-        own = count(self.config, subnet)
+        size = count(self.config, subnet)
         return Candidate(
             subnet=subnet,
             name=name,
-            total_params=own.total_params,
-            active_params=own.active_params,
-            total_share=own.total_params / self._full.total_params,
-            active_share=own.active_params / self._full.active_params,
+            total_params=size.total_params,
+            active_params=size.active_params,
+            total_share=size.total_params / self._full.total_params,
+            active_share=size.active_params / self._full.active_params,
             latency_ms=latency_ms,
             predicted_nll=predicted_nll,
         )
 
     def score(self, subnet: Subnet, name: str | None = None) -> Candidate:
-        """``subnet`` with its sizes and its predicted loss; ``name`` holds only where it is new."""
-        if subnet not in self._known:
-            assert self.sensitivities is not None, "scored before sensitivities were measured"
-            self._known[subnet] = self.sized(subnet, self.sensitivities.predict(self.config, subnet), name)
-        return self._known[subnet]
+        """``subnet`` with size and predicted loss. ``name`` is used only if the Subnet is new."""
+        if subnet not in self._scored:
+            assert self.sensitivities is not None, "sensitivities must be measured before scoring"
+            self._scored[subnet] = self.sized(subnet, self.sensitivities.predict(self.config, subnet), name)
+        return self._scored[subnet]
 
     def all(self) -> list[Candidate]:
-        """Every candidate scored so far, oldest first."""
-        return list(self._known.values())
+        """All scored candidates, oldest first."""
+        return list(self._scored.values())
 
 
 def score_grids(scorer: Scorer, space: SearchSpace) -> None:
-    """Score all Subnets of equal widths that drop layers in the nested order or, where the space lets them, by cost.
+    """Score all Subnets of equal widths that drop layers in the nested order and, if the space allows it, by sensitivity.
 
-    While only layers are chosen and widths are equal, dropping the cheapest is the best that an additive predictor
-    can see; the search goes on from there.
+    Among Subnets with equal widths, dropping the least sensitive layers is optimal for an additive predictor. The evolution starts
+    from these.
     """
     sensitivities = scorer.sensitivities
-    assert sensitivities is not None, "scored before sensitivities were measured"
+    assert sensitivities is not None, "sensitivities must be measured before scoring"
     for subnet in space.grid(scorer.config):
         scorer.score(subnet)
     if space.layers == "free":
@@ -409,21 +408,13 @@ def score_grids(scorer: Scorer, space: SearchSpace) -> None:
             scorer.score(subnet)
 
 
-def enumerate_all(scorer: Scorer, space: SearchSpace) -> None:
-    """Score everything there is."""
-    with progress("predict all sizes", space.num_choices(scorer.config)) as advance:
-        for subnet in space.every(scorer.config):
-            scorer.score(subnet)
-            advance(1)
-
-
 def evolve(scorer: Scorer, space: SearchSpace, limits: Limits, third: Third, options: SearchOptions) -> None:
-    """Score ``options.num_trials`` proposals of NSGA-II; the first generation is the best of what ``scorer`` knows already.
+    """Score ``options.num_trials`` proposals of NSGA-II. The first generation consists of the best scored candidates.
 
-    The same seed proposes the same candidates.
+    The same seed gives the same proposals.
     """
     config = scorer.config
-    start = sorted(scorer.all(), key=lambda one: (not one.fits(limits), one.predicted_nll))
+    start = sorted(scorer.all(), key=lambda candidate: (not candidate.fits(limits), candidate.predicted_nll))
     with _quiet_optuna():
         sampler = optuna.samplers.NSGAIISampler(population_size=options.population, seed=options.seed)
         study = optuna.create_study(directions=["minimize"] * 3, sampler=sampler)
@@ -442,24 +433,22 @@ def evolve(scorer: Scorer, space: SearchSpace, limits: Limits, third: Third, opt
 
 
 def _decode(config: ModelConfig, space: SearchSpace, trial: optuna.Trial) -> Subnet:
-    """The Subnet a trial stands for. Every gene is drawn in every trial, since crossover needs a fixed set of them."""
+    """The Subnet of a trial. Every gene is drawn in every trial, since crossover needs a fixed set."""
     if space.layers == "nested":
         drops = space.drops(config.layer_ranking)
         dropped = drops[trial.suggest_int("num_dropped", 0, len(drops) - 1)]
     else:
         dropped = tuple(layer for layer in space.droppable if trial.suggest_int(f"drop_{layer}", 0, 1))
-    last = len(space.experts) - 1
-    if space.widths == "uniform":
-        experts = [space.experts[trial.suggest_int("experts", 0, last)]] * config.num_moe_layers
-    else:
-        rows = range(config.num_moe_layers)
-        experts = [space.experts[trial.suggest_int(f"experts_{row}", 0, last)] for row in rows]
+    last, rows = len(space.experts) - 1, range(config.num_moe_layers)
+    genes = ["experts" if space.widths == "uniform" else f"experts_{row}" for row in rows]
+    drawn = {gene: space.experts[trial.suggest_int(gene, 0, last)] for gene in dict.fromkeys(genes)}
+    experts = [drawn[gene] for gene in genes]
     top_k = space.top_k[trial.suggest_int("top_k", 0, len(space.top_k) - 1)]
     return space.subnet(config, dropped, experts, top_k)
 
 
 def _encode(config: ModelConfig, space: SearchSpace, subnet: Subnet) -> dict[str, int] | None:
-    """The genes `_decode` turns into ``subnet``; None where the space does not hold it."""
+    """The genes that `_decode` maps to ``subnet``; None if the space does not contain it."""
     dropped = tuple(layer for layer in range(config.num_layers) if layer not in subnet.layers)
     if not subnet.experts or not set(subnet.experts) <= set(space.experts) or not set(subnet.top_k) <= set(space.top_k):
         return None
@@ -482,7 +471,7 @@ def _encode(config: ModelConfig, space: SearchSpace, subnet: Subnet) -> dict[str
 
 @contextmanager
 def _quiet_optuna() -> Iterator[None]:
-    """optuna announces each study on stderr, in the middle of progress bars."""
+    """Suppress the messages of optuna, which would appear between progress bars."""
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
@@ -492,61 +481,63 @@ def _quiet_optuna() -> Iterator[None]:
 
 
 class SearchOptions(Config):
-    """How hard to look."""
+    """Effort of a search."""
 
     enumerated: int = ENUMERATED
-    """A space of at most so many choices is predicted whole."""
+    """Spaces of at most this many choices are predicted completely."""
     num_trials: int = 1000
-    """Of a larger one: candidates that NSGA-II proposes; only predicted, so thousands take seconds."""
+    """Proposals of NSGA-II in a larger space. They are only predicted, so thousands take seconds."""
     population: int = 40
     num_evaluated: int = 16
-    """Best predicted candidates within the limits that are evaluated truly."""
+    """Number of candidates within the limits, best predicted first, that are evaluated."""
     num_nested: int = 4
-    """Best predicted ones of the nested order within the limits that are evaluated beside those: training drew layers in
-    that order, which an additive prediction does not know."""
+    """Number of further evaluated candidates with layers of the nested order, best predicted first: training drew layers in that order,
+    which the additive prediction ignores.
+    """
     num_spread: int = 8
-    """Candidates along the whole predicted front, within the limits or not, that are evaluated too: they make the
-    picture of the front and the rank correlation mean something."""
+    """Number of evaluated candidates spread along the predicted front, within the limits or not. They are needed for the figure of the
+    front and for a meaningful rank correlation.
+    """
     num_healed: int = 3
-    """Best evaluated candidates that are healed, where healing is given."""
+    """Number of evaluated candidates, best first, that are healed if healing is requested."""
     each_layer: bool = False
-    """Measure expert counts and k layer by layer as well; needed where counts may differ by layer."""
+    """Also measure numbers of experts and k layer by layer; always done if numbers may differ by layer."""
     seed: int = 0
 
 
 class Correlations(Config):
-    """Spearman rank correlations; None where fewer than three candidates, or only equal ones, can be ranked."""
+    """Spearman rank correlations; None for fewer than three candidates or if all values are equal."""
 
     predicted_true: float | None
-    """Predicted against evaluated loss, all evaluated candidates."""
+    """Predicted and evaluated loss, all evaluated candidates."""
     predicted_true_within: float | None
-    """The same among those within the limits: the ones the choice is made from."""
+    """The same for candidates within the limits, from which the choice is made."""
     before_after_healing: float | None
-    """Evaluated loss against loss after healing."""
+    """Evaluated loss before and after healing."""
 
 
 class SearchResult(Config):
-    """What a search found; the caller writes it to ``search.json``."""
+    """Result of a search. The caller writes it to ``search.json``."""
 
     limits: Limits
     space: SearchSpace
     options: SearchOptions
     third: Third
     workload: Workload | None
-    """What ``latency_ms`` is a step of; None without a latency table."""
+    """Workload of ``latency_ms``; None without a latency table."""
     sensitivities: Sensitivities
     num_predicted: int
-    """Different candidates whose loss was predicted."""
+    """Number of different candidates with a predicted loss."""
     is_complete: bool = False
-    """Those are all that the space holds."""
+    """Whether all choices of the space were predicted."""
     num_tokens: int
     """Held-out tokens of each evaluation."""
     candidates: tuple[Candidate, ...]
-    """All evaluated ones, the full network first, then by loss."""
+    """All evaluated ones: the full network first, then by loss."""
     front: tuple[int, ...]
-    """Indices in ``candidates`` of those that no other beats in loss, total and active parameters (or latency)."""
+    """Indices in ``candidates`` of the Pareto front in loss, total and active parameters (or latency)."""
     chosen: Candidate
-    """Lowest loss within the limits: after healing if any were healed."""
+    """Lowest loss within the limits; after healing, if any were healed."""
     correlations: Correlations
     wall_s: float
 
@@ -588,13 +579,13 @@ def search(
         batches: held-out tokens; every evaluation uses all of them.
         space: the choices; None: `SearchSpace.of` the network.
         presets: Subnets that are always evaluated, by name (the anchors, the corner).
-        table: latency table of this machine, for its first workload; required by a limit on latency.
-        heal: heals a Subnet briefly and returns its held-out loss then; the best few are chosen among by it.
+        table: latency table of this machine; its first workload is used. Required by a limit on latency.
+        heal: heals a Subnet for a short while and returns its held-out loss; the best few are compared by it.
 
     Raises:
-        UserError: nothing fits the limits, or a limit on latency without a table that holds here.
+        UserError: nothing fits the limits, or a limit on latency without a valid table.
     """
-    start = time.perf_counter()
+    start_s = time.perf_counter()
     config, options = model.config, options or SearchOptions()
     space = space or SearchSpace.of(config)
     if table is not None:
@@ -603,7 +594,7 @@ def search(
         raise UserError("--max-latency-ms: there is no latency table; run `stretto latency` first")
     workload = table.timings[0].workload if table else None
     scorer = Scorer(config, table, workload)
-    # sizes are known without any evaluation: refuse the impossible before minutes are spent
+    # sizes need no evaluation, so impossible limits are refused at once
     require_feasible([scorer.sized(subnet) for subnet in space.grid(config)], limits)
     each_layer = options.each_layer or space.widths == "per_layer"
     sensitivities = measure_sensitivities(model, batches, space.experts, space.top_k, each_layer=each_layer)
@@ -613,7 +604,10 @@ def search(
         scorer.score(check_subnet(config, subnet), name)
     is_complete = space.num_choices(config) <= options.enumerated
     if is_complete:
-        enumerate_all(scorer, space)
+        with progress("predict all sizes", space.num_choices(config)) as advance:
+            for subnet in space.every(config):
+                scorer.score(subnet)
+                advance(1)
     else:
         score_grids(scorer, space)
         evolve(scorer, space, limits, third, options)
@@ -642,12 +636,12 @@ def search(
             predicted_true_within=spearman([c.predicted_nll for c in within], [_nll(c) for c in within]),
             before_after_healing=spearman([_nll(c) for c in healed], [_healed_nll(c) for c in healed]),
         ),
-        wall_s=time.perf_counter() - start,
+        wall_s=time.perf_counter() - start_s,
     )
 
 
 def spearman(left: Sequence[float], right: Sequence[float]) -> float | None:
-    """Rank correlation, ties sharing their mean rank; None for fewer than three pairs or where one side is constant."""
+    """Rank correlation; ties get their mean rank. None for fewer than three pairs, or if one side is constant."""
     assert len(left) == len(right), f"{len(left)} against {len(right)} values"
     if len(left) < 3 or len(set(left)) == 1 or len(set(right)) == 1:
         return None
@@ -655,26 +649,26 @@ def spearman(left: Sequence[float], right: Sequence[float]) -> float | None:
 
 
 def pareto_front(points: Sequence[Sequence[float]]) -> tuple[int, ...]:
-    """Indices of the points that no other point beats (nowhere larger, somewhere smaller), in order."""
+    """Indices of the points that no other point dominates (nowhere larger, somewhere smaller), in order."""
     front = np.empty((0, len(points[0]) if points else 0))
     kept = []
-    # in this order no point is beaten by one that comes after it, so each need only be held against the front so far
+    # in sorted order no point is beaten by a later one, so each is compared with the current front only
     for index in sorted(range(len(points)), key=lambda index: tuple(points[index])):
-        own = np.asarray(points[index], dtype=np.float64)
-        if not ((front <= own).all(axis=1) & (front < own).any(axis=1)).any():
-            front = np.vstack([front, own])
+        point = np.asarray(points[index], dtype=np.float64)
+        if not ((front <= point).all(axis=1) & (front < point).any(axis=1)).any():
+            front = np.vstack([front, point])
             kept.append(index)
     return tuple(sorted(kept))
 
 
 def _shortlist(
-    known: Sequence[Candidate], nested: Set[Subnet], limits: Limits, options: SearchOptions, third: Third
+    scored: Sequence[Candidate], nested: Set[Subnet], limits: Limits, options: SearchOptions, third: Third
 ) -> list[Candidate]:
-    """Which candidates are evaluated truly: the presets, the best predicted within the limits, a spread of the front."""
-    presets = [candidate for candidate in known if candidate.name is not None]
-    best = sorted((candidate for candidate in known if candidate.fits(limits)), key=lambda c: c.predicted_nll)
+    """Candidates to evaluate: the presets, the best predicted ones within the limits, and some along the front."""
+    presets = [candidate for candidate in scored if candidate.name is not None]
+    best = sorted((candidate for candidate in scored if candidate.fits(limits)), key=lambda c: c.predicted_nll)
     best_nested = [candidate for candidate in best if candidate.subnet in nested]
-    front = [known[index] for index in pareto_front([candidate.objectives(third) for candidate in known])]
+    front = [scored[index] for index in pareto_front([candidate.objectives(third) for candidate in scored])]
     front.sort(key=lambda candidate: candidate.total_share)
     places = np.linspace(0, len(front) - 1, min(options.num_spread, len(front))).round().astype(int)
     picked = [
@@ -689,7 +683,7 @@ def _shortlist(
 def _evaluate(
     model: Transformer, picked: Sequence[Candidate], batches: Sequence[EvalBatch]
 ) -> tuple[list[Candidate], int]:
-    """The candidates with their true losses, the full network first, then by loss; and the tokens of an evaluation."""
+    """The candidates with evaluated losses, the full network first, then by loss; and the number of tokens of an evaluation."""
     subnets = [candidate.subnet for candidate in picked]
     with progress("evaluate candidates", len(subnets) * len(batches)) as advance:
         reports = evaluate_many(model, subnets, batches, against_full=True, advance=advance)
@@ -703,7 +697,7 @@ def _evaluate(
 def _heal(
     candidates: list[Candidate], limits: Limits, num_healed: int, heal: Callable[[Subnet], float]
 ) -> list[Candidate]:
-    """The same candidates, the best few within the limits with their loss after healing."""
+    """The same candidates; the best few within the limits get their loss after healing."""
     within = sorted((candidate for candidate in candidates if candidate.fits(limits)), key=_nll)[:num_healed]
     healed = {}
     with progress("heal candidates", len(within)) as advance:

@@ -114,7 +114,7 @@ def test_long_steps_are_fewer(make_model, monkeypatch):
     forward = Runner.forward
     monkeypatch.setattr(Runner, "forward", lambda *arguments: (steps.append(1), forward(*arguments))[1])
     step_seconds(make_model(), PREFILL, library=None)
-    assert len(steps) == timing.LEAST_STEPS
+    assert len(steps) == timing.MIN_STEPS
 
 
 @pytest.mark.parametrize("workload", [Workload(phase="decode", batch=3, context=20), PREFILL])
