@@ -1,4 +1,4 @@
-"""The report and the ledger: gather what a run left in its folder, and hand it to `stretto.report`."""
+"""`stretto report` and `stretto cost`: collect the data of a run folder for `stretto.report`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ from stretto.train.recipe import (
 from stretto.train.run_folder import POST, read_info, read_samples
 
 KV_BYTES = 2
-"""Bytes of a cache element where a model is served: bf16."""
+"""Bytes per element of the KV cache of a served model: bf16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +72,16 @@ class Healed:
     folder: Path
     lineage: Lineage
     subnet: Subnet
-    """What was cut out of the run's network."""
+    """The Subnet that was extracted from the run's network."""
     nll: float
+    """Loss on the run's held-out rows, nats per token."""
 
 
 def report_command(run: Path, quiet: bool = True, controls: Sequence[Path] = ()) -> Path:
-    """Write ``report/`` into the run folder; returns the page. Prints the tables unless ``quiet``.
+    """Write ``report/`` into the run folder and return its page. Prints the tables unless ``quiet``.
 
-    ``controls``: ordinary runs of the same shape to set it against, beside those found next to it.
+    Args:
+        controls: ordinary runs of the same shape, in addition to those found in the folder that contains ``run``.
     """
     data = gather(run, controls)
     page = write_page(report_page(data), run)
@@ -95,7 +97,7 @@ def report_command(run: Path, quiet: bool = True, controls: Sequence[Path] = ())
 
 
 def cost_command(folders: Sequence[Path], controls: Sequence[Path] = ()) -> None:
-    """Print the ledger of one model, or of several together as a family: each once, however many folders hold it."""
+    """Print the cost of every model, and of several models together as a family. A model in several folders counts once."""
     named = [(checkpoint_folder(folder), read_lineage(checkpoint_folder(folder))) for folder in folders]
     models = list({lineage.run_id: (folder, lineage) for folder, lineage in reversed(named)}.values())[::-1]
     ledgers = [ledger(lineage) for _, lineage in models]
@@ -110,18 +112,15 @@ def cost_command(folders: Sequence[Path], controls: Sequence[Path] = ()) -> None
         rich.print(family_table(family))
         say(family_sentence(family))
     elif len(models) > 1 and any(each.adopted for each in ledgers):
-        say(
-            "What training each of these alone would have cost is not known, as their parent was adopted: they are not"
-            " compared with that."
-        )
+        say("No comparison with training each model alone: their parent was adopted, so its training cost is unknown.")
 
 
 def gather(run: Path, controls: Sequence[Path] = ()) -> ReportData:
-    """Everything the run folder holds, evaluated on the run's held-out data where need be."""
+    """The data of a report. Sizes are evaluated on the run's held-out rows."""
     info = read_info(run)
     if not isinstance(info.recipe, Recipe | ElasticizeRecipe | SftRecipe):
         raise UserError(
-            f"{run}: made by `stretto {info.stage}`; name the folder of the pre-training run, or `stretto elasticize` it"
+            f"{run}: written by `stretto {info.stage}`; name the folder of the pre-training run, or `stretto elasticize` it"
         )
     recipe, ranks = info.recipe, join("auto")
     checkpoint = read_checkpoint(checkpoint_folder(run), device=ranks.device)
@@ -136,15 +135,15 @@ def gather(run: Path, controls: Sequence[Path] = ()) -> ReportData:
         shown[name] = subnets[name]
     models = _models(run, lineage)
     healed = _find_healed(models, batches, str(ranks.device))
-    # of one Subnet only its healed form counts in the family, which includes the cost of cutting it out
+    # an extracted checkpoint that was healed counts once, as the healed one, whose cost includes the extraction
     used = {parent.run_id for _, each in models for parent in each.parents}
     last = [(folder, each) for folder, each in reversed(models) if each.parents and each.run_id not in used]
     newest = healed[-1].lineage if healed else lineage
-    commands = [("Serve every size of it, with a page to try them", f"stretto serve {run}")]
-    if (made := last_result(run / POST)) is not None:
-        newest = read_lineage(made)
-        commands.insert(0, ("Serve what post-training made of the small one", f"stretto serve {made}"))
-    # as the ledger counts them: padding is no token
+    commands = [("Serve all sizes, with a web page", f"stretto serve {run}")]
+    if (post_trained := last_result(run / POST)) is not None:
+        newest = read_lineage(post_trained)
+        commands.insert(0, ("Serve the small model after post-training", f"stretto serve {post_trained}"))
+    # without padding, as the cost ledger counts tokens
     num_tokens = lineage.receipt.tokens if lineage else recipe.train.steps * recipe.train.rows * recipe.train.seq_len
     mixture = lineage.config.get("mixture", {}) if lineage else {}
     total = sum(mixture.values()) or 1
@@ -160,7 +159,7 @@ def gather(run: Path, controls: Sequence[Path] = ()) -> ReportData:
         samples=_samples(run),
         pretraining=Curve("full", tuple(read_metrics(run)), num_tokens / recipe.train.steps),
         stage=info.stage,
-        healing=tuple(_healing_curve(each, subnets) for each in healed),
+        healing=tuple(_healing_curve(each, subnets, lineage) for each in healed),
         search=search,
         kept=_kept(config, search.chosen.subnet) if search else None,
         loads=tuple(_load(checkpoint, name, subnet, batches) for name, subnet in shown.items()),
@@ -176,7 +175,7 @@ def gather(run: Path, controls: Sequence[Path] = ()) -> ReportData:
 
 
 def _samples(run: Path) -> tuple[tuple[str, str, str], ...]:
-    """What each size wrote after each prompt, prompt by prompt."""
+    """Size, prompt and continuation of the run's samples, grouped by prompt."""
     samples = read_samples(run)
     prompts = dict.fromkeys(sample.prompt for sample in samples)
     return tuple((each.size, prompt, each.text) for prompt in prompts for each in samples if each.prompt == prompt)
@@ -191,7 +190,7 @@ def _sizes(
     healed: Sequence[Healed],
 ) -> tuple[Size, ...]:
     config, path = checkpoint.config, run / LATENCY_FILE
-    # as it was measured, also if this process runs on another machine or with other threads
+    # the stored measurement, although this process may run on another machine or with other threads
     table = validate(LatencyTable, read_json(path), str(path)) if path.is_file() else None
     with progress("evaluate sizes", len(subnets) * len(batches)) as advance:
         losses = evaluate_many(checkpoint.model, list(subnets.values()), batches, advance=advance)
@@ -215,25 +214,25 @@ def _sizes(
 
 
 def _models(run: Path, origin: Lineage | None) -> list[tuple[Path, Lineage]]:
-    """Those in the run folder, and what was cut from its network and lies beside it; an export of one is the same model."""
+    """Checkpoints in the run folder, and those extracted from its network in the folders beside it. Exports of one model count once."""
     found: dict[str, tuple[Path, Lineage]] = {}
     for path in sorted(run.glob("*/lineage.json")):
         lineage = read_lineage(path.parent)
         found.setdefault(lineage.run_id, (path.parent, lineage))
     if origin is None:
         return list(found.values())
-    whole = run.resolve()
-    beside = {path for pattern in ("*/lineage.json", "*/*/lineage.json") for path in whole.parent.glob(pattern)}
-    for path in sorted(path for path in beside if not path.is_relative_to(whole)):
+    folder = run.resolve()
+    beside = {path for pattern in ("*/lineage.json", "*/*/lineage.json") for path in folder.parent.glob(pattern)}
+    for path in sorted(path for path in beside if not path.is_relative_to(folder)):
         lineage = read_lineage(path.parent)
-        stems = any(stage.run_id == origin.run_id for stage in history(lineage)[:-1])
-        if stems and lineage.stage in ("extract", "heal"):
+        descends = any(stage.run_id == origin.run_id for stage in history(lineage)[:-1])
+        if descends and lineage.stage in ("extract", "heal"):
             found.setdefault(lineage.run_id, (path.parent, lineage))
     return list(found.values())
 
 
 def _find_healed(models: Sequence[tuple[Path, Lineage]], batches: tuple[EvalBatch, ...], device: str) -> list[Healed]:
-    """The healed ones, oldest first."""
+    """Healed models, oldest first."""
     found: list[Healed] = []
     for folder, lineage in models:
         cut = lineage.parents[0].config.get("subnet") if lineage.stage == "heal" and lineage.parents else None
@@ -244,11 +243,19 @@ def _find_healed(models: Sequence[tuple[Path, Lineage]], batches: tuple[EvalBatc
     return sorted(found, key=lambda each: each.lineage.created)
 
 
-def _healing_curve(healed: Healed, subnets: Mapping[str, Subnet]) -> Curve:
+def _healing_curve(healed: Healed, subnets: Mapping[str, Subnet], origin: Lineage | None) -> Curve:
     name = next((name for name, subnet in subnets.items() if subnet == healed.subnet), healed.folder.name)
     log = healed.folder.with_name(healed.folder.name + ".run")
     rows = tuple(read_metrics(log)) if (log / "metrics.jsonl").is_file() else ()
-    return Curve(name, rows, healed.lineage.receipt.tokens / max((row["step"] for row in rows), default=1))
+    is_other_text = origin is not None and not _same_rows(healed.lineage, origin)
+    tokens_per_step = healed.lineage.receipt.tokens / max((row["step"] for row in rows), default=1)
+    return Curve(name, rows, tokens_per_step, is_other_text)
+
+
+def _same_rows(first: Lineage, second: Lineage) -> bool:
+    """Whether two stages measured their held-out losses on the same rows. Lineages without that record: whether their data is the same."""
+    hashes = [lineage.config.get("held_out", {}).get("hash") for lineage in (first, second)]
+    return hashes[0] == hashes[1] if all(hashes) else first.data_hash == second.data_hash
 
 
 def _kept(config: ModelConfig, subnet: Subnet) -> Kept:
@@ -275,9 +282,9 @@ def _load(checkpoint: Checkpoint, name: str, subnet: Subnet, batches: tuple[Eval
 
 
 def _family(models: Sequence[tuple[Path, Lineage]]) -> Family | None:
-    """The parent and these sizes, each once, against training each alone on the parent's tokens.
+    """Cost of the parent and these sizes against training each size alone on the parent's tokens.
 
-    None where there is no size beside the parent, not one parent to all of them, or one whose own training nobody measured.
+    None if there is no size besides the parent, if they have several parents, or if the parent's training was not measured.
     """
     stages = {stage.run_id: stage for stage in distinct(stage for _, lineage in models for stage in history(lineage))}
     shared = frozenset().union(*(parents_of(lineage) for _, lineage in models))
@@ -296,23 +303,23 @@ def _family(models: Sequence[tuple[Path, Lineage]]) -> Family | None:
 
 
 def _recipe_of(stage: Lineage) -> Recipe | ElasticizeRecipe | None:
-    """What a stage that trains all sizes was told; None for any other."""
+    """Recipe of a stage that trains all sizes; None for other stages."""
     kinds: dict[str, type[Recipe | ElasticizeRecipe]] = {"pretrain": Recipe, "elasticize": ElasticizeRecipe}
-    told = stage.config.get("recipe")
-    return kinds[stage.stage].model_validate(told) if stage.stage in kinds and told is not None else None
+    recipe = stage.config.get("recipe")
+    return kinds[stage.stage].model_validate(recipe) if stage.stage in kinds and recipe is not None else None
 
 
 def _ordinary_flops(model: ModelConfig, train: TrainConfig, num_positions: int) -> int:
-    """Of training all of ``model``, and nothing else, on so many positions: as `stretto.train.step` counts them."""
+    """FLOPs of training only the full network of ``model`` on ``num_positions`` positions, counted as in `stretto.train.step`."""
     num_passes = 4 if train.recompute else 3
     return num_passes * count(model, model.full()).forward_flops(num_positions, train.seq_len)
 
 
 def _elasticity(folder: Path, lineage: Lineage, controls: Sequence[Path]) -> Elasticity | None:
-    """What it cost that the network of ``folder`` was trained at several sizes; None where it was not.
+    """Cost of training the network of ``folder`` at several sizes; None if it was trained at one size.
 
-    Controls are those named, and runs beside it of the same shape and data whose sampler was off. Raises `UserError`: a
-    named one is no such run.
+    Controls are ``controls``, and the runs beside ``folder`` with the same shape and data whose sampler was off. Raises `UserError`:
+    one of ``controls`` is not an ordinary run of the same shape.
     """
     recipe = _recipe_of(lineage)
     if recipe is None or not _is_elastic(recipe) or not recipe.train.num_positions:
@@ -322,8 +329,8 @@ def _elasticity(folder: Path, lineage: Lineage, controls: Sequence[Path]) -> Ela
     found: dict[str, Control] = {}
     for other in (*controls, *beside):
         ordinary = read_lineage(checkpoint_folder(other))
-        told = _recipe_of(ordinary)
-        same_shape = isinstance(told, Recipe) and not _is_elastic(told) and _shape(told.model) == _shape(model)
+        theirs = _recipe_of(ordinary)
+        same_shape = isinstance(theirs, Recipe) and not _is_elastic(theirs) and _shape(theirs.model) == _shape(model)
         if other in controls and not same_shape:
             raise UserError(f'{other}: --control: not an ordinary run (sampler "off") of the same shape; leave it out')
         if same_shape and (other in controls or ordinary.data_hash == lineage.data_hash):
@@ -334,7 +341,7 @@ def _elasticity(folder: Path, lineage: Lineage, controls: Sequence[Path]) -> Ela
 
 
 def _shape(model: ModelConfig) -> dict[str, Any]:
-    """``model`` without what only an elastic run changes."""
+    """``model`` without the fields that only an elastic run changes."""
     return model.model_dump(exclude={"widths", "num_branches", "layer_order", "expert_order"})
 
 
@@ -346,7 +353,7 @@ def _is_elastic(recipe: Recipe | ElasticizeRecipe) -> bool:
 
 def _control(run: Path, lineage: Lineage, other: Path, ordinary: Lineage) -> Control:
     ours, theirs = lineage.receipt, ordinary.receipt
-    losses = [_last_loss(each) for each in (run, other)] if lineage.data_hash == ordinary.data_hash else [None]
+    losses = [_last_loss(each) for each in (run, other)] if _same_rows(lineage, ordinary) else [None]
     known = [loss for loss in losses if loss is not None]
     return Control(
         name=other.name,
@@ -363,9 +370,8 @@ def _last_loss(run: Path) -> float | None:
 
 
 def _configured(elastic: MixtureConfig) -> dict[str, float]:
-    """Shares of the trained passes as the recipe asks for; empty for samplers whose kinds are not exclusive, and where axes
-    join one after another.
-    """
+    """Configured share of each kind of Subnet in the training passes; empty for samplers whose kinds overlap or change over time."""
+
     if not isinstance(elastic, SelfTaughtConfig) or elastic.sampler not in ("anchored", "complements"):
         return {}
     shares = dict.fromkeys(elastic.anchors, elastic.anchor_share / max(1, len(elastic.anchors)))

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, remove, write_json
-from stretto.base.records import LINEAGE_FILE, Lineage, read_lineage
-from stretto.base.track import Tracker
-from stretto.data.loader import Loader, eval_batches
+from stretto.base.records import LINEAGE_FILE, Lineage, history, read_lineage
+from stretto.base.track import Tracker, say
+from stretto.data.loader import Batch, Loader, eval_batches
+from stretto.data.pack import IGNORED
 from stretto.evals.loss import EvalBatch
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config, read_family
 from stretto.model.families import Family
@@ -26,7 +29,7 @@ from stretto.text.tokenizer import load_tokenizer
 from stretto.train.loop import Job, Trained, write_trained
 from stretto.train.prepare import AS_IT_IS, TextOptions, check_enough, prepare_data, sources_named
 from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe, SftRecipe, TrainConfig
-from stretto.train.run_folder import ADOPTED, RunInfo, read_info
+from stretto.train.run_folder import ADOPTED, HeldOutRows, RunInfo, read_info
 from stretto.train.snapshot import LAYOUT, STEERING
 
 EVAL_BATCH_ROWS = 16
@@ -74,15 +77,45 @@ def open_loader(info: RunInfo, train: TrainConfig, ranks: Ranks) -> Loader:
 
 
 def held_out(info: RunInfo, train: TrainConfig, ranks: Ranks) -> tuple[EvalBatch, ...]:
-    """Fixed held-out batches on the device: the first rows of every part of the mixture."""
+    """Fixed held-out batches on the device: the first rows of every part of the mixture, as many and as long as in the stages before."""
+    _, batches = _held_out(info, train, ranks.world, ranks.rank, ranks.world)
+    return tuple(EvalBatch.of(batch, ranks.device) for batch in batches)
+
+
+def held_out_rows(info: RunInfo, train: TrainConfig, world: int) -> HeldOutRows:
+    """Identity of the rows that ``world`` ranks measure held-out losses on."""
+    shape, batches = _held_out(info, train, world, 0, 1)
+    digest = sha256()
+    for batch in batches:
+        is_row = (batch.targets_BT != IGNORED).any(1)  # a batch may end with rows of padding
+        rows_RX = np.concatenate([batch.tokens_BT[is_row], batch.targets_BT[is_row]], 1).astype(np.int64)
+        digest.update(rows_RX.tobytes())
+    return HeldOutRows(**shape, hash=digest.hexdigest())
+
+
+def _held_out(
+    info: RunInfo, train: TrainConfig, world: int, rank: int, shares: int
+) -> tuple[dict[str, int], list[Batch]]:
+    """Rows per part and tokens per row of the held-out batches of ``world`` ranks, and the share ``rank`` of ``shares`` of them."""
     parts = info.mixture.open("val")
-    # No more rows than a training batch has, because memory suffices for those. The same rows on any number of ranks that divides
+    # No more rows in a batch than training has, because memory suffices for those. The same rows on any number of ranks that divides
     # the batch, so that losses before and after a change of ranks are comparable.
-    rows = EVAL_BATCH_ROWS if EVAL_BATCH_ROWS % ranks.world == 0 else train.micro_rows
-    rows = min(rows, train.micro_rows)
-    num = max(1, train.eval_rows // (rows * len(parts)))
-    found = [eval_batches(part, rows, train.seq_len, num, 0, ranks.rank, ranks.world) for part in parts]
-    return tuple(EvalBatch.of(batch, ranks.device) for batches in found for batch in batches)
+    batch = min(EVAL_BATCH_ROWS if EVAL_BATCH_ROWS % world == 0 else train.micro_rows, train.micro_rows)
+    rows, seq_len = batch * max(1, train.eval_rows // (batch * len(parts))), train.seq_len
+    if info.held_out is not None:
+        sizes = [size for size in range(world, batch + 1, world) if info.held_out.rows % size == 0]
+        if sizes:
+            batch, rows, seq_len = sizes[-1], info.held_out.rows, info.held_out.seq_len
+    found = [eval_batches(part, batch, seq_len, rows // batch, 0, rank, shares) for part in parts]
+    return {"rows": rows, "seq_len": seq_len}, [each for batches in found for each in batches]
+
+
+def _rows_before(parent: Path | None) -> HeldOutRows | None:
+    """Held-out rows of the last stage that measured a loss, by the lineage of the checkpoint ``parent``; None: there is none."""
+    if parent is None or not (parent / LINEAGE_FILE).is_file():
+        return None
+    known = [rows for stage in history(read_lineage(parent)) if (rows := stage.config.get("held_out"))]
+    return HeldOutRows.model_validate(known[-1]) if known else None
 
 
 def claim_run(
@@ -169,7 +202,14 @@ def new_info(
     if not text.is_chat:
         check_enough(mixture, recipe.train)
     fields = {"data": mixture, "data_hash": data_hash, "sources": sources_named(data, text), "tokenizer": kept}
-    return RunInfo.model_validate({"stage": stage, "recipe": recipe, **fields, **began})
+    before = None if text.is_chat else _rows_before(began.get("parent"))
+    info = RunInfo.model_validate({"stage": stage, "recipe": recipe, "held_out": before, **fields, **began})
+    if before is not None and (rows := held_out_rows(info, info.train, world=1)).hash != before.hash:
+        say(
+            f"held-out loss: measured on {rows.rows} rows of {rows.seq_len} tokens of other text than in the stages before; "
+            "their losses are not comparable with this stage's"
+        )
+    return info
 
 
 def read_network(folder: Path) -> Transformer:
@@ -270,6 +310,7 @@ def write_result(
     tokenizer: Path | None = None,
 ) -> Path:
     """Write the trained checkpoint ``out`` with its lineage; rank 0 writes."""
+    rows = held_out_rows(info, info.train, ranks.world)
     return write_trained(
         out,
         trained.model,
@@ -279,7 +320,7 @@ def write_result(
         stage=info.stage,
         config=info.model_dump(mode="json")
         | {"mixture": trained.tokens_by_kind, "pace": trained.pace.model_dump()}
-        | {"changes": [change.model_dump() for change in trained.changes]},
+        | {"changes": [change.model_dump() for change in trained.changes], "held_out": rows.model_dump()},
         tokenizer_dir=tokenizer or info.tokenizer,
         parents=stem.parents if stem is not None else (),
         family=stem.family if stem is not None else None,

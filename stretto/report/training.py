@@ -69,6 +69,8 @@ class Curve:
     """Rows of ``metrics.jsonl``, each with ``step``."""
     tokens_per_step: float
     """Mean number of training tokens per step."""
+    is_other_text: bool = False
+    """Whether its held-out loss was measured on other rows than pre-training's, so that the two are not comparable."""
 
     def series(self, metric: str) -> tuple[list[float], list[float]]:
         """Tokens and the finite values of ``metric``."""
@@ -316,7 +318,8 @@ def training_curves(data: ReportData) -> Figure:
         y_name = "" if pretraining else "Held-out loss, nats per token"
         axes = style.dress(places[-1], "Healing", "Training tokens", y_name)
         _plot(axes, [(curve.name, *curve.series("loss/full")) for curve in healing], colour, edge=0.0)
-        style.subtitle(axes, ["extracted sizes, trained alone"])
+        is_other_text = any(curve.is_other_text for curve in healing)
+        style.subtitle(axes, ["extracted sizes, trained alone", *["other held-out rows"] * is_other_text])
     return figure
 
 
@@ -349,5 +352,6 @@ def curves_caption(data: ReportData) -> str:
             )
         elif values := curve.series("loss/full")[1]:
             first = f"from {numbers.loss(values[0])} at its first evaluation to " if len(values) > 1 else "to "
-            text.append(f"Healing changes the held-out loss of {curve.name} {first}{numbers.loss(values[-1])}.")
+            mark = ", on other held-out rows than pre-training: not comparable with it" if curve.is_other_text else ""
+            text.append(f"Healing changes the held-out loss of {curve.name} {first}{numbers.loss(values[-1])}{mark}.")
     return " ".join(text)

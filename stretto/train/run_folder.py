@@ -28,6 +28,17 @@ SAMPLES_FILE = "samples.json"
 POST = "post"
 
 
+class HeldOutRows(Config):
+    """Identity of the rows that held-out losses are measured on. Losses are comparable if the hashes are equal."""
+
+    rows: int
+    """Rows of each part of the mixture."""
+    seq_len: int
+    """Tokens per row."""
+    hash: str
+    """SHA-256 of the rows' tokens and targets."""
+
+
 class RunInfo(Config):
     """Settings of a run. Written before it starts, read by all later commands."""
 
@@ -47,6 +58,8 @@ class RunInfo(Config):
     teacher: Path | None = None
     adapters: Path | None = None
     """Folder of peft adapters with which training started."""
+    held_out: HeldOutRows | None = None
+    """Held-out rows of the stages before, whose number and length this run uses; None: those of its own recipe."""
 
     @property
     def mixture(self) -> Mixture:

@@ -78,3 +78,8 @@ def test_the_demo_and_its_post_training(
     demo_command(run, post=True)  # all but that is done
     assert (run / "report/report.html").is_file()
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*.safetensors")}
+
+
+def test_prompts_end_with_a_word() -> None:
+    """A prompt that ends in a space makes the model continue in the middle of a word: its tokens begin with the space."""
+    assert all(prompt == prompt.rstrip() for prompt in PROMPTS)

@@ -7,12 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from stretto.api.report import gather
 from stretto.api.train import held_out
 from stretto.base.config import read_recipe
+from stretto.base.records import read_lineage
+from stretto.base.track import read_metrics
 from stretto.model.parallel import Ranks
+from stretto.report.training import curves_caption
 from stretto.train.prepare import prepare_data
 from stretto.train.recipe import Recipe
 from stretto.train.run_folder import RunInfo
+from tests.api.conftest import Run
 
 
 @pytest.mark.parametrize(("world", "micro_batches"), [(2, 4), (4, 2)])  # as many rows a micro-batch as ranks
@@ -27,3 +32,36 @@ def test_ranks_share_the_rows_of_one(recipe: Path, text: Path, tmp_path: Path, w
         return [torch.cat([batch.ids_BT for batch in shares]) for shares in zip(*of_ranks, strict=True)]
 
     assert all(torch.equal(*pair) for pair in zip(ids(world), ids(1), strict=True))
+
+
+def test_healing_measures_on_the_rows_of_pre_training(
+    stretto: Run, recipe: Path, healing: Path, text: Path, tmp_path: Path
+) -> None:
+    run, corner, healed = tmp_path / "run", tmp_path / "run" / "corner", tmp_path / "run" / "healed"
+    assert stretto("pretrain", recipe, "-o", run, "--data", text).code == 0
+    assert stretto("extract", run, "--subnet", "corner", "-o", corner).code == 0
+    # another number and length of rows, and other batches, than the recipe of pre-training
+    other = ("--set", "train.eval_rows=4", "--set", "train.seq_len=16", "--set", "train.micro_batches=4")
+    done = stretto("heal", corner, "-o", healed, "--data", text, "--recipe", healing, *other)
+    assert done.code == 0 and "not comparable" not in done.out
+    before = [row["loss/corner"] for row in read_metrics(run) if "loss/corner" in row][-1]
+    first = read_metrics(tmp_path / "run" / "healed.run")[0]
+    assert first["step"] == 0 and first["loss/full"] == pytest.approx(before, abs=1e-5)
+    rows = [read_lineage(folder).config["held_out"] for folder in (run / "checkpoint", healed)]
+    assert rows[0] == rows[1] and (rows[0]["rows"], rows[0]["seq_len"]) == (16, 32)
+    assert "not comparable" not in curves_caption(gather(run))
+
+
+def test_a_loss_on_other_rows_is_marked(stretto: Run, recipe: Path, healing: Path, text: Path, tmp_path: Path) -> None:
+    run, corner, healed = tmp_path / "run", tmp_path / "run" / "corner", tmp_path / "run" / "healed"
+    assert stretto("pretrain", recipe, "-o", run, "--data", text).code == 0
+    assert stretto("extract", run, "--subnet", "corner", "-o", corner).code == 0
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "train.jsonl").write_text(
+        "".join(f'{{"text": "{n} apples and {n} pears"}}\n' for n in range(600))
+    )
+    done = stretto("heal", corner, "-o", healed, "--data", tmp_path / "other", "--recipe", healing)
+    assert done.code == 0 and "of other text than in the stages before" in done.out
+    rows = [read_lineage(folder).config["held_out"]["hash"] for folder in (run / "checkpoint", healed)]
+    assert rows[0] != rows[1]
+    assert "on other held-out rows than pre-training: not comparable" in curves_caption(gather(run))
