@@ -6,9 +6,9 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, chain, zip_longest
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from stretto.engine.request import Completion, TokenEvent, TopLogprob
 from stretto.server.dialects import Call, Piece, Thought, read_answer
@@ -16,10 +16,12 @@ from stretto.server.elastic import Elastic, Rung
 from stretto.server.generate import MAX_CHOICES, Answer, Backend, Generation, Job, Sampled, finite, is_cut, sse
 from stretto.server.limits import ApiError, parse_body
 from stretto.server.messages import (
+    Allowed,
     Body,
     FieldError,
     Message,
     ResponseFormat,
+    TokenId,
     Tool,
     ToolChoice,
     tool_use,
@@ -27,15 +29,16 @@ from stretto.server.messages import (
 
 
 class ChunkedAnswer(Answer):
-    """An answer of OpenAI's older two forms: choices, whole or in chunks, then the usage."""
+    """Base of the answers of OpenAI's two older endpoints: choices, whole or in chunks, and the usage."""
 
     kind: str
-    """The ``object`` of whole answers."""
+    """Field ``object`` of whole answers."""
     chunk_kind: str
+    """Field ``object`` of chunks."""
 
     def __init__(self, backend: Backend, job: Job, only_prompt: bool = False) -> None:
         super().__init__(backend, job)
-        self._only_prompt = only_prompt  # max_tokens of 0: the one token the engine must sample is left out
+        self._only_prompt = only_prompt  # max_tokens is 0: leave out the one token that the engine samples
         self._head = {"id": job.id, "object": self.chunk_kind, "created": job.created, "model": job.model}
 
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
@@ -63,13 +66,13 @@ class ChunkedAnswer(Answer):
         return sse(chunk | {"usage": None} if self.job.body.stream_options.include_usage else chunk)
 
     def _last_chunk(self, index: int, content: dict[str, Any], done: Completion, **extra: Any) -> bytes:
-        """With `_token_fields` but the ids, each of which came with its own chunk."""
+        """The chunk that ends a choice, with `_token_fields`. Token ids are left out: earlier chunks brought them."""
         fields = {"finish_reason": done.finish_reason, **self._token_fields(done), **extra}
         fields.pop("token_ids", None)
         return self._chunk(index, content, **fields)
 
     def _usage(self, done: Sequence[Completion]) -> dict[str, Any]:
-        """OpenAI's usage, summed over the choices, and what the elastic network spent (``elastic``)."""
+        """OpenAI's usage, summed over the choices, and the cost of the Subnet (``elastic``)."""
         uses = [completion.usage for completion in done]
         num_output = 0 if self._only_prompt else sum(use.output_tokens for use in uses)
         num_prompt = sum(len(request.prompt) for request in self.job.requests)
@@ -82,19 +85,22 @@ class ChunkedAnswer(Answer):
         }
 
     def _num_cached(self, done: Sequence[Completion]) -> int:
-        """Prompt tokens found in the cache, each prompt once, as it counts in ``prompt_tokens``: what the choice that
-        found least had not to compute, since the others found what that one had computed."""
-        least: dict[str, int] = {}
-        for each in done:
-            least[each.request_id] = min(least.get(each.request_id, each.usage.cached_tokens), each.usage.cached_tokens)
-        return sum(least.values())
+        """Prompt tokens found in the cache. Each prompt counts once, with its choice of the fewest cached tokens: the other choices
+        found the tokens that this one computed."""
+        fewest: dict[str, int] = {}
+        for each in sorted(done, key=lambda each: each.usage.cached_tokens):
+            fewest.setdefault(each.request_id, each.usage.cached_tokens)
+        return sum(fewest.values())
+
+
+NoStore = Annotated[bool, Allowed((False,), "this server stores nothing; send store=false")]
 
 
 class ShortChatBody(Body):
     """POST /api/ernie-5.1/chat."""
 
     messages: list[Message] = Field(min_length=1)
-    max_tokens: int | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = None
     seed: int | None = None
     elastic: Elastic | None = None
@@ -103,7 +109,7 @@ class ShortChatBody(Body):
 class ChatBody(ShortChatBody, Generation):
     """POST /v1/chat/completions."""
 
-    max_completion_tokens: int | None = None
+    max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = None
     tools: list[Tool] = Field(default_factory=list)
@@ -111,9 +117,9 @@ class ChatBody(ShortChatBody, Generation):
     parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """Variables for the chat template, ``{"enable_thinking": false}`` say."""
+    """Variables for the chat template, for example ``{"enable_thinking": false}``."""
     modalities: list[Literal["text"]] | None = None
-    store: Literal[False] = False
+    store: NoStore = False
 
 
 def read_chat(backend: Backend, tree: Any, rung: Rung) -> Answer:
@@ -127,11 +133,11 @@ def read_short_chat(backend: Backend, tree: Any, rung: Rung) -> Answer:
 
 
 def chat_job(backend: Backend, body: ChatBody, rung: Rung, prefix: str = "chatcmpl") -> Job:
-    """The engine request of a conversation. Raises `ApiError` or `UserError` for what cannot be done."""
+    """The engine request of a conversation. Raises `ApiError` or `UserError` for a request that cannot be served."""
     use, prompts = tool_use(body.tools, body.tool_choice), backend.prompts
     rendered = prompts.chat(body.messages, use.offered, variables=body.chat_template_kwargs)
     ids = backend.check_ids(rendered, "messages")
-    # A grammar of the client's own is about all of the text, reasoning included.
+    # A client's own grammar constrains the whole text, reasoning included.
     reads_thoughts = body.regex is None and body.grammar is None
     is_thinking = reads_thoughts and prompts.thinks(ids)
     schemas = use.schemas() if use.offered else None
@@ -168,13 +174,13 @@ class ChatAnswer(ChunkedAnswer):
         return super().whole(done) | ids
 
     def _choice(self, index: int, done: Completion) -> dict[str, Any]:
-        said = read_answer(self._readers[index], done.text, is_cut(done))
-        message: dict[str, Any] = {"role": "assistant", "content": said.content or (None if said.calls else "")}
-        if said.reasoning:
-            message["reasoning_content"] = said.reasoning
-        if said.calls:
-            message["tool_calls"] = [call.body() for call in said.calls]
-        reason = _reason(done, len(said.calls))
+        answer = read_answer(self._readers[index], done.text, is_cut(done))
+        message: dict[str, Any] = {"role": "assistant", "content": answer.content or (None if answer.calls else "")}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.calls:
+            message["tool_calls"] = [call.body() for call in answer.calls]
+        reason = _reason(done, len(answer.calls))
         return {"message": message, "logprobs": self._logprobs(self._sampled(done)), "finish_reason": reason}
 
     def start(self) -> Iterator[bytes]:
@@ -189,7 +195,7 @@ class ChatAnswer(ChunkedAnswer):
             deltas = [{}]
         for delta in deltas:
             yield self._chunk(index, {"delta": delta}, logprobs, **extra)
-            logprobs, extra = None, {}  # they come with the first
+            logprobs, extra = None, {}  # only the first delta carries them
 
     def _end(self, index: int, done: Completion, rest: str) -> Iterator[bytes]:
         reader = self._readers[index]
@@ -208,37 +214,50 @@ class ChatAnswer(ChunkedAnswer):
             elif isinstance(piece, Call):
                 deltas.append({"tool_calls": [{"index": self._num_calls[index], **piece.body()}]})
                 self._num_calls[index] += 1
-            elif piece.strip() or not self._num_calls[index]:  # white space between calls is no content
+            elif piece.strip() or not self._num_calls[index]:  # white space after a call is no content
                 deltas.append({"content": piece})
         return deltas
 
 
 def _reason(done: Completion, num_calls: int) -> str:
-    """An answer that was cut says so, whatever it called before."""
+    """``finish_reason`` of a chat choice: ``tool_calls`` for an answer with calls that was not cut."""
     return "tool_calls" if num_calls and done.finish_reason == "stop" else done.finish_reason
 
 
 class ShortAnswer(ChatAnswer):
-    """The text and nothing else."""
+    """Writes the short form: the text of the answer."""
 
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
         return {"text": read_answer(self._readers[0], done[0].text).content}
 
 
 _Row = tuple[str, float | None, dict[str, float] | None]
-"""A token's text, its log-probability, and its alternatives' by their text."""
+"""Text and log-probability of a token, and the log-probabilities of its alternatives by their text."""
 
 
 class CompletionBody(Generation):
     """POST /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]] = Field(union_mode="left_to_right")
-    max_tokens: int = 16
+    prompt: (
+        Annotated[str, Field(min_length=1)]
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
+    ) = Field(union_mode="left_to_right")
+    max_tokens: int = Field(default=16, ge=0)
     echo: bool = False
     logprobs: int | None = None
-    best_of: int | None = None
+    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     parse_special: bool = True
     """Whether spellings of special tokens in a text prompt are those tokens, as clients that render templates expect."""
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _check_prompt(cls, prompt: Any) -> Any:
+        """One clear message in place of the union's four."""
+        if prompt in ("", []) or (isinstance(prompt, list) and any(part in ("", []) for part in prompt)):
+            raise ValueError("is empty; give at least one token")
+        return prompt
 
 
 def read_completion(backend: Backend, tree: Any, rung: Rung) -> Answer:
@@ -246,16 +265,13 @@ def read_completion(backend: Backend, tree: Any, rung: Rung) -> Answer:
     body = parse_body(CompletionBody, tree)
     if body.best_of not in (None, body.n):
         raise FieldError("best_of", "only the value of n is supported; sample n and choose yourself")
-    prompt = body.prompt
-    is_one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
-    parts: list[Any] = [prompt] if is_one else list(prompt)
-    if not parts:
-        raise FieldError("prompt", "is empty; give at least one")
-    if len(parts) > MAX_CHOICES:
-        raise FieldError("prompt", f"{len(parts)} lies outside 1..{MAX_CHOICES}")
+    if body.max_tokens == 0 and not body.echo:
+        raise FieldError("max_tokens", "0 needs echo=true")
+    is_one = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
+    parts: list[Any] = [body.prompt] if is_one else list(body.prompt)
     ids = (backend.prompts.text(part, body.parse_special) if isinstance(part, str) else part for part in parts)
     prompts = [backend.check_ids(each, "prompt") for each in ids]
-    only_prompt = body.max_tokens == 0 and body.echo
+    only_prompt = body.max_tokens == 0
     job = backend.job(
         "cmpl",
         body,
@@ -278,9 +294,8 @@ class TextAnswer(ChunkedAnswer):
 
     def __init__(self, backend: Backend, job: Job, echo: Sequence[str] | None, only_prompt: bool) -> None:
         super().__init__(backend, job, only_prompt)
-        # Text of the prompt before each choice, where it is part of the answer.
-        self._echo = None if echo is None else [text for text in echo for _ in range(job.body.n)]
-        self._offsets = [0] * job.num_choices  # where the next token begins in the text, echo included
+        self._echo = None if echo is None else [text for text in echo for _ in range(job.body.n)]  # by choice
+        self._offsets = [0] * job.num_choices  # place in the text, echo included, where the next token begins
 
     def _choice(self, index: int, done: Completion) -> dict[str, Any]:
         text = ("" if self._echo is None else self._echo[index]) + ("" if self._only_prompt else done.text)
@@ -289,7 +304,7 @@ class TextAnswer(ChunkedAnswer):
         return {"text": text, "logprobs": self._table(rows, 0), "finish_reason": done.finish_reason}
 
     def _token(self, index: int, event: TokenEvent) -> Iterator[bytes]:
-        """An echo comes with the first token: its log-probabilities are not there before the prompt is computed."""
+        """The first token's chunk brings the echo, whose log-probabilities are known once the prompt is computed."""
         if self._only_prompt:
             return
         text = self._first_echo(index) + event.text
@@ -306,7 +321,7 @@ class TextAnswer(ChunkedAnswer):
         yield self._last_chunk(index, {"text": text}, done, **{} if table is None else {"prompt_logprobs": table})
 
     def _first_echo(self, index: int) -> str:
-        """The prompt before a choice's first text, nothing later."""
+        """The prompt's text at the first call for a choice with echo; empty at later calls."""
         if self._echo is None or self._offsets[index]:
             return ""
         self._offsets[index] = len(self._echo[index])
@@ -314,12 +329,12 @@ class TextAnswer(ChunkedAnswer):
 
     def _row(self, token: int, logprob: float | None, top: Sequence[TopLogprob] | None) -> _Row:
         others: dict[str, float] | None = None if top is None else {}
-        for each in top or ():  # tokens may share a text: the most probable one stands
+        for each in top or ():  # of tokens with the same text, the most probable one is kept
             others.setdefault(self._spell(each.token)[0], finite(each.logprob))  # type: ignore[union-attr]
         return self._spell(token)[0], None if logprob is None else finite(logprob), others
 
     def _prompt_rows(self, done: Completion) -> Iterator[_Row]:
-        """Of an echo. Nothing precedes the first token that could foretell it."""
+        """Rows of the prompt's tokens for an echo. The first token has no log-probability."""
         if self._echo is not None:
             known = [] if done.prompt_logprobs is None else done.prompt_logprobs.tolist()
             tops = done.prompt_top or [()] * len(known)
@@ -327,7 +342,7 @@ class TextAnswer(ChunkedAnswer):
                 yield self._row(token, logprob, top)
 
     def _table(self, rows: Iterable[_Row], offset: int) -> dict[str, Any] | None:
-        """The four parallel lists of ``logprobs``, where they are wanted; the first row's text begins at ``offset``."""
+        """The four parallel lists of ``logprobs``; None if not requested. ``offset``: place of the first row in the text."""
         if not self.job.logprobs:
             return None
         tokens, logprobs, others = map(list, zip(*rows, strict=True))

@@ -1,8 +1,8 @@
 """The size (Subnet) of each request: requested size, default size, or a smaller one under load.
 
-When the queue grows, a new request that leaves its Subnet open gets a smaller one, never one below the declared floor.
-`ladder` orders the Subnets, `decide` is the policy (a function of numbers, tested as a table), `LoadControl` gives it
-a clock and a memory, `Resolver` applies it to the fields of a request.
+When the queue grows, a new request that names no Subnet gets a smaller one, never one below the floor. `ladder` orders the Subnets,
+`decide` is the policy (a function of numbers), `LoadControl` adds a clock and recent measurements, and `Resolver` applies the policy to
+the fields of a request.
 """
 
 from __future__ import annotations
@@ -15,47 +15,49 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema
 
 from stretto.base.errors import UserError, nearest
 from stretto.engine.request import Phases
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, named_subnets, parse_subnet
 from stretto.server.limits import ApiError, overloaded
-from stretto.server.messages import Body, FieldError
+from stretto.server.messages import SUBNET, Body, FieldError
 from stretto.text.tokenizer import Tokenizer
 
 ENVIRONMENT = {"ERNIE_ELASTIC_LAYERS": "layers", "ERNIE_ELASTIC_EXPERTS": "experts", "ERNIE_ELASTIC_TOPK": "top_k"}
-"""Environment variable -> axis of the default Subnet."""
+"""Environment variables that set the default Subnet, and the axis that each one sets."""
 THINKING_END = "</think>"
-"""Ends the thinking of every reasoning model whose template we know."""
-# When to shrink, when to grow back, when to refuse: ours; the burst benchmark judges them.
+"""Ends the thinking of every supported reasoning model."""
+# Thresholds of the policy: our own choice, tuned with a benchmark of bursts.
 SHRINK_WAITING = 8
-"""Requests waiting at which the first step down is taken; each doubling takes another."""
+"""Number of waiting requests at which the first step down is taken; each doubling takes another step."""
 GROW_WAITING = 1
-"""Most requests waiting at which a step up may be taken."""
+"""Largest number of waiting requests at which a step up is allowed."""
 REFUSE_WAITING = 256
-"""Requests waiting at which, on the floor, further ones are refused."""
+"""Number of waiting requests at which the server, at the floor, refuses further ones."""
 SHRINK_AFTER_S = 0.5
-"""Between two steps down for slow first tokens: the effect of one must show before the next."""
+"""Seconds between two steps down because of slow first tokens, so that the effect of the first step shows."""
 GROW_AFTER_S = 5.0
-"""Calm needed for each step up."""
+"""Seconds without load for each step up."""
 _WINDOW_S = 5.0
-"""First tokens that count as recent."""
+"""Age in seconds up to which first tokens count as recent."""
 _MIN_RATED = 16
-"""First tokens from which a rate is taken: fewer may have come out of one step."""
-_LEAST_SPAN_S = 0.25
+"""Smallest number of recent first tokens from which a rate is computed: fewer may all come from one engine step."""
+_MIN_SPAN_S = 0.25
+"""Shortest time span over which a rate is computed, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """Smallest number of layers, experts and top-k that a network was trained with; 1 where unknown."""
+    """Smallest numbers of layers, experts and top-k that a network was trained with; 1 where unknown."""
 
     layers: int = 1
     experts: int = 1
     top_k: int = 1
 
     def warnings(self, subnet: Subnet) -> list[str]:
-        """One warning for each number of ``subnet`` that is smaller than any the network was trained with: its quality is unknown."""
+        """A warning for each axis of ``subnet`` that is smaller than in training: the quality is unknown."""
         sizes = {"layers": len(subnet.layers), "experts": min(subnet.experts, default=self.experts)}
         sizes["top_k"] = min(subnet.top_k, default=self.top_k)
         return [
@@ -67,38 +69,37 @@ class Least:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedModel:
-    """The network behind a server. Written by whoever starts it."""
+    """The network behind a server."""
 
     name: str
-    """Under which it is asked for; presets are ``name:preset``."""
+    """Name in the field ``model``; presets are ``name:preset``."""
     config: ModelConfig
     presets: Mapping[str, SubnetChoice]
     tokenizer: Tokenizer | None
-    """None: only token ids go in and out."""
+    """None: requests and answers hold token ids only."""
     max_len: int
-    """Prompt and completion together, tokens; the engine's."""
+    """Context of the engine: largest number of tokens of prompt and completion together."""
     default: SubnetChoice = field(default_factory=SubnetChoice)
-    """What a request gets that asks for none, while there is no load."""
+    """Subnet of requests that name none, while there is no load."""
     stop_ids: tuple[int, ...] = ()
-    """Ids that end an answer beside the tokenizer's own (``eos_token_id`` of generation_config.json)."""
+    """Token ids that end an answer beside the tokenizer's own (``eos_token_id`` of generation_config.json)."""
     weight_bytes: int = 4
     """Bytes of one weight and of one cache element in the engine's dtype."""
     least: Least = Least()
-    """The smallest it was trained to be."""
     is_chat_tuned: bool = True
-    """Whether a chat template, if there is one, was trained with: a network that never saw it can only continue texts."""
+    """Whether the network was trained with its chat template. Otherwise it can only continue texts."""
 
     def choices(self) -> dict[str, SubnetChoice]:
-        """Every preset by name; ``full`` is always one."""
+        """Every preset by name, ``full`` included."""
         return {"full": SubnetChoice(), **self.presets}
 
     def names(self) -> list[str]:
-        """Under which it is asked for, whole or at a preset."""
+        """Values of the field ``model``: the default size and every preset."""
         return [self.name, *(f"{self.name}:{preset}" for preset in self.choices())]
 
 
 def environment_subnet(environ: Mapping[str, str], config: ModelConfig) -> SubnetChoice | None:
-    """The default Subnet that the environment sets; None where it sets no axis. Raises `UserError` for an impossible one."""
+    """The default Subnet that environment variables set; None if none is set. Raises `UserError` for a Subnet that ``config`` lacks."""
     given = {variable: text for variable in ENVIRONMENT if (text := environ.get(variable, "").strip())}
     for variable, text in given.items():
         if not (text.isascii() and text.isdecimal()) or int(text) < 1:
@@ -119,11 +120,11 @@ class Rung:
     name: str
     subnet: Subnet
     flops: int
-    """Forward, a token, in products with weights."""
+    """FLOPs of the matrix products of one token's forward pass."""
 
 
 def contains(outer: Subnet, inner: Subnet, config: ModelConfig) -> bool:
-    """Whether every layer, expert and choice of ``inner`` is one of ``outer``."""
+    """Whether ``outer`` has every layer of ``inner``, with at least as many experts and as large a top-k."""
     if not set(inner.layers) <= set(outer.layers):
         return False
     width = dict(zip(config.moe_rows(outer.layers), zip(outer.experts, outer.top_k, strict=True), strict=True))
@@ -134,7 +135,8 @@ def contains(outer: Subnet, inner: Subnet, config: ModelConfig) -> bool:
 
 
 def ladder(config: ModelConfig, named: Mapping[str, Subnet], target: Subnet, floor: Subnet) -> tuple[Rung, ...]:
-    """From ``target`` down to ``floor`` (else `UserError`): both, and the ``named`` between them, by falling FLOPs."""
+    """``target``, the ``named`` Subnets between it and ``floor``, and ``floor``, in decreasing FLOPs. Raises `UserError` if
+    ``target`` does not contain ``floor``."""
     if not contains(target, floor, config):
         raise UserError(
             f"floor: {floor.label()} is not contained in the default size, {target.label()}; choose a smaller floor"
@@ -161,24 +163,24 @@ class Load:
 
     num_waiting: int
     first_token_s: float = 0.0
-    """95th percentile of recent times to first token; 0: nothing answered lately."""
+    """95th percentile of recent times to first token, seconds; 0: no recent one."""
     wait_s: float = 0.0
-    """How long those who wait will take, at the recent rate of first tokens; 0: too few came to tell."""
+    """Expected waiting time at the recent rate of first tokens, seconds; 0: too few for an estimate."""
 
 
 def is_calm(load: Load, aim_s: float) -> bool:
-    """Whether the load leaves room to grow; ``aim_s`` as of `decide`."""
+    """Whether the load allows a larger Subnet. ``aim_s``: see `decide`."""
     return load.num_waiting <= GROW_WAITING and load.first_token_s < aim_s / 2
 
 
 def decide(level: int, load: Load, aim_s: float, num_rungs: int, since_change_s: float, calm_s: float) -> int:
-    """The rung (0: the target) that new requests get.
+    """Number of the rung that new requests get; 0 is the target.
 
     Args:
-        level: the one they got so far, for ``since_change_s``.
-        aim_s: time to first token above which a step down is taken; a step up needs less than half of it, so that the
-            two never alternate.
-        calm_s: since when every look at the load found it calm.
+        level: the current rung, unchanged for ``since_change_s`` seconds.
+        aim_s: time to first token above which a step down is taken, seconds. A step up needs less than half of it, so that
+            steps do not alternate.
+        calm_s: seconds for which `is_calm` has held.
     """
     last, waiting = num_rungs - 1, load.num_waiting
     wanted = 0 if waiting < SHRINK_WAITING else 1 + int(math.log2(waiting / SHRINK_WAITING))
@@ -187,36 +189,36 @@ def decide(level: int, load: Load, aim_s: float, num_rungs: int, since_change_s:
     if load.first_token_s > aim_s and since_change_s >= SHRINK_AFTER_S:
         return min(level + 1, last)
     if is_calm(load, aim_s):
-        # Several steps at once after a pause in which nobody asked.
+        # Several steps at once after a pause without requests.
         return max(level - int(min(calm_s, since_change_s) / GROW_AFTER_S), 0)
     return level
 
 
 def refuses(level: int, load: Load, aim_s: float, num_rungs: int) -> bool:
-    """Whether a new request must be turned away: the floor is reached, and the queue is full or slower than ``aim_s``
-    (an answer that comes too late costs those behind it, too)."""
+    """Whether a new request is refused: the floor is reached, and the queue is full or slower than ``aim_s`` (late
+    answers delay the requests behind them, too)."""
     return level == num_rungs - 1 and (load.num_waiting >= REFUSE_WAITING or load.wait_s > aim_s)
 
 
 class LoadControl:
-    """The policy with a clock: remembers the rung, when it changed, and recent times to first token."""
+    """The policy with its state: the current rung, the time of its last change, and recent times to first token."""
 
     def __init__(self, rungs: tuple[Rung, ...], aim_s: float, clock: Callable[[], float]) -> None:
         self.rungs = rungs
         self.level = 0
         self.num_waiting = 0
-        """Prompts whose first token has not come, what a new request has to wait behind. `Ticket`s count it."""
+        """Number of prompts without a first token. Counted by `Ticket`."""
         self.clock = clock
         self._aim_s = aim_s
         self._changed_s = self._busy_s = clock()
         self._recent: deque[tuple[float, float]] = deque(maxlen=4096)  # (when, time to first token)
 
     def observe(self, first_token_s: float) -> None:
-        """A first token came so long after its request."""
+        """Note a time to first token in seconds."""
         self._recent.append((self.clock(), first_token_s))
 
     def choose(self, num_waiting: int) -> Rung | None:
-        """The rung of a request that arrives now; None: refuse it."""
+        """The rung of a request that arrives now; None: refuse the request."""
         now_s = self.clock()
         while self._recent and self._recent[0][0] < now_s - _WINDOW_S:
             self._recent.popleft()
@@ -231,17 +233,17 @@ class LoadControl:
         return None if refuses(level, load, self._aim_s, len(self.rungs)) else self.rungs[level]
 
     def retry_after_s(self, num_waiting: int) -> float:
-        """When the queue is likely to have halved, at the recent rate of first tokens; one second to a minute."""
+        """Seconds until half of the queue is served at the recent rate of first tokens, within 1 to 60."""
         rate = self._rate(self.clock())
         return min(60.0, max(1.0, num_waiting / 2 / rate)) if rate else 5.0
 
     def _rate(self, now_s: float) -> float:
-        """First tokens a second, since the oldest that is remembered; 0 where there is none."""
-        return len(self._recent) / max(_LEAST_SPAN_S, now_s - self._recent[0][0]) if self._recent else 0.0
+        """Recent first tokens per second; 0 without any."""
+        return len(self._recent) / max(_MIN_SPAN_S, now_s - self._recent[0][0]) if self._recent else 0.0
 
 
 class Ticket:
-    """Count of one HTTP request's prompts without a first token. Must be closed at the end."""
+    """Counts the prompts of one HTTP request that have no first token yet. `close` removes the rest of the count."""
 
     def __init__(self, control: LoadControl) -> None:
         self._control = control
@@ -252,8 +254,8 @@ class Ticket:
         self._num += num
         self._control.num_waiting += num
 
-    def came(self) -> None:
-        """The first token of one of them."""
+    def first_token(self) -> None:
+        """Note the first token of one prompt."""
         self.add(-1)
         self._control.observe(self._control.clock() - self._start_s)
 
@@ -262,28 +264,35 @@ class Ticket:
 
 
 class Size(Body):
-    """Axes of a Subnet, as `SubnetChoice` has them; any number, so that one out of range is told the range."""
+    """Axes of a Subnet, see `SubnetChoice`."""
 
-    layers: int | None = None
-    experts: int | None = None
-    top_k: int | None = None
+    layers: int | None = Field(default=None, ge=1)
+    experts: int | None = Field(default=None, ge=1)
+    top_k: int | None = Field(default=None, ge=1)
 
     def given(self) -> dict[str, int]:
-        """The axes that are not left out."""
+        """The axes that are set."""
         return self.model_dump(include=set(Size.model_fields), exclude_none=True)
 
-    def of(self, config: ModelConfig, base: SubnetChoice) -> Subnet:
-        """The Subnet, axes left out being those of ``base``. Raises `UserError` for one that ``config`` does not have."""
-        return base.model_copy(update=self.given()).of(config)
+    def of(self, config: ModelConfig, base: SubnetChoice, param: str) -> Subnet:
+        """The Subnet; ``base`` sets the other axes. Raises `FieldError` of ``param`` for a Subnet that ``config`` does not have."""
+        try:
+            return base.model_copy(update=self.given()).of(config)
+        except UserError as error:
+            raise FieldError(param, str(error).removeprefix("subnet: "), SUBNET) from None
 
 
 class Axes(Size):
-    """A Subnet: a preset to start from (its name alone will do), and axes that replace its own."""
+    """A Subnet: a preset (its name alone stands for an object), and axes that replace the preset's own."""
 
     preset: str | None = None
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [{"type": "string"}, handler(schema)]}
+
     def words(self) -> list[str]:
-        """What is given: ``["half", "top_k=1"]``."""
+        """The preset and the axes that are set, for example ``["half", "top_k=1"]``."""
         axes = [f"{axis}={value}" for axis, value in self.given().items()]
         return axes if self.preset is None else [self.preset, *axes]
 
@@ -294,7 +303,7 @@ class Axes(Size):
 
 
 class Elastic(Axes):
-    """The ``elastic`` field: the Subnet of the answer, and of the phases before it where they differ."""
+    """The field ``elastic``: the Subnet of the answer, and other Subnets for the phases before it."""
 
     answer: Axes | None = None
     prefill: Axes | None = None
@@ -303,23 +312,24 @@ class Elastic(Axes):
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The size that a request got, and the reason. Written by `Resolver.resolve`, read by ``usage.elastic`` and the metrics."""
+    """The size that a request gets, and the reason. Written by `Resolver.resolve`, read by ``usage.elastic`` and the metrics."""
 
     phases: Phases
     name: str
-    """A preset's name, or the axes."""
+    """Name of a preset, or the axes."""
     asked: str
-    """``auto`` where the request left it open."""
+    """The requested size; ``auto``: none."""
     reason: Literal["asked", "default", "load"]
 
 
 class Resolver:
-    """Resolves the fields ``model`` and ``elastic``. Lives on the event loop."""
+    """Resolves the fields ``model`` and ``elastic``. Not thread-safe: used on the event loop."""
 
     def __init__(
         self, model: ServedModel, floor: str | None, aim_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Raises `UserError` where the default or the floor is none of this network."""
+        """``floor``: smallest Subnet under load; None: the size does not depend on the load. Raises `UserError` for a default size
+        or a floor that the network does not have."""
         self._model = model
         self._has_floor = floor is not None
         self.named = named_subnets(model.config, model.presets)
@@ -329,21 +339,21 @@ class Resolver:
         self._thinking_end = None if model.tokenizer is None else model.tokenizer.rust.token_to_id(THINKING_END)
 
     def rung(self, num_waiting: int) -> Rung:
-        """What a request gets now that leaves its Subnet open; raises `ApiError` 429 on the floor with a full queue."""
+        """The Subnet for a request that names none. Raises `ApiError` 429 at the floor with a full queue."""
         rung = self.control.choose(num_waiting)
         if rung is None and self._has_floor:
             full = f"{num_waiting} requests wait and the floor ({self.control.rungs[-1].name}) is reached"
             wait_s = self.control.retry_after_s(num_waiting)
             raise overloaded(f"the server is full: {full}; try again later", wait_s)
-        return rung or self.control.rungs[0]  # without a floor nothing may be given up: the engine's queue is the limit
+        return rung or self.control.rungs[0]  # without a floor, only the engine's queue limits the load
 
     def preset_of(self, name: str | None) -> str | None:
-        """The preset in ``model:preset``; None for the bare model. Raises `ApiError` 404 for any other."""
+        """The preset in ``model:preset``; None for the model's own name. Raises `ApiError` 404 for any other name."""
         if name is None or name == self._model.name:
             return None
         if name in self._model.names():
             return name.removeprefix(f"{self._model.name}:")
-        # With the model's name before them, all presets resemble each other: a preset's own name must be near.
+        # Names of presets share the model's name as a prefix and so resemble each other: compare the rest alone, too.
         own, names = f"{self._model.name}:", self._model.names()
         rest = [each.removeprefix(own) for each in names]
         near = nearest(name, names) if nearest(name.removeprefix(own), rest) else ""
@@ -351,10 +361,10 @@ class Resolver:
         raise ApiError(404, problem, param="model", code="model_not_found")
 
     def resolve(self, model: str | None, asked: Elastic | None, rung: Rung) -> Given:
-        """Resolve ``model`` and ``elastic``; ``rung`` is for a request that leaves its Subnet open.
+        """The size for the fields ``model`` and ``elastic``; ``rung``: the size of a request that names none.
 
         Raises:
-            ApiError: an unknown model. FieldError: an unknown preset, no Subnet of this network, phases that do not nest.
+            ApiError: an unknown model. FieldError: an unknown preset, a Subnet that the network lacks, or phases that do not nest.
         """
         preset = self.preset_of(model)
         base = self._model.default if preset is None else self._model.choices()[preset]
@@ -362,7 +372,7 @@ class Resolver:
         wanted: Axes = asked
         if asked.answer is not None:
             if asked.words():
-                problem = "is given beside layers, experts, top_k or preset, which mean the same"
+                problem = "cannot be given together with layers, experts, top_k or preset, which mean the same"
                 raise FieldError("elastic.answer", problem)
             wanted = asked.answer
         is_open = preset is None and not wanted.words()
@@ -374,7 +384,7 @@ class Resolver:
             if not set(inner.layers) <= set(outer.layers):
                 counts = f"{len(inner.layers)} layers that the {earlier} ({len(outer.layers)} layers)"
                 problem = f"the {later} runs {counts} did not all compute; give the {earlier} at least as many"
-                raise FieldError("elastic", problem, "subnet")
+                raise FieldError("elastic", problem, SUBNET)
         if "thinking" in phases and self._thinking_end is None:
             raise FieldError("elastic.thinking", f"the tokenizer has no {THINKING_END}, which ends this phase")
         given = Phases(answer, **phases, thinking_end=self._thinking_end if "thinking" in phases else None)
@@ -388,9 +398,6 @@ class Resolver:
             known = self._model.choices()
             if wanted.preset not in known:
                 problem = f"no preset {wanted.preset!r}{nearest(wanted.preset, known)}; known: {', '.join(known)}"
-                raise FieldError(param, problem, "subnet")
+                raise FieldError(param, problem, SUBNET)
             base = known[wanted.preset]
-        try:
-            return wanted.of(self._model.config, base)
-        except UserError as error:
-            raise FieldError(param, str(error), "subnet") from None
+        return wanted.of(self._model.config, base, param)

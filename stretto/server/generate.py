@@ -1,9 +1,8 @@
 """Shared code of the generating endpoints: one request from its body to its last byte.
 
-A body becomes engine requests (`Backend`), events become an `Answer`; `Generate` aborts what a client no longer waits for.
-
-The endpoints' own forms are in `completions` and `responses`; the fields that only this server has (token ids, routes,
-weight versions, what a Subnet cost) are the same in all of them, and are written here.
+`Backend` turns a body into engine requests, an `Answer` turns engine events into the response, and `Generate` is the ASGI endpoint that
+connects them and aborts requests whose client went away. `completions` and `responses` define the forms of the single endpoints. The
+fields that only this server has (token ids, routes, weight versions, cost of a Subnet) are the same everywhere and are written here.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, Tag, ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -44,28 +43,30 @@ from stretto.server.limits import (
     overloaded,
     while_connected,
 )
-from stretto.server.messages import Body, FieldError, Prompts
+from stretto.server.messages import CONTEXT_LENGTH, TEXT_OR_LIST, Body, FieldError, Prompts, TokenId
 from stretto.server.metrics import Metrics
 from stretto.text.stream import BYTE_OF_CHARACTER
 from stretto.text.tokenizer import Tokenizer
 
 MAX_CHOICES = 64
-"""Completions of one HTTP request: its prompts times n."""
+"""Largest number of completions of one HTTP request: number of prompts times ``n``."""
 _LONG_BODY = 1 << 15
-"""Bytes of a body from which on it is rendered and tokenised in a thread, so that streams go on meanwhile."""
+"""Bytes. Longer bodies are rendered and tokenised in a thread, so that streams continue meanwhile."""
 MAX_STOPS = 16
+"""Largest number of stop strings."""
 _SEEDS = 1 << 63
-"""Any 64-bit integer is a seed to OpenAI; ours are not negative."""
+"""OpenAI takes any integer as a seed, the engine takes 0 to ``_SEEDS - 1``."""
+StopText = Annotated[str, Field(min_length=1)]
 
 
 class StreamOptions(Body):
     include_usage: bool = False
     include_obfuscation: bool = False
-    """Against eavesdroppers of packet sizes; we send none, as the client may choose."""
+    """Padding that hides the lengths of tokens. This server sends none, which the API allows."""
 
 
 class Generation(Body):
-    """Request fields of every generating endpoint. None: the default of `Sampling`, for fields of the same name."""
+    """Request fields of every generating endpoint. Fields of `Sampling` are validated by it; None: its default."""
 
     model: str | None = None
     stream: bool = False
@@ -77,17 +78,22 @@ class Generation(Body):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[int, float] = Field(default_factory=dict)
-    n: int = 1
+    logit_bias: dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")], float] = Field(
+        default_factory=dict, json_schema_extra={"additionalProperties": False}
+    )
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     min_tokens: int | None = None
     ignore_eos: bool = False
     seed: int | None = None
-    stop: str | list[str] = Field(default_factory=list)
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop: Annotated[
+        Annotated[StopText, Tag("text")] | Annotated[list[StopText], Tag("list"), Field(max_length=MAX_STOPS)],
+        TEXT_OR_LIST,
+    ] = Field(default_factory=list)
+    stop_token_ids: list[TokenId] = Field(default_factory=list)
     regex: str | None = None
-    """The answer must match this expression."""
+    """Regular expression that the answer must match."""
     grammar: str | None = None
-    """The answer must match this grammar (Lark, as llguidance reads it)."""
+    """Grammar that the answer must match (Lark, in the dialect of llguidance)."""
     elastic: Elastic | None = None
     return_token_ids: bool = False
     return_routes: bool = False
@@ -95,27 +101,27 @@ class Generation(Body):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One HTTP request's worth of engine requests. Written by `Backend.job`."""
+    """The engine requests of one HTTP request. Written by `Backend.job`."""
 
     id: str
     created: int
     """Unix seconds."""
     model: str
-    """The name the client used."""
+    """Name of the model in the request and the answer."""
     body: Generation
     given: Given
     requests: tuple[Request, ...]
-    """One a prompt."""
+    """One for each prompt."""
     logprobs: bool
     reader: Callable[[], AnswerReader] = AnswerReader
-    """Makes a reader for a choice: what of its text is a call or reasoning."""
+    """Makes the reader that splits one choice's text into content, reasoning and calls."""
 
     @property
     def num_choices(self) -> int:
         return len(self.requests) * self.body.n
 
     def choice(self, request_id: str, index: int) -> int:
-        """Place of one request's choice among all of them."""
+        """Index in the answer of choice ``index`` of the engine request ``request_id``."""
         return int(request_id.rpartition("-")[2]) * self.body.n + index
 
 
@@ -129,22 +135,22 @@ class Backend:
     gate: Gate
     metrics: Metrics
     max_wait_s: float
-    """From a body that is there to the engine's queue."""
+    """Time limit from the arrival of a body to the engine's queue, seconds."""
     tool_chars: int | None = None
-    """As of `Prompts`."""
+    """See `Prompts`."""
 
     def __post_init__(self) -> None:
         self.spell = speller(self.model.tokenizer)
 
     @cached_property
     def prompts(self) -> Prompts:
-        """Raises `UserError` on a server of token ids only."""
+        """Raises `UserError` for a checkpoint without a tokenizer."""
         if self.model.tokenizer is None:
             raise UserError("messages: this checkpoint has no tokenizer; send token ids to /v1/completions")
         return Prompts(self.model.tokenizer, self.tool_chars)
 
     def check_ids(self, ids: Sequence[int], param: str) -> tuple[int, ...]:
-        """``ids`` if there are some, and each has a row in the embedding; else raises `FieldError`."""
+        """``ids`` as a tuple. Raises `FieldError` if it is empty or an id lies outside the vocabulary."""
         vocab_size = self.model.config.vocab_size
         if not ids:
             raise FieldError(param, "is empty; give at least one token")
@@ -168,46 +174,39 @@ class Backend:
         visible_ids: frozenset[int] = frozenset(),
         **fields: Any,
     ) -> Job:
-        """The engine requests of a body, one a prompt.
+        """The engine requests of a body, one for each of ``prompts`` (token ids).
 
         Args:
-            max_tokens: None: to the end of the context.
-            turn_ends: ids that end an answer, beside the model's own.
-            shape: what the endpoint itself asks the answer to match.
-            reader: as of `Job`; for it, the special tokens ``visible_ids`` are part of the text.
-            fields: of `Sampling`, where bodies spell them otherwise.
+            max_tokens: largest number of tokens of an answer; None: to the end of the context.
+            turn_ends: token ids that end an answer beside the model's own.
+            shape: grammar that the endpoint itself requires.
+            reader: see `Job`. The special tokens ``visible_ids`` are part of the text that it reads.
+            fields: fields of `Sampling` that the body does not have under the same name.
 
         Raises:
-            FieldError: a value outside its range, or a prompt that leaves no room. ApiError: an unknown model.
+            FieldError: a value outside its range, or a prompt that leaves no room for an answer. ApiError: an unknown model.
         """
         model, num_prompt = self.model, max(map(len, prompts))
         grammars = [] if shape is None else [shape]
         grammars += [] if body.regex is None else [Grammar(kind="regex", text=body.regex)]
         grammars += [] if body.grammar is None else [Grammar(kind="lark", text=body.grammar)]
         if len(grammars) > 1:
-            known = "regex, grammar, response_format and a forced tool"
-            raise FieldError("grammar", f"give only one of {known}")
+            raise FieldError("grammar", "give only one of regex, grammar, response_format and a forced tool")
         room = model.max_len - num_prompt
         if room < 1 or (max_tokens or 1) > room:
-            wanted = f"a prompt of {num_prompt} tokens" + (
-                "" if max_tokens is None else f" and max_tokens {max_tokens}"
-            )
+            answer = "" if max_tokens is None else f" and max_tokens {max_tokens}"
+            wanted = f"a prompt of {num_prompt} tokens{answer}"
             problem = f"{wanted} exceed this server's context of {model.max_len} tokens; shorten it"
-            raise FieldError("max_tokens" if room > 0 else "prompt", problem, "context_length_exceeded")
-        most = max(1, MAX_CHOICES // len(prompts))
-        if not 1 <= body.n <= most:
-            raise FieldError("n", f"{body.n} lies outside 1..{most}")
+            raise FieldError("max_tokens" if room > 0 else "prompt", problem, CONTEXT_LENGTH)
+        if body.n * len(prompts) > MAX_CHOICES:
+            raise FieldError("n", f"{body.n} lies outside 1..{MAX_CHOICES // len(prompts)}")
         longest = room if max_tokens is None else max_tokens
-        if longest < 1:
-            raise FieldError("max_tokens", f"{longest} lies outside 1..{room}")
         if (body.min_tokens or 0) > longest:
             raise FieldError("min_tokens", f"{body.min_tokens} is more than max_tokens, {longest}")
         stops = [body.stop] if isinstance(body.stop, str) else body.stop
-        if len(stops) > MAX_STOPS or not all(stops):
-            raise FieldError("stop", f"give at most {MAX_STOPS} strings, none of them empty")
-        for name, ids in (("logit_bias", body.logit_bias), ("stop_token_ids", body.stop_token_ids)):
+        for name, ids in (("logit_bias", list(map(int, body.logit_bias))), ("stop_token_ids", body.stop_token_ids)):
             if ids:
-                self.check_ids(list(ids), name)
+                self.check_ids(ids, name)
         if model.tokenizer is None and (stops or grammars):
             raise FieldError("stop" if stops else "grammar", "this server has no tokenizer; send token ids")
         ends = () if body.ignore_eos else (*turn_ends, *model.stop_ids)
@@ -224,17 +223,17 @@ class Backend:
         except ValidationError as error:
             raise from_validation(error, Sampling) from None
         given = self.resolver.resolve(body.model, body.elastic, rung)
-        name, called = f"{prefix}-{secrets.token_hex(12)}", body.model or model.name
+        name = f"{prefix}-{secrets.token_hex(12)}"
         requests = tuple(
             Request(f"{name}-{place}", ids, sampling, given.phases, body.return_routes, visible_ids)
             for place, ids in enumerate(prompts)
         )
-        return Job(name, int(time.time()), called, body, given, requests, logprobs, reader)
+        return Job(name, int(time.time()), body.model or model.name, body, given, requests, logprobs, reader)
 
 
 def speller(tokenizer: Tokenizer | None) -> Callable[[int], tuple[str, tuple[int, ...]]]:
-    """A function from a token to its text, for ``logprobs``, and its bytes. A token that is part of a character is
-    ``bytes:\\x…``, as OpenAI spells it."""
+    """A function from a token id to the token's text in ``logprobs`` and its bytes. As in OpenAI's API, the text of a token that is
+    not a whole character is ``bytes:\\x…``."""
     if tokenizer is None:
         return lambda token: (f"token_id:{token}", ())
     special, rust = tokenizer.special_ids(), tokenizer.rust
@@ -243,7 +242,7 @@ def speller(tokenizer: Tokenizer | None) -> Callable[[int], tuple[str, tuple[int
     @lru_cache(maxsize=1 << 16)
     def spell(token: int) -> tuple[str, tuple[int, ...]]:
         stored = rust.id_to_token(token)
-        if stored is None:  # a row of the embedding without a token
+        if stored is None:  # the vocabulary is padded: this row of the embedding has no token
             return f"<{token}>", ()
         if token in special or any(each not in byte_of for each in stored):
             text = stored if token in special else tokenizer.decode([token])
@@ -258,22 +257,22 @@ def speller(tokenizer: Tokenizer | None) -> Callable[[int], tuple[str, tuple[int
 
 
 Sampled = tuple[int, float, Sequence[TopLogprob]]
-"""A token, its log-probability and its alternatives."""
+"""A token id, its log-probability in nats, and its alternatives."""
 
 
 class Answer(ABC):
-    """One answer, whole or as server-sent events while its tokens come."""
+    """Base of the forms of an answer: one JSON body, or server-sent events while the tokens arrive."""
 
     def __init__(self, backend: Backend, job: Job) -> None:
         self.job = job
         self._spell, self._least = backend.spell, backend.model.least
         self._readers = [job.reader() for _ in range(job.num_choices)]
-        self._num_sent = [0] * job.num_choices  # characters of each choice's text so far
+        self._num_sent = [0] * job.num_choices  # number of characters of each choice that token events brought
         self._done: list[Completion] = []
 
     @abstractmethod
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
-        """The body of an answer that is not streamed; ``done`` in the order of choices."""
+        """The body of an answer that is not streamed. ``done``: the completions in the order of choices."""
 
     def start(self) -> Iterator[bytes]:
         """Events before the first token."""
@@ -294,7 +293,7 @@ class Answer(ABC):
 
     @abstractmethod
     def _end(self, index: int, done: Completion, rest: str) -> Iterator[bytes]:
-        """A choice has ended; ``rest`` of its text was held back until now."""
+        """Events at the end of a choice. ``rest``: the end of its text, which no token event brought."""
 
     @abstractmethod
     def finish(self) -> Iterator[bytes]:
@@ -318,10 +317,10 @@ class Answer(ABC):
         return zip(done.tokens, done.logprobs.tolist(), done.top or [()] * len(done.tokens), strict=True)
 
     def _elastic_usage(self, uses: Sequence[Usage]) -> dict[str, Any]:
-        """What the request asked for, what it got and why, and what that cost."""
+        """Field ``elastic`` of the usage: the requested Subnet, the Subnets that ran, the reason, and their cost."""
 
         def axes(subnet: Subnet) -> dict[str, Any]:
-            """A number where all layers agree, else a list by layer."""
+            """Layers, experts and top-k; one number where all layers agree, else a list by layer."""
             by_layer = {"experts": subnet.experts, "top_k": subnet.top_k}
             short = {name: values[0] if len(set(values)) == 1 else values for name, values in by_layer.items()}
             return {"layers": len(subnet.layers), **short}
@@ -343,7 +342,7 @@ class Answer(ABC):
         }
 
     def _token_fields(self, done: Completion) -> dict[str, Any]:
-        """What an RL client reads of a finished choice; version spans are ``[version, number of tokens]``."""
+        """Fields of a finished choice for RL clients. ``weight_versions``: ``[version, number of tokens]`` in order."""
         fields: dict[str, Any] = {}
         if self.job.body.return_token_ids:
             spans = [[version, len(list(same))] for version, same in groupby(done.versions.tolist())]
@@ -357,7 +356,7 @@ class Answer(ABC):
         if self.job.body.return_routes:
             fields["routed_experts"], routes = None, done.routes
             if routes is not None:
-                # Base64 of little-endian bytes in C order: a list of numbers were several times larger.
+                # Base64 of little-endian bytes in C order; JSON numbers would take several times the space.
                 data = base64.b64encode(routes.astype(routes.dtype.newbyteorder("<")).tobytes()).decode()
                 fields["routed_experts"] = {"data": data, "dtype": routes.dtype.name, "shape": list(routes.shape)}
         return fields
@@ -369,17 +368,17 @@ def sse(payload: Any, head: str = "") -> bytes:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability as JSON, which has no minus infinity: -9999 stands for it, as in OpenAI's API."""
+    """A log-probability for JSON, which has no infinity: -9999 replaces it, as in OpenAI's API."""
     return max(float(logprob), -9999.0)
 
 
 def is_cut(done: Completion) -> bool:
-    """Whether an answer ended before the model did: what it had begun is then no part of it."""
+    """Whether a length limit or a stop string ended the answer. An unfinished call is then left out."""
     return done.finish_reason == "length" or isinstance(done.stop, str)
 
 
 def raise_for(completion: Completion) -> None:
-    """Raises `UserError` if a choice failed because of the request, `ApiError` if it failed for another reason."""
+    """Raises `UserError` for a choice that failed because of the request, `ApiError` for one that failed otherwise."""
     if completion.is_refused:
         raise UserError(completion.error or "this request cannot be finished")
     if completion.finish_reason == "error":
@@ -392,11 +391,11 @@ def raise_for(completion: Completion) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Generate:
-    """An ASGI endpoint that generates."""
+    """The ASGI endpoint of one generating path."""
 
     backend: Backend
     read: Callable[[Backend, Any, Rung], Answer]
-    """Understands a parsed body, or raises `ApiError` or `UserError`. The rung is for one that leaves its Subnet open."""
+    """From the parsed body to an `Answer`. The rung is the Subnet of a request that names none. Raises `ApiError`, `UserError`."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         backend, http = self.backend, HttpRequest(scope, receive)
@@ -405,7 +404,7 @@ class Generate:
 
                 async def send_and_leave(message: Message) -> None:
                     if message["type"] == "http.response.body" and not message.get("more_body", False):
-                        leave()  # first: the client may have read this, and asked again, before `send` returns
+                        leave()  # before `send`: the client may read this and send its next request before `send` returns
                     await send(message)
 
                 with closing(Ticket(backend.resolver.control)) as ticket:
@@ -417,7 +416,7 @@ class Generate:
         with ExitStack() as stack:
             try:
                 async with asyncio.timeout(self.backend.max_wait_s):
-                    answer = await self._understood(http, tree, ticket)
+                    answer = await self._read_body(http, tree, ticket)
                     submit, client = self.backend.service.submit, http.scope[CLIENT]
                     requests = [replace(request, client=client) for request in answer.job.requests]
                     streams = [stack.enter_context(closing(submit(request))) for request in requests]
@@ -427,11 +426,11 @@ class Generate:
                 raise overloaded("the engine did not take this request in time; try again later", 5.0, 503) from None
             await self._send(answer, streams, ticket, http, send)
 
-    async def _understood(self, http: HttpRequest, tree: Any, ticket: Ticket) -> Answer:
+    async def _read_body(self, http: HttpRequest, tree: Any, ticket: Ticket) -> Answer:
         backend, control = self.backend, self.backend.resolver.control
         with backend.metrics.refused.count_exceptions(ApiError):
             rung = backend.resolver.rung(control.num_waiting)
-        ticket.add(1)  # before the body is understood, or a burst would not see itself
+        ticket.add(1)  # before the body is read, so that the requests of a burst count each other
         length = http.headers.get("content-length", "")
         if length.isdecimal() and int(length) < _LONG_BODY:
             answer = self.read(backend, tree, rung)
@@ -448,20 +447,20 @@ class Generate:
         batches = merged([self._watched(stream, job.given, ticket) for stream in streams])
         if job.body.stream:
             batches = await begun(batches)
-            # Not called as an app, nor sse-starlette's: both listen for a client that goes, which `while_connected`
-            # does for whole answers, too; the latter also ends streams with the process, which here drains them.
-            headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx would hold the chunks back
+            # `stream_response`, because calling the response (or sse-starlette's) would also listen for disconnects, as
+            # `while_connected` does already. sse-starlette's would end streams at shutdown, where this server drains them.
+            headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx would buffer the chunks
             response = StreamingResponse(_frames(answer, batches), 200, headers, "text/event-stream")
             await response.stream_response(send)
         else:
             await JSONResponse(answer.whole(await _collect(job, batches)))(http.scope, http.receive, send)
 
     async def _watched(self, stream: Stream, given: Given, ticket: Ticket) -> AsyncIterator[list[Event]]:
-        """Events of one request, those together that came together; its first token and its ends are noted."""
+        """Batches of events of one request. Notes its first token in ``ticket`` and its completions in the metrics."""
         is_first = True
         async for events in stream.batches():
             if is_first:
-                ticket.came()
+                ticket.first_token()
             is_first = False
             for event in events:
                 if isinstance(event, Completion):
@@ -470,23 +469,23 @@ class Generate:
 
 
 async def begun(batches: AsyncIterator[list[Event]]) -> AsyncIterator[list[Event]]:
-    """The same once the first have come. A request that fails before has a status of its own: nothing is sent yet."""
+    """``batches``, after waiting for the first. Raises if the request failed there: its status can still be sent."""
     first = await anext(batches)
     for event in first:
         if isinstance(event, Completion):
             raise_for(event)
 
-    async def all_of_them() -> AsyncIterator[list[Event]]:
+    async def with_first() -> AsyncIterator[list[Event]]:
         yield first
         async for events in batches:
             yield events
 
-    return all_of_them()
+    return with_first()
 
 
 async def merged(sources: Sequence[AsyncIterator[list[Event]]]) -> AsyncIterator[list[Event]]:
-    """Events of all as they come; the first error ends it."""
-    if len(sources) == 1:  # no task in between, as nearly all requests have one prompt
+    """Batches of all ``sources`` in the order of arrival. The first error ends the iteration."""
+    if len(sources) == 1:  # nearly all requests have one prompt; no task is needed
         async for events in sources[0]:
             yield events
         return
@@ -505,7 +504,7 @@ async def merged(sources: Sequence[AsyncIterator[list[Event]]]) -> AsyncIterator
 
 
 async def _collect(job: Job, batches: AsyncIterator[list[Event]]) -> list[Completion]:
-    """The completions, in the order of choices."""
+    """All completions in the order of choices. Raises as `raise_for` does."""
     done = [event async for events in batches for event in events if isinstance(event, Completion)]
     assert len(done) == job.num_choices, (len(done), job.num_choices)
     done.sort(key=lambda each: job.choice(each.request_id, each.index))
@@ -517,7 +516,7 @@ async def _collect(job: Job, batches: AsyncIterator[list[Event]]) -> list[Comple
 async def _frames(answer: Answer, batches: AsyncIterator[list[Event]]) -> AsyncIterator[bytes]:
     try:
         yield b"".join(answer.start())
-        async for events in batches:  # one write for all that came together
+        async for events in batches:  # one write for each batch
             if frames := b"".join(frame for event in events for frame in answer.push(event)):
                 yield frames
         yield b"".join(answer.finish())

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -18,11 +18,11 @@ from stretto.model.spec import Subnet, SubnetChoice, count
 from stretto.server.elastic import Size
 from stretto.server.generate import Backend
 from stretto.server.limits import parse_body
-from stretto.server.messages import Body, FieldError, Message, Tool
+from stretto.server.messages import Body, FieldError, Message, TokenId, Tool
 from stretto.text.chat import named_tokens, tool_form
 
 _STATS_S = 1.0
-"""How long a scrape waits for the engine, which answers between two steps."""
+"""Time limit for the engine's counters, seconds. The engine answers between two steps."""
 
 
 class TokenizeBody(Body):
@@ -30,13 +30,22 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1)
     tools: list[Tool] = Field(default_factory=list)
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template, as of /v1/chat/completions."""
     parse_special: bool = True
     """Whether spellings of special tokens in ``prompt`` are those tokens."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
+                {"required": ["messages"], "properties": {"messages": {"type": "array"}}},
+            ]
+        }
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -49,7 +58,7 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[TokenId] = Field(min_length=1)
 
 
 class LoadWeightsBody(Body):
@@ -57,13 +66,13 @@ class LoadWeightsBody(Body):
 
     version: int = Field(ge=0, le=VERSIONS[-1])
     path: str
-    """A checkpoint on the server's own disk."""
+    """A checkpoint folder on the server's disk."""
     keep_cache: bool = False
     checksum: str | None = None
 
 
 class Info:
-    """Handlers over one served model."""
+    """Handlers of the endpoints of one served model."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -85,7 +94,7 @@ class Info:
         ]
 
     def _gated(self, work: Callable[[Any], Awaitable[Response]]) -> Callable[[HttpRequest], Awaitable[Response]]:
-        """An endpoint that lets ``work`` have a body as those that generate get theirs."""
+        """An endpoint that passes a body to ``work``, under the limits that generating endpoints have, too."""
 
         async def endpoint(http: HttpRequest) -> Response:
             async with self._backend.gate.admit(http) as (tree, _):
@@ -104,8 +113,8 @@ class Info:
     async def info(self, http: HttpRequest) -> Response:
         model, config, resolver = self._model, self._model.config, self._backend.resolver
         stats = await self._stats()
-        # What a Subnet keeps of each axis is a beginning of the last three.
-        same = ("vocab_size", "num_experts", "num_moe_layers", "moe_layers", "expert_orders", "layer_ranking")
+        # A Subnet keeps the first entries of the last three.
+        copied = ("vocab_size", "num_experts", "num_moe_layers", "moe_layers", "expert_orders", "layer_ranking")
         has_template = model.tokenizer is not None and model.tokenizer.chat_template is not None
         limits = {"layers": config.num_layers, "min_layers": model.least.layers}
         return JSONResponse(
@@ -115,7 +124,7 @@ class Info:
                 "default": resolver.control.rungs[0].name,
                 "limits": limits | {"experts": config.num_experts, "top_k": config.top_k},
                 "max_len": model.max_len,
-                **{name: getattr(config, name) for name in same},
+                **{name: getattr(config, name) for name in copied},
                 "has_chat_template": has_template,
                 "is_chat_tuned": has_template and model.is_chat_tuned,
                 "tools": self._tools() if has_template else None,
@@ -125,20 +134,20 @@ class Info:
         )
 
     def _tools(self) -> dict[str, Any]:
-        """How they are shown and called."""
+        """How the prompt shows tools, and how answers call them."""
         prompts = self._backend.prompts
         form, dialect = tool_form(prompts.tokenizer.chat_template or ""), prompts.dialect
         shown = {"tools": form.variable is not None, "calls": form.shows_calls, "results": form.shows_results}
         return {
-            "shown_by_template": [what for what, is_shown in shown.items() if is_shown],
+            "shown_by_template": [part for part, is_shown in shown.items() if is_shown],
             "dialect": None if dialect is None else dialect.name,
             "can_be_forced": dialect is not None and bool(dialect.call),
         }
 
     async def cost(self, http: HttpRequest) -> Response:
         """Sizes of any Subnet: ``?layers=…&experts=…&top_k=…``; an axis left out is full."""
-        size = parse_body(Size, dict(http.query_params))
-        return JSONResponse(self._sizes(size.of(self._model.config, SubnetChoice())))
+        size = parse_body(Size, dict(http.query_params), strict=False)
+        return JSONResponse(self._sizes(size.of(self._model.config, SubnetChoice(), "subnet")))
 
     async def health(self, http: HttpRequest) -> Response:
         service, gate = self._backend.service, self._backend.gate
@@ -170,10 +179,10 @@ class Info:
         return JSONResponse({"prompt": await asyncio.to_thread(tokenizer.decode, ids)})
 
     async def tokenizer_info(self, http: HttpRequest) -> Response:
-        """tokenizer_config.json with the chat template, as vLLM answers: lm-eval asks for it to tokenise here."""
+        """tokenizer_config.json with the chat template, in vLLM's form. lm-eval needs it to tokenise through the server."""
         tokenizer = self._backend.prompts.tokenizer
-        told = dict(tokenizer.config) | {"vocab_size": tokenizer.vocab_size, "chat_template": tokenizer.chat_template}
-        return JSONResponse(told | named_tokens(tokenizer))
+        about = {"vocab_size": tokenizer.vocab_size, "chat_template": tokenizer.chat_template}
+        return JSONResponse({**tokenizer.config, **about, **named_tokens(tokenizer)})
 
     async def load_weights(self, tree: Any) -> Response:
         body = parse_body(LoadWeightsBody, tree)
@@ -185,7 +194,7 @@ class Info:
         return JSONResponse({"weight_version": body.version})
 
     async def _stats(self) -> EngineStats | None:
-        """The engine's stats; None where it is dead, or in the midst of a long step."""
+        """The engine's counters; None if the engine is dead or in a long step."""
         try:
             async with asyncio.timeout(_STATS_S):
                 return await self._backend.service.stats()

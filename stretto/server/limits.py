@@ -28,7 +28,7 @@ from stretto.base.errors import UserError
 from stretto.engine.async_engine import Closed, EngineFailed
 from stretto.engine.request import QueueFull
 from stretto.server.dialects import MAX_DEPTH, strict_json
-from stretto.server.messages import Body, FieldError
+from stretto.server.messages import UNPROCESSABLE, Body, FieldError
 
 T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound=Body)
@@ -107,10 +107,10 @@ def as_api_error(error: Exception) -> ApiError:
             return error
         case FieldError():
             return ApiError(400, str(error), param=error.param, code=error.code)
-        case UserError():  # what precedes the first colon is the field where it is a plain name
+        case UserError():  # a plain name before the first colon is the field at fault
             line = _REQUEST.sub("", str(error))
             field = line.partition(":")[0].strip()
-            return ApiError(400, line, param=field if field.isidentifier() else None)
+            return ApiError(400, line, param=field if field.isidentifier() else None, code=UNPROCESSABLE)
         case QueueFull():
             return overloaded(str(error), 2.0)
         case Closed():
@@ -307,19 +307,20 @@ def parse_json(raw: bytes) -> Any:
     return tree
 
 
-def parse_body(kind: type[BodyT], tree: Any) -> BodyT:
-    """A field is honoured (``kind`` has it), one of `IGNORED`, or refused (`FieldError`); ``null`` is "left out"."""
+def parse_body(kind: type[BodyT], tree: Any, strict: bool | None = None) -> BodyT:
+    """A parsed JSON body as a ``kind``. Fields of value ``null`` and the fields in `IGNORED` count as left out. ``strict`` False:
+    texts stand for numbers, as in a URL. Raises `FieldError`."""
     if not isinstance(tree, Mapping):
-        raise FieldError(None, "the body must be a JSON object")
-    kept = {name: value for name, value in tree.items() if value is not None and name not in IGNORED}
+        raise FieldError(None, "the body must be a JSON object", code=None)
+    fields = {name: value for name, value in tree.items() if value is not None and name not in IGNORED}
     try:
-        return kind.model_validate(kept)
+        return kind.model_validate(fields, strict=strict)
     except ValidationError as error:
         raise from_validation(error, kind) from None
 
 
 def from_validation(error: ValidationError, kind: type[BaseModel]) -> FieldError:
-    """The first problem pydantic found; an unknown field is told the nearest known one."""
+    """The first problem that pydantic found. For an unknown field the message names the nearest known one."""
     problem = first_problem(error, kind)
     return FieldError(problem.field, problem.message, "unknown_parameter" if problem.is_unknown else None)
 

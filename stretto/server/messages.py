@@ -1,7 +1,7 @@
 """Conversations: from messages and tools to token ids under the chat template, and readers of answers.
 
-How calls and reasoning are written is a matter of `stretto.server.dialects`. Knows neither HTTP nor torch: RL renders and
-reads its conversations here, too.
+`stretto.server.dialects` defines how calls and reasoning are written. This file imports neither HTTP nor torch, because RL
+renders and reads its conversations with it, too.
 """
 
 from __future__ import annotations
@@ -10,9 +10,21 @@ import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import CoreSchema, core_schema
 
 from stretto.base.errors import UserError
 from stretto.engine.request import Grammar
@@ -42,24 +54,65 @@ _TURN_ENDS = (
     "<|return|>",
     "<|user|>",
 )
-"""Special tokens that end an assistant's turn in the templates of the families we read (and of their relatives)."""
-_SEEN = 16
-"""Tokens of a prompt's end in which reasoning may have been opened."""
+"""Special tokens that end an assistant's turn in the chat templates of the supported families."""
+_JSON_OBJECT = Grammar(kind="json_object")
+_NUM_LAST = 16
+"""Number of tokens at the end of a prompt that are searched for an opening mark of reasoning."""
+TokenId = Annotated[int, Field(ge=0)]
+TEXT_OR_LIST = Discriminator(lambda value: "text" if isinstance(value, str) else "list")
+"""Chooses between two members of a union, so that errors are those of the member that the client meant."""
+CONTEXT_LENGTH, SUBNET, UNPROCESSABLE = "context_length_exceeded", "subnet", "unprocessable"
+"""Error codes of bodies that follow /openapi.json and cannot be served: too long, a size that the network lacks, other reasons."""
 
 
 class FieldError(UserError):
-    """A body that cannot be served, and the field that is to blame."""
+    """A body that cannot be served. ``param``: the field at fault; ``code``: OpenAI's ``error.code``."""
 
-    def __init__(self, param: str | None, problem: str, code: str | None = None) -> None:
+    def __init__(self, param: str | None, problem: str, code: str | None = UNPROCESSABLE) -> None:
         super().__init__(problem if param is None else f"{param}: {problem}")
         self.param = param
         self.code = code
 
 
-class Body(BaseModel):
-    """Base of what a client sends: an unknown field is an error."""
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """Annotation of a field that takes a few values of its type. The JSON schema lists them; the validator refuses others with
+    ``problem``, in which ``{}`` stands for the value."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    values: tuple[Any, ...]
+    problem: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": list(self.values)}
+
+    def _check(self, value: Any) -> Any:
+        if value not in self.values:
+            raise ValueError(self.problem.format(repr(value)))
+        return value
+
+
+class Body(BaseModel):
+    """Base of request bodies: an unknown field is an error, and so is a value of another JSON type."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_integers(cls, tree: Any) -> Any:
+        """In JSON, 2.0 is an integer, too."""
+        return {name: _as_integers(value) for name, value in tree.items()} if isinstance(tree, dict) else tree
+
+
+def _as_integers(value: Any) -> Any:
+    """Numbers without a fraction as integers, alone or in lists; not those in objects, which are a client's own data."""
+    if isinstance(value, list):
+        return [_as_integers(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class FunctionType(Body):
@@ -109,6 +162,14 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "if": {"properties": {"type": {"const": "json_schema"}}},
+            "then": {"required": ["json_schema"], "properties": {"json_schema": {"type": "object"}}},
+            "else": {"properties": {"json_schema": {"type": "null"}}},
+        }
+    )
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
@@ -117,16 +178,21 @@ class ResponseFormat(Body):
 
 
 class Returned(BaseModel):
-    """Base of what clients send back as it came: fields of other servers' answers are left aside."""
+    """Base of objects that clients send back from earlier answers: unknown fields are ignored."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
 
 
 class ContentPart(Returned):
-    """A piece of a message; parts that are not text are refused."""
+    """A piece of a message: text."""
 
-    type: str
-    text: str | None = None
+    type: Annotated[
+        str, Allowed(("text", "input_text", "output_text"), "this model reads text only, not content of type {}")
+    ]
+    text: str
+
+
+Content = Annotated[Annotated[str, Tag("text")] | Annotated[list[ContentPart], Tag("list")], TEXT_OR_LIST]
 
 
 class CallFunction(Returned):
@@ -141,35 +207,49 @@ class MessageCall(Returned):
 
 
 class Message(Returned):
-    """One turn. Fields that answers carry and clients send back (refusal, annotations…) are left aside."""
+    """One turn. Other fields of answers that clients send back (refusal, annotations…) are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: Content | None = Field(default=None, validate_default=True)
     name: str | None = None
     tool_calls: list[MessageCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    """What the assistant thought, as an answer carried it; the template decides how much of it is shown again."""
+    """The assistant's reasoning, as in the answer. The chat template decides how much of it the model sees again."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "if": {"properties": {"role": {"const": "assistant"}}},
+            "else": {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}},
+        }
+    )
+
+    @field_validator("content")
+    @classmethod
+    def _check_content(cls, content: Any, info: ValidationInfo) -> Any:
+        if content is None and info.data.get("role", "assistant") != "assistant":
+            raise ValueError("missing; add it")
+        return content
 
 
 class Prompts:
-    """One tokenizer's conversations: messages and texts to ids, and readers of what is answered."""
+    """Conversion of messages and texts to token ids, and readers of answers, for one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, tool_chars: int | None = None) -> None:
-        """``tool_chars``: of what a tool gave, so many characters are shown (`shorten`); None: all. Raises `UserError` for a
-        ``response_template`` that transformers refuses."""
+        """``tool_chars``: number of characters of a tool result that the model sees (`shorten`); None: all. Raises `UserError`
+        for a ``response_template`` that transformers refuses."""
         self.tokenizer, self.tool_chars = tokenizer, tool_chars
         template, declared = tokenizer.chat_template or "", tokenizer.config.get("response_template")
         self.dialect, self.think = dialect_of(template, declared), think_of(template, declared)
-        """How calls are read; None: they cannot be."""
+        """Format of tool calls and marks of reasoning; None: unknown, or the template has none."""
         added = tokenizer.rust.get_added_tokens_decoder()
-        ids = {token.content: token_id for token_id, token in added.items() if token.special}
-        self.turn_ends = tuple(ids[end] for end in _TURN_ENDS if end in ids)
+        special = {token.content: token_id for token_id, token in added.items() if token.special}
+        self.turn_ends = tuple(special[end] for end in _TURN_ENDS if end in special)
         named = {token.content: token_id for token_id, token in added.items()}
         self.marks = marks(named, self.dialect, self.think)
-        """Ids of the tokens that are marks of calls and reasoning, by their spelling; special or not."""
+        """Token ids of the marks of calls and reasoning by their spelling, special tokens or not."""
         self.visible_ids = frozenset(self.marks.values())
-        """Part of an answer's text, special or not."""
+        """Ids that are part of an answer's text although they may be special tokens."""
 
     def chat(
         self,
@@ -178,15 +258,15 @@ class Prompts:
         generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Ids of a conversation, ending with the header of the turn to be written.
+        """Token ids of a conversation; with ``generation_prompt`` they end with the header of the assistant's next turn.
 
         Args:
-            variables: for the template, beside what every template is given (``chat_template_kwargs``).
+            variables: further variables of the template (``chat_template_kwargs``).
 
         Raises:
-            UserError: the template refuses these messages, or leaves out tools or calls of theirs, or a content is not text.
-            FieldError: the checkpoint has no chat template, tools have calls that could not be read, or a variable is not the
-                client's to set.
+            UserError: the template refuses these messages, or leaves out tools or calls.
+            FieldError: the checkpoint has no chat template, its format of tool calls is unknown, or a variable is reserved for
+                the server.
         """
         template = self.tokenizer.chat_template
         if template is None:
@@ -199,20 +279,20 @@ class Prompts:
             way = "declare it as response_template in its tokenizer_config.json, or leave them out"
             raise FieldError("tools", f"the format of tool calls in this model's chat template is not known; {way}")
         contents = Contents(self.tokenizer)
-        told = self.shortened([_turn(message, f"messages.{place}") for place, message in enumerate(messages)])
-        turns = [contents.hidden(turn) for turn in told]
-        strict = {"function": {"strict"}}  # is for the server to keep to
+        shortened = self.shortened([_turn(message, f"messages.{place}") for place, message in enumerate(messages)])
+        turns = [contents.hidden(turn) for turn in shortened]
+        strict = {"function": {"strict"}}  # an instruction to the server, not to the model
         offered = [contents.hidden(tool.model_dump(exclude_none=True, exclude=strict)) for tool in tools]
         named = named_tokens(self.tokenizer)
-        if taken := [name for name in variables or () if name in {*OWN_NAMES, *named}]:
-            raise FieldError("chat_template_kwargs", f"{taken[0]} is set by the server; leave it out")
+        if reserved := [name for name in variables or () if name in {*OWN_NAMES, *named}]:
+            raise FieldError("chat_template_kwargs", f"{reserved[0]} is set by the server; leave it out")
         given = contents.hidden(variables or {})
         check_shown(lambda messages, tools: render(template, messages, tools, variables=named | given), turns, offered)
         text = render(template, turns, offered, generation_prompt, named | given)
         return contents.encode(text)
 
     def shortened(self, turns: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """``turns``, with no more of what tools gave than is to be shown."""
+        """``turns`` with tool results of at most ``tool_chars`` characters."""
         most = self.tool_chars
         return [
             {**turn, "content": shorten(turn["content"], most)} if most and turn["role"] == "tool" else turn
@@ -220,16 +300,16 @@ class Prompts:
         ]
 
     def text(self, text: str, parse_special: bool) -> list[int]:
-        """Ids of a text; ``parse_special``: spellings of special tokens are those tokens."""
+        """Token ids of a text. ``parse_special``: spellings of special tokens become these tokens."""
         return self.tokenizer.encode_rendered(text) if parse_special else self.tokenizer.encode(text)
 
     def thinks(self, ids: Sequence[int]) -> bool:
-        """Whether a prompt ends within reasoning that it has opened itself."""
-        end = self.tokenizer.decode(ids[-_SEEN:]).rstrip()
+        """Whether a prompt ends with an opened block of reasoning."""
+        end = self.tokenizer.decode(ids[-_NUM_LAST:]).rstrip()
         return self.think is not None and end.endswith(self.think.open)
 
     def num_thought(self, prompt: Sequence[int], answer: Sequence[int]) -> int:
-        """Tokens of an answer up to the end of its reasoning, the mark included; 0 where it has none."""
+        """Number of an answer's tokens up to the end of its reasoning, closing mark included; 0 without reasoning."""
         if self.think is None:
             return 0
         text = self.tokenizer.decode(answer)
@@ -245,32 +325,30 @@ class Prompts:
     def reader(
         self, schemas: Schemas | None, reads_thoughts: bool, is_thinking: bool = False, max_calls: int | None = None
     ) -> AnswerReader:
-        """A reader of one answer. ``schemas``: of the tools on offer; None: no calls are read."""
-        is_read = schemas is not None or (self.dialect is not None and self.dialect.frames)
-        dialect, think = self.dialect if is_read else None, self.think if reads_thoughts else None
+        """A reader of one answer. ``schemas``: parameters of the offered tools by name; None: no calls are read."""
+        reads_calls = schemas is not None or (self.dialect is not None and self.dialect.frames)
+        dialect, think = self.dialect if reads_calls else None, self.think if reads_thoughts else None
         return AnswerReader(dialect, schemas, think, is_thinking, max_calls)
 
     def grammar(
         self, use: ToolUse, form: ResponseFormat | None, parallel: bool, is_thinking: bool = False
     ) -> Grammar | None:
-        """The grammar that tools and ``response_format`` ask for together; None where anything may be written."""
-        shaped = form is not None and form.type != "text"
-        if not (use.forced or shaped or use.is_strict):
+        """The grammar of answers that tools and ``response_format`` require; None where every text is allowed."""
+        has_format = form is not None and form.type != "text"
+        if not (use.forced or has_format or use.is_strict):
             return None
         schema = None
-        if form is not None and shaped and not use.forced:
+        if form is not None and has_format and not use.forced:
             schema = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
             if not use.offered and not is_thinking:
-                kind = "json_object" if form.json_schema is None else "json_schema"
-                return Grammar(kind=kind, text=json.dumps(schema) if kind == "json_schema" else "")
+                return Grammar(kind="json_schema", text=json.dumps(schema)) if form.json_schema else _JSON_OBJECT
         if use.offered and not (self.dialect and self.dialect.call):
             problem = "calls cannot be forced: no grammar is known for the tool-call format of this checkpoint"
-            raise FieldError("tool_choice" if use.forced else "response_format" if shaped else "tools", problem)
-        is_free = not (use.forced or shaped)
+            raise FieldError("tool_choice" if use.forced else "response_format" if has_format else "tools", problem)
+        is_free = not (use.forced or has_format)
         if is_free and self.dialect and self.dialect.frames:
-            raise FieldError(
-                "tools", "strict needs tool_choice 'required' with the tool-call format of this checkpoint"
-            )
+            problem = "strict needs tool_choice 'required' with the tool-call format of this checkpoint"
+            raise FieldError("tools", problem)
         thinks = self.think if is_thinking or is_free else None
         text = answer_rules(
             self.dialect or HERMES,
@@ -285,26 +363,21 @@ class Prompts:
         return Grammar(kind="lark", text=text)
 
 
-def _turn(message: Message, where: str) -> dict[str, Any]:
-    """As templates read it: content as one text, arguments of calls as objects, which they write as JSON themselves."""
+def _turn(message: Message, field: str) -> dict[str, Any]:
+    """A message as chat templates read it: content as one text, arguments of calls as objects. ``field``: the message's place
+    in the body, for errors."""
     turn = message.model_dump(include={"role", "name", "tool_call_id", "reasoning_content"}, exclude_none=True)
     if message.role == "developer":
         turn["role"] = "system"
-    if message.content is None and message.role != "assistant":
-        raise FieldError(f"{where}.content", "is missing")
-    turn["content"] = message.content or ""
-    if isinstance(message.content, list):
-        for place, part in enumerate(message.content):
-            if part.type not in ("text", "input_text", "output_text") or part.text is None:
-                raise FieldError(f"{where}.content.{place}", f"this model reads text only, not {part.type!r}")
-        turn["content"] = "".join(part.text or "" for part in message.content)
+    content = message.content or ""
+    turn["content"] = content if isinstance(content, str) else "".join(part.text for part in content)
     for call in message.tool_calls or ():
         arguments = call.function.arguments
         if isinstance(arguments, str):
             try:
                 arguments = parse_json(arguments or "{}")
             except ValueError:
-                raise FieldError(f"{where}.tool_calls", "arguments are not JSON") from None
+                raise FieldError(f"{field}.tool_calls", "arguments are not JSON") from None
         if isinstance(arguments, dict):
             arguments = Arguments(arguments)
         function = {"name": call.function.name, "arguments": arguments}
@@ -315,32 +388,32 @@ def _turn(message: Message, where: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a request may call. Written by `tool_use`."""
+    """Tools that an answer may call. Written by `tool_use`."""
 
     offered: tuple[Tool, ...]
-    """Rendered into the prompt; empty: none."""
+    """Tools that the prompt shows."""
     forced: bool
-    """A call must come; the grammar sees to it."""
+    """The grammar forces a call."""
 
     @property
     def is_strict(self) -> bool:
-        """Calls, if any come, follow the schemas of the tools that say so."""
+        """Whether a tool is strict: its calls must follow its schema even where no call is forced."""
         return any(tool.function.strict for tool in self.offered)
 
     def schemas(self) -> dict[str, dict[str, Any]]:
-        """Of the parameters, by the tools' names."""
+        """JSON schemas of the parameters by the tools' names."""
         return {tool.function.name: tool.function.parameters or {} for tool in self.offered}
 
     def grammars(self) -> dict[str, dict[str, Any]]:
-        """What arguments follow where a grammar sees to it, by the tools' names: a strict tool takes nothing that its schema does not
-        name, and another one that stands beside it, and need not be called, whatever that allows."""
-        others: dict[str, Any] = {} if self.forced else {"additionalProperties": True}
-        specs = [(tool.function, tool.function.parameters or {}) for tool in self.offered]
-        return {spec.name: closed(schema) if spec.strict else others | schema for spec, schema in specs}
+        """JSON schemas that a grammar enforces, by the tools' names. Those of strict tools are closed: no other arguments. Where no
+        call is forced, tools that are not strict take any further argument."""
+        loose: dict[str, Any] = {} if self.forced else {"additionalProperties": True}
+        strict = {tool.function.name: tool.function.strict for tool in self.offered}
+        return {name: closed(schema) if strict[name] else loose | schema for name, schema in self.schemas().items()}
 
 
 def tool_use(tools: Sequence[Tool], choice: ToolChoice | None) -> ToolUse:
-    """Apply ``tool_choice``: what is offered, and whether a call is forced. Raises `FieldError` for what is not there."""
+    """The tools that ``tool_choice`` allows, and whether it forces a call. Raises `FieldError` for names that are no tools."""
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         raise FieldError("tools", "two tools have the same name")

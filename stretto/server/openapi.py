@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from stretto.engine.request import Sampling
@@ -17,13 +16,19 @@ from stretto.server.elastic import Size
 from stretto.server.generate import Generation
 from stretto.server.info import DetokenizeBody, LoadWeightsBody, TokenizeBody
 from stretto.server.limits import IGNORED
+from stretto.server.messages import CONTEXT_LENGTH, SUBNET, UNPROCESSABLE, Body
 from stretto.server.responses import ResponsesBody
 
 _SCHEMAS = "#/components/schemas/"
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "maxItems", "maxProperties")
+_SAME = {"logprobs": "top_logprobs", "stop_token_ids": "stop_ids"}
+"""Fields of bodies that `Sampling` has under another name."""
+BEYOND_SCHEMA = (UNPROCESSABLE, CONTEXT_LENGTH, SUBNET)
+"""Codes of refusals for conditions that no schema can state."""
 _ERROR = {
     "type": "object",
-    "description": "Every answer other than 2xx.",
+    "description": "Every answer other than 2xx. A body that follows this document gets status 400 only with one of the codes "
+    f"{', '.join(BEYOND_SCHEMA)}.",
     "required": ["error"],
     "properties": {
         "error": {
@@ -42,15 +47,15 @@ _ERROR = {
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One path as clients see it."""
+    """Description of one path."""
 
     path: str
     about: str
-    body: type[BaseModel] | None = None
-    """What is posted; None: it is a GET."""
-    query: type[BaseModel] | None = None
+    body: type[Body] | None = None
+    """Model of the body of a POST; None: the method is GET."""
+    query: type[Body] | None = None
     streams: bool = False
-    """Answers server-sent events where the body says ``stream``."""
+    """Whether the field ``stream`` asks for server-sent events."""
     media: str = "application/json"
     is_admin: bool = False
 
@@ -60,11 +65,11 @@ ENDPOINTS = (
     Endpoint("/v1/completions", "Completions of texts or token ids, as OpenAI's.", CompletionBody, streams=True),
     Endpoint("/v1/responses", "A response, as OpenAI's; nothing is stored.", ResponsesBody, streams=True),
     Endpoint("/api/ernie-5.1/chat", "The short form of a chat: messages to a text.", ShortChatBody),
-    Endpoint("/v1/models", "The model, and every preset of it under a name of its own."),
+    Endpoint("/v1/models", "The model and its presets."),
     Endpoint("/v1/models/{name}", "One model or preset."),
     Endpoint("/api/info", "The network, its presets and limits."),
     Endpoint("/api/cost", "Parameters, FLOPs and bytes of any size.", query=Size),
-    Endpoint("/health", "200 while requests are taken, else 503. Needs no key."),
+    Endpoint("/health", "Status 200 while the server accepts requests, else 503. Needs no key."),
     Endpoint("/metrics", "Metrics for Prometheus.", media="text/plain"),
     Endpoint("/tokenize", "A text, or messages under the chat template, to token ids.", TokenizeBody),
     Endpoint("/detokenize", "Token ids to a text.", DetokenizeBody),
@@ -77,27 +82,17 @@ ENDPOINTS = (
         is_admin=True,
     ),
 )
-"""Every path but the page's."""
+"""Every path except the playground's."""
 
 
 def document(with_admin: bool) -> dict[str, Any]:
-    """The document (OpenAPI 3.1) of a server with or without the admin's paths."""
-    offered = [each for each in ENDPOINTS if with_admin or not each.is_admin]
-    bodies = [each.body for each in offered if each.body is not None]
+    """The document (OpenAPI 3.1) of a server with or without the administrator's paths."""
+    offered = [endpoint for endpoint in ENDPOINTS if with_admin or not endpoint.is_admin]
+    bodies = [endpoint.body for endpoint in offered if endpoint.body is not None]
     _, defined = models_json_schema([(body, "validation") for body in bodies], ref_template=_SCHEMAS + "{model}")
     schemas = defined["$defs"] | {"Error": _ERROR}
-    shared = set(Generation.model_fields) & set(Sampling.model_fields) - {
-        "seed"
-    }  # of which any 64-bit integer is taken
-    limits = {name: told for name, told in Sampling.model_json_schema()["properties"].items() if name in shared}
     for body in bodies:
-        for name, told in schemas[body.__name__]["properties"].items():
-            _state_limits(told, limits.get(name, {}))
-    for each in offered:
-        if each.streams and each.body is not None:
-            properties = schemas[each.body.__name__]["properties"]
-            unused = {"description": "Accepted without effect."}
-            properties.update({name: unused for name in IGNORED if name not in properties})
+        _complete(schemas[body.__name__], issubclass(body, Generation | ShortChatBody))
     return {
         "openapi": "3.1.0",
         "info": {"title": "Stretto", "version": version("stretto")},
@@ -107,17 +102,30 @@ def document(with_admin: bool) -> dict[str, Any]:
     }
 
 
-def _state_limits(told: dict[str, Any], limits: dict[str, Any]) -> None:
-    """Add to a field the bounds by which `Sampling`, which validates its value later, refuses a number."""
-    for form in [told, *told.get("anyOf", ())]:
-        if form.get("type") in ("number", "integer"):
-            form.update({name: limits[name] for name in _BOUNDS if name in limits})
+def _complete(schema: dict[str, Any], generates: bool) -> None:
+    """Add to the schema of a body the rules of `parse_body` (null means "left out"; some fields are ignored) and, for a body that
+    ``generates``, the bounds of `Sampling`, which validates these fields later."""
+    limits = Sampling.model_json_schema()["properties"] if generates else {}
+    limits.pop("seed", None)  # the server takes any integer
+    for name, field in schema["properties"].items():
+        limit = limits.get(_SAME.get(name, name), {})
+        for form in [field, *field.get("anyOf", ())]:
+            if form.get("type") in ("number", "integer", "array", "object") and not form.keys() & set(_BOUNDS):
+                form.update({bound: limit[bound] for bound in _BOUNDS if bound in limit})
+                if values := limit.get("additionalProperties"):  # logit_bias: bounds of a mapping's values
+                    form["patternProperties"] = dict.fromkeys(form["patternProperties"], values)
+        if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
+            about = {key: field[key] for key in ("title", "description", "default") if key in field}
+            rest = {key: value for key, value in field.items() if key not in about}
+            schema["properties"][name] = about | ({"anyOf": [rest, {"type": "null"}]} if rest else {})
+    unused = {"description": "Accepted without effect."}
+    schema["properties"] |= {name: unused for name in IGNORED if name not in schema["properties"]}
 
 
 def _operation(endpoint: Endpoint) -> dict[str, Any]:
     answer: dict[str, Any] = {endpoint.media: {}} | ({"text/event-stream": {}} if endpoint.streams else {})
     failed = {"application/json": {"schema": {"$ref": f"{_SCHEMAS}Error"}}}
-    told: dict[str, Any] = {
+    operation: dict[str, Any] = {
         "summary": endpoint.about,
         "operationId": "_".join(re.findall(r"\w+", endpoint.path)),
         "responses": {
@@ -126,11 +134,11 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
         },
     }
     if parameters := list(_parameters(endpoint)):
-        told["parameters"] = parameters
+        operation["parameters"] = parameters
     if endpoint.body is not None:
         schema = {"schema": {"$ref": _SCHEMAS + endpoint.body.__name__}}
-        told["requestBody"] = {"required": True, "content": {"application/json": schema}}
-    return told
+        operation["requestBody"] = {"required": True, "content": {"application/json": schema}}
+    return operation
 
 
 def _parameters(endpoint: Endpoint) -> Iterator[dict[str, Any]]:

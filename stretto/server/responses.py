@@ -1,32 +1,44 @@
 """Endpoint /v1/responses, without stored state: each request brings the whole conversation.
 
-It is read as the chat completion that asks for the same, and written as the items of one response, or as the events
-that tell of them as they grow.
+A request is converted to the equivalent chat completion. The answer is written as the items of one response, or as events
+while the items grow.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from stretto.engine.request import Completion, TokenEvent
-from stretto.server.completions import ChatBody, chat_job
+from stretto.server.completions import ChatBody, NoStore, chat_job
 from stretto.server.dialects import Call, Piece, Thought
 from stretto.server.elastic import Rung
 from stretto.server.generate import Answer, Backend, Generation, Job, is_cut, sse
 from stretto.server.limits import ApiError, parse_body
-from stretto.server.messages import Body, ContentPart, FieldError, FunctionName, FunctionSpec, FunctionType, Returned
+from stretto.server.messages import (
+    TEXT_OR_LIST,
+    Allowed,
+    Body,
+    Content,
+    FieldError,
+    FunctionName,
+    FunctionSpec,
+    FunctionType,
+    Returned,
+)
 
 _LOGPROBS = "message.output_text.logprobs"
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
-"""Items whose text grows, and what their one part is called."""
+"""Kinds of items whose text grows, and the type of their one part."""
+_KNOWN_INCLUDES = Allowed((_LOGPROBS, "reasoning.encrypted_content"), f"{{}} is not available; known: {_LOGPROBS}")
+_NO_MEMORY = "this server stores nothing; send the whole conversation as input"
 
 
 class FlatTool(FunctionSpec, FunctionType):
-    """A function, as this API nests it: not at all."""
+    """A function whose name and parameters stand beside its type."""
 
 
 class NamedChoice(FunctionName, FunctionType):
@@ -53,56 +65,85 @@ class TextOptions(Body):
     """Accepted without effect."""
 
 
-class InputItem(Returned):
-    """A message, a call made or its result, or reasoning."""
+class InputMessage(Returned):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] = "user"
+    content: Content
 
-    type: str = "message"
-    role: str | None = None
-    content: str | list[ContentPart] | None = None
+
+class InputCall(Returned):
+    """A call in an earlier answer."""
+
+    type: Literal["function_call"]
     call_id: str | None = None
-    name: str | None = None
+    name: str
     arguments: str = "{}"
-    output: str | list[ContentPart] | None = None
+
+
+class InputResult(Returned):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str | None = None
+    output: Content
+
+
+class ReasoningPart(Returned):
+    text: str = ""
+
+
+class InputReasoning(Returned):
+    """The reasoning of an earlier answer."""
+
+    type: Literal["reasoning"]
+    content: list[ReasoningPart] | None = None
+
+
+def _type_of(item: Any) -> Any:
+    """Value of ``type``, which messages may leave out."""
+    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputResult, Tag("function_call_output")]
+    | Annotated[InputReasoning, Tag("reasoning")],
+    Discriminator(_type_of),
+]
 
 
 class ResponsesBody(Generation):
     """POST /v1/responses."""
 
-    input: str | list[InputItem]
+    input: Annotated[
+        Annotated[str, Tag("text")] | Annotated[list[InputItem], Tag("list"), Field(min_length=1)], TEXT_OR_LIST
+    ]
+    n: Annotated[int, Allowed((1,), "a response is one answer; use /v1/chat/completions for several")] = 1
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
     tools: list[FlatTool] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     top_logprobs: int | None = None
-    include: list[str] = Field(default_factory=list)
+    include: list[Annotated[str, _KNOWN_INCLUDES]] = Field(default_factory=list)
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template, as of /v1/chat/completions."""
     truncation: Literal["disabled"] = "disabled"
-    store: bool = False
-    background: bool = False
-    previous_response_id: str | None = None
-    conversation: Any = None
+    store: NoStore = False
+    background: Annotated[bool, Allowed((False,), _NO_MEMORY)] = False
+    previous_response_id: Annotated[Any, Allowed((None,), _NO_MEMORY)] = None
+    conversation: Annotated[Any, Allowed((None,), _NO_MEMORY)] = None
 
 
 def read_response(backend: Backend, tree: Any, rung: Rung) -> Answer:
-    """What would need memory is refused."""
     body = parse_body(ResponsesBody, tree)
-    if body.store:
-        raise FieldError("store", "this server stores nothing; send store=false")
-    for name in ("previous_response_id", "conversation", "background"):
-        if getattr(body, name):
-            raise FieldError(name, "this server stores nothing; send the whole conversation as input")
-    if body.n != 1:
-        raise FieldError("n", "a response is one answer; use /v1/chat/completions for several")
-    if unknown := [name for name in body.include if name not in (_LOGPROBS, "reasoning.encrypted_content")]:
-        raise FieldError("include", f"{unknown[0]!r} is not available; known: {_LOGPROBS}")
     return ResponseAnswer(backend, chat_job(backend, as_chat(body), rung, prefix="resp"), body)
 
 
 def as_chat(body: ResponsesBody) -> ChatBody:
-    """The chat completion that asks for the same."""
+    """The equivalent chat completion."""
     form = body.text.format
     schema = {"json_schema": {"schema": form.schema_ or {}}} if form.type == "json_schema" else {}
     tree = body.model_dump(include=set(Generation.model_fields) & body.model_fields_set) | {
@@ -141,25 +182,27 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
         messages.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
-    thought = ""  # of the assistant's turn that follows
-    for place, item in enumerate(body.input):
-        match item.type:
-            case "message":
-                messages.append({"role": item.role or "user", "content": item.content})
-                if thought and item.role == "assistant":
-                    messages[-1]["reasoning_content"], thought = thought, ""
-            case "function_call":
-                call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+    thought = ""  # reasoning of the assistant's turn that follows it
+    for item in body.input:
+        reasoning = {"reasoning_content": thought} if thought else {}
+        match item:
+            case InputMessage(role="assistant"):
+                messages.append({"role": "assistant", "content": item.content, **reasoning})
+                thought = ""
+            case InputMessage():
+                messages.append({"role": item.role, "content": item.content})
+            case InputCall():
                 if thought or not (messages and messages[-1]["role"] == "assistant"):
-                    messages.append({"role": "assistant", **({"reasoning_content": thought} if thought else {})})
+                    messages.append({"role": "assistant", **reasoning})
                     thought = ""
+                call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
                 messages[-1].setdefault("tool_calls", []).append(call)
-            case "function_call_output":
+            case InputResult():
                 messages.append({"role": "tool", "content": item.output, "tool_call_id": item.call_id})
-            case "reasoning":
-                thought = "".join(part.text or "" for part in item.content or () if isinstance(part, ContentPart))
-            case _:
-                raise FieldError(f"input.{place}", f"items of type {item.type!r} are not supported")
+            case InputReasoning():
+                thought = "".join(part.text for part in item.content or ())
+    if not messages:
+        raise FieldError("input", "holds reasoning only; add a message")
     return messages
 
 
@@ -170,8 +213,8 @@ class ResponseAnswer(Answer):
         super().__init__(backend, job)
         self._body, self._num_thought = body, backend.prompts.num_thought
         self._items: list[dict[str, Any]] = []
-        self._writing: str | None = None  # kind of the last item, while its text grows in `_part`
-        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is not out yet
+        self._writing: str | None = None  # kind of the last item while its text grows in `_part`
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text was not sent yet
         self._num_events = 0
 
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
@@ -190,8 +233,8 @@ class ResponseAnswer(Answer):
         yield self._event(f"response.{response['status']}", response=response)
 
     def fail(self, error: ApiError) -> bytes:
-        told = error.body()["error"]
-        return self._event("error", message=told["message"], code=error.code or told["type"], param=error.param)
+        body = error.body()["error"]
+        return self._event("error", message=body["message"], code=error.code or body["type"], param=error.param)
 
     def _token(self, index: int, event: TokenEvent) -> Iterator[bytes]:
         if self.job.logprobs:
@@ -201,10 +244,10 @@ class ResponseAnswer(Answer):
     def _end(self, index: int, done: Completion, rest: str) -> Iterator[bytes]:
         reader = self._readers[index]
         yield from self._pieces([*reader.push(rest), *reader.finish(is_cut(done))])
-        if not self._items:  # an answer without a word is still a message
+        if not self._items:  # an empty answer is a message, too
             yield from self._begin("message")
         yield from self._finish_item()
-        if done.finish_reason == "length" and self._items[-1]["type"] != "function_call":  # which is whole
+        if done.finish_reason == "length" and self._items[-1]["type"] != "function_call":  # calls are always complete
             self._items[-1]["status"] = "incomplete"
 
     def _pieces(self, pieces: Sequence[Piece]) -> Iterator[bytes]:
@@ -219,14 +262,12 @@ class ResponseAnswer(Answer):
                     continue
                 yield from self._finish_item()
                 yield from self._begin(kind)
-            # What is known of tokens is told of the answer's alone.
-            logprobs, self._logprobs = self._logprobs if kind == "message" else [], []
+            fields = {"logprobs": self._logprobs} if kind == "message" else {}  # reasoning has none
+            self._logprobs = []
             self._part["text"] += text
-            told = {}
-            if kind == "message":
-                self._part["logprobs"] += logprobs
-                told = {"logprobs": logprobs}
-            yield self._of_item(f"response.{_PARTS[kind]}.delta", content_index=0, delta=text, **told)
+            if fields:
+                self._part["logprobs"] += fields["logprobs"]
+            yield self._of_item(f"response.{_PARTS[kind]}.delta", content_index=0, delta=text, **fields)
 
     def _begin(self, kind: str) -> Iterator[bytes]:
         self._part: dict[str, Any] = {"type": _PARTS[kind], "text": ""}
@@ -264,8 +305,8 @@ class ResponseAnswer(Answer):
         yield self._of_item(f"{kind}.done", arguments=call.arguments, name=call.name)
         yield self._item("done", self._items[-1])
 
-    def _item(self, what: str, item: dict[str, Any]) -> bytes:
-        return self._event(f"response.output_item.{what}", output_index=len(self._items) - 1, item=item)
+    def _item(self, event: str, item: dict[str, Any]) -> bytes:
+        return self._event(f"response.output_item.{event}", output_index=len(self._items) - 1, item=item)
 
     def _of_item(self, kind: str, **fields: Any) -> bytes:
         return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
@@ -278,7 +319,7 @@ class ResponseAnswer(Answer):
         body, job = self._body, self.job
         done = self._done[0] if self._done else None
         cut = done is not None and done.finish_reason == "length"
-        sent = (
+        names = (
             "instructions",
             "max_output_tokens",
             "parallel_tool_calls",
@@ -297,15 +338,15 @@ class ResponseAnswer(Answer):
             "model": job.model,
             "output": list(self._items),
             "previous_response_id": None,
-            **body.model_dump(include=set(sent)),
+            **body.model_dump(include=set(names)),
             **job.requests[0].sampling.model_dump(include={"temperature", "top_p"}),
             "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
             "usage": None,
         }
         if done is None:
             return response
-        use, is_read = done.usage, any(item["type"] == "reasoning" for item in self._items)
-        num_thought = self._num_thought(done.prompt, done.tokens) if is_read else 0
+        use, has_reasoning = done.usage, any(item["type"] == "reasoning" for item in self._items)
+        num_thought = self._num_thought(done.prompt, done.tokens) if has_reasoning else 0
         response["usage"] = {
             "input_tokens": use.prompt_tokens,
             "input_tokens_details": {"cached_tokens": use.cached_tokens, "cache_write_tokens": 0},

@@ -69,8 +69,7 @@ _MOST_FILES = 1 << 16
 DRAIN_S = 60.0
 """For open requests to finish after SIGTERM."""
 _ERRORS_ONLY = logging.getLogger("uvicorn.error.connections")
-"""uvicorn's log without its warnings about clients: with malformed requests, a client could fill the log."""
-_ERRORS_ONLY.setLevel(logging.ERROR)
+"""Log of connections without uvicorn's warnings: clients could fill the log with malformed requests."""
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]")
 _ORIGIN = re.compile(r"\*|https?://([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?")
@@ -352,6 +351,7 @@ def make_server(app: Starlette) -> DrainingServer:
         lifespan="off",
         timeout_graceful_shutdown=5,  # what is still open when the drain has ended is cut
     )
+    _ERRORS_ONLY.setLevel(logging.ERROR)  # after the configuration, which resets the levels of uvicorn's loggers
     return DrainingServer(config, app.state.gate, app.state.service)
 
 

@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from stretto.engine.async_engine import AsyncEngine
+from stretto.server.elastic import ServedModel
+from stretto.server.server import ServeSettings
 from tests.server.bodies import ENDPOINTS, Case, World, make_case
 from tests.server.fuzz_server import Answer, main, verdict
+from tests.server.live import live
 
 WORLD = World("x", ("full",), 512, Path("/x"), "key", "admin")
 HEAD, STREAM = b"content-type: application/json", b"content-type: text/event-stream"
@@ -86,3 +90,16 @@ def test_it_finds_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault
     failures = tmp_path / "failures.jsonl"
     assert fuzz(monkeypatch, failures, "--bodies", 300, "--seed", 3, "--mutant", fault, "--patience", 10) == 1
     assert problem in failures.read_text()
+
+
+@pytest.mark.slow
+def test_the_document_and_the_server_agree(service: AsyncEngine, served: ServedModel) -> None:
+    """One round of schemathesis: the boundaries of every field, and a few random bodies of each endpoint."""
+    pytest.importorskip("schemathesis", reason="the package schemathesis is not installed: make test-deps")
+    from bench.schema_fuzz import KEY, fuzz
+
+    settings = ServeSettings(api_keys=(KEY,), admin_key=KEY)
+    with live(service, served, settings) as (url, _):
+        counts, samples = fuzz(url, num_cases=1, num_random=5)
+    assert counts["cases"] > 1000 and counts["accepted"] > 500
+    assert not samples and not counts["5xx"], samples

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import openapi_spec_validator
 import pytest
 
@@ -20,7 +21,7 @@ from stretto.model.transformer import build
 from stretto.server.completions import ChatBody, CompletionBody
 from stretto.server.elastic import ServedModel
 from stretto.server.info import DetokenizeBody, LoadWeightsBody, TokenizeBody
-from stretto.server.openapi import ENDPOINTS
+from stretto.server.openapi import BEYOND_SCHEMA, ENDPOINTS
 from stretto.server.responses import ResponsesBody
 from stretto.server.server import PLAYGROUND
 from stretto.text.tokenizer import Tokenizer
@@ -182,3 +183,66 @@ def test_the_document_states_the_bounds_that_the_server_enforces(ask: Callable[.
     for name, least in (("top_p", "exclusiveMinimum"), ("min_p", "minimum"), ("top_k", "minimum")):
         if name in properties:
             assert [form[least] for form in properties[name]["anyOf"] if form["type"] != "null"] == [0]
+
+
+CHAT, TEXT, USER = "/v1/chat/completions", "/v1/completions", [{"role": "user", "content": "hi"}]
+RESPONSES = "/v1/responses"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "is_valid"),
+    [
+        (CHAT, {"messages": USER, "max_tokens": 2}, True),
+        (CHAT, {"messages": USER, "max_tokens": 2.0, "stop": None, "user": 5}, True),
+        (CHAT, {"messages": USER, "max_tokens": 0}, False),
+        (CHAT, {"messages": USER, "temperature": 101}, False),
+        (CHAT, {"messages": USER, "temperature": True}, False),
+        (CHAT, {"messages": USER, "seed": "5"}, False),
+        (CHAT, {"messages": USER, "n": 65}, False),
+        (CHAT, {"messages": USER, "stop": ""}, False),
+        (CHAT, {"messages": USER, "stop": ["a"] * 17}, False),
+        (CHAT, {"messages": USER, "logit_bias": {"a": 1}}, False),
+        (CHAT, {"messages": USER, "logit_bias": {"5": 101}}, False),
+        (CHAT, {"messages": USER, "logit_bias": {"5": 1}, "max_tokens": 2}, True),
+        (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 21}, False),
+        (CHAT, {"messages": USER, "store": 0}, False),
+        (CHAT, {"messages": [{"role": "user"}]}, False),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, False),
+        (CHAT, {"messages": [*USER, {"role": "assistant"}, *USER], "max_tokens": 2}, True),
+        (CHAT, {"messages": USER, "response_format": {"type": "json_schema"}}, False),
+        (CHAT, {"messages": USER, "elastic": "half", "max_tokens": 2}, True),
+        (CHAT, {"messages": USER, "elastic": {"layers": 0}}, False),
+        (CHAT, {"messages": USER, "elastic": {"layers": 9}}, True),  # refused with a code for that
+        (CHAT, {"messages": USER, "regex": "("}, True),
+        (TEXT, {"prompt": ""}, False),
+        (TEXT, {"prompt": [[1], []]}, False),
+        (TEXT, {"prompt": [True]}, False),
+        (TEXT, {"prompt": [1, 2.0], "max_tokens": 2}, True),
+        (TEXT, {"prompt": "a", "logprobs": 21}, False),
+        (TEXT, {"prompt": "a", "max_tokens": 0}, True),
+        (RESPONSES, {"input": "a", "stop": None, "max_output_tokens": 2}, True),
+        (RESPONSES, {"input": "a", "store": True}, False),
+        (RESPONSES, {"input": "a", "n": 2}, False),
+        (RESPONSES, {"input": []}, False),
+        (RESPONSES, {"input": [{"type": "function_call"}]}, False),
+        (RESPONSES, {"input": [{"role": "user"}]}, False),
+        (RESPONSES, {"input": "a", "include": ["x"]}, False),
+        ("/tokenize", {}, False),
+        ("/tokenize", {"prompt": "a", "messages": USER}, False),
+        ("/tokenize", {"prompt": "a", "messages": None}, True),
+        ("/tokenize", {"messages": []}, False),
+        ("/detokenize", {"tokens": []}, False),
+        ("/detokenize", {"tokens": ["0"]}, False),
+        ("/detokenize", {"tokens": [False]}, False),
+        ("/detokenize", {"tokens": [1, 2], "model": None}, True),
+        ("/detokenize", {"tokens": [10**9]}, True),
+    ],
+)
+def test_the_document_says_which_bodies_are_accepted(ask: Ask, path: str, body: dict[str, Any], is_valid: bool) -> None:
+    document = ask("GET", "/openapi.json").json()
+    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    validator = jsonschema.Draft202012Validator({**document, **schema})
+    assert validator.is_valid(body) == is_valid
+    answer = ask("POST", path, json=body)
+    code = None if answer.is_success else answer.json()["error"]["code"]
+    assert (answer.is_success or code in BEYOND_SCHEMA) == is_valid, answer.text

@@ -69,7 +69,7 @@ def test_our_client(service: AsyncEngine, served: ServedModel) -> None:
         with pytest.raises(ApiFailure) as caught:
             await client.get("/v1/models/y")
         assert (caught.value.status, caught.value.code) == (404, "model_not_found")
-        with pytest.raises(ApiFailure, match="n: 0"):
+        with pytest.raises(ApiFailure, match="n: Input should be greater"):
             [piece async for piece in client.stream_completion("a", n=0)]
         assert (await client.get("/health"))["status"] == "ok"
 
@@ -433,8 +433,10 @@ def test_keys_do_not_show() -> None:
 
 
 def test_malformed_requests_do_not_fill_the_log(
-    service: AsyncEngine, served: ServedModel, caplog: pytest.LogCaptureFixture
+    service: AsyncEngine, served: ServedModel, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """uvicorn's configuration sets the levels of its loggers anew and writes to stderr, which pytest's log capture does not see."""
+
     async def work(client: Client, server: Any) -> None:
         upgrade = b"GET / HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: upgrade\r\n\r\n"
         for begun in (b"no HTTP\r\n\r\n", upgrade):
@@ -443,7 +445,7 @@ def test_malformed_requests_do_not_fill_the_log(
                 await asyncio.wait_for(asyncio.to_thread(raw.recv, 100), 10)
 
     run(service, served, work)
-    assert [record.getMessage() for record in caplog.records if record.name.startswith("uvicorn")] == []
+    assert capfd.readouterr().err == ""
 
 
 def test_a_body_announced_too_large_is_refused_by_its_header(service: AsyncEngine, served: ServedModel) -> None:
