@@ -158,6 +158,12 @@ class Controller:
             hand_out(self.state.num_dispatched, 0)
         return handouts
 
+    def attempt_begun(self, ordinal: int, attempt: int) -> None:
+        """An agent has begun the attempt: the lease starts now, so that waiting for a free agent does not use it up."""
+        if self._holder(ordinal, attempt) is not None:
+            deadline_s = self._clock() + self.limits.lease_s
+            self.ledger.record("leased", ordinal=ordinal, attempt=attempt, deadline_s=deadline_s)
+
     def group_ready(self, ref: GroupRef) -> bool:
         """An attempt has stored its group; False: too late, another attempt is under way or was first."""
         if self._holder(ref.ordinal, ref.attempt) is None:

@@ -26,7 +26,7 @@ from stretto.flow.log import Span, Trace
 from stretto.learning.metrics import StepReport
 from stretto.learning.recipe import RlRecipe
 from stretto.learning.samples import discard
-from stretto.runtime.runtime import RoleDied, RoleError, RuntimeFailure
+from stretto.runtime.runtime import DeadlinePassed, RoleDied, RoleError, RuntimeFailure
 
 _GUARD_S = 0.2
 """Between two looks at what may have died or run out."""
@@ -201,6 +201,7 @@ class Driver:
         deadline_s = self._recipe.failures.lease_s + CALL_SLACK_S
         try:
             async with self._roles.agents.lease(deadline_s) as agent:
+                self._controller.attempt_begun(task.ordinal, attempt)
                 self._watchdog.waits("agents", agent.name, task.ordinal)
                 call = partial(self._roles.runtime.call, agent, "run_group", deadline_s=deadline_s)
                 with self._trace.span("agents", "group", ordinal=task.ordinal, attempt=attempt):
@@ -222,7 +223,8 @@ class Driver:
             is_further = isinstance(failure, RoleError) and failure.kind == GroupUnfinished.__name__
             if is_further:
                 self._watchdog.waits("trainer", "agents")  # a long group that goes on is progress
-            self._lose(handout, said, counts=not is_further)
+            no_agent = isinstance(failure, DeadlinePassed) and failure.method == "lease"  # the group is not the reason
+            self._lose(handout, said, counts=not (is_further or no_agent))
 
     def _lose(self, handout: Handout, why: str, counts: bool = True) -> None:
         """Where that is the rule, the run would ask for ever."""

@@ -77,6 +77,10 @@ class State:
         assert entry.deadline_s is None and entry.ref is None, f"{entry} is handed out again"
         entry.attempt, entry.deadline_s = attempt, deadline_s
 
+    def leased(self, ordinal: int, attempt: int, deadline_s: float) -> None:
+        """An agent has begun the attempt ``attempt``: its lease ends at ``deadline_s``, however long it waited for the agent."""
+        self.alive[ordinal].deadline_s = deadline_s
+
     def ready(self, group: Mapping[str, Any]) -> None:
         """The group is stored; ``group`` are the fields of its `GroupRef`."""
         entry = self.alive[group["ordinal"]]

@@ -127,6 +127,22 @@ def test_without_staleness_a_step_is_all_of_its_groups_in_order(tmp_path: Path) 
         train(controller)
 
 
+def test_a_lease_starts_when_an_agent_begins_the_attempt(tmp_path: Path) -> None:
+    controller, clock = started(tmp_path)
+    controller.admit()
+    clock.now = 9.0
+    controller.attempt_begun(0, 0)
+    clock.now = 18.0
+    assert handed(controller) == [(1, 1), (2, 1), (3, 1)], "the others have waited for an agent too long"
+    clock.now = 19.0
+    assert handed(controller) == [(0, 1)]
+    clock.now = 28.0
+    controller.attempt_begun(0, 0)  # too late: another attempt has the group
+    assert controller.state.alive[0].deadline_s == 29.0
+    again = Ledger.resume(tmp_path / "journal.sqlite", None)
+    assert [entry.num_failures for entry in again.state.alive.values()] == [1, 1, 1, 1]
+
+
 def test_a_lease_that_runs_out_is_handed_out_again_and_the_late_result_is_ignored(tmp_path: Path) -> None:
     controller, clock = started(tmp_path)
     controller.admit()

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,8 @@ from stretto.flow.log import Trace
 from stretto.learning.metrics import StepReport
 from stretto.learning.recipe import RlRecipe
 from stretto.runtime.local import LocalRuntime
-from stretto.runtime.runtime import RoleDied
+from stretto.runtime.pool import ElasticPool
+from stretto.runtime.runtime import DeadlinePassed, Handle, RoleDied
 from tests.flow.refs import ref, task
 
 PROMPTS = 2
@@ -48,6 +50,10 @@ class World:
     on_publish: Callable[[int], Awaitable[None]] = lambda version: asyncio.sleep(0)
     on_activate: Callable[[str, int], None] = lambda name, version: None
     waits: tuple[Wait, ...] = ()
+    num_looks: int = 0
+    """Times that the driver asked the first engine how it is."""
+    now_s: float = 0.0
+    """The controller's clock."""
     loop: asyncio.AbstractEventLoop = field(init=False)
     runtime: LocalRuntime | None = None
     roles: Roles | None = None
@@ -88,6 +94,7 @@ class Engine:
         self._world.events.append(("activate", self._name, version.number))
 
     async def failure(self) -> str:
+        self._world.num_looks += self._name == "engine-0"
         return ""
 
 
@@ -154,7 +161,8 @@ def drive(
             with Trace(folder) as trace:
                 async with start_roles(runtime, factories, recipe, {}) as roles:
                     world.runtime, world.roles = runtime, roles
-                    controller = Controller(limits, task, Ledger.start(folder / "groups.sqlite"))
+                    ledger = Ledger.start(folder / "groups.sqlite")
+                    controller = Controller(limits, task, ledger, lambda: world.now_s)
                     before = asyncio.all_tasks()
                     try:
                         async with Driver(recipe, roles, controller, weights(0), trace, observe).at_work() as driver:
@@ -350,6 +358,53 @@ def test_a_group_that_comes_further_with_each_lease_is_not_given_up(tmp_path: Pa
     counts: dict[str, float] = {}
     told = drive(tmp_path, world, steps=1, watch=lambda controller: counts.update(controller.counts()))
     assert [ordinals for _, ordinals in told] == [(0, 1)] and counts["failed"] == 0
+
+
+def lease_after(monkeypatch: pytest.MonkeyPatch, waited: Callable[[], None]) -> None:
+    """Have ``waited`` happen to every group before it gets its agent."""
+    lease = ElasticPool.lease
+
+    @asynccontextmanager
+    async def slow(pool: ElasticPool, wait_s: float) -> AsyncIterator[Handle]:
+        waited()
+        async with lease(pool, wait_s) as handle:
+            yield handle
+
+    monkeypatch.setattr(ElasticPool, "lease", slow)
+
+
+def test_a_wait_for_an_agent_does_not_use_up_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group of the step waits 50 s for its agent and takes 50 s, where the lease is 60 s."""
+
+    async def take_long(task: Task, attempt: int) -> GroupRef:
+        world.now_s, num_looks = 100.0, world.num_looks
+        while world.num_looks < num_looks + 2:  # the driver has looked for leases that ran out
+            await asyncio.sleep(0.01)
+        return ref(task.ordinal, attempt)
+
+    world = World(on_group=take_long)
+
+    def wait() -> None:
+        world.now_s = max(world.now_s, 50.0)
+
+    lease_after(monkeypatch, wait)
+    counts: dict[str, float] = {}
+    drive(tmp_path, world, steps=1, watch=lambda controller: counts.update(controller.counts()))
+    assert counts["expired"] == counts["late"] == 0 and counts["trained"] == 2
+
+
+def test_groups_that_got_no_agent_in_time_are_not_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four times, where two failures of its own are the end of a group."""
+    world, num_refused = World(), iter(range(4))
+
+    def refuse() -> None:
+        if next(num_refused, None) is not None:
+            raise DeadlinePassed("agent", "lease", 60.0)
+
+    lease_after(monkeypatch, refuse)
+    counts: dict[str, float] = {}
+    told = drive(tmp_path, world, steps=1, watch=lambda controller: counts.update(controller.counts()))
+    assert [ordinals for _, ordinals in told] == [(0, 1)] and counts["failed"] == 0 and counts["failed_attempts"] == 4
 
 
 def test_a_run_whose_groups_all_fail_stops_with_the_reason(tmp_path: Path) -> None:
