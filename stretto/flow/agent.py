@@ -1,19 +1,20 @@
-"""Agent role: samples groups through turns with engines, tools and verifiers, many at once.
+"""Agent role: samples groups through turns with engines, tools and verifiers, many groups at once.
 
-It waits most of its time, so one loop carries any number of samples. All that a sample has come to is in its log, and what
-comes next is a function of that alone: an agent may be killed at any point, and another goes on.
+An agent mostly waits, so one loop carries any number of samples. Everything a sample has produced is in its log, and the
+next action depends on the log alone. An agent may therefore be killed at any point, and another one resumes its groups.
 
-Tokens in, tokens out: each request goes on from everything so far, to the token, and what comes back is appended; of
-what an engine has already only the length is sent. Text is read to find tool calls and to be verified, never to be tokenised again. Imports no torch.
+Requests and results are tokens: each request continues all earlier tokens exactly, and only tokens that the engine does
+not have yet are sent. Text is read to find tool calls and to be verified, and is never tokenised again. Imports no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ from stretto.base.errors import InfraError, UserError
 from stretto.base.trajectory import Group, GroupRef, Outcome, Task, Verdict
 from stretto.flow.clients import Clients, Forgotten, GenerateRequest, RewardRequest, Threads, Unavailable
 from stretto.flow.group_reward import Written, group_rewards
-from stretto.flow.own_session import OwnSession, SoFar
+from stretto.flow.own_session import History, OwnSession
 from stretto.learning.dialogue import Dialogue, ToolCall, Trees, teacher_dialogues
 from stretto.learning.recipe import GROUPS, LOGS, RlRecipe
 from stretto.learning.samples import Ended, Part, Sample, context, open_samples, remove_logs, store_group
@@ -37,78 +38,82 @@ from stretto.text.tokenizer import Tokenizer
 T = TypeVar("T")
 
 _TOOL_SLOTS = 16
-"""Tools that one agent has at work at once; others wait, so that a crowd of samples does not start a crowd of processes."""
+"""Largest number of tools that one agent runs at once, which bounds the number of processes that many samples start."""
 _REPLY_SLOTS = 64
-"""The same of environments that reply: more, for some are models elsewhere, and only wait."""
+"""Largest number of environment replies at once. Higher than `_TOOL_SLOTS`, because many environments call a remote model."""
 _PROBLEM_S = 60.0
-_NOT_YET = Verdict(0.0, Outcome.WRONG, 0.0, detail="its group is judged once all of it is there")
-"""In a log, of a sample that is judged beside the others of its group; never in a stored group."""
+"""Deadline for a source to return a problem."""
+_MAX_VERIFICATIONS = 3
+"""Largest number of attempts at one verification."""
+_PENDING = Verdict(0.0, Outcome.WRONG, 0.0, detail="its group is judged once all of it is there")
+"""Placeholder in the log of a sample that is judged together with its group. Never part of a stored group."""
 
 
 class GroupFailed(RuntimeError):  # noqa: N818 - data, not a fault
-    """A group could not be finished, for reasons of ours. Its log stays: another attempt goes on from there."""
+    """An infrastructure error ended the attempt. The log stays, and the next attempt continues from it."""
 
 
 class GroupUnfinished(GroupFailed):
-    """The same, and the attempt has brought it further: it may just be long."""
+    """The attempt failed but added tokens or verdicts, so the group may only be long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A sample in flight. Written by the agent, read by the watchdog."""
+    """What one sample in flight waits for. Written by the agent, read by the watchdog."""
 
     ordinal: int
     sample: int
     waits_for: str
     """``an engine``, ``tool python``, ``its session``, ``a verdict``, ``its group``."""
     seconds: float
-    """Since it began to wait for that."""
+    """Seconds since this wait began."""
     num_sampled: int
 
 
 @dataclass(slots=True)
 class AgentStats:
-    """Counts since the start, but for what is in flight. Written by the agent, which hands out copies; read by metrics."""
+    """Counters since the start of the agent. Written by the agent, which returns copies; read by metrics."""
 
     num_samples: int = 0
-    """In flight."""
+    """Samples in flight now."""
     groups_finished: int = 0
     tokens_resumed: int = 0
-    """Taken from the logs of earlier attempts: work that a failure did not lose."""
+    """Tokens read from the logs of earlier attempts instead of being sampled again."""
     cached_tokens: int = 0
-    """Prompt tokens that engines had in their prefix caches."""
+    """Prompt tokens found in the engines' prefix caches."""
     computed_tokens: int = 0
-    """The other prompt tokens."""
+    """Prompt tokens not found in the prefix caches."""
     engine_s: float = 0.0
-    """Summed over requests, queues included, as the next; several wait at once."""
+    """Duration of all engine requests, queues included; concurrent requests are summed."""
     queued_s: float = 0.0
-    troubles: dict[str, int] = field(default_factory=dict)
-    """Failed tries by what was tried."""
-    sessions_lost: dict[str, int] = field(default_factory=dict)
-    """By source, times that the state of a sample could not be reached again: it began anew, or its group failed."""
+    """Part of ``engine_s`` spent in queues."""
+    troubles: Counter[str] = field(default_factory=Counter)
+    """Number of failed calls, by what was called."""
+    sessions_lost: Counter[str] = field(default_factory=Counter)
+    """By source: times that a sample's state could not be restored, so that the sample restarted or its group failed."""
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """What the samples of a group in flight share."""
+    """A group in flight: the data that its samples share."""
 
     task: Task
     temperature: float
     want_routes: bool
     source: TaskSource
     place: int
-    """Its engine's, where its prompt is cached. If that fails, the group moves: whoever tries next meets another."""
+    """Index of the engine that has the prompt in its cache. After an engine error the group moves to another engine."""
     kept: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """By sample: the place of the last engine that wrote it, and how many of its tokens that one has."""
+    """By sample: index of the engine that sampled last, and the number of the sample's tokens that it has."""
     problem: Problem = field(init=False)
     schemas: Trees = field(init=False)
-    """Of the problem's tools."""
+    """Schemas of the problem's tools."""
     prompt: np.ndarray = field(init=False)
     samples: Sequence[Sample] = ()
 
 
 class AgentRole:
-    """Runs groups. All methods belong to the loop of the first call."""
+    """Samples groups. All methods belong to the loop of the first call."""
 
     def __init__(
         self,
@@ -123,10 +128,10 @@ class AgentRole:
     ):
         """
         Args:
-            folder: of the run.
-            open_sources: called once, here, where the role lives.
-            connect: makes the clients; ``caller`` is what the runtime gives to roles that call others.
-            pauses_s: before the second attempt at anything, and the longest; each is twice the one before.
+            folder: run folder.
+            open_sources: called once, here, in the process of the role.
+            connect: makes the clients from ``caller``, which the runtime provides.
+            pauses_s: pause before the second attempt at a call, and the longest pause; each pause doubles.
         """
         clients = connect(caller)
         assert clients.engines, "an agent needs an engine"
@@ -137,28 +142,28 @@ class AgentRole:
         self._loads = [0] * len(self._engines)  # samples of this agent by engine
         self._tool_slots, self._reply_slots = asyncio.Semaphore(_TOOL_SLOTS), asyncio.Semaphore(_REPLY_SLOTS)
         self._threads = Threads()
-        self._problems = asyncio.Lock()  # sources need not be safe to use from two threads
+        self._problems = asyncio.Lock()  # sources need not be thread-safe
         self._in_flight: dict[tuple[int, int | None], _InFlight] = {}
         self._stats = AgentStats()
 
     async def run_group(self, task: Task, attempt: int, is_last: bool = False) -> GroupRef:
-        """Draw and verify all samples of ``task``, store the group, and say where it lies.
+        """Sample and verify all samples of ``task``, store the group, and return its location.
 
-        Where the attempt ``is_last`` and brings the group no further, those samples make it that had ended, if they are two
-        or more. Not before: it is the long ones that do not end.
+        If the attempt ``is_last`` and makes no progress, the group consists of the finished samples, if there are at least
+        two. Earlier attempts do not return partial groups, which would lack the longest samples.
 
         Raises:
-            GroupFailed: for reasons of ours, within the lease; the next attempt goes on from the logs.
-            UserError: what no attempt would mend: a full disk, a prompt that is too long, a template without tool turns.
+            GroupFailed: an infrastructure error, or the lease ended; the next attempt continues from the logs.
+            UserError: another attempt would not help: a full disk, a prompt that is too long, a template without tool turns.
         """
         group = await self._within_lease(task, attempt, is_last=is_last)
-        # not interruptible by a lease that ends meanwhile: a stored group is reported
+        # in a thread: if the lease ends meanwhile, the stored group is still reported
         ref = await asyncio.to_thread(store_group, self._folder / GROUPS, group)
         self._stats.groups_finished += 1
         return ref
 
     async def evaluate(self, task: Task, temperature: float | None = None) -> Group:
-        """The same samples, of no run: not logged, not stored, without routes. Raises as `run_group`."""
+        """Sample and verify ``task`` outside the run: nothing is logged or stored, and no routes are recorded. Raises as `run_group`."""
         return await self._within_lease(task, None, temperature)
 
     async def forget(self, ordinals: Sequence[int]) -> None:
@@ -167,7 +172,7 @@ class AgentRole:
             remove_logs(self._folder / LOGS, ordinal)
 
     async def waits(self) -> tuple[Wait, ...]:
-        """Every sample in flight and what it waits for."""
+        """All samples in flight and what each waits for."""
         now_s = time.time()
         return tuple(
             Wait(each.task.ordinal, each.number, each.waits_for, now_s - each.since_s, each.num_sampled)
@@ -176,9 +181,8 @@ class AgentRole:
         )
 
     async def stats(self) -> AgentStats:
-        num_samples = sum(len(group.samples) for group in self._in_flight.values())
-        troubles, lost = dict(self._stats.troubles), dict(self._stats.sessions_lost)
-        return replace(self._stats, num_samples=num_samples, troubles=troubles, sessions_lost=lost)
+        self._stats.num_samples = sum(len(group.samples) for group in self._in_flight.values())
+        return copy.deepcopy(self._stats)
 
     async def close(self) -> None:
         self._threads.close()
@@ -186,8 +190,9 @@ class AgentRole:
     async def _within_lease(
         self, task: Task, attempt: int | None, temperature: float | None = None, is_last: bool = False
     ) -> Group:
-        """All samples at once; one that fails leaves the others to go on. ``attempt`` None: of no run; ``temperature`` None:
-        the recipe's."""
+        """Sample all samples of the group concurrently; one that fails does not stop the others.
+
+        ``attempt`` None: outside the run. ``temperature`` None: the recipe's."""
         source = self._sources.get(task.source)
         if source is None:
             raise UserError(f"sources.{task.source}: no such source; there are {', '.join(sorted(self._sources))}")
@@ -205,10 +210,7 @@ class AgentRole:
         num_before = 0
         try:
             async with asyncio.timeout(lease_s) as lease:
-                async with self._problems:
-                    what = f"sources.{task.source}: item {task.item}"
-                    opened = partial(_opened, source, task.item)
-                    group.problem, group.schemas = await self._threads.run(opened, _PROBLEM_S, what)
+                await self._open_problem(group)
                 group.prompt = self._dialogue.prompt(group.problem.messages, group.schemas)
                 if attempt is None:
                     group.samples = [Sample(task, number, 0) for number in range(task.group)]
@@ -228,39 +230,51 @@ class AgentRole:
             trouble.__cause__ = error
         except InfraError as error:
             trouble = error
-        except ExceptionGroup as several:  # a user's mistake first, then a fault of the code
+        except ExceptionGroup as several:  # prefer a user's mistake to an error of the code
             raise min(several.exceptions, key=lambda each: not isinstance(each, UserError)) from several
         finally:
             self._loads[group.place] -= task.group
             del self._in_flight[key]
-        ended = [sample for sample in group.samples if sample.verdict is not None]
-        is_further = _progress(group.samples) > num_before
-        if is_last and not is_further and 1 < len(ended) < len(group.samples):
+        finished = [sample for sample in group.samples if sample.verdict is not None]
+        has_progress = _progress(group.samples) > num_before
+        if is_last and not has_progress and 1 < len(finished) < len(group.samples):
             try:
-                return await self._rewarded(group, ended)
+                return await self._rewarded(group, finished)
             except InfraError as error:
                 trouble = error
-        kind = GroupUnfinished if is_further else GroupFailed
+        kind = GroupUnfinished if has_progress else GroupFailed
         raise kind(f"ordinal {task.ordinal}, attempt {attempt or 0}: {trouble}") from trouble
 
+    async def _open_problem(self, group: _InFlight) -> None:
+        """Read the group's problem and the schemas of its tools. Raises InfraError: the source does not answer in time."""
+        source, item = group.source, group.task.item
+
+        def read() -> tuple[Problem, Trees]:
+            problem = source.problem(item)
+            return problem, schemas(source, problem)
+
+        async with self._problems:
+            what = f"sources.{group.task.source}: item {item}"
+            group.problem, group.schemas = await self._threads.run(read, _PROBLEM_S, what)
+
     async def _write(self, group: _InFlight, sample: Sample) -> InfraError | None:
-        """Write and verify the sample to its end. Returns what kept it from that: an engine, a tool or the verifier that kept failing."""
+        """Sample and verify to the end. Returns the error of an engine, tool or verifier that kept failing, or None."""
         rewards, seed = self._recipe.runtime.rewards, _seed(sample)
         own = OwnSession(group.source, group.problem, seed, self._threads, rewards.deadline_s, self._problems)
         try:
             while sample.verdict is None:
                 try:
-                    await self._go_on(group, sample, own)
-                except Diverged as lost:
-                    self._lose(group, sample, lost)
-        except InfraError as trouble:
-            return trouble
+                    await self._continue(group, sample, own)
+                except Diverged as error:
+                    self._restart(group, sample, error)
+        except InfraError as error:
+            return error
         finally:
             own.end()
         return None
 
-    async def _go_on(self, group: _InFlight, sample: Sample, own: OwnSession) -> None:
-        """The next part of a sample, or its end."""
+    async def _continue(self, group: _InFlight, sample: Sample, own: OwnSession) -> None:
+        """Produce the next part of the sample, or finish the sample."""
         rollout, now_s = self._recipe.rollout, time.time()
         if not sample.parts:
             check_room(group.task, len(group.prompt), self._recipe.train.seq_len)
@@ -284,18 +298,18 @@ class AgentRole:
             await self._generate(group, sample, min(rollout.chunk_tokens, left))
 
     def _room(self, sample: Sample) -> int:
-        """Tokens that the model may still write: one budget over all turns, and the length of the whole."""
+        """Number of tokens that the model may still sample, by the budget over all turns and by the sequence length."""
         return min(sample.task.max_tokens - sample.num_sampled, self._recipe.train.seq_len - sample.num_tokens)
 
     async def _generate(self, group: _InFlight, sample: Sample, max_tokens: int) -> None:
-        """One chunk of the group's engine."""
+        """Sample one chunk on the group's engine."""
         _wait(sample, "an engine")
 
         async def ask() -> None:
             place, stats, started_s = group.place, self._stats, time.perf_counter()
             engine, tokens = self._engines[place], sample.tokens()
-            keeper, num_kept = group.kept.get(sample.number, (place, 0))
-            num_kept = num_kept if keeper == place else 0
+            last_place, num_kept = group.kept.get(sample.number, (place, 0))
+            num_kept = num_kept if last_place == place else 0
             request = GenerateRequest(
                 id=f"{sample.task.ordinal}.{sample.number}.{sample.attempt}",
                 tokens=tokens[num_kept:],
@@ -310,155 +324,144 @@ class AgentRole:
             )
             try:
                 try:
-                    done = await engine.generate(request)
+                    result = await engine.generate(request)
                 except Forgotten:
-                    done = await engine.generate(replace(request, tokens=tokens, num_kept=0))
-            except InfraError as trouble:
+                    result = await engine.generate(replace(request, tokens=tokens, num_kept=0))
+            except InfraError as error:
                 if group.place == place:
                     self._loads[place] -= group.task.group
                     group.place = self._engine(first=place + 1, avoid=place)
                     self._loads[group.place] += group.task.group
-                raise type(trouble)(f"{engine.name}: {trouble}") from trouble
+                raise type(error)(f"{engine.name}: {error}") from error
             stats.engine_s += time.perf_counter() - started_s
-            stats.queued_s += done.queued_s
-            stats.cached_tokens += done.cached_tokens
-            stats.computed_tokens += done.computed_tokens
-            num = len(done.segment.tokens)
+            stats.queued_s += result.queued_s
+            stats.cached_tokens += result.cached_tokens
+            stats.computed_tokens += result.computed_tokens
+            num = len(result.segment.tokens)
             if not 0 < num <= max_tokens:
                 raise InfraError(f"{num} tokens were returned, 1 to {max_tokens} asked for")
-            if group.want_routes and done.routes is None:
+            if group.want_routes and result.routes is None:
                 raise InfraError("no routes were returned")
-            # an engine that stops short of what was asked has come to the end of its positions
+            # fewer tokens than requested without a stop token: the engine has no positions left
             is_over = num < max_tokens or num == self._room(sample)
-            ended: Ended = "stop" if done.finish_reason == "stop" else "length" if is_over else ""
-            sample.append(Part(done.segment, done.routes if group.want_routes else None, ended))
+            ended: Ended = "stop" if result.finish_reason == "stop" else "length" if is_over else ""
+            sample.append(Part(result.segment, result.routes if group.want_routes else None, ended))
             group.kept[sample.number] = place, sample.num_tokens
 
-        await self._patiently("engine", ask)
+        await self._retrying("engine", ask)
 
     def _engine(self, first: int, avoid: int | None = None) -> int:
-        """The least loaded engine, another than ``avoid`` if there is one. Ties go round by ``first``: several agents
-        that know nothing of each other do not all begin at the same one."""
+        """Index of the least loaded engine, other than ``avoid`` if possible. Ties are resolved in order from ``first``, so
+        that agents that start at the same time choose different engines."""
         num = len(self._engines)
         order = [(first + step) % num for step in range(num)]
         return min((place for place in order if place != avoid or num == 1), key=self._loads.__getitem__)
 
     async def _use(self, group: _InFlight, sample: Sample, own: OwnSession, calls: Sequence[ToolCall]) -> None:
-        """The turn of the tools that the model called."""
+        """Run the tool calls of the model's last turn and append the tools' turn."""
         started_s = time.time()
-        told: list[Mapping[str, Any]] = []
+        answers: list[Mapping[str, Any]] = []
         for call in calls:
             if not own.is_over:
-                told.append(await self._call(sample, own, call, lambda: (*self._messages(group, sample), *told)))
+                answers.append(await self._call(sample, own, call, lambda: (*self._messages(group, sample), *answers)))
         tokens = np.zeros(0, np.int32)
         if not own.is_over:
-            texts = [str(message["content"]) for message in told]
+            texts = [str(message["content"]) for message in answers]
             tokens = self._dialogue.tool_turn(group.problem.messages, group.schemas, calls, texts)
             if not self._fits(sample, tokens):
-                tokens = tokens[:0]  # the model has no room to go on from it; that the calls were made stays true
-        sample.append(Part(context(tokens, started_s, time.time()), messages=tuple(told)))
+                tokens = tokens[:0]  # the model cannot continue, but the record keeps the calls
+        sample.append(Part(context(tokens, started_s, time.time()), messages=tuple(answers)))
 
     async def _reply(self, group: _InFlight, sample: Sample, own: OwnSession) -> None:
-        """The environment's turn after one of the model's that called no tool; the sample's end where it has none."""
-        started_s, what = time.time(), "reply()"
-        messages = self._messages(group, sample)
-
-        async def ask() -> str | None:
-            async with self._reply_slots:
-                _wait(sample, "its environment")
-                return await own.ask(lambda session: session.reply(messages), lambda: messages, what)
-
-        text = await self._patiently("environment", ask)
-        if text is None:
-            await self._finish(group, sample, "stop")
-        elif len(sample.turns()) >= self._recipe.rollout.max_turns:
-            await self._finish(group, sample, "turns")
-        else:
-            text = shorten(text, MOST_TEXT)
-            tokens = self._dialogue.user_turn(group.problem.messages, group.schemas, text)
-            if not self._fits(sample, tokens):
-                await self._finish(group, sample, "length")
-            else:
-                told = {"role": "user", "content": text}
-                sample.append(Part(context(tokens, started_s, time.time()), messages=(told,)))
+        """Append the environment's reply to a turn without tool calls, or finish the sample if there is none."""
+        started_s, messages = time.time(), self._messages(group, sample)
+        text = await self._in_slot(
+            self._reply_slots,
+            sample,
+            "its environment",
+            "environment",
+            lambda: own.ask(lambda session: session.reply(messages), lambda: messages, "reply()"),
+        )
+        if text is None or len(sample.turns()) >= self._recipe.rollout.max_turns:
+            await self._finish(group, sample, "stop" if text is None else "turns")
+            return
+        text = shorten(text, MOST_TEXT)
+        tokens = self._dialogue.user_turn(group.problem.messages, group.schemas, text)
+        if not self._fits(sample, tokens):
+            await self._finish(group, sample, "length")
+            return
+        message = {"role": "user", "content": text}
+        sample.append(Part(context(tokens, started_s, time.time()), messages=(message,)))
 
     def _fits(self, sample: Sample, tokens: np.ndarray) -> bool:
-        """The model can go on behind them."""
+        """Whether the model can continue after ``tokens``."""
         return sample.num_tokens + len(tokens) < self._recipe.train.seq_len
 
     def _messages(self, group: _InFlight, sample: Sample) -> tuple[Mapping[str, Any], ...]:
-        """All that followed the prompt, as verifiers and environments read it."""
-        told = [part.messages for part in sample.parts if part.messages]
+        """All messages after the prompt, in the form that verifiers and environments read."""
+        answers = [part.messages for part in sample.parts if part.messages]
         messages: list[Mapping[str, Any]] = []
         for number, turn in enumerate(sample.turns()):
-            messages += [self._dialogue.message(turn, group.schemas), *(told[number] if number < len(told) else ())]
+            messages += [
+                self._dialogue.message(turn, group.schemas),
+                *(answers[number] if number < len(answers) else ()),
+            ]
         return tuple(messages)
 
-    async def _call(self, sample: Sample, own: OwnSession, call: ToolCall, said: SoFar) -> Mapping[str, Any]:
-        """The message that answers a call."""
+    async def _call(self, sample: Sample, own: OwnSession, call: ToolCall, history: History) -> Mapping[str, Any]:
+        """Message with the result of a tool call."""
         what = f"tool {call.name}"
 
         async def ask() -> Mapping[str, Any]:
-            async with self._tool_slots:
-                _wait(sample, what)
-                told = await own.ask(lambda session: tool_turn(session, asdict(call)), said, call.name)
-            if told["outcome"] == Outcome.INFRA.value:
-                own.end()  # nobody knows what it left
-                raise InfraError(told["content"])
-            return told
+            answer = await own.ask(lambda session: tool_turn(session, asdict(call)), history, call.name)
+            if answer["outcome"] == Outcome.INFRA.value:
+                own.end()  # the state that the call left is unknown
+                raise InfraError(answer["content"])
+            return answer
 
-        return await self._patiently(what, ask)
+        return await self._in_slot(self._tool_slots, sample, what, what, ask)
 
     async def _reach(self, group: _InFlight, sample: Sample, own: OwnSession) -> None:
-        """Its session, before the model goes on: a state that is lost shows before more is written."""
-        if own.is_reached:
-            return
+        """Restore the sample's session before the model continues, so that a lost state shows before more is sampled."""
+        if not own.is_reached:
+            work = lambda: own.reach(lambda: self._messages(group, sample))  # noqa: E731
+            await self._in_slot(self._tool_slots, sample, "its session", "session", work)
 
-        async def ask() -> None:
-            async with self._tool_slots:
-                _wait(sample, "its session")
-                await own.reach(lambda: self._messages(group, sample))
-
-        await self._patiently("session", ask)
-
-    def _lose(self, group: _InFlight, sample: Sample, lost: Diverged) -> None:
-        """Have it begin anew. Raises InfraError: that has not helped before."""
-        name, stats = group.task.source, self._stats
-        stats.sessions_lost[name] = stats.sessions_lost.get(name, 0) + 1
+    def _restart(self, group: _InFlight, sample: Sample, error: Diverged) -> None:
+        """Restart a sample whose session state is lost. Raises InfraError: after ``max_attempts`` restarts."""
+        self._stats.sessions_lost[group.task.source] += 1
         if sample.num_lost + 1 >= self._recipe.failures.max_attempts:
-            raise InfraError(f"session: {lost} (restarted {sample.num_lost} times)")
+            raise InfraError(f"session: {error} (restarted {sample.num_lost} times)")
         group.kept.pop(sample.number, None)
-        sample.begin_anew(str(lost))
+        sample.begin_anew(str(error))
 
     async def _finish(self, group: _InFlight, sample: Sample, reason: str) -> None:
-        """Have it verified and close it."""
+        """Verify the sample and close it."""
         _wait(sample, "a verdict")
-        request = self._request(group, sample)
+        verdict, request = _PENDING, self._request(group, sample)
 
         async def ask() -> Verdict:
-            return self._taken(sample, await self._rewards.score(request))
+            return self._checked(sample, await self._rewards.score(request))
 
-        if _is_compared(group, sample):
-            verdict = _NOT_YET
-        else:
-            verdict = await self._patiently("verifier", ask, most=3)
+        if not _is_compared(group, sample):
+            verdict = await self._retrying("verifier", ask, _MAX_VERIFICATIONS)
         sample.close(reason, replace(verdict, latency_s=time.time() - sample.since_s))
         _wait(sample, "its group")
 
     async def _rewarded(self, group: _InFlight, samples: Sequence[Sample]) -> Group:
-        """The finished group, with what its answers earn beside each other."""
+        """The finished group, with rewards that depend on the whole group."""
         task, config = group.task, self._recipe.rewards.get(group.task.source)
         trajectories, texts = [each.trajectory() for each in samples], [self._text(each) for each in samples]
         if _is_compared(group, samples[0]):
             requests = [self._request(group, each) for each in samples]
 
             async def ask() -> list[Verdict]:
-                said = await self._rewards.compare(requests)
-                return [self._taken(each, verdict) for each, verdict in zip(samples, said, strict=True)]
+                verdicts = await self._rewards.compare(requests)
+                return [self._checked(each, verdict) for each, verdict in zip(samples, verdicts, strict=True)]
 
             for sample in samples:
                 _wait(sample, "a verdict on its group")
-            verdicts = await self._patiently("verifier", ask, most=3)
+            verdicts = await self._retrying("verifier", ask, _MAX_VERIFICATIONS)
             latency_s = time.time() - samples[0].since_s
             trajectories = [
                 replace(each, verdict=replace(verdict, latency_s=latency_s))
@@ -469,7 +472,7 @@ class AgentRole:
                 Written(text, each.num_sampled, each.verdict) for text, each in zip(texts, trajectories, strict=True)
             ]
             prompt = "\n".join(str(message.get("content") or "") for message in group.problem.messages)
-            # where answers are right or wrong, the gold answer is what is asked for
+            # a verifiable problem asks for the gold answer, so copying it is no fault
             reference = "" if group.source.is_verifiable else group.problem.gold
             verdicts = list(group_rewards(config, prompt, reference, answers))
             trajectories = [replace(each, verdict=new) for each, new in zip(trajectories, verdicts, strict=True)]
@@ -480,16 +483,17 @@ class AgentRole:
         return Group(task, tuple(trajectories), prompts)
 
     def _request(self, group: _InFlight, sample: Sample) -> RewardRequest:
-        """What a verifier is given."""
+        """Request to verify ``sample``."""
         task, messages = sample.task, self._messages(group, sample)
         return RewardRequest(task.source, task.item, self._text(sample), messages, _seed(sample))
 
     def _text(self, sample: Sample) -> str:
-        """The model's last turn."""
+        """Text of the model's last turn."""
         return self._dialogue.text(sample.turns()[-1])
 
-    def _taken(self, sample: Sample, verdict: Verdict) -> Verdict:
-        """A verifier's verdict, ends of its steps in tokens. Raises InfraError: it is none, or of turns that are not there."""
+    def _checked(self, sample: Sample, verdict: Verdict) -> Verdict:
+        """``verdict`` with the ends of its steps in tokens. Raises InfraError: the verification failed, or it rewards a turn
+        that does not exist."""
         turns = sample.turns()
         if verdict.outcome is Outcome.INFRA:
             raise InfraError(verdict.detail)
@@ -502,31 +506,40 @@ class AgentRole:
         )
         return replace(verdict, steps=steps)
 
-    async def _patiently(self, what: str, work: Callable[[], Awaitable[T]], most: int | None = None) -> T:
-        """Await ``work()`` until it succeeds, or its last attempt is a `InfraError`; anything else is raised at once. Who is
-        unavailable is waited for; it is the lease that ends that. ``most``: attempts, where the recipe allows more."""
+    async def _in_slot(
+        self, slots: asyncio.Semaphore, sample: Sample, waits_for: str, what: str, work: Callable[[], Awaitable[T]]
+    ) -> T:
+        """`_retrying`, where each attempt first takes one of ``slots``; the sample is shown to wait for ``waits_for``."""
+
+        async def ask() -> T:
+            async with slots:
+                _wait(sample, waits_for)
+                return await work()
+
+        return await self._retrying(what, ask)
+
+    async def _retrying(self, what: str, work: Callable[[], Awaitable[T]], max_attempts: int | None = None) -> T:
+        """Await ``work()`` until it succeeds.
+
+        An `Unavailable` error is retried until the lease ends. Raises InfraError: the last of the attempts that the recipe
+        allows, or of ``max_attempts`` if that is less. Other errors are raised at once.
+        """
         allowed, failures = self._recipe.failures.max_attempts, 0
-        attempts = min(allowed, most or allowed)
         pause_s, longest_s = self._pauses_s
         while True:
             try:
                 return await work()
-            except InfraError as trouble:
-                self._stats.troubles[what] = self._stats.troubles.get(what, 0) + 1
-                failures += not isinstance(trouble, Unavailable)
-                if failures == attempts:
-                    raise InfraError(f"{what}: {trouble} ({failures} attempts)") from trouble
+            except InfraError as error:
+                self._stats.troubles[what] += 1
+                failures += not isinstance(error, Unavailable)
+                if failures == min(allowed, max_attempts or allowed):
+                    raise InfraError(f"{what}: {error} ({failures} attempts)") from error
             await asyncio.sleep(pause_s)
             pause_s = min(longest_s, 2 * pause_s)
 
 
-def _opened(source: TaskSource, item: int) -> tuple[Problem, Trees]:
-    problem = source.problem(item)
-    return problem, schemas(source, problem)
-
-
 def check_room(task: Task, num_tokens: int, max_len: int) -> None:
-    """Raises UserError: a prompt of ``num_tokens`` leaves none for the answer."""
+    """Raises UserError: a prompt of ``num_tokens`` leaves no room for an answer."""
     if num_tokens >= max_len:
         raise UserError(
             f"sources.{task.source}: item {task.item}: its prompt of {num_tokens} tokens leaves no room to answer in "
@@ -535,18 +548,18 @@ def check_room(task: Task, num_tokens: int, max_len: int) -> None:
 
 
 def _seed(sample: Sample) -> int:
-    """63 bits that no two samples share but by accident."""
+    """63-bit seed, different for every sample up to hash collisions."""
     digest = blake2b(f"{sample.task.seed}/{sample.number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def _is_compared(group: _InFlight, sample: Sample) -> bool:
-    """Whether it is judged beside the others of its group: not alone, nor where it is of no run."""
+    """Whether the sample is judged together with its group: never a group of one, nor a sample outside the run."""
     return group.source.compares and group.task.group > 1 and sample.log is not None
 
 
 def _progress(samples: Sequence[Sample]) -> int:
-    """What grows with every chunk and every verdict."""
+    """A number that grows with every sampled token and every verdict."""
     return sum(sample.num_sampled + (sample.verdict is not None) for sample in samples)
 
 

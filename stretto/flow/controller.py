@@ -1,13 +1,13 @@
 """Admission of groups: dispatch, choice of the next batch, resuming. Metadata only, no torch.
 
-Nothing here waits, and time comes from ``clock`` alone, so that simulated schedules test it.
+Nothing here waits, and the time comes from ``clock`` alone, so that tests can simulate schedules.
 
-How many groups may be alive, so that no trained token is older than the user's bound? P groups are trained in a step; step
-s trains the weights of version s and makes version s + 1. A group is *alive* from its first hand-out until it was trained or
+How many groups may be alive, so that no trained token is older than the staleness bound η? A step trains P groups; step s
+trains the weights of version s and makes version s + 1. A group is *alive* from its first dispatch until it was trained or
 dropped. Its staleness is the step that trains it minus the version of its oldest token. v is the trainer's version, e the
 oldest version on any engine. The window W: while a group is alive, at most W − 1 younger ones are trained.
 
-The bound. Hand a group out while p others, all older, are alive. Its tokens come from version e or later, because no engine
+The bound. Dispatch a group while p others, all older, are alive. Its tokens come from version e or later, because no engine
 goes back. Before the step that trains it, at most those p and W − 1 younger groups have been trained since, P in a step: so
 that step is at most v + ⌊(p + W − 1) / P⌋. Staleness stays within η if
 
@@ -15,15 +15,15 @@ that step is at most v + ⌊(p + W − 1) / P⌋. Staleness stays within η if
 
 With e = v: (η + 1)·P + 1 − W groups may be alive, the last one included. In whole steps this is the published rule, a slot
 limit of (η' + 1)·P and a bound of η' + ⌈(W − 1) / P⌉ (TitanRL after 2605.26494), without its rounding. Engines that trail
-the trainer take P slots a version off. At W = 1 this is AReaL's capacity (2505.24298), with the engine's version in it;
-what AReaL lacks is the order, without which a slow group is overtaken for ever and no capacity bounds its age.
+the trainer reduce the number by P for each version. At W = 1 this is AReaL's capacity (2505.24298), with the engine's version
+in it; AReaL has no order, so a slow group may be overtaken without end and no capacity bounds its age.
 
-A group handed out again keeps its place, and (*) still holds for it: with p of the older ones left and o younger ones
-trained meanwhile, v·P + p + W − o never grows. Only going back to a snapshot breaks this, because v and e fall and p rises;
-so a second hand-out is checked like a first one, and waits for its turn.
+A group that is dispatched again keeps its place, and (*) still holds for it: with p of the older ones left and o younger ones
+trained meanwhile, v·P + p + W − o never grows. Only a return to a snapshot breaks this, because v and e fall and p rises;
+so a second dispatch is checked like a first one, and waits for its turn.
 
-Nothing waits for ever if W ≤ η·P + 1. The oldest group alive may always be handed out once the engines have caught up, as
-p = 0 and W ≤ (η + 1)·P; and when all that are alive are ready, those are at least P, or another may be handed out.
+Nothing waits for ever if W ≤ η·P + 1. The oldest group alive may always be dispatched once the engines have caught up, as
+p = 0 and W ≤ (η + 1)·P; and when all that are alive are ready, those are at least P, or another may be dispatched.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from stretto.flow.ledger import Entry, Ledger
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the controller knows of a recipe."""
+    """The settings of a recipe that the controller needs."""
 
     prompts: int
     """P, groups of a step."""
@@ -52,7 +52,7 @@ class Limits:
     lease_s: float = 300.0
     max_attempts: int = 5
     num_steps: int | None = None
-    """Steps of the run: groups that none of them would train are not handed out. None: endless."""
+    """Steps of the run: groups that no step would train are not dispatched. None: no end."""
 
     def __post_init__(self) -> None:
         assert self.prompts > 0 and self.staleness >= 0, self
@@ -60,14 +60,14 @@ class Limits:
 
     @property
     def most_alive(self) -> int:
-        """Groups alive at once while all engines have the trainer's weights."""
+        """Largest number of groups alive while all engines have the trainer's weights."""
         return (self.staleness + 1) * self.prompts + 1 - self.window
 
     def may_dispatch(
         self, num_older: int, trainer_version: int, oldest_engine_version: int, num_overtaken: int = 0
     ) -> bool:
-        """The inequality (*): whether a group may be handed out now, with ``num_older`` older ones alive (for a new group
-        these are all) and ``num_overtaken`` younger ones trained since it was first handed out."""
+        """The inequality (*): whether a group may be dispatched now, with ``num_older`` older ones alive (for a new group
+        these are all) and ``num_overtaken`` younger ones trained since its first dispatch."""
         assert num_older >= 0 and 0 <= num_overtaken < self.window, (num_older, num_overtaken, self)
         assert oldest_engine_version <= trainer_version, (oldest_engine_version, trainer_version)
         latest = trainer_version * self.prompts + num_older + self.window - num_overtaken
@@ -75,49 +75,49 @@ class Limits:
 
 
 def default_window(prompts: int, staleness: int, capacity: int | None) -> int:
-    """The widest window that leaves enough groups alive for nobody to wait.
+    """The widest window with which engines and trainer still never wait for groups.
 
-    A group is always trained within η steps of its hand-out, whatever W is: the groups alive and W add up to a constant, so
-    a wider window is paid for with later hand-outs. On engines that run all at once this buys nothing. But where they hold
-    only so many groups, the others wait in line and would lose nothing by being handed out later. So as many are alive as
-    keep the engines and the trainer busy, and the rest is given to the window: the trainer idles no more, and groups are
-    trained younger than the bound asks for.
+    A group is always trained within η steps of its dispatch, whatever W is: the number of groups alive and W add up to a
+    constant, so a wider window delays dispatches. On engines that run all groups at once this gains nothing. Engines with
+    fewer places keep the other groups in a queue, and dispatching those later costs nothing. So as many groups are alive as
+    keep the engines and the trainer busy, and the rest of the constant goes to the window: the trainer waits less for slow
+    groups, and groups are trained younger than the bound requires.
 
     Args:
-        capacity: groups that are worked on at once, those waiting for tools and verifiers included; None: as many as are
-            handed out, or unknown, for too small a number leaves engines without work.
+        capacity: number of groups that are processed at once, those that wait for tools and verifiers included. None: all
+            that are dispatched, or unknown, because too small a number leaves engines without work.
     """
     most = (staleness + 1) * prompts
-    # Alive without running: one batch is trained, and up to one more is ready or waits for a straggler.
+    # Alive but not on an engine: one batch is trained, and up to one more is ready or waits for a slow group.
     needed = most if capacity is None else min(most, max(capacity, 1) + 2 * prompts)
     return most + 1 - max(needed, prompts)
 
 
 @dataclass(frozen=True, slots=True)
-class Handout:
-    """A task for an agent. Written by `Controller.admit`."""
+class Dispatch:
+    """An attempt at a task, for an agent. Written by `Controller.admit`."""
 
     task: Task
     attempt: int
     """From 0; the result must carry it."""
     is_last: bool = False
-    """If it fails, and that counts, the group is given up."""
+    """Whether the group ends as failed if this attempt fails by itself."""
 
 
 class Controller:
-    """Owns the ledger. Not for several threads."""
+    """Owner of the ledger. Not thread-safe."""
 
     def __init__(
         self, limits: Limits, task_of: Callable[[int], Task], ledger: Ledger, clock: Callable[[], float] = time.time
     ) -> None:
-        """Go on where ``ledger`` stands; what was in flight is handed out again, as soon as the bound allows. ``task_of`` gives
-        the task of an ordinal, always the same; ``clock`` Unix seconds."""
+        """Continue from the state of ``ledger``; attempts in flight are dispatched again, as soon as the bound allows.
+        ``task_of`` returns the task of an ordinal, always the same; ``clock`` Unix seconds."""
         self.limits = limits
         self.max_staleness = 0  # largest among all groups trained
         self.discarded: Counter[str] = Counter()
-        """Sampled tokens not trained on, by an ending's name or ``late``."""
-        self.last_given_up = ""
-        """The last group that ended as failed, and why."""
+        """Sampled tokens that were not trained on, by the ending of their group or ``late``."""
+        self.last_failed = ""
+        """The last group that ended as failed, with the reason."""
         self._task_of, self._clock, self.ledger, self.state = task_of, clock, ledger, ledger.state
         self._engines: dict[str, int] = {}
         self._engine_floor = 0
@@ -126,11 +126,11 @@ class Controller:
 
     @property
     def version(self) -> int:
-        """Of the trainer: steps done."""
+        """Version of the trainer: number of completed steps."""
         return self.state.version
 
-    def admit(self) -> list[Handout]:
-        """Groups to be handed out now, oldest first; leases that ran out are taken back before. [] while no engine is known."""
+    def admit(self) -> list[Dispatch]:
+        """End the leases that ran out; return the attempts to dispatch now, oldest group first. [] while no engine is known."""
         now = self._clock()
         for entry in [*self.state.alive.values()]:
             if entry.deadline_s is not None and entry.deadline_s <= now:
@@ -138,25 +138,25 @@ class Controller:
                 self._lose(entry, f"no report within {self.limits.lease_s:g} s", counts=True)
         if not self._engines:
             return []
-        limits, handouts, oldest = self.limits, list[Handout](), min(self._engines.values())
+        limits, dispatches, oldest = self.limits, list[Dispatch](), min(self._engines.values())
 
-        def hand_out(ordinal: int, attempt: int) -> None:
+        def dispatch(ordinal: int, attempt: int) -> None:
             self._engine_floor = max(self._engine_floor, oldest)
             self.ledger.record("dispatched", ordinal=ordinal, attempt=attempt, deadline_s=now + limits.lease_s)
             is_last = self.state.alive[ordinal].num_failures + 1 >= limits.max_attempts
-            handouts.append(Handout(self._task_of(ordinal), attempt, is_last))
+            dispatches.append(Dispatch(self._task_of(ordinal), attempt, is_last))
 
         for entry, num_older, num_overtaken in self.state.waiting():
-            if entry.ref is None and entry.deadline_s is None:  # again, under its old place in line
+            if entry.ref is None and entry.deadline_s is None:  # a lost attempt: again, in its old place
                 if not limits.may_dispatch(num_older, self.version, oldest, num_overtaken):
-                    break  # the younger ones have more before them
-                hand_out(entry.ordinal, entry.attempt + 1)
+                    break  # younger groups have even more groups before them
+                dispatch(entry.ordinal, entry.attempt + 1)
         while limits.may_dispatch(len(self.state.alive), self.version, oldest):
-            num_spoken_for = self.version * limits.prompts + len(self.state.alive)
-            if limits.num_steps is not None and num_spoken_for >= limits.num_steps * limits.prompts:
-                break  # no step of the run is left for one more
-            hand_out(self.state.num_dispatched, 0)
-        return handouts
+            num_planned = self.version * limits.prompts + len(self.state.alive)
+            if limits.num_steps is not None and num_planned >= limits.num_steps * limits.prompts:
+                break  # the groups alive suffice for all remaining steps
+            dispatch(self.state.num_dispatched, 0)
+        return dispatches
 
     def attempt_begun(self, ordinal: int, attempt: int) -> None:
         """An agent has begun the attempt: the lease starts now, so that waiting for a free agent does not use it up."""
@@ -165,7 +165,7 @@ class Controller:
             self.ledger.record("leased", ordinal=ordinal, attempt=attempt, deadline_s=deadline_s)
 
     def group_ready(self, ref: GroupRef) -> bool:
-        """An attempt has stored its group; False: too late, another attempt is under way or was first."""
+        """An attempt has stored its group. Returns False if it is too late: another attempt is under way or was first."""
         if self._holder(ref.ordinal, ref.attempt) is None:
             if ref.location not in self.ledger.kept_locations():
                 self._unneeded.append(ref.location)
@@ -177,17 +177,17 @@ class Controller:
         return True
 
     def group_failed(self, ordinal: int, attempt: int, why: str, counts: bool = True) -> None:
-        """An attempt came to nothing, for a reason of ours: it is handed out again, or ends as failed after too many that
-        ``counts``: the group itself may be the reason. A role that was killed under it is none."""
+        """An attempt failed because of an infrastructure error. The group is dispatched again, or ends as failed after
+        ``max_attempts`` failures that ``counts``: failures that the group itself may have caused, unlike a killed role."""
         entry = self._holder(ordinal, attempt)
         if entry is not None:
             self._events["failed_attempts"] += 1
             self._lose(entry, why, counts)
 
     def next_batch(self) -> tuple[GroupRef, ...] | None:
-        """The groups of the next step, by ordinal; None: not yet."""
+        """The groups of the next step, by ordinal; None while there are too few."""
         step = self.version
-        if step not in self.state.batches:  # a resumed run makes steps after its snapshot again, from the same groups
+        if step not in self.state.batches:  # a resumed run repeats the steps after its snapshot with the same groups
             chosen = self._choose(step)
             if chosen is None:
                 return None
@@ -195,44 +195,44 @@ class Controller:
         return self._batch(step)
 
     def trained(self, step: int) -> None:
-        """The trainer has made version ``step`` + 1. The groups' files stay until `covered` lets them go."""
+        """The trainer has made version ``step`` + 1. The groups' files stay until `covered` releases them."""
         refs = self._batch(step)
         ordinals, locations = [ref.ordinal for ref in refs], [ref.location for ref in refs]
         self.ledger.record("trained", durable=True, step=step, ordinals=ordinals, locations=locations)
         self.max_staleness = max(self.max_staleness, *(step - ref.oldest_version for ref in refs))
 
     def engine_active(self, engine: str, version: int) -> None:
-        """An engine computes with these weights, and will never again with older ones."""
+        """An engine computes with this version, and will not return to an older one."""
         oldest = max(self._engine_floor, self._engines.get(engine, 0))
         assert oldest <= version <= self.version, f"{engine} has version {version}; groups alive count on {oldest}"
         self._engines[engine] = version
 
     def engine_gone(self, engine: str) -> None:
-        """It will compute no more under this name; until this is said, its version holds hand-outs back."""
+        """The engine will not compute any more. Until this call, its version limits dispatches."""
         self._engines.pop(engine, None)
 
     def checkpoint_cut(self) -> dict[str, Any]:
-        """All that `resume` needs, as plain JSON values, to be stored with the trainer's snapshot of `version`."""
+        """The state for `Ledger.resume` as plain JSON values, to be stored with the trainer's snapshot of `version`."""
         return self.ledger.cut()
 
     def covered(self, oldest_cut: Mapping[str, Any]) -> None:
-        """``oldest_cut`` is in the oldest snapshot that still exists, safe on disk: the journal before it is given up."""
+        """``oldest_cut`` is in the oldest snapshot on disk: the journal before it is deleted."""
         self._unneeded += self.ledger.covered(oldest_cut)
 
     def unneeded(self) -> list[str]:
-        """Locations, since the last call, of groups that neither this run nor a resumed one will read."""
+        """Files of groups that neither this run nor a resumed one will read, since the last call."""
         locations, self._unneeded = self._unneeded, []
         return locations
 
     def finish(self) -> None:
-        """The run is over: what is alive ends as cancelled, and the controller is closed."""
+        """End the run: groups alive end as cancelled, and the ledger is closed."""
         self.state.batches.clear()
         for ordinal in [*self.state.alive]:
             self.ledger.record("ended", durable=True, ordinal=ordinal, ending=Ending.CANCELLED.value)
         self.ledger.close()
 
     def counts(self) -> dict[str, float]:
-        """For the log: how many are where, and how many ended how."""
+        """Numbers of groups for the log: by state, and by ending."""
         alive = self.state.alive.values()
         num_training = len(self.state.batches.get(self.version, ()))
         return {
@@ -248,7 +248,7 @@ class Controller:
         }
 
     def _holder(self, ordinal: int, attempt: int) -> Entry | None:
-        """The group, if this attempt has it; None: the attempt reports too late."""
+        """The entry of the group, if this attempt holds its lease; None if the attempt reports too late."""
         entry = self.state.alive.get(ordinal)
         if entry is None or entry.attempt != attempt or entry.deadline_s is None:
             self._events["late"] += 1
@@ -261,7 +261,7 @@ class Controller:
             stale = [ref for ref in chosen or () if step - ref.oldest_version > self.limits.staleness]
             if not stale:
                 return chosen
-            # The gate rules this out; a role that breaks its word must still not break the bound.
+            # (*) rules this out, unless a role samples with older weights than it reported
             for ref in stale:
                 self._drop(ref.ordinal, Ending.STALE, f"of version {ref.oldest_version}, for step {step}")
 
@@ -272,7 +272,7 @@ class Controller:
     def _lose(self, entry: Entry, why: str, counts: bool) -> None:
         self.ledger.record("lost", ordinal=entry.ordinal, attempt=entry.attempt, why=why, counts=counts)
         if entry.num_failures >= self.limits.max_attempts:
-            self.last_given_up = f"group {entry.ordinal}: {why}"
+            self.last_failed = f"group {entry.ordinal}: {why}"
             self._drop(entry.ordinal, Ending.FAILED, why)
 
     def _drop(self, ordinal: int, ending: Ending, why: str) -> None:
@@ -284,40 +284,30 @@ class Controller:
 
 
 class Watchdog:
-    """Waits that are open now. A role says what it waits for with `waits`, once more at every progress, and `done` after."""
+    """Open waits of the trainer and, by group, of the agents. `waits` opens or renews a wait, `done` closes it."""
 
     def __init__(self, stuck_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """A wait without progress for more than ``stuck_s`` is stuck."""
+        """``stuck_s``: longest wait without progress, in seconds of ``clock``."""
         self._stuck_s, self._clock = stuck_s, clock
         self._waits: dict[tuple[str, int | None], tuple[str, float]] = {}
 
     def waits(self, role: str, waits_for: str, ordinal: int | None = None) -> None:
-        """``role`` begins to wait, or has come a step further and waits on, for something else maybe."""
+        """``role`` starts to wait for ``waits_for``, or has made progress and waits again."""
         self._waits[role, ordinal] = (waits_for, self._clock())
 
     def done(self, role: str, ordinal: int | None = None) -> None:
-        """It waits no more; nothing where it did not."""
+        """Close a wait, if it is open."""
         self._waits.pop((role, ordinal), None)
 
     def report(self) -> str | None:
-        """One line about the longest stuck wait, what the one it waits for waits for, and so on: the last names the cause,
-        or closes a circle. None where all goes on."""
+        """One line about the longest wait and, if it is for a role, about that role's longest wait. None if nothing is stuck."""
         now = self._clock()
-        wait = min(self._waits, key=lambda key: self._waits[key][1], default=None)
-        if wait is None or now - self._waits[wait][1] <= self._stuck_s:
+        longest_first = sorted(self._waits.items(), key=lambda wait: wait[1][1])
+        if not longest_first or now - longest_first[0][1][1] <= self._stuck_s:
             return None
-        chain: list[tuple[str, int | None]] = []
-        while wait is not None:
-            is_circle = wait in chain
-            chain.append(wait)
-            waits_for, ordinal = self._waits[wait][0], wait[1]
-            following = [] if is_circle else [key for key in self._waits if key[0] == waits_for]
-            # of several, the wait about the same group, else the longest
-            wait = min(
-                following, key=lambda key: (ordinal is None or key[1] != ordinal, self._waits[key][1]), default=None
-            )
+        stuck, *others = longest_first
+        causes = [wait for wait in others if wait[0][0] == stuck[1][0]]
         return "; ".join(
-            f"{role}{'' if ordinal is None else f' (group {ordinal})'} has waited for {self._waits[role, ordinal][0]} "
-            f"for {now - self._waits[role, ordinal][1]:.0f} s"
-            for role, ordinal in chain
+            f"{role}{'' if ordinal is None else f' (group {ordinal})'} has waited for {waits_for} for {now - since_s:.0f} s"
+            for (role, ordinal), (waits_for, since_s) in [stuck, *causes[:1]]
         )

@@ -383,7 +383,7 @@ class Logbook:
         }
         # since the last step: what was thrown away, and what had to be done again
         if num_failed := self._counts.grown("failed", counts["failed"]):
-            last = self._controller.last_given_up
+            last = self._controller.last_failed
             self._say(f"step {report.step:>5,}  {num_failed:.0f} groups failed, the last one {last}")
         filtered = self._counts.grown("filtered", counts["filtered"])
         uniform = scalars["reward/uniform_groups"] * len(refs)

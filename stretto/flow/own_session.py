@@ -1,7 +1,7 @@
 """Session of one sample in the agent loop: opening, replay, calls, failure, closing.
 
-After a call that raised, gave no answer in time or was cancelled nobody knows what state it left: the session is given up,
-and whoever asks next has a new one, with all calls before repeated (`stretto.tasks.session.replay`). Imports no torch.
+After a call that raised, timed out or was cancelled, the state of a session is unknown. The session is then closed, and the
+next call opens a new one and repeats all earlier calls (`stretto.tasks.session.replay`). Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,57 +18,58 @@ from stretto.tasks.session import Diverged, SessionSource, replay
 from stretto.tasks.task import Problem, Session, TaskSource
 
 T = TypeVar("T")
-SoFar = Callable[[], Sequence[Mapping[str, Any]]]
-"""All that followed the prompt so far; read only where a session is to be reached by it."""
+History = Callable[[], Sequence[Mapping[str, Any]]]
+"""Returns all messages after the prompt; called only if a session must be restored from them."""
 
 
 class OwnSession:
-    """One sample's. Belongs to the agent's loop; what it asks of the session runs in threads, one after the other."""
+    """Session of one sample. Belongs to the agent's loop; calls of the session run in threads, one at a time."""
 
     def __init__(
         self, source: TaskSource, problem: Problem, seed: int, threads: Threads, deadline_s: float, turn: asyncio.Lock
     ):
-        """``deadline_s``: of opening it, of repeating all calls, and of each thing that is asked. ``turn``: held while one is
-        opened: a source need not open two at once."""
+        """``deadline_s``: deadline of opening, of the replay, and of each call. ``turn``: held while a session is opened,
+        because a source need not support two openings at once."""
         self._open, self._has_state = partial(source.open, problem, seed), isinstance(source, SessionSource)
         self._where, self._threads, self._deadline_s, self._turn = f"sources.{source.name}", threads, deadline_s, turn
-        self._used: _Used | None = None
+        self._used: _Guarded | None = None
 
     @property
     def is_reached(self) -> bool:
+        """Whether a session is open in the sample's state."""
         return self._used is not None
 
     @property
     def is_over(self) -> bool:
-        """A call has ended the episode."""
+        """Whether a call has ended the episode."""
         return self._used is not None and self._used.is_over
 
-    async def reach(self, said: SoFar) -> None:
-        """Have a session in the state that the calls lead to; nothing where calls change none. Raises as `ask`."""
+    async def reach(self, history: History) -> None:
+        """Restore the state that the calls in ``history`` lead to. Does nothing for a source without state. Raises as `ask`."""
         if self._used is not None:
             return
-        self._used = _Used(self._open)
+        self._used = _Guarded(self._open)
         if not self._has_state:
             return
         async with self._turn:
             await self._run(lambda session: None, "open()")
-        messages = said()
+        messages = history()
         if any(message["role"] == "tool" for message in messages):
             await self._run(lambda session: replay(session, messages), "a repeated call")
 
-    async def ask(self, work: Callable[[Session], T], said: SoFar, what: str) -> T:
-        """What ``work``, called ``what``, gives of the session.
+    async def ask(self, work: Callable[[Session], T], history: History, what: str) -> T:
+        """Result of ``work`` on the restored session. ``what`` names it in errors.
 
         Raises:
-            InfraError: it raised, or gave no answer in time.
-            Diverged: the state that it is about cannot be reached again.
-            UserError: as it comes.
+            InfraError: ``work`` raised, or did not return in time.
+            Diverged: the state cannot be restored.
+            UserError: passed on.
         """
-        await self.reach(said)
+        await self.reach(history)
         return await self._run(work, what)
 
     def end(self) -> None:
-        """Close it, or have whoever still uses it close it then."""
+        """Close the session, or have the thread that still uses it close it."""
         used, self._used = self._used, None
         if used is not None and self._has_state:
             self._threads.start(used.end, "close()")
@@ -76,15 +77,15 @@ class OwnSession:
     async def _run(self, work: Callable[[Session], T], what: str) -> T:
         assert self._used is not None, "it is not reached"
         try:
-            done = partial(self._used.run, work, what)
-            return await self._threads.run(done, self._deadline_s, f"{self._where}: {what}")
+            call = partial(self._used.run, work, what)
+            return await self._threads.run(call, self._deadline_s, f"{self._where}: {what}")
         except BaseException:
             self.end()
             raise
 
 
-class _Used:
-    """A session, and whether a thread is at it."""
+class _Guarded:
+    """A session that is closed once, by `end` or by the thread that uses it at that moment."""
 
     def __init__(self, open_session: Callable[[], Session]) -> None:
         self._open = open_session
@@ -93,20 +94,20 @@ class _Used:
         self.is_over = False
 
     def run(self, work: Callable[[Session], T], what: str) -> T:
-        if self._is_given_up(is_busy=True):  # cancelled before its thread came to it
+        if self._mark(is_busy=True):  # ended before this thread started
             raise InfraError(f"{what}: its session has failed")
         try:
             if self._session is None:
                 self._session = self._open()
-            found = work(self._session)
+            result = work(self._session)
             self.is_over = self._session.is_over
-            return found
+            return result
         except (InfraError, Diverged, UserError):
             raise
-        except Exception as error:  # whatever a task raises is no answer to the model
+        except Exception as error:  # an exception of the task is no answer for the model
             raise InfraError(f"{what} raised {type(error).__name__}: {error}") from error
         finally:
-            if self._is_given_up(is_busy=False):
+            if self._mark(is_busy=False):
                 self._close()
 
     def end(self) -> None:
@@ -116,8 +117,8 @@ class _Used:
                 return
         self._close()
 
-    def _is_given_up(self, *, is_busy: bool) -> bool:
-        """Note whether a thread is at it, where it is not."""
+    def _mark(self, *, is_busy: bool) -> bool:
+        """Record whether a thread uses the session, unless it has ended. Returns whether it has ended."""
         with self._lock:
             self._is_busy = is_busy and not self._is_ended
             return self._is_ended

@@ -549,8 +549,8 @@ def test_an_engine_is_never_believed_to_have_newer_weights_than_it_samples_under
                     roles.is_open.clear()
                     following.tend()  # engine-0 is on its way to version 0 again
                     await asyncio.sleep(0)
-                for handout in controller.admit():
-                    controller.group_ready(ref(handout.task.ordinal))
+                for dispatch in controller.admit():
+                    controller.group_ready(ref(dispatch.task.ordinal))
                 assert controller.next_batch() is not None
                 controller.trained(version.number - 1)
                 following.publish(version)

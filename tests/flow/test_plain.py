@@ -19,7 +19,7 @@ from bench.sync_equality import KILLED, Outcome, plain_run, start_of, variants, 
 from bench.sync_equality import recipe as recipe_of
 from stretto.base.errors import UserError
 from stretto.base.trajectory import GroupRef, Task, WeightVersion
-from stretto.flow.controller import Controller, Handout, Limits
+from stretto.flow.controller import Controller, Dispatch, Limits
 from stretto.flow.ledger import Ledger
 from stretto.learning.metrics import StepReport
 from tests.flow.policies import recipe
@@ -76,7 +76,7 @@ def asynchronous_batches(share: float, seed: int, folder: Path) -> list[list[int
     limits = Limits(PROMPTS, 0, window=1, drop_uniform=True, lease_s=1e9, max_attempts=10**6, num_steps=STEPS)
     controller = Controller(limits, task, Ledger.start(folder / "journal.sqlite"))
     answering, rng, batches = Answering(share, seed), random.Random(seed), []
-    in_flight: list[Handout] = []
+    in_flight: list[Dispatch] = []
     while True:
         answering.version = controller.version
         controller.engine_active("engine", controller.version)

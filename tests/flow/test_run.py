@@ -77,7 +77,7 @@ def test_what_a_kill_left_behind_goes_and_what_is_needed_stays(tmp_path: Path) -
     groups, logs = tmp_path / "groups", tmp_path / "tokens"
     controller = Controller(limits(), task_of, Ledger.start(tmp_path / JOURNAL_FILE))
     controller.engine_active("engine-0", 0)
-    assert [handout.task.ordinal for handout in controller.admit()] == [0, 1, 2, 3]
+    assert [dispatch.task.ordinal for dispatch in controller.admit()] == [0, 1, 2, 3]
     controller.group_ready(ref(0, groups))
     controller.ledger.close()
     groups.mkdir()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.trajectory import GroupRef, Task
-from stretto.flow.controller import Controller, Handout, Limits, default_window
+from stretto.flow.controller import Controller, Dispatch, Limits, default_window
 from stretto.flow.ledger import Ledger
 
 
@@ -151,13 +151,13 @@ class Run:
 
     def _turn(self) -> None:
         """What a driver does after every event."""
-        for handout in self._controller.admit():
-            self._dispatch(handout)
+        for dispatch in self._controller.admit():
+            self._dispatch(dispatch)
         if self._batch is None and (batch := self._controller.next_batch()) is not None:
             self._batch = batch
             self._train()
 
-    def _dispatch(self, handout: Handout) -> None:
+    def _dispatch(self, dispatch: Dispatch) -> None:
         schedule, draw = self.schedule, self._draw
         if draw.random() < schedule.hangs:
             self._after(schedule.limits.lease_s, lambda: None)
@@ -170,15 +170,15 @@ class Run:
         self._after(schedule.limits.lease_s, lambda: None)
         version = self._engine_versions[draw.choice(list(self._engine_versions))]
         if draw.random() < schedule.fails:
-            self._after(seconds, lambda: self._controller.group_failed(handout.task.ordinal, handout.attempt, "test"))
+            self._after(seconds, lambda: self._controller.group_failed(dispatch.task.ordinal, dispatch.attempt, "test"))
             return
         # A property of the prompt, so that an uninterrupted run drops the same ones.
-        is_uniform = random.Random(f"{schedule.seed} {handout.task.ordinal}").random() < schedule.uniform
+        is_uniform = random.Random(f"{schedule.seed} {dispatch.task.ordinal}").random() < schedule.uniform
         ref = GroupRef(
-            ordinal=handout.task.ordinal,
-            attempt=handout.attempt,
-            location=f"{handout.task.ordinal}-{handout.attempt}",
-            num_samples=handout.task.group,
+            ordinal=dispatch.task.ordinal,
+            attempt=dispatch.attempt,
+            location=f"{dispatch.task.ordinal}-{dispatch.attempt}",
+            num_samples=dispatch.task.group,
             num_tokens=1,
             oldest_version=version,
             mean_reward=0.5,
