@@ -1,8 +1,8 @@
 """Rewards over a group of answers: quality × diversity, length, guards against reward hacking.
 
-Pure functions of a whole group, applied where its last verdict has come and before it is stored: whatever attempt or
-resumed run makes them computes the same, and whoever reads a stored group finds final rewards. The task's own reward is
-kept as the part ``quality``. Imports no torch.
+Pure functions of a whole group, applied after its last verdict and before it is stored, so that every attempt and every resumed
+run computes the same rewards and a stored group has its final rewards. The task's own reward is kept as the part ``quality``.
+Imports no torch.
 
 Shape letters: G answers of a group.
 """
@@ -21,28 +21,31 @@ from stretto.learning.recipe import RewardConfig
 from stretto.tasks.task import spoken
 from stretto.text.similar import clusters_N, copied, distinct, similarity_NN, words
 
-_MOST_CONTRAST = 4.0
-"""What one answer that has nothing to do with the others gains at most."""
+_MAX_CONTRAST = 4.0
+"""Largest diversity factor of one answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """An answer as `group_rewards` looks at it. Written by the agent loop."""
+    """An answer, as input of `group_rewards`. Written by the agent."""
 
     text: str
     """The model's last turn."""
     num_tokens: int
-    """The model wrote, over all turns."""
+    """Sampled tokens, over all turns."""
     verdict: Verdict
-    """The task's."""
+    """Verdict of the task."""
 
 
 def group_rewards(config: RewardConfig, prompt: str, reference: str, answers: Sequence[Written]) -> tuple[Verdict, ...]:
-    """The verdicts on a group with what ``config`` makes of them; ``prompt``: the text of its messages, ``reference``: the
-    answer that nobody is to copy, or empty.
+    """The verdicts of a group with rewards by ``config``.
 
-    reward = quality × length × diversity. A factor makes no negative reward better; an answer that a guard refuses is
-    wrong, and earns nothing. One answer alone has no others to be compared with: only the guards apply.
+    reward = quality × length × diversity. Factors apply to positive rewards only. An answer that a guard refuses gets the
+    outcome WRONG and no positive reward. For a single answer only the guards apply.
+
+    Args:
+        prompt: text of the problem's messages.
+        reference: an answer that must not be copied, or empty.
     """
     texts = [spoken(each.text) for each in answers]
     quality_G = np.array([each.verdict.parts.get("quality", each.verdict.reward) for each in answers], np.float64)
@@ -84,16 +87,16 @@ def group_rewards(config: RewardConfig, prompt: str, reference: str, answers: Se
 
 
 def refusal(config: RewardConfig, text: str, prompt: str, reference: str) -> str:
-    """Why a guard refuses an answer; empty: none does."""
+    """The reason for which a guard refuses an answer; empty if none does."""
     if not text.strip():
         return "an empty answer"
     if config.format is not None and not re.search(config.format, text):
         return f"not of the form {config.format}"
-    if config.distinct_at is not None and (found := distinct(text)) < config.distinct_at:
-        return f"repeats itself: {found:.0%} of its word pairs are different ones"
+    if config.distinct_at is not None and (share := distinct(text)) < config.distinct_at:
+        return f"repeats itself: {share:.0%} of its word pairs are different ones"
     if config.copy_at is not None:
-        for of, name in ((prompt, "prompt"), (reference, "reference")):
-            if (share := copied(text, of)) >= config.copy_at:
+        for original, name in ((prompt, "prompt"), (reference, "reference")):
+            if (share := copied(text, original)) >= config.copy_at:
                 return f"{share:.0%} of it is copied from the {name}"
     return ""
 
@@ -101,11 +104,11 @@ def refusal(config: RewardConfig, text: str, prompt: str, reference: str) -> str
 def length_controlled(
     quality_G: NDArray[np.float64], lengths_G: NDArray[np.float64], counts_G: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
-    """Quality less what the group's own trend by length gives an answer for being longer than the median one.
+    """Quality minus the share that the group's own length trend predicts for answers longer than the median.
 
-    The trend is the least-squares line of quality over log length, of those that count; where longer answers are not
-    judged better there is none. Length-controlled win rates (2404.04475) take it off over a whole test set and in both
-    directions; here nobody gains by it, and a long answer that is better for another reason loses too.
+    The trend is the least-squares line of quality over log length, for the answers in ``counts_G``; a falling trend is ignored.
+    Length-controlled win rates (2404.04475) subtract such a trend over a whole test set and in both directions. Here no answer
+    gains, and a long answer that is better for another reason loses too.
     """
     logs_G = np.log(np.maximum(lengths_G, 1.0))
     x, y = logs_G[counts_G], quality_G[counts_G]
@@ -117,27 +120,27 @@ def length_controlled(
 
 
 def within_budget(lengths_G: NDArray[np.float64], is_right_G: NDArray[np.bool_], share: float) -> NDArray[np.float64]:
-    """1 up to ``share`` times the median length of the right answers, 0 from twice that, a straight line between. 1 where no
-    answer is right: nobody knows then how long one is."""
+    """Factor [G]: 1 up to ``share`` times the median length of the right answers, 0 from twice that, linear between. All 1 if no
+    answer is right."""
     if not is_right_G.any():
         return np.ones(len(lengths_G))
     return np.clip(2.0 - lengths_G / (share * float(np.median(lengths_G[is_right_G]))), 0.0, 1.0)
 
 
 def contrast(alike_GG: NDArray[np.float64], power: float) -> NDArray[np.float64]:
-    """How unlike the others an answer is on average, over the mean of that, to ``power``, bounded; 1 where all are the same, and
-    for an answer alone."""
+    """Factor [G]: an answer's mean dissimilarity to the others, divided by the group's mean, to ``power``, bounded by
+    `_MAX_CONTRAST`. 1 if all answers are the same, and for a single answer."""
     num = len(alike_GG)
     unlike_G = (num - alike_GG.sum(1)) / max(1, num - 1)
     mean = unlike_G.mean()
     if mean <= 1e-9:
         return np.ones(num)
-    return np.minimum(np.maximum(unlike_G / mean, 0.0) ** power, _MOST_CONTRAST)
+    return np.minimum(np.maximum(unlike_G / mean, 0.0) ** power, _MAX_CONTRAST)
 
 
 def diversity(clusters_G: NDArray[np.int32]) -> NDArray[np.float64]:
-    """Share of the other answers that are outside of one's own cluster (DARLING, 2509.02534, whose clusters come from a
-    trained classifier); 1 for an answer alone."""
+    """Factor [G]: share of the other answers that are in other clusters (DARLING, 2509.02534, whose clusters come from a
+    trained classifier); 1 for a single answer."""
     num = len(clusters_G)
     if num == 1:
         return np.ones(1)

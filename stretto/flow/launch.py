@@ -1,7 +1,7 @@
 """Construction of the roles of a run from its recipe, after a check of all sources.
 
-A role is made by a factory that is small enough to be pickled. Roles live in pools, threads or processes, or on the driver's
-loop, behind one runtime. Imports no torch: that happens where the trainer and the engines live.
+Each role is made by a picklable factory. Roles run in pools, threads or processes, or on the driver's loop, behind one runtime.
+Imports no torch: only the processes of trainer and engines import it.
 """
 
 from __future__ import annotations
@@ -41,67 +41,67 @@ from stretto.text.similar import embeddings
 from stretto.text.tokenizer import Tokenizer
 
 _NEED_SANDBOX = ("code", "sheets", "tools")
-"""Kinds that run programs; one of somebody else's may, too."""
+"""Kinds of task that run programs. A task in a file of the user's may run programs too."""
 _MAY_WAIT = (*_NEED_SANDBOX, "judged")
-"""Kinds whose verdicts may take longer than sampling."""
+"""Kinds of task whose verdicts may take longer than sampling."""
 _TRIED_PROMPTS = 32
-"""Of the run, and as many held-out ones: whether they leave room for an answer. A later one that does not stops the run."""
+"""Number of training prompts, and of held-out prompts, that are rendered before the start to check their length. A later prompt
+that is too long stops the run."""
 _START_S = 300.0
-"""For a role to be made: reading a checkpoint, starting an interpreter that imports torch."""
+"""Deadline for the start of a role: start an interpreter, import torch, read a checkpoint."""
 _STEP_S = 3600.0
-"""For a call of the trainer, which hangs then; the watchdog speaks up earlier for everybody else."""
+"""Deadline of a call to the trainer. The watchdog reports other roles earlier."""
 _ASK_S = 10.0
-"""For a role to say how it is."""
+"""Deadline for a role to report its state."""
 CALL_SLACK_S = 10.0
-"""Between a group's lease and the deadline of the call that carries it."""
+"""Time by which the deadline of an agent's call exceeds the group's lease."""
 _LOAD_S = 120.0
-"""For an engine to fetch and take over new weights."""
+"""Deadline for an engine to load new weights."""
 _AGENT_GROUPS = 64
-"""Groups of one isolated agent, unless the largest pool could not hold all of the run's then: what keeps a core busy
-with small models' tokens. More than that and there should be another agent."""
+"""Groups of one isolated agent: with small models, enough to keep one core busy. The limit rises if the largest pool could not
+hold all groups of the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a run is told."""
+    """Arguments of a run."""
 
     recipe: RlRecipe
     folder: Path
     start: Path
-    """Checkpoint folder of the policy to begin with."""
+    """Checkpoint folder of the initial policy."""
     resume: bool = False
     devices: tuple[str, ...] = ("cpu",)
-    """That it may use; `spread` says who has which."""
+    """Devices to use; `spread` assigns them to trainer and engines."""
     wandb_project: str | None = None
     stage: str = "rl"
-    """What the lineage of its result calls it."""
+    """Name of the stage in the lineage of the result."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceTables:
-    """The recipe's sources; called, it opens them where it is called, behind one sandbox."""
+    """The recipe's sources. A call opens them in the process of the caller, with one sandbox for all."""
 
     sources: Mapping[str, SourceConfig]
     sandbox: SandboxConfig
 
     @property
-    def run_programs(self) -> bool:
-        """Whether any of them does, or may."""
-        return any(source.kind in _NEED_SANDBOX or ":" in source.kind for source in self.sources.values())
-
-    @property
     def are_slow(self) -> bool:
-        """Whether groups may stand outside of the engines for long, for tools and verdicts."""
-        return any(source.kind in _MAY_WAIT or ":" in source.kind for source in self.sources.values())
+        """Whether groups may wait for tools and verdicts longer than for engines."""
+        return self._may_have(_MAY_WAIT)
 
     def __call__(self) -> dict[str, TaskSource]:
-        """Raises UserError: a source refuses, or the isolation that is asked for is not to be had."""
-        sandbox = Sandbox(self.sandbox, strict=self.sandbox.strict) if self.run_programs else None
+        """Raises UserError: a source refuses its arguments, or the required isolation is not available."""
+        sandbox = Sandbox(self.sandbox, strict=self.sandbox.strict) if self._may_have(_NEED_SANDBOX) else None
         return {name: open_source(name, source, sandbox) for name, source in self.sources.items()}
+
+    def _may_have(self, kinds: Collection[str]) -> bool:
+        """Whether any source is of ``kinds``, or a user's own."""
+        return any(source.kind in kinds or ":" in source.kind for source in self.sources.values())
 
     @contextmanager
     def opened(self) -> Iterator[dict[str, TaskSource]]:
-        """Open for the block."""
+        """Context with open sources, which are closed at the end."""
         sources = self()
         try:
             yield sources
@@ -113,9 +113,9 @@ class SourceTables:
 def check_sources(
     recipe: RlRecipe, tables: SourceTables, tokenizer: Tokenizer, say: Callable[[str], None]
 ) -> tuple[Prompts, dict[str, int]]:
-    """Open every source, have it validate itself, and try the first prompts; then close them again. Returns the prompts of
-    the run; and by source, how many answers one verifier judges at once.
-    Raises UserError: naming the source, and the item where it is about one."""
+    """Open every source, validate it, render the first prompts, and close it again. Returns the prompts of the run, and by
+    source the number of answers that one verifier judges at once.
+    Raises UserError: names the source, and the item if the error concerns one."""
     train, dialogue = recipe.train, Dialogue(tokenizer)
     for name, reward in recipe.rewards.items():
         if reward.diversity == "meaning":
@@ -133,9 +133,9 @@ def check_sources(
                 )
             source.validate()
         sizes = {name: source.num_items for name, source in sources.items()}
-        said = ", ".join(f"{name} ({'endless' if num is None else f'{num:,}'})" for name, num in sizes.items())
-        walls = [source.sandbox.isolation for source in sources.values() if source.sandbox is not None]
-        say(f"problems: {said}" + "".join(f"; sandbox isolation: {each}" for each in walls[:1]))
+        counts = ", ".join(f"{name} ({'endless' if num is None else f'{num:,}'})" for name, num in sizes.items())
+        levels = [source.sandbox.isolation for source in sources.values() if source.sandbox is not None]
+        say(f"problems: {counts}" + "".join(f"; sandbox isolation: {level}" for level in levels[:1]))
         prompts = plan_prompts(recipe, sizes)
         tasks = [prompts.task(ordinal) for ordinal in range(min(_TRIED_PROMPTS, train.steps * train.prompts))]
         tasks += [prompts.held_out(number) for number in range(min(_TRIED_PROMPTS, train.eval_prompts))]
@@ -153,19 +153,19 @@ def check_sources(
 
 @dataclass(frozen=True, slots=True)
 class Factories:
-    """What the roles are made by, each picklable: they may be called in other processes."""
+    """Factories of the roles. Role factories are picklable, because they are called in other processes."""
 
     trainer: Callable[[], Any]
     engines: Sequence[Callable[[], Any]]
     reward: Callable[[Collection[str]], Callable[[], Any]]
-    """From sources to the factory of a verifier for them."""
+    """Returns the factory of a verifier for some sources."""
     agent: Callable[[tuple[Handle, ...], Verifiers], Callable[..., Any]]
-    """From engines and verifiers to the factory of an agent."""
+    """Returns the factory of an agent with some engines and verifiers."""
 
 
 def spread(devices: Sequence[str], num_engines: int) -> tuple[str, list[str]]:
-    """The trainer's device, and each engine's: of several the trainer has the first to itself, and engines take turns on the
-    others."""
+    """Devices of the trainer and of each engine. Of several devices, the trainer gets the first and the engines share the
+    others in turn."""
     trainer, *others = devices
     others = others or [trainer]
     return trainer, [others[number % len(others)] for number in range(num_engines)]
@@ -189,19 +189,19 @@ def make_factories(job: Job, tables: SourceTables, tokenizer: Tokenizer) -> Fact
 
 
 def _trainer(job: Job, device: str) -> Any:
-    from stretto.learning.trainer import open_trainer  # torch, where the role lives
+    from stretto.learning.trainer import open_trainer  # imports torch, in the role's process
 
     return open_trainer(job.recipe, job.folder, job.start, device, job.stage)
 
 
 def _engine(job: Job, name: str, device: str) -> Any:
-    from stretto.flow.rollout import EngineRole, open_rollout_engine  # torch, as above
+    from stretto.flow.rollout import EngineRole, open_rollout_engine  # imports torch
 
     return EngineRole(partial(open_rollout_engine, job.recipe, job.start, device), name=name, waits=True)
 
 
-class TrainerLost(RuntimeError):  # noqa: N818 - data for whoever starts the run again
-    """The trainer died, or hangs: the run goes on from its last snapshot."""
+class TrainerLost(RuntimeError):  # noqa: N818 - data for `run_rl`, which starts the next attempt
+    """The trainer died or hangs. The run resumes from its last snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,11 +212,11 @@ class Roles:
     trainer: Handle
     engines: Mapping[str, Handle]
     agents: ElasticPool
-    """Leased for a group each."""
+    """Each lease is for one group."""
     rewards: Mapping[str, ElasticPool]
-    """Verifiers by pool name; empty where there is a fixed number."""
+    """Pools of verifiers by name; empty if the number of verifiers is fixed."""
     fixed_rewards: tuple[Handle, ...]
-    """Those that agents elsewhere call directly."""
+    """Verifiers that isolated agents call directly."""
 
     @property
     def pools(self) -> tuple[ElasticPool, ...]:
@@ -227,31 +227,31 @@ class Roles:
         return [*self.fixed_rewards, *(handle for pool in self.rewards.values() for handle in pool.handles())]
 
     @property
-    def alone(self) -> tuple[Handle, ...]:
-        """Roles in no pool."""
+    def unpooled(self) -> tuple[Handle, ...]:
+        """Roles outside the pools."""
         return (self.trainer, *self.engines.values(), *self.fixed_rewards)
 
     def restarts(self, engine: str) -> int:
         return self.runtime.status(self.engines[engine]).restarts
 
     def num_restarts(self) -> int:
-        """Of all roles of this attempt, so far."""
-        alone = sum(self.runtime.status(handle).restarts for handle in self.alone)
-        return alone + sum(pool.stats().num_replaced for pool in self.pools)
+        """Restarts and replacements of all roles in this attempt."""
+        restarts = sum(self.runtime.status(handle).restarts for handle in self.unpooled)
+        return restarts + sum(pool.stats().num_replaced for pool in self.pools)
 
     async def activate(self, engine: str, weights: WeightVersion) -> None:
         await self.runtime.call(self.engines[engine], "activate", weights, deadline_s=_LOAD_S)
 
     async def call_trainer(self, method: str, *args: Any, deadline_s: float = _STEP_S) -> Any:
-        """What the trainer's method returns.
-        Raises TrainerLost: it died, or hangs. UserError: it refuses, or its method raised anything else."""
+        """Result of the trainer's method.
+        Raises TrainerLost: the trainer died or hangs. UserError: the method raised a UserError or any other error."""
         try:
             return await self.runtime.call(self.trainer, method, *args, deadline_s=deadline_s)
         except (RoleDied, DeadlinePassed) as lost:
             raise TrainerLost(str(lost)) from lost
         except RoleError as error:
-            said = f"trainer: {method}: {error.kind}: {error.message}"
-            raise UserError(f"{said}; see the log, then continue with --resume") from error
+            problem = f"trainer: {method}: {error.kind}: {error.message}"
+            raise UserError(f"{problem}; see the log, then continue with --resume") from error
 
     def forget(self, ordinal: int) -> None:
         """Delete the token logs of a group that is stored."""
@@ -259,13 +259,13 @@ class Roles:
             self.runtime.cast(agent, "forget", (ordinal,))
 
     async def mend(self) -> None:
-        """Start verifiers again whose threads are stuck in a task, and engines that have died inside.
-        Raises TrainerLost: the trainer died. UserError: another role cannot be started any more."""
-        for handle in self.alone:
+        """Restart verifiers with threads that hang in a task, and engines that failed inside.
+        Raises TrainerLost: the trainer died. UserError: another role cannot be restarted any more."""
+        for handle in self.unpooled:
             status = self.runtime.status(handle)
-            if status.state is RoleState.DEAD and handle == self.trainer:
-                raise TrainerLost(f"{handle.name}: {status.why}")
             if status.state is RoleState.DEAD:
+                if handle == self.trainer:
+                    raise TrainerLost(f"{handle.name}: {status.why}")
                 raise UserError(
                     f"{handle.name}: {status.why}; failures.restarts: it was started again {status.restarts} times; "
                     "continue with --resume"
@@ -278,15 +278,15 @@ class Roles:
                 await self.restart(handle)
             elif stats.num_stuck:
                 for pool in self.rewards.values():
-                    pool.replace(handle, hard=False)  # what else it judges may well end
+                    pool.replace(handle, hard=False)  # its other verifications may still end
         for handle, failure in await self.ask_all(self.engines.values(), "failure"):
             if failure:
                 await self.restart(handle)
 
     async def restart(self, handle: Handle) -> None:
-        """Another incarnation of an engine or a fixed verifier. Raises UserError: there cannot be one."""
+        """Restart an engine or a fixed verifier. Raises UserError: it cannot be restarted."""
         if not self._is_alive(handle):
-            return  # it has died meanwhile, which its runtime mends
+            return  # the runtime restarts a role that has died
         try:
             await self.runtime.restart(handle)
         except RuntimeFailure as failure:
@@ -294,11 +294,11 @@ class Roles:
 
     async def waits(self) -> list[Wait]:
         """Samples in flight over all agents, longest wait first."""
-        told = await self.ask_all(self.agents.handles(), "waits")
-        return sorted((wait for _, waits in told for wait in waits), key=lambda wait: -wait.seconds)
+        by_agent = await self.ask_all(self.agents.handles(), "waits")
+        return sorted((wait for _, waits in by_agent for wait in waits), key=lambda wait: -wait.seconds)
 
     async def ask_all(self, handles: Collection[Handle], method: str) -> list[tuple[Handle, Any]]:
-        """What each says; those that are dead, busy or being started again are left out."""
+        """Result of ``method`` of each role, without roles that are dead, restarting or too busy to answer."""
 
         async def ask(handle: Handle) -> Any:
             if self._is_alive(handle):
@@ -306,8 +306,8 @@ class Roles:
                     return await self.runtime.call(handle, method, deadline_s=_ASK_S)
             return None
 
-        found = await asyncio.gather(*map(ask, handles))
-        return [(handle, said) for handle, said in zip(handles, found, strict=True) if said is not None]
+        answers = await asyncio.gather(*map(ask, handles))
+        return [(handle, answer) for handle, answer in zip(handles, answers, strict=True) if answer is not None]
 
     def _is_alive(self, handle: Handle) -> bool:
         return self.runtime.status(handle).state is RoleState.ALIVE
@@ -317,9 +317,9 @@ class Roles:
 async def start_roles(
     runtime: Runtime, factories: Factories, recipe: RlRecipe, at_once: Mapping[str, int]
 ) -> AsyncIterator[Roles]:
-    """All roles of an attempt; at the end its pools are closed, and the other roles are left to the runtime.
-    ``at_once``: answers of each source that one verifier judges at once.
-    Raises UserError: a role refused to start. RuntimeFailure: it died, or hangs."""
+    """Context with all roles of an attempt. At the end its pools are closed; the other roles are left to the runtime.
+    ``at_once``: by source, the number of answers that one verifier judges at once.
+    Raises UserError: a role refused to start. RuntimeFailure: a role died or hangs."""
     config, again = recipe.runtime, recipe.failures.restarts
     is_together = config.kind == "local" and config.isolate != "all"
     place = Placement.THREAD if config.kind == "local" and config.isolate == "none" else Placement.PROCESS
@@ -330,7 +330,7 @@ async def start_roles(
     def limits(sizes: PoolConfig, slots: int) -> Limits:
         return Limits(min=sizes.min, max=sizes.max, utilisation=sizes.utilisation, slots=slots)
 
-    # the trainer is not restarted alone: its weights and the ledger go back to a snapshot together
+    # the trainer is not restarted alone, because its weights and the ledger return to a snapshot together
     work = [spawn(factories.trainer, name="trainer", placement=place)]
     work += [
         spawn(factory, name=f"engine-{number}", placement=place, restarts=again)
@@ -339,7 +339,7 @@ async def start_roles(
     rewards: dict[str, ElasticPool] = {}
     by_source: dict[str, ElasticPool] = {}
     if is_together:
-        for num in sorted(set(at_once.values())):  # sources of which as many are judged at once share a pool
+        for num in sorted(set(at_once.values())):  # sources with equal numbers share a pool
             names = [source for source, each in at_once.items() if each == num]
             name, sizes = "reward" if num == 1 else f"reward-x{num}", limits(config.rewards, num)
             where = Placement.PROCESS if config.verifiers == "process" else Placement.THREAD
@@ -350,10 +350,10 @@ async def start_roles(
         names = [f"reward-{number}" for number in range(config.rewards.max)]
         work += [spawn(verifier, name=name, placement=Placement.PROCESS, restarts=again) for name in names]
     async with AsyncExitStack() as stack:
-        made = await _together(*work, *map(stack.enter_async_context, rewards.values()))
-        trainer, *others = made[: len(work)]
+        started = await _together(*work, *map(stack.enter_async_context, rewards.values()))
+        trainer, *others = started[: len(work)]
         engines, fixed = tuple(others[: len(factories.engines)]), tuple(others[len(factories.engines) :])
-        most = (recipe.staleness + 1) * recipe.train.prompts + recipe.train.eval_prompts  # groups at once
+        most = (recipe.staleness + 1) * recipe.train.prompts + recipe.train.eval_prompts  # groups in flight
         agent = factories.agent(engines, by_source if is_together else fixed)
         placement, sizes = Placement.ASYNC, Limits(min=1, max=1, slots=most)
         if not is_together:
@@ -365,7 +365,7 @@ async def start_roles(
 
 
 async def _together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
-    """All results, in order. The first failure ends the others before it is raised."""
+    """All results, in order. The first error cancels the other coroutines before it is raised."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return await asyncio.gather(*tasks)

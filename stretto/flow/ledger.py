@@ -1,8 +1,8 @@
 """Group ledger: the state of every dispatched group, and the journal of events behind it.
 
-Each ordinal ends exactly once. A run is taken up again from a *cut*, the state that goes into a snapshot of the trainer, and
-the journal's events after it. What was trained after the snapshot is undone with the trainer's weights: those groups are
-alive again, and belong to the same batches of the same steps as before, so that the same weights are made a second time.
+Each ordinal ends exactly once. A run resumes from a *cut*, the ledger's state in a snapshot of the trainer, and from the
+journal's events after it. Steps after the snapshot are undone with the trainer's weights: their groups are alive again and
+belong to the same batches of the same steps as before, so that the same weights are computed a second time.
 """
 
 from __future__ import annotations
@@ -29,52 +29,52 @@ class Event(NamedTuple):
     """A change of the state. Written by `Ledger`."""
 
     number: int
-    """In the run, from 1."""
+    """Number in the run, from 1."""
     kind: str
-    """The name of a method of `State`."""
+    """Name of a method of `State`."""
     facts: dict[str, Any]
-    """The arguments of that method, plain JSON values."""
+    """Arguments of that method, plain JSON values."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """A group alive: from its first hand-out until it was trained or dropped. Written by `State` alone."""
+    """A group alive: from its first dispatch until it was trained or dropped. Written by `State` alone."""
 
     ordinal: int
     attempt: int = 0
-    """Its last hand-out."""
+    """Number of the last attempt, from 0."""
     num_failures: int = 0
-    """Hand-outs that failed for a reason that counts."""
+    """Number of failed attempts that count (`Controller.group_failed`)."""
     deadline_s: float | None = None
-    """Unix seconds by which it must report; None: nobody has it."""
+    """End of the lease of the attempt in flight, in Unix seconds; None if no attempt is in flight."""
     ref: GroupRef | None = None
-    """Once it is ready."""
+    """The stored group; None until it is ready."""
     num_overtaken: int = 0
-    """Younger groups that were trained before it."""
+    """Number of younger groups that were trained before it."""
 
 
 @dataclass(slots=True)
 class State:
-    """Where every ordinal is. The methods above `choose` are the kinds of events; the same events make the same state."""
+    """State of every ordinal. The methods above `choose` are the kinds of events; equal events give equal states."""
 
     version: int = 0
-    """Of the trainer: steps done."""
+    """Version of the trainer: number of completed steps."""
     num_dispatched: int = 0
-    """Ordinals below this were handed out."""
+    """All ordinals below this were dispatched."""
     alive: dict[int, Entry] = field(default_factory=dict)
     """By ordinal, ascending."""
     endings: dict[Ending, int] = field(default_factory=dict)
-    """How many ordinals ended so; all that were handed out and are not alive."""
+    """Number of ordinals by ending; together, all that were dispatched and are not alive."""
     batches: dict[int, list[int]] = field(default_factory=dict)
-    """Ordinals, ascending, of the batches that were taken and not trained since, by step."""
+    """By step: ordinals, ascending, of a batch that was chosen and is not trained yet."""
 
     def dispatched(self, ordinal: int, attempt: int, deadline_s: float) -> None:
-        """Handed out, with a lease until ``deadline_s``."""
+        """An attempt at a group starts, with a lease until ``deadline_s``."""
         if ordinal == self.num_dispatched:
             self.alive[ordinal] = Entry(ordinal)
             self.num_dispatched += 1
         entry = self.alive[ordinal]
-        assert entry.deadline_s is None and entry.ref is None, f"{entry} is handed out again"
+        assert entry.deadline_s is None and entry.ref is None, f"{entry} is dispatched again"
         entry.attempt, entry.deadline_s = attempt, deadline_s
 
     def leased(self, ordinal: int, attempt: int, deadline_s: float) -> None:
@@ -88,17 +88,17 @@ class State:
         entry.ref, entry.deadline_s = GroupRef(**group), None
 
     def lost(self, ordinal: int, attempt: int, why: str, counts: bool) -> None:
-        """An attempt came to nothing. It ``counts`` where the group itself may be the reason."""
+        """An attempt failed. It ``counts`` if the group itself may be the reason."""
         self.alive[ordinal].num_failures += counts
         self.alive[ordinal].deadline_s = None
 
     def batch(self, step: int, ordinals: list[int]) -> None:
-        """Ready groups make the batch of a step."""
+        """Ready groups were chosen as the batch of a step."""
         assert all(self.alive[ordinal].ref is not None for ordinal in ordinals), ordinals
         self.batches[step] = ordinals
 
     def trained(self, step: int, ordinals: list[int], locations: list[str]) -> None:
-        """The batch of ``step`` was trained: its groups end. Their files stay until `Ledger.covered` lets them go."""
+        """The batch of ``step`` was trained: its groups end. Their files stay until `Ledger.covered` releases them."""
         assert step == self.version and self.batches[step] == ordinals, f"step {step} of version {self.version}"
         self.version += 1
         del self.batches[step]
@@ -113,18 +113,18 @@ class State:
         self.endings[Ending(ending)] = self.endings.get(Ending(ending), 0) + 1
 
     def resumed(self) -> None:
-        """Nobody has a group."""
+        """The run was resumed: no attempt is in flight."""
         for entry in self.alive.values():
             entry.deadline_s = None
 
     def choose(self, num: int, window: int) -> list[GroupRef] | None:
-        """The oldest ``num`` ready groups that the window W lets by, by ordinal; None as long as there are fewer.
+        """The oldest ``num`` ready groups that the window W admits, by ordinal; None if there are fewer.
 
-        While a group waits, at most W − 1 younger ones are taken; dropped ones do not count. This is MiniMax's windowed
+        While a group waits, at most W − 1 younger ones are chosen; dropped ones do not count. This is MiniMax's windowed
         queue (2605.26494), counted in groups trained instead of positions.
         """
         chosen: list[GroupRef] = []
-        left = num  # how many may still be chosen without overtaking somebody too often
+        left = num  # groups that may still be chosen before the window of a waiting group is exhausted
         for entry, _, num_overtaken in self.waiting():
             if left == 0:
                 break
@@ -136,29 +136,22 @@ class State:
         return chosen if len(chosen) == num else None
 
     def waiting(self) -> Iterator[tuple[Entry, int, int]]:
-        """Groups in no batch, oldest first: each with the number of those that are older or in a batch, and with the
-        number of younger ones that were taken before it."""
-        taken = sorted(ordinal for ordinals in self.batches.values() for ordinal in ordinals)
-        waiting = self.alive.keys() - taken
+        """Groups in no batch, oldest first: each with the number of groups that are older or in a batch, and with the
+        number of younger groups that were chosen before it."""
+        chosen = sorted(ordinal for ordinals in self.batches.values() for ordinal in ordinals)
+        waiting = self.alive.keys() - chosen
         others = (entry for entry in self.alive.values() if entry.ordinal in waiting)
-        for num_older, entry in enumerate(others, len(taken)):
-            yield entry, num_older, entry.num_overtaken + len(taken) - bisect(taken, entry.ordinal)
-
-    def check(self) -> None:
-        """Raises AssertionError: a group was lost, or counted twice."""
-        ended = sum(self.endings.values())
-        assert self.num_dispatched == len(self.alive) + ended, (self.num_dispatched, len(self.alive), self.endings)
-        taken = [ordinal for ordinals in self.batches.values() for ordinal in ordinals]
-        assert len(set(taken)) == len(taken) and set(taken) <= set(self.alive), (taken, list(self.alive))
+        for num_older, entry in enumerate(others, len(chosen)):
+            yield entry, num_older, entry.num_overtaken + len(chosen) - bisect(chosen, entry.ordinal)
 
 
 _HEAD = "opened"
-"""Kind of the first row. Its number is that of the last event that the journal has forgotten."""
+"""Kind of the first row. Its number is that of the last event that was deleted from the journal."""
 _INSERT = "INSERT INTO events VALUES (?, ?, ?)"
 
 
 def read_events(path: Path | str) -> list[Event]:
-    """What is in a journal, its head first; also while its run goes on.
+    """All events of a journal, its head first. The run may be in progress.
     Raises UserError: there is no journal, or it is damaged."""
     path = Path(path)
     if not path.is_file():
@@ -175,21 +168,21 @@ def read_events(path: Path | str) -> list[Event]:
 
 
 class Ledger:
-    """The state, and the journal that each change of it is written to first: sqlite with a write-ahead log. A kill of the
-    process loses no event, a power failure at most those after the last durable one. The last ones lie in ``-wal`` beside it."""
+    """The state, and the journal to which each change is written first: sqlite with a write-ahead log. A kill of the process
+    loses no event, a power failure at most the events after the last durable one. The newest events are in the ``-wal`` file."""
 
     def __init__(self, path: Path | str, state: State, last: int) -> None:
         """Use `start` or `resume`."""
         self.path, self.state = Path(path), state
-        self._last = last  # event's number
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)  # one after the other
+        self._last = last  # number of the last event
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)  # never used concurrently
 
     @classmethod
     def start(cls, path: Path | str) -> Self:
-        """A new run. Raises UserError: there is a journal already, or it cannot be written."""
+        """The ledger of a new run. Raises UserError: there is a journal already, or it cannot be written."""
         if Path(path).exists():
             raise UserError(f"{path}: exists already; resume that run or choose another folder")
-        # beside its name first: a journal that is there is whole
+        # under a temporary name first, so that a journal that exists is complete
         with replacing(path) as partial, _writing(path), closing(sqlite3.connect(partial)) as db, db:
             db.execute("PRAGMA journal_mode = WAL")  # the file remembers it
             db.execute("CREATE TABLE events (number INTEGER PRIMARY KEY, kind TEXT, facts TEXT)")
@@ -198,8 +191,8 @@ class Ledger:
 
     @classmethod
     def resume(cls, path: Path | str, cut: Mapping[str, Any] | None) -> Self:
-        """What a cut (None: the run's start) and the journal's later events add up to; nobody has a group.
-        Raises UserError: the journal is damaged, or the two do not belong together."""
+        """The ledger after a cut (None: the run's start) and the journal's later events, with no attempt in flight.
+        Raises UserError: the journal is damaged, or the cut does not belong to it."""
         events, start = read_events(path), cut["line"] if cut else 0
         first, last = events[0].number, events[-1].number
         if not first <= start <= last:
@@ -209,15 +202,15 @@ class Ledger:
             )
         state = msgspec.convert(cut["state"], State, str_keys=True) if cut else State()
         for number, kind, facts in events:
-            if number > start and kind != "trained":  # that step's weights are gone: its groups are to be trained again
+            if number > start and kind != "trained":  # the step's weights are lost: its groups are trained again
                 getattr(state, kind)(**facts)
         ledger = cls(path, state, last)
         ledger.record("resumed")
         return ledger
 
     def record(self, kind: str, *, durable: bool = False, **facts: Any) -> None:
-        """Something has happened: a method of `State` and its arguments. ``durable``: it survives a power failure too, with
-        all before it. Raises UserError: the disk is full, or the file cannot be written."""
+        """Append an event and apply it: the method ``kind`` of `State` with its arguments. ``durable``: it and all earlier
+        events survive a power failure too. Raises UserError: the disk is full, or the file cannot be written."""
         with _writing(self.path):
             self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             self._db.execute(_INSERT, (self._last + 1, kind, json.dumps(facts)))
@@ -225,12 +218,12 @@ class Ledger:
         getattr(self.state, kind)(**facts)
 
     def cut(self) -> dict[str, Any]:
-        """For `resume`, as plain JSON values."""
+        """State and number of the last event for `resume`, as plain JSON values."""
         return {"line": self._last, "state": msgspec.to_builtins(self.state, str_keys=True)}
 
     def covered(self, cut: Mapping[str, Any]) -> list[str]:
-        """No cut older than this one will be resumed from: the journal before it is given up. Returns where the groups lie
-        that nobody can ask for any more."""
+        """Delete the journal before ``cut``: no older cut will be resumed from. Returns the files of groups that no run can
+        need any more."""
         locations = self._trained_locations(cut["line"])
         with _writing(self.path), self._db:
             self._db.execute("BEGIN")
@@ -239,7 +232,7 @@ class Ledger:
         return locations
 
     def kept_locations(self) -> set[str]:
-        """Where all groups lie that this run or a resumed one may read; what else a kill has left behind may be deleted."""
+        """Files of all groups that this run or a resumed one may read. Other files, left by a kill, may be deleted."""
         ready = [entry.ref.location for entry in self.state.alive.values() if entry.ref is not None]
         return {*ready, *self._trained_locations(self._last)}
 
@@ -248,7 +241,7 @@ class Ledger:
         return [location for (facts,) in rows for location in json.loads(facts)["locations"]]
 
     def close(self) -> None:
-        """Closing twice is nothing."""
+        """Close the journal. May be called twice."""
         self._db.close()
 
 

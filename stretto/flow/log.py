@@ -1,9 +1,7 @@
 """Metrics of every step, execution trace, held-out rewards, and the status that `stretto top` shows.
 
-Scalars come from the trainer, of what it trained; from counters of engines, agents and verifiers; and from the controller.
-All is written on the driver's loop. Imports no torch.
-
-Shape letters: N tokens with a target of a whole step, over all ranks.
+Scalars come from the trainer's step reports, from the counters of engines, agents and verifiers, and from the controller.
+Everything is written on the driver's loop. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
@@ -35,41 +32,39 @@ from stretto.runtime.runtime import Handle, RoleError, RuntimeFailure
 STATUS_EVERY_S = 1.0
 _SHOWN_WAITS = 5
 _EVALUATIONS, _PAUSE_S = 5, 0.2
-"""Tries at one held-out problem, and the wait between: agents, engines and verifiers may die under it."""
+"""Attempts at one held-out problem, and seconds between them: agents, engines and verifiers may die meanwhile."""
 
 Advance = Callable[[int, str | None], None]
-"""Moves a progress bar on by steps, with a short text behind it."""
+"""Advances a progress bar by steps and shows a short text beside it."""
 Say = Callable[[str], None]
 """Prints a line."""
-Stream = NDArray[np.float64]
-Told = Mapping[str, Any]
-"""Stats by the role's name."""
+StatsByRole = Mapping[str, Any]
 
 
 class Counts(dict[str, float]):
-    """Counters that only grow, and begin at 0 again with a role that is started again."""
+    """Last values of counters that only grow, except that a restarted role counts from 0 again."""
 
     def grown(self, name: str, value: float) -> float:
-        """By how much since the last call; 0 before the first."""
+        """Growth since the last call; at the first call, the value."""
         before, self[name] = self.get(name, 0.0), value
         return value - before if value >= before else value
 
 
 class RoleScalars:
-    """From what roles count since their start to the numbers of one log line: told once a second, asked once a step, on a
-    clock that only goes forward."""
+    """Scalars of a step from the roles' counters. `update` is called once a second, `scalars` once a step. Times are those of
+    a monotonic clock."""
 
     def __init__(self, started_s: float):
         self._counts = Counts()
-        self._asked_s = self._told_s = started_s
+        self._last_s = self._updated_s = started_s
 
-    def tell(self, at_s: float, engines: Told, agents: Told, rewards: Told) -> None:
-        """What the roles said of themselves at one moment."""
-        self._told_s, self._engines, self._agents, self._rewards = at_s, engines, agents, rewards
+    def update(self, at_s: float, engines: StatsByRole, agents: StatsByRole, rewards: StatsByRole) -> None:
+        """Store the roles' counters at ``at_s``."""
+        self._updated_s, self._engines, self._agents, self._rewards = at_s, engines, agents, rewards
 
     def scalars(self) -> dict[str, float]:
-        """Between the moment of the last answer and what was told last; {} where nothing was told since."""
-        seconds, self._asked_s = self._told_s - self._asked_s, self._told_s
+        """Scalars of the time between the updates before the last call and before this one; {} if there was none."""
+        seconds, self._last_s = self._updated_s - self._last_s, self._updated_s
         if seconds <= 0:
             return {}
         engines, agents, rewards = self._engines, self._agents, self._rewards
@@ -106,37 +101,39 @@ class RoleScalars:
             scalars["engines/cached_share"] = cached / (cached + computed)
         return scalars
 
-    def _grown(self, roles: Told, counter: str) -> float:
+    def _grown(self, roles: StatsByRole, counter: str) -> float:
+        """Growth of a counter, summed over roles."""
         return sum(self._counts.grown(f"{name}/{counter}", getattr(stats, counter)) for name, stats in roles.items())
 
-    def _grown_by(self, roles: Told, counters: str) -> dict[str, float]:
-        """The same of counters by what they count, summed over roles."""
+    def _grown_by(self, roles: StatsByRole, counters: str) -> dict[str, float]:
+        """Growth of a mapping of counters, by key, summed over roles."""
         grown: dict[str, float] = defaultdict(float)
         for name, stats in roles.items():
-            for what, num in getattr(stats, counters).items():
-                grown[what] += self._counts.grown(f"{name}/{counters}/{what}", num)
+            for key, num in getattr(stats, counters).items():
+                grown[key] += self._counts.grown(f"{name}/{counters}/{key}", num)
         return grown
 
 
-def _sum(roles: Told, field: str) -> float:
+def _sum(roles: StatsByRole, field: str) -> float:
     return float(sum(getattr(stats, field) for stats in roles.values()))
 
 
 def _idle(busy_s: float, seconds: float) -> float:
-    return max(0.0, 1.0 - busy_s / seconds)  # it may have been busy beyond the moment of its last answer
+    return max(0.0, 1.0 - busy_s / seconds)  # ``busy_s`` may include time after ``seconds``
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of work of ``trainer``, ``agents``, an engine. Written by the driver, from its own clock."""
+    """Interval in which a role (``trainer``, ``agents``, an engine) was busy. Written by the driver, from its own clock."""
 
     role: str
     name: str
     started_s: float
-    """Unix seconds, as is the next."""
+    """Unix seconds."""
     finished_s: float
+    """Unix seconds."""
     lane: int = 0
-    """Spans of one role that overlap lie in different lanes."""
+    """Overlapping spans of one role are in different lanes."""
     facts: dict[str, Any] | None = None
 
     @property
@@ -145,8 +142,8 @@ class Span:
 
 
 class Trace:
-    """Who was busy when: appends spans to the run folder as they end, one JSON object a line, and remembers how long each
-    role was busy. A run that goes on after a kill goes on in the same file; `write_trace` makes of it what viewers read."""
+    """Execution trace: appends spans to the run folder as they end, one JSON list a line, and sums up the busy time of each
+    role. A resumed run appends to the same file. `write_trace` converts the file for viewers."""
 
     def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -161,7 +158,7 @@ class Trace:
 
     @contextmanager
     def span(self, role: str, name: str, **facts: Any) -> Iterator[None]:
-        """Note how long the block took, in a lane of the role that is free meanwhile."""
+        """Record the duration of the block, in a lane of the role that is free meanwhile."""
         lanes = self._lanes.setdefault(role, [])
         lane = lanes.index(False) if False in lanes else len(lanes)
         lanes[lane : lane + 1] = [True]
@@ -182,17 +179,17 @@ class Trace:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # what came first is to be heard
+        # an earlier error is more useful than one of this file
         with suppress(*(() if error is None else (UserError,))), writing(self._path):
             self._file.close()
 
 
 def read_spans(folder: Path) -> list[Span]:
-    """The spans of a run; [] where there are none. A torn line is left out."""
+    """The spans of a run; [] if there are none. A torn line is skipped."""
     path = folder / SPANS_FILE
     spans = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        with suppress(ValueError, TypeError):  # torn by a kill; the next line is whole
+        with suppress(ValueError, TypeError):  # torn by a kill; the next line is complete
             spans.append(Span(*json.loads(line)))
     return spans
 
@@ -224,39 +221,39 @@ def write_trace(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class RoleRow:
-    """One role, or a pool of them."""
+    """One role or one pool in the status file."""
 
     name: str
     state: str
-    """As the runtime says: ``alive``, ``restarting``…"""
+    """State of the runtime: ``alive``, ``restarting``…"""
     load: float
-    """What it has in hand: groups of an agent, sequences of an engine, samples of a verifier, 0 or 1 of the trainer."""
+    """Number of samples of an agent, sequences of an engine, or verifications of a verifier in progress; 0 for the trainer."""
     waiting: float
-    """Of that, what waits for its turn."""
+    """Part of the load that waits in a queue."""
     restarts: int
     pid: int | None = None
-    """Of the process it lives in; None while it has none."""
+    """Process id; None while there is no process."""
     note: str = ""
 
 
 class RunStatus(Config):
-    """The whole run at one moment: a small file, replaced every second by the driver, read by `stretto top`."""
+    """Status of the run: a small file, replaced every second by the driver, read by `stretto top`."""
 
     updated_s: float
     """Unix seconds."""
     step: int
     num_steps: int
     state: str
-    """What the run is doing: ``starting``, ``training``, ``done``, or why it stopped."""
+    """``training``, ``done``, ``interrupted``, or the error that stopped the run."""
     counts: dict[str, float]
-    """Of groups: alive, in flight, ready, training, and how many ended how."""
+    """Numbers of groups by state and by ending (`Controller.counts`)."""
     metrics: dict[str, float]
     """The last logged value of each scalar."""
     rewards: list[float]
     """Mean reward of each step so far."""
     roles: list[RoleRow]
     waits: list[str]
-    """The longest waits, in words."""
+    """Lines that describe the longest waits of samples."""
 
 
 def write_status(folder: Path, status: RunStatus) -> None:
@@ -275,7 +272,7 @@ def read_status(folder: Path) -> RunStatus:
 
 
 def pool_rows(roles: Roles) -> list[RoleRow]:
-    """Pools for the status file; those that cannot change are left out."""
+    """Rows of the status file for the pools, without pools of fixed size."""
     rows = []
     for pool in roles.pools:
         stats, limits, load = pool.stats(), pool.limits, pool.stats().load
@@ -288,7 +285,7 @@ def pool_rows(roles: Roles) -> list[RoleRow]:
 
 
 def pool_scalars(roles: Roles) -> dict[str, float]:
-    """Pools for the log."""
+    """Scalars of the log about the pools."""
     scalars: dict[str, float] = {}
     for pool in roles.pools:
         stats, at = pool.stats(), f"pool/{pool.name}"
@@ -299,7 +296,7 @@ def pool_scalars(roles: Roles) -> dict[str, float]:
 
 
 class Logbook:
-    """Sinks of one run, over all of its attempts."""
+    """Metrics, status file and console lines of one run, over all of its attempts."""
 
     _roles: Roles
     _controller: Controller
@@ -311,24 +308,24 @@ class Logbook:
         self._metrics: dict[str, float] = {}
         self._rewards: list[float] = []
         self._shown_steps = 0
-        self._busy = Counts()  # of the trace, which lasts as long as this
-        self._new_roles = self._undone = 0
+        self._busy = Counts()  # busy times of the trace, which like this object lasts for all attempts
+        self._num_new_roles = self._num_undone = 0
         self._evaluation: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def attempt(self, roles: Roles, controller: Controller, is_first: bool) -> AsyncIterator[None]:
-        """Around an attempt, the run's first or not, that starts where ``controller`` stands; what was logged of later steps
-        is dropped. Inside, the status file is replaced once a second; at the end it says how the attempt went."""
+        """Context of one attempt, which starts at the controller's step; metrics of later steps are dropped. Within the context
+        the status file is replaced once a second; at its end the file shows how the attempt ended."""
         first_step = self._begin(roles, controller, is_first)
         config = self._recipe.model_dump(mode="json")
-        told = Tracker(self._folder, first_step=first_step, wandb_project=self._wandb_project, config=config)
-        with told as self._tracker:
+        tracker = Tracker(self._folder, first_step=first_step, wandb_project=self._wandb_project, config=config)
+        with tracker as self._tracker:
             watch, state = asyncio.create_task(self._watch()), "done"
             try:
                 yield
             except BaseException as error:
-                was_told = isinstance(error, asyncio.CancelledError)
-                state = "interrupted" if was_told else str(error) or type(error).__name__
+                is_cancelled = isinstance(error, asyncio.CancelledError)
+                state = "interrupted" if is_cancelled else str(error) or type(error).__name__
                 raise
             finally:
                 tasks = [watch, *filter(None, [self._evaluation])]
@@ -336,19 +333,19 @@ class Logbook:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-                # the disk is full, maybe: what ended the attempt is to be heard
+                # the error that ended the attempt is more useful than a full disk
                 with suppress(*(() if state == "done" else (UserError,))):
                     await self._write_status(state)
 
     def _begin(self, roles: Roles, controller: Controller, is_first: bool) -> int:
-        """The first step to be logged."""
+        """Prepare for an attempt. Returns the first step to be logged."""
         self._roles, self._controller = roles, controller
         step = controller.version
         has_rows = not is_first and (self._folder / METRICS_FILE).is_file()
         rows = read_metrics(self._folder) if has_rows else []
         if not is_first:
-            self._new_roles += 1  # the trainer at least
-            self._undone += max(0, int(max((row["step"] for row in rows), default=0)) - step)
+            self._num_new_roles += 1  # the trainer at least
+            self._num_undone += max(0, int(max((row["step"] for row in rows), default=0)) - step)
         self._rewards = [row["reward/mean"] for row in rows if "reward/mean" in row and row["step"] <= step]
         if not is_first:
             self._say(f"resumes after step {step:,} of {self._recipe.train.steps:,}")
@@ -361,7 +358,7 @@ class Logbook:
         return step + 1 if step else 0
 
     def stepped(self, report: StepReport, refs: tuple[GroupRef, ...]) -> None:
-        """Log a step that is done; now and then, begin to measure the held-out reward while the run goes on."""
+        """Log a completed step; every ``eval_every`` steps, start to measure the held-out reward beside the run."""
         now_s = time.perf_counter()
         wall_s, self._stepped_s = max(1e-9, now_s - self._stepped_s), now_s
         busy_s = {name: self._busy.grown(name, seconds) for name, seconds in sorted(self._trace.busy_s.items())}
@@ -381,16 +378,16 @@ class Logbook:
             "speed/samples_per_s": report.num_samples / wall_s,
             **self._role_scalars.scalars(),
         }
-        # since the last step: what was thrown away, and what had to be done again
+        # losses since the last step: discarded groups, restarts, undone steps
         if num_failed := self._counts.grown("failed", counts["failed"]):
             last = self._controller.last_failed
             self._say(f"step {report.step:>5,}  {num_failed:.0f} groups failed, the last one {last}")
         filtered = self._counts.grown("filtered", counts["filtered"])
         uniform = scalars["reward/uniform_groups"] * len(refs)
         scalars["groups/uniform_share"] = (filtered + uniform) / (filtered + len(refs))
-        scalars["failures/restarts"] = self._new_roles + self._counts.grown("restarts", self._roles.num_restarts())
-        scalars["failures/steps_undone"] = self._undone
-        self._new_roles = self._undone = 0
+        scalars["failures/restarts"] = self._num_new_roles + self._counts.grown("restarts", self._roles.num_restarts())
+        scalars["failures/steps_undone"] = self._num_undone
+        self._num_new_roles = self._num_undone = 0
         for why, num in self._controller.discarded.items():
             scalars[f"discarded/{why}_tokens"] = self._counts.grown(f"discarded {why}", num)
         self._metrics |= scalars
@@ -405,7 +402,7 @@ class Logbook:
     async def evaluate(self, step: int) -> list[Group]:
         """Log the mean reward on held-out problems, one sample each at the run's temperature; returns the samples."""
         if self._evaluation is not None:
-            await self._evaluation  # of the same problems
+            await self._evaluation
         return await self._evaluate(step)
 
     async def _evaluate_beside(self, step: int) -> None:
@@ -418,36 +415,34 @@ class Logbook:
         num = self._recipe.train.eval_prompts
         groups = await asyncio.gather(*map(self._held_out, range(num)))
         reward = float(np.mean([group.trajectories[0].verdict.reward for group in groups]))
-        self.tell(step, "eval/reward", reward)
+        self.log(step, "eval/reward", reward)
         self._say(f"step {step:>5,}  held-out reward {reward:.3f}  ({num} problems)")
         return groups
 
-    def tell(self, step: int, metric: str, value: float) -> None:
-        """Log what is measured beside the steps."""
+    def log(self, step: int, metric: str, value: float) -> None:
+        """Log a scalar that is measured outside the steps."""
         self._metrics[metric] = value
         self._tracker.log(step, {metric: value}, line=False)
 
     async def _held_out(self, number: int) -> Group:
         task, deadline_s = self._prompts.held_out(number), self._recipe.failures.lease_s + CALL_SLACK_S
-        what: object = ""
-        for failures in range(_EVALUATIONS):
-            await asyncio.sleep(_PAUSE_S * failures)
+        why: object = ""
+        for num_failed in range(_EVALUATIONS):
+            await asyncio.sleep(_PAUSE_S * num_failed)
             try:
                 group: Group = await self._roles.agents.call("evaluate", task, deadline_s=deadline_s)
                 return group
             except RuntimeFailure as failure:
-                what = failure.message if isinstance(failure, RoleError) else failure
-        raise UserError(f"evaluation: {what} ({_EVALUATIONS} attempts); correct that, then continue with --resume")
+                why = failure.message if isinstance(failure, RoleError) else failure
+        raise UserError(f"evaluation: {why} ({_EVALUATIONS} attempts); correct that, then continue with --resume")
 
     async def _watch(self) -> None:
         while True:
             try:
                 await self._write_status("training")
-            except UserError as error:
-                self._say(f"{error}")  # a run that nobody can watch is a run all the same
-                return
-            except Exception as error:
-                self._say(f"status file: {type(error).__name__}: {error}; stretto top shows nothing newer of this run")
+            except Exception as error:  # the run continues without a status file
+                problem = f"status file: {type(error).__name__}: {error}; stretto top shows nothing newer of this run"
+                self._say(str(error) if isinstance(error, UserError) else problem)
                 return
             await asyncio.sleep(STATUS_EVERY_S)
 
@@ -472,9 +467,9 @@ class Logbook:
     async def _rows(self) -> list[RoleRow]:
         roles = self._roles
         kinds = (roles.engines.values(), roles.agents.handles(), roles.verifiers)
-        engines, agents, rewards = told = await asyncio.gather(*(roles.ask_all(each, "stats") for each in kinds))
-        by_name = ({handle.name: stats for handle, stats in each} for each in told)
-        self._role_scalars.tell(time.perf_counter(), *by_name)
+        engines, agents, rewards = answers = await asyncio.gather(*(roles.ask_all(each, "stats") for each in kinds))
+        by_name = ({handle.name: stats for handle, stats in each} for each in answers)
+        self._role_scalars.update(time.perf_counter(), *by_name)
 
         def row(handle: Handle, load: float, waiting: float, note: str) -> RoleRow:
             status = roles.runtime.status(handle)

@@ -1,12 +1,14 @@
-"""Verifier role: has a problem's task score an answer, and returns a verdict.
+"""Verifier role: lets a task score answers, and returns verdicts.
 
-Whatever goes wrong with judging itself is INFRA and names the task: it is never a reward. Imports no torch.
+An error of the verification itself gives the outcome INFRA and names the task; it is never a reward. Imports no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,46 +17,46 @@ from stretto.base.trajectory import Outcome, Verdict
 from stretto.flow.clients import RewardRequest, Threads, infra
 from stretto.tasks.task import Answer, Problem, Score, TaskSource, score_fault
 
-_How = Callable[[TaskSource, Problem, Sequence[Answer]], Sequence[Score]]
+_Judge = Callable[[TaskSource, Problem, Sequence[Answer]], Sequence[Score]]
 _MAX_DETAIL = 300
-"""Characters."""
+"""Largest number of characters of a verdict's detail."""
 
 
 @dataclass(slots=True)
 class RewardStats:
-    """Counts since the start. Written by `RewardRole`, which hands out copies; read by metrics."""
+    """Counters since the start of the role. Written by `RewardRole`, which returns copies; read by metrics."""
 
     num_waiting: int = 0
-    """In flight now, the next included."""
+    """Requests in flight now, ``num_judged`` included."""
     num_judged: int = 0
-    """Being judged now."""
-    outcomes: dict[str, int] = field(default_factory=dict)
-    """Verdicts by outcome."""
+    """Requests being judged now."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Number of verdicts by outcome."""
     busy_s: float = 0.0
-    """Spent judging, summed over those that were judged at once."""
+    """Seconds spent judging; concurrent requests are summed."""
     num_stuck: int = 0
-    """Judgements that did not return and were left behind in their threads; with any, start the role again."""
+    """Requests that missed their deadline and still occupy a thread. If there is any, the role is restarted."""
 
 
 class RewardRole:
-    """Verifies samples: of each source as many at once as it says (`TaskSource.at_once`), mostly one."""
+    """Verifies samples: ``TaskSource.at_once`` requests of a source at the same time, mostly one."""
 
     def __init__(self, open_sources: Callable[[], Mapping[str, TaskSource]], deadline_s: float = 60.0):
-        """``open_sources`` is called once, here; ``deadline_s``: of one verification, its queue not counted."""
+        """``open_sources`` is called once, here. ``deadline_s``: deadline of one verification, its queue not counted."""
         self._sources, self._deadline_s = open_sources(), deadline_s
         self._turns = {name: asyncio.Semaphore(source.at_once) for name, source in self._sources.items()}
         self._threads, self._stats = Threads(), RewardStats()
 
     async def score(self, request: RewardRequest) -> Verdict:
-        """The verdict on a sample; INFRA, with the reason, for an unknown source, a task that raises or hangs, and a
-        reward that is no finite number."""
+        """The verdict on a sample. INFRA, with the reason, for an unknown source, a task that raises or hangs, and a
+        reward that is not a finite number."""
         return (await self._verdicts([request], _score))[0]
 
     async def compare(self, requests: Sequence[RewardRequest]) -> tuple[Verdict, ...]:
-        """The verdicts on the samples of a group, which its task judges beside each other; INFRA as `score`."""
+        """The verdicts on the samples of a group, which the task judges together. INFRA as in `score`."""
         return await self._verdicts(requests, _compare)
 
-    async def _verdicts(self, requests: Sequence[RewardRequest], judge: _How) -> tuple[Verdict, ...]:
+    async def _verdicts(self, requests: Sequence[RewardRequest], judge: _Judge) -> tuple[Verdict, ...]:
         name, stats = requests[0].source, self._stats
         source = self._sources.get(name)
         if source is None:
@@ -67,18 +69,16 @@ class RewardRole:
                     verdicts = await self._judge(source, requests, judge)
             finally:
                 stats.num_waiting -= 1
-        for verdict in verdicts:
-            outcome = verdict.outcome.value
-            stats.outcomes[outcome] = stats.outcomes.get(outcome, 0) + 1
+        stats.outcomes.update(verdict.outcome.value for verdict in verdicts)
         return verdicts
 
     async def stats(self) -> RewardStats:
-        return replace(self._stats, outcomes=dict(self._stats.outcomes))
+        return copy.deepcopy(self._stats)
 
     async def close(self) -> None:
         self._threads.close()
 
-    async def _judge(self, source: TaskSource, requests: Sequence[RewardRequest], judge: _How) -> tuple[Verdict, ...]:
+    async def _judge(self, source: TaskSource, requests: Sequence[RewardRequest], judge: _Judge) -> tuple[Verdict, ...]:
         started_s = time.perf_counter()
         self._stats.num_judged += 1
         try:
@@ -99,14 +99,14 @@ def _compare(source: TaskSource, problem: Problem, answers: Sequence[Answer]) ->
     return source.compare(problem, answers)
 
 
-def _verdicts(source: TaskSource, requests: Sequence[RewardRequest], judge: _How) -> tuple[Verdict, ...]:
+def _verdicts(source: TaskSource, requests: Sequence[RewardRequest], judge: _Judge) -> tuple[Verdict, ...]:
     started_s = time.perf_counter()
     try:
         problem = source.problem(requests[0].item)
         scores = list(judge(source, problem, [Answer(each.text, each.messages, each.seed) for each in requests]))
         if len(scores) != len(requests):
             raise ValueError(f"compare() gave {len(scores)} scores for {len(requests)} answers")
-    except Exception as error:  # a task is code of others: whatever it raises is no verdict
+    except Exception as error:  # tasks are foreign code that may raise anything
         return tuple(infra(request, _short(f"raised {type(error).__name__}: {error}")) for request in requests)
     seconds = time.perf_counter() - started_s
     return tuple(_verdict(request, score, seconds) for request, score in zip(requests, scores, strict=True))
@@ -129,5 +129,5 @@ def _verdict(request: RewardRequest, score: Score, seconds: float) -> Verdict:
 
 
 def _short(text: str) -> str:
-    line = one_line(text.encode(errors="replace").decode())  # half a surrogate pair would not be stored
+    line = one_line(text.encode(errors="replace").decode())  # a lone surrogate could not be stored
     return line if len(line) <= _MAX_DETAIL else line[: _MAX_DETAIL - 1] + "…"

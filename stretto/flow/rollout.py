@@ -24,16 +24,16 @@ from stretto.learning.weights import fetch
 from stretto.model.spec import Subnet
 
 _PROMPT_TOKENS = {"cpu": 1024, "cuda": 8192}
-"""Of a step: a GPU takes as long for a few."""
+"""Prompt tokens of one engine step, by device. A GPU takes as long for a few tokens as for many."""
 _KEPT_TOKENS = 1 << 24
-"""Of all samples that an engine may be asked to go on with: 64 MiB."""
+"""Tokens of unfinished samples that an engine keeps, over all samples: 64 MiB."""
 
 
 def open_rollout_engine(recipe: RlRecipe, start: Path, device: str) -> Engine:
-    """An engine of the network at ``start``; its weights are the checkpoint's until a version is activated.
+    """An engine with the checkpoint at ``start``, whose weights it has until a version is activated.
 
-    What it draws for a request is a function of weights, prompt and seed, to the bit, wherever there are operators for
-    that: on a CPU the compiled kernels, elsewhere batch-invariant ones. So a run without staleness repeats itself.
+    With compiled kernels on a CPU, or batch-invariant operators elsewhere, the result of a request is a function of weights,
+    prompt and seed, to the bit. A run without staleness is then reproducible.
     """
     rollout, precision = recipe.rollout, recipe.precision
     torch.set_num_threads(rollout.threads)
@@ -46,16 +46,16 @@ def open_rollout_engine(recipe: RlRecipe, start: Path, device: str) -> Engine:
         batch_invariant=precision.batch_invariant,
         page_size=rollout.page_size,
     )
-    # without a word an engine on a GPU takes bf16
+    # the default on a GPU is bf16
     dtype = torch.float32 if precision.rollout == "fp32" else None
     routes = recipe.replay == "r3"
     engine = open_engine(start, config, device=device, dtype=dtype, with_tokenizer=False, routes=routes).engine
-    engine.weight_version = -1  # it has not been told the run's weights yet
+    engine.weight_version = -1  # the run's weights have not been activated yet
     return engine
 
 
 class EngineRole:
-    """One engine in a thread of its own, behind async methods. What it samples under carries the version's number."""
+    """One engine in a thread of its own, behind async methods. Each sampled token carries the version of its weights."""
 
     def __init__(
         self,
@@ -66,14 +66,17 @@ class EngineRole:
         waits: bool = False,
         subnet: Subnet | None = None,
     ):
-        """``open_engine`` is called once, here; its engine must keep routes if they will be asked for. ``waits``: sample nothing
-        before the first `activate`, as one that is restarted opens with weights that are too old. ``subnet``: which part of
-        the network samples; None: all."""
+        """
+        Args:
+            open_engine: called once, here. Its engine must record routes if requests ask for them.
+            waits: sample nothing before the first `activate`, because a restarted engine opens with outdated weights.
+            subnet: the Subnet that samples; None: the full network.
+        """
         self.name, self._fetch = name, fetch
         engine = open_engine()
         self._phases, self._page_size = Phases(subnet or engine.model.config.full()), engine.config.page_size
         self.version = engine.weight_version
-        """Of the weights that serve."""
+        """Version of the active weights."""
         self._service = AsyncEngine(engine).start()
         self._numbers = itertools.count()
         self._is_ready = asyncio.Event()
@@ -82,17 +85,17 @@ class EngineRole:
         self._activating = asyncio.Lock()
         self._prefills: dict[bytes, asyncio.Event] = {}
         self._kept: dict[str, np.ndarray] = {}
-        """Tokens int32 of requests that may be gone on with, by id, the last used last."""
+        """By request id: int32 tokens of unfinished samples, the last used last."""
         self._num_kept = 0
 
     async def generate(self, request: GenerateRequest) -> Generated:
-        """Sample at most ``max_tokens`` after ``tokens``. Cancelled or out of time, it leaves nothing in the engine.
+        """Sample at most ``max_tokens`` after ``tokens``. A cancelled or late request is removed from the engine.
 
         Raises:
-            Forgotten: there are no such tokens as are to be kept already.
+            Forgotten: the engine does not have the first ``num_kept`` tokens.
             Unavailable: the engine is dead.
-            InfraError: it is full, out of time, or its output is no number.
-            UserError: the request is impossible for this network.
+            InfraError: the queue is full, the deadline has passed, or the output is not finite.
+            UserError: the network cannot process the request.
         """
         try:
             async with asyncio.timeout(request.deadline_s) as deadline:
@@ -108,10 +111,10 @@ class EngineRole:
             raise InfraError(f"{self.name}: {error}") from error
 
     async def activate(self, version: WeightVersion) -> None:
-        """Serve ``version`` from the next step on; requests in flight go on under it. Older ones are ignored.
+        """Load ``version`` before the next engine step; requests in flight continue with it. Older versions are ignored.
 
         Raises:
-            UserError: it cannot be had, or has tensors of another network; the old weights serve on.
+            UserError: its file cannot be read, or has tensors of another network; the old weights stay active.
             InfraError: the engine is dead.
         """
         async with self._activating:
@@ -132,33 +135,33 @@ class EngineRole:
             raise InfraError(f"{self.name}: {error}") from error
 
     async def failure(self) -> str:
-        """Why the engine is dead, so that this role must be started again; empty while it lives."""
+        """The error that ended the engine, after which this role must be restarted; empty while it is alive."""
         return "" if self._service.error is None else str(self._service.error)
 
     def close(self) -> None:
-        """Stop; what is in flight fails with `InfraError`."""
+        """Stop the engine. Requests in flight fail with `InfraError`."""
         self._service.close()
 
-    def _whole(self, request: GenerateRequest) -> np.ndarray:
-        """All tokens that the request goes on from."""
+    def _prefix(self, request: GenerateRequest) -> np.ndarray:
+        """All tokens that the request continues, kept ones included."""
         if not request.num_kept:
             return request.tokens
         kept = self._kept.get(request.id, request.tokens[:0])
-        if len(kept) < request.num_kept:  # there may be more than the agent ever heard of
+        if len(kept) < request.num_kept:  # it may be longer, if the agent did not receive the last result
             raise Forgotten(f"{self.name}: request {request.id}: {len(kept)} of {request.num_kept} tokens are here")
         return np.concatenate([kept[: request.num_kept], request.tokens])
 
     def _keep(self, id: str, tokens: np.ndarray) -> None:
-        """Of the longest unused ones nothing, where they are too many."""
+        """Keep ``tokens`` for the next chunk; drop the least recently used samples beyond `_KEPT_TOKENS`."""
         self._num_kept += len(tokens) - len(self._kept.pop(id, ()))
         self._kept[id] = tokens
         while self._num_kept > _KEPT_TOKENS:
             self._num_kept -= len(self._kept.pop(next(iter(self._kept))))
 
     async def _generate(self, request: GenerateRequest) -> Generated:
-        tokens = self._whole(request)
+        tokens = self._prefix(request)
         key = tokens.tobytes()
-        # A group's samples ask for their prompt at the same moment: one computes it, the others wait for its pages.
+        # A group's samples send their prompt at the same moment: one request computes it, the others wait for its pages.
         if leader := self._prefills.get(key):
             await leader.wait()
         is_computed = asyncio.Event()
@@ -171,17 +174,17 @@ class EngineRole:
             stop_ids=request.stop_ids,
             ignore_eos=True,
         )
-        name = f"{request.id}#{next(self._numbers)}"  # one that is being given up may still have the other name
-        asked = Request(name, tuple(tokens.tolist()), sampling, self._phases, request.want_routes)
+        name = f"{request.id}#{next(self._numbers)}"  # unique, because a cancelled request may still be in the engine
+        submitted = Request(name, tuple(tokens.tolist()), sampling, self._phases, request.want_routes)
         started_s = time.time()
         try:
-            async with self._service.submit(asked) as stream:
+            async with self._service.submit(submitted) as stream:
                 async for event in stream:
                     is_computed.set()
                     if isinstance(event, Completion):
-                        done = _generated(event, request, started_s)
-                        self._keep(request.id, np.concatenate([tokens, done.segment.tokens]))
-                        return done
+                        result = _generated(event, request, started_s)
+                        self._keep(request.id, np.concatenate([tokens, result.segment.tokens]))
+                        return result
             raise AssertionError(f"{name}: the stream ended without a completion")
         finally:
             is_computed.set()
@@ -202,7 +205,7 @@ def _generated(done: Completion, request: GenerateRequest, started_s: float) -> 
             started_s,
             finished_s=time.time(),
         ),
-        # the rest need not travel, nor be kept alive
+        # a copy, so that earlier rows are neither sent nor kept alive
         routes=None if done.routes is None else done.routes[request.routes_from :].copy(),
         finish_reason="stop" if done.finish_reason == "stop" else "length",
         cached_tokens=usage.cached_tokens,

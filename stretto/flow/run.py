@@ -49,26 +49,26 @@ from stretto.runtime.runtime import RoleDied, RuntimeFailure, to_end
 from stretto.text.tokenizer import load_tokenizer
 
 MOVED = "eval/kl_start"
-"""Metric: `Result.moved`."""
+"""Name of the metric `Result.moved`."""
 _WRITE_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a finished run hands on."""
+    """Result of a finished run."""
 
     checkpoint: Path
     first_reward: float
     """Mean held-out reward before the first step."""
     last_reward: float
     moved: float
-    """KL to the start, nats a token of the last held-out samples."""
+    """KL divergence of the policy to its start on the last held-out samples, in nats per token."""
 
 
 def run_rl(job: Job, advance: Advance, say: Say) -> Result:
-    """Run ``job`` from its start, or where it was left, to its end.
-    Raises UserError: a task that fails its own check, a resume that does not fit, or a run that cannot go on."""
-    gc.freeze()  # the collector would look through all modules again and again, for a tenth of the loop's time
+    """Run ``job`` to its end, from its start or from the last snapshot.
+    Raises UserError: a task fails its own check, the run in the folder does not match, or the run cannot continue."""
+    gc.freeze()  # else garbage collection scans all modules repeatedly, for a tenth of the loop's time
     try:
         return to_end(_run(job, advance, say))
     finally:
@@ -76,7 +76,7 @@ def run_rl(job: Job, advance: Advance, say: Say) -> Result:
 
 
 async def _run(job: Job, advance: Advance, say: Say) -> Result:
-    """As many attempts as it takes: each ends with the run, or with the death of its trainer."""
+    """Make attempts until one finishes the run. An attempt also ends when its trainer dies."""
     recipe, folder = job.recipe, job.folder
     tables, tokenizer = SourceTables(dict(recipe.sources), recipe.sandbox), load_tokenizer(job.start)
     prompts, at_once = await asyncio.to_thread(check_sources, recipe, tables, tokenizer, say)
@@ -84,7 +84,7 @@ async def _run(job: Job, advance: Advance, say: Say) -> Result:
     num_attempts = 0
     with claimed(folder):
         async with await open_runtime(recipe.runtime.kind, recipe.runtime.address) as runtime:
-            resumes = take_up(recipe, folder, job.resume)
+            resumes = claim_recipe(recipe, folder, job.resume)
             with Trace(folder) as trace:
                 log = Logbook(job, prompts, trace, advance, say)
                 while True:
@@ -93,17 +93,17 @@ async def _run(job: Job, advance: Advance, say: Say) -> Result:
                         async with start_roles(runtime, factories, recipe, at_once) as roles:
                             await _attempt(job, roles, prompts, trace, log, resumes)
                         break
-                    except (TrainerLost, RoleDied) as lost:  # the latter: before everybody had come
+                    except (TrainerLost, RoleDied) as lost:  # RoleDied: a role died while the roles were started
                         if num_attempts > recipe.failures.restarts:
                             raise UserError(
                                 f"{lost}; failures.restarts: {num_attempts} attempts were lost; continue with --resume"
                             ) from lost
                         say(f"{lost}; resuming from the last snapshot")
                         for handle in reversed(runtime.handles()):
-                            with suppress(RuntimeFailure):  # dead already
+                            with suppress(RuntimeFailure):  # the role is already dead
                                 await runtime.kill(handle, hard=True)
                         resumes = (folder / JOURNAL_FILE).exists()
-    for name in (GROUPS, LOGS):  # no step will be made again, and what was in flight is cancelled
+    for name in (GROUPS, LOGS):  # no step will be repeated, and samples in flight are cancelled
         remove(folder / name)
     write_trace(folder)
     rows = read_metrics(folder)
@@ -112,10 +112,10 @@ async def _run(job: Job, advance: Advance, say: Say) -> Result:
 
 
 async def _attempt(job: Job, roles: Roles, prompts: Prompts, trace: Trace, log: Logbook, resumes: bool) -> None:
-    """From the last snapshot, or the start, to the recipe's last step; ends with a checkpoint."""
+    """Train from the last snapshot, or the start, to the recipe's last step, and write the checkpoint."""
     recipe, journal = job.recipe, job.folder / JOURNAL_FILE
     cut = await roles.call_trainer("resume", deadline_s=_WRITE_S) if resumes else None
-    # of a resumed run the trainer has found it to be the same, but it may have moved
+    # the trainer has checked that a resumed run has the same start, but the folder may have moved
     write_json(job.folder / START_FILE, {"checkpoint": str(job.start.resolve())})
     ledger = Ledger.resume(journal, cut) if resumes else Ledger.start(journal)
     try:
@@ -131,7 +131,7 @@ async def _attempt(job: Job, roles: Roles, prompts: Prompts, trace: Trace, log: 
                 await driver.run()
                 held_out = await log.evaluate(controller.version)
                 moved = await roles.call_trainer("moved", held_out, deadline_s=_WRITE_S)
-                log.tell(controller.version, MOVED, moved)
+                log.log(controller.version, MOVED, moved)
                 await roles.call_trainer("write", job.folder / CHECKPOINT, deadline_s=_WRITE_S)
             controller.finish()
     finally:
@@ -140,7 +140,7 @@ async def _attempt(job: Job, roles: Roles, prompts: Prompts, trace: Trace, log: 
 
 def _limits(recipe: RlRecipe) -> Limits:
     rollout, train = recipe.rollout, recipe.train
-    # Slow tools and verifiers hold groups up outside of the engines: then none of them may wait for its turn.
+    # If groups wait for slow tools and verifiers, the engines have places for all of them.
     is_fast = rollout.max_turns == 1 and not SourceTables(recipe.sources, recipe.sandbox).are_slow
     capacity = max(1, rollout.engines * rollout.max_batch // rollout.group) if is_fast else None
     return Limits(
@@ -148,15 +148,16 @@ def _limits(recipe: RlRecipe) -> Limits:
         staleness=recipe.staleness,
         window=recipe.window or default_window(train.prompts, recipe.staleness, capacity),
         drop_uniform=recipe.loss.drop_uniform,
-        lease_s=recipe.failures.lease_s + 2 * CALL_SLACK_S,  # an agent keeps its lease itself, and says how far it came
+        lease_s=recipe.failures.lease_s
+        + 2 * CALL_SLACK_S,  # agents end their leases themselves and report their progress
         max_attempts=recipe.failures.max_attempts,
         num_steps=train.steps,
     )
 
 
 def has_begun(folder: Path, resume: bool) -> bool:
-    """Whether there is a run to go on with: one that was killed before its first group has nothing.
-    Raises UserError: there is, and nobody said ``resume``; or an older version began it."""
+    """Whether the folder holds a run to resume. A run that was killed before its first group does not count.
+    Raises UserError: there is a run and ``resume`` is False, or an older version began the run."""
     if (folder / OLD_JOURNAL_FILE).exists():
         raise UserError(
             f"{folder / OLD_JOURNAL_FILE}: written by an older version; end that run with it, or choose another folder with --out"
@@ -169,9 +170,9 @@ def has_begun(folder: Path, resume: bool) -> bool:
     return has_run
 
 
-def take_up(recipe: RlRecipe, folder: Path, resume: bool) -> bool:
-    """Write ``recipe`` down; whether there is a run to go on with.
-    Raises UserError: ``resume`` and the run has another recipe; or not, and there is a run."""
+def claim_recipe(recipe: RlRecipe, folder: Path, resume: bool) -> bool:
+    """Write ``recipe`` into the folder. Returns whether there is a run to resume.
+    Raises UserError: the run has another recipe; or as `has_begun`."""
     has_run, path, new = has_begun(folder, resume), folder / RECIPE_FILE, recipe.model_dump(mode="json")
     if has_run:
         check_unchanged(read_json(path), new, folder, (*LAYOUT, *STEERING))
@@ -180,22 +181,22 @@ def take_up(recipe: RlRecipe, folder: Path, resume: bool) -> bool:
 
 
 def start_of(folder: Path) -> Path | None:
-    """The checkpoint that the run in ``folder`` began with; None where it does not say.
-    Raises UserError: the checkpoint is not there any more."""
+    """The checkpoint with which the run in ``folder`` began; None if it is not recorded.
+    Raises UserError: the checkpoint does not exist any more."""
     path = folder / START_FILE
     if not path.exists():
         return None
     start = Path(read_json(path)["checkpoint"])
     if not (start / "config.json").is_file():
         raise UserError(
-            f"{start}: config.json: no such file, and {folder} began with it; say with --model where it is now"
+            f"{start}: config.json: no such file, and {folder} began with it; give its new path with --model"
         )
     return start
 
 
 def sweep(folder: Path, ledger: Ledger) -> None:
-    """Delete what kills have left behind: half-written files, groups that nobody will train on, logs of those that ended. No
-    role may be at work any more."""
+    """Delete files that killed processes left: partial files, groups that no step will train, logs of groups that have ended.
+    No role may be running."""
     for place in (folder, folder / GROUPS, folder / WEIGHTS):
         for partial in place.glob(".*.partial*"):
             remove(partial)

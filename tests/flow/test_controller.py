@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from stretto.flow.controller import Controller, Limits, Watchdog, default_window
 from stretto.flow.ledger import Ledger
-from tests.flow.refs import ref, task
+from tests.flow.refs import check, ref, task
 from tests.flow.throttle import Result, Run, Schedule, random_schedule
 
 MEMORY = Path("/dev/shm")
@@ -42,7 +42,7 @@ def started(tmp_path: Path, **changes: Any) -> tuple[Controller, Clock]:
 def resumed(tmp_path: Path, cut: dict[str, Any] | None, **changes: Any) -> Controller:
     ledger = Ledger.resume(tmp_path / "journal.sqlite", json.loads(json.dumps(cut)))
     controller = Controller(replace(LIMITS, **changes), task, ledger, Clock())
-    controller.state.check()
+    check(controller.state)
     controller.engine_active("engine-0", controller.version)
     return controller
 
@@ -74,7 +74,7 @@ def test_slots_are_charged_when_handed_out_and_freed_when_trained(tmp_path: Path
     assert handed(controller) == [], "and so do those in training"
     train(controller)
     assert handed(controller) == [(4, 0), (5, 0)]
-    controller.state.check()
+    check(controller.state)
 
 
 def test_weights_that_engines_have_not_activated_hold_hand_outs_back(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_resume_goes_on_with_exactly_what_was_alive(tmp_path: Path) -> None:
     assert handed(again) == [(7, 1)]
     again.group_ready(ref(4, attempt=1, version=1))
     assert batch(again) == [4, 5]
-    again.state.check()
+    check(again.state)
 
 
 def test_a_run_that_was_killed_before_its_first_snapshot_is_resumed(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_what_is_alive_at_the_end_is_cancelled(tmp_path: Path) -> None:
         controller.group_ready(ref(ordinal))
     controller.next_batch()
     controller.finish()
-    controller.state.check()
+    check(controller.state)
     assert controller.counts()["cancelled"] == 4 and controller.counts()["alive"] == 0
 
 

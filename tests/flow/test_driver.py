@@ -29,7 +29,7 @@ from stretto.learning.recipe import RlRecipe
 from stretto.runtime.local import LocalRuntime
 from stretto.runtime.pool import ElasticPool
 from stretto.runtime.runtime import DeadlinePassed, Handle, RoleDied
-from tests.flow.refs import ref, task
+from tests.flow.refs import check, ref, task
 
 PROMPTS = 2
 Group = Callable[[Task, int], Awaitable[GroupRef]]
@@ -171,7 +171,7 @@ def drive(
                         left = [repr(each) for each in asyncio.all_tasks() - before]
                         mine = ("LocalRuntime", "ElasticPool", "Caller.cast")  # of the runtime, that ends after us
                         assert all([any(name in each for name in mine) for each in left]), left
-                        controller.state.check()
+                        check(controller.state)
                         watch(controller)
 
     asyncio.run(run())

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Ending
 from stretto.flow.ledger import Ledger, State, read_events
-from tests.flow.refs import ref
+from tests.flow.refs import check, ref
 
 
 def filled(num: int, ready: set[int]) -> State:
@@ -116,7 +116,7 @@ def test_a_group_is_added_in_order_and_ready_once() -> None:
         put(state, 1)
     with pytest.raises(KeyError):
         put(state, 2)
-    with pytest.raises(AssertionError, match="handed out again"):
+    with pytest.raises(AssertionError, match="dispatched again"):
         state.dispatched(1, 0, 9.0)
     with pytest.raises(KeyError):
         state.dispatched(3, 0, 9.0)
@@ -183,9 +183,9 @@ def test_lines_add_up_to_what_is_alive(tmp_path: Path) -> None:
     ledger.record("lost", ordinal=3, attempt=0, why="engine died", counts=True)
     dispatched(ledger, 3, 1)
     ended(ledger, 4, Ending.FAILED)
-    ledger.state.check()
+    check(ledger.state)
     again = resumed(ledger)
-    again.state.check()
+    check(again.state)
     assert again.state.num_dispatched == 5 and again.state.endings == {Ending.FAILED: 1}
     assert list(again.state.alive) == [0, 1, 2, 3]
     assert again.state.alive[0].ref == ref(0)
@@ -206,7 +206,7 @@ def test_what_was_trained_after_the_cut_is_alive_again_and_keeps_its_batch(tmp_p
     taken(ledger, 3, 3)
     ended(ledger, 4, Ending.FILTERED)
     again = resumed(ledger, cut)
-    again.state.check()
+    check(again.state)
     assert list(again.state.alive) == [1, 2, 3] and again.state.alive[2].ref == ref(2)
     assert again.state.batches == {1: [1], 2: [2], 3: [3]}
     assert again.state.endings == {Ending.TRAINED: 1, Ending.FILTERED: 1}
@@ -258,7 +258,7 @@ def test_a_journal_cut_anywhere_is_a_state_it_once_had(tmp_path: Path, at: int) 
     log = path.with_name(path.name + "-wal").read_bytes()
     copy.with_name(copy.name + "-wal").write_bytes(log[: at * len(log) // 40])
     again = Ledger.resume(copy, None)
-    again.state.check()
+    check(again.state)
     assert again.state.num_dispatched <= 2
     dispatched(again, again.state.num_dispatched)
     assert Ledger.resume(copy, None).state.num_dispatched == again.state.num_dispatched, "and it is written on"

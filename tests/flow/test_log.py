@@ -32,7 +32,7 @@ def told(
 
 def test_shares_are_of_the_time_since_the_last_answer() -> None:
     roles = RoleScalars(started_s=100.0)
-    roles.tell(*told(105.0))
+    roles.update(*told(105.0))
     first = roles.scalars()
     assert first["bubble/engine-0"] == pytest.approx(0.2), "4 of 5 s"
     assert first["bubble/rewards"] == pytest.approx(0.8)
@@ -49,7 +49,7 @@ def test_shares_are_of_the_time_since_the_last_answer() -> None:
     assert (first["failures/tokens_resumed"], first["failures/troubles"]) == (24, 2)
     assert first["failures/sessions_lost/toy"] == 1
     later = replace(ENGINE, busy_s=5.0, output_tokens=520)
-    roles.tell(*told(109.0, later, reward=replace(REWARD, outcomes={"ok": 6, "wrong": 2, "infra": 1})))
+    roles.update(*told(109.0, later, reward=replace(REWARD, outcomes={"ok": 6, "wrong": 2, "infra": 1})))
     second = roles.scalars()
     assert second["bubble/engine-0"] == pytest.approx(0.75)
     assert second["engines/tokens_per_s"] == 5.0
@@ -61,16 +61,16 @@ def test_shares_are_of_the_time_since_the_last_answer() -> None:
 def test_nothing_is_said_twice() -> None:
     roles = RoleScalars(started_s=0.0)
     assert roles.scalars() == {}
-    roles.tell(*told(5.0))
+    roles.update(*told(5.0))
     assert roles.scalars()
     assert roles.scalars() == {}
 
 
 def test_a_role_that_is_started_again_counts_from_zero() -> None:
     roles = RoleScalars(started_s=0.0)
-    roles.tell(*told(5.0))
+    roles.update(*told(5.0))
     roles.scalars()
-    roles.tell(*told(10.0, replace(ENGINE, output_tokens=50, busy_s=0.5)))
+    roles.update(*told(10.0, replace(ENGINE, output_tokens=50, busy_s=0.5)))
     again = roles.scalars()
     assert again["engines/tokens_per_s"] == 10.0
     assert again["bubble/engine-0"] == pytest.approx(0.9)
@@ -78,9 +78,9 @@ def test_a_role_that_is_started_again_counts_from_zero() -> None:
 
 def test_a_dead_engine_leaves_no_numbers_and_a_busy_one_no_negative_ones() -> None:
     roles = RoleScalars(started_s=0.0)
-    roles.tell(5.0, {}, {}, {})
+    roles.update(5.0, {}, {}, {})
     assert not [name for name in roles.scalars() if name.startswith(("bubble/", "engines/", "verdicts/"))]
-    roles.tell(*told(6.0, replace(ENGINE, busy_s=6.0)))  # 5 s of it before it could answer
+    roles.update(*told(6.0, replace(ENGINE, busy_s=6.0)))  # 5 s of it before it could answer
     assert roles.scalars()["bubble/engine-0"] == 0.0
 
 

@@ -30,7 +30,7 @@ from stretto.flow.controller import Controller, Limits
 from stretto.flow.launch import Job
 from stretto.flow.ledger import Ledger
 from stretto.flow.log import read_status
-from stretto.flow.run import Result, run_rl, sweep, take_up
+from stretto.flow.run import Result, claim_recipe, run_rl, sweep
 from stretto.learning import trainer
 from stretto.learning.recipe import JOURNAL_FILE, RlRecipe
 from stretto.learning.samples import log_path
@@ -59,18 +59,18 @@ def ref(ordinal: int, folder: Path) -> GroupRef:
 def test_a_changed_recipe_is_refused_by_its_field_before_anything_is_written(tmp_path: Path, recipe_file: Path) -> None:
     run = tmp_path / "run"
     recipe = read_recipe(recipe_file, RlRecipe)
-    assert not take_up(recipe, run, resume=False)
+    assert not claim_recipe(recipe, run, resume=False)
     changed = read_recipe(recipe_file, RlRecipe, ["optim.weight_decay=0.5", "staleness=3"])
-    assert not take_up(changed, run, resume=True), "no group was handed out: there is nothing to go on with"
-    take_up(recipe, run, resume=True)
+    assert not claim_recipe(changed, run, resume=True), "no group was handed out: there is nothing to go on with"
+    claim_recipe(recipe, run, resume=True)
     before = (run / "recipe.json").read_text()
     (run / JOURNAL_FILE).touch()
     with pytest.raises(UserError, match=r"optim\.weight_decay: was .* when this run started, is 0\.5 now") as error:
-        take_up(changed, run, resume=True)
+        claim_recipe(changed, run, resume=True)
     assert "\n" not in str(error.value) and (run / "recipe.json").read_text() == before
     with pytest.raises(UserError, match="holds a run already; continue it with --resume"):
-        take_up(recipe, run, resume=False)
-    assert take_up(read_recipe(recipe_file, RlRecipe, ["runtime.isolate=none"]), run, resume=True)
+        claim_recipe(recipe, run, resume=False)
+    assert claim_recipe(read_recipe(recipe_file, RlRecipe, ["runtime.isolate=none"]), run, resume=True)
 
 
 def test_what_a_kill_left_behind_goes_and_what_is_needed_stays(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from stretto.base.trajectory import GroupRef, Task
 from stretto.flow.controller import Controller, Dispatch, Limits, default_window
 from stretto.flow.ledger import Ledger
+from tests.flow.refs import check
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ class Run:
                 kills.pop(0)
                 self._kill()
         self.result.wall_s = self.now
-        self._controller.state.check()
+        check(self._controller.state)
         self.result.counts = self._controller.counts()
         for step, batch in enumerate(self.result.batches):
             assert len(batch) == limits.prompts, (step, batch)
