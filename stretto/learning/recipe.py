@@ -25,16 +25,16 @@ from stretto.train.recipe import SelfTaughtConfig
 Precision = Literal["fp32", "bf16", "fp8"]
 SNAPSHOTS, WEIGHTS, GROUPS, LOGS, START = "snapshots", "weights", "groups", "tokens", "sft"
 """Folders of a run, beside `stretto.base.paths.CHECKPOINT`: trainer states, published versions, finished groups, token logs,
-and a start that the run made itself."""
+and the start, if the run trained it."""
 RECIPE_FILE, START_FILE = "recipe.json", "start.json"
-"""What it follows, and which checkpoint it began with."""
+"""The run's recipe, and the checkpoint with which it began."""
 JOURNAL_FILE, OLD_JOURNAL_FILE = "groups.sqlite", "groups.jsonl"
 STATUS_FILE, SPANS_FILE, TRACE_FILE = "status.json", "spans.jsonl", "trace.json"
-"""What it tells, beside the files of `stretto.base.track`."""
+"""Outputs for monitoring, beside the files of `stretto.base.track`."""
 ADVANTAGES = ("grpo", "dr_grpo", "rloo")
-"""Those of `stretto.learning.algorithms`."""
+"""Names of the algorithms in `stretto.learning.algorithms`."""
 LAYOUT = ("runtime.", "failures.", "sandbox.")
-"""Tables of the recipe that say where and with what patience, not what; a resumed run may change them."""
+"""Tables of the recipe that do not affect the result: placement, deadlines, isolation. A resumed run may change them."""
 STEERING = (
     "optim.lr",
     "train.steps",
@@ -43,61 +43,61 @@ STEERING = (
     "train.snapshot_minutes",
     "train.keep_snapshots",
 )
-"""Fields that a resumed run may change beside: they steer the steps that are still to come. Its lineage lists the changes."""
+"""Other fields that a resumed run may change, with effect on the steps that follow. Its lineage lists the changes."""
 
 
 class SourceConfig(Config):
     """A set of problems."""
 
     kind: str
-    """Registered task kind: ``gym``, ``math``, ``code``, ``tools``, ``service``, ``verifiers``."""
+    """Kind of task: ``gym``, ``math``, ``code``, ``tools``, ``service``, ``verifiers``."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """What that kind takes; its own configuration refuses unknown keys."""
+    """Arguments of that kind. Unknown keys are refused."""
     weight: float = Field(default=1.0, gt=0)
-    """Share of the prompts, relative to the other sources'."""
+    """Share of the prompts, relative to the other sources."""
     held_out: int = Field(default=0, ge=0)
-    """Least of its problems that are not trained on, where ``train.eval_prompts`` holds out fewer of a source that ends."""
+    """Smallest number of problems that are not trained on, if ``train.eval_prompts`` holds out fewer of a finite source."""
 
 
 class StartConfig(Config):
     """Supervised training on the sources' own answers before RL."""
 
     model: ModelConfig | None = None
-    """The network that begins with random weights; None: the one of ``--model`` is trained further."""
+    """Architecture of a network that starts with random weights; None: the checkpoint of ``--model`` is trained further."""
     optim: OptimConfig
     steps: int = Field(gt=0)
     rows: int = Field(default=16, gt=0)
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; bfloat16 is several times faster on a GPU."""
     noise: float = Field(default=0.0, ge=0, lt=1)
-    """Share of answers that are replaced by another problem's: a known headroom for RL."""
+    """Share of answers that are replaced by another problem's answer, which leaves a known headroom for RL."""
     learns_prompts: bool = False
-    """Prompts, and what tools and users say, are learnt too: a network of random weights finds in them how to copy, long before
-    it would from the few tokens that it is to write."""
+    """Also train on prompts and on tool and user turns. A network with random weights learns to copy from them, long before it
+    would from the few tokens of the answers."""
     elastic: SelfTaughtConfig | None = None
-    """Train this mixture of Subnets, so that parts of the start work too; None: the full network alone."""
+    """Mixture of Subnets to train, so that smaller Subnets of the start work too; None: the full network only."""
 
 
 class RolloutConfig(Config):
-    """How samples are drawn."""
+    """Sampling."""
 
     group: int = Field(default=8, gt=0)
-    """Samples of one prompt; two at least where their rewards are compared."""
+    """Samples per prompt; at least two if their rewards are compared."""
     max_tokens: int = Field(default=64, gt=0)
-    """Tokens the model may write in one sample, over all its turns."""
+    """Largest number of sampled tokens of one sample, over all its turns."""
     max_turns: int = Field(default=1, gt=0)
     tool_chars: int = Field(default=4000, ge=100)
-    """Characters shown to the model of what a tool gave: the beginning and the end, around a mark; verifiers see all."""
+    """Characters of a tool's result that the model reads: its beginning and its end, around a mark. Verifiers read all of it."""
     temperature: float = Field(default=1.0, gt=0)
     chunk_tokens: int = Field(default=64, gt=0)
-    """Tokens asked of an engine at once: what the token log may lose with an engine."""
+    """Tokens per request to an engine: the largest number of tokens of a sample that are lost with an engine."""
     engines: int = Field(default=1, gt=0)
     max_batch: int = Field(default=64, gt=0)
     cache_bytes: int = Field(default=256 << 20, gt=0)
     page_size: int = Field(default=8, gt=0)
-    """Tokens. Samples of a group have their prompt's full pages in common; short prompts want short pages."""
+    """Tokens per page of the cache. Samples of a group share their prompt's full pages, so short prompts need short pages."""
     threads: int = Field(default=1, gt=0)
-    """Of one engine on a CPU."""
+    """Threads of one engine on a CPU."""
 
 
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -110,17 +110,17 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     "icepop": {"policy": "icepop", "normaliser": "sequence", "drop_uniform": False},
     "decoupled": {"policy": "ppo", "proximal": "recompute", "correction": "icepop", "icepop_range": (0.0, 5.0)},
 }
-"""The papers' own values, where they differ from `LossConfig`'s and from those that belong to a policy or correction.
+"""The papers' values where they differ from the defaults of `LossConfig` and of the policy or correction.
 
-``tis``: π/μ cut off at 2 (truncated importance sampling), as one update of a batch has it. ``grpo``: 2402.03300. ``dr_grpo``:
+``tis``: π/μ is clipped at 2 (truncated importance sampling), for one update per batch. ``grpo``: 2402.03300. ``dr_grpo``:
 2503.20783. ``dapo``: 2503.14476; 4,096 of its 20,480 tokens are punished. ``gspo``: 2507.18071. ``cispo``: 2506.13585, with
-DAPO's filter and length penalty, no KL. ``icepop``: 2510.18855, as one update of a batch has it. ``decoupled``: AReaL
-(2505.24298), whose code leaves tokens out whose proximal/μ is more than 5.
+DAPO's filter and length penalty, no KL. ``icepop``: 2510.18855, for one update per batch. ``decoupled``: AReaL (2505.24298),
+whose code omits tokens with proximal/μ above 5.
 """
 _OF_POLICY: Final[Mapping[str, Mapping[str, float]]] = {
     "ppo": {"clip_low": 0.2, "clip_high": 0.2},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
-    # its paper has no lower bound and names no upper one; 5: ScaleRL, 2510.13786
+    # the paper has no lower bound and names no upper one; 5: ScaleRL, 2510.13786
     "cispo": {"clip_low": 1.0, "clip_high": 4.0},
     "icepop": {"clip_low": 0.5, "clip_high": 4.0},
 }
@@ -132,54 +132,53 @@ _OF_CORRECTION: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 class LossConfig(Config):
-    """The policy loss: names as in the papers that METHODS cites. π is trained, μ has sampled. What would change nothing
-    beside the other fields is refused."""
+    """The policy loss, with the names of the papers that METHODS cites. π: the trained policy. μ: the policy that sampled. A
+    field that has no effect beside the other fields is refused."""
 
     preset: str = "tis"
-    """Of `PRESETS`: gives every other field the value that it has where the recipe does not say."""
+    """Set of values from `PRESETS`, used for every field that the recipe does not give."""
     advantage: str = "grpo"
-    """``grpo`` divides by the group's standard deviation, ``dr_grpo`` does not, ``rloo`` leaves the sample itself out; or
-    ``file.py:function``, one's own (`stretto.learning.algorithms`)."""
+    """``grpo`` divides by the group's standard deviation, ``dr_grpo`` does not, ``rloo`` excludes the sample itself; or
+    ``file.py:function``, a function of your own (`stretto.learning.algorithms`)."""
     policy: Literal["ppo", "gspo", "cispo", "icepop"] = "cispo"
-    """What becomes of a ratio π/centre out of bounds. ``ppo``: its token's gradient ends, where it would go further out;
-    ``gspo``: so, by whole samples; ``cispo``: it is bounded; ``icepop``: its token is left out."""
+    """Treatment of a ratio π/proximal out of bounds. ``ppo``: the token has no gradient where the ratio would move further out;
+    ``gspo``: the same for whole samples; ``cispo``: the ratio is clipped; ``icepop``: the token is left out."""
     clip_low: float = Field(default=1.0, gt=0, le=1)
-    """The ratio's lower bound is 1 less this: with 1 there is none."""
+    """The ratio's lower bound is 1 − ``clip_low``; 1: no lower bound."""
     clip_high: float = Field(default=1.0, gt=0)
-    """Its upper bound is 1 and this."""
+    """The ratio's upper bound is 1 + ``clip_high``."""
     normaliser: Literal["token", "sequence", "constant"] = "token"
-    """Of the loss, over the whole global batch: its tokens (DAPO), its sequences' own means (GRPO), or samples times
-    ``max_tokens`` (Dr.GRPO)."""
+    """Normaliser of the loss over the whole global batch: number of tokens (DAPO), means over sequences (GRPO), or number of
+    samples times ``max_tokens`` (Dr.GRPO)."""
     proximal: Literal["behaviour", "recompute"] = "behaviour"
-    """The ratio's centre: μ itself, as recorded; or the trainer's own forward before the updates (decoupled PPO), which a
-    single update cannot leave, so that it needs ``train.minibatches``."""
+    """Denominator of the ratio. ``behaviour``: μ as recorded. ``recompute``: the trainer's own forward pass before the updates
+    (decoupled PPO), which needs several ``train.minibatches``, because with one update the ratio is always 1."""
     correction: Literal["none", "tis", "icepop"] = "none"
-    """What a recomputed centre's ratio to μ does: cut off at ``tis_cap``, or drop tokens outside ``icepop_range``."""
+    """Weight for the ratio of a recomputed policy to μ: clipped at ``tis_cap``, or 0 outside ``icepop_range``."""
     tis_cap: float | None = Field(default=None, gt=0)
     icepop_range: tuple[float, float] | None = None
     kl_weight: float = Field(default=0.0, ge=0)
-    """Weight of the KL to the reference network (k2 as a loss, whose gradient is right; weighted by π/μ, as tokens are of
-    μ)."""
+    """Weight of the KL to the reference network (k2 as a loss, whose gradient is unbiased; weighted by π/μ, because tokens were
+    sampled by μ)."""
     overlong_share: float = Field(default=0.0, ge=0, lt=1)
-    """Answers lose up to 1 of their reward for reaching into this last share of ``rollout.max_tokens`` (DAPO)."""
+    """Last share of ``rollout.max_tokens`` in which answers lose up to 1 of their reward (DAPO)."""
     overlong_filter: bool = False
-    """Truncated answers are not trained on; their reward still counts in the group's mean (DAPO)."""
+    """Do not train on truncated answers; their reward still counts in the group's mean (DAPO)."""
     drop_uniform: bool = True
-    """Groups whose rewards are all equal teach nothing: they are dropped and others drawn (DAPO)."""
+    """Drop groups whose rewards are all equal, which have no gradient, and sample others (DAPO)."""
 
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, given: Any) -> Any:
-        """What was not given, by the preset; what belongs to another policy or correction than the preset's, by that."""
+        """Fill missing fields from the preset; fields of another policy or correction than the preset's from their tables."""
         if not isinstance(given, Mapping):
             return given
         tree = {"policy": "cispo", "correction": "none", **PRESETS.get(given.get("preset", "tis"), {})}
-        for whole, table in (("policy", _OF_POLICY), ("correction", _OF_CORRECTION)):
-            kind = given.get(whole, tree[whole])
-            own = table.get(kind, {})
-            kept = tree if kind == tree[whole] else {}
-            tree = {name: value for name, value in tree.items() if name not in table[tree[whole]]}
-            tree |= {name: kept.get(name, value) for name, value in own.items()}
+        for field, table in (("policy", _OF_POLICY), ("correction", _OF_CORRECTION)):
+            kind = given.get(field, tree[field])
+            preset = tree if kind == tree[field] else {}
+            defaults = {name: preset.get(name, value) for name, value in table.get(kind, {}).items()}
+            tree = {name: value for name, value in tree.items() if name not in table[tree[field]]} | defaults
         return tree | dict(given)
 
     @model_validator(mode="after")
@@ -191,7 +190,7 @@ class LossConfig(Config):
             raise ValueError(f"advantage: no {self.advantage!r}{nearest(self.advantage, ADVANTAGES)}; {names}")
         if self.correction != "none" and self.proximal == "behaviour":
             raise ValueError(
-                f"correction {self.correction!r} is of a centre that was recomputed, and proximal is 'behaviour': π/μ is "
+                f"correction {self.correction!r} applies to a recomputed policy, and proximal is 'behaviour': π/μ is "
                 'bounded by clip_low and clip_high; leave it out, or set proximal = "recompute"'
             )
         for field, correction in (("tis_cap", "tis"), ("icepop_range", "icepop")):
@@ -207,25 +206,25 @@ class LossConfig(Config):
 
 
 class TeacherConfig(Config):
-    """Who scores what the student samples of some sources: a checkpoint, part of one, or a server."""
+    """A teacher of some sources: a checkpoint, a Subnet of one, or a server."""
 
     checkpoint: str | None = None
-    """Run or checkpoint folder. Beside ``url``: the folder whose tokenizer and template are those of what is served; without
-    it, the student's are taken. Its tokenizer may be another than the student's for the form ``sampled``, of answers of one
-    turn, where both are byte-level: it is then told of spans of text (`stretto.text.spans`)."""
+    """Run or checkpoint folder. Beside ``url``: the folder with tokenizer and template of the served model; without it, the
+    student's are used. Another tokenizer than the student's is possible for the form ``sampled`` and answers of one turn, if
+    both tokenizers are byte-level: the teacher then scores spans of text (`stretto.text.spans`)."""
     subnet: str = "full"
-    """Of that checkpoint: a preset (``corner``) or a size (``layers=8,experts=16,top_k=2``)."""
+    """Subnet of that checkpoint: a preset (``corner``) or a size (``layers=8,experts=16,top_k=2``)."""
     url: str | None = None
-    """A server that answers /v1/completions with log-probabilities of the prompt (``echo``), without that path; for the form
-    ``sampled``. OPENAI_API_KEY is sent where it is set."""
+    """Address of a server whose /v1/completions returns log-probabilities of the prompt (``echo``), without that path; for the
+    form ``sampled``. OPENAI_API_KEY is sent if it is set."""
     model: str | None = None
-    """What the server calls it; None: the first that it lists."""
+    """Name of the model on the server; None: the first model that the server lists."""
     domains: tuple[str, ...] | None = None
-    """Sources that it teaches, ``["*"]`` all; None: the one of its own name."""
+    """Sources that it teaches, ``["*"]`` for all; None: the source with the teacher's name."""
     template: Literal["own", "student"] = "own"
-    """Whose chat template renders the prompt that it reads; what the student sampled follows, to the token."""
+    """Chat template for the teacher's prompt: its own or the student's. The student's sampled tokens follow unchanged."""
     residence: Literal["resident", "swapped"] = "resident"
-    """``swapped``: it is read from the disk for its turn in each step, and only its head is kept."""
+    """``resident``: the teacher stays in memory. ``swapped``: it is read from disk in each step, and only its head stays."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -237,72 +236,69 @@ class TeacherConfig(Config):
 
 
 class DistillConfig(Config):
-    """Multi-teacher on-policy distillation (2606.30406): the student samples, the teacher of the prompt's source scores, the
-    loss is the reverse KL of every token that the student sampled. π is the student, with its current weights; q a teacher;
-    both at temperature 1."""
+    """Multi-teacher on-policy distillation (2606.30406): the student samples, the teacher of the prompt's source scores, and the
+    loss is the reverse KL at every sampled token. π: the student with its current weights. q: a teacher. Both at temperature 1."""
 
     form: Literal["full", "sampled", "top_k", "tail"] = "full"
-    """``full``: Σ π·(log π − log q) over the vocabulary. ``sampled``: of the sampled token alone, as an advantage of
-    log q − log π in the policy loss. ``top_k``: of the student's likeliest tokens, with the correction − π + q. ``tail``:
-    of these, and of all others as one."""
+    """``full``: Σ π·(log π − log q) over the vocabulary. ``sampled``: log q − log π of the sampled token, as an advantage in the
+    policy loss. ``top_k``: over the student's most likely tokens, with the correction − π + q. ``tail``: over these, with all
+    other tokens as one."""
     top_k: int = Field(default=64, gt=0)
-    """Tokens that ``top_k`` and ``tail`` look at."""
+    """Number of tokens for ``top_k`` and ``tail``."""
     clip: float = Field(default=5.0, gt=0)
-    """Of ``sampled``: the advantage's bound, in nats."""
+    """Bound of the advantage of ``sampled``, in nats."""
     balance: Literal["sequence", "tokens", "gap", "sigma", "none"] = "sequence"
-    """What each source weighs. ``none``: every token the same, so that long answers are nearly all of the gradient. The others
-    give each source the share of its ``weight``, by its sequences' own means or (``tokens``) over its tokens; then ``gap``
-    multiplies by its last KL over its first, ``sigma`` divides by the spread of its log q − log π."""
+    """Weight of each source. ``none``: every token counts the same, so that long answers dominate the gradient. The other values
+    give each source the share of its ``weight``, by the means over its sequences or (``tokens``) over its tokens; ``gap``
+    also multiplies by its last KL over its first, ``sigma`` divides by the standard deviation of its log q − log π."""
     entropy_aware: float | None = Field(default=None, ge=0)
-    """Where the teacher's entropy is more than so many nats, the forward KL is added (2603.07079): reverse KL alone takes the
-    student to one of many good continuations. Not of ``sampled``."""
+    """Entropy of the teacher, in nats, above which the forward KL is added (2603.07079), because the reverse KL alone selects
+    one of many good continuations. Not for ``sampled``."""
     outcome_weight: float = Field(default=0.0, ge=0)
-    """What the advantages of ``loss.advantage`` are multiplied by before they are added; 0: rewards are only logged."""
+    """Factor of the advantages of ``loss.advantage`` when they are added; 0: rewards are only logged."""
     kl_floor: float = Field(default=1e-4, ge=0)
-    """Least KL, in nats a token, between the student and its teacher where a source comes up first: below, the teacher is taken
-    for the student itself, a wrong path. 0: whatever it is, as of a student that is to stay where it is."""
+    """Smallest KL between student and teacher at a source's first step, in nats per token. A smaller KL is refused as a teacher
+    that is the student itself. 0: any KL, as for a student that must not change."""
     untaught: tuple[str, ...] = ()
-    """Sources without a teacher, which learn by ``outcome_weight`` alone."""
+    """Sources without a teacher, which are trained by ``outcome_weight`` alone."""
     teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
-    """By name; at least one, here or on the command line."""
+    """Teachers by name; at least one, here or on the command line."""
 
     def teacher_of(self) -> dict[str, str]:
-        """Teachers' names by source."""
+        """Names of the teachers by source."""
         return {source: name for name, each in self.teachers.items() for source in each.domains or (name,)}
 
     @property
     def has_policy_loss(self) -> bool:
-        """Whether the policy loss of ``[loss]`` is a part of it."""
+        """Whether the policy loss of ``[loss]`` is part of the loss."""
         return self.outcome_weight > 0 or self.form == "sampled"
 
     def check(self, sources: Collection[str]) -> None:
-        """Raises ValueError: no teacher, one without a source, or a source with two teachers or none."""
+        """Raises ValueError: no teacher, a teacher without a source, or a source with two teachers or none."""
         if not self.teachers:
             raise ValueError("distill: no teachers; name them in [distill.teachers.NAME], or with --teacher NAME=DIR")
         for name, each in self.teachers.items():
-            for source in each.domains or (name,):
-                if source not in sources:
-                    remedy = f"name some of {', '.join(sources)} in its domains"
-                    raise ValueError(
-                        f"distill.teachers.{name}: no source {source!r}{nearest(source, sources)}; {remedy}"
-                    )
             if each.url is not None and self.form != "sampled":
                 raise ValueError(
                     f"distill.teachers.{name}: a server gives log-probabilities of single tokens; set distill.form = "
                     '"sampled", or name a checkpoint'
                 )
+        claims = [
+            (f"teachers.{name}", source) for name, each in self.teachers.items() for source in each.domains or (name,)
+        ]
+        claims += [("untaught", source) for source in self.untaught]
+        for owner, source in claims:
+            if source not in sources:
+                known = f"no source {source!r}{nearest(source, sources)}; name some of {', '.join(sources)}"
+                raise ValueError(f"distill.{owner}: {known}")
         for source in sources:
-            names = [name for name, each in self.teachers.items() if source in (each.domains or (name,))]
-            if len(names) + (source in self.untaught) > 1:
-                others = " and ".join([*names, *["distill.untaught"][: source in self.untaught]])
-                raise ValueError(f"distill: source {source!r} is named by {others}; one must be responsible")
-            if not names and source not in self.untaught:
+            owners = [owner for owner, claimed in claims if claimed == source]
+            if len(owners) > 1:
+                raise ValueError(f"distill: source {source!r} is named by {' and '.join(owners)}; keep one of them")
+            if not owners:
                 raise ValueError(
                     f"distill: source {source!r} has no teacher; name it in the domains of one, or in distill.untaught"
                 )
-        for source in self.untaught:
-            if source not in sources:
-                raise ValueError(f"distill.untaught: no source {source!r}{nearest(source, sources)}")
         if self.untaught and not self.outcome_weight:
             raise ValueError(
                 "distill.untaught: learns nothing without distill.outcome_weight; set that, or leave it out"
@@ -312,31 +308,31 @@ class DistillConfig(Config):
 
 
 class RewardConfig(Config):
-    """What a group's answers earn beside each other, instead of what the task says of each (`stretto.flow.group_reward`):
-    quality × length × diversity, quality being the task's reward. What is left out does nothing."""
+    """Rewards over the whole group in place of the task's reward (`stretto.flow.group_reward`): quality × length × diversity,
+    where quality is the task's reward. Fields that are not given have no effect."""
 
     diversity: Similarity | None = None
-    """Times the share of the group's other answers that say something else (DARLING, 2509.02534), by their likeness in
-    ``words``, ``characters`` or ``meaning`` (`stretto.text.similar`)."""
+    """Multiply by the share of the group's other answers that differ (DARLING, 2509.02534), by their similarity in ``words``,
+    ``characters`` or ``meaning`` (`stretto.text.similar`)."""
     same_at: float = Field(default=0.5, gt=0, le=1)
-    """Likeness from which two answers say the same; a chain of such pairs is one cluster."""
+    """Similarity from which two answers count as the same; connected pairs form one cluster."""
     floor: float = Field(default=0.1, ge=0, le=1)
-    """What diversity counts at least: where all answers say the same, the better ones still earn more. 1: it is only measured."""
+    """Smallest factor of diversity, so that the better of several equal answers still earns more. 1: diversity is only measured."""
     contrast: float | None = Field(default=None, gt=0)
-    """Instead of counting clusters, which long answers are all alone in: how unlike the others an answer is, over what the group's
-    are on average, to this power."""
+    """Exponent of the answer's mean dissimilarity to the others over the group's mean, which replaces the clusters: long answers
+    often have a cluster of their own."""
     length_budget: float | None = Field(default=None, gt=0)
-    """Answers longer than this many times the median right one lose reward, all of it at twice that."""
+    """Multiple of the median length of right answers above which answers lose reward; at twice that, all of it."""
     length_control: bool = False
-    """Take off what the judge gave longer answers of the group for their length."""
+    """Subtract the part of the judge's score that the group's length trend explains."""
     enough_words: int | None = Field(default=None, gt=0)
-    """Answers of fewer words earn less, in proportion: who learns to end before ``max_tokens`` else learns to be short."""
+    """Number of words below which the reward is reduced in proportion, so that the model does not learn to answer briefly."""
     copy_at: float | None = Field(default=None, gt=0, le=1)
-    """An answer earns nothing where this share of its words, in runs of four, is the prompt's or the reference's."""
+    """Share of an answer's words, in runs of four, that may not be copied from the prompt or the reference: no reward from there."""
     distinct_at: float | None = Field(default=None, gt=0, le=1)
-    """Or where less than this share of its word pairs are different ones."""
+    """Smallest share of distinct word pairs: no reward below."""
     format: str | None = None
-    """Or where this regular expression is not found in it."""
+    """Regular expression that an answer must contain: no reward without."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -353,23 +349,23 @@ class RewardConfig(Config):
 
 
 class PrecisionConfig(Config):
-    """What each side computes in."""
+    """Arithmetic of engines and trainer."""
 
     rollout: Precision = "fp32"
     train: Precision = "fp32"
     batch_invariant: bool = False
-    """Operators whose result for a token does not depend on the rest of the batch, on both sides."""
+    """Use operators whose result for a token does not depend on the rest of the batch, in engines and trainer."""
 
 
 class PoolConfig(Config):
-    """An elastic pool of workers: grows and shrinks with its load."""
+    """An elastic pool of workers, which grows and shrinks with its load."""
 
     min: int = Field(default=1, gt=0)
     max: int = Field(default=2, gt=0)
     utilisation: float = Field(default=0.7, gt=0, le=1)
-    """Aim of arrival rate × mean service time / workers."""
+    """Target of arrival rate × mean service time / workers."""
     deadline_s: float = Field(default=60.0, gt=0)
-    """Of one call."""
+    """Deadline of one call, in seconds."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -382,7 +378,7 @@ class SandboxConfig(Config):
     """Limits of one program that a verifier or a tool runs."""
 
     strict: bool = False
-    """Refuse to start where full isolation is not to be had."""
+    """Refuse to start if full isolation is not available."""
     wall_s: float = Field(default=5.0, gt=0)
     cpu_s: float = Field(default=5.0, gt=0)
     memory_bytes: int = Field(default=512 << 20, gt=0)
@@ -391,40 +387,40 @@ class SandboxConfig(Config):
 
 
 class FailureConfig(Config):
-    """Deadlines and patience."""
+    """Deadlines and retries."""
 
     lease_s: float = Field(default=300.0, gt=0)
-    """A group must report within this, or it is handed out again."""
+    """Seconds after which an unfinished group is dispatched again."""
     max_attempts: int = Field(default=5, gt=0)
     restarts: int = Field(default=100, ge=0)
-    """Of one role, over the run."""
+    """Largest number of restarts of one role, over the run."""
     stuck_s: float = Field(default=600.0, gt=0)
-    """Without progress for so long, the watchdog names what is stuck and the run stops."""
+    """Seconds without progress after which the watchdog names the component that is stuck, and the run stops."""
 
 
 class RuntimeConfig(Config):
-    """Where roles run.
+    """Placement of the roles.
 
-    On one machine, unless all are isolated, one agent on the driver's loop carries all groups (it only waits), and the verifiers
-    are elastic pools, one for all sources that are judged equally many at once (`TaskSource.at_once`). On Ray, or all
-    isolated, agents are an elastic pool of processes and call their verifiers directly: ``rewards.max`` of them.
+    On one machine, unless all roles are isolated, one agent on the driver's loop serves all groups (it mostly waits), and the
+    verifiers are elastic pools, one for all sources with the same number of answers judged at once (`TaskSource.at_once`). On
+    Ray, or with all roles isolated, agents are an elastic pool of processes and call ``rewards.max`` verifiers directly.
     """
 
     kind: Literal["local", "ray"] = "local"
     stop_s: float | None = Field(default=None, gt=0)
-    """Seconds after which the run ends as after its last step: with the step it is at, and without waiting longer for groups that
-    teach something, unless no step has been made yet. Each resumed one counts anew."""
+    """Seconds after which the run ends as after its last step. The step in progress is completed; the first step is completed in
+    any case. A resumed run counts anew."""
     address: str = "auto"
-    """Of the Ray cluster."""
+    """Address of the Ray cluster."""
     agents: PoolConfig = PoolConfig(min=1, max=1)
-    """On Ray, or all isolated; its deadline is ``failures.lease_s``."""
+    """Pool of agents on Ray, or if all roles are isolated; its deadline is ``failures.lease_s``."""
     rewards: PoolConfig = PoolConfig()
     isolate: Literal["none", "torch", "all"] = "torch"
-    """Locally, which roles beside the verifiers have a process each: ``torch`` the trainer and the engines, which would
-    wait for each other's interpreter lock otherwise (three times, with small models); ``all`` the agents too."""
+    """Local roles, beside the verifiers, with a process each. ``torch``: trainer and engines, which would otherwise wait for each
+    other's interpreter lock (a factor of three with small models). ``all``: the agents too."""
     verifiers: Literal["process", "thread"] = "process"
-    """Locally, where verifiers run. ``thread``: in the process of ``stretto rl``, for tasks that are defined in a notebook; a verdict
-    that hangs cannot be ended there."""
+    """Placement of local verifiers. ``thread``: in the process of ``stretto rl``, for tasks that are defined in a notebook; a
+    verification that hangs cannot be ended there."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -434,28 +430,28 @@ class RuntimeConfig(Config):
 
 
 class RlTrainConfig(Config):
-    """The loop."""
+    """The training loop."""
 
     steps: int = Field(gt=0)
     prompts: int = Field(gt=0)
     """Groups trained in one step."""
     seq_len: int = Field(gt=0)
-    """Longest sequence, prompt included; rows of packed batches are this long."""
+    """Longest sequence in tokens, prompt included, and length of packed rows."""
     micro_rows: int = Field(default=8, gt=0)
     """Rows of one forward and backward pass."""
     minibatches: int = Field(default=1, gt=0)
-    """Optimiser updates a step, each of its share of the groups; more than one need a trust region."""
+    """Optimiser updates per step, each on its share of the groups; more than one need a trust region."""
     seed: int = 0
     threads: int = Field(default=1, gt=0)
     snapshot_every: int = Field(default=20, gt=0)
     """Steps between snapshots."""
     snapshot_minutes: float = Field(default=3.0, gt=0)
-    """Minutes after the last snapshot at which another is written, however few steps were made: what a killed run may lose."""
+    """Longest time between snapshots in minutes, whatever the number of steps: the most that a killed run loses."""
     keep_snapshots: int = Field(default=2, gt=0)
     eval_every: int = Field(default=20, gt=0)
     eval_prompts: int = Field(default=64, gt=0)
     balance_rate: float = Field(default=0.0, ge=0)
-    """Step of the experts' balance bias. 0: a moving bias would be one more difference between rollout and trainer."""
+    """Step size of the experts' balance bias. 0: a changing bias would add to the mismatch between engines and trainer."""
 
 
 class RlRecipe(Config):
@@ -468,22 +464,22 @@ class RlRecipe(Config):
     sources: dict[str, SourceConfig] = Field(min_length=1)
     rollout: RolloutConfig = RolloutConfig()
     rewards: dict[str, RewardConfig] = Field(default_factory=dict)
-    """By source; those that have none keep their tasks' own rewards."""
+    """Group rewards by source; other sources keep their tasks' own rewards."""
     loss: LossConfig = LossConfig()
     optim: OptimConfig
     train: RlTrainConfig
     staleness: int = Field(default=4, ge=0)
-    """Hard bound η of trainer version − oldest version among a trained sample's tokens; 0 is the synchronous loop."""
+    """Bound η of trainer version − oldest version among a trained sample's tokens; 0: the synchronous loop."""
     window: int | None = Field(default=None, gt=0)
-    """Oldest groups among which the trainer takes those that are ready; None: as many as the bound allows to pay off."""
+    """Number of oldest groups among which the trainer chooses ready ones; None: the widest window that costs no waiting."""
     replay: Literal["off", "r2", "r3"] = "r3"
-    """Which routes the trainer's forward passes take: its own, those of its recomputation before the update, or the
-    engine's (2510.11370)."""
+    """Routes of the trainer's forward passes: its own (``off``), those of its forward pass before the update (``r2``), or the
+    engine's (``r3``, 2510.11370)."""
     teachers: dict[str, str] = Field(default_factory=dict)
-    """Checkpoint folders of networks whose log-probabilities an algorithm of one's own sees, by its names for them; of the
-    start's tokenizer."""
+    """Checkpoint folders by name, with the start's tokenizer: networks whose log-probabilities are passed to an algorithm of your
+    own."""
     distill: DistillConfig | None = None
-    """On-policy distillation instead of, or beside, what rewards say."""
+    """On-policy distillation, in place of rewards or beside them."""
     precision: PrecisionConfig = PrecisionConfig()
     sandbox: SandboxConfig = SandboxConfig()
     failures: FailureConfig = FailureConfig()
@@ -492,19 +488,19 @@ class RlRecipe(Config):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, given: Any) -> Any:
-        """A teacher has something to say of groups with equal rewards too; and all sources are named."""
+        """With distillation, keep groups with equal rewards, which still have a gradient, and expand the domains ``["*"]``."""
         if not isinstance(given, Mapping) or not isinstance(given.get("distill"), Mapping):
             return given
         loss, distill = given.get("loss", {}), given["distill"]
         if isinstance(loss, Mapping):
             loss = {"drop_uniform": False, **loss}
-        teachers = distill.get("teachers", {})
-        if isinstance(teachers, Mapping) and isinstance(given.get("sources"), Mapping):
-            everywhere = {"domains": list(given["sources"])}
-            is_all = {
-                name: isinstance(each, Mapping) and each.get("domains") == ["*"] for name, each in teachers.items()
+        teachers, sources = distill.get("teachers", {}), given.get("sources")
+        if isinstance(teachers, Mapping) and isinstance(sources, Mapping):
+            is_general = {
+                name for name, each in teachers.items() if isinstance(each, Mapping) and each.get("domains") == ["*"]
             }
-            teachers = {name: {**each, **everywhere} if is_all[name] else each for name, each in teachers.items()}
+            everywhere = {name: {**teachers[name], "domains": list(sources)} for name in is_general}
+            teachers = {name: everywhere.get(name, each) for name, each in teachers.items()}
         return {**given, "loss": loss, "distill": {**distill, "teachers": teachers}}
 
     @model_validator(mode="after")
@@ -527,7 +523,7 @@ class RlRecipe(Config):
         for field, name in (("loss.proximal", self.loss.proximal), ("replay", self.replay)):
             if name in ("recompute", "r2") and self.train.minibatches == 1:
                 raise ValueError(
-                    f"{field} {name!r} is of the policy before the updates of a step, and with one update that is the policy "
+                    f"{field} {name!r} uses the policy before the updates of a step, and with one update that is the policy "
                     "itself: set train.minibatches to 2 or more, or leave it out"
                 )
         if self.teachers and self.loss.advantage in ADVANTAGES:
@@ -565,41 +561,42 @@ class RlRecipe(Config):
                 raise ValueError(f"loss.{field} would change nothing: {why}; leave it out")
 
 
-# Which problem an ordinal is: a pure function of the recipe, so that any process of any attempt draws the same one
+# The problem of each ordinal is a pure function of the recipe, so that any process of any attempt computes the same one
 
 # A source without end has at least 2^24 problems: a quarter for the run, a quarter for supervised training, half held out.
 SUPERVISED = 1 << 22
-"""First ordinal of supervised training before the run; the run's own lie below."""
+"""First ordinal of supervised training before the run; the run's own ordinals are smaller."""
 _HELD_OUT = 1 << 23
-"""First held-out item."""
+"""First held-out item of a source without end."""
 
 
 _SOURCE, _SAMPLE, _HELD_OUT_SAMPLE, _ORDER = 1, 2, 3, 4
-"""What a number is drawn from the seed for."""
+"""Purposes of random numbers, mixed into the seed."""
 _DECK = 64
-"""Ordinals among which sources come by weight, but for one each that waits for the next deck."""
+"""Ordinals per deck. Within a deck each source appears by its weight, up to one occurrence that moves to the next deck."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
     """The endless list of prompts of a run, and the held-out ones. Made by `plan_prompts`.
 
-    How often a source came before an ordinal must be known without a look at all earlier ones. So sources are dealt in
-    shuffled decks: before the end of deck d, each has come ⌊64·d·its share⌋ times.
+    The number of occurrences of a source before an ordinal must be known without enumerating all earlier ordinals. So sources
+    are dealt in shuffled decks: before the end of deck d, each has come ⌊64·d·its share⌋ times.
     """
 
     names: tuple[str, ...]
     shares: tuple[float, ...]
-    """Of the sources; their sum is 1."""
+    """Shares of the sources, with sum 1."""
     sizes: tuple[int | None, ...]
-    """Items of each source that are trained on; None: no end."""
+    """Number of training items of each source; None: no end."""
     group: int
     max_tokens: int
     seed: int
 
     def task(self, ordinal: int) -> Task:
-        """The task of ``ordinal``: its source drawn by weight, its item new until a source is used up, then shuffled anew."""
-        phase, number = divmod(ordinal, SUPERVISED)  # supervised training begins with an epoch of its own
+        """The task of ``ordinal``. Its source is drawn by weight; items do not repeat before a source is used up, then they are
+        shuffled again."""
+        phase, number = divmod(ordinal, SUPERVISED)  # supervised training has epochs of its own
         place, num_before = self._dealt(phase, number)
         item, size = ordinal, self.sizes[place]
         if size is not None:
@@ -609,15 +606,15 @@ class Prompts:
         return self._task(ordinal, place, item, self.group, _SAMPLE)
 
     def held_out(self, number: int) -> Task:
-        """Held-out problem ``number``, one sample of it; the sources take turns. Its ordinal is negative."""
+        """Held-out problem ``number``, with one sample; the sources take turns. Its ordinal is negative."""
         place = number % len(self.names)
         size, within = self.sizes[place], number // len(self.names)
         item = (_HELD_OUT if size is None else size) + within
         return self._task(-1 - number, place, item, 1, _HELD_OUT_SAMPLE)
 
     def _dealt(self, phase: int, number: int) -> tuple[int, int]:
-        """The source of the phase's prompt ``number``, and how often it came before."""
-        deck = number // _DECK  # they begin there or a little earlier, as many as there are sources
+        """Index of the source of prompt ``number`` of a phase, and how often the source came before."""
+        deck = number // _DECK  # the deck starts there, or up to one ordinal per source earlier
         while sum(self._before(deck + 1)) <= number:
             deck += 1
         before = self._before(deck)
@@ -629,7 +626,7 @@ class Prompts:
         return place, before[place] + int((dealt[:at] == place).sum())
 
     def _before(self, deck: int) -> list[int]:
-        """How often each source comes before a deck."""
+        """Occurrences of each source before a deck."""
         return [int(deck * _DECK * share) for share in self.shares]
 
     def _task(self, ordinal: int, place: int, item: int, group: int, purpose: int) -> Task:
@@ -638,7 +635,7 @@ class Prompts:
 
 
 def plan_prompts(recipe: RlRecipe, num_items: Mapping[str, int | None]) -> Prompts:
-    """The prompts of ``recipe``; of each source that ends, the last items are held out.
+    """The prompts of ``recipe``. The last items of each finite source are held out.
     Raises UserError: a source has too few problems to hold some out."""
     names, sizes = tuple(recipe.sources), list[int | None]()
     for name in names:

@@ -177,9 +177,9 @@ TEACHERS = {"digits": {"checkpoint": "a"}, "letters": {"checkpoint": "b"}}
         (
             {"teachers": {**TEACHERS, "both": {"checkpoint": "c", "domains": ["digits"]}}},
             {},
-            "distill: source 'digits' is named by digits and both; one must be responsible",
+            "distill: source 'digits' is named by teachers.digits and teachers.both; keep one of them",
         ),
-        ({"untaught": ["digits"]}, {}, "'digits' is named by digits and distill.untaught"),
+        ({"untaught": ["digits"]}, {}, "'digits' is named by teachers.digits and untaught"),
         ({"teachers": {"digits": {"checkpoint": "a"}}, "untaught": ["letters"]}, {}, "without distill.outcome_weight"),
         ({"untaught": ["x"], "outcome_weight": 1.0}, {}, "distill.untaught: no source 'x'"),
         ({"teachers": {**TEACHERS, "digits": {"url": "http://x"}}}, {}, 'set distill.form = "sampled"'),
