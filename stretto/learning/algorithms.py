@@ -1,10 +1,10 @@
 """Advantages and weights of every token from finished samples. Imports no torch.
 
-An algorithm is a function of all groups of an update that says what each token of each sample earned: ours by name, or
-anybody's as ``file.py:function`` (`load_algorithm`). What it sees is `Streams`, what it says is a number, an array or a
-`Credit` for each sample. The trainer reads only that; how a ratio is bounded is `rl.objective`'s.
+An algorithm is a function from all groups of an update to the advantages of every token of every sample: one of ours by name,
+or a user's as ``file.py:function`` (`load_algorithm`). Its input are `Streams`; it returns a number, an array or a `Credit` for
+each sample. The trainer reads nothing else. Bounds of ratios belong to `stretto.learning.objective`.
 
-A sample of n tokens is n − 1 inputs, each with the token after it as its target.
+A sample of n tokens has n − 1 inputs, each with the next token as its target.
 
 Shape letters: G samples of a group, S inputs of a sample, L MoE layers of the maximum network, K route slots.
 """
@@ -28,35 +28,35 @@ _STD_FLOOR = 1e-4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Streams:
-    """One sample as streams; written by `unroll`. Those that end in S describe the target of each input."""
+    """One sample as arrays; written by `unroll`. Arrays whose names end in S describe the target of each input."""
 
     number: int
-    """Within the update."""
+    """Number within the update."""
     trajectory: Trajectory
-    """Its turns (segments), verdict, finish reason."""
+    """Turns (segments), verdict, finish reason."""
     reward: float
-    """The verdict's, less what an overlong answer costs."""
+    """Reward of the verdict, minus the penalty of an overlong answer."""
     tokens: NDArray[np.int32]
     """[S + 1]."""
     logprobs_S: NDArray[np.float32]
-    """Recorded when the target was sampled, as is the next."""
+    """Log-probability of the target, recorded when it was sampled."""
     versions_S: NDArray[np.int32]
+    """Version of the weights with which the target was sampled."""
     routes_SLK: NDArray[np.unsignedinteger] | None
-    """Recorded for the input."""
+    """The engine's routes of the input."""
     mask_S: NDArray[np.bool_]
-    """The model sampled the target."""
+    """Whether the model sampled the target."""
     turns_S: NDArray[np.int32]
-    """Which of the model's turns it belongs to, from 0; −1 where the model did not sample it."""
+    """Number of the target's turn among the model's turns, from 0; −1 if the model did not sample it."""
     steps_S: NDArray[np.float32]
-    """Rewards of turns and steps (`Verdict.steps`), each at the last token of what it is for; 0 elsewhere."""
+    """Rewards of turns and steps (`Verdict.steps`), each at the last token of its turn or step; 0 elsewhere."""
     source: str = ""
-    """Of the problem, by its name in the recipe."""
+    """Source of the problem, by its name in the recipe."""
     prompts: Mapping[str, NDArray[np.int32]] = field(default_factory=dict)
-    """The problem as teachers read it, by their names, where that is not how the sample begins."""
+    """Tokens of the prompt by teacher, for teachers that read another prompt than the student."""
     scores: dict[str, NDArray[np.float32]] = field(default_factory=dict)
-    """Log-probabilities [S] of the targets under other networks, 0 where not sampled: each of the recipe's ``teachers``
-    by its name, beside them ``policy``, the trained one before the update, and with a KL ``reference``. Written by the
-    trainer."""
+    """By network: log-probabilities [S] of the targets, 0 where not sampled. The networks are the recipe's ``teachers`` by name,
+    ``policy`` (the trained network before the update) and, with a KL, ``reference``. Written by the trainer."""
 
     @property
     def num_inputs(self) -> int:
@@ -64,48 +64,48 @@ class Streams:
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """Name of the sample in error messages."""
         return f"ordinal {self.trajectory.ordinal}, sample {self.trajectory.sample}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Credit:
-    """What an algorithm says of one sample."""
+    """An algorithm's result for one sample."""
 
     advantages: float | NDArray[np.floating]
-    """Of every sampled token the same, or [S]."""
+    """One advantage for all sampled tokens, or [S]."""
     mask_S: NDArray[np.bool_] | None = None
-    """Tokens to be trained among the sampled ones; the others count in no normaliser. None: all."""
+    """Sampled tokens to train; the others count in no normaliser. None: all."""
     weights_S: NDArray[np.floating] | None = None
-    """Shares of the update's loss, instead of the recipe's normaliser; from all samples or from none."""
+    """Shares of the update's loss in place of the recipe's normaliser; for all samples or for none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenCredit:
-    """One sample's part of the loss, zero where the model did not sample the target. Written by `give_credit`."""
+    """Advantages and weights of one sample's tokens, 0 where the model did not sample the target. Written by `give_credit`."""
 
     advantages_S: NDArray[np.float32]
     weights_S: NDArray[np.float32]
-    """Share of the update's loss; with them, the loss of the update is a plain sum over its tokens."""
+    """Share of the update's loss, so that the loss is a plain sum over all tokens."""
 
 
 Update = Sequence[Sequence[Streams]]
-"""Samples by group: at least two each where rewards are compared, fewer than were asked for where some never ended."""
+"""Samples by group: at least two per group where rewards are compared; fewer than requested if some did not end."""
 Algorithm = Callable[[Update], Sequence[Sequence[float | NDArray[np.floating] | Credit]]]
 
 
 def advantages(rewards_G: NDArray[np.float64], kind: str) -> NDArray[np.float64]:
-    """Advantage of each sample over its group of at least two.
+    """Advantage [G] of each sample of a group of at least two.
 
-    ``grpo`` (2402.03300): centred, over the sample standard deviation. ``dr_grpo`` (2503.20783): centred; dividing would
-    weigh prompts by how even their answers are. ``rloo`` (2402.14740): against the mean of the others, which does not
-    depend on the sample itself.
+    ``grpo`` (2402.03300): centred, divided by the sample standard deviation. ``dr_grpo`` (2503.20783): centred only, because the
+    division gives more weight to prompts with similar rewards. ``rloo`` (2402.14740): minus the mean of the other samples, a
+    baseline that does not depend on the sample itself.
     """
     num = len(rewards_G)
     assert num > 1 and np.isfinite(rewards_G).all(), f"rewards of a group: {rewards_G}"
     centred_G = rewards_G - rewards_G.mean()
     if rewards_G.max() == rewards_G.min():
-        return np.zeros(num)  # the mean of equal numbers may round to another one
+        return np.zeros(num)  # the mean of equal numbers may differ from them by rounding
     if kind == "grpo":
         return centred_G / (rewards_G.std(ddof=1) + _STD_FLOOR)
     if kind == "rloo":
@@ -119,11 +119,11 @@ def _by_outcome(groups: Update, kind: str) -> list[list[float]]:
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {kind: partial(_by_outcome, kind=kind) for kind in ("grpo", "dr_grpo", "rloo")}
-"""What ``loss.advantage`` may be, beside ``file.py:function``."""
+"""Values of ``loss.advantage`` other than ``file.py:function``."""
 
 
 def load_algorithm(name: str) -> Algorithm:
-    """The function that ``loss.advantage`` names. Raises UserError: there is none."""
+    """The function named by ``loss.advantage``. Raises UserError: it does not exist or is not callable."""
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     found = load_named(name, "loss.advantage")
@@ -134,10 +134,10 @@ def load_algorithm(name: str) -> Algorithm:
 
 
 def token_weights(nums_trained: Sequence[int], kind: str, max_tokens: int) -> list[float]:
-    """Weight of every trained token of each sample, over *all* samples of an update, whatever batches they go to.
+    """Weight of each trained token by sample, normalised over *all* samples of an update, however they are batched.
 
-    ``token``: every token the same (DAPO, 2503.14476). ``sequence``: every sample the same, its tokens share (GRPO).
-    ``constant``: samples times ``max_tokens``, the longest one could be (Dr.GRPO): long answers are not weighed down.
+    ``token``: equal weights of tokens (DAPO, 2503.14476). ``sequence``: equal weights of samples, shared by their tokens (GRPO).
+    ``constant``: 1 / (samples × ``max_tokens``), so that long answers do not get smaller weights (Dr.GRPO).
     """
     if kind == "token":
         return [1.0 / max(1, sum(nums_trained))] * len(nums_trained)
@@ -149,10 +149,10 @@ def token_weights(nums_trained: Sequence[int], kind: str, max_tokens: int) -> li
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, share: float) -> float:
-    """What a reward loses where the answer reaches into the last ``share`` of its tokens: 0 at the beginning of that, 1 at
-    its end, a straight line between (DAPO's soft punishment, 2503.14476)."""
-    num_dear = share * max_tokens
-    return min(1.0, max(0.0, num_tokens - max_tokens + num_dear) / num_dear) if num_dear else 0.0
+    """Penalty of an answer that uses some of its last ``share`` of ``max_tokens``: from 0 at the start of that interval, linearly
+    to 1 at its end (DAPO's soft punishment, 2503.14476)."""
+    interval = share * max_tokens
+    return min(1.0, max(0.0, num_tokens - max_tokens + interval) / interval) if interval else 0.0
 
 
 def unroll(groups: Sequence[Group], overlong_share: float = 0.0) -> list[list[Streams]]:
@@ -161,7 +161,7 @@ def unroll(groups: Sequence[Group], overlong_share: float = 0.0) -> list[list[St
     number = 0
     for group in groups:
         outcomes = {trajectory.verdict.outcome for trajectory in group.trajectories}
-        assert Outcome.INFRA not in outcomes, f"ordinal {group.task.ordinal}: a failure of ours is taken for a reward"
+        assert Outcome.INFRA not in outcomes, f"ordinal {group.task.ordinal}: an infrastructure error has a reward"
         samples = []
         for trajectory in group.trajectories:
             penalty = overlong_penalty(trajectory.num_sampled, group.task.max_tokens, overlong_share)
@@ -195,33 +195,31 @@ def _streams(trajectory: Trajectory, number: int, reward: float) -> Streams:
 def give_credit(
     groups: Update, advantage: str, normaliser: str, max_tokens: int, overlong_filter: bool = False
 ) -> list[TokenCredit]:
-    """By the samples' numbers: what the algorithm ``advantage`` says of them, and weights by ``normaliser`` unless it gives
-    its own; kinds as of `load_algorithm` and `token_weights`. ``overlong_filter`` trains nothing of a truncated sample, whose reward
-    still counts in its group (DAPO, 2503.14476).
-    Raises UserError: somebody's own algorithm raised, or said something that cannot be trained on."""
+    """Credit by the samples' numbers: advantages by the algorithm ``advantage`` (`load_algorithm`), and weights by ``normaliser``
+    (`token_weights`) unless the algorithm gives its own.
+
+    ``overlong_filter``: no token of a truncated sample is trained; its reward still counts in its group (DAPO, 2503.14476).
+    Raises UserError: a user's algorithm raised, or returned values that cannot be trained on."""
     algorithm = load_algorithm(advantage)
     try:
-        said = [list(each) for each in algorithm(groups)]
+        values = [list(each) for each in algorithm(groups)]
     except Exception as error:
         if advantage in ALGORITHMS:
             raise
         raise UserError(f"loss.advantage: {advantage} raised {type(error).__name__}: {error}; correct it") from error
-    if [len(each) for each in said] != [len(group) for group in groups]:
+    if [len(each) for each in values] != [len(group) for group in groups]:
         raise UserError(f"loss.advantage: {advantage}: give one list for each group, with a number for each sample")
     samples = [sample for group in groups for sample in group]
-    credits = [each if isinstance(each, Credit) else Credit(each) for some in said for each in some]
-    masks = [
-        sample.mask_S
-        if credit.mask_S is None
-        else sample.mask_S & _checked(credit.mask_S, sample, advantage).astype(bool)
-        for sample, credit in zip(samples, credits, strict=True)
-    ]
-    if overlong_filter:
-        is_whole = [sample.trajectory.finish_reason != "length" for sample in samples]
-        masks = [mask_S & whole for mask_S, whole in zip(masks, is_whole, strict=True)]
-    given = [credit.weights_S for credit in credits if credit.weights_S is not None]
-    if given and len(given) < len(samples):
-        raise UserError(f"loss.advantage: {advantage}: gives weights for {len(given)} samples of {len(samples)}")
+    credits = [each if isinstance(each, Credit) else Credit(each) for group in values for each in group]
+    masks = []
+    for sample, credit in zip(samples, credits, strict=True):
+        mask_S = sample.mask_S & (not overlong_filter or sample.trajectory.finish_reason != "length")
+        if credit.mask_S is not None:
+            mask_S = mask_S & _checked(credit.mask_S, sample, advantage).astype(bool)
+        masks.append(mask_S)
+    num_weighted = sum(credit.weights_S is not None for credit in credits)
+    if 0 < num_weighted < len(samples):
+        raise UserError(f"loss.advantage: {advantage}: gives weights for {num_weighted} samples of {len(samples)}")
     weights = token_weights([int(mask_S.sum()) for mask_S in masks], normaliser, max_tokens)
     return [
         TokenCredit(
@@ -233,12 +231,12 @@ def give_credit(
 
 
 def _checked(value: float | NDArray[np.generic], sample: Streams, algorithm: str) -> NDArray[np.float32]:
-    """As a stream of the sample."""
+    """``value`` as a stream [S] of the sample. Raises UserError: it has another shape, or is not finite."""
     try:
         stream_S = np.broadcast_to(np.asarray(value, np.float32), (sample.num_inputs,))
     except (TypeError, ValueError) as error:
         problem = f"{error} for the {sample.num_inputs} inputs of {sample.where}"
         raise UserError(f"loss.advantage: {algorithm}: {problem}; give a number, or one for each input") from None
     if not np.isfinite(stream_S[sample.mask_S]).all():
-        raise UserError(f"loss.advantage: {algorithm}: says of {sample.where} what is no finite number; correct it")
+        raise UserError(f"loss.advantage: {algorithm}: the value for {sample.where} is not a finite number; correct it")
     return np.where(sample.mask_S, stream_S, np.float32(0.0))

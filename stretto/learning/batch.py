@@ -1,10 +1,11 @@
 """Groups packed into training batches, with shared prefixes computed once.
 
-The samples of a group begin alike: a prompt that none of them is trained on. Such a beginning is laid down once, and each
-sample continues it: no key or value depends on what comes after it, so every loss and every gradient is what it would be
-with a copy for each sample. (Prefix sharing, as in the tree training of agentic trajectories.)
+The samples of a group share a prefix: a prompt on which none of them is trained. A shared prefix is stored in a row once, and
+each sample continues it. No key or value depends on later tokens, so every loss and every gradient is the same as with one copy
+of the prefix per sample. (Prefix sharing, as in the tree training of agentic trajectories.)
 
-Shape letters: B rows, T positions, S tokens of one sample less one, L MoE layers of the maximum network, K route slots.
+Shape letters: B rows, T positions, S inputs of one sample (its tokens but one), L MoE layers of the maximum network,
+K route slots.
 """
 
 from __future__ import annotations
@@ -22,37 +23,37 @@ from stretto.learning.algorithms import Streams, TokenCredit
 from stretto.learning.samples import signed_routes
 
 _ROUND = 8
-"""Rows are cut to the longest that is used, rounded up to this: few distinct shapes, little padding."""
+"""Row lengths are rounded up to a multiple of this, which keeps the number of distinct shapes small."""
 _LENGTHS = 8
-"""Row lengths that are tried."""
+"""Number of row lengths that are tried."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Rows of one forward and backward pass, written by `pack`. Streams describe the target of each position."""
+    """Rows of one forward and backward pass, written by `pack`. All arrays but tokens and routes describe the targets."""
 
     tokens_BT: NDArray[np.int64]
     targets_BT: NDArray[np.int64]
     """The next token where the model sampled it, `IGNORED` elsewhere."""
     positions_BT: NDArray[np.int64]
-    """Place in the sample."""
+    """Position in the sample."""
     documents_BT: NDArray[np.int64]
-    """Number of the sample, or of a shared beginning, within its row; `PADDING` where there is none: attention stays
-    within equal numbers, and within the next."""
+    """Number of the sample or shared prefix within its row; `PADDING` at padding. Attention stays within equal numbers and the
+    shared prefix."""
     shared_BT2: NDArray[np.int64]
-    """First column of the beginning that this sample continues, and the one after its last; 0 and 0 without one."""
+    """First column of the sample's shared prefix, and the column after its last; 0 and 0 without one."""
     samples_BT: NDArray[np.int64]
-    """Number of the sample within the update, over all its batches, −1 at padding and shared beginnings."""
+    """Number of the sample within the update, over all its batches; −1 at padding and shared prefixes."""
     behaviour_BT: NDArray[np.float32]
-    """Processed log-probability when it was sampled; 0 without a target, as in the next two."""
+    """Processed log-probability recorded at sampling; 0 without a target."""
     advantages_BT: NDArray[np.float32]
-    """0 until `credited`, as the next."""
+    """0 without a target, and before `credited`."""
     weights_BT: NDArray[np.float32]
-    """What its loss is multiplied by; the weights of an update know all of its tokens, so that losses just add up."""
+    """Weight of the loss, normalised over the whole update, so that losses are summed; 0 like ``advantages_BT``."""
     versions_BT: NDArray[np.int32]
-    """Weight version it was sampled under, −1 without a target."""
+    """Version of the weights with which the target was sampled; −1 without a target."""
     routes_BTLK: NDArray[np.int16] | None
-    """Experts that the engine used for the *input*, −1 for none and at padding."""
+    """Experts that the engine used for the *input*; −1 for no expert and at padding."""
 
     @property
     def num_targets(self) -> int:
@@ -60,18 +61,17 @@ class Batch:
 
     @property
     def num_inputs(self) -> int:
-        """Positions that hold a token."""
+        """Number of positions with a token."""
         return int((self.documents_BT != PADDING).sum())
 
     def rows(self, part: slice) -> Batch:
-        """Some of the rows: a rank's share."""
-        whole = {each.name: getattr(self, each.name) for each in fields(self)}
-        cut: dict[str, Any] = {name: None if value is None else value[part] for name, value in whole.items()}
-        return Batch(**cut)
+        """The rows ``part``, such as a rank's share."""
+        arrays = {each.name: getattr(self, each.name) for each in fields(self)}
+        return Batch(**{name: None if value is None else value[part] for name, value in arrays.items()})
 
 
 def credited(batch: Batch, credits: Sequence[TokenCredit]) -> Batch:
-    """``batch`` with advantages and weights; ``credits`` by the samples' numbers."""
+    """``batch`` with advantages and weights from ``credits``, which are indexed by the samples' numbers."""
     kept_BT = batch.targets_BT != IGNORED
     at_N = _flat_places(batch, kept_BT, [len(each.weights_S) for each in credits])
     streams: dict[str, Any] = {}
@@ -85,7 +85,7 @@ def credited(batch: Batch, credits: Sequence[TokenCredit]) -> Batch:
 def by_sample(
     batches: Sequence[Batch], values: Sequence[NDArray[np.float32]], lengths: Sequence[int]
 ) -> list[NDArray[np.float32]]:
-    """What each sample's inputs have of ``values`` [B, T], by number, 0 without a target; ``lengths``: their inputs."""
+    """``values`` [B, T] of each batch, as one array [S] per sample, 0 without a target. ``lengths``: S by the samples' numbers."""
     flat = np.zeros(sum(lengths), np.float32)
     for batch, value_BT in zip(batches, values, strict=True):
         kept_BT = batch.targets_BT != IGNORED
@@ -94,8 +94,8 @@ def by_sample(
 
 
 def target_places(batch: Batch, samples: Sequence[Streams]) -> NDArray[np.int64]:
-    """Which of all targets of ``samples``, one sample after the other, each position [B, T] has; −1: none. They must be those
-    that `pack` was given, by number."""
+    """Index [B, T] of each position's target in the concatenated targets of ``samples``; −1 without a target. ``samples`` are
+    all arguments of `pack`, by number."""
     kept_BT = batch.targets_BT != IGNORED
     numbers = np.cumsum(np.concatenate([sample.mask_S for sample in samples])) - 1
     places_BT = np.full(kept_BT.shape, -1, np.int64)
@@ -104,38 +104,38 @@ def target_places(batch: Batch, samples: Sequence[Streams]) -> NDArray[np.int64]
 
 
 def _flat_places(batch: Batch, kept_BT: NDArray[np.bool_], lengths: Sequence[int]) -> NDArray[np.int64]:
-    """Where the inputs of targets lie among those of all samples, one after the other."""
+    """Index of the input of each target in the concatenated inputs of all samples."""
     starts = np.cumsum([0, *lengths])
     return starts[batch.samples_BT[kept_BT]] + batch.positions_BT[kept_BT]
 
 
 @dataclass(slots=True)
 class _Bundle:
-    """Samples in one row that begin like the first; made by `_bundles`."""
+    """Samples in one row that share a prefix with the first sample; made by `_bundles`."""
 
     samples: list[Streams]
     shared: list[int]
-    """By sample: inputs it has from the beginning that is laid down once; the first's is the longest of the others'."""
+    """By sample: number of its inputs in the shared prefix. The first sample's is the maximum of the others'."""
 
     @property
     def length(self) -> int:
-        """Positions that it takes."""
+        """Number of positions in the row."""
         return sum(sample.num_inputs for sample in self.samples) - sum(self.shared[1:])
 
 
 def pack(
     groups: Sequence[Sequence[Streams]], seq_len: int, rows: int, *, share: int = 1, with_routes: bool = True
 ) -> list[Batch]:
-    """Rows of at most ``seq_len`` inputs, best-fit decreasing; samples are never cut. The same call, the same batches.
+    """Batches with rows of at most ``seq_len`` inputs, packed best-fit decreasing. Samples are never cut. Deterministic.
 
     Args:
-        groups: of one update.
-        rows: of each batch; the last may have fewer.
-        share: the number of rows is a multiple of it, by empty rows: as many as ranks.
-        with_routes: carry the recorded routes.
+        groups: the samples of one update.
+        rows: rows per batch; the last batch may have fewer.
+        share: number of ranks. The number of rows of each batch is a multiple of it; empty rows are added.
+        with_routes: include the recorded routes.
 
     Raises:
-        UserError: a sample that is longer, or has no routes where they are wanted.
+        UserError: a sample is longer than ``seq_len``, or has no routes although ``with_routes`` is set.
     """
     assert rows % share == 0, f"{rows} rows among {share} ranks"
     for each in (sample for group in groups for sample in group):
@@ -149,7 +149,7 @@ def pack(
         groups = [[replace(sample, routes_SLK=None) for sample in group] for group in groups]
     bundles = [bundle for group in groups for bundle in _bundles(group, seq_len)]
     shortest = min(_rounded(max(bundle.length for bundle in bundles)), seq_len)
-    # rows that hold much may be half empty: of some lengths, the one with the fewest positions
+    # long rows may be half empty, so the length with the fewest positions is chosen
     lengths = sorted({_rounded(int(each)) for each in np.linspace(shortest, seq_len, _LENGTHS)})
     plans = [_plan(bundles, min(length, seq_len), rows, share) for length in lengths]
     shortest_plan = min(plans, key=lambda plan: sum(len(part) * length for part, length in plan))
@@ -157,7 +157,7 @@ def pack(
 
 
 def _agreement(one: Streams, other: Streams) -> int:
-    """Leading inputs that one computation can do for both; nothing is lost where neither has a target yet."""
+    """Number of leading inputs without targets that are equal in both samples, routes included."""
     most = int(min(one.mask_S.argmax(), other.mask_S.argmax()))
     same = one.tokens[:most] == other.tokens[:most]
     if one.routes_SLK is not None and other.routes_SLK is not None:
@@ -166,11 +166,11 @@ def _agreement(one: Streams, other: Streams) -> int:
 
 
 def _bundles(samples: Sequence[Streams], seq_len: int) -> list[_Bundle]:
-    """Each sample behind the first of those that it agrees with longest, as far as rows hold them."""
+    """Bundles of ``samples``. Each sample joins the bundle with which it shares the longest prefix, if the row has room."""
     bundles: list[_Bundle] = []
     for sample in samples:
-        found = [(each, _agreement(sample, each.samples[0])) for each in bundles]
-        fitting = [pair for pair in found if pair[1] and pair[0].length + sample.num_inputs - pair[1] <= seq_len]
+        pairs = [(each, _agreement(sample, each.samples[0])) for each in bundles]
+        fitting = [pair for pair in pairs if pair[1] and pair[0].length + sample.num_inputs - pair[1] <= seq_len]
         if fitting:
             bundle, shared = max(fitting, key=lambda pair: pair[1])
             bundle.samples.append(sample)
@@ -181,16 +181,16 @@ def _bundles(samples: Sequence[Streams], seq_len: int) -> list[_Bundle]:
 
 
 def _plan(bundles: Sequence[_Bundle], seq_len: int, rows: int, share: int) -> list[tuple[list[list[_Bundle]], int]]:
-    """Best-fit rows of at most ``seq_len``, by batch, and how long those of the batch must be."""
+    """Best-fit rows of at most ``seq_len``, by batch, and the row length of each batch."""
     pieces = [Piece(index, 0, bundle.length, False) for index, bundle in enumerate(bundles)]
-    whole = [[bundles[piece.document] for piece in row] for row in plan_rows(pieces, seq_len)]
-    # full rows together: short ones are cut to what they hold
-    whole.sort(key=lambda row: -sum(bundle.length for bundle in row))
+    planned = [[bundles[piece.document] for piece in row] for row in plan_rows(pieces, seq_len)]
+    # longest rows first, so that batches of short rows have short padding
+    planned.sort(key=lambda row: -sum(bundle.length for bundle in row))
     plan = []
-    for start in range(0, len(whole), rows):
-        some = whole[start : start + rows]
-        some += [[]] * (-len(some) % share)
-        plan.append((some, min(seq_len, _rounded(sum(bundle.length for bundle in some[0])))))
+    for start in range(0, len(planned), rows):
+        batch = planned[start : start + rows]
+        batch += [[]] * (-len(batch) % share)
+        plan.append((batch, min(seq_len, _rounded(sum(bundle.length for bundle in batch[0])))))
     return plan
 
 
@@ -231,7 +231,7 @@ def _fill(rows: Sequence[Sequence[_Bundle]], length: int) -> Batch:
 
 
 def _lay(batch: Batch, sample: Streams, start: int, stop: int, here: tuple[int, slice], number: int) -> None:
-    """Write inputs ``start`` to ``stop`` of a sample, and what belongs to their targets, to ``here``."""
+    """Write inputs ``start`` to ``stop`` of a sample, and the data of their targets, to ``here``."""
     part = slice(start, stop)
     mask = sample.mask_S[part]
     batch.tokens_BT[here] = sample.tokens[:-1][part]

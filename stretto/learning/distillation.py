@@ -1,14 +1,14 @@
 """On-policy distillation: loss of the sampled tokens against the teacher, and weights of the sources.
 
-The student's distribution is always the one of its current weights, so that samples may be stale or written under several
-versions. Teachers' final hidden states are kept, not their logits (V ≫ D): both heads are applied inside a chunk of tokens,
-and the [N, V] logits of neither network ever exist whole.
+The student's distribution is always that of its current weights, so samples may be stale or come from several versions. Teachers'
+final hidden states are kept, not their logits (V ≫ D): both heads are applied to one chunk of tokens at a time, and the full
+[N, V] logits of neither network exist at once.
 
-Every form of the loss is zero, and so is its gradient, where the two distributions are equal. That is not so of a plain top-k
-sum: Σ_K π·(log π − log q) has the gradient of Σ_K π there, and is left out.
+Every form of the loss, and its gradient, is zero where the two distributions are equal. A plain top-k sum
+Σ_K π·(log π − log q) would have the gradient of Σ_K π there, and is not offered.
 
 Shape letters: N positions of a pass, M tokens that a teacher scores, C of these in a chunk, D hidden, V vocabulary, K of its
-tokens, S what is told of each position.
+tokens, S statistics of each position (`STATISTICS`).
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from stretto.train.step import Measured
 
 _TINY = torch.finfo(torch.float32).tiny
 _CHUNK, _CHUNK_LOGITS = 1024, 1 << 26
-"""Tokens of a chunk, and its logits: 256 MiB in fp32, some six times over."""
-_LEAST_GAP = 0.01
-"""Least weight of a source beside one that has not moved: what is learnt is still looked after."""
-TOLD = ("logp", "entropy", "kl", "signal", "teacher_entropy", "slope")
-"""Of each token: log π, the student's entropy, KL(π ‖ q), log q − log π, the teacher's entropy, and the sum of the absolute
-gradient of the loss by the logits: the source's share of that is its share of the gradient."""
+"""Largest number of tokens, and of logits, in a chunk: 256 MiB in fp32, for about six arrays."""
+_MIN_GAP = 0.01
+"""Smallest weight of a source relative to one whose KL has not changed, so that learnt sources are still trained."""
+STATISTICS = ("logp", "entropy", "kl", "signal", "teacher_entropy", "slope")
+"""Statistics of each token: log π, the student's entropy, KL(π ‖ q), log q − log π, the teacher's entropy, and the sum of the
+absolute gradient of the loss by the logits, from which each source's share of the gradient is computed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lesson:
-    """What one teacher says of some positions of a pass. Made by `stretto.learning.teachers`."""
+    """A teacher's scores of some positions of a pass. Made by `stretto.learning.teachers`."""
 
     places_M: Tensor
-    """Of the flattened positions of a rank's rows; int64."""
-    said: Teacher | Tensor
-    """Final hidden states [M, D] and the head they go through, or log-probabilities [M] of the targets, or of their spans."""
+    """Indices into the flattened positions of a rank's rows; int64."""
+    scores: Teacher | Tensor
+    """Final hidden states [M, D] with their head, or log-probabilities [M] of the targets or of their spans."""
     spans_M: Tensor | None = None
-    """Of a teacher with another tokenizer: which span of text each target is of, int64; it has said its log-probability of the
-    whole span at each of them. None: each target by itself."""
+    """For a teacher with another tokenizer: number of the span of text of each target, int64; each target then has the
+    log-probability of its whole span. None: each target has its own."""
 
     def summed(self, values_M: Tensor) -> Tensor:
-        """``values_M`` of the targets added up over each span, at each of its targets."""
+        """Sums of ``values_M`` over spans, at each target of the span."""
         if self.spans_M is None:
             return values_M
         spans, at_M = self.spans_M.unique(return_inverse=True)
         return values_M.new_zeros(len(spans)).index_add(0, at_M, values_M)[at_M]
 
     def estimate(self, gap_M: Tensor) -> Tensor:
-        """Of a target's part in KL(π ‖ q), never negative: ½ of the squared gap, shared out over its span."""
+        """Non-negative estimate of each target's part in KL(π ‖ q): half of the squared gap, divided by the length of its span."""
         return 0.5 * gap_M.square() / self.summed(torch.ones_like(gap_M))
 
 
@@ -67,7 +67,7 @@ class Lesson:
 
 
 def form_loss(student_CV: Tensor, teacher_CV: Tensor, config: DistillConfig) -> tuple[Tensor, Tensor]:
-    """The loss [C] of tokens and its gradient [C, V] by the student's logits; both are given log-probabilities [C, V]."""
+    """Loss [C] and its gradient [C, V] by the student's logits, from the log-probabilities [C, V] of student and teacher."""
     probs_CV, gap_CV = student_CV.exp(), student_CV - teacher_CV
     if config.form == "full":
         loss_C1 = (probs_CV * gap_CV).sum(-1, keepdim=True)
@@ -96,12 +96,12 @@ def form_loss(student_CV: Tensor, teacher_CV: Tensor, config: DistillConfig) -> 
 
 
 def _log_probs(logits_CV: Tensor) -> Tensor:
-    """At least in fp32."""
+    """Log-softmax [C, V] in fp32 or higher precision."""
     return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)).log_softmax(-1)
 
 
 class _TaughtLoss(torch.autograd.Function):
-    """The gradient is computed in the forward pass, where the logits of a chunk are."""
+    """The loss of `taught_loss`. Its gradient is computed in the forward pass, while the logits of a chunk exist."""
 
     @staticmethod
     def forward(
@@ -120,13 +120,13 @@ class _TaughtLoss(torch.autograd.Function):
         head = operators.head(weight_VD)
         wide = torch.promote_types(dtype, torch.float32)
         loss = hidden_ND.new_zeros((), dtype=wide)
-        told_SN = hidden_ND.new_zeros((len(TOLD), len(hidden_ND)), dtype=wide)
+        statistics_SN = hidden_ND.new_zeros((len(STATISTICS), len(hidden_ND)), dtype=wide)
         wants_grad = any(ctx.needs_input_grad[:2])
         grad_ND, grad_VD = torch.zeros_like(hidden_ND), torch.zeros_like(head_VD)
         for lesson in lessons:
-            assert isinstance(lesson.said, Teacher), f"form {config.form!r} needs the teacher's hidden states"
-            teacher_head = operators.head(lesson.said.head_VD.detach().to(dtype))
-            for at_C, taught_CD in zip(lesson.places_M.split(chunk), lesson.said.hidden_ND.split(chunk), strict=True):
+            assert isinstance(lesson.scores, Teacher), f"form {config.form!r} needs the teacher's hidden states"
+            teacher_head = operators.head(lesson.scores.head_VD.detach().to(dtype))
+            for at_C, taught_CD in zip(lesson.places_M.split(chunk), lesson.scores.hidden_ND.split(chunk), strict=True):
                 hidden_CD, target_C1 = hidden_ND[at_C].to(dtype), targets_N[at_C, None]
                 student_CV = _log_probs(head(hidden_CD))
                 teacher_CV = _log_probs(teacher_head(taught_CD.to(dtype)))
@@ -136,7 +136,7 @@ class _TaughtLoss(torch.autograd.Function):
                 grad_CV *= weights_C[:, None]
                 logp_C, taught_C = (each.gather(-1, target_C1)[:, 0] for each in (student_CV, teacher_CV))
                 probs_CV = student_CV.exp()
-                told_SN[:, at_C] = torch.stack(
+                statistics_SN[:, at_C] = torch.stack(
                     [
                         logp_C,
                         -(probs_CV * student_CV).sum(-1),
@@ -151,8 +151,8 @@ class _TaughtLoss(torch.autograd.Function):
                     grad_ND[at_C] = (delta_CV @ weight_VD).to(grad_ND.dtype)
                     grad_VD.addmm_(delta_CV.T.to(grad_VD.dtype), hidden_CD.to(grad_VD.dtype))
         ctx.save_for_backward(grad_ND, grad_VD)
-        ctx.mark_non_differentiable(told_SN)
-        return loss, told_SN
+        ctx.mark_non_differentiable(statistics_SN)
+        return loss, statistics_SN
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -170,10 +170,10 @@ def taught_loss(
     operators: Operators = ORDINARY,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The sum over all lessons' tokens of their weight times the loss of ``config.form``, which is not ``sampled``.
+    """Sum over all lessons' tokens of weight times loss of ``config.form``, which must not be ``sampled``.
 
-    Returns: the loss (a scalar, differentiable in ``hidden_ND`` and ``head_VD``), and of each position what `TOLD` names
-    [S, N], 0 where no teacher said anything.
+    Returns: the loss (a scalar, differentiable in ``hidden_ND`` and ``head_VD``), and the `STATISTICS` [S, N] of each position,
+    0 without a teacher.
     """
     chunk = chunk or max(1, min(_CHUNK, _CHUNK_LOGITS // len(head_VD)))
     return _TaughtLoss.apply(hidden_ND, head_VD, targets_N, weights_N, lessons, config, operators, chunk)
@@ -181,55 +181,57 @@ def taught_loss(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DistillObjective:
-    """Distillation on one rank's rows of a batch, beside what the policy loss makes of rewards and of a reference."""
+    """Distillation loss on one rank's rows of a batch, plus the policy loss if there are rewards or a KL to a reference."""
 
     config: DistillConfig
     lessons: tuple[Lesson, ...]
     policy: PolicyObjective
     has_policy: bool
-    """Whether the policy loss has a part in it: advantages, or a KL to the reference."""
+    """Whether the policy loss is added: there are advantages, or a KL to the reference."""
 
     def __call__(self, hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor) -> Measured:
-        """The sum over the targets of weight·(form of the reverse KL + policy loss)."""
+        """Sum over the targets of weight·(form of the reverse KL + policy loss)."""
         operators, streams = self.policy.operators, self.policy.streams
         weights_N, behaviour_N = streams["weights_BT"].flatten(), streams["behaviour_BT"].flatten()
         if self.config.form == "sampled":
             logp_N, entropy_N = chosen_logprobs(hidden_ND, head_VD, targets_N, operators=operators)
             signal_N, kl_N = torch.zeros_like(logp_N), torch.zeros_like(logp_N)
             for lesson in self.lessons:
-                assert isinstance(lesson.said, Tensor)
-                gap_M = lesson.said - lesson.summed(logp_N.detach()[lesson.places_M])
+                assert isinstance(lesson.scores, Tensor)
+                gap_M = lesson.scores - lesson.summed(logp_N.detach()[lesson.places_M])
                 signal_N[lesson.places_M], kl_N[lesson.places_M] = gap_M, lesson.estimate(gap_M)
             advantages_N = signal_N.clamp(-self.config.clip, self.config.clip)
             measured = self.policy.measured(
                 logp_N, entropy_N, targets_N, streams["advantages_BT"].flatten() + advantages_N
             )
             slope_N = 2 * (weights_N * advantages_N).abs() * -torch.expm1(logp_N.detach())
-            told = {"signal": signal_N, "kl": kl_N, "slope": slope_N}
-            return replace(measured, streams_N={**measured.streams_N, **told})
-        loss, told_SN = taught_loss(hidden_ND, head_VD, targets_N, weights_N, self.lessons, self.config, operators)
-        told = dict(zip(TOLD, told_SN.float(), strict=True))
+            statistics = {"signal": signal_N, "kl": kl_N, "slope": slope_N}
+            return replace(measured, streams_N={**measured.streams_N, **statistics})
+        loss, statistics_SN = taught_loss(
+            hidden_ND, head_VD, targets_N, weights_N, self.lessons, self.config, operators
+        )
+        statistics = dict(zip(STATISTICS, statistics_SN.float(), strict=True))
         if self.has_policy:
             measured = self.policy(hidden_ND, head_VD, targets_N)
-            return Measured(loss + measured.loss, measured.nll_N, {**told, **measured.streams_N})
-        ratio_N = torch.where(targets_N != IGNORED, (told["logp"] - behaviour_N).exp(), 0.0)
-        return Measured(loss, -told["logp"], {**told, "ratio": ratio_N})
+            return Measured(loss + measured.loss, measured.nll_N, {**statistics, **measured.streams_N})
+        ratio_N = torch.where(targets_N != IGNORED, (statistics["logp"] - behaviour_N).exp(), 0.0)
+        return Measured(loss, -statistics["logp"], {**statistics, "ratio": ratio_N})
 
 
-# What each source weighs
+# Weights of the sources
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the student is from the teacher of a source. Written by `progressed`, kept in snapshots."""
+    """Distance between the student and the teacher of a source. Written by `progressed`, kept in snapshots."""
 
     first_kl: float
-    """Nats a token where the source came up first: the gap to be closed. Of the form ``sampled``, half the mean square of
-    log q − log π stands for the KL everywhere, being positive."""
+    """KL in nats per token at the source's first step. For the form ``sampled``, all KLs are estimated by half the mean square of
+    log q − log π, which is not negative."""
     kl: float
-    """Where it came up last."""
+    """KL in nats per token at the source's last step."""
     sigma: float
-    """There, the standard deviation of log q − log π over its tokens."""
+    """Standard deviation of log q − log π over the source's tokens at its last step."""
 
 
 def source_weights(
@@ -239,14 +241,14 @@ def source_weights(
     shares: Mapping[str, float],
     progress: Mapping[str, Progress],
 ) -> list[float]:
-    """Weight of every token of each sample, over all samples of an update; they add up to 1.
+    """Weight of each token by sample; over all tokens of the update the weights sum to 1.
 
     Args:
-        sources: of each sample.
-        nums: its trained tokens.
-        balance: as `DistillConfig.balance`.
-        shares: what a source is to weigh among those of the update.
-        progress: of the sources that came up before.
+        sources: source of each sample.
+        nums: number of trained tokens of each sample.
+        balance: see `DistillConfig.balance`.
+        shares: by source, its share relative to the other sources of the update.
+        progress: by source, for sources of earlier steps.
     """
     if balance == "none":
         return [1.0 / max(1, sum(nums))] * len(nums)
@@ -257,34 +259,28 @@ def source_weights(
     factors = {source: shares[source] for source in tokens if tokens[source]}
     known = {source: progress[source] for source in factors if source in progress}
     if balance == "gap":
-        factors = {
-            source: share * max(known[source].kl / max(known[source].first_kl, _TINY), _LEAST_GAP)
-            if source in known
-            else share
-            for source, share in factors.items()
-        }
+        for source, past in known.items():
+            factors[source] *= max(past.kl / max(past.first_kl, _TINY), _MIN_GAP)
     elif balance == "sigma" and len(known) == len(factors):
-        least = max(1e-3 * max(each.sigma for each in known.values()), _TINY)
-        factors = {source: share / max(known[source].sigma, least) for source, share in factors.items()}
+        smallest = max(1e-3 * max(past.sigma for past in known.values()), _TINY)
+        factors = {source: share / max(known[source].sigma, smallest) for source, share in factors.items()}
     total = sum(factors.values())
-    if balance == "sequence":
-        return [
-            factors[source] / (total * samples[source] * num) if num else 0.0
-            for source, num in zip(sources, nums, strict=True)
-        ]
     return [
-        factors[source] / (total * tokens[source]) if num else 0.0 for source, num in zip(sources, nums, strict=True)
+        factors[source] / (total * samples[source] * num if balance == "sequence" else total * tokens[source])
+        if num
+        else 0.0
+        for source, num in zip(sources, nums, strict=True)
     ]
 
 
 Streams = Mapping[str, NDArray[np.float64]]
-"""What was found out about each token of a step, [N]."""
+"""Statistics [N] of all tokens of a step, by name."""
 
 
 def progressed(
     before: Mapping[str, Progress], streams: Streams, sources_N: NDArray[np.str_], taught: Sequence[str]
 ) -> dict[str, Progress]:
-    """``before`` with what a step has found of the sources in it that are ``taught``."""
+    """``before``, updated with the KL and sigma of the step's ``taught`` sources."""
     after = dict(before)
     for source in taught:
         here_N = sources_N == source
@@ -295,7 +291,7 @@ def progressed(
 
 
 def source_scalars(streams: Streams, sources_N: NDArray[np.str_], taught: Sequence[str]) -> dict[str, float]:
-    """For the log, of each source that is ``taught``: its KL, entropies, and share of the gradient."""
+    """Scalars of the log for each ``taught`` source: KL, entropies, and share of the gradient."""
     scalars: dict[str, float] = {}
     total = max(float(streams["slope"].sum()), _TINY)
     for source in taught:

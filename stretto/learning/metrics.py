@@ -22,71 +22,72 @@ Stream = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """A step that is done. Written by `TrainerRole.step`."""
+    """A completed step. Written by `TrainerRole.step`."""
 
     step: int
-    """Steps completed, this one included: the version of the weights it made."""
+    """Number of completed steps, this one included, and version of its weights."""
     num_samples: int
     num_tokens: int
-    """Sampled tokens, each trained once."""
+    """Number of sampled tokens, which were each trained once."""
     scalars: Mapping[str, float]
-    """For the log, by name."""
+    """Scalars of the log, by name."""
 
 
 def mismatch(
     logp_N: Stream, behaviour_N: Stream, ages_N: NDArray[np.integer], samples_N: NDArray[np.integer]
 ) -> dict[str, Any]:
-    """How far the trainer's policy is from what the engine sampled, before the update.
+    """Differences between the trainer's log-probabilities before the update and those that the engine recorded.
 
-    Apart for samples whose tokens are all of this very version, where any difference is the two implementations'; for
-    stale tokens, where it is also what was learnt since; and for tokens of this version behind stale ones of their
-    sample, whose context was computed anew, by other routes than those on record.
+    There are three classes of tokens. ``same``: tokens of samples that were sampled with this version only, where any difference
+    comes from the two implementations. ``stale``: tokens of older versions, where the updates since then add to it. ``mixed``:
+    tokens of this version after stale tokens of their sample, whose context the engine computed again, with other routes than
+    recorded.
 
     Args:
-        ages_N: in versions.
-        samples_N: a number for the sample of each.
+        logp_N: log-probabilities by the trainer.
+        behaviour_N: log-probabilities by the engine.
+        ages_N: age of each token in versions.
+        samples_N: number of each token's sample.
     """
     oldest = np.zeros(int(samples_N.max()) + 1, ages_N.dtype)
     np.maximum.at(oldest, samples_N, ages_N)
-    is_stale_N, is_whole_N = ages_N > 0, oldest[samples_N] == 0
-    scalars = {"mismatch/same_share": is_whole_N.mean()}
+    is_stale_N, is_same_N = ages_N > 0, oldest[samples_N] == 0
+    scalars = {"mismatch/same_share": is_same_N.mean()}
     delta_N = logp_N - behaviour_N
     estimates = {"k1": -delta_N, "k2": 0.5 * delta_N**2, "k3": np.expm1(delta_N) - delta_N}
-    for kind, mask_N in (("same", is_whole_N), ("stale", is_stale_N), ("mixed", ~is_whole_N & ~is_stale_N)):
+    for kind, mask_N in (("same", is_same_N), ("stale", is_stale_N), ("mixed", ~is_same_N & ~is_stale_N)):
         if mask_N.any():
             for name, k_N in estimates.items():
                 size_N = np.abs(k_N[mask_N])
                 scalars[f"mismatch/{kind}_{name}_mean"] = k_N[mask_N].mean()
                 scalars[f"mismatch/{kind}_{name}_p99"] = np.quantile(size_N, 0.99)
                 scalars[f"mismatch/{kind}_{name}_max"] = size_N.max()
-    # cut off where one token would be all of the sum
+    # clipped, so that one token does not dominate the sum
     ratio_N = np.exp(np.minimum(delta_N, 20.0))
     scalars["policy/ess"] = ratio_N.sum() ** 2 / (len(ratio_N) * (ratio_N**2).sum())
     scalars["policy/chi2"] = (ratio_N**2).mean() - 1.0
     return scalars
 
 
+_MEANS = {
+    "policy/ratio_mean": "ratio",
+    "policy/entropy": "entropy",
+    "policy/clip_fraction": "clipped",
+    "policy/correction_fraction": "cut",
+    "policy/correction_mean": "correction",
+    "policy/kl_reference": "kl_reference",
+}
+"""Scalars that are the mean of a stream."""
+
+
 def update(streams: Mapping[str, Stream]) -> dict[str, Any]:
-    """What the updates did, from the streams of `stretto.learning.objective.PolicyObjective`, as far as there was one."""
-    scalars = {
-        "policy/ratio_max": streams["ratio"].max(),
-        "policy/ratio_mean": streams["ratio"].mean(),
-        "policy/entropy": streams["entropy"].mean(),
-        "policy/nll": -streams["logp"].mean(),
-    }
-    if "clipped" in streams:
-        scalars |= {
-            "policy/clip_fraction": streams["clipped"].mean(),
-            "policy/correction_fraction": streams["cut"].mean(),
-            "policy/correction_mean": streams["correction"].mean(),
-        }
-    if "kl_reference" in streams:
-        scalars["policy/kl_reference"] = streams["kl_reference"].mean()
-    return scalars
+    """Scalars of the updates, from the streams of `stretto.learning.objective.PolicyObjective` that exist."""
+    scalars = {name: streams[stream].mean() for name, stream in _MEANS.items() if stream in streams}
+    return scalars | {"policy/ratio_max": streams["ratio"].max(), "policy/nll": -streams["logp"].mean()}
 
 
 def samples(groups: Sequence[Group]) -> dict[str, Any]:
-    """Rewards and shapes of what was trained."""
+    """Rewards, lengths and other properties of the trained samples."""
     flat = [trajectory for group in groups for trajectory in group.trajectories]
     rewards = np.array([each.verdict.reward for each in flat])
     lengths = np.array([each.num_sampled for each in flat])
@@ -117,7 +118,7 @@ def samples(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def staleness(groups: Sequence[Group], version: int) -> dict[str, Any]:
-    """Age of the trained tokens in versions, and under how many versions a sample was written."""
+    """Age of the trained tokens in versions, and mean number of versions per sample."""
     ages, spans = [], []
     for group in groups:
         for trajectory in group.trajectories:

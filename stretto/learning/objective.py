@@ -1,8 +1,9 @@
 """Policy losses over token log-probabilities, and the choice among them by the recipe.
 
-Every loss is free of weights and sums: the objective multiplies by each token's share of the whole update and adds up,
-so that no split over micro-batches, rows or ranks changes a gradient. π is the network being trained, the proximal
-policy is the centre of the trust region, μ is what sampled the tokens; all are log-probabilities, processed, fp32.
+The losses are per token, without weights and sums. The objective multiplies each by its share of the whole update and sums up,
+so that the split over micro-batches, rows and ranks does not change the gradient. π is the network being trained, the proximal
+policy is the centre of the trust region, μ is the policy that sampled the tokens. All are given as processed log-probabilities
+in fp32.
 
 Shape letters: N tokens (in the objective: of the rows of one pass, M of them with a target).
 """
@@ -23,21 +24,21 @@ from stretto.train.step import Measured
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """A loss for each token."""
+    """Policy loss of each token."""
 
     loss_N: Tensor
-    """To be minimised; differentiable in the log-probabilities of π."""
+    """Loss to minimise; differentiable in the log-probabilities of π."""
     ratio_N: Tensor
-    """π over the proximal policy, of tokens or of whole samples; detached."""
+    """π over the proximal policy, by token or by sample; detached."""
     clipped_N: Tensor
-    """The trust region took the gradient of this token away (CISPO: bounded its weight); bool."""
+    """Whether the trust region removed the token's gradient (CISPO: bounded its weight); bool."""
 
 
 def ppo(logp_N: Tensor, proximal_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float) -> PolicyLoss:
     """−min(u·A, clip(u, 1 − low, 1 + high)·A), u = π/proximal (1707.06347; unequal bounds: DAPO, 2503.14476).
 
-    With μ as the proximal policy this is PPO; with the trainer's own recomputation, weighted by `tis_weights`, it is
-    the decoupled form (2110.00641, AReaL 2505.24298). The two are the same where the proximal policy is μ.
+    With μ as the proximal policy this is PPO. With the trainer's own recomputation, weighted by `tis_weights`, it is the
+    decoupled form (2110.00641, AReaL 2505.24298). Both are equal where the proximal policy is μ.
     """
     return _clipped((logp_N - proximal_N).exp(), advantages_N, clip_low, clip_high)
 
@@ -45,8 +46,8 @@ def ppo(logp_N: Tensor, proximal_N: Tensor, advantages_N: Tensor, clip_low: floa
 def gspo(
     logp_N: Tensor, proximal_N: Tensor, advantages_N: Tensor, samples_N: Tensor, clip_low: float, clip_high: float
 ) -> PolicyLoss:
-    """`ppo` with one ratio for all tokens of a sample: the geometric mean of theirs (GSPO, 2507.18071). ``samples_N`` numbers
-    the sample of each token, from 0; all tokens of a sample must be there."""
+    """`ppo` with one ratio for all tokens of a sample, the geometric mean of their ratios (GSPO, 2507.18071). ``samples_N``:
+    number of each token's sample, from 0; all tokens of a sample must be included."""
     num_samples = int(samples_N.max()) + 1 if len(samples_N) else 0
     delta_N = logp_N - proximal_N
     sums = delta_N.new_zeros(num_samples).index_add(0, samples_N, delta_N)
@@ -55,14 +56,14 @@ def gspo(
 
 
 def cispo(logp_N: Tensor, proximal_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float) -> PolicyLoss:
-    """−sg(clip(u))·A·log π (CISPO, 2506.13585): a ratio out of bounds is bounded, and no token loses its gradient."""
+    """−sg(clip(u))·A·log π (CISPO, 2506.13585): the ratio is clipped, and every token keeps its gradient."""
     ratio_N = (logp_N.detach() - proximal_N).exp()
     bounded_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
     return PolicyLoss(-bounded_N * advantages_N * logp_N, ratio_N, bounded_N != ratio_N)
 
 
 def icepop(logp_N: Tensor, proximal_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float) -> PolicyLoss:
-    """−sg(u)·A·log π within the bounds, and 0 outside: such tokens are left out (IcePop, 2510.18855)."""
+    """−sg(u)·A·log π within the bounds, and 0 outside (IcePop, 2510.18855)."""
     ratio_N = (logp_N.detach() - proximal_N).exp()
     kept_N = icepop_weights(logp_N, proximal_N, 1.0 - clip_low, 1.0 + clip_high)
     return PolicyLoss(-kept_N * advantages_N * logp_N, ratio_N, kept_N != ratio_N)
@@ -75,47 +76,47 @@ def _clipped(ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: 
 
 
 def tis_weights(proximal_N: Tensor, behaviour_N: Tensor, cap: float) -> Tensor:
-    """min(proximal/μ, ``cap``): truncated importance sampling of what the rollout did otherwise. No gradient."""
+    """min(proximal/μ, ``cap``): truncated importance weights for the difference to the rollout. No gradient."""
     return (proximal_N - behaviour_N).detach().exp().clamp(max=cap)
 
 
 def icepop_weights(proximal_N: Tensor, behaviour_N: Tensor, low: float, high: float) -> Tensor:
-    """proximal/μ within [``low``, ``high``], and 0 outside: such tokens are left out (IcePop). No gradient."""
+    """proximal/μ within [``low``, ``high``], and 0 outside (IcePop). No gradient."""
     ratio_N = (proximal_N - behaviour_N).detach().exp()
     return torch.where((ratio_N >= low) & (ratio_N <= high), ratio_N, 0.0)
 
 
-_MOST_KL = 10.0
-"""Largest weight of a token's KL: one token must not be the whole gradient."""
+_MAX_KL_WEIGHT = 10.0
+"""Largest weight of a token's KL, so that one token does not dominate the gradient."""
 
 
 def kl_weights(logp_N: Tensor, behaviour_N: Tensor) -> Tensor:
-    """π/μ: what makes a mean over tokens of μ one over tokens of π, as `kl_k2` needs it. No gradient."""
-    return (logp_N - behaviour_N).detach().exp().clamp(max=_MOST_KL)
+    """π/μ: importance weights with which a mean over tokens of μ estimates one over tokens of π, for `kl_k2`. No gradient."""
+    return (logp_N - behaviour_N).detach().exp().clamp(max=_MAX_KL_WEIGHT)
 
 
 def kl_k2(logp_N: Tensor, reference_N: Tensor) -> Tensor:
-    """½(log π − log reference)²: over tokens of π, its gradient is that of KL(π ‖ reference).
+    """½(log π − log reference)². Its expected gradient over tokens of π is the gradient of KL(π ‖ reference).
 
-    Not log π − log reference (k1), whose gradient is zero in expectation, and not reference/π − 1 − log(reference/π)
-    (k3), whose gradient is that of the other direction, KL(reference ‖ π).
+    The gradient of log π − log reference (k1) is zero in expectation. The gradient of reference/π − 1 − log(reference/π) (k3) is
+    that of the other direction, KL(reference ‖ π).
     """
     return 0.5 * (logp_N - reference_N).square()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyObjective:
-    """A policy loss on one rank's rows of a batch."""
+    """Policy loss on one rank's rows of a batch."""
 
     config: LossConfig
     temperature: float
-    """At which the tokens were sampled: the policy that is trained is the one that sampled."""
+    """Temperature of sampling, which is also applied to the trained policy."""
     streams: Mapping[str, Tensor]
-    """Those of `stretto.learning.batch.Batch` by name."""
+    """Arrays of `stretto.learning.batch.Batch` by name."""
     proximal_BT: Tensor
-    """Log-probabilities of the trust region's centre; the behaviour's own unless they were recomputed."""
+    """Log-probabilities of the proximal policy: those of μ, or recomputed ones."""
     reference_BT: Tensor | None = None
-    """Log-probabilities of the reference network, where there is a KL to it."""
+    """Log-probabilities of the reference network, if there is a KL to it."""
     operators: Operators = ORDINARY
 
     def __call__(self, hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor) -> Measured:
@@ -124,7 +125,7 @@ class PolicyObjective:
         return self.measured(all_N, entropy_N, targets_N, self.streams["advantages_BT"].flatten())
 
     def measured(self, all_N: Tensor, entropy_N: Tensor, targets_N: Tensor, advantages_N: Tensor) -> Measured:
-        """The same of the targets' log-probabilities and entropies under π, and of whatever advantages."""
+        """The same from given log-probabilities of the targets and entropies under π, and any advantages."""
         config, kept_N = self.config, targets_N != IGNORED
         names = ("behaviour_BT", "weights_BT", "samples_BT")
         behaviour_M, weights_M, samples_M = (self.streams[name].flatten()[kept_N] for name in names)
@@ -136,7 +137,7 @@ class PolicyObjective:
             policy = {"ppo": ppo, "cispo": cispo, "icepop": icepop}[config.policy](
                 logp_M, proximal_M, advantages_M, *bounds
             )
-        correction_M = torch.ones_like(behaviour_M)  # of what the rollout did otherwise than the proximal policy
+        correction_M = torch.ones_like(behaviour_M)  # weight for the difference between rollout and proximal policy
         if config.correction == "tis":
             assert config.tis_cap is not None, "checked by the recipe"
             correction_M = tis_weights(proximal_M, behaviour_M, config.tis_cap)

@@ -1,4 +1,4 @@
-"""Forward passes of a batch on this rank's device: of the policy, and of networks that only score.
+"""Forward passes of a batch on this rank's device, by the policy and by networks that only score.
 
 Shape letters: B rows, T positions, L MoE layers, K route slots.
 """
@@ -20,25 +20,26 @@ from stretto.ops.matmul import Arithmetic
 
 @dataclass(slots=True, eq=False)
 class Pass:
-    """One batch and what is found out about it before the update; made by `place`."""
+    """One batch and its scores before the update; made by `place`."""
 
     batch: Batch
     """All ranks' rows."""
     mine: dict[str, Tensor]
-    """Streams of this rank's rows, on the device, by their names in `Batch`."""
+    """Arrays of this rank's rows, on the device, by their names in `Batch`."""
     ctx: Context
-    """Of every pass of the policy; its routes are what is replayed."""
+    """Context of every forward pass of the policy, with the routes to replay."""
     scores: dict[str, Tensor] = field(default_factory=dict)
-    """Log-probabilities [B, T] of the targets, 0 elsewhere: by ``policy``, as it is before the update, and other networks."""
+    """Log-probabilities [B, T] of the targets, 0 elsewhere, by network; ``policy``: the policy before the update."""
     lessons: tuple[Lesson, ...] = ()
-    """What teachers say of this rank's rows."""
+    """The teachers' scores of this rank's rows."""
     num_flips: int = 0
-    """Places, (token, MoE layer), where the policy's own choice of experts is not what the engine recorded."""
+    """Number of pairs (token, MoE layer) for which the policy would choose other experts than the engine recorded."""
     num_recorded: int = 0
+    """Number of pairs (token, MoE layer) with recorded routes."""
 
 
 def place(batch: Batch, ranks: Ranks, arithmetic: Arithmetic, *, replays: bool) -> Pass:
-    """This rank's rows of ``batch``, on its device. ``replays``: with the engine's routes (R3)."""
+    """This rank's rows of ``batch``, on its device. ``replays``: replay the engine's routes (R3)."""
     part = batch.rows(ranks.rows(len(batch.tokens_BT)))
     mine = {
         name: torch.from_numpy(value).to(ranks.device)
@@ -57,7 +58,7 @@ def place(batch: Batch, ranks: Ranks, arithmetic: Arithmetic, *, replays: bool) 
 
 @torch.no_grad()
 def score(model: Transformer, each: Pass, temperature: float, routing: Routing | None = None) -> Tensor:
-    """Log-probabilities [B, T] of the targets under ``model``, 0 elsewhere; without ``routing`` by its own routes."""
+    """Log-probabilities [B, T] of the targets under ``model``, 0 elsewhere. ``routing`` None: the model's own routes."""
     tokens_BT, ctx = each.mine["tokens_BT"], replace(each.ctx, routing=routing)
     output = model(tokens_BT, model.config.full(), ctx)
     logp_N, _ = chosen_logprobs(

@@ -1,19 +1,18 @@
 """Storage of samples: one format for unfinished samples and finished groups.
 
-A file is a list of frames. The first says whose samples these are; each further one is a part of a sample (a prompt, a
-chunk of an engine, the turn of tools) or its end. A *log* takes parts as they come: a rollout that is lost halfway goes
-on from it. Begun anew instead, long samples would be lost more often, and the policy would learn from answers that are
-biased towards short ones. It has to be where the state of a session is lost: then it draws by its own seed again, so that
-under the same weights it becomes the same sample as far as its tools say the same, and it is counted. A *stored group* is the
-same file written at once, chunks joined and routes packed.
+A file is a list of frames. The first frame names the task; each further frame is a part of a sample (a prompt, a chunk from an
+engine, a tool turn) or the sample's end. A *log* is written part by part, so that an interrupted rollout resumes from it.
+Restarting instead would lose long samples more often and bias the policy towards short answers. Only a sample whose session
+state is lost restarts; it uses its own seed again, so that with the same weights and the same tool results it becomes the same
+sample, and restarts are counted. A *stored group* is the same file written at once, with chunks joined and routes packed.
 
-One log a group and attempt: on many disks a new file costs more than all that is written to it. Only its own attempt
-appends to it. A later attempt starts with a copy of the latest earlier one, so that an agent that was given up but
-lives on disturbs nobody. Nothing is ever overwritten: old tokens keep the log-probabilities, versions and routes they
-were sampled with, whatever weights the rest is sampled under. What a process has written survives its ``kill -9``; it
-is not fsynced, so losing the machine loses chunks, which costs time and nothing else. A torn last frame is dropped.
+There is one log for each attempt at a group, because on many disks a new file costs more than all writes to it. Only its own
+attempt appends to a log. A later attempt starts with a copy of the latest earlier log, so that an agent whose lease ended does
+not interfere. Nothing is overwritten: old tokens keep the log-probabilities, versions and routes with which they were sampled,
+whatever weights sample the rest. Writes survive ``kill -9`` of the process. They are not fsynced, so a power failure loses
+chunks, which costs time only. A torn last frame is dropped.
 
-Imports no torch. Shape letters: R rows of routes, one a token (P: of all tokens but the last), L MoE layers of the
+Imports no torch. Shape letters: R rows of routes, one per token (P: of all tokens but the last), L MoE layers of the
 maximum network, K route slots, N = P·L·K ids of J bits, Q = ⌈N / 8⌉ octets of ids.
 """
 
@@ -41,61 +40,61 @@ from stretto.base.trajectory import Group, GroupRef, Outcome, Segment, Task, Tra
 SUFFIX = ".group"
 
 Ended = Literal["", "stop", "length"]
-"""Whether the model's turn ended with a part, and by what."""
+"""How the model's turn ended with a part; empty if the turn continues."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What is appended at once: a prompt, a chunk that an engine returned, or the turn of a tool."""
+    """Unit of appending: a prompt, a chunk that an engine returned, or a tool turn."""
 
     segment: Segment
     routes: np.ndarray | None = None
-    """[R, L, K], of the positions that had none yet, up to the last token but one; None where not sampled."""
+    """[R, L, K], for all positions without routes up to the last token but one; None if not sampled."""
     ended: Ended = ""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """Where it is the turn of tools: what they answered, for whoever reads messages. With no tokens, the last part: the model
-    goes on no more."""
+    """Of a tool turn: the tools' messages. A tool turn without tokens is the last part of its sample."""
 
 
 def context(tokens: np.ndarray, started_s: float = 0.0, finished_s: float = 0.0) -> Segment:
-    """A segment that the model did not write."""
+    """A segment that the model did not sample."""
     num = len(tokens)
     return Segment(tokens, False, np.zeros(num, np.float32), np.full(num, -1, np.int32), started_s, finished_s)
 
 
 class _Start(msgspec.Struct, tag="start", array_like=True):
-    """The first frame of a file."""
+    """First frame of a file."""
 
     task: Task
     attempt: int
     samples: tuple[int, ...] | None = None
-    """Of a stored group: those that it holds; None: all."""
+    """Numbers of the samples in a stored group; None: all."""
     prompts: dict[str, np.ndarray] = {}
-    """Of a stored group: as `Group.prompts`."""
+    """`Group.prompts` of a stored group."""
 
 
 class _Next(msgspec.Struct, tag="part", array_like=True):
-    """What a sample goes on with."""
+    """Next part of a sample."""
 
     sample: int
     num_tokens: int
-    """The sample has before, as the next."""
+    """Number of the sample's tokens before this part."""
     num_rows: int
+    """Number of the sample's route rows before this part."""
     part: Part
 
 
 class _End(msgspec.Struct, tag="end", array_like=True):
-    """A sample is finished."""
+    """End of a sample."""
 
     sample: int
     finish_reason: str
     verdict: Verdict
     routes: bytes = b""
-    """Of a stored group: all of the sample's, packed."""
+    """All routes of the sample, packed; in a stored group only."""
 
 
 class _Anew(msgspec.Struct, tag="anew", array_like=True):
-    """All frames of a sample before this one are void: what they came to cannot be reached again."""
+    """Restart of a sample: its earlier frames are void, because its session state is lost."""
 
     sample: int
     why: str
@@ -107,7 +106,7 @@ _DECODER = msgspec.msgpack.Decoder(
     _Record, dec_hook=lambda _, array: np.frombuffer(array[2], array[0]).reshape(array[1])
 )
 _HEAD = struct.Struct("<4sII")
-"""Magic, bytes that follow (a record as msgpack), CRC-32 over them."""
+"""Magic, number of bytes that follow (a record as msgpack), CRC-32 of these bytes."""
 _MAGIC = b"STS1"
 
 
@@ -117,7 +116,7 @@ def _frame(record: _Record) -> bytes:
 
 
 def frames(content: bytes) -> Iterator[tuple[_Record, int]]:
-    """The record of each frame and where it ends, up to the first that is torn or damaged."""
+    """The record of each frame and the offset of its end, up to the first frame that is torn or damaged."""
     end = 0
     while end + _HEAD.size <= len(content):
         magic, num_bytes, checksum = _HEAD.unpack_from(content, end)
@@ -129,36 +128,36 @@ def frames(content: bytes) -> Iterator[tuple[_Record, int]]:
 
 
 class Sample:
-    """One sample as far as it has come. From its first sampled token on, everything appended is on the disk first."""
+    """An unfinished or finished sample. From its first sampled token on, parts are written to the log before they count."""
 
     def __init__(self, task: Task, number: int, attempt: int):
         self.task, self.number, self.attempt = task, number, attempt
         self.log: Path | None = None
-        """The file that it appends to, with the others of its group and attempt; None: it is not written down."""
+        """Log file, shared by the samples of the group's attempt; None: no log."""
         self.parts: list[Part] = []
         self.num_tokens = 0
-        """Of all authors."""
+        """Number of all tokens, sampled or not."""
         self.num_sampled = 0
         self.num_rows = 0
-        """Leading tokens whose routes are known."""
+        """Number of leading tokens whose routes are known."""
         self.num_resumed = 0
-        """Sampled tokens that an earlier attempt had written."""
+        """Number of sampled tokens from the logs of earlier attempts."""
         self.num_lost = 0
-        """Times that it was begun anew."""
+        """Number of restarts."""
         self.finish_reason = ""
         self.verdict: Verdict | None = None
-        """None until it is closed."""
+        """None until the sample is closed."""
         self.routes: np.ndarray | None = None
-        """All of them, where they are known at once: of a stored group."""
+        """All routes of a sample of a stored group."""
         self.waits_for, self.since_s = "its problem", time.time()
-        """Written by the agent loop; read by the watchdog."""
+        """Current wait and its start. Written by the agent; read by the watchdog."""
         self._unwritten = b""
 
     def append(self, part: Part) -> None:
-        """Write ``part`` down, then take it.
+        """Write ``part`` to the log and add it.
 
         Raises:
-            InfraError: rows of routes that are not those of its tokens: nothing is written.
+            InfraError: the number of route rows does not match the tokens; nothing is written.
             UserError: the disk is full.
         """
         assert self.verdict is None, "it is closed"
@@ -170,13 +169,13 @@ class Sample:
         self._take(part)
 
     def close(self, finish_reason: str, verdict: Verdict) -> None:
-        """Write the end down. A verdict that says nothing about the answer is none."""
+        """Finish the sample. The outcome of ``verdict`` is not INFRA."""
         assert self.verdict is None and verdict.outcome is not Outcome.INFRA, f"{self.verdict}, {verdict}"
         self._write(_End(self.number, finish_reason, verdict), True)
         self.finish_reason, self.verdict = finish_reason, verdict
 
     def begin_anew(self, why: str) -> None:
-        """Forget all that it has come to. The log keeps it, and ``why``."""
+        """Restart the sample. The log keeps its parts and the reason ``why``."""
         assert self.verdict is None, "it is closed"
         self._write(_Anew(self.number, why), True)
         self._forget()
@@ -186,11 +185,11 @@ class Sample:
         return np.concatenate([part.segment.tokens for part in self.parts])
 
     def turns(self) -> list[np.ndarray]:
-        """Tokens int32 of each of the model's turns."""
+        """int32 tokens of each of the model's turns."""
         return [segment.tokens for segment in self.segments() if segment.is_sampled]
 
     def segments(self) -> tuple[Segment, ...]:
-        """Parts of one author joined: a turn of the model is one segment, in however many chunks it came."""
+        """The parts, with consecutive sampled parts joined and consecutive others: a turn of the model is one segment."""
         runs = groupby((part.segment for part in self.parts if len(part.segment.tokens)), attrgetter("is_sampled"))
         return tuple(_joined(list(run)) for _, run in runs)
 
@@ -203,7 +202,7 @@ class Sample:
         return Trajectory(*ids, self.segments(), routes, self.finish_reason, self.verdict)
 
     def _write(self, record: _Record, is_due: bool) -> None:
-        """Append to the log, in one write, once there is something that could be lost."""
+        """Append to the log in one write. Frames before the first sampled token are delayed, unless the write ``is_due``."""
         if self.log is None:
             return
         content = self._unwritten + _frame(record)
@@ -226,7 +225,7 @@ class Sample:
         self.num_lost += 1
 
     def _replay(self, record: _Record) -> bool:
-        """Take what a file says; False: another writer does."""
+        """Apply a record from a file. Returns False if it does not continue this sample, because another process wrote it."""
         if self.verdict is not None:
             return False
         if isinstance(record, _End):
@@ -250,7 +249,7 @@ def _joined(run: list[Segment]) -> Segment:
 
 
 def _read(content: bytes) -> tuple[_Start | None, tuple[Sample, ...], list[bytes]]:
-    """What lies in a file: its first frame (None: nobody got so far), its samples, and the further frames that are good."""
+    """The first frame of a file (None: the file has none), its samples, and the bytes of the further valid frames."""
     found = frames(content)
     start, end = next(found, (None, 0))
     if not isinstance(start, _Start):
@@ -258,7 +257,7 @@ def _read(content: bytes) -> tuple[_Start | None, tuple[Sample, ...], list[bytes
     samples = tuple(Sample(start.task, number, start.attempt) for number in range(start.task.group))
     good, lost = [], set[int]()
     for record, after in found:
-        number = len(samples) if isinstance(record, _Start) else record.sample  # a second start is another writer's too
+        number = len(samples) if isinstance(record, _Start) else record.sample  # a second start is never valid
         if number not in lost and number < len(samples) and samples[number]._replay(record):
             good.append(content[end:after])
         else:
@@ -268,8 +267,8 @@ def _read(content: bytes) -> tuple[_Start | None, tuple[Sample, ...], list[bytes
 
 
 def open_samples(folder: Path, task: Task, attempt: int) -> tuple[Sample, ...]:
-    """All samples for ``attempt``: as far as this or the latest earlier attempt has written them, or empty ones.
-    Raises UserError: the logs there are of another task, or the disk is full."""
+    """All samples of ``attempt``, resumed from the log of this or the latest earlier attempt if there is one.
+    Raises UserError: the log is of another task, or the disk is full."""
     paths = (log_path(folder, task.ordinal, number) for number in range(attempt, -1, -1))
     found = next((path for path in paths if path.exists()), None)
     start, samples, good = _read(found.read_bytes()) if found else (None, (), [])
@@ -285,23 +284,23 @@ def open_samples(folder: Path, task: Task, attempt: int) -> tuple[Sample, ...]:
 
 
 def read_logs(path: Path) -> tuple[Sample, ...]:
-    """What lies at ``path``, for a look: appending to it changes no file. () where nobody got so far."""
+    """The samples in the log at ``path``, detached from the file. () if the log has no frame."""
     return _read(path.read_bytes())[1]
 
 
 def log_path(folder: Path, ordinal: int, attempt: int) -> Path:
-    """Where the log of a group lies in a run's folder of logs."""
+    """Path of the log of an attempt in a run's folder of logs."""
     return folder / f"{ordinal:08d}-{attempt:03d}.log"
 
 
 def remove_logs(folder: Path, ordinal: int) -> None:
-    """Forget an ordinal that has ended."""
+    """Delete the logs of an ordinal that has ended."""
     for path in folder.glob(f"{ordinal:08d}-*.log"):
         path.unlink(missing_ok=True)
 
 
 def logged_ordinals(folder: Path) -> tuple[int, ...]:
-    """Ordinals that have logs, rising: after a crash those that ended meanwhile are to be removed."""
+    """Ordinals with logs, ascending."""
     names = {path.stem.partition("-")[0] for path in folder.glob("*.log")}
     return tuple(sorted(int(name) for name in names if name.isdecimal()))
 
@@ -310,7 +309,7 @@ def logged_ordinals(folder: Path) -> tuple[int, ...]:
 
 
 def store_group(folder: Path | str, group: Group) -> GroupRef:
-    """Write ``group`` into ``folder``; the file is on the disk, whole and under its name, when this returns.
+    """Write ``group`` into ``folder``. The complete file is on disk under its name when this returns.
     Raises UserError: the disk is full."""
     task, trajectories = group.task, group.trajectories
     assert 0 < len(trajectories) <= task.group, f"ordinal {task.ordinal}: {len(trajectories)} samples of {task.group}"
@@ -343,7 +342,7 @@ def store_group(folder: Path | str, group: Group) -> GroupRef:
 
 def load_group(location: Path | str, layers: int | None = None, top_k: int | None = None) -> Group:
     """The group that `store_group` wrote at ``location``.
-    Raises UserError: the file is missing or damaged, or as `check_routes`."""
+    Raises UserError: the file is missing or damaged; or as `check_routes`."""
     path = Path(location)
     problem = "it is torn, or damaged"
     try:
@@ -362,14 +361,14 @@ def load_group(location: Path | str, layers: int | None = None, top_k: int | Non
 
 
 def discard(locations: Iterable[Path | str]) -> None:
-    """Delete stored groups that nobody will train on again."""
+    """Delete stored groups."""
     for location in locations:
         Path(location).unlink(missing_ok=True)
 
 
 def check_routes(group: Group, where: str, layers: int | None = None, top_k: int | None = None) -> None:
-    """Refuse routes that are not one row a token but the last, or not of a network with so many MoE layers and choices.
-    Raises UserError: naming ``where`` and the sample."""
+    """Raises UserError, with ``where`` and the sample: there is not one row of routes for each token but the last, or the rows
+    are not of a network with ``layers`` MoE layers and ``top_k`` choices."""
     for trajectory in group.trajectories:
         routes, sample = trajectory.routes, f"{where}: routes of sample {trajectory.sample}"
         if routes is None:
@@ -386,39 +385,38 @@ def check_routes(group: Group, where: str, layers: int | None = None, top_k: int
             )
 
 
-# Routes, as few bits as can name the experts
+# Routes, packed into ⌈log2 E⌉ bits per expert id
 
 _ROUTES = struct.Struct("<2sBBIIHHI")
-"""Mark, bits an id, bytes an id when unpacked, rows, experts, layers, slots, CRC-32 of the ids' bytes."""
+"""Mark, bits per id, bytes per unpacked id, rows, experts, layers, slots, CRC-32 of the packed ids."""
 _MARK = b"SR"
 HEADER_BYTES = _ROUTES.size
-"""What a sample of any length pays beside its ids."""
 
 
 def id_bits(num_experts: int, has_absent: bool) -> int:
-    """Bits of one id: ⌈log2 E⌉, of one value more where some places name no expert."""
+    """Bits of one id: ⌈log2 E⌉, with one more value if some slots have no expert."""
     return (num_experts + has_absent - 1).bit_length()
 
 
 def packed_bytes(routes_PLK: np.ndarray) -> int:
-    """Bytes that `pack_routes` makes of them."""
+    """Length of the result of `pack_routes`."""
     num_experts, has_absent = _ids(routes_PLK)
     return HEADER_BYTES + -(-routes_PLK.size * id_bits(num_experts, has_absent) // 8)
 
 
 def _ids(routes_PLK: np.ndarray) -> tuple[int, bool]:
-    """Experts that the largest id speaks of, and whether some places name none."""
+    """Number of experts up to the largest id, and whether some slots have no expert."""
     absent_PLK = routes_PLK == np.iinfo(routes_PLK.dtype).max
     has_absent = bool(absent_PLK.any())
     return 1 + int((routes_PLK[~absent_PLK] if has_absent else routes_PLK).max(initial=0)), has_absent
 
 
 def pack_routes(routes_PLK: np.ndarray, num_experts: int | None = None) -> bytes:
-    """``routes_PLK`` (uint8 or uint16, the dtype's largest value: no expert) in `id_bits` bits an id; None: as many experts
-    as the largest id needs.
+    """``routes_PLK`` (uint8 or uint16; the dtype's largest value means no expert) with `id_bits` bits per id. ``num_experts``
+    None: as many as the largest id requires.
 
-    Ids follow each other in C order without gaps, low bits first, so a row costs L·K·`id_bits` / 8 bytes. (numpy's
-    packbits does the same in twice the time.)
+    Ids follow each other in C order without gaps, low bits first, so a row takes L·K·`id_bits` / 8 bytes. (numpy's packbits
+    takes four times as long.)
     """
     assert routes_PLK.ndim == 3 and routes_PLK.dtype in (np.uint8, np.uint16), f"{routes_PLK.dtype} {routes_PLK.shape}"
     flat_N = routes_PLK.reshape(-1)
@@ -428,7 +426,7 @@ def pack_routes(routes_PLK: np.ndarray, num_experts: int | None = None) -> bytes
     absent = np.iinfo(routes_PLK.dtype).max
     ids_N = np.where(flat_N == absent, np.uint16(num_experts), flat_N) if has_absent else flat_N
     bits = id_bits(num_experts, has_absent)
-    # eight ids make ``bits`` whole bytes: the first of two words of 64 bits into which they are shifted
+    # eight ids fill ``bits`` bytes, the first bytes of two words of 64 bits into which they are shifted
     padded_Q8 = np.zeros((-(-len(ids_N) // 8), 8), "<u8")
     padded_Q8.reshape(-1)[: len(ids_N)] = ids_N
     words_Q2 = np.zeros((len(padded_Q8), 2), "<u8")
@@ -444,7 +442,7 @@ def pack_routes(routes_PLK: np.ndarray, num_experts: int | None = None) -> bytes
 
 
 def unpack_routes(packed: bytes) -> np.ndarray:
-    """What `pack_routes` was given. Raises ValueError: the bytes are not packed routes, or damaged."""
+    """Inverse of `pack_routes`. Raises ValueError: the bytes are not packed routes, or damaged."""
     if len(packed) < HEADER_BYTES or packed[:2] != _MARK:
         raise ValueError(f"{len(packed)} bytes that are no packed routes")
     _, bits, itemsize, num_rows, num_experts, num_layers, num_slots, checksum = _ROUTES.unpack_from(packed)
@@ -453,7 +451,7 @@ def unpack_routes(packed: bytes) -> np.ndarray:
         raise ValueError(f"packed routes of {num_rows} rows are damaged: {len(body)} bytes do not match their header")
     dtype: type[np.uint8 | np.uint16] = np.uint8 if itemsize == 1 else np.uint16
     bits_NJ = np.unpackbits(np.frombuffer(body, np.uint8), count=num_ids * bits, bitorder="little")
-    # exact: ids are less than 2^16. By BLAS: packbits would take as long for each row as for many bytes
+    # a product by BLAS is fastest, and exact in fp32 because ids are below 2^16
     ids_N = bits_NJ.reshape(num_ids, bits).astype(np.float32) @ (2.0 ** np.arange(bits)).astype(np.float32)
     routes_N = ids_N.astype(dtype)
     routes_N[routes_N == num_experts] = np.iinfo(dtype).max
@@ -461,7 +459,7 @@ def unpack_routes(packed: bytes) -> np.ndarray:
 
 
 def signed_routes(routes_PLK: np.ndarray) -> np.ndarray:
-    """int16, −1 for no expert: as the trainer's forward pass takes them."""
+    """``routes_PLK`` as int16 with −1 for no expert, the form for the trainer's forward pass."""
     absent_PLK = routes_PLK == np.iinfo(routes_PLK.dtype).max
     assert not routes_PLK.size or int(routes_PLK[~absent_PLK].max(initial=0)) < 32768, "an expert id past int16"
     return np.where(absent_PLK, -1, routes_PLK.astype(np.int32)).astype(np.int16)

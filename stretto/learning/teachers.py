@@ -1,10 +1,10 @@
 """Teachers that score the student's samples: local networks or Subnets, and servers.
 
-A teacher reads the samples of its own sources behind the prompt as it would have been put to it; the student's tokens
-follow unchanged. So it packs them itself, and what it says is told by target: all targets of its samples, one sample after
-the other, whatever rows they came from. It takes its own routes: those of the student are of another network.
+A teacher reads the samples of its own sources after the prompt in its own format; the student's tokens follow unchanged. Each
+teacher packs its samples itself, and its scores are ordered by target: all targets of its samples, one sample after another,
+whatever rows they were in. A teacher uses its own routes, because the student's routes belong to another network.
 
-Shape letters: B rows, T positions, M targets of a teacher's samples, N targets of all, D its hidden dim.
+Shape letters: B rows, T positions, M targets of a teacher's samples, N targets of all samples, D the teacher's hidden dim.
 """
 
 from __future__ import annotations
@@ -43,46 +43,46 @@ from stretto.text.tokenizer import Tokenizer, load_tokenizer
 
 Groups = Sequence[Sequence[Streams]]
 KEY_VARIABLE = "OPENAI_API_KEY"
-_AT_ONCE = 8
-"""Requests to a server."""
+_NUM_REQUESTS = 8
+"""Concurrent requests to a server."""
 _PAUSE_S = 1.0
-"""Before it is asked a second time; then twice as long each time."""
-_LEAST_SPELT = 0.5
-"""Share of a reply's tokens that are spelt as the student's: less, and the ids mean something else there."""
+"""Seconds before the second attempt at a request; each further pause is twice as long."""
+_MIN_EQUAL = 0.5
+"""Smallest share of a reply's tokens whose text equals the student's. Below it, the server has another tokenizer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Said:
-    """What a teacher says of the targets of its samples, one sample after the other."""
+class Scores:
+    """A teacher's scores of the targets of its samples, one sample after another."""
 
-    of: Teacher | Tensor
+    values: Teacher | Tensor
     """Final hidden states [M, D] and their head, or log-probabilities [M]."""
     flops: int
-    """Spent here, over all ranks."""
+    """FLOPs over all ranks; 0 for a server."""
     spans_M: Tensor | None = None
-    """As of `Lesson`."""
+    """See `Lesson`."""
 
     def lesson(self, here: Tensor, places: NDArray[np.int64]) -> Lesson:
-        """Of the targets ``places``, which lie at ``here`` in a pass: whole samples."""
+        """Scores of the targets ``places``, which are at positions ``here`` of a pass; ``places`` cover whole samples."""
         at = torch.from_numpy(places).to(here.device)
-        if isinstance(self.of, Tensor):
-            return Lesson(here, self.of[at], None if self.spans_M is None else self.spans_M[at])
-        return Lesson(here, Teacher(self.of.hidden_ND[at], self.of.head_VD))
+        if isinstance(self.values, Tensor):
+            return Lesson(here, self.values[at], None if self.spans_M is None else self.spans_M[at])
+        return Lesson(here, Teacher(self.values.hidden_ND[at], self.values.head_VD))
 
 
 class Scorer(Protocol):
-    """A teacher. With several ranks all must ask it together."""
+    """Interface of a teacher. With several ranks, all ranks must call it together."""
 
     lineage: Lineage | None
-    """Of its checkpoint: what it cost is part of what the student costs."""
+    """Lineage of its checkpoint, whose cost is part of the student's cost."""
 
-    def said(self, groups: Groups) -> Said:
-        """Of samples as `as_read` gives them. Raises UserError: it cannot be had any more."""
+    def score(self, groups: Groups) -> Scores:
+        """Scores of samples prepared by `as_read`. Raises UserError: the teacher is not available any more."""
 
 
 def check_teachers(recipe: RlRecipe, start: Path) -> None:
-    """Look at the teachers' checkpoints without reading their weights into memory. Raises UserError: one is missing, has no such
-    part or a vocabulary that cannot be told of, or is the student itself, which is at ``start``."""
+    """Check the teachers' checkpoints without reading their weights. Raises UserError: a checkpoint is missing, has no such Subnet
+    or an incompatible vocabulary, or is the student at ``start`` itself."""
     distill = recipe.distill
     own = describe(start).config
     for name, config in sorted({} if distill is None else distill.teachers.items()):
@@ -107,8 +107,8 @@ def check_teachers(recipe: RlRecipe, start: Path) -> None:
 
 
 def open_teachers(recipe: RlRecipe, start: Path, ranks: Ranks, arithmetic: Arithmetic) -> dict[str, Scorer]:
-    """The teachers of ``recipe.distill``, by name, for the student at ``start``; none without it.
-    Raises UserError: as `check_teachers`; one cannot be read, or nobody answers."""
+    """The teachers of ``recipe.distill`` by name, for the student at ``start``; {} without distillation.
+    Raises UserError: as `check_teachers`; a checkpoint cannot be read, or a server does not answer."""
     teachers: dict[str, Scorer] = {}
     if recipe.distill is None:
         return teachers
@@ -129,23 +129,23 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def _translation(recipe: RlRecipe, name: str, start: Path, folder: Path) -> Translation | None:
-    """`translation`, between checkpoints; None too where one has no tokenizer."""
+    """`translation` between two checkpoints; also None if one of them has no tokenizer."""
     own, other = _tokenizer(start), _tokenizer(folder)
     return None if own is None or other is None else translation(recipe, name, own, other)
 
 
 def as_read(sample: Streams, teacher: str, number: int) -> Streams:
-    """What ``teacher`` reads of ``sample``: its own prompt if it has one, then the same tokens. Targets stay targets."""
+    """``sample`` as ``teacher`` reads it: after the teacher's own prompt if it has one. The targets stay the same."""
     tokens, mask_S, prompt = sample.tokens, sample.mask_S, sample.prompts.get(teacher)
     if prompt is not None:
         num = len(sample.trajectory.segments[0].tokens)
         tokens = np.concatenate([prompt, tokens[num:]])
         mask_S = np.concatenate([np.zeros(len(prompt) - 1, np.bool_), mask_S[num - 1 :]])
-    return _reread(sample, number, tokens, mask_S)
+    return _retokenised(sample, number, tokens, mask_S)
 
 
-def _reread(sample: Streams, number: int, tokens: NDArray[np.int32], mask_S: NDArray[np.bool_]) -> Streams:
-    """``sample`` as other tokens, to be scored alone."""
+def _retokenised(sample: Streams, number: int, tokens: NDArray[np.int32], mask_S: NDArray[np.bool_]) -> Streams:
+    """``sample`` with other tokens and the data needed to score them."""
     blank_S = np.zeros(len(mask_S), np.int32)
     streams: dict[str, Any] = dict.fromkeys(("logprobs_S", "steps_S"), blank_S.astype(np.float32))
     return replace(
@@ -164,9 +164,9 @@ def _reread(sample: Streams, number: int, tokens: NDArray[np.int32], mask_S: NDA
 def give_lessons(
     groups: Groups, passes: Sequence[Pass], teachers: Mapping[str, Scorer], distill: DistillConfig, ranks: Ranks
 ) -> int:
-    """Have every sample scored by the teacher of its source, and each pass told of its own. Returns the FLOPs of it.
+    """Score every sample by the teacher of its source, and store the scores in the passes. Returns the FLOPs.
 
-    By the teachers' names, so that their order in the recipe changes nothing.
+    Teachers are called in order of their names, so that their order in the recipe changes nothing.
     """
     samples, owners = [sample for group in groups for sample in group], distill.teacher_of()
     lessons: list[list[Lesson]] = [[] for _ in passes]
@@ -177,37 +177,38 @@ def give_lessons(
         if not any(is_own):
             continue
         numbers = dict(zip(np.flatnonzero(is_own).tolist(), range(len(samples)), strict=False))
-        own = [[each for each in group if each.number in numbers] for group in groups]
-        said = teacher.said([[as_read(each, name, numbers[each.number]) for each in group] for group in own if group])
-        flops += said.flops
+        own = [
+            [as_read(each, name, numbers[each.number]) for each in group if each.number in numbers] for group in groups
+        ]
+        scores = teacher.score([group for group in own if group])
+        flops += scores.flops
         is_own_N = np.repeat(is_own, [int(sample.mask_S.sum()) for sample in samples])
-        own_N = np.append(np.where(is_own_N, np.cumsum(is_own_N) - 1, -1), -1)  # the last: of a place without a target
-        for each, places_N, some in zip(passes, places, lessons, strict=True):
+        own_N = np.append(np.where(is_own_N, np.cumsum(is_own_N) - 1, -1), -1)  # the last: index −1, without a target
+        for each, places_N, given in zip(passes, places, lessons, strict=True):
             here = np.flatnonzero(own_N[places_N] >= 0)
             at = torch.from_numpy(here).to(each.mine["tokens_BT"].device)
-            some.append(said.lesson(at, own_N[places_N[here]]))
-    for each, some in zip(passes, lessons, strict=True):
-        each.lessons = tuple(some)
+            given.append(scores.lesson(at, own_N[places_N[here]]))
+    for each, given in zip(passes, lessons, strict=True):
+        each.lessons = tuple(given)
     return flops
 
 
-def chosen(lesson: Lesson, each: Pass) -> Tensor:
-    """log q [M] of the targets of ``lesson``, or of their spans; it is of ``each``."""
-    if isinstance(lesson.said, Tensor):
-        return lesson.said
+def target_logprobs(lesson: Lesson, each: Pass) -> Tensor:
+    """The teacher's log-probabilities [M] of the targets of ``lesson``, a lesson of the pass, or of their spans."""
+    if isinstance(lesson.scores, Tensor):
+        return lesson.scores
     targets_M = each.mine["targets_BT"].flatten()[lesson.places_M]
-    said = lesson.said
-    return chosen_logprobs(said.hidden_ND, said.head_VD, targets_M, operators=each.ctx.operators)[0]
+    return chosen_logprobs(lesson.scores.hidden_ND, lesson.scores.head_VD, targets_M, operators=each.ctx.operators)[0]
 
 
 class LocalTeacher:
     """A checkpoint, or a Subnet of it, in this process."""
 
     def __init__(self, config: TeacherConfig, recipe: RlRecipe, ranks: Ranks, arithmetic: Arithmetic):
-        """``config`` has passed `check_teachers`. Raises UserError: its weights cannot be read."""
+        """``config`` has passed `check_teachers`. Raises UserError: the weights cannot be read."""
         assert config.checkpoint is not None and recipe.distill is not None
         self._folder, self._train, self._ranks = checkpoint_folder(config.checkpoint), recipe.train, ranks
-        self._arithmetic, self._tells_hidden = arithmetic, recipe.distill.form != "sampled"
+        self._arithmetic, self._gives_hidden = arithmetic, recipe.distill.form != "sampled"
         found = self._read()
         self.lineage, self._shape = found.lineage, found.config
         self._subnet = parse_subnet(config.subnet, found.config, found.presets)
@@ -218,116 +219,108 @@ class LocalTeacher:
         return replace(found, model=spread(found.model, self._ranks).requires_grad_(False))
 
     @torch.no_grad()
-    def said(self, groups: Groups) -> Said:
-        """A forward pass over its samples; hidden states, or what they make of the targets."""
+    def score(self, groups: Groups) -> Scores:
+        """Forward pass over the samples. Gives hidden states, or log-probabilities of the targets for the form ``sampled``."""
         model, ranks, train = self._model or self._read().model, self._ranks, self._train
         samples = [sample for group in groups for sample in group]
-        longest = max(train.seq_len, *(sample.num_inputs for sample in samples))  # its prompts may be longer
+        longest = max(train.seq_len, *(sample.num_inputs for sample in samples))  # the teacher's prompts may be longer
         total = sum(int(sample.mask_S.sum()) for sample in samples)
-        of_M = torch.zeros(total, *[self._shape.hidden_size] * self._tells_hidden, device=ranks.device)
+        values_M = torch.zeros(total, *[self._shape.hidden_size] * self._gives_hidden, device=ranks.device)
         counts, flops = count(self._shape, executed(self._shape, self._subnet)), 0
         for batch in pack(groups, longest, train.micro_rows, share=ranks.world, with_routes=False):
             each = place(batch, ranks, self._arithmetic, replays=False)
             hidden_BTD = model(each.mine["tokens_BT"], self._subnet, each.ctx).hidden_BTD
             mine_N = target_places(batch, samples)[ranks.rows(len(batch.tokens_BT))].ravel()
             at, to = (
-                torch.from_numpy(some).to(ranks.device) for some in (np.flatnonzero(mine_N >= 0), mine_N[mine_N >= 0])
+                torch.from_numpy(part).to(ranks.device) for part in (np.flatnonzero(mine_N >= 0), mine_N[mine_N >= 0])
             )
             value_M = hidden_BTD.flatten(0, 1)[at]
-            if not self._tells_hidden:
+            if not self._gives_hidden:
                 targets_M = each.mine["targets_BT"].flatten()[at]
                 value_M = chosen_logprobs(value_M, model.head_VD, targets_M, operators=each.ctx.operators)[0]
-            of_M[to] = value_M
+            values_M[to] = value_M
             flops += counts.forward_flops(batch.tokens_BT.size, batch.tokens_BT.shape[1])
-        ranks.sum(of_M)
-        return Said(Teacher(of_M, model.head_VD.detach()) if self._tells_hidden else of_M, flops)
+        ranks.sum(values_M)
+        return Scores(Teacher(values_M, model.head_VD.detach()) if self._gives_hidden else values_M, flops)
 
 
 class TranslatedTeacher:
-    """Another one, of answers in the tokens of its own tokenizer: what it says of a span of text is the sum over its tokens."""
+    """A teacher with another tokenizer. Its score of a span of text is the sum over the span's tokens."""
 
     def __init__(self, teacher: Scorer, translation: Translation):
         self._teacher, self._translation, self.lineage = teacher, translation, teacher.lineage
 
-    def said(self, groups: Groups) -> Said:
-        """Samples have one turn, behind the prompt in its own tokens."""
-        made = [[self._translated(sample) for sample in group] for group in groups]
-        said = self._teacher.said([[sample for sample, _ in group] for group in made])
-        assert isinstance(said.of, Tensor), "hidden states are of other tokens"
-        told = [each for group in made for _, each in group]
-        starts = np.cumsum([0, *(each.num_spans for each in told)])
+    def score(self, groups: Groups) -> Scores:
+        """Scores of samples of one turn after a prompt in the teacher's own tokens."""
+        pairs = [[self._translated(sample) for sample in group] for group in groups]
+        scores = self._teacher.score([[sample for sample, _ in group] for group in pairs])
+        assert isinstance(scores.values, Tensor), "hidden states are of other tokens"
+        turns, device = [turn for group in pairs for _, turn in group], scores.values.device
+        starts = np.cumsum([0, *(turn.num_spans for turn in turns)])
         own_M, theirs = (
-            torch.from_numpy(np.concatenate([start + spans for start, spans in zip(starts, some, strict=False)])).to(
-                said.of.device
-            )
-            for some in ([each.own_T for each in told], [each.theirs_K for each in told])
+            torch.from_numpy(np.concatenate([start + spans_M for start, spans_M in zip(starts, spans, strict=False)]))
+            for spans in ([turn.own_T for turn in turns], [turn.theirs_K for turn in turns])
         )
-        totals = said.of.new_zeros(int(starts[-1])).index_add(0, theirs, said.of)
-        return Said(totals[own_M], said.flops, own_M)
+        totals = scores.values.new_zeros(int(starts[-1])).index_add(0, theirs.to(device), scores.values)
+        return Scores(totals[own_M.to(device)], scores.flops, own_M.to(device))
 
     def _translated(self, sample: Streams) -> tuple[Streams, Translated]:
         num = 1 + int(sample.mask_S.argmax())
         assert sample.mask_S[num - 1 :].all(), f"{sample.where}: more than one turn"
         turn = self._translation(sample.tokens[num:].tolist())
         tokens = np.concatenate([sample.tokens[:num], turn.ids_K])
-        return _reread(sample, sample.number, tokens, np.arange(1, len(tokens)) >= num), turn
+        return _retokenised(sample, sample.number, tokens, np.arange(1, len(tokens)) >= num), turn
 
 
 class RemoteTeacher:
-    """A model behind an OpenAI-compatible server, asked for the log-probabilities of a prompt."""
+    """A model behind an OpenAI-compatible server that returns the log-probabilities of a prompt."""
 
     lineage: Lineage | None = None
 
     def __init__(self, name: str, config: TeacherConfig, recipe: RlRecipe, tokenizer: Tokenizer | None, ranks: Ranks):
-        """``tokenizer``: what its replies are checked against, where there is one. Raises UserError: nobody answers."""
+        """``tokenizer``: checked against the server's replies; None: not checked. Raises UserError: the server does not answer."""
         self._where, self._url = f"distill.teachers.{name}: {config.url}", str(config.url).rstrip("/")
         self._failures, self._tokenizer, self._ranks = recipe.failures, tokenizer, ranks
         key = os.environ.get(KEY_VARIABLE)
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._model = config.model or ranks.first(self._first_model)
 
-    def said(self, groups: Groups) -> Said:
-        """One request a sample."""
+    def score(self, groups: Groups) -> Scores:
+        """Log-probabilities of the targets, with one request per sample."""
 
         def ask() -> list[list[float]]:
             samples = [sample for group in groups for sample in group]
-            with self._client() as client, ThreadPoolExecutor(_AT_ONCE) as pool:
+            with self._client() as client, ThreadPoolExecutor(_NUM_REQUESTS) as pool:
                 return list(pool.map(partial(self._scored, client), samples))
 
-        values = self._ranks.first(ask)
-        return Said(torch.tensor([value for some in values for value in some], device=self._ranks.device), 0)
+        by_sample = self._ranks.first(ask)
+        return Scores(torch.tensor([value for values in by_sample for value in values], device=self._ranks.device), 0)
 
     def _client(self) -> httpx.Client:
         return httpx.Client(headers=self._headers, timeout=self._failures.lease_s)
 
     def _first_model(self) -> str:
         with self._client() as client:
-            listed = self._patiently(lambda: client.get(f"{self._url}/v1/models"))
+            listed = self._request(lambda: client.get(f"{self._url}/v1/models"))
         try:
             return str(listed["data"][0]["id"])
         except (KeyError, IndexError, TypeError):
             raise UserError(f"{self._where}: lists no model; name one with model") from None
 
     def _scored(self, client: httpx.Client, sample: Streams) -> list[float]:
-        """log q of the sample's targets."""
+        """Log-probabilities of the sample's targets."""
         tokens = sample.tokens.tolist()
-        # a token is sampled and dropped: not every server takes 0 for a number of tokens
-        body = {
-            "model": self._model,
-            "prompt": tokens,
-            "max_tokens": 1,
-            "echo": True,
-            "logprobs": 1,
-            "temperature": 1.0,
-        }
-        reply = self._patiently(lambda: client.post(f"{self._url}/v1/completions", json=body))
+        # one token is sampled and dropped, because some servers refuse ``max_tokens`` 0
+        options = {"max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 1.0}
+        body = {"model": self._model, "prompt": tokens, **options}
+        reply = self._request(lambda: client.post(f"{self._url}/v1/completions", json=body))
         try:
             table = reply["choices"][0]["logprobs"]
-            num, spelt, values = reply["usage"]["prompt_tokens"], table["tokens"], table["token_logprobs"]
-            found = [float(value) for value, is_target in zip(values[1:], sample.mask_S, strict=False) if is_target]
+            num, texts, values = reply["usage"]["prompt_tokens"], table["tokens"], table["token_logprobs"]
+            logprobs = [float(value) for value, is_target in zip(values[1:], sample.mask_S, strict=False) if is_target]
         except (KeyError, IndexError, TypeError):
-            found, num = [], len(tokens)
-        if len(found) != int(sample.mask_S.sum()) or not np.isfinite(found).all():
+            logprobs, num = [], len(tokens)
+        if len(logprobs) != int(sample.mask_S.sum()) or not np.isfinite(logprobs).all():
             raise UserError(
                 f"{self._where}: gives no log-probabilities of a prompt (echo, logprobs); use another server"
             )
@@ -336,19 +329,19 @@ class RemoteTeacher:
                 f"{self._where}: makes {num} tokens of the {len(tokens)} that it was given; serve the student's tokenizer"
             )
         if self._tokenizer is not None:
-            ours = [self._tokenizer.decode([token]) for token in tokens]
-            num_same = sum(one == other for one, other in zip(ours, spelt, strict=False))
-            if num_same < _LEAST_SPELT * len(tokens):
+            own_texts = [self._tokenizer.decode([token]) for token in tokens]
+            num_equal = sum(own == other for own, other in zip(own_texts, texts, strict=False))
+            if num_equal < _MIN_EQUAL * len(tokens):
                 raise UserError(
-                    f"{self._where}: spells {len(tokens) - num_same} of {len(tokens)} tokens otherwise; a teacher needs the "
+                    f"{self._where}: spells {len(tokens) - num_equal} of {len(tokens)} tokens otherwise; a teacher needs the "
                     "student's tokenizer"
                 )
-        return found
+        return logprobs
 
-    def _patiently(self, ask: Callable[[], httpx.Response]) -> Any:
-        """The JSON of a reply. Raises UserError: it refuses, or cannot be reached however often it is tried."""
+    def _request(self, send: Callable[[], httpx.Response]) -> Any:
+        """JSON of a reply. Raises UserError: the server refuses the request, or does not answer within all attempts."""
         remedy, tries = f"correct url, model or {KEY_VARIABLE}", self._failures.max_attempts
         try:
-            return patiently(ask, self._where, remedy, tries=tries, pause_s=_PAUSE_S)
+            return patiently(send, self._where, remedy, tries=tries, pause_s=_PAUSE_S)
         except Unanswered as error:
             raise UserError(f"{self._where}: {error}; start it again, then continue with --resume") from error

@@ -1,9 +1,8 @@
 """Trainer role: turns finished groups into a step of the policy and a new version of the weights.
 
-One step: load the groups, pack; score the samples with the weights as they are (the proximal policy, and the mismatch with
-what the engine recorded), with other networks and with teachers; have the algorithm give credit for what is known by then;
-then one optimiser update for each part of the groups. Every forward pass of a batch, recomputed activations included, takes
-the same routes.
+One step loads and packs the groups; scores the samples with the current weights (the proximal policy, and the mismatch with the
+engine's records), with other networks and with teachers; computes advantages with the algorithm; and makes one optimiser update
+for each part of the groups. Every forward pass of a batch, recomputed activations included, uses the same routes.
 
 Shape letters: B rows, T positions, N targets of a step over all ranks, L MoE layers, K route slots, W branches of
 balance state, E experts.
@@ -46,7 +45,7 @@ from stretto.learning.objective import PolicyObjective
 from stretto.learning.passes import Pass, place, score
 from stretto.learning.recipe import ADVANTAGES, SNAPSHOTS, STEERING, WEIGHTS, DistillConfig, LossConfig, RlRecipe
 from stretto.learning.samples import load_group, packed_bytes
-from stretto.learning.teachers import chosen, give_lessons, open_teachers
+from stretto.learning.teachers import give_lessons, open_teachers, target_logprobs
 from stretto.learning.weights import is_quantised, pack_state, publish, retire
 from stretto.model.checkpoint import Checkpoint, known_hash, read_checkpoint
 from stretto.model.elastic import load_balance
@@ -62,19 +61,19 @@ from stretto.train.snapshot import Change, SnapshotMeta, Snapshots, changes_betw
 from stretto.train.step import MicroBatch, NonFiniteError, Objective, StepResult, optimisation_step
 
 KEEP_VERSIONS = 4
-"""Weight files kept: engines may lag behind while they fetch."""
+"""Number of weight files kept, because engines may still load older versions."""
 FLIPS_EVERY = 10
-"""Steps between two looks at route flips, where they cost a pass of their own."""
+"""Steps between two measurements of route flips, if these need a forward pass of their own."""
 _TRIED_TOKENS = 8
-"""That new weights are tried on."""
+"""Number of tokens on which new weights are checked."""
 _PROGRESS = "distill"
-"""Beside the controller's cut in a snapshot: how far each source has come."""
+"""Key of the sources' `Progress` in a snapshot, beside the controller's cut."""
 
 
 def recompute(model: Transformer, each: Pass, temperature: float, replay: str) -> None:
-    """Score with the policy as it is, and compare its choice of experts with the engine's.
+    """Score the pass with the current policy, and count differences between its routes and the engine's.
 
-    With R2 that choice is what the update replays; what was scored here took it, as nothing else was told.
+    With R2 the update replays the policy's routes, which were also used for these scores.
     """
     recorder = Recorder(model.config, each.mine["tokens_BT"], each.ctx.routing)
     each.scores["policy"] = score(model, each, temperature, recorder)
@@ -88,7 +87,7 @@ def recompute(model: Transformer, each: Pass, temperature: float, replay: str) -
 
 
 def give_pass_credit(each: Pass, credits: Sequence[TokenCredit], ranks: Ranks) -> None:
-    """What was said of the samples, by their numbers, to the pass."""
+    """Write the samples' advantages and weights into the pass; ``credits`` by the samples' numbers."""
     each.batch = credited(each.batch, credits)
     rows = ranks.rows(len(each.batch.tokens_BT))
     for name in ("advantages_BT", "weights_BT"):
@@ -98,7 +97,7 @@ def give_pass_credit(each: Pass, credits: Sequence[TokenCredit], ranks: Ranks) -
 def micro_batch(
     each: Pass, loss: LossConfig, temperature: float, subnet: Subnet, distill: DistillConfig | None = None
 ) -> MicroBatch:
-    """The pass as the optimisation step takes it."""
+    """The pass as input of the optimisation step."""
     mine, ctx = each.mine, each.ctx
     proximal_BT = each.scores["policy"] if loss.proximal == "recompute" else mine["behaviour_BT"]
     policy = PolicyObjective(loss, temperature, mine, proximal_BT, each.scores.get("reference"), ctx.operators)
@@ -111,27 +110,28 @@ def micro_batch(
 
 
 def open_trainer(recipe: RlRecipe, run: Path, start: Path, device: str, stage: str) -> TrainerRole:
-    """The only rank of a run, on ``device``."""
+    """The trainer of a run with one rank, on ``device``."""
     return TrainerRole(recipe, run, start, ranks=Ranks(0, 1, torch.device(device)), stage=stage)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Update:
-    """What one optimiser update trains."""
+    """Samples and passes of one optimiser update."""
 
     samples: list[list[Streams]]
     passes: list[Pass]
 
 
 def _sources(update: _Update) -> NDArray[np.str_]:
-    """Of each target, in the order of the batches."""
+    """Source of each target [N], in the order of the batches."""
     names = np.array([sample.source for group in update.samples for sample in group])
     batches = [each.batch for each in update.passes]
     return np.concatenate([names[each.samples_BT[each.targets_BT != IGNORED]] for each in batches])
 
 
 class TrainerRole:
-    """The policy, its optimiser, and the run's snapshots. With several ranks there is a role on each, called alike."""
+    """The policy, its optimiser, and the run's snapshots. With several ranks there is one role on each, called with the same
+    arguments."""
 
     def __init__(
         self,
@@ -142,8 +142,8 @@ class TrainerRole:
         ranks: Ranks | None = None,
         stage: str = "rl",
     ):
-        """Read the checkpoint ``start``, on the device of ``ranks``; None: torchrun's environment says. ``stage``: what the
-        lineage of the result calls it.
+        """Read the checkpoint ``start`` onto the device of ``ranks``; None: as torchrun's environment says. ``stage``: name of the
+        stage in the lineage of the result.
         Raises UserError: the checkpoint or a teacher cannot be read, or the ranks cannot share the rows."""
         self._recipe, self._run, self._start, self._stage = recipe, Path(run), Path(start), stage
         self._ranks = ranks or join()
@@ -157,7 +157,7 @@ class TrainerRole:
         self._origin = self._read(self._start)
         self._model = self._origin.model
         self._optimizers = build_optimizers(recipe.optim, self._model)
-        load_algorithm(recipe.loss.advantage)  # whoever has none is to hear of it now
+        load_algorithm(recipe.loss.advantage)  # a missing function is refused before the first step
         folders = {"reference": self._start} if recipe.loss.kl_weight else {}
         folders |= {name: checkpoint_folder(folder) for name, folder in recipe.teachers.items()}
         self._teachers = {name: self._teacher(name, folder) for name, folder in folders.items()}
@@ -165,21 +165,21 @@ class TrainerRole:
         self._data_hash = known_hash(self._start)
         self._scorers = open_teachers(recipe, self._start, self._ranks, self._arithmetic)
         self._progress: dict[str, Progress] = {}
-        """Of the sources that have come up, where there are teachers."""
+        """By source, for sources of past steps, if there are teachers."""
         self._run_id = new_run_id()
         self._changes: tuple[Change, ...] = ()
         self._meter = Meter(stage, device_name(self._ranks.device), self._ranks.world)
         self.version = self._num_tokens = 0
-        """Of the weights: steps completed."""
+        """Version of the weights: number of completed steps."""
         self._copied: tuple[int, Mapping[str, Tensor]]
-        """A version and its weights."""
+        """A version and its weights, between `copy_weights` and `publish`."""
 
     def step(self, refs: Sequence[GroupRef], step: int) -> StepReport:
-        """Train on ``refs`` as step ``step`` (from 0); groups count in order of their ordinals.
+        """Train on ``refs`` as step ``step`` (from 0). Groups are ordered by their ordinals.
 
         Raises:
             UserError: a group cannot be read, or its routes are not of this network.
-            NonFiniteError: a loss, a gradient, or what the new weights say; the last snapshot is good.
+            NonFiniteError: a loss, a gradient or the output of the new weights is not finite; the last snapshot is valid.
         """
         assert step == self.version, f"step {step} was asked for, {self.version} is next"
         started, config = time.perf_counter(), self._model.config
@@ -215,34 +215,34 @@ class TrainerRole:
 
     @property
     def receipt(self) -> Receipt:
-        """What the run has cost so far, sampling left out."""
+        """Cost of the run so far, without sampling."""
         return self._meter.receipt()
 
     def copy_weights(self) -> None:
-        """Keep the weights as they are for `publish`."""
+        """Copy the current weights for `publish`."""
         state = {name: tensor.clone() for name, tensor in full_state(self._model).items()}
         self._copied = self.version, state
 
     async def publish(self) -> WeightVersion | None:
-        """Write what `copy_weights` kept to the run's folder of weights, beside whatever step is made meanwhile; None on all
-        ranks but the first. Raises UserError: the disk is full."""
+        """Write the weights of the last `copy_weights` to the run's folder of weights, concurrently with the next step. Returns
+        None on all ranks but the first. Raises UserError: the disk is full."""
         number, state = self._copied
-        del self._copied  # or a second network would lie in memory for ever
+        del self._copied  # else the copy would stay in memory
         return await asyncio.to_thread(self._write_version, number, state) if self._ranks.is_first else None
 
     def _write_version(self, number: int, state: Mapping[str, Tensor]) -> WeightVersion:
         if self._recipe.precision.rollout == "bf16":
-            # what an engine in bf16 rounds them to anyway: half the bytes. Router, norms and head stay in fp32 there.
+            # an engine in bf16 rounds these weights anyway; its router, norms and head stay in fp32
             state = {name: each.bfloat16() if is_quantised(name) else each for name, each in state.items()}
         elif self._recipe.precision.rollout == "fp8":
-            state = pack_state(state)  # quantised once, here: the engine makes the same bytes of them again
+            state = pack_state(state)  # quantising again in the engine gives the same bytes
         version = publish(self._run / WEIGHTS, number, state)
         retire(self._run / WEIGHTS, KEEP_VERSIONS)
         return version
 
     def save(self, cut: Mapping[str, Any]) -> Path:
-        """Write a snapshot, with the controller's ``cut`` at the same step in it.
-        Raises UserError: on all ranks: the disk is full; older snapshots are untouched."""
+        """Write a snapshot that includes the controller's ``cut`` of the same step.
+        Raises UserError, on all ranks: the disk is full; older snapshots are unchanged."""
         progress = {name: asdict(each) for name, each in self._progress.items()}
         meta = SnapshotMeta(
             step=self.version,
@@ -259,7 +259,7 @@ class TrainerRole:
         return self._snapshots.path(self.version)
 
     def resume(self) -> dict[str, Any] | None:
-        """Go on from the newest snapshot, bit for bit; returns the cut it was saved with. None: there is no snapshot.
+        """Restore the newest snapshot, bit for bit. Returns its cut; None if there is no snapshot.
         Raises UserError: the snapshot is damaged, of another start, or of a later step than the recipe's last."""
         path = self._snapshots.latest()
         if path is None:
@@ -267,7 +267,7 @@ class TrainerRole:
         meta = read_meta(path)
         if meta.data_hash != self._data_hash:
             raise UserError(
-                f"{self._start}: --model: not the checkpoint that {self._run} began with; name that one, or start a new run folder"
+                f"{self._start}: --model: not the checkpoint that {self._run} began with; name that one, or use a new run folder"
             )
         recipe = self._recipe.model_dump(mode="json")
         if meta.step > self._recipe.train.steps:
@@ -284,8 +284,8 @@ class TrainerRole:
 
     @torch.no_grad()
     def moved(self, groups: Sequence[Group]) -> float:
-        """How far the policy is from its start: KL(policy ‖ start) at temperature 1, nats a token, mean over the tokens that the
-        policy sampled in ``groups``. Raises UserError: the start cannot be read any more."""
+        """KL(policy ‖ start) at temperature 1, in nats per token, as the mean over the sampled tokens of ``groups``. Raises
+        UserError: the start cannot be read any more."""
         start = self._teachers.get("reference") or self._teacher("reference", self._start)
         samples, train = unroll(groups), self._recipe.train
         total, num = torch.zeros((), device=self._ranks.device), 0
@@ -299,14 +299,13 @@ class TrainerRole:
             at_M = (targets_N != IGNORED).nonzero()[:, 0]
             lesson = Lesson(at_M, Teacher(start_ND[at_M], start.head_VD))
             weights_N, head_VD = torch.ones_like(targets_N, dtype=torch.float32), self._model.head_VD
-            total += taught_loss(own_ND, head_VD, targets_N, weights_N, [lesson], DistillConfig(), each.ctx.operators)[
-                0
-            ]
+            kl, _ = taught_loss(own_ND, head_VD, targets_N, weights_N, [lesson], DistillConfig(), each.ctx.operators)
+            total += kl
             num += batch.num_targets
         return float(self._ranks.sum(total)) / num
 
     def write(self, folder: Path | str) -> None:
-        """Write the policy as a checkpoint, with the start's tokenizer and lineage.
+        """Write the policy as a checkpoint, with the start's tokenizer and a lineage.
         Raises UserError: the disk is full, or the folder holds other files."""
         origin = self._origin
         parents = [origin.lineage, *(each.lineage for each in self._scorers.values())]
@@ -328,22 +327,22 @@ class TrainerRole:
         )
 
     def _scores_before(self, step: int, groups: Sequence[Group]) -> bool:
-        """Whether ``step`` has a pass of the policy before its updates. A single update finds the same log-probabilities by
-        itself; so that pass is for several, for an algorithm that may look at it, for a source that comes up first, and now
-        and then for the flips."""
+        """Whether ``step`` has a forward pass of the policy before its updates. A single update computes the same
+        log-probabilities itself. The pass is needed for several updates, for a user's algorithm, which may read it, for the
+        first step of a source with a teacher, and every `FLIPS_EVERY` steps for the route flips."""
         recipe = self._recipe
-        is_looked_at = recipe.loss.advantage not in ADVANTAGES
+        may_be_read = recipe.loss.advantage not in ADVANTAGES
         taught = recipe.distill.teacher_of().keys() if recipe.distill is not None else set[str]()
         is_new = any(group.task.source in taught - self._progress.keys() for group in groups)
-        return recipe.train.minibatches > 1 or is_looked_at or is_new or step % FLIPS_EVERY == 0
+        return recipe.train.minibatches > 1 or may_be_read or is_new or step % FLIPS_EVERY == 0
 
     def _read(self, folder: Path) -> Checkpoint:
-        """A checkpoint, its network spread over the ranks. Raises UserError: it cannot be read."""
+        """A checkpoint with its network distributed over the ranks. Raises UserError: it cannot be read."""
         found = read_checkpoint(folder, dtype=torch.float32)
         return replace(found, model=spread(found.model, self._ranks))
 
     def _teacher(self, name: str, folder: Path) -> Transformer:
-        """Raises UserError: no checkpoint there, or of another vocabulary."""
+        """The frozen network in ``folder``. Raises UserError: there is no checkpoint, or it has another vocabulary."""
         model = self._read(folder).model.requires_grad_(False)
         sizes = model.config.vocab_size, self._model.config.vocab_size
         if sizes[0] != sizes[1]:
@@ -351,7 +350,7 @@ class TrainerRole:
         return model
 
     def _plan(self, groups: Sequence[Group]) -> list[_Update]:
-        """What each update trains, without credit."""
+        """Samples and passes of each update, without advantages."""
         recipe, train, ranks = self._recipe, self._recipe.train, self._ranks
         assert len(groups) % train.minibatches == 0, f"{len(groups)} groups for {train.minibatches} updates"
         replays, size, updates = recipe.replay == "r3", len(groups) // train.minibatches, []
@@ -364,7 +363,7 @@ class TrainerRole:
         return updates
 
     def _score(self, update: _Update, scores: bool) -> None:
-        """Score ``update`` by all networks (by the policy if ``scores``), and give credit for it."""
+        """Score ``update`` by all networks (by the policy if ``scores``), and compute its advantages and weights."""
         temperature = self._recipe.rollout.temperature
         for each in update.passes:
             if scores:
@@ -374,8 +373,8 @@ class TrainerRole:
         samples = [sample for group in update.samples for sample in group]
         lengths = [sample.num_inputs for sample in samples]
         for name in update.passes[0].scores:
-            wholes = [self._whole(each, each.scores[name]) for each in update.passes]
-            streams = by_sample([each.batch for each in update.passes], wholes, lengths)
+            values = [self._all_rows(each, each.scores[name]) for each in update.passes]
+            streams = by_sample([each.batch for each in update.passes], values, lengths)
             for sample, stream_S in zip(samples, streams, strict=True):
                 sample.scores[name] = stream_S
         credits = self._credits(update.samples)
@@ -395,13 +394,14 @@ class TrainerRole:
     def _credits(self, groups: Sequence[Sequence[Streams]]) -> list[TokenCredit]:
         """By the samples' numbers: advantages of rewards, and weights by the recipe's normaliser or its balance of sources."""
         loss, distill, samples = self._recipe.loss, self._recipe.distill, [each for group in groups for each in group]
-        most = self._recipe.rollout.max_tokens
+        if distill is None or distill.outcome_weight:
+            max_tokens = self._recipe.rollout.max_tokens
+            credits = give_credit(groups, loss.advantage, loss.normaliser, max_tokens, loss.overlong_filter)
+            advantages = [each.advantages_S for each in credits]
+        else:
+            advantages = [np.zeros(each.num_inputs, np.float32) for each in samples]
         if distill is None:
-            return give_credit(groups, loss.advantage, loss.normaliser, most, loss.overlong_filter)
-        blank = [TokenCredit(np.zeros(each.num_inputs, np.float32), each.mask_S.astype(np.float32)) for each in samples]
-        given = blank
-        if distill.outcome_weight:
-            given = give_credit(groups, loss.advantage, loss.normaliser, most, loss.overlong_filter)
+            return credits
         weights = source_weights(
             [each.source for each in samples],
             [int(each.mask_S.sum()) for each in samples],
@@ -410,20 +410,20 @@ class TrainerRole:
             self._progress,
         )
         return [
-            TokenCredit(distill.outcome_weight * one.advantages_S, (weight * each.mask_S).astype(np.float32))
-            for one, each, weight in zip(given, samples, weights, strict=True)
+            TokenCredit(distill.outcome_weight * advantages_S, (weight * each.mask_S).astype(np.float32))
+            for advantages_S, each, weight in zip(advantages, samples, weights, strict=True)
         ]
 
     @torch.no_grad()
     def _check_floor(self, update: _Update) -> None:
-        """Raises UserError: of a source that comes up first, the student and its teacher say the same."""
-        found = []
+        """Raises UserError: at the first step of a source, the student and its teacher are too similar."""
+        kls = []
         for each in update.passes:
-            found.append(torch.zeros(each.mine["tokens_BT"].numel(), device=self._ranks.device))
+            kls.append(torch.zeros(each.mine["tokens_BT"].numel(), device=self._ranks.device))
             for lesson in each.lessons:
                 own_M = each.scores["policy"].flatten()[lesson.places_M]
-                found[-1][lesson.places_M] = lesson.estimate(chosen(lesson, each) - lesson.summed(own_M))
-        kl_N, sources_N = self._gathered(update.passes, found), _sources(update)
+                kls[-1][lesson.places_M] = lesson.estimate(target_logprobs(lesson, each) - lesson.summed(own_M))
+        kl_N, sources_N = self._gathered(update.passes, kls), _sources(update)
         for source, name in self._distill.teacher_of().items():
             here_N = sources_N == source
             if source in self._progress or not here_N.any() or kl_N[here_N].mean() >= self._distill.kl_floor:
@@ -447,14 +447,14 @@ class TrainerRole:
             self._ranks,
             clip_norm=recipe.optim.clip_norm,
             balance_rate=recipe.train.balance_rate,
-            dtype=torch.float32,  # the arithmetic is the context's: the engine's operators, not autocast's
+            dtype=torch.float32,  # no autocast: the context's operators determine the arithmetic
         )
         self._meter.add(flops=result.flops, tokens=result.num_tokens)
         return result
 
     @torch.no_grad()
     def _check_finite(self) -> None:
-        """Raises NonFiniteError: the weights, though finite, say nothing that is. They are neither kept nor handed on."""
+        """Raises NonFiniteError: the output of the new weights is not finite. They are neither saved nor published."""
         ids_BT = torch.arange(_TRIED_TOKENS, device=self._ranks.device)[None] % self._model.config.vocab_size
         hidden_BTD = self._model(ids_BT, self._model.config.full(), Context.plain(ids_BT)).hidden_BTD
         logp_N, _ = chosen_logprobs(hidden_BTD.flatten(0, 1), self._model.head_VD, ids_BT.flatten())
@@ -464,26 +464,26 @@ class TrainerRole:
     def _measure(
         self, groups: Sequence[Group], updates: Sequence[_Update], results: Sequence[StepResult]
     ) -> dict[str, float]:
-        """All scalars of a step that just ended; the same on every rank."""
+        """All scalars of the step that just ended; the same on every rank."""
         version, recipe = self.version - 1, self._recipe
         passes = [each for update in updates for each in update.passes]
-        streams = [stream for result in results for stream in result.streams_N]
-        found = {name: self._gathered(passes, [each[name] for each in streams]) for name in streams[0]}
+        by_pass = [streams for result in results for streams in result.streams_N]
+        streams = {name: self._gathered(passes, [each[name] for each in by_pass]) for name in by_pass[0]}
         before = [each.scores["policy"] for each in passes if "policy" in each.scores]
-        before_N = self._gathered(passes, before) if before else found["logp"]
-        batches, most = [each.batch for each in passes], sum(len(group.trajectories) for group in groups)
-        firsts = [number * most for number, update in enumerate(updates) for _ in update.passes]
+        before_N = self._gathered(passes, before) if before else streams["logp"]
+        batches, num_samples = [each.batch for each in passes], sum(len(group.trajectories) for group in groups)
+        firsts = [number * num_samples for number, update in enumerate(updates) for _ in update.passes]
         behaviour_N = np.concatenate([each.behaviour_BT[each.targets_BT != IGNORED] for each in batches])
         ages_N = np.concatenate([version - each.versions_BT[each.targets_BT != IGNORED] for each in batches])
         samples_N = np.concatenate(
             [first + each.samples_BT[each.targets_BT != IGNORED] for first, each in zip(firsts, batches, strict=True)]
         )
         scalars = mismatch(before_N, behaviour_N.astype(np.float64), ages_N, samples_N)
-        scalars |= update_scalars(found) | sample_scalars(groups) | staleness(groups, version)
+        scalars |= update_scalars(streams) | sample_scalars(groups) | staleness(groups, version)
         if recipe.distill is not None:
             sources_N, taught = np.concatenate([*map(_sources, updates)]), sorted(recipe.distill.teacher_of())
-            self._progress = progressed(self._progress, found, sources_N, taught)
-            scalars |= source_scalars(found, sources_N, taught)
+            self._progress = progressed(self._progress, streams, sources_N, taught)
+            scalars |= source_scalars(streams, sources_N, taught)
         flips = torch.tensor([[each.num_flips, each.num_recorded] for each in passes], device=self._ranks.device).sum(0)
         num_flips, num_recorded = self._ranks.sum(flips).tolist()
         if num_recorded:
@@ -505,13 +505,15 @@ class TrainerRole:
         return {name: float(value) for name, value in scalars.items()}
 
     def _gathered(self, passes: Sequence[Pass], mine: Sequence[Tensor]) -> np.ndarray:
-        """What all ranks hold of the targets' values, in the order of the batches: fp64 [N]."""
-        wholes = [self._whole(each, value) for each, value in zip(passes, mine, strict=True)]
-        kept = [whole_BT[each.batch.targets_BT != IGNORED] for each, whole_BT in zip(passes, wholes, strict=True)]
-        return np.concatenate(kept).astype(np.float64)
+        """Values of all targets, from the rows of all ranks, in the order of the batches: fp64 [N]."""
+        values = [
+            self._all_rows(each, value)[each.batch.targets_BT != IGNORED]
+            for each, value in zip(passes, mine, strict=True)
+        ]
+        return np.concatenate(values).astype(np.float64)
 
-    def _whole(self, each: Pass, mine: Tensor) -> np.ndarray:
-        """All ranks' rows [B, T] of what this one has for its own."""
-        whole_BT = torch.zeros(each.batch.tokens_BT.shape, device=self._ranks.device)
-        whole_BT[self._ranks.rows(len(whole_BT))] = mine.view(-1, whole_BT.shape[1])
-        return self._ranks.sum(whole_BT).cpu().numpy()
+    def _all_rows(self, each: Pass, mine: Tensor) -> np.ndarray:
+        """Rows [B, T] of all ranks, from ``mine``, the values of this rank's rows."""
+        rows_BT = torch.zeros(each.batch.tokens_BT.shape, device=self._ranks.device)
+        rows_BT[self._ranks.rows(len(rows_BT))] = mine.view(-1, rows_BT.shape[1])
+        return self._ranks.sum(rows_BT).cpu().numpy()

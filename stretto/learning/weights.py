@@ -1,13 +1,12 @@
 """Weight transfer: the trainer publishes immutable versions; engines fetch and verify them.
 
-Publishing is slow and off everybody's path; activating is a short pause in an engine. A version's file carries its
-checksum in its name, so that what is made anew after a crash never stands in the place of what an engine may hold. The
-files need not survive the machine, snapshots do: they are written to the page cache and read from it, or lie in a
-folder of /dev/shm.
+Publishing is slow and runs beside the next step; activating is a short pause in an engine. A file's name contains its checksum,
+so that a version that is published again after a crash does not replace a file that an engine may have mapped. The files need
+not survive a power failure, unlike snapshots: they are written to the page cache and read from it, or are in /dev/shm.
 
-For an FP8 engine they travel as bytes and scales, a quarter of what fp32 takes. Only what it multiplies in FP8 is
-quantised, by the quantiser it uses itself; values that were quantised once quantise to the same bytes again, so nothing is
-lost on the way that the engine would have kept.
+For an FP8 engine, weights are stored as bytes and scales, a quarter of the size of fp32. Only the weights that the engine
+multiplies in FP8 are quantised, by the engine's own quantiser. Quantising a value again gives the same bytes, so the engine
+loses no further precision.
 
 Shape letters: E experts, F outputs, D inner dim, I and J blocks of them.
 """
@@ -34,20 +33,19 @@ _AGAIN = "publish the version again"
 
 
 def publish(folder: Path | str, number: int, state: Mapping[str, Tensor]) -> WeightVersion:
-    """Write ``state`` as version ``number``; complete under its name when this returns. ``state`` may change afterwards.
+    """Write ``state`` as version ``number``. The file is complete when this returns, and ``state`` may change afterwards.
     Raises UserError: the disk is full."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     checksum = state_checksum(tensors)
     path = Path(folder) / f"weights-{number:07d}-{checksum[:12]}.safetensors"
-    with replacing(path) as partial:  # also where it exists: it may be damaged, which is why it is published again
+    with replacing(path) as partial:  # even if it exists, because it may be damaged
         write_file(partial, tensors)
     return WeightVersion(number, str(path), checksum, sum(tensor.nbytes for tensor in tensors.values()))
 
 
 def fetch(version: WeightVersion) -> dict[str, Tensor]:
-    """The tensors of ``version``, checked, FP8 bytes and scales put together again. They are mapped from the file, which
-    may be retired meanwhile.
-    Raises UserError: the file is gone or damaged, or its checksum is another."""
+    """The tensors of ``version``, verified by the checksum and dequantised. They are mapped from the file, which may be deleted
+    meanwhile. Raises UserError: the file is missing or damaged, or its checksum differs."""
     path = Path(version.location)
     try:
         state = load_file(path)
@@ -64,20 +62,20 @@ def fetch(version: WeightVersion) -> dict[str, Tensor]:
 
 
 def retire(folder: Path | str, keep: int) -> None:
-    """Delete all but the ``keep`` newest versions of ``folder``. Engines that have mapped an older one keep it."""
+    """Delete all but the ``keep`` newest versions in ``folder``. Engines that have mapped an older file keep it."""
     assert keep > 0, f"keep {keep}: the newest version is in use"
     for path in sorted(Path(folder).glob("weights-*.safetensors"), key=lambda path: path.stat().st_mtime_ns)[:-keep]:
         path.unlink(missing_ok=True)
 
 
 def is_quantised(name: str) -> bool:
-    """Whether products with the tensor of that name, of a `Transformer`'s state dict, are in FP8."""
+    """Whether an FP8 engine multiplies the tensor ``name`` of a `Transformer`'s state dict in FP8."""
     multiplied = ("qkv.weight", "out.weight", "gate_up", "gate_up.weight", "down", "down.weight")
     return name.startswith("blocks.") and name.endswith(multiplied)
 
 
 def pack_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``state`` with each weight that `is_quantised` as two tensors: its bytes (uint8, its shape) and its scales (fp32)."""
+    """``state`` with each weight that `is_quantised` as two tensors: its bytes (uint8, same shape) and its scales (fp32)."""
     packed: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if not is_quantised(name):
@@ -92,7 +90,7 @@ def pack_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unpack_state(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of the values that `pack_state` kept, fp32 where they were quantised.
+    """State dict from the result of `pack_state`, with quantised weights in fp32.
     Raises UserError: bytes without their scales."""
     state: dict[str, Tensor] = {}
     for name, tensor in packed.items():

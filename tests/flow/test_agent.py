@@ -480,7 +480,7 @@ def test_a_teacher_of_another_tokenizer(tmp_path: Path) -> None:
         ", or name a teacher with the student's tokenizer",
     )
     assert refused(distill=distill) == f"{begin}form 'full' compares tokens; set distill.form = \"sampled\"{end}"
-    assert refused(max_turns=2) == f"{begin}what lies between turns is not its own; set rollout.max_turns = 1{end}"
+    assert refused(max_turns=2) == f"{begin}only answers of one turn can be translated; set rollout.max_turns = 1{end}"
     subject = agent(
         tmp_path / "run", [Spoken([spoken_turn("5")])], distill=distill | {"form": "sampled"}, **LONG, max_turns=1
     )

@@ -102,9 +102,9 @@ def taught_loss_reference(
     """`taught_loss` by autograd, all logits at once."""
     loss = hidden_ND.new_zeros(())
     for lesson in lessons:
-        assert isinstance(lesson.said, Teacher)
+        assert isinstance(lesson.scores, Teacher)
         student_MV = F.linear(hidden_ND[lesson.places_M], head_VD).log_softmax(-1)
-        teacher_MV = F.linear(lesson.said.hidden_ND, lesson.said.head_VD).log_softmax(-1)
+        teacher_MV = F.linear(lesson.scores.hidden_ND, lesson.scores.head_VD).log_softmax(-1)
         loss = loss + (weights_N[lesson.places_M] * form_loss_reference(student_MV, teacher_MV, config)).sum()
     return loss
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stretto.learning.distillation import (
-    TOLD,
+    STATISTICS,
     Lesson,
     Progress,
     form_loss,
@@ -72,7 +72,7 @@ def test_the_gradient_by_hand_is_autograds(form: str, chunk: int) -> None:
     for entropy_aware in (None, 0.8):
         hidden_ND, head_VD, targets_N, weights_N, lessons = setup()
         asked = config(form, entropy_aware=entropy_aware)
-        loss, told_SN = taught_loss(hidden_ND, head_VD, targets_N, weights_N, lessons, asked, chunk=chunk)
+        loss, statistics_SN = taught_loss(hidden_ND, head_VD, targets_N, weights_N, lessons, asked, chunk=chunk)
         expected = taught_loss_reference(hidden_ND, head_VD, weights_N, lessons, asked)
         assert loss.item() == pytest.approx(expected.item(), rel=EXACT)
         for mine, theirs in zip(
@@ -82,7 +82,7 @@ def test_the_gradient_by_hand_is_autograds(form: str, chunk: int) -> None:
         ):
             assert torch.allclose(mine, theirs, rtol=EXACT, atol=EXACT)
             assert mine.abs().max() > 0.01
-        assert not told_SN[:, 5:7].any() and told_SN[TOLD.index("kl"), :5].min() > 0
+        assert not statistics_SN[:, 5:7].any() and statistics_SN[STATISTICS.index("kl"), :5].min() > 0
 
 
 def test_what_is_said_of_spans_moves_the_student_down_their_kl() -> None:
@@ -104,12 +104,12 @@ def test_what_is_said_of_spans_moves_the_student_down_their_kl() -> None:
 def test_a_teacher_that_is_the_student_teaches_nothing(form: str, entropy_aware: float | None) -> None:
     """To the last bit: loss and gradient are 0."""
     hidden_ND, head_VD, targets_N, weights_N, lessons = setup(same=True)
-    loss, told_SN = taught_loss(
+    loss, statistics_SN = taught_loss(
         hidden_ND, head_VD, targets_N, weights_N, lessons, config(form, entropy_aware=entropy_aware)
     )
     grads = torch.autograd.grad(loss, (hidden_ND, head_VD))
     assert loss.item() == 0.0 and not any(grad.any() for grad in grads)
-    assert not told_SN[TOLD.index("slope")].any()
+    assert not statistics_SN[STATISTICS.index("slope")].any()
 
 
 def test_a_plain_top_k_sum_would_teach_something_there() -> None:

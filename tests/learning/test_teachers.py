@@ -27,7 +27,7 @@ from stretto.learning.batch import pack
 from stretto.learning.passes import place
 from stretto.learning.recipe import RlRecipe
 from stretto.learning.samples import load_group, store_group
-from stretto.learning.teachers import RemoteTeacher, as_read, chosen, give_lessons, open_teachers
+from stretto.learning.teachers import RemoteTeacher, as_read, give_lessons, open_teachers, target_logprobs
 from stretto.learning.trainer import TrainerRole
 from stretto.learning.weights import fetch
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
@@ -72,7 +72,7 @@ def lessons_by_target(plan: RlRecipe, start: Path, made: Any) -> tuple[list[Any]
     found = {}
     for each in passes:
         for lesson in each.lessons:
-            for at, value in zip(lesson.places_M.tolist(), chosen(lesson, each).tolist(), strict=True):
+            for at, value in zip(lesson.places_M.tolist(), target_logprobs(lesson, each).tolist(), strict=True):
                 number = int(each.mine["samples_BT"].flatten()[at])
                 found[number, int(each.mine["positions_BT"].flatten()[at])] = value
     values = [found[each.number, at] for each in flat for at in np.flatnonzero(each.mask_S).tolist()]
@@ -406,7 +406,7 @@ def test_servers_that_cannot_teach_are_refused(tmp_path: Path, start: Path, teac
             assert isinstance(teacher, RemoteTeacher)
             teacher._tokenizer = tokenizer()
             with pytest.raises(UserError) as error:
-                teacher.said([[sample]])
+                teacher.score([[sample]])
         assert "\n" not in str(error.value)
         return str(error.value).partition(url)[2]
 
