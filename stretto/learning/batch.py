@@ -67,7 +67,7 @@ class Batch:
     def rows(self, part: slice) -> Batch:
         """The rows ``part``, such as a rank's share."""
         arrays = {each.name: getattr(self, each.name) for each in fields(self)}
-        return Batch(**{name: None if value is None else value[part] for name, value in arrays.items()})
+        return replace(self, **{name: value[part] for name, value in arrays.items() if value is not None})
 
 
 def credited(batch: Batch, credits: Sequence[TokenCredit]) -> Batch:
