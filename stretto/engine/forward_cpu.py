@@ -1,7 +1,7 @@
 """Forward pass through the compiled CPU kernels, with the interface of `TorchForward`.
 
-Shape letters: L layers, P pages, Z page size, G key/value heads, C head width, K experts a token, N tokens, M wanted logits,
-V vocabulary.
+Shape letters: L layers, P pages, Z tokens per page, G key/value heads, C head width, K experts per token, N tokens, M returned
+logits, V vocabulary, T positions, R rotated pairs, D hidden.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stretto.ops.operators import rotary_tables
 
 
 def why_not(config: ModelConfig) -> str:
-    """Why the compiled kernels cannot compute this network; empty where they can."""
+    """Reason why the compiled kernels cannot compute this network; empty if they can."""
     if config.latent is not None:
         return "no kernels for latent attention"
     if (group := config.num_heads // config.num_kv_heads) > MAX_GROUP:
@@ -33,7 +33,7 @@ def why_not(config: ModelConfig) -> str:
 
 
 class NativeForward:
-    """The compiled forward pass of one model over one pool. Weights must be changed in place, never replaced."""
+    """The compiled forward pass of one model over one cache. Weights may be overwritten in place, but not replaced."""
 
     def __init__(self, library: ctypes.CDLL, model: Transformer, subnets: SubnetTable, pool: KvPool):
         config = model.config
@@ -43,17 +43,21 @@ class NativeForward:
         cos_TR, sin_TR = rotary_tables(torch.arange(longest), frequencies_R, config.rope_magnitude)
         clamp, windows = config.clamped_swiglu, dict.fromkeys(config.sliding_layers, config.sliding_window or 0)
         network = Network(
-            num_heads=config.num_heads,
-            norm_eps=config.norm_eps,
-            attention_scale=config.attention_scale or config.head_dim**-0.5,
-            wide_norm=config.qk_norm_wide,
-            qkv_clip=config.qkv_clip or 0.0,
-            clamp=(0.0, 0.0) if clamp is None else (clamp.alpha, clamp.limit),
-            softmax=config.router == "softmax",
-            normalize=config.normalize_gates,
-            scaling=config.routed_scaling,
-            expert_groups=(config.expert_groups, config.top_groups),
-            max_top_k=largest_top_k(config),
+            options={
+                "num_heads": config.num_heads,
+                "eps": config.norm_eps,
+                "attention_scale": config.attention_scale or config.head_dim**-0.5,
+                "wide_norm": config.qk_norm_wide,
+                "qkv_clip": config.qkv_clip or 0.0,
+                "alpha": 0.0 if clamp is None else clamp.alpha,
+                "limit": 0.0 if clamp is None else clamp.limit,
+                "softmax": config.router == "softmax",
+                "normalize": config.normalize_gates,
+                "scaling": config.routed_scaling,
+                "expert_groups": config.expert_groups,
+                "top_groups": config.top_groups,
+                "route_slots": largest_top_k(config),
+            },
             cos_TR=cos_TR,
             sin_TR=sin_TR,
             layers=[_layer(block, config.selection_bias) for block in model.blocks],
@@ -70,7 +74,7 @@ class NativeForward:
         self._numbers: dict[int, int] = {}
 
     def forward(self, chunks: Sequence[Chunk], want_routes: bool) -> Tensor:
-        """As `TorchForward.forward`: logits [M, V] (fp32); keys, values and routes go to the pools."""
+        """See `TorchForward.forward`."""
         lists: list[list[int]] = [[] for _ in range(6)]
         tokens, positions, tables, subnets, pages, logits = lists
         for chunk in chunks:
@@ -84,13 +88,13 @@ class NativeForward:
         return self._decoder.step(tokens, positions, tables, subnets, pages, logits, want_routes)
 
     def _number(self, subnet: int) -> int:
-        """What the kernels call it."""
-        number = self._numbers.get(subnet)
-        if number is None:
-            number = self._numbers[subnet] = self._decoder.subnet(self._choices(self._subnets[subnet]))
-        return number
+        """The kernels' number of a Subnet."""
+        if subnet not in self._numbers:
+            self._numbers[subnet] = self._decoder.subnet(self._choices(self._subnets[subnet]))
+        return self._numbers[subnet]
 
     def _choices(self, subnet: Subnet) -> list[tuple[int, int, int] | None]:
+        """The Subnet as `Decoder.subnet` takes it."""
         config = self._config
         choices: list[tuple[int, int, int] | None] = [None] * config.num_layers
         kept = iter(zip(subnet.experts, subnet.top_k, strict=True))
@@ -104,7 +108,7 @@ class NativeForward:
 
 
 def _layer(block: nn.Module, selection_bias: bool) -> dict[str, Tensor | None]:
-    """The block's tensors by their names in the kernels."""
+    """Tensors of a block by their names in abi.h."""
     assert isinstance(block, Block)
     attention, mlp = block.attention, block.mlp
     assert isinstance(attention, Attention)
@@ -123,12 +127,7 @@ def _layer(block: nn.Module, selection_bias: bool) -> dict[str, Tensor | None]:
     if isinstance(mlp, SwiGlu):
         tensors |= _swiglu(mlp)
     else:
-        tensors |= {
-            "gate_up": mlp.gate_up,
-            "gate_up_bias": mlp.gate_up_bias,
-            "down": mlp.down,
-            "down_bias": mlp.down_bias,
-        }
+        tensors |= {name: getattr(mlp, name) for name in ("gate_up", "gate_up_bias", "down", "down_bias")}
         tensors |= {"router": mlp.gate, "router_bias": mlp.gate_bias, "rank": mlp.rank_E}
         if selection_bias:
             tensors["bias"] = mlp.bias_WE

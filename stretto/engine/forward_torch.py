@@ -1,59 +1,59 @@
-"""Forward pass over paged sequences in torch: one flat list of tokens, each under its own Subnet.
+"""Forward pass over paged sequences in torch: one flat list of tokens, each with its own Subnet.
 
-`Planner` makes the tensors that depend on the step alone, `TorchForward` takes them through the network. Plain arithmetic is
-arranged for speed: products that add to the stream by transposed matrices, sums in place. In any other each product goes
-through `stretto.ops.matmul`: a rollout rounds as the trainer's forward pass does, and, batch-invariant, to the same bits.
+`Planner` builds the tensors that depend only on the step, and `TorchForward` computes the network. Plain arithmetic is
+optimised for speed: products that are added to the residual stream use transposed matrices, and sums are in place. Other
+arithmetics use the operators of `stretto.ops.matmul`, so a rollout rounds as the trainer's forward pass does; with batch-invariant
+operators, both give the same bits.
 
-Shape letters: N tokens of a step or of a part of it, M tokens whose logits are wanted, V vocabulary, D hidden, H query
+Shape letters: N tokens of a step or of a part of a step, M tokens with returned logits, V vocabulary, D hidden, H query
 heads, G key/value heads, J = H + G, C head width, X = (H + 2·G)·C, R rotated channels, F = 2·I, I SwiGLU width, E experts,
-K chosen, L layers (of routes: MoE layers), P pages, Z tokens a page; in a layout: Q chunks, B chunks of a group, M pages of
-it that a chunk sees at most, T = M·Z keys, U Subnets.
+K chosen, L layers (MoE layers in routes), P pages, Z tokens per page; in a layout: Q chunks, B chunks of a group, M most pages
+that a chunk of the group sees, T = M·Z keys, U Subnets.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from itertools import accumulate, chain, groupby
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.attention import Attention, Mla, rotary_frequencies
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Block, MoeLayer, SwiGlu, Transformer, clamp_of
-from stretto.ops import exact, grouped, matmul, paged
-from stretto.ops.grouped import ExpertBiases
+from stretto.ops import exact, paged
+from stretto.ops.grouped import ExpertBiases, Experts
 from stretto.ops.latent import LatentWeights, latent_attention
-from stretto.ops.matmul import Arithmetic, ExpertMatrices, Weight, experts, linear, prepare, rounded, swiglu
-from stretto.ops.operators import MASKED, rotary_tables
+from stretto.ops.matmul import Arithmetic, ArithmeticOperators, ExpertMatrices, prepare
+from stretto.ops.operators import MASKED, Weight, rotary_tables
 from stretto.ops.paged import ExpertWeights, Group, Heads, RouteRule, Spans
 
 _MAX_KNOWN = 1024
-"""Subnets and compositions remembered; a client may name a Subnet of its own in every request."""
+"""Largest number of cached Subnets and of cached batch compositions: a client can send a new Subnet in every request."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvPool:
-    """Cache of keys, values and routes. A page is the same place in all three, whatever the layer."""
+    """Cache of keys, values and routes. A page has the same index in all three tensors and in every layer."""
 
     keys_LPZGC: Tensor
-    """With latent attention, the rows of `stretto.ops.latent`, as one head."""
+    """Keys; with latent attention, the rows of `stretto.ops.latent` as one head."""
     values_LPZGC: Tensor | None
-    """None with latent attention, whose rows hold them."""
+    """None with latent attention, where the rows contain the values."""
     routes_PZLK: Tensor | None
-    """uint8 or uint16; the dtype's largest value: no expert."""
+    """uint8 or uint16 expert ids; the largest value of the type means no expert. None: the cache stores no routes."""
 
     @staticmethod
     def allocate(
         config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device, routes: bool
     ) -> KvPool:
-        # zeros, not whatever memory held: a masked key of NaN would still spoil the sum
+        # zeros, because a masked key that is NaN would make the sum NaN
         shape, latent = (config.num_layers, num_pages, page_size), config.latent
         heads = (config.num_kv_heads, config.head_dim) if latent is None else (1, latent.kv_rank + latent.rope_dim)
         keys = _zeros((*shape, *heads), dtype, device)
@@ -67,13 +67,13 @@ class KvPool:
 
     @staticmethod
     def bytes_per_page(config: ModelConfig, dtype: torch.dtype, page_size: int, routes: bool) -> int:
-        """Bytes that one page takes."""
+        """Size of one page in bytes."""
         page = KvPool.allocate(config, 1, page_size, dtype, torch.device("meta"), routes)
         return sum(x.nbytes for x in (page.keys_LPZGC, page.values_LPZGC, page.routes_PZLK) if x is not None)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`torch.zeros`; on a CPU, memory that is not taken before it is written: a cache may never be filled."""
+    """`torch.zeros`; on a CPU, the operating system allocates the memory only when it is written: a cache may stay half empty."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
@@ -81,41 +81,43 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What a Subnet means in each MoE layer of the maximum network."""
+    """A Subnet's choices in each MoE layer of the maximum network."""
 
     num_experts: tuple[int, ...]
-    """By MoE row; 0 where the layer is left out. So is ``top_k``."""
+    """Number of experts by MoE row; 0 if the Subnet leaves the layer out."""
     top_k: tuple[int, ...]
+    """Experts per token by MoE row; 0 if the Subnet leaves the layer out."""
     bias_LE: Tensor
-    """fp32, added to scores: the balance bias, `MASKED` where an expert may not be chosen."""
+    """fp32, added to the scores: the balance bias, or `MASKED` for experts that may not be chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Neighbouring layers that compute the same tokens."""
+    """Consecutive layers that compute the same tokens."""
 
     layers: tuple[int, ...]
     tokens_N: Tensor | None
-    """int64, which tokens of the step; None: all."""
+    """int64, indices of these tokens in the step; None: all."""
     spans: Spans
     rules: dict[int, RouteRule]
-    """By MoE row."""
+    """Routing options by MoE row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A whole step."""
+    """Tensors of one step, in the planner's order of tokens."""
 
     ids_N: Tensor
     slots_N: Tensor
     """int64, place of each token in the cache."""
     runs: tuple[Run, ...]
     wanted_M: Tensor | None
-    """int64, tokens whose logits are wanted, by chunk as the caller ordered them; None: all, in order."""
+    """int64, tokens whose logits are returned, in the caller's order of chunks; None: all, in order."""
 
 
 class Planner:
-    """Makes layouts for one network; remembers what Subnets mean. Made anew when weights change: it holds biases."""
+    """Builds layouts for one network and caches the choices of Subnets. A copy of the balance biases is in it, so new weights need
+    a new planner or `refresh`."""
 
     def __init__(self, model: Transformer, subnets: SubnetTable, page_size: int, batch_invariant: bool):
         config, embedding_VD = model.config, model.embedding.weight
@@ -134,41 +136,37 @@ class Planner:
         self._rules: dict[tuple[tuple[int, int], ...], dict[int, RouteRule]] = {}
 
     def layout(self, chunks: Sequence[Chunk]) -> Layout:
-        """Tensors of a step over ``chunks``; tokens are reordered so that chunks of one length are neighbours."""
+        """Layout of a step over ``chunks``; tokens are reordered so that chunks of equal length are neighbours."""
         places = sorted(range(len(chunks)), key=lambda place: _group_key(chunks[place], self._page_size))
         ordered = [chunks[place] for place in places]
         layers = {chunk.subnet: self._subnets[chunk.subnet].layers for chunk in ordered}
         runs: list[Run] = []
         parts: dict[tuple[int, ...], Run] = {}
-        for keep, members in groupby(
+        for subnets, members in groupby(
             range(self._config.num_layers), lambda layer: tuple(number for number in layers if layer in layers[number])
         ):
-            if keep:
-                if keep not in parts:
-                    parts[keep] = self._part(ordered, None if len(keep) == len(layers) else keep)
-                runs.append(replace(parts[keep], layers=tuple(members)))
+            if subnets:
+                if subnets not in parts:
+                    parts[subnets] = self._part(ordered, None if len(subnets) == len(layers) else subnets)
+                runs.append(replace(parts[subnets], layers=tuple(members)))
         whole = next((run.spans for run in runs if run.tokens_N is None), None)
         slots_N = self._spans(ordered).slots_N if whole is None else whole.slots_N
         ids_N = self._tensor(np.fromiter(chain.from_iterable(chunk.tokens for chunk in ordered), np.int64))
         return Layout(ids_N, slots_N, tuple(runs), self._wanted(chunks, places))
 
     def decoding(self, chunks: Sequence[Chunk], num_pages: int) -> Layout:
-        """Of chunks of a token each under one Subnet, in the caller's order, each with room for ``num_pages``: shapes depend on
-        nothing else."""
-        run = Run(
-            tuple(self._subnets[chunks[0].subnet].layers),
-            None,
-            self._spans(list(chunks), num_pages),
-            self._rules_of(list(chunks)),
-        )
-        return Layout(self._tensor(np.array([chunk.tokens[0] for chunk in chunks])), run.spans.slots_N, (run,), None)
+        """Layout of chunks of one token each with the same Subnet, in the caller's order, with space for ``num_pages`` per chunk.
+        Shapes depend only on the numbers of chunks and pages."""
+        spans, layers = self._spans(list(chunks), num_pages), tuple(self._subnets[chunks[0].subnet].layers)
+        run = Run(layers, None, spans, self._rules_of(list(chunks)))
+        return Layout(self._tensor(np.array([chunk.tokens[0] for chunk in chunks])), spans.slots_N, (run,), None)
 
     def refresh(self) -> None:
-        """Read the model's balance biases again, into the tensors that rules hold."""
+        """Copy the model's current balance biases into the tensors of existing rules."""
         for number, choices in self._choices.items():
             choices.bias_LE.copy_(self._read(self._subnets[number]).bias_LE)
         for key, rules in self._rules.items():
-            fresh = self._fresh_rules([number for number, _ in key], [num for _, num in key])
+            fresh = self._make_rules(key)
             for row, rule in rules.items():
                 for mine, new in ((rule.bias, fresh[row].bias), (rule.mask, fresh[row].mask)):
                     if mine is not None and new is not None:
@@ -183,6 +181,7 @@ class Planner:
         return self._choices[number]
 
     def _read(self, subnet: Subnet) -> Choices:
+        """Choices of ``subnet`` with the model's current balance biases."""
         config = self._config
         num_experts, top_k = [0] * len(self._moe), [0] * len(self._moe)
         kept = [row for row, layer in enumerate(config.moe_layers) if layer in subnet.layers]
@@ -194,39 +193,39 @@ class Planner:
             bias_LE[row, : len(allowed_E)] = torch.where(allowed_E, own_E.to(self._device), MASKED)
         return Choices(tuple(num_experts), tuple(top_k), bias_LE)
 
-    def _part(self, chunks: list[Chunk], keep: tuple[int, ...] | None) -> Run:
-        """The tokens whose Subnet is in ``keep`` (None: all), for whatever layers."""
+    def _part(self, chunks: list[Chunk], subnets: tuple[int, ...] | None) -> Run:
+        """Run of the tokens whose Subnet is in ``subnets`` (None: all), without its layers."""
         tokens_N = None
-        if keep is not None:
-            stays_Q = np.array([chunk.subnet in keep for chunk in chunks])
+        if subnets is not None:
+            stays_Q = np.array([chunk.subnet in subnets for chunk in chunks])
             stays_N = np.repeat(stays_Q, [len(chunk.tokens) for chunk in chunks])
             tokens_N = self._tensor(np.flatnonzero(stays_N))
-            chunks = [chunk for chunk in chunks if chunk.subnet in keep]
+            chunks = [chunk for chunk in chunks if chunk.subnet in subnets]
         return Run((), tokens_N, self._spans(chunks), self._rules_of(chunks))
 
-    def _spans(self, chunks: list[Chunk], room: int | None = None) -> Spans:
-        """``room``: pages of each chunk, whatever it needs, and all chunks are one group."""
+    def _spans(self, chunks: list[Chunk], num_slots: int | None = None) -> Spans:
+        """``num_slots``: number of pages to which every chunk is padded; all chunks are then one group."""
         size = self._page_size
         lengths_Q = np.array([len(chunk.tokens) for chunk in chunks])
         starts_Q = np.array([chunk.start for chunk in chunks])
         num_pages_Q = -(-(starts_Q + lengths_Q) // size)
-        table_QM = np.zeros((len(chunks), room or num_pages_Q.max()), np.int64)
+        table_QM = np.zeros((len(chunks), num_slots or num_pages_Q.max()), np.int64)
         for row, (chunk, num_pages) in enumerate(zip(chunks, num_pages_Q.tolist(), strict=True)):
             assert len(chunk.pages) >= num_pages, f"{len(chunk.pages)} pages for {chunk.end} tokens"
-            # padded with its own first page: masked keys of somebody else's that are not finite would still spoil the sum
+            # padded with the chunk's own first page: masked keys of another sequence could be NaN and make the sum NaN
             table_QM[row] = chunk.pages[0]
             table_QM[row, :num_pages] = chunk.pages[:num_pages]
         chunk_N = np.repeat(np.arange(len(chunks)), lengths_Q)
         first_Q = np.cumsum(lengths_Q) - lengths_Q
         positions_N = np.arange(len(chunk_N)) + (starts_Q - first_Q)[chunk_N]
-        assert positions_N.max() < self._config.max_positions, f"position {positions_N.max()} is past the network's"
+        assert positions_N.max() < self._config.max_positions, f"position {positions_N.max()} is beyond the network's"
         slots_N = table_QM[chunk_N, positions_N // size] * size + positions_N % size
         rotary_N2R = self._rotary_P2R.index_select(0, self._tensor(positions_N))
-        ranges = list(_neighbours(chunks, size)) if room is None else [(0, len(chunks))]
+        ranges = list(_neighbours(chunks, size)) if num_slots is None else [(0, len(chunks))]
         windows = (None, self._config.sliding_window) if self._config.sliding_layers else (None,)
         groups = [
             tuple(
-                self._group(int(first_Q[a]), int(lengths_Q[a]), starts_Q[a:b], table_QM[a:b], window, room)
+                self._group(int(first_Q[a]), int(lengths_Q[a]), starts_Q[a:b], table_QM[a:b], window, num_slots)
                 for a, b in ranges
             )
             for window in windows
@@ -240,17 +239,23 @@ class Planner:
         starts_B: np.ndarray,
         table_BM: np.ndarray,
         window: int | None,
-        room: int | None = None,
+        num_slots: int | None,
     ) -> Group:
-        """Chunks of one length that begin at ``starts_B`` of their sequences, whose pages are ``table_BM`` and perhaps more; each
-        token sees ``window`` positions at most. ``first`` is their first token in the step. ``room``: of `_spans`.
+        """Group of chunks of equal length.
+
+        Args:
+            first: index of the group's first token in the step.
+            starts_B: position of each chunk's first token.
+            table_BM: pages of the chunks, padded.
+            window: largest number of positions that a token sees; None: all.
+            num_slots: see `_spans`.
         """
         size, end = self._page_size, int(starts_B.max()) + length
         begin_B = np.zeros_like(starts_B) if window is None else np.maximum(starts_B + 1 - window, 0) // size
         num_pages = int((-(-(starts_B + length) // size) - begin_B).max())
-        if room is not None:
-            num_pages = room if window is None else min(room, window // size + 2)
-        # a chunk that sees fewer pages than others is padded with what its table has behind them
+        if num_slots is not None:
+            num_pages = num_slots if window is None else min(num_slots, window // size + 2)
+        # a chunk that sees fewer pages than others is padded with the pages after them in its table
         places_BM = np.minimum(begin_B[:, None] + np.arange(num_pages), table_BM.shape[1] - 1)
         mask_B1LT = None
         if length == 1 or starts_B.any() or (window is not None and end > window):
@@ -272,42 +277,44 @@ class Planner:
         if key not in self._rules:
             if len(self._rules) >= _MAX_KNOWN:
                 self._rules.clear()
-            self._rules[key] = self._fresh_rules([number for number, _ in key], [num for _, num in key])
+            self._rules[key] = self._make_rules(key)
         return self._rules[key]
 
-    def _fresh_rules(self, subnets: list[int], lengths: list[int]) -> dict[int, RouteRule]:
-        """Of chunks of these Subnets and lengths; lengths do not matter where all have one Subnet."""
-        distinct = list(dict.fromkeys(subnets))
-        subnet_N = np.repeat([distinct.index(number) for number in subnets], lengths)
-        choices = [self._choices_of(number) for number in distinct]
-        return dict(self._make_rules(choices, self._tensor(subnet_N)))
+    def _make_rules(self, chunks: tuple[tuple[int, int], ...]) -> dict[int, RouteRule]:
+        """Routing options by MoE row, for the rows that all Subnets have.
 
-    def _make_rules(self, distinct: list[Choices], subnet_N: Tensor) -> Iterator[tuple[int, RouteRule]]:
-        """A rule for each MoE layer that all of ``distinct`` keep; token n belongs to ``distinct[subnet_N[n]]``."""
+        ``chunks``: number of the Subnet and length of each chunk; the length does not matter if there is only one Subnet.
+        """
         config, softmax = self._config, self._config.router == "softmax"
+        numbers = list(dict.fromkeys(number for number, _ in chunks))
+        indices, lengths = [numbers.index(number) for number, _ in chunks], [length for _, length in chunks]
+        subnet_N = self._tensor(np.repeat(indices, lengths))
+        choices = [self._choices_of(number) for number in numbers]
+        rules: dict[int, RouteRule] = {}
         for row, (moe, own) in enumerate(zip(self._moe, config.experts_by_layer, strict=True)):
-            widths = {choice.num_experts[row] for choice in distinct}
-            ks = [choice.top_k[row] for choice in distinct]
+            widths = {choice.num_experts[row] for choice in choices}
+            ks = [choice.top_k[row] for choice in choices]
             if 0 in widths:
                 continue
             bias = mask = dropped_NK = None
             if config.selection_bias or widths != {own}:
-                bias_UE = torch.stack([choice.bias_LE[row, : len(moe.rank_E)] for choice in distinct])
+                bias_UE = torch.stack([choice.bias_LE[row, : len(moe.rank_E)] for choice in choices])
                 bias = bias_UE[0] if len(widths) == 1 else bias_UE.index_select(0, subnet_N)
                 if softmax and widths != {own}:
                     mask = torch.where(bias == MASKED, MASKED, 0.0)
             if len(set(ks)) > 1:
                 k_N = torch.tensor(ks, device=self._device).index_select(0, subnet_N)
                 dropped_NK = torch.arange(max(ks), device=self._device) >= k_N[:, None]
-            groups = (config.expert_groups, config.top_groups)
-            yield (
-                row,
-                RouteRule(
-                    max(ks), softmax, config.normalize_gates, config.routed_scaling, groups, bias, mask, dropped_NK
-                ),
+            groups, normalize, scaling = (
+                (config.expert_groups, config.top_groups),
+                config.normalize_gates,
+                config.routed_scaling,
             )
+            rules[row] = RouteRule(max(ks), softmax, normalize, scaling, groups, bias, mask, dropped_NK)
+        return rules
 
     def _wanted(self, chunks: Sequence[Chunk], places: list[int]) -> Tensor | None:
+        """`Layout.wanted_M`; ``places``: order of the chunks in the step."""
         ends = list(accumulate(len(chunks[place].tokens) for place in places))
         end_of = dict(zip(places, ends, strict=True))
         wanted = [row for at, chunk in enumerate(chunks) for row in range(end_of[at] - chunk.num_logits, end_of[at])]
@@ -322,7 +329,7 @@ def _group_key(chunk: Chunk, page_size: int) -> tuple[int, bool, int]:
 
 
 def _neighbours(chunks: list[Chunk], page_size: int) -> Iterator[tuple[int, int]]:
-    """Ranges of ordered chunks that attend together: alike, and none gathers more than twice the pages it has."""
+    """Ranges of ordered chunks that form a group: chunks of equal length, none of which reads more than about twice its pages."""
     first = 0
     for end in range(1, len(chunks) + 1):
         if end < len(chunks):
@@ -335,33 +342,33 @@ def _neighbours(chunks: list[Chunk], page_size: int) -> Iterator[tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class SwiGluWeights:
-    """A dense or shared SwiGLU. Matrices are prepared for the arithmetic, here and below."""
+    """Weights of a dense or shared SwiGLU. Matrices here and below are prepared for the arithmetic."""
 
     gate_up: Weight
     gate_up_bias: Tensor | None
     down: Weight
-    """Added to the stream, see `TorchForward._added`."""
+    """In the form of `TorchForward._added`."""
     down_bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
-    """Router, experts and shared experts."""
+    """Weights of router, experts and shared experts."""
 
     row: int
-    """Of the layer among the maximum network's MoE layers."""
+    """Index of the layer among the maximum network's MoE layers."""
     gate: Weight
-    """fp32, as its bias: routers decide on small differences."""
+    """fp32, as is its bias: routers decide on small differences."""
     gate_bias_E: Tensor | None
-    experts: ExpertWeights | ExpertMatrices
-    biases: ExpertBiases | None
-    """Of `ExpertMatrices`; `ExpertWeights` hold their own."""
+    experts: Experts
+    prepared: ExpertWeights | ExpertMatrices
+    """``experts`` prepared for plain arithmetic, or for another."""
     shared: SwiGluWeights | None
 
 
 @dataclass(frozen=True, slots=True)
 class HeadsWeights:
-    """Attention of heads with keys and values of their own."""
+    """Weights of grouped-query attention."""
 
     qkv: Weight
     qkv_bias_X: Tensor | None
@@ -370,32 +377,28 @@ class HeadsWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One block."""
+    """Weights of one block."""
 
     attention_norm_D: Tensor
     attention: HeadsWeights | LatentWeights
     out: Weight
-    """Added to the stream."""
+    """In the form of `TorchForward._added`."""
     out_bias_D: Tensor | None
     mlp_norm_D: Tensor
     mlp: SwiGluWeights | MoeWeights
 
 
 class TorchForward:
-    """The forward pass of one model over one pool. Made anew when weights change: some of what it holds are copies."""
+    """The forward pass of one model over one cache. Some of its weights are copies, so new weights need a new object or `refresh`."""
 
     def __init__(self, model: Transformer, subnets: SubnetTable, pool: KvPool, arithmetic: Arithmetic):
-        eps = model.config.norm_eps
-        self._arithmetic, self._is_plain, self._inner = arithmetic, arithmetic.is_plain, arithmetic.inner
+        eps, self._clamp = model.config.norm_eps, clamp_of(model.config)
+        self._arithmetic, self._is_plain = arithmetic, arithmetic.is_plain
+        self._operators, self._inner = arithmetic.operators, arithmetic.inner.operators
         self._eps, self._eps_tensor = eps, torch.tensor(eps, device=pool.keys_LPZGC.device)
-        self._linear: Callable[..., Tensor] = F.linear
-        self._clamp = clamp_of(model.config)
-        self._swiglu: Callable[..., Tensor] = partial(grouped.swiglu, clamp=self._clamp)
-        self._norm: Callable[..., Tensor] = partial(paged.norm, eps=self._eps_tensor)
-        if not self._is_plain:
-            self._linear = partial(linear, arithmetic=arithmetic)
-            self._swiglu = partial(swiglu, arithmetic=arithmetic, clamp=self._clamp)
-            self._norm = partial(matmul.norm, eps=eps, arithmetic=arithmetic)
+        self._norm = (
+            partial(paged.norm, eps=self._eps_tensor) if self._is_plain else partial(self._operators.norm, eps=eps)
+        )
         self._keys_LPZGC, self._values_LPZGC, self._routes_PZLK = pool.keys_LPZGC, pool.values_LPZGC, pool.routes_PZLK
         self._no_expert = 0 if pool.routes_PZLK is None else torch.iinfo(pool.routes_PZLK.dtype).max
         self.planner = Planner(model, subnets, pool.keys_LPZGC.shape[2], arithmetic.batch_invariant)
@@ -403,46 +406,46 @@ class TorchForward:
         self._embedding_VD = model.embedding.weight.detach()
         self._layers = [self._layer(block, rows.get(place, -1)) for place, block in enumerate(model.blocks)]
         self._norm_D = model.norm.weight.detach()
-        self._head = prepare(model.head_VD, self._inner)
+        self._head = prepare(model.head_VD, arithmetic.inner)
 
     def forward(self, chunks: Sequence[Chunk], want_routes: bool) -> Tensor:
-        """Logits [M, V] (fp32) of the chunks' last tokens; keys, values and routes go to the pools."""
+        """Logits [M, V] (fp32) of the chunks' last tokens. Writes keys, values and (``want_routes``) routes to the cache."""
         return self.compute(self.planner.layout(chunks), want_routes)
 
     def compute(self, layout: Layout, want_routes: bool) -> Tensor:
-        """`forward` of a step that is planned: on a GPU, kernels alone, which depend on shapes and not on values."""
+        """`forward` of a planned step. On a GPU, it only launches kernels, which depend on shapes and not on values."""
         pool, routes_NLK = self._routes_PZLK, None
         if want_routes:
-            assert pool is not None, "the pool has no room for routes"
-            # what stands where a token runs no such layer or has fewer choices
+            assert pool is not None, "the cache stores no routes"
+            # the value for layers that a token skips, and for choices beyond its top-k
             routes_NLK = layout.slots_N.new_full((len(layout.ids_N), *pool.shape[2:]), self._no_expert)
-        x_ND = rounded(self._embedding_VD.index_select(0, layout.ids_N), self._arithmetic)
+        x_ND = self._operators.rounded(self._embedding_VD.index_select(0, layout.ids_N))
         for run in layout.runs:
             part_ND = x_ND if run.tokens_N is None else x_ND.index_select(0, run.tokens_N)
             for place in run.layers:
                 part_ND = self._block(place, part_ND, run, routes_NLK)
             x_ND = part_ND if run.tokens_N is None else x_ND.index_copy_(0, run.tokens_N, part_ND)
         if pool is not None and routes_NLK is not None:
-            # torch copies rows of int16 but not of uint16
+            # index_copy_ supports int16 but not uint16
             narrow = torch.int16 if pool.dtype == torch.uint16 else torch.uint8
             pool.view(narrow).flatten(0, 1).index_copy_(0, layout.slots_N, routes_NLK.to(pool.dtype).view(narrow))
         if layout.wanted_M is not None:
             x_ND = x_ND.index_select(0, layout.wanted_M)
-        return linear(self._norm(x_ND, self._norm_D), self._head, None, self._inner).float()
+        return self._inner.linear(self._norm(x_ND, self._norm_D), self._head).float()
 
     def refresh(self, fresh: TorchForward) -> None:
-        """Take the values of ``fresh``, of the same model after its weights changed, into the tensors that are held here."""
+        """Copy the tensors of ``fresh``, which was built after the weights changed, into the tensors of this object."""
         for mine, new in zip(_tensors(self._layers), _tensors(fresh._layers), strict=True):
             if mine.data_ptr() != new.data_ptr():
                 mine.copy_(new)
         self.planner.refresh()
 
     def _block(self, place: int, x_ND: Tensor, run: Run, routes_NLK: Tensor | None) -> Tensor:
-        layer, arithmetic = self._layers[place], self._arithmetic
+        layer, operators = self._layers[place], self._operators
         normed_ND = self._norm(x_ND, layer.attention_norm_D)
         if isinstance(layer.attention, LatentWeights):
             rows_PZ1Z = self._keys_LPZGC[place]
-            y_NX = latent_attention(normed_ND, layer.attention, run.spans, rows_PZ1Z, arithmetic)
+            y_NX = latent_attention(normed_ND, layer.attention, run.spans, rows_PZ1Z, self._arithmetic)
         else:
             y_NX = self._attend(place, layer.attention, normed_ND, run.spans)
         x_ND = self._add(x_ND, y_NX, layer.out, layer.out_bias_D)
@@ -456,36 +459,35 @@ class TorchForward:
             if rule.dropped_NK is not None:
                 chosen_NK = chosen_NK.masked_fill(rule.dropped_NK, self._no_expert)
             routes_NLK[slice(None) if run.tokens_N is None else run.tokens_N, mlp.row, : rule.top_k] = chosen_NK
-        if isinstance(mlp.experts, ExpertWeights):
-            x_ND = paged.chosen_experts(normed_ND, routes, mlp.experts).add_(x_ND)
+        if isinstance(mlp.prepared, ExpertWeights):
+            x_ND = paged.chosen_experts(normed_ND, routes, mlp.prepared).add_(x_ND)
             return x_ND if mlp.shared is None else self._add_swiglu(x_ND, normed_ND, mlp.shared)
-        y_ND = experts(normed_ND, routes.chosen_NK, routes.gates_NK, mlp.experts, arithmetic, mlp.biases, self._clamp)
+        assert isinstance(operators, ArithmeticOperators)
+        y_ND = operators.prepared_experts(normed_ND, routes, mlp.prepared, mlp.experts)
         if mlp.shared is not None:
             y_ND = self._add_swiglu(y_ND, normed_ND, mlp.shared)
-        return rounded(x_ND + y_ND, arithmetic)
+        return operators.rounded(x_ND + y_ND)
 
     def _attend(self, place: int, weights: HeadsWeights, normed_ND: Tensor, spans: Spans) -> Tensor:
-        assert self._values_LPZGC is not None, "a pool without values"
-        keys_PZGC, values_PZGC = self._keys_LPZGC[place], self._values_LPZGC[place]
-        heads, arithmetic = weights.heads, self._arithmetic
-        qkv_NX = self._linear(normed_ND, weights.qkv, weights.qkv_bias_X)
+        assert self._values_LPZGC is not None, "a cache without values"
+        keys_PZGC, values_PZGC, heads = self._keys_LPZGC[place], self._values_LPZGC[place], weights.heads
+        qkv_NX = self._operators.linear(normed_ND, weights.qkv, weights.qkv_bias_X)
         if self._is_plain:
             q_NHC = paged.store(qkv_NX, heads, self._eps_tensor, spans, keys_PZGC, values_PZGC)
         else:
-            q_NHC = paged.store_rounded(qkv_NX, heads, self._eps, spans, keys_PZGC, values_PZGC, arithmetic)
-        return paged.attend(q_NHC, keys_PZGC, values_PZGC, spans, heads, arithmetic.batch_invariant)
+            q_NHC = paged.store_rounded(qkv_NX, heads, self._eps, spans, keys_PZGC, values_PZGC, self._operators)
+        return paged.attend(q_NHC, keys_PZGC, values_PZGC, spans, heads, self._arithmetic.batch_invariant)
 
     def _add(self, x_ND: Tensor, y_NF: Tensor, weight: Weight, bias_D: Tensor | None) -> Tensor:
-        """``x_ND`` and the product of ``y_NF`` with a matrix that `_added` made."""
+        """``x_ND`` plus the product of ``y_NF`` with a matrix in the form of `_added`."""
         if self._is_plain:
-            assert isinstance(weight, Tensor)
             sum_ND = torch.addmm(x_ND, y_NF, weight)
             return sum_ND if bias_D is None else sum_ND.add_(bias_D)
-        return rounded(x_ND + self._linear(y_NF, weight, bias_D), self._arithmetic)
+        return self._operators.rounded(x_ND + self._operators.linear(y_NF, weight, bias_D))
 
     def _add_swiglu(self, x_ND: Tensor, normed_ND: Tensor, weights: SwiGluWeights) -> Tensor:
-        inner_NI = self._swiglu(self._linear(normed_ND, weights.gate_up, weights.gate_up_bias))
-        return self._add(x_ND, inner_NI, weights.down, weights.down_bias)
+        hidden_NF = self._operators.linear(normed_ND, weights.gate_up, weights.gate_up_bias)
+        return self._add(x_ND, self._operators.swiglu(hidden_NF, self._clamp), weights.down, weights.down_bias)
 
     def _layer(self, block: nn.Module, row: int) -> LayerWeights:
         assert isinstance(block, Block)
@@ -537,20 +539,14 @@ class TorchForward:
     def _moe(self, layer: MoeLayer, row: int) -> MoeWeights:
         gate_bias_E = None if layer.gate_bias is None else layer.gate_bias.detach().float()
         own = layer.experts.biases
-        biases = None if own is None else ExpertBiases(*(each.detach() for each in own))
-        matrices = (layer.gate_up.detach(), layer.down.detach())
-        return MoeWeights(
-            row=row,
-            gate=prepare(layer.gate.float(), self._inner),
-            gate_bias_E=gate_bias_E,
-            experts=(
-                ExpertWeights.of(*matrices, biases, self._clamp)
-                if self._is_plain
-                else ExpertMatrices.of(*matrices, self._arithmetic)
-            ),
-            biases=biases,
-            shared=None if layer.shared is None else self._swiglu_weights(layer.shared),
-        )
+        biases = None if own is None else ExpertBiases(*(bias.detach() for bias in own))
+        experts = Experts(layer.gate_up.detach(), layer.down.detach(), biases, self._clamp)
+        prepared: ExpertWeights | ExpertMatrices = ExpertWeights.of(*experts)
+        if not self._is_plain:
+            prepared = ExpertMatrices.of(experts.gate_up_EFD, experts.down_EDI, self._arithmetic)
+        shared = None if layer.shared is None else self._swiglu_weights(layer.shared)
+        gate = prepare(layer.gate.float(), self._arithmetic.inner)
+        return MoeWeights(row, gate, gate_bias_E, experts, prepared, shared)
 
     def _swiglu_weights(self, layer: SwiGlu) -> SwiGluWeights:
         return SwiGluWeights(
@@ -561,20 +557,19 @@ class TorchForward:
         )
 
     def _added(self, weight_FD: Tensor) -> Weight:
-        """As `_add` takes it: transposed for plain arithmetic."""
+        """``weight_FD`` in the form that `_add` takes: transposed for plain arithmetic, prepared for others."""
         return weight_FD.detach().t() if self._is_plain else prepare(weight_FD, self._arithmetic)
 
 
-def _tensors(held: object) -> Iterator[Tensor]:
-    """All tensors of records, in order."""
-    if isinstance(held, Tensor):
-        yield held
-    elif isinstance(held, list | tuple):
-        for each in held:
-            yield from _tensors(each)
-    elif is_dataclass(held):
-        for part in fields(held):
-            yield from _tensors(getattr(held, part.name))
+def _tensors(tree: object) -> Iterator[Tensor]:
+    """All tensors in nested lists, tuples and records, in order."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from _tensors(item)
+    elif is_dataclass(tree):
+        yield from _tensors([getattr(tree, part.name) for part in fields(tree)])
 
 
 def _detached(parameter: Tensor | None) -> Tensor | None:
@@ -582,5 +577,5 @@ def _detached(parameter: Tensor | None) -> Tensor | None:
 
 
 def largest_top_k(config: ModelConfig) -> int:
-    """Route slots a token has in each layer; 1 where a network has no MoE layer, so that the pool has a shape."""
+    """Largest number of experts per token in any layer; at least 1, so that the cache of routes has a shape."""
     return max((config.top_k, *config.top_k_by_layer))

@@ -1,18 +1,18 @@
 """Batch-invariant operators: a token's result does not depend, to the bit, on other tokens of the step.
 
-Neither the number of rows, their order, the chunking of a sequence, the keys behind a mask, the number of threads nor the
-matrix library can change a bit, because nothing here rounds in an order that any of them chooses:
+Results do not depend on the number of rows, their order, the chunking of a sequence, masked keys, the number of threads or the
+matrix library, because no operator here rounds in an order that one of them decides:
 
-- Products: both operands are rounded to integers of 22 bits, each row in units of a power of two of its own largest
+- Products: both operands are rounded to 22-bit integers, each row in units of a power of two of its own largest
   entry. Sums of products of such integers are integers below 2⁵³, which fp64 adds without rounding, in any order.
-  (The splitting of Ozaki, Ogita, Oishi and Rump 2012, with one slice; Demmel and Nguyen 2013 sum so.)
-- Sums over a dim whose length the network fixes are trees of elementwise additions. Sums over keys, whose number the
-  batch decides, are sums of integers again.
-- exp and log are polynomials of elementwise operations, each of which IEEE 754 defines to the bit. torch's own take
-  another way for the last elements of a tensor than for the rest.
+  (One slice of the splitting of Ozaki, Ogita, Oishi and Rump 2012; Demmel and Nguyen 2013 sum in this way.)
+- Sums over a dim whose length the network fixes are trees of elementwise additions. Sums over keys, whose number depends
+  on the batch, are sums of integers.
+- exp is a polynomial of elementwise operations, each of which IEEE 754 defines to the bit. torch's own exp treats the last
+  elements of a tensor differently from the others.
 
-Their gradients are those of the ordinary operators. Slow, on purpose: a mode for proofs and for training without any
-mismatch, not for speed.
+Gradients are those of the ordinary operators. The operators are slow: they serve proofs, and training without a mismatch between
+trainer and engine.
 
 Shape letters: B rows, T queries, S keys, H query heads, G key/value heads, C head width, N tokens, D inner dim, F outputs,
 E experts, K chosen, P positions, R rotated pairs, U width of values, … any leading dims.
@@ -31,22 +31,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ops.grouped import Clamp, swiglu_reference
-from stretto.ops.operators import attention_reference, rms_norm_reference
+from stretto.ops.operators import attention_reference, causal_mask, rms_norm_reference
 
 BITS = 22
-"""Of an operand of a product. Twice as many and those of `CHUNK` make 53, what fp64 holds."""
+"""Bits of each operand of a product. A sum over `CHUNK` products needs 2·22 + 9 = 53 bits, the precision of fp64."""
 CHUNK = 512
-"""Longest inner dim that one sum of integers spans; longer ones add chunks in order."""
+"""Longest inner dim of one integer sum; products over longer dims add chunks in order."""
 KEY_BITS = 20
-"""Of attention weights and values, so that a sum may span `MAX_KEYS`: keys cannot be cut into chunks, since where a
-document begins in its row would move the borders."""
+"""Bits of attention weights and of values in a sum over keys. Fewer than `BITS`, so that one sum can span `MAX_KEYS` keys: keys
+cannot be cut into chunks, because the borders would depend on where a document begins in its row."""
 MAX_KEYS = 1 << (53 - 2 * KEY_BITS)
 _WEIGHT_UNIT = 2.0**-30
-"""Of attention weights when they are added up."""
+"""Unit of the integers to which attention weights are rounded for their sum."""
 
 
 class _Straight(torch.autograd.Function):
-    """Forward by one function, gradient of another that computes nearly the same."""
+    """Forward pass of ``exact``, gradient of ``plain``, which computes nearly the same function."""
 
     @staticmethod
     def forward(ctx: Any, exact: Callable[..., Tensor], plain: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class _Straight(torch.autograd.Function):
 
 
 def fixed_point(x: Tensor, bits: int = BITS) -> tuple[Tensor, Tensor]:
-    """Integers (fp64, of magnitude 2^bits at most) and units […, 1] (powers of two, fp64) whose product is nearest to ``x``."""
+    """Integers (fp64, magnitude at most 2^bits) and units […, 1] (powers of two, fp64) whose product is the nearest to ``x``."""
     _, exponent = torch.frexp(x.abs().amax(-1, keepdim=True))
     unit = ((exponent.long() - bits + 1023) << 52).view(torch.float64)  # 2^(exponent − bits); pow may round
     return torch.round(x.double() / unit), unit
@@ -73,7 +73,7 @@ def fixed_point(x: Tensor, bits: int = BITS) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class FixedMatrix:
-    """A matrix [F, D] in chunks of its inner dim, as integers and the units of its rows."""
+    """A matrix [F, D] as integers and units of rows, in chunks of its inner dim."""
 
     chunks: tuple[tuple[Tensor, Tensor], ...]
 
@@ -94,12 +94,12 @@ def product(x_ND: Tensor, weight: FixedMatrix) -> Tensor:
 
 
 def linear(x_ND: Tensor, weight_FD: Tensor) -> Tensor:
-    """`product` with a gradient."""
+    """`product` with the gradient of `torch.nn.functional.linear`."""
     return _Straight.apply(lambda x, weight: product(x, FixedMatrix.of(weight)), F.linear, x_ND, weight_FD)
 
 
 def tree_sum(x_D: Tensor) -> Tensor:
-    """Sum over the last dim […, 1], by halves: for a dim whose length is always the same."""
+    """Sum over the last dim […, 1] as a tree: its order depends only on the length of that dim."""
     while (width := x_D.shape[-1]) > 1:
         half = (width + 1) // 2
         tail = x_D[..., half:]
@@ -108,9 +108,9 @@ def tree_sum(x_D: Tensor) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    """e to the power of ``x`` in fp32, within two units in the last place; 0 below −87, the largest 88 taken at most.
+    """e to the power of ``x`` in fp32, within two units in the last place; 0 below −87, and e^88 above 88.
 
-    Cephes' expf: x = n·ln 2 + r, a polynomial for e^r.
+    Algorithm of Cephes' expf: x = n·ln 2 + r, and a polynomial for e^r.
     """
     x = x.float()
     n = torch.round(x.clamp(-87.0, 88.0) * 1.44269504088896341)
@@ -125,7 +125,7 @@ def exp(x: Tensor) -> Tensor:
 
 
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """`stretto.ops.operators.rms_norm`, fp32."""
+    """`stretto.ops.operators.rms_norm` in fp32."""
 
     def exact(x_D: Tensor, weight_D: Tensor) -> Tensor:
         mean = tree_sum(x_D * x_D) / x_D.shape[-1]
@@ -140,7 +140,7 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def softmax(x_E: Tensor) -> Tensor:
-    """Softmax over the last dim, whose length is always the same."""
+    """Softmax over the last dim; the order of its sum depends only on the length of that dim."""
 
     def exact(x_E: Tensor) -> Tensor:
         weights_E = exp(x_E - x_E.amax(-1, keepdim=True))
@@ -150,7 +150,7 @@ def softmax(x_E: Tensor) -> Tensor:
 
 
 def swiglu(gate_up_NF: Tensor, clamp: Clamp | None = None) -> Tensor:
-    """`stretto.ops.grouped.swiglu`, fp32."""
+    """`stretto.ops.grouped.swiglu` in fp32."""
 
     def clamped(gate_up_NF: Tensor) -> Tensor:
         assert clamp is not None
@@ -165,12 +165,12 @@ def swiglu(gate_up_NF: Tensor, clamp: Clamp | None = None) -> Tensor:
 
 
 def top_k(scores_NE: Tensor, num: int) -> Tensor:
-    """Ids of the ``num`` largest of each row, falling; of equals, the lower id first."""
+    """Ids of the ``num`` largest entries of each row, in falling order; the lower id first among equal entries."""
     return scores_NE.sort(dim=-1, descending=True, stable=True).indices[..., :num]
 
 
 def sum_in_order(x_NK: Tensor, dim: int) -> Tensor:
-    """Sum over a short dim, first to last, so that zeros at its end change nothing; the dim goes."""
+    """Sum over a short dim, which is removed, from first to last: zeros at its end change nothing."""
     first, *rest = x_NK.unbind(dim)
     for item in rest:
         first = first + item
@@ -181,23 +181,25 @@ def attention(
     q_BHTC: Tensor,
     k_BGSC: Tensor,
     v_BGSU: Tensor,
-    mask_B1TS: Tensor,
+    mask_B1TS: Tensor | None,
     scale: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """`attention_reference`, fp32 [B, H, T, U]. Hidden keys may hold anything finite, and there may be any number of them.
+    """`attention_reference`, fp32 [B, H, T, U]. Masked keys may hold any finite numbers, and any number of keys may be masked.
 
-    ``mask_B1TS`` is True where a query may see a key; each sees one at least.
+    ``mask_B1TS`` is True where a query may see a key, at least one key for each query; None: causal attention.
     """
     assert k_BGSC.shape[2] <= MAX_KEYS, f"{k_BGSC.shape[2]} keys; batch-invariant attention takes {MAX_KEYS} at most"
-    assert q_BHTC.shape[-1] <= CHUNK, f"heads of {q_BHTC.shape[-1]}"
+    assert q_BHTC.shape[-1] <= CHUNK, f"head width {q_BHTC.shape[-1]}"
+    if mask_B1TS is None:
+        mask_B1TS = causal_mask(q_BHTC.shape[2], q_BHTC.device)
     sinks = () if sinks_H is None else (sinks_H,)
     ours, plain = (partial(_scaled, function, scale) for function in (_attention, attention_reference))
     return _Straight.apply(ours, plain, q_BHTC, k_BGSC, v_BGSU, mask_B1TS, *sinks)
 
 
 def _scaled(function: Callable[..., Tensor], scale: float | None, *tensors: Tensor) -> Tensor:
-    """``function`` of `attention`'s arguments, the sinks being a fifth tensor where there are any."""
+    """``function`` of queries, keys, values, mask and, as an optional fifth tensor, sinks."""
     return function(*tensors[:4], scale, *tensors[4:])
 
 
@@ -224,13 +226,13 @@ def _attention(
     total_BHT1 = torch.round(weights_BHTS / _WEIGHT_UNIT).sum(-1, keepdim=True) * _WEIGHT_UNIT
     if sinks_H is not None:
         total_BHT1 = total_BHT1 + exp(sinks_H11 - most_BHT1).double()
-    # units of the values go into the weights: what is left to multiply are integers on both sides
+    # the weights absorb the units of the values, so both operands of the product are integers
     w_ints, w_unit = fixed_point(weights_BHTS * v_unit.transpose(-1, -2), KEY_BITS)
     return ((w_ints @ v_ints) * w_unit / total_BHT1).float()
 
 
 def rotary_tables(num_positions: int, frequencies_R: Tensor, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
-    """`stretto.ops.operators.rotary_tables` of the first positions, fp32 [P, R]: each entry by itself, through libm."""
+    """`stretto.ops.operators.rotary_tables` of the first positions, fp32 [P, R]; each entry is computed alone, with libm."""
     frequencies = frequencies_R.tolist()
     angles = [[position * frequency for frequency in frequencies] for position in range(num_positions)]
     cos, sin = ([[magnitude * function(angle) for angle in row] for row in angles] for function in (math.cos, math.sin))

@@ -1,12 +1,13 @@
 """Blockwise FP8: the quantiser, and the matrix product that trainer and engine share.
 
-E4M3 throughout. Weights have a scale for each block of 128 × 128, activations and gradients for each 128 neighbouring
+All numbers are E4M3. Weights have one scale per block of 128 × 128, activations and gradients one per 128 neighbouring
 entries of a row; a scale is the block's largest magnitude / 448, in fp32. Rounding is to nearest even. A product sums the
 128 terms of a block, multiplies by the two scales in fp32, and adds blocks in order (DeepSeek-V3, 2412.19437, §3.3).
 
-The reference is an emulation that is exact: a product of two E4M3 numbers is a multiple of 2⁻¹⁸ below 2¹⁸, so fp64 sums
-128 of them without rounding, whatever the order. It therefore depends neither on the batch nor on the matrix library. On
-Hopper, `torch.nn.functional.scaled_mm` computes the same from the same bytes, with the tensor cores' own rounding of sums.
+The reference is an exact emulation: a product of two E4M3 numbers is a multiple of 2⁻¹⁸ below 2¹⁸, so fp64 sums
+128 of them without rounding, in any order. The emulation therefore depends neither on the batch nor on the matrix library. On
+Hopper, `torch.nn.functional.scaled_mm` computes the same product from the same bytes; only the tensor cores' rounding of sums
+differs.
 
 Shape letters: N tokens, D inner dim, F outputs, J = ⌈D / 128⌉ and I = ⌈F / 128⌉ blocks.
 """
@@ -22,10 +23,10 @@ from torch import Tensor
 
 BLOCK = 128
 LARGEST = 448.0
-"""Of E4M3."""
+"""Largest number in E4M3."""
 FP8 = torch.float8_e4m3fn
 ROWS = 4
-"""cuBLAS takes rows of activations in such numbers; groups of experts have any."""
+"""cuBLAS needs a number of activation rows that is a multiple of this; the tokens of an expert can be any number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Fp8Weight:
     scale_IJ: Tensor
     """fp32."""
     wide_FD: Tensor | None = None
-    """The same numbers in fp64, for the emulation; None: converted when used."""
+    """``bytes_FD`` in fp64, for the emulation; None: converted at each use."""
 
     def dequantise(self) -> Tensor:
         """fp32 [F, D]."""
@@ -61,22 +62,22 @@ class Fp8Weight:
         return self.bytes_FD.float() * scale_FD
 
     def transposed(self) -> Fp8Weight:
-        """Of the transposed matrix: blocks are square, so it is quantised the same."""
+        """The transposed matrix. Blocks are square, so quantising the transposed matrix would give the same result."""
         wide = None if self.wide_FD is None else self.wide_FD.t()
         return Fp8Weight(self.bytes_FD.t(), self.scale_IJ.t(), wide)
 
     def widened(self) -> Fp8Weight:
-        """With the numbers at hand that the emulation multiplies."""
+        """The same weight with ``wide_FD`` filled in."""
         return Fp8Weight(self.bytes_FD, self.scale_IJ, self.bytes_FD.double())
 
 
 def _scale(largest: Tensor) -> Tensor:
-    """fp32; 1 for a block of zeros, which any scale quantises to zeros."""
+    """Scale for a block's largest magnitude, fp32; 1 for a block of zeros."""
     return torch.where(largest > 0, largest.float() / LARGEST, 1.0)
 
 
 def quantise_rows(x_ND: Tensor) -> Fp8Rows:
-    """Quantise each 128 entries of each row of ``x_ND`` by themselves."""
+    """Quantise ``x_ND`` with one scale per 128 entries of a row."""
     num_rows, num_inner = x_ND.shape
     blocks_NJ = F.pad(x_ND.detach().float(), (0, -num_inner % BLOCK)).view(num_rows, -1, BLOCK)
     scale_NJ = _scale(blocks_NJ.abs().amax(-1))
@@ -85,7 +86,7 @@ def quantise_rows(x_ND: Tensor) -> Fp8Rows:
 
 
 def quantise_weight(weight_FD: Tensor) -> Fp8Weight:
-    """Quantise each block of 128 × 128 of ``weight_FD`` by itself. What was dequantised quantises to the same bytes."""
+    """Quantise ``weight_FD`` with one scale per block of 128 × 128. A dequantised weight quantises to the same bytes again."""
     num_outputs, num_inner = weight_FD.shape
     padded = F.pad(weight_FD.detach().float(), (0, -num_inner % BLOCK, 0, -num_outputs % BLOCK))
     blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
@@ -95,7 +96,7 @@ def quantise_weight(weight_FD: Tensor) -> Fp8Weight:
 
 
 def product_reference(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
-    """``x`` · ``weight``ᵀ, fp32 [N, F]: the exact emulation."""
+    """``x`` · ``weight``ᵀ, fp32 [N, F], by exact emulation."""
     num_outputs, num_inner = weight.bytes_FD.shape
     assert x.bytes_ND.shape[1] == num_inner, f"rows of {x.bytes_ND.shape[1]} for a weight of {num_inner} columns"
     wide_ND = x.bytes_ND.double()
@@ -110,13 +111,13 @@ def product_reference(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
 
 
 def why_emulated(weight_FD: Tensor, batch_invariant: bool) -> str:
-    """Why the product with this weight is emulated; empty where the GPU's FP8 kernel computes it."""
+    """Reason why the product with this weight is emulated; empty if the GPU's FP8 kernel computes it."""
     if weight_FD.device.type != "cuda":
         return f"on {weight_FD.device.type}"
     if batch_invariant:
         return "batch-invariant"
     if torch.cuda.get_device_capability(weight_FD.device) != (9, 0):
-        return "no Hopper GPU"  # cuBLAS scales by blocks of 128 on compute capability 9.0 alone
+        return "no Hopper GPU"  # cuBLAS supports scales of blocks of 128 on compute capability 9.0 only
     if tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2]) < (12, 9):
         return f"CUDA {torch.version.cuda} is older than 12.9"
     if weight_FD.shape[0] % BLOCK or weight_FD.shape[1] % BLOCK:
@@ -125,13 +126,13 @@ def why_emulated(weight_FD: Tensor, batch_invariant: bool) -> str:
 
 
 def product_hopper(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
-    """`product_reference` by cuBLAS; fp32, of sums that the kernel returns in bf16."""
+    """`product_reference` with cuBLAS, which rounds results to bf16; fp32 [N, F]."""
     num_rows = len(x.bytes_ND)
     spare = (0, 0, 0, -num_rows % ROWS)
     bytes_ND = F.pad(x.bytes_ND.view(torch.uint8), spare).view(FP8)
-    scale_NJ = F.pad(x.scale_NJ, spare).t().contiguous().t()  # the scales of neighbouring rows next to each other,
-    num_blocks = weight.scale_IJ.shape[1]
-    scale_IJ = F.pad(weight.scale_IJ, (0, -num_blocks % 4)).contiguous()  # and those of a weight in fours
+    # cuBLAS needs scales of neighbouring rows next to each other, and rows of weight scales padded to a multiple of 4
+    scale_NJ = F.pad(x.scale_NJ, spare).t().contiguous().t()
+    scale_IJ = F.pad(weight.scale_IJ, (0, -weight.scale_IJ.shape[1] % 4)).contiguous()
     y_NF = F.scaled_mm(
         bytes_ND,
         weight.bytes_FD.contiguous().t(),
@@ -145,18 +146,18 @@ def product_hopper(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
 
 
 def product(x: Fp8Rows, weight: Fp8Weight, batch_invariant: bool = False) -> Tensor:
-    """`product_reference`, by the GPU's FP8 kernel where there is one (`why_emulated`)."""
+    """`product_reference`, computed by the GPU's FP8 kernel if `why_emulated` gives no reason against it."""
     if len(x.bytes_ND) and not why_emulated(weight.bytes_FD, batch_invariant):
         return product_hopper(x, weight)
     return product_reference(x, weight)
 
 
 def linear(x_ND: Tensor, weight: Tensor | Fp8Weight, batch_invariant: bool = False) -> Tensor:
-    """``x`` · ``weight``ᵀ with both sides in FP8, fp32 [N, F].
+    """``x`` · ``weight``ᵀ with both operands in FP8, fp32 [N, F].
 
-    A weight that is quantised already takes no gradient. For others: the gradient of ``x`` is an FP8 product too, of
-    the quantised output gradient and the same quantised weight; that of the weight is an fp32 product of the quantised
-    activations and the gradient as it came, since a weight's gradient adds up over all tokens of a step.
+    A weight that is already quantised receives no gradient. For other weights, the gradient of ``x`` is an FP8 product of the
+    quantised output gradient and the quantised weight. The gradient of the weight is an fp32 product of the quantised
+    activations and the output gradient without quantisation, because it sums over all tokens of a step.
     """
     if isinstance(weight, Fp8Weight):
         return product(quantise_rows(x_ND), weight, batch_invariant)

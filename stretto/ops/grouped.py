@@ -1,7 +1,7 @@
 """Dropless expert computation: tokens grouped by expert.
 
-Shape letters: N tokens, K experts a token, E experts, S = N·K slots (one a token and choice), P places of slots sorted by
-expert, with those that only fill a group up, D hidden, I expert width.
+Shape letters: N tokens, K experts per token, E experts, S = N·K slots (one per token and chosen expert), P places of the slots
+sorted by expert, padding included, D hidden, I expert width.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch._compile import _disable_dynamo
 
 
 class Clamp(NamedTuple):
-    """gpt-oss's way from gate and up to the inner vector, instead of silu(gate) · up."""
+    """Parameters of gpt-oss's clamped SwiGLU, see `swiglu_reference`."""
 
     alpha: float
     limit: float
 
 
 class ExpertBiases(NamedTuple):
-    """What each expert adds to its two products."""
+    """Biases of each expert's two products."""
 
     gate_up_EF: Tensor
     down_ED: Tensor
 
 
 class Experts(NamedTuple):
-    """The weights of a layer's experts, as `experts` takes them."""
+    """Weights of a layer's experts, in the order of the arguments of `experts`."""
 
     gate_up_EFD: Tensor
     """The gate's rows, then the up projection's (F = 2·I)."""
@@ -49,19 +49,20 @@ def experts(
     clamp: Clamp | None = None,
     seen: Callable[[Slots, Tensor], None] | None = None,
 ) -> Tensor:
-    """SwiGLU experts through grouped matrix products; the definition is ``tests/ops/references.py:experts_reference``. Returns [N, D].
+    """Output [N, D] of SwiGLU experts, with grouped matrix products; reference: ``tests/ops/references.py:experts_reference``.
 
-    ``gate_up_EFD`` holds the gate's rows, then the up projection's (F = 2·I). ``seen`` is shown what each slot adds [P, D], its
-    gate in it.
+    The K outputs of a token are added in the order of ``chosen_NK``, whatever the rest of the batch is. Gates
+    multiply the input of the down projection, which is linear, because that input is narrower than the output.
 
-    The K outputs of a token are always added in the order of ``chosen_NK``, whatever the rest of the batch is. Gates
-    multiply the input of the down projection, which is linear: its rows are narrower than its output's.
+    Args:
+        gate_up_EFD: the gate's rows, then the up projection's (F = 2·I).
+        seen: called with the slots and the gated output of each place [P, D].
     """
     num_experts, num_chosen = gate_up_EFD.shape[0], chosen_NK.shape[1]
     slots = group_slots(chosen_NK, num_experts, group_multiple(x_ND, chosen_NK.numel() / num_experts))
     x_PD = _Gather.apply(x_ND, slots.token_P, slots.place_S, num_chosen)
     gates_P = _Gather.apply(gates_NK.reshape(-1), slots.order_P, slots.place_S, 1)
-    if slots.real_P is not None:  # a factor of zero keeps what fills up out of every gradient
+    if slots.real_P is not None:  # a gate of zero keeps padding out of every gradient
         gates_P = gates_P * slots.real_P
     y_PD = grouped_swiglu(x_PD, slots.ends_E, gate_up_EFD, down_EDI, gates_P, biases, clamp)
     if seen is not None:
@@ -70,11 +71,11 @@ def experts(
 
 
 def group_multiple(x: Tensor, mean_slots: float) -> int:
-    """What the rows of a group are rounded up to in products of ``x``, for groups of ``mean_slots`` on average.
+    """Multiple to which the number of rows of a group is rounded up in products of ``x``; a group has ``mean_slots`` on average.
 
-    oneDNN, which multiplies bf16 on a CPU, prepares a product anew for every number of rows it has not seen lately, and routers
-    give new ones each step: most of a training step went there. Multiples of an eighth of a group are soon all seen, for a
-    sixteenth more rows on average. fp32 goes through a library that prepares nothing, and accelerators take any size.
+    On a CPU, oneDNN multiplies bf16. It prepares a kernel for every number of rows that it has not seen recently, and routers
+    give new numbers in each step: this took most of a training step. With multiples of about an eighth of a group, few different
+    numbers occur, at the cost of a sixteenth more rows on average. fp32 products and accelerators need no such preparation.
     """
     if x.device.type != "cpu" or compute_dtype(x) != torch.bfloat16:
         return 1
@@ -90,17 +91,17 @@ def grouped_swiglu(
     biases: ExpertBiases | None = None,
     clamp: Clamp | None = None,
 ) -> Tensor:
-    """SwiGLU of slots sorted by expert; ``ends_E`` (int32) is where each expert's slots end. Returns [S, D].
+    """Expert outputs [S, D] of slots sorted by expert, times ``gates_S``.
 
-    ``gates_S`` are factors of the slots' outputs.
+    ``ends_E`` (int32) is where each expert's slots end; rows after the last end belong to no expert and may hold anything.
     """
     dtype = compute_dtype(x_SD)
     hidden_SF = grouped_mm(x_SD.to(dtype), gate_up_EFD.to(dtype).transpose(1, 2), offs=ends_E)
     down_bias_SD = None
     if biases is not None:
         places_S = torch.arange(len(x_SD), dtype=ends_E.dtype, device=x_SD.device)
-        expert_S = torch.searchsorted(ends_E, places_S, right=True)
-        gate_up_bias_SF, down_bias_SD = (each.to(dtype).index_select(0, expert_S) for each in biases)
+        expert_S = torch.searchsorted(ends_E, places_S, right=True).clamp_(max=len(ends_E) - 1)
+        gate_up_bias_SF, down_bias_SD = (bias.to(dtype).index_select(0, expert_S) for bias in biases)
         hidden_SF = hidden_SF + gate_up_bias_SF
     hidden_SI = swiglu(hidden_SF, clamp)
     if gates_S is not None:
@@ -111,14 +112,14 @@ def grouped_swiglu(
     return y_SD if down_bias_SD is None else y_SD + down_bias_SD
 
 
-# torch.compiler.disable imports the compiler here and now, a second of every process; this, torch's own, once it is called.
+# torch.compiler.disable imports the compiler at once, which takes a second; this function of torch imports it at the first call.
 _eager_grouped_mm = _disable_dynamo(F.grouped_mm)
 
 
 def grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
-    """`torch.nn.functional.grouped_mm`, which torch.compile can trace in bf16 only: elsewhere it stays out of the graph.
+    """`torch.nn.functional.grouped_mm`. torch.compile can trace it in bf16 only; other types run outside the compiled graph.
 
-    It takes rows of whole 16 bytes alone; networks of other sizes are multiplied group by group.
+    torch needs rows of a multiple of 16 bytes; other sizes are multiplied group by group.
     """
     if any(width * rows.itemsize % 16 for width in weights.shape[1:]):
         parts = rows.tensor_split(offs[:-1].tolist())
@@ -129,8 +130,8 @@ def grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
 
 
 def swiglu_reference(gate_up_NF: Tensor, clamp: Clamp | None = None) -> Tensor:
-    """silu(gate) · up for the two halves of the last dim; with ``clamp``, gate · sigmoid(alpha · gate) · (up + 1) of gate and
-    up cut off at its limit (gpt-oss; the gate from above alone).
+    """silu(gate) · up of the two halves of the last dim. With ``clamp`` (gpt-oss): gate · sigmoid(alpha · gate) · (up + 1), where
+    the gate is clamped to at most ``limit`` and up to ± ``limit``.
     """
     gate, up = gate_up_NF.chunk(2, dim=-1)
     if clamp is None:
@@ -140,7 +141,7 @@ def swiglu_reference(gate_up_NF: Tensor, clamp: Clamp | None = None) -> Tensor:
 
 
 def swiglu(gate_up_NF: Tensor, clamp: Clamp | None = None) -> Tensor:
-    """`swiglu_reference`, contiguous."""
+    """`swiglu_reference` with torch's silu; the result is contiguous."""
     if clamp is not None:
         return swiglu_reference(gate_up_NF, clamp)
     gate, up = gate_up_NF.chunk(2, dim=-1)
@@ -148,31 +149,31 @@ def swiglu(gate_up_NF: Tensor, clamp: Clamp | None = None) -> Tensor:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype a matrix product should run in: autocast's where it is on (grouped_mm ignores it), else ``x``'s."""
+    """Data type of a matrix product with ``x``: autocast's if it is on (grouped_mm itself ignores autocast), else that of ``x``."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class Slots(NamedTuple):
-    """Where every (token, choice) pair goes when pairs are sorted by expert."""
+    """Permutation that sorts the slots by expert."""
 
     order_P: Tensor
-    """Sorted place -> pair; the first one where the place only fills its group up."""
+    """Place -> slot; slot 0 for padding."""
     place_S: Tensor
-    """Pair -> sorted place."""
+    """Slot -> place."""
     token_P: Tensor
-    """Sorted place -> token."""
+    """Place -> token."""
     ends_E: Tensor
-    """Where each expert's places end, int32."""
+    """End of each expert's places, int32."""
     real_P: Tensor | None
-    """Which places hold a pair, bool; None: all."""
+    """False for padding, bool; None: there is no padding."""
 
 
 def group_slots(chosen_NK: Tensor, num_experts: int, multiple: int = 1) -> Slots:
-    """Sort the pairs of ``chosen_NK`` by expert, ties by token: a stable sort, so the layout is reproducible.
+    """Sort the slots of ``chosen_NK`` by expert, then by token; the sort is stable, so the layout is reproducible.
 
-    Each expert gets a ``multiple`` of places. Those at its end that no pair needs repeat some token: nobody is to read their
-    outputs, and no gradient is to leave them.
+    The number of places of each expert is a multiple of ``multiple``. Padding at the end repeats a token; the caller must not
+    read its output nor let gradients flow from it.
     """
     flat_S = chosen_NK.reshape(-1)
     order_S = torch.argsort(flat_S, stable=True)
@@ -191,10 +192,10 @@ def group_slots(chosen_NK: Tensor, num_experts: int, multiple: int = 1) -> Slots
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of ``x`` at ``index``, where the inverse is known: row r of x goes to places ``inverse[r·fan : (r+1)·fan]``.
+    """Rows of ``x`` at ``index``. The inverse is known: row r of ``x`` is read at places ``inverse[r·fan : (r+1)·fan]``.
 
-    Autograd's own backward of a gather is a scatter-add, serial on a CPU and unordered on a GPU; with the inverse
-    it is another gather and a sum in a fixed order.
+    The backward pass is a gather with the inverse and a sum in a fixed order. Autograd's own backward pass of a gather is a
+    scatter-add, which is serial on a CPU and has no fixed order on a GPU.
     """
 
     @staticmethod
@@ -210,7 +211,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """The transpose of `_Gather`: row r is the sum of rows ``place[r·fan : (r+1)·fan]``, in that order."""
+    """Transpose of `_Gather`: row r is the sum of rows ``place[r·fan : (r+1)·fan]``, in that order."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, place: Tensor, row: Tensor, fan: int) -> Tensor:

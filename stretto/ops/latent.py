@@ -1,12 +1,12 @@
 """Latent attention (MLA; DeepSeek-V2, 2405.04434) over a paged cache with one short row per token. Forward only.
 
-A row is the normed short vector that keys and values of all heads are made of, then the one rotated part of the keys. Few
-queries attend to the rows as they are: what would make keys and values of them is applied to queries and outputs instead
-(*absorbed*). Many queries attend to keys and values, which are made once for all of them (*expanded*), as the model's own
-forward pass does, and as every arithmetic must that is to round like it.
+A row of the cache is the normed low-rank vector from which keys and values of all heads are computed, then the rotated part of
+the keys, which all heads share. *Absorbed* attention, for few queries, attends to the rows directly: the projections to keys and
+values are applied to queries and outputs instead. *Expanded* attention, for many queries, first computes keys and values from the
+rows. The model's own forward pass is expanded, so an arithmetic that must round as the model does is always expanded.
 
-Shape letters: N tokens of a step, D hidden, H heads, C head width, of which A come first and are not rotated, S width of the short
-vector, Z = S + C − A that of a row, U width of a head's values, P pages; B chunks of a group, L tokens of each, T keys.
+Shape letters: N tokens of a step, D hidden, H heads, C head width, A channels of a head before the rotated ones, S width of the
+low-rank vector, Z = S + C − A width of a row, U head width of values, P pages; B chunks of a group, L tokens of each chunk, T keys.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stretto.ops import matmul
-from stretto.ops.matmul import Arithmetic, Weight, linear, rounded
+from stretto.ops.matmul import Arithmetic
+from stretto.ops.operators import Operators, Weight
 from stretto.ops.paged import Group, Spans, attend_rows, gathered, rotated
 
 
 @dataclass(frozen=True, slots=True)
 class LatentWeights:
-    """One layer's projections, prepared for one arithmetic; biases and norms as they are."""
+    """Weights of one layer. Projections are prepared for one arithmetic."""
 
     q_down: Weight | None
-    """Of the queries' short vector; None: ``q_up`` takes the layer's input."""
+    """Projection to the low-rank vector of the queries; None: ``q_up`` is applied to the layer's input."""
     q_down_bias: Tensor | None
     q_down_norm: Tensor | None
     q_up: Weight
@@ -35,26 +35,27 @@ class LatentWeights:
     kv_down_bias: Tensor | None
     kv_down_norm: Tensor
     kv_up: Weight
-    """[H·(A + U), S]: of each head what makes the first part of its keys, then what makes its values."""
+    """[H·(A + U), S]: for each head, the rows for the part of its keys that is not rotated, then the rows for its values."""
     num_heads: int
     nope_dim: int
     value_dim: int
     scale: float | None
-    """Of the scores; None: 1/√C."""
+    """Factor of the scores; None: 1/√C."""
     eps: float
-    """Of both norms."""
+    """Epsilon of both norms."""
 
 
 def latent_attention(
     x_ND: Tensor, weights: LatentWeights, spans: Spans, rows_PZ1Z: Tensor, arithmetic: Arithmetic
 ) -> Tensor:
-    """Put each token's row into one layer's cache, and attend to its sequence up to itself: [N, H·U]."""
-    q_NHC = _queries(x_ND, weights, arithmetic).view(len(x_ND), weights.num_heads, -1)
-    row_NZ = linear(x_ND, weights.kv_down, weights.kv_down_bias, arithmetic)
+    """Write each token's row to one layer's cache, and return the causal attention to its sequence, [N, H·U]."""
+    operators = arithmetic.operators
+    q_NHC = _queries(x_ND, weights, operators).view(len(x_ND), weights.num_heads, -1)
+    row_NZ = operators.linear(x_ND, weights.kv_down, weights.kv_down_bias)
     short_NS, rope_NC = row_NZ.tensor_split((len(weights.kv_down_norm),), -1)
-    short_NS = matmul.norm(short_NS, weights.kv_down_norm, weights.eps, arithmetic)
+    short_NS = operators.norm(short_NS, weights.kv_down_norm, weights.eps)
     q_nope_NHA, q_rope_NHC = q_NHC.tensor_split((weights.nope_dim,), -1)
-    rope_NHC = rounded(rotated(torch.cat((q_rope_NHC, rope_NC[:, None]), 1), spans), arithmetic)
+    rope_NHC = operators.rounded(rotated(torch.cat((q_rope_NHC, rope_NC[:, None]), 1), spans))
     row_NZ = torch.cat((short_NS, rope_NHC[:, -1]), -1)
     rows_PZ1Z.view(-1, row_NZ.shape[-1]).index_copy_(0, spans.slots_N, row_NZ.to(rows_PZ1Z.dtype))
     q_NHC = torch.cat((q_nope_NHA, rope_NHC[:, :-1]), -1)
@@ -62,12 +63,12 @@ def latent_attention(
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _queries(x_ND: Tensor, weights: LatentWeights, arithmetic: Arithmetic) -> Tensor:
+def _queries(x_ND: Tensor, weights: LatentWeights, operators: Operators) -> Tensor:
     if weights.q_down is not None:
         assert weights.q_down_norm is not None
-        x_ND = linear(x_ND, weights.q_down, weights.q_down_bias, arithmetic)
-        x_ND = matmul.norm(x_ND, weights.q_down_norm, weights.eps, arithmetic)
-    return linear(x_ND, weights.q_up, None, arithmetic)
+        x_ND = operators.linear(x_ND, weights.q_down, weights.q_down_bias)
+        x_ND = operators.norm(x_ND, weights.q_down_norm, weights.eps)
+    return operators.linear(x_ND, weights.q_up)
 
 
 def _attend_group(
@@ -82,20 +83,20 @@ def _attend_group(
 
 
 def is_expanded_faster(num_queries: int, weights: LatentWeights) -> bool:
-    """Whether so many queries of a sequence cost fewer multiplications if its keys and values are made for them.
+    """Whether expanded attention needs fewer multiplications than absorbed attention for ``num_queries`` of one sequence.
 
-    For a key and a head: absorbed 2·S + (C − A) a query; expanded C + U a query, and S·(A + U) once.
+    Multiplications per key and head: absorbed 2·S + (C − A) for each query; expanded C + U for each query, and S·(A + U) once.
     """
-    rank, made = len(weights.kv_down_norm), weights.nope_dim + weights.value_dim
-    return num_queries * (2 * rank - made) > rank * made
+    rank, width = len(weights.kv_down_norm), weights.nope_dim + weights.value_dim
+    return num_queries * (2 * rank - width) > rank * width
 
 
 def expanded(q_BHLC: Tensor, row_BT1Z: Tensor, weights: LatentWeights, group: Group, arithmetic: Arithmetic) -> Tensor:
-    """Attention to the keys and values that the rows stand for, [B, H, L, U]."""
+    """Attention to keys and values that are computed from the rows, [B, H, L, U]."""
     B, T, _, _ = row_BT1Z.shape
     short_BTS, rope_BT1C = row_BT1Z.squeeze(2), row_BT1Z[..., len(weights.kv_down_norm) :]
     short_BTS = short_BTS[..., : len(weights.kv_down_norm)]
-    kv_BTHX = linear(short_BTS, weights.kv_up, None, arithmetic).view(B, T, weights.num_heads, -1)
+    kv_BTHX = arithmetic.operators.linear(short_BTS, weights.kv_up).view(B, T, weights.num_heads, -1)
     nope_BTHA, v_BTHU = kv_BTHX.tensor_split((weights.nope_dim,), -1)
     k_BTHC = torch.cat((nope_BTHA, rope_BT1C.expand(-1, -1, weights.num_heads, -1)), -1)
     k_BHTC, v_BHTU = k_BTHC.transpose(1, 2), v_BTHU.transpose(1, 2)
@@ -103,14 +104,14 @@ def expanded(q_BHLC: Tensor, row_BT1Z: Tensor, weights: LatentWeights, group: Gr
 
 
 def absorbed(q_BHLC: Tensor, row_BT1Z: Tensor, weights: LatentWeights, group: Group, arithmetic: Arithmetic) -> Tensor:
-    """`expanded` in plain arithmetic, without keys and values: the rows are one key/value head for all queries."""
-    assert arithmetic.is_plain and isinstance(weights.kv_up, Tensor)
+    """`expanded` in plain arithmetic without computing keys and values: the rows are one key/value head for all queries."""
+    assert arithmetic.is_plain, f"absorbed attention in {arithmetic}"
     rank, scale = len(weights.kv_down_norm), weights.scale or q_BHLC.shape[-1] ** -0.5
     up_HXS = weights.kv_up.view(weights.num_heads, -1, rank)
     nope_BHLA, rope_BHLC = q_BHLC.tensor_split((weights.nope_dim,), -1)
     q_BHLZ = torch.cat((nope_BHLA @ up_HXS[:, : weights.nope_dim], rope_BHLC), -1)
     row_B1TZ = row_BT1Z.transpose(1, 2)
-    if group.length == 1:  # queries of one head, which is faster than telling torch that heads share their keys
+    if group.length == 1:  # heads are passed as queries of one head, which is faster than torch's enable_gqa
         y_BHLZ = attend_rows(q_BHLZ.transpose(1, 2), row_B1TZ, row_B1TZ, group, scale).transpose(1, 2)
     else:
         y_BHLZ = attend_rows(q_BHLZ, row_B1TZ, row_B1TZ, group, scale)

@@ -1,6 +1,6 @@
 """Losses and log-probabilities from hidden states, computing the [N, V] logits one chunk of tokens at a time.
 
-Shape letters: N tokens, S those of them with a loss, D hidden, V vocabulary.
+Shape letters: N tokens, S tokens with a loss, M tokens of a chunk, D hidden, V vocabulary, K tokens of a top-k.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from stretto.ops.grouped import compute_dtype
 from stretto.ops.operators import ORDINARY, Operators
 
 IGNORED = -100
-"""Target of a position that carries no loss, as everywhere in PyTorch."""
+"""Target of a position without a loss, as in PyTorch's losses."""
 WORTH_LEAVING_OUT = 0.9
-"""Share of tokens with a loss up to which the head is applied to these alone: of conversations half are prompts."""
+"""Largest share of tokens with a loss for which the head is applied to those tokens only. In conversations, half of all tokens
+belong to prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """Whose distribution a student is pulled to: final hidden states of the same tokens, and the head they go through.
+    """A teacher's distribution: final hidden states of the student's tokens, and the teacher's head.
 
-    The widths D of teacher and student may differ, the vocabulary may not. Neither tensor receives a gradient.
+    The hidden widths D of teacher and student may differ, the vocabularies may not. Neither tensor receives a gradient.
     """
 
     hidden_ND: Tensor
@@ -34,20 +35,22 @@ class Teacher:
 
 @dataclass(frozen=True, slots=True)
 class TopLogProbs:
-    """What was kept of a teacher's distribution. The KL is that between K + 1 outcomes, the last being any other token: of a
-    top-k alone it would have a gradient where student and teacher are equal.
+    """The K most probable tokens of a teacher's distribution, and the probability of all other tokens.
+
+    A KL divergence to it has K + 1 outcomes, the last of them "any other token". With the K tokens alone, the gradient would not
+    be zero where student and teacher are equal.
     """
 
     ids_NK: Tensor
-    """Tokens, int64; each once."""
+    """Token ids, int64, distinct in each row."""
     logprobs_NK: Tensor
     """fp32."""
     rest_N: Tensor
-    """Probability of all other tokens, fp32; exactly 0 where there are none."""
+    """Probability of all other tokens, fp32; exactly 0 if there are none."""
 
 
 def top_log_probs(hidden_ND: Tensor, head_VD: Tensor, top_k: int, chunk: int = 1024) -> TopLogProbs:
-    """The ``top_k`` likeliest tokens of the distribution at each position, computed as `head_loss` does a teacher's."""
+    """The ``top_k`` most probable tokens at each position, computed as `head_loss` computes a teacher's distribution."""
     dtype = compute_dtype(hidden_ND)
     weight_VD = head_VD.detach().to(dtype)
     parts = []
@@ -67,13 +70,15 @@ def head_loss(
     ce_weight: float = 1.0,
     chunk: int = 1024,
 ) -> tuple[Tensor, Tensor]:
-    """Sum over kept tokens of ``ce_weight``·CE + (1 − ``ce_weight``)·KL(teacher ‖ student); the gradient is computed in the forward
-    pass, chunk by chunk. The definition is ``tests/ops/references.py:head_loss_reference``.
+    """Sum over tokens with a target of ``ce_weight``·CE + (1 − ``ce_weight``)·KL(teacher ‖ student).
 
-    Returns the loss (a scalar, fp32, differentiable in ``hidden_ND`` and ``head_VD``) and the plain negative
-    log-likelihood of each token [N] (detached, 0 where ignored).
+    The gradient is computed in the forward pass, chunk by chunk. Reference: ``tests/ops/references.py:head_loss_reference``.
+
+    Returns:
+        The loss (scalar, fp32, differentiable in ``hidden_ND`` and ``head_VD``), and the negative log-likelihood of each token [N]
+        (nats, detached, 0 where the target is `IGNORED`).
     """
-    assert teacher is not None or ce_weight == 1.0, f"ce_weight {ce_weight} leaves a share of the loss to no teacher"
+    assert teacher is not None or ce_weight == 1.0, f"ce_weight {ce_weight} without a teacher"
     kept_S = (targets_N != IGNORED).nonzero()[:, 0] if teacher is None else targets_N
     if len(kept_S) > WORTH_LEAVING_OUT * len(targets_N):
         return _HeadLoss.apply(hidden_ND, head_VD, targets_N, teacher, ce_weight, chunk)
@@ -99,18 +104,17 @@ class _HeadLoss(torch.autograd.Function):
         nll_N = hidden_ND.new_zeros(hidden_ND.shape[0], dtype=torch.float32)
         loss = hidden_ND.new_zeros((), dtype=torch.float32)
         grad_ND = torch.zeros_like(hidden_ND) if wants_grad else None
-        grad_VD = torch.zeros_like(head_VD) if wants_head_grad else None  # None: a frozen head
+        grad_VD = torch.zeros_like(head_VD) if wants_head_grad else None  # None: the head is frozen
         for start in range(0, hidden_ND.shape[0], chunk):
             part = slice(start, start + chunk)
             h_ND, t_N = hidden_ND[part].to(dtype), targets_N[part]
             teacher_NV = None
             if isinstance(teacher, Teacher) and teacher_VD is not None:
                 teacher_NV = F.linear(teacher.hidden_ND[part].detach().to(dtype), teacher_VD).float()
-            probs_NV = F.linear(h_ND, weight_VD).float()
+            probs_NV = F.linear(h_ND, weight_VD).float()  # logits, which the next call overwrites with probabilities
             if isinstance(teacher, TopLogProbs):
                 nll_N[part], kl_sum, teacher_NV = _top_losses(probs_NV, t_N, teacher, part)
             else:
-                # leaves probabilities in place of logits
                 nll_N[part], kl_sum = _chunk_losses(probs_NV, t_N, teacher_NV)
             loss += ce_weight * nll_N[part].sum() + (1.0 - ce_weight) * kl_sum
             if grad_ND is None:
@@ -130,9 +134,9 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _chunk_losses(logits_NV: Tensor, targets_N: Tensor, teacher_NV: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Negative log-likelihoods [N] and the summed KL; overwrites both logits with their probabilities.
+    """Negative log-likelihoods [N] and the sum of the KL divergences; overwrites both tensors of logits with probabilities.
 
-    Rows without a target become zero, so that they add nothing to the KL and receive no gradient.
+    Rows without a target become zero, so they add nothing to the KL and receive no gradient.
     """
     kept_N1 = (targets_N != IGNORED)[:, None]
     target_N1 = logits_NV.gather(-1, targets_N.clamp_min(0)[:, None])
@@ -149,8 +153,8 @@ def _chunk_losses(logits_NV: Tensor, targets_N: Tensor, teacher_NV: Tensor | Non
 def _top_losses(
     logits_NV: Tensor, targets_N: Tensor, teacher: TopLogProbs, part: slice
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_chunk_losses`, and the distribution whose cross-entropy has the KL's gradient: the teacher's where it was kept, elsewhere
-    the student's own, scaled to the sum that the teacher has there.
+    """`_chunk_losses` for a `TopLogProbs` teacher. Also returns the distribution [N, V] whose cross-entropy has the gradient of the
+    KL: the teacher's probabilities for its K tokens, and the student's for all others, scaled to the teacher's sum over them.
     """
     kept_N1 = (targets_N != IGNORED)[:, None]
     ids_NK, logp_NK, rest_N1 = teacher.ids_NK[part], teacher.logprobs_NK[part], teacher.rest_N[part, None] * kept_N1
@@ -166,9 +170,9 @@ def _top_losses(
 
 
 def _softmax_(logits_NV: Tensor, kept_N1: Tensor) -> Tensor:
-    """Overwrite logits with probabilities, or zero where not kept; returns the rows' logsumexp [N, 1].
+    """Overwrite logits with probabilities, or with zero in rows that are not kept; returns the logsumexp of the rows [N, 1].
 
-    One exponential an entry, where a logsumexp and a softmax take two: on a CPU that is most of their time.
+    One exponential per entry. A separate logsumexp and softmax take two, which is most of their time on a CPU.
     """
     highest_N1 = logits_NV.amax(-1, keepdim=True)
     total_N1 = logits_NV.sub_(highest_N1).exp_().sum(-1, keepdim=True)
@@ -177,7 +181,7 @@ def _softmax_(logits_NV: Tensor, kept_N1: Tensor) -> Tensor:
 
 
 def _logit_gradient(probs_NV: Tensor, targets_N: Tensor, teacher_NV: Tensor | None, ce_weight: float) -> Tensor:
-    """d loss / d logits = student − (ce_weight·onehot + (1 − ce_weight)·teacher); overwrites ``probs_NV``."""
+    """d loss / d logits [N, V] = student − (ce_weight·onehot + (1 − ce_weight)·teacher); overwrites ``probs_NV``."""
     if teacher_NV is not None:
         probs_NV.sub_(teacher_NV, alpha=1.0 - ce_weight)
     hit_N1 = torch.where(targets_N != IGNORED, -ce_weight, 0.0)[:, None].to(probs_NV.dtype)
@@ -185,9 +189,9 @@ def _logit_gradient(probs_NV: Tensor, targets_N: Tensor, teacher_NV: Tensor | No
 
 
 def processed_log_probs(logits_NV: Tensor, temperature: float = 1.0) -> Tensor:
-    """The distribution that tokens are sampled from, as logarithms in fp32: the temperature is applied.
+    """Log-probabilities (fp32) of the distribution that tokens are sampled from, with the temperature applied.
 
-    The engine's sampler performs these very operations, so that equal logits give equal bits on both sides.
+    The engine's sampler performs the same operations, so equal logits give equal bits in trainer and engine.
     """
     logits_NV = logits_NV.float()
     return (logits_NV if temperature == 1.0 else logits_NV / temperature).log_softmax(-1)
@@ -201,14 +205,14 @@ def chosen_logprobs(
     chunk: int = 1024,
     operators: Operators = ORDINARY,
 ) -> tuple[Tensor, Tensor]:
-    """Processed log-probability of each target, and the entropy of the distribution it comes from.
+    """Processed log-probability of each target, and entropy of the distribution that the target comes from.
 
-    Logits are computed anew, chunk by chunk, in the backward pass: what arrives there is a gradient for each token,
-    which no forward pass can know. Tokens without a target cost nothing. The head's product is that of ``operators``,
-    which the engine's is too.
+    The backward pass computes logits again, chunk by chunk, because it receives a gradient for each token, which the forward
+    pass cannot know. Tokens without a target cost nothing. ``operators`` compute the head's product, as in the engine.
 
-    Returns: log-probabilities [N] (fp32, differentiable in ``hidden_ND`` and ``head_VD``) and entropies [N] (nats,
-    detached); 0 where the target is `IGNORED`.
+    Returns:
+        Log-probabilities [N] (nats, fp32, differentiable in ``hidden_ND`` and ``head_VD``), and entropies [N] (nats, detached);
+        both are 0 where the target is `IGNORED`.
     """
     assert temperature > 0, f"temperature {temperature}: a greedy choice has no log-probability"
     return _ChosenLogProbs.apply(hidden_ND, head_VD, targets_N, temperature, chunk, operators)

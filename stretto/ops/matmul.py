@@ -1,17 +1,15 @@
 """Matrix products with weights, and the operators around them, in the precision that trainer and engine share.
 
-An `Arithmetic` is an argument of everything that multiplies. Both sides call these functions with the same one (the trainer's
-network through `Arithmetic.operators`), so what one side samples from is what the other learns from; where it is
-batch-invariant, to the bit.
+Trainer and engine compute with the operators of the same `Arithmetic`, so the engine samples from the distribution that the
+trainer learns from, up to the order of sums; with batch-invariant arithmetic, to the bit.
 
-- ``fp32``: the tensors' own dtype, or autocast's: torch's ordinary operators.
+- ``fp32``: the data type of the tensors, or autocast's: torch's ordinary operators.
 - ``bf16``: operands and results of every product are rounded to bf16, as is the residual stream. On a CPU the products
-  themselves are in fp32 (emulated: the machine may have no bf16 unit).
-- ``fp8``: the products of attention projections, feed-forward and experts are `stretto.ops.fp8`'s; what lies between stays
-  as it is.
-- Router, norms, softmax and head stay in fp32 throughout.
+  themselves are in fp32, because the machine may have no bf16 unit.
+- ``fp8``: attention projections, feed-forward networks and experts use the products of `stretto.ops.fp8`; results are not rounded.
+- Router, norms, softmax and head stay in fp32 in every precision.
 
-Shape letters: N tokens, D hidden, F outputs (of an expert: 2·I), I expert width, E experts, K experts a token, … any leading
+Shape letters: N tokens, D hidden, F outputs (2·I in an expert), I expert width, E experts, K experts per token, … any leading
 dims.
 """
 
@@ -27,182 +25,147 @@ from torch import Tensor
 
 from stretto.ops import exact, fp8, grouped
 from stretto.ops.exact import FixedMatrix
-from stretto.ops.fp8 import Fp8Weight
-from stretto.ops.grouped import Clamp, ExpertBiases, Experts, group_slots
-from stretto.ops.operators import ORDINARY, Operators, Routes, causal_mask, rms_norm
+from stretto.ops.grouped import Clamp, Experts, group_slots
+from stretto.ops.operators import ORDINARY, Operators, Routes, Weight, rms_norm
 
 Precision = Literal["fp32", "bf16", "fp8"]
 
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """How products are computed."""
+    """Precision of products, and whether they are batch-invariant."""
 
     precision: Precision = "fp32"
     batch_invariant: bool = False
-    """A token's result does not depend, to the bit, on what is computed beside it; through fp64, slowly."""
+    """A token's result does not depend, to the bit, on other tokens of the step. Slow: products go through fp64."""
 
     @property
     def is_plain(self) -> bool:
-        """Nothing but torch's ordinary operators."""
+        """Whether all operators are torch's ordinary ones."""
         return self.precision == "fp32" and not self.batch_invariant
 
     @property
     def inner(self) -> Arithmetic:
-        """That of router and head, which stay in fp32."""
+        """Arithmetic of router and head, which stay in fp32."""
         return Arithmetic("fp32", self.batch_invariant)
 
     @property
     def operators(self) -> Operators:
-        """What a `Transformer` that computes in this arithmetic is given."""
+        """Operators for a forward pass in this arithmetic."""
         if self.is_plain:
             return ORDINARY
         return InvariantOperators(self) if self.batch_invariant else ArithmeticOperators(self)
 
 
 PLAIN = Arithmetic()
-Weight = Tensor | Fp8Weight | FixedMatrix
-"""As a parameter, or prepared for one arithmetic (`prepare`)."""
 
 
 def prepare(weight_FD: Tensor, arithmetic: Arithmetic) -> Weight:
-    """``weight_FD`` as `linear` wants it, made once for many steps; it takes no gradient."""
+    """``weight_FD`` converted once for the ``linear`` of many steps: a `Tensor`, `Fp8Weight` or `FixedMatrix`, without gradient."""
     weight_FD = weight_FD.detach()
     if arithmetic.precision == "fp8":
         weight = fp8.quantise_weight(weight_FD)
         return weight.widened() if fp8.why_emulated(weight_FD, arithmetic.batch_invariant) else weight
-    weight_FD = rounded(weight_FD, arithmetic)
+    weight_FD = arithmetic.operators.rounded(weight_FD)
     return FixedMatrix.of(weight_FD) if arithmetic.batch_invariant else weight_FD
-
-
-def rounded(x: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """``x`` as the arithmetic keeps it between operators."""
-    return x.bfloat16().to(x.dtype) if arithmetic.precision == "bf16" else x
-
-
-def linear(x_ND: Tensor, weight: Weight, bias_F: Tensor | None = None, arithmetic: Arithmetic = PLAIN) -> Tensor:
-    """``x`` · ``weight``ᵀ + ``bias`` for ``x`` […, D]."""
-    if arithmetic.is_plain:
-        assert isinstance(weight, Tensor)
-        return F.linear(x_ND, weight, bias_F)
-    flat_ND = x_ND.reshape(-1, x_ND.shape[-1])
-    if arithmetic.precision == "fp8":
-        assert not isinstance(weight, FixedMatrix)
-        y_NF = fp8.linear(flat_ND, weight, arithmetic.batch_invariant)
-    else:
-        y_NF = _rounded_linear(flat_ND, weight, arithmetic)
-    if bias_F is not None:
-        y_NF = y_NF + bias_F
-    return rounded(y_NF, arithmetic).to(x_ND.dtype).view(*x_ND.shape[:-1], y_NF.shape[-1])
-
-
-def _rounded_linear(x_ND: Tensor, weight: Weight, arithmetic: Arithmetic) -> Tensor:
-    """fp32 or bf16 operands; prepared weights are rounded already, and doing so again changes nothing."""
-    x_ND = rounded(x_ND, arithmetic)
-    if isinstance(weight, FixedMatrix):
-        return exact.product(x_ND, weight)
-    assert isinstance(weight, Tensor)
-    weight = rounded(weight, arithmetic)
-    if arithmetic.batch_invariant:
-        return exact.linear(x_ND, weight)
-    if arithmetic.precision == "bf16" and x_ND.is_cuda:
-        return F.linear(x_ND.bfloat16(), weight.bfloat16()).to(x_ND.dtype)
-    return F.linear(x_ND, weight)
-
-
-def norm(x_D: Tensor, weight_D: Tensor, eps: float, arithmetic: Arithmetic = PLAIN) -> Tensor:
-    """`stretto.ops.operators.rms_norm`."""
-    if arithmetic.batch_invariant:
-        return rounded(exact.rms_norm(x_D, weight_D, eps), arithmetic)
-    return rounded(rms_norm(x_D, weight_D, eps), arithmetic)
-
-
-def swiglu(gate_up_NF: Tensor, arithmetic: Arithmetic = PLAIN, clamp: Clamp | None = None) -> Tensor:
-    """`stretto.ops.grouped.swiglu`."""
-    function = exact.swiglu if arithmetic.batch_invariant else grouped.swiglu
-    return rounded(function(gate_up_NF, clamp), arithmetic)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrices:
-    """A layer's experts, each as `linear` takes it."""
+    """The two matrices of each expert of a layer, in a form that ``linear`` takes."""
 
     gate_ups: Sequence[Weight]
     downs: Sequence[Weight]
 
     @staticmethod
     def of(gate_up_EFD: Tensor, down_EDI: Tensor, arithmetic: Arithmetic) -> ExpertMatrices:
-        """Prepared, without gradients."""
+        """Matrices prepared for ``arithmetic``."""
         gate_ups, downs = ([prepare(one, arithmetic) for one in stack] for stack in (gate_up_EFD, down_EDI))
         return ExpertMatrices(gate_ups, downs)
 
 
-def experts(
-    x_ND: Tensor,
-    chosen_NK: Tensor,
-    gates_NK: Tensor,
-    weights: ExpertMatrices,
-    arithmetic: Arithmetic,
-    biases: ExpertBiases | None = None,
-    clamp: Clamp | None = None,
-) -> Tensor:
-    """`stretto.ops.grouped.experts` expert by expert, in an arithmetic that is not plain. Returns [N, D].
-
-    A choice of expert E adds nothing. Gates multiply the input of the down projection, as there; outputs are added in the
-    order of ``chosen_NK``.
-    """
-    num_experts = len(weights.downs)
-    (num_tokens, num_chosen), slots = chosen_NK.shape, group_slots(chosen_NK, num_experts + 1)
-    x_SD = x_ND.index_select(0, slots.token_P)
-    gates_S1 = rounded(gates_NK, arithmetic).reshape(-1).index_select(0, slots.order_P)[:, None]
-    parts, start = [], 0
-    for expert, end in enumerate(slots.ends_E.tolist()[:num_experts]):
-        if end > start:
-            part = slice(start, end)
-            gate_up_bias_F, down_bias_D = (None, None) if biases is None else (each[expert] for each in biases)
-            hidden_SF = linear(x_SD[part], weights.gate_ups[expert], gate_up_bias_F, arithmetic)
-            hidden_SI = rounded(swiglu(hidden_SF, arithmetic, clamp) * gates_S1[part], arithmetic)
-            bias_SD = None if down_bias_D is None else down_bias_D * gates_S1[part]
-            parts.append(linear(hidden_SI, weights.downs[expert], bias_SD, arithmetic))
-        start = end
-    parts.append(x_ND.new_zeros(num_tokens * num_chosen - start, x_ND.shape[1]))
-    y_SD = torch.cat(parts).index_select(0, slots.place_S)
-    return rounded(exact.sum_in_order(y_SD.view(num_tokens, num_chosen, -1), 1), arithmetic)
-
-
 class ArithmeticOperators(Operators):
-    """The functions of this file."""
+    """Operators for an arithmetic that is not plain."""
 
     def __init__(self, arithmetic: Arithmetic):
         self.arithmetic = arithmetic
 
-    def linear(self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
-        return linear(x_ND, weight_FD, bias_F, self.arithmetic)
+    def linear(self, x_ND: Tensor, weight: Weight, bias_F: Tensor | None = None) -> Tensor:
+        x_MD = x_ND.reshape(-1, x_ND.shape[-1])
+        if self.arithmetic.precision == "fp8":
+            y_MF = fp8.linear(x_MD, weight, self.arithmetic.batch_invariant)
+        else:
+            y_MF = self._product(self.rounded(x_MD), weight)
+        if bias_F is not None:
+            y_MF = y_MF + bias_F
+        return self.rounded(y_MF).to(x_ND.dtype).view(*x_ND.shape[:-1], y_MF.shape[-1])
+
+    def _product(self, x_MD: Tensor, weight: Tensor | FixedMatrix) -> Tensor:
+        """Product with an fp32 or bf16 weight. Rounding a prepared weight again changes nothing."""
+        if isinstance(weight, FixedMatrix):
+            return exact.product(x_MD, weight)
+        weight = self.rounded(weight)
+        if self.arithmetic.batch_invariant:
+            return exact.linear(x_MD, weight)
+        if self.arithmetic.precision == "bf16" and x_MD.is_cuda:
+            return F.linear(x_MD.bfloat16(), weight.bfloat16()).to(x_MD.dtype)
+        return F.linear(x_MD, weight)
 
     def norm(self, x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        return norm(x_D, weight_D, eps, self.arithmetic)
+        function = exact.rms_norm if self.arithmetic.batch_invariant else rms_norm
+        return self.rounded(function(x_D, weight_D, eps))
 
     def rounded(self, x: Tensor) -> Tensor:
-        return rounded(x, self.arithmetic)
+        return x.bfloat16().to(x.dtype) if self.arithmetic.precision == "bf16" else x
 
     def swiglu(self, gate_up_NF: Tensor, clamp: Clamp | None = None) -> Tensor:
-        return swiglu(gate_up_NF, self.arithmetic, clamp)
+        function = exact.swiglu if self.arithmetic.batch_invariant else grouped.swiglu
+        return self.rounded(function(gate_up_NF, clamp))
 
     def experts(self, x_ND: Tensor, routes: Routes, weights: Experts) -> Tensor:
         matrices = ExpertMatrices(weights.gate_up_EFD.unbind(0), weights.down_EDI.unbind(0))
-        chosen_NK, gates_NK = routes.chosen_NK, routes.gates_NK
-        return experts(x_ND, chosen_NK, gates_NK, matrices, self.arithmetic, weights.biases, weights.clamp)
+        return self.prepared_experts(x_ND, routes, matrices, weights)
+
+    def prepared_experts(self, x_ND: Tensor, routes: Routes, matrices: ExpertMatrices, weights: Experts) -> Tensor:
+        """Output of the experts [N, D], computed expert by expert; only biases and clamp are taken from ``weights``.
+
+        Expert E does not exist and adds nothing. As in `stretto.ops.grouped.experts`, gates multiply the input of the down
+        projection, and outputs are added in the order of ``routes.chosen_NK``.
+        """
+        num_experts = len(matrices.downs)
+        (num_tokens, num_chosen), slots = routes.chosen_NK.shape, group_slots(routes.chosen_NK, num_experts + 1)
+        x_SD = x_ND.index_select(0, slots.token_P)
+        gates_S1 = self.rounded(routes.gates_NK).reshape(-1).index_select(0, slots.order_P)[:, None]
+        parts, start = [], 0
+        for expert, end in enumerate(slots.ends_E.tolist()[:num_experts]):
+            if end > start:
+                part = slice(start, end)
+                gate_up_bias_F, down_bias_D = (
+                    (bias[expert] for bias in weights.biases) if weights.biases else (None, None)
+                )
+                hidden_SF = self.linear(x_SD[part], matrices.gate_ups[expert], gate_up_bias_F)
+                hidden_SI = self.rounded(self.swiglu(hidden_SF, weights.clamp) * gates_S1[part])
+                bias_SD = None if down_bias_D is None else down_bias_D * gates_S1[part]
+                parts.append(self.linear(hidden_SI, matrices.downs[expert], bias_SD))
+            start = end
+        parts.append(x_ND.new_zeros(num_tokens * num_chosen - start, x_ND.shape[1]))
+        y_SD = torch.cat(parts).index_select(0, slots.place_S)
+        return self.rounded(exact.sum_in_order(y_SD.view(num_tokens, num_chosen, -1), 1))
 
     def head(self, weight_VD: Tensor) -> Callable[[Tensor], Tensor]:
         inner = self.arithmetic.inner
-        # what takes a gradient cannot be prepared; the bits are the same
+        # a weight that receives a gradient cannot be prepared; the result has the same bits
         is_trained = torch.is_grad_enabled() and weight_VD.requires_grad
-        weight = weight_VD if is_trained else prepare(weight_VD, inner)
-        return lambda x_ND: linear(x_ND, weight, None, inner)
+        weight, linear = weight_VD if is_trained else prepare(weight_VD, inner), inner.operators.linear
+        return lambda x_ND: linear(x_ND, weight)
 
 
 class InvariantOperators(ArithmeticOperators):
-    """Batch-invariant also where nothing is multiplied by a weight: `stretto.ops.exact`."""
+    """Batch-invariant operators, also for functions without weights: `stretto.ops.exact`."""
+
+    router_scores = staticmethod(lambda logits_NE, softmax: (exact.softmax if softmax else exact.sigmoid)(logits_NE))
+    attention = staticmethod(exact.attention)
+    highest = staticmethod(exact.top_k)
 
     def rotary_tables(
         self, positions_BT: Tensor, frequencies_R: Tensor, magnitude: float = 1.0
@@ -211,35 +174,16 @@ class InvariantOperators(ArithmeticOperators):
         cos_PR, sin_PR = (table.to(positions_BT.device) for table in tables)
         return cos_PR[positions_BT], sin_PR[positions_BT]
 
-    def attention(
-        self,
-        q_BHTC: Tensor,
-        k_BGTC: Tensor,
-        v_BGTU: Tensor,
-        mask_B1TT: Tensor | None,
-        scale: float | None = None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        if mask_B1TT is None:
-            mask_B1TT = causal_mask(q_BHTC.shape[2], q_BHTC.device)
-        return exact.attention(q_BHTC, k_BGTC, v_BGTU, mask_B1TT, scale, sinks_H)
-
     def router_logits(self, x_ND: Tensor, gate_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
-        return linear(x_ND.float(), gate_ED.float(), None if bias_E is None else bias_E.float(), self.arithmetic.inner)
-
-    def router_scores(self, logits_NE: Tensor, softmax: bool) -> Tensor:
-        return exact.softmax(logits_NE) if softmax else exact.sigmoid(logits_NE)
-
-    def highest(self, choice_NE: Tensor, top_k: int) -> Tensor:
-        """Of equals, the lower id."""
-        return exact.top_k(choice_NE, top_k)
+        bias_E = None if bias_E is None else bias_E.float()
+        return self.arithmetic.inner.operators.linear(x_ND.float(), gate_ED.float(), bias_E)
 
     def gate_sum(self, gates_NK: Tensor) -> Tensor:
         return exact.sum_in_order(gates_NK, -1)[:, None]
 
 
 def kernels(arithmetic: Arithmetic, weights_FD: Sequence[Tensor]) -> dict[str, str]:
-    """What computes the products with these weights, for people: operator -> implementation."""
+    """Implementation of the products with these weights, for display: operator -> implementation."""
     if arithmetic.precision == "fp8":
         reasons = sorted({fp8.why_emulated(weight, arithmetic.batch_invariant) for weight in weights_FD})
         names = [f"exact fp64 emulation ({why})" if why else "torch scaled_mm, 1×128 by 128×128" for why in reasons]

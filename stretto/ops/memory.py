@@ -14,12 +14,12 @@ ROOT = Path("/sys/fs/cgroup")
 
 
 class _Files(NamedTuple):
-    """Where a version of control groups keeps its numbers."""
+    """File names of one version of control groups."""
 
     limit: str
     used: str
     reclaimable: str
-    """Of memory.stat: file cache not used lately, which counts as used and gives way when memory is asked for."""
+    """Key in memory.stat of file cache that was not used recently: counted as used, but freed when memory is needed."""
 
 
 _V2 = _Files("memory.max", "memory.current", "inactive_file")
@@ -27,7 +27,7 @@ _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_f
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can be had on ``device`` now."""
+    """Bytes of memory that can be allocated on ``device`` now."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
@@ -35,13 +35,13 @@ def free_bytes(device: torch.device) -> int:
 
 
 def group_free_bytes(membership: Path = MEMBERSHIP, root: Path = ROOT) -> int:
-    """What the control groups of this process leave it; 2^62 where there are none. psutil does not look at them."""
+    """Free bytes within the control groups of this process, which psutil ignores; 2^62 if no group has a limit."""
     free = 1 << 62
     for folder, files in _groups(membership, root):
         try:
             limit, used = ((folder / name).read_text().strip() for name in (files.limit, files.used))
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        except OSError:  # the root group has no limit, and some containers hide the groups above theirs
+        except OSError:  # the root group has no such files, and some containers hide their parent groups
             continue
         if limit != "max":
             free = min(free, max(0, int(limit) - int(used) + int(stat.get(files.reclaimable, 0))))
@@ -49,7 +49,7 @@ def group_free_bytes(membership: Path = MEMBERSHIP, root: Path = ROOT) -> int:
 
 
 def _groups(membership: Path, root: Path) -> Iterator[tuple[Path, _Files]]:
-    """The groups that limit this process's memory, from its own up to the root; a container may see the root alone."""
+    """Folders of the groups that limit this process's memory, from its own to the root; a container may see only the root."""
     for line in membership.read_text().splitlines() if membership.is_file() else ():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):

@@ -1,11 +1,11 @@
 """The operators of a forward pass as an argument: the interface, and torch's attention, rotation, norm and router.
 
-A model is given its operators as an argument. Training computes with `ORDINARY`; what a trainer and an engine agree on
-beside it (`stretto.ops.matmul`) brings others, and nothing here imports those.
+A forward pass takes its operators as an argument. Pre-training uses `ORDINARY`. `stretto.ops.matmul` defines operators for bf16,
+FP8 and batch-invariant arithmetic, which a trainer and an engine can share; this file does not import them.
 
-Shape letters: B rows, T positions, R rotated pairs, H query heads, G key/value heads, C head width, U that of values (C but for
-latent attention), N tokens, D the normalised or inner width, F outputs (of an expert: 2·I), I expert width, E experts, K experts
-a token, V vocabulary, … any leading dims.
+Shape letters: B rows, T positions, R rotated pairs, H query heads, G key/value heads, C head width, U head width of values (equal
+to C except in latent attention), N tokens, D hidden or inner width, F outputs (2·I in an expert), I expert width, E experts,
+K experts per token, V vocabulary, … any leading dims.
 """
 
 from __future__ import annotations
@@ -20,84 +20,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.ops.grouped import Clamp, Experts, experts, swiglu
+from stretto.ops.grouped import Experts, experts, swiglu
 
-
-class Operators:
-    """torch's ordinary operators, and what is asked of others: the same functions, with gradients, rounded otherwise."""
-
-    def linear(self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
-        """``x`` · ``weight``ᵀ + ``bias`` for ``x`` […, D]."""
-        return F.linear(x_ND, weight_FD, bias_F)
-
-    def norm(self, x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        """`rms_norm`."""
-        return rms_norm(x_D, weight_D, eps)
-
-    def rounded(self, x: Tensor) -> Tensor:
-        """``x`` as it is kept between operators."""
-        return x
-
-    def swiglu(self, gate_up_NF: Tensor, clamp: Clamp | None = None) -> Tensor:
-        """`stretto.ops.grouped.swiglu`."""
-        return swiglu(gate_up_NF, clamp)
-
-    def rotary_tables(
-        self, positions_BT: Tensor, frequencies_R: Tensor, magnitude: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
-        """The function of that name: fp32 [B, T, R]."""
-        return rotary_tables(positions_BT, frequencies_R, magnitude)
-
-    def attention(
-        self,
-        q_BHTC: Tensor,
-        k_BGTC: Tensor,
-        v_BGTU: Tensor,
-        mask_B1TT: Tensor | None,
-        scale: float | None = None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        """The function of that name: [B, H, T, U]."""
-        return attention(q_BHTC, k_BGTC, v_BGTU, mask_B1TT, scale, sinks_H)
-
-    def router_logits(self, x_ND: Tensor, gate_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
-        """fp32 whatever autocast says: routers decide on small differences."""
-        with torch.autocast(x_ND.device.type, enabled=False):
-            return F.linear(x_ND.float(), gate_ED.float(), None if bias_E is None else bias_E.float())
-
-    def router_scores(self, logits_NE: Tensor, softmax: bool) -> Tensor:
-        """Scores of all experts, fp32."""
-        return logits_NE.softmax(-1) if softmax else logits_NE.sigmoid()
-
-    def highest(self, choice_NE: Tensor, top_k: int) -> Tensor:
-        """Experts of the ``top_k`` highest scores [N, K], falling; which of equals is torch's affair."""
-        return choice_NE.topk(top_k, dim=-1).indices
-
-    def gate_sum(self, gates_NK: Tensor) -> Tensor:
-        """[N, 1]."""
-        return gates_NK.sum(-1, keepdim=True)
-
-    def experts(self, x_ND: Tensor, routes: Routes, weights: Experts) -> Tensor:
-        """`stretto.ops.grouped.experts`: [N, D]."""
-        return experts(x_ND, routes.chosen_NK, routes.gates_NK, *weights)
-
-    def head(self, weight_VD: Tensor) -> Callable[[Tensor], Tensor]:
-        """The function from final hidden states […, D] to logits […, V], made once for many chunks of them."""
-        return partial(F.linear, weight=weight_VD)
-
-
-ORDINARY = Operators()
+Weight = Any
+"""A matrix [F, D] as an operator's ``linear`` takes it: a tensor, or what `stretto.ops.matmul.prepare` made of a tensor."""
 
 
 def rms_norm_reference(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm written out, statistics in fp32: the definition that `rms_norm` is tested against."""
+    """Root-mean-square norm with statistics in fp32: the reference for `rms_norm`."""
     wide_D = x_D.float()
     scale = torch.rsqrt(wide_D.pow(2).mean(-1, keepdim=True) + eps)
     return (wide_D * scale).to(x_D.dtype) * weight_D
 
 
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Normalise the last dim of ``x_D`` […, D] and scale by ``weight_D`` (D, or any shape that broadcasts to ``x_D``)."""
+    """RMS norm over the last dim of ``x_D`` […, D], scaled by ``weight_D`` ([D], or any shape that broadcasts to ``x_D``)."""
     if x_D.device.type == "cpu" and x_D.dtype in (torch.float32, torch.float64):
         return _CpuRmsNorm.apply(x_D, weight_D, eps)
     if weight_D.dim() == 1:
@@ -106,7 +43,7 @@ def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 class _CpuRmsNorm(torch.autograd.Function):
-    """torch's composite backward makes about a dozen passes over memory on a CPU; this one makes five."""
+    """RMS norm for a CPU. Its backward pass reads memory five times; torch's composite one, about a dozen times."""
 
     @staticmethod
     def forward(ctx: Any, x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -126,10 +63,12 @@ class _CpuRmsNorm(torch.autograd.Function):
 
 
 def document_mask(documents_BT: Tensor, shared_BT2: Tensor | None = None) -> Tensor:
-    """Who may look at whom, [B, 1, T, T] bool: itself, earlier positions of the same document, and a shared beginning:
-    ``shared_BT2`` holds its first column and one past its last.
+    """Attention mask [B, 1, T, T], bool, True where a query may see a key: its own and earlier positions of its document, and
+    a prefix that several documents share.
 
-    A padding position (document −1) sees the other padding before it; its output is never used.
+    Args:
+        documents_BT: document of each position; −1 is padding, which sees earlier padding (its output is never used).
+        shared_BT2: first column of the shared prefix of each position, and the column after its last.
     """
     mask_BTT = (documents_BT[:, :, None] == documents_BT[:, None, :]).tril()
     if shared_BT2 is not None:
@@ -140,14 +79,15 @@ def document_mask(documents_BT: Tensor, shared_BT2: Tensor | None = None) -> Ten
 
 
 def window_mask(positions_BT: Tensor, window: int) -> Tensor:
-    """Keys that lie less than ``window`` positions before their query, or after it, [B, 1, T, T] bool: what a sliding window
-    leaves of a mask. By positions, not columns: the columns of a shared beginning may lie anywhere.
+    """Mask of a sliding window [B, 1, T, T], bool: True for keys less than ``window`` positions before their query, or after it.
+
+    Distances are between positions, not columns: the columns of a shared prefix may be anywhere in the row.
     """
     return (positions_BT[:, :, None] - positions_BT[:, None, :] < window).unsqueeze(1)
 
 
 def causal_mask(length: int, device: torch.device) -> Tensor:
-    """[1, 1, T, T] bool: each position sees itself and those before it."""
+    """Mask [1, 1, T, T], bool: each position sees itself and earlier positions."""
     return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril()
 
 
@@ -159,10 +99,12 @@ def attention_reference(
     scale: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention written out in fp32; ``mask_B1TT`` None is plain causal attention. Returns [B, H, T, U].
+    """Softmax attention in fp32, the reference for `attention`. Returns [B, H, T, U].
 
-    Scores are multiplied by ``scale``; None: 1/√C. ``sinks_H`` are scores of a key that every query sees and whose value is
-    zero (gpt-oss): not scaled.
+    Args:
+        mask_B1TT: True where a query may see a key; None: causal attention.
+        scale: factor of the scores; None: 1/√C.
+        sinks_H: score (not scaled) of an additional key with value zero, which every query of a head sees (gpt-oss).
     """
     groups = q_BHTC.shape[1] // k_BGTC.shape[1]
     k_BHTC = k_BGTC.repeat_interleave(groups, dim=1).float()
@@ -187,16 +129,18 @@ def attention(
     scale: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """`attention_reference` through torch's fused kernels. Returns [B, H, T, U]."""
+    """`attention_reference` with torch's fused kernels. Returns [B, H, T, U]."""
     if q_BHTC.is_cuda and mask_B1TT is not None and q_BHTC.shape[1] != k_BGTC.shape[1]:
-        # of the kernels that take a mask, those that never hold all scores want as many heads of keys as of queries
+        # CUDA kernels that take a mask and do not store all scores need one key head per query head
         groups = q_BHTC.shape[1] // k_BGTC.shape[1]
         k_BGTC, v_BGTU = (x.repeat_interleave(groups, dim=1) for x in (k_BGTC, v_BGTU))
     grouped, width, value_width = q_BHTC.shape[1] != k_BGTC.shape[1], q_BHTC.shape[-1], v_BGTU.shape[-1]
     if sinks_H is not None:
         scale = 1 / math.sqrt(width) if scale is None else scale
         q_BHTC, k_BGTC, v_BGTU, mask_B1TT = _with_sinks(q_BHTC, k_BGTC, v_BGTU, mask_B1TT, sinks_H / scale)
-    elif value_width != width:  # kernels want one width: zeros change no score and add empty channels to the output
+    elif (
+        value_width != width
+    ):  # kernels need equal widths; zero padding changes no score and adds empty output channels
         scale = 1 / math.sqrt(width) if scale is None else scale
         q_BHTC, k_BGTC, v_BGTU = (
             F.pad(x, (0, max(width, value_width) - x.shape[-1])) for x in (q_BHTC, k_BGTC, v_BGTU)
@@ -210,14 +154,15 @@ def attention(
 def _with_sinks(
     q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, mask_B1TS: Tensor | None, sinks_H: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys, values and mask with the sinks as a key like others, the first: torch's kernels know none.
+    """Queries, keys, values and mask with the sinks as an additional first key, since torch's kernels have no sinks.
 
-    It is 1 in a channel of its own, where queries hold their head's sink and all other keys 0; its value is zero.
+    All vectors get one more channel: the additional key has 1 in it, other keys 0, and queries the sink of their head. The value
+    of the additional key is zero.
     """
     if mask_B1TS is None:
         mask_B1TS = causal_mask(q_BHTC.shape[2], q_BHTC.device)
     sink_BHT1 = sinks_H.to(q_BHTC.dtype).view(-1, 1, 1).expand(*q_BHTC.shape[:-1], 1)
-    rest = -(q_BHTC.shape[-1] + 1) % 8  # kernels on GPUs take widths that are multiples of 8
+    rest = -(q_BHTC.shape[-1] + 1) % 8  # GPU kernels need widths that are multiples of 8
     q_BHTC = F.pad(torch.cat((q_BHTC, sink_BHT1), -1), (0, rest))
     k_BGSC, v_BGSC = (F.pad(x, (0, 1 + rest, 1, 0)) for x in (k_BGSC, v_BGSC))
     first_S = torch.arange(k_BGSC.shape[2], device=k_BGSC.device) == 0
@@ -227,14 +172,14 @@ def _with_sinks(
 
 
 def rotary_tables(positions_BT: Tensor, frequencies_R: Tensor, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [B, T, R] in fp32 of the rotation at each position (RoFormer, 2104.09864), times ``magnitude``."""
+    """Cosines and sines [B, T, R] (fp32) of the rotation at each position, times ``magnitude`` (RoFormer, 2104.09864)."""
     angle_BTR = positions_BT[..., None].float() * frequencies_R
     cos_BTR, sin_BTR = angle_BTR.cos(), angle_BTR.sin()
     return (cos_BTR, sin_BTR) if magnitude == 1.0 else (cos_BTR * magnitude, sin_BTR * magnitude)
 
 
 def rotate(x_BTHC: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
-    """Rotate the leading 2R of the C channels of every head; channel i is paired with channel i + R."""
+    """Rotate the first 2·R of the C channels of every head; channels i and i + R are a pair."""
     half = cos_BTR.shape[-1]
     cos, sin = cos_BTR.unsqueeze(2).to(x_BTHC.dtype), sin_BTR.unsqueeze(2).to(x_BTHC.dtype)
     first, second = x_BTHC[..., :half], x_BTHC[..., half : 2 * half]
@@ -243,17 +188,63 @@ def rotate(x_BTHC: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
 
 
 MASKED = -1e9
-"""Logit of an expert that may not be chosen. Finite: −inf gives NaN gradients through the softmax of a masked row."""
+"""Logit of an expert that may not be chosen. Finite, because −inf gives NaN gradients in the softmax of a masked row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """What the router decided for N tokens."""
+    """Experts and gates that the router chose for N tokens."""
 
     chosen_NK: Tensor
-    """Expert ids, int64, from the highest selection score down."""
+    """Expert ids, int64, in falling order of the selection score."""
     gates_NK: Tensor
     """Weights of the chosen experts, fp32; gradients reach the router through them."""
+
+
+class Operators:
+    """Interface of the operators of a forward pass, implemented with torch's own. Subclasses compute the same functions, with
+    gradients, in another arithmetic."""
+
+    norm = staticmethod(rms_norm)
+    swiglu = staticmethod(swiglu)
+    rotary_tables = staticmethod(rotary_tables)
+    attention = staticmethod(attention)
+
+    def linear(self, x_ND: Tensor, weight: Weight, bias_F: Tensor | None = None) -> Tensor:
+        """``x`` · ``weight``ᵀ + ``bias``, […, F], for ``x`` […, D]."""
+        return F.linear(x_ND, weight, bias_F)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """``x`` rounded to the precision in which activations are stored between operators."""
+        return x
+
+    def router_logits(self, x_ND: Tensor, gate_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
+        """Router logits [N, E], in fp32 also under autocast: routers decide on small differences."""
+        with torch.autocast(x_ND.device.type, enabled=False):
+            return F.linear(x_ND.float(), gate_ED.float(), None if bias_E is None else bias_E.float())
+
+    def router_scores(self, logits_NE: Tensor, softmax: bool) -> Tensor:
+        """Softmax or sigmoid scores of all experts, fp32 [N, E]."""
+        return logits_NE.softmax(-1) if softmax else logits_NE.sigmoid()
+
+    def highest(self, choice_NE: Tensor, top_k: int) -> Tensor:
+        """Experts with the ``top_k`` highest scores [N, K], in falling order; torch decides between equal scores."""
+        return choice_NE.topk(top_k, dim=-1).indices
+
+    def gate_sum(self, gates_NK: Tensor) -> Tensor:
+        """Sum of each token's gates [N, 1]."""
+        return gates_NK.sum(-1, keepdim=True)
+
+    def experts(self, x_ND: Tensor, routes: Routes, weights: Experts) -> Tensor:
+        """Output of the routed experts [N, D]: `stretto.ops.grouped.experts`."""
+        return experts(x_ND, routes.chosen_NK, routes.gates_NK, *weights)
+
+    def head(self, weight_VD: Tensor) -> Callable[[Tensor], Tensor]:
+        """Function from final hidden states […, D] to logits […, V], prepared once and called for many chunks."""
+        return partial(F.linear, weight=weight_VD)
+
+
+ORDINARY = Operators()
 
 
 def route(
@@ -269,17 +260,20 @@ def route(
     operators: Operators = ORDINARY,
     choose: Callable[[Tensor], Tensor] | None = None,
 ) -> Routes:
-    """Choose ``top_k`` experts a token.
+    """Choose ``top_k`` experts for each token.
 
-    Selection looks at score + ``bias_NE`` (auxiliary-loss-free balancing, 2408.15664), weights at the score alone.
-    ``allowed_NE`` masks experts *before* the softmax, so that the router of a narrower network is exactly this one
-    with columns removed. ``bias_NE`` and ``allowed_NE`` broadcast over tokens. Gates are renormalised over the chosen
-    (``normalize``) and multiplied by ``scaling``: the output's norm then does not depend on ``top_k``. ``groups`` says into how
-    many equal groups experts fall, and in how many of them each token chooses: those whose two best add up to most.
-
-    ``choose`` takes other experts than this router would: from its own choice [N, K] to the one that counts, int64. Their
-    weights come from these logits all the same, so that gradients reach the router. −1 is no expert (a token that used
-    fewer than ``top_k``): such a place repeats the row's first expert with a weight of 0.
+    Args:
+        bias_NE: added to the scores for the selection only, not for the gates (auxiliary-loss-free balancing, 2408.15664).
+            Broadcasts over tokens, as does ``allowed_NE``.
+        allowed_NE: False masks an expert *before* the softmax, so the router of a narrower network is exactly this router
+            with columns removed.
+        normalize: divide the gates by their sum over the chosen experts, so the norm of the output does not depend on ``top_k``.
+        scaling: factor of the gates.
+        groups: number of equal groups of experts, and number of groups in which each token chooses: those with the highest sum
+            of their two best scores.
+        choose: replaces the router's choice: receives it, int64 [N, K], and returns the choice to use. Gates still come from
+            these logits, so gradients reach the router. −1 means no expert (a token that used fewer than ``top_k``); that place
+            repeats the row's first expert with a gate of 0.
     """
     logits_NE = logits_NE.float()
     if allowed_NE is not None:
@@ -288,7 +282,7 @@ def route(
     is_absent_NK = None
     with torch.no_grad():
         choice_NE = selection(logits_NE, scores_NE, bias_NE, softmax)
-        if allowed_NE is not None:  # a masked sigmoid or softmax score is 0, which a negative bias could fall below
+        if allowed_NE is not None:  # a masked score is 0, and a negative bias could bring allowed experts below it
             choice_NE = choice_NE.masked_fill(~allowed_NE, MASKED)
         if groups[0] > 1:
             choice_NE = in_best_groups(choice_NE, *groups, operators)
@@ -306,10 +300,10 @@ def route(
 
 
 def selection(logits_NE: Tensor, scores_NE: Tensor, bias_NE: Tensor | None, softmax: bool) -> Tensor:
-    """What experts are chosen by: score + bias; of a sigmoid in fp64.
+    """Selection scores [N, E]: score + bias; a sigmoid is computed in fp64.
 
-    The routers of a network that was cut from a dense one (`stretto.model.upcycle`) differ by 1e-5 around a score of ½, where
-    fp32 has a hundred steps for all of that: its ties would fall as the products of this number of experts happen to round.
+    Router logits of an upcycled network (`stretto.model.upcycle`) differ by about 1e-5 around a score of ½, a range in which fp32
+    has only about a hundred values. In fp32 there would be ties, decided by the rounding of a product with that many experts.
     """
     if not softmax:
         scores_NE = logits_NE.double().sigmoid_()
@@ -317,7 +311,7 @@ def selection(logits_NE: Tensor, scores_NE: Tensor, bias_NE: Tensor | None, soft
 
 
 def in_best_groups(choice_NE: Tensor, num_groups: int, num_chosen: int, operators: Operators) -> Tensor:
-    """``choice_NE``, `MASKED` outside each token's ``num_chosen`` best groups (DeepSeek-V3, 2412.19437, §2.1.2)."""
+    """``choice_NE`` with `MASKED` outside each token's ``num_chosen`` best groups (DeepSeek-V3, 2412.19437, §2.1.2)."""
     groups_NME = choice_NE.unflatten(-1, (num_groups, -1))
     two_NM2 = groups_NME.gather(-1, operators.highest(groups_NME, 2))
     best_NM = operators.highest(two_NM2[..., 0] + two_NM2[..., 1], num_chosen)

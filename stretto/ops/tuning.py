@@ -1,7 +1,7 @@
 """Settings of torch for this machine: number of threads, data type, and a fixed order of sums.
 
-A busy machine, a container that shares its cores, a library that prepares products for minutes: how many threads are fastest cannot
-be read off the processor. A second of the real work can tell.
+The fastest number of threads depends on other load, on shared cores and on libraries that prepare products, so it is measured
+during about a second of the run's own work.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 from stretto.base.errors import UserError
 
 TIMED_S = 0.25
-"""Each candidate's share of the second or two that a choice may take."""
+"""Measuring time for each candidate, in seconds."""
 MARGIN = 1.1
-"""How much faster than the default another candidate must be: below that it is noise."""
+"""Least speed of another candidate relative to the default; smaller differences are noise."""
 ROUGH_WIDTH = 256
-"""Hidden channels from which products in bf16 pay (ours): below, what stands between them takes longer."""
+"""Smallest hidden width for which bf16 products save time (our choice); below it, other operators take most of the time."""
 
 
 def thread_counts() -> list[int]:
-    """How many threads to try, the default first: fewer and fewer, as long as that helps. One count where a user set it."""
+    """Numbers of threads to try: the default, its half, and so on; only the default if OMP_NUM_THREADS is set."""
     counts = [torch.get_num_threads()]
     while counts[-1] > 1 and "OMP_NUM_THREADS" not in os.environ:
         counts.append(counts[-1] // 2)
@@ -33,7 +33,7 @@ def thread_counts() -> list[int]:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Fastest of a few calls of ``work``, after one that is not counted."""
+    """Seconds of the fastest of several calls of ``work``, after one call that is not counted."""
     work()
     start = time.perf_counter()
     times: list[float] = []
@@ -45,9 +45,9 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def fastest_threads(measure: Callable[[], float]) -> dict[int, float]:
-    """Seconds that ``measure`` (such as `seconds_of` some work) took, by number of threads; torch is left with the best.
+    """Result of ``measure``, in seconds, by number of threads. Sets torch to the fastest number.
 
-    Tried in the order of `thread_counts`, until fewer are slower; the default stays unless another is faster by `MARGIN`.
+    Tries `thread_counts` in order, until a smaller number is slower. The default stays unless another is faster by `MARGIN`.
     """
     default, *others = thread_counts()
     found = {default: measure()}
@@ -62,15 +62,15 @@ def fastest_threads(measure: Callable[[], float]) -> dict[int, float]:
 
 
 def rough_products(device: torch.device, width: int) -> torch.autocast:
-    """A block in which products are bf16 where ``device`` has units for it and a network of ``width`` hidden channels is wide enough
-    to gain by it: for what is compared with its like and not reported, such as what a layer is worth.
+    """Context in which products are bf16 if ``device`` has bf16 units and the hidden ``width`` is large enough. For measurements
+    that are only compared with each other, such as the importance of layers.
     """
     return torch.autocast(device.type, torch.bfloat16, enabled=width >= ROUGH_WIDTH and multiplies_bf16(device))
 
 
 @contextmanager
 def threads_kept() -> Iterator[None]:
-    """What runs in this block may change torch's number of threads; afterwards it is as before."""
+    """Context that restores torch's number of threads at its end."""
     before = torch.get_num_threads()
     try:
         yield
@@ -80,13 +80,13 @@ def threads_kept() -> Iterator[None]:
 
 @contextmanager
 def deterministic(wanted: bool = True) -> Iterator[None]:
-    """A block in which torch takes only kernels that add up in one order, so that the same work gives the same bits on a GPU, too.
+    """Context in which torch uses only kernels with a fixed order of sums, so the same work gives the same bits on a GPU too.
 
-    cuBLAS wants to be told before it is first used, so call this before then.
+    Must be entered before cuBLAS is first used, which reads its configuration then. With torch's ``warn_only`` the gradients of
+    attention would still be atomic sums, so an operation without such a kernel is an error.
 
     Raises:
-        UserError: in the block, by an operation that has no such kernel. Mere warnings (``warn_only``) leave the gradients of
-            attention the atomic sums that they are.
+        UserError: an operation in the block has no deterministic kernel.
     """
     if not wanted:
         yield
@@ -95,7 +95,7 @@ def deterministic(wanted: bool = True) -> Iterator[None]:
     settings: Any = torch.utils.deterministic  # type: ignore[attr-defined]
     before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    settings.fill_uninitialized_memory = False  # a search for mistakes, which costs a write of every new tensor
+    settings.fill_uninitialized_memory = False  # a debugging aid, which writes every new tensor
     try:
         yield
     except RuntimeError as error:
@@ -108,7 +108,7 @@ def deterministic(wanted: bool = True) -> Iterator[None]:
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Whether ``device`` has units for products in bf16; a CPU without them emulates it a hundred times slower."""
+    """Whether ``device`` has units for products in bf16; a CPU without them emulates them, a hundred times slower."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stretto.ops.grouped import Clamp, ExpertBiases
-from stretto.ops.matmul import PLAIN
-from stretto.ops.operators import MASKED, Routes, attention_reference, rms_norm_reference, rotary_tables, rotate
+from stretto.ops.operators import (
+    MASKED,
+    ORDINARY,
+    Routes,
+    attention_reference,
+    rms_norm_reference,
+    rotary_tables,
+    rotate,
+)
 from stretto.ops.paged import (
     ExpertWeights,
     Group,
@@ -115,7 +122,7 @@ def test_store(rotated: int, normed: str, clip: float | None, close: Close) -> N
     expected_pools = [pool.clone() for pool in pools]
     expected = store_reference(qkv.clone(), heads, 1e-2, where, *expected_pools)
     rounded_pools = [pool.clone() for pool in pools]
-    close(store_rounded(qkv, heads, 1e-2, where, *rounded_pools, PLAIN), expected, HEADS * WIDTH)
+    close(store_rounded(qkv, heads, 1e-2, where, *rounded_pools, ORDINARY), expected, HEADS * WIDTH)
     close(store(qkv, heads, EPS, where, *pools), expected, HEADS * WIDTH)
     for pool, rounded, other in zip(pools, rounded_pools, expected_pools, strict=True):
         close(pool, other, HEADS * WIDTH)

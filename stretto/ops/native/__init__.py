@@ -1,11 +1,11 @@
 """The compiled CPU kernels: compilation at first use, loading, and calls.
 
-The library has a plain C interface, so it depends on no version of torch or Python and compiles in seconds. It is kept
-in a folder of the user's cache that is theirs alone, under a hash of its sources, the compiler and the processor it was
-compiled for. What another user could have written is never loaded.
+The library has a plain C interface, so it depends on no version of torch or Python and compiles in seconds. It is stored
+in a private folder of the user's cache, under a hash of its sources, the compiler and the processor. A library that another
+user could have written is never loaded.
 
 Shape letters: L layers, D hidden, C head width, G key/value heads, E experts, I SwiGLU width, W branches of balance state,
-R half the rotated width, T positions, N tokens, M rows of logits, V vocabulary, P pages, Z page size, K experts a token.
+R half the rotated width, T positions, N tokens, M rows of logits, V vocabulary, P pages, Z tokens per page, K experts per token.
 """
 
 from __future__ import annotations
@@ -35,30 +35,31 @@ from stretto.base.track import progress
 SOURCES = Path(__file__).parent
 VARIABLE = "STRETTO_NATIVE"
 DTYPES = (torch.float32, torch.bfloat16)
-"""Of weights and cache. Sums are fp32 for both; where the processor has a matrix unit (AMX), products with bf16 weights round tokens
-to bf16 first, as torch's do."""
+"""Supported data types of weights and cache. Sums are fp32. On a processor with a matrix unit (AMX), products with bf16 weights
+first round activations to bf16, as torch's do."""
 MAX_GROUP = 64
-"""Query heads that may share a key head; arrays of attention.inc hold so many."""
+"""Largest number of query heads per key head: the size of arrays in attention.inc."""
 MAX_TOP_K = 256
-"""Experts that a token may choose; an array of experts.inc holds so many."""
+"""Largest number of experts per token: the size of an array in experts.inc."""
 _log = logging.getLogger(__name__)
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared")
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """The compiled kernels, or why there are none."""
+    """The compiled kernels, or the reason why they are not available."""
 
     handle: ctypes.CDLL | None
     reason: str
-    """Empty where there is a handle."""
+    """Empty if ``handle`` is set."""
 
 
 def load(environment: Mapping[str, str] | None = None) -> Library:
-    """The kernels as ``STRETTO_NATIVE`` asks: ``1`` must have them, ``0`` must not, ``auto`` (the default) may.
+    """Load the kernels as the variable ``STRETTO_NATIVE`` says: ``1`` requires them, ``0`` leaves them out, ``auto`` (the default)
+    uses them if they can be compiled.
 
     Raises:
-        UserError: an unknown value, or ``1`` where they cannot be compiled.
+        UserError: an unknown value, or ``1`` and the kernels cannot be compiled.
     """
     environment = os.environ if environment is None else environment
     choice = environment.get(VARIABLE) or "auto"
@@ -88,46 +89,40 @@ def _compiled(environment: Mapping[str, str]) -> Library:
         cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = cache / "stretto" / "native"
         folder.mkdir(parents=True, exist_ok=True)
-        for each, forbidden in ((folder.parent, 0o022), (folder, 0o077)):
-            found = each.stat()
+        for level, forbidden in ((folder.parent, 0o022), (folder, 0o077)):
+            found = level.stat()
             if found.st_uid != os.geteuid():
-                why = f"{each} belongs to user {found.st_uid}; set XDG_CACHE_HOME to a folder of yours"
-                return Library(None, why)
+                return Library(None, f"{level} belongs to user {found.st_uid}; set XDG_CACHE_HOME to a folder of yours")
             if found.st_mode & forbidden:
-                each.chmod(found.st_mode & 0o777 & ~forbidden)
+                level.chmod(found.st_mode & 0o777 & ~forbidden)
         path = folder / f"{_key(compiler)}.so"
         if not _is_ours(path) and (problem := _compile(compiler, path)):
             return Library(None, problem)
         return Library(ctypes.CDLL(str(path)), "")
-    except (OSError, RuntimeError) as error:  # no home, no right to write there, a full disk, no such format
-        return Library(
-            None, f"{error}; set XDG_CACHE_HOME to a folder of yours, or delete what is in its stretto/native"
-        )
+    except (OSError, RuntimeError) as error:  # no home folder, no write permission, a full disk, a damaged library
+        return Library(None, f"{error}; set XDG_CACHE_HOME to a folder of yours, or delete its folder stretto/native")
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether there is a library that nobody else can have written."""
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return False
-    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    """Whether the library exists, belongs to this user and is writable for nobody else."""
+    return path.exists() and (found := path.stat()).st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 def _key(compiler: str) -> str:
+    """Hash of flags, sources, compiler and processor."""
     digest = hashlib.sha256(" ".join(_FLAGS).encode())
     for source in sorted(SOURCES.iterdir()):
         if source.suffix in (".cpp", ".h", ".inc"):
             digest.update(source.read_bytes())
-    # its version, and what -march=native stands for here: a home folder may be shared by different machines
-    told = subprocess.run([compiler, *_FLAGS, "-E", "-v", "-x", "c++", os.devnull], capture_output=True, check=False)
-    digest.update(told.stderr)
+    # prints the compiler's version and the meaning of -march=native: different machines may share a home folder
+    command = [compiler, *_FLAGS, "-E", "-v", "-x", "c++", os.devnull]
+    digest.update(subprocess.run(command, capture_output=True, check=False).stderr)
     return digest.hexdigest()[:16]
 
 
 def _compile(compiler: str, path: Path) -> str | None:
-    """Compile to ``path``; returns what went wrong, on one line."""
-    # Beside its place, to be renamed; under a name of its own, since two containers may share the folder and their ids.
+    """Compile the library to ``path``; returns None, or the compiler's error on one line."""
+    # Built in a folder with a random name, then renamed: two containers can share the cache and have equal process ids.
     with (
         progress("Compiling the CPU kernels (once)", total=1) as advance,
         tempfile.TemporaryDirectory(dir=path.parent, prefix=".building-") as building,
@@ -144,7 +139,7 @@ def _compile(compiler: str, path: Path) -> str | None:
     return None
 
 
-# The records of abi.h, field by field; what the fields mean is said there.
+# The records of abi.h, field by field; the fields are documented there.
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
 
 
@@ -193,41 +188,28 @@ _RECORDS = (_Shape, _Layer, _Choice, _Step, _Choose)
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What the kernels compute with. The tensors are read where they lie: weights written in place are seen at once."""
+    """A network for the kernels. Tensors are read in place, so a weight that is overwritten takes effect at once."""
 
-    num_heads: int
-    norm_eps: float
-    attention_scale: float
-    wide_norm: bool
-    """Queries, and keys, of all heads are normed as one vector."""
-    qkv_clip: float
-    """0: none."""
-    clamp: tuple[float, float]
-    """Alpha and limit of a clamped SwiGLU; a limit of 0: silu(gate) · up."""
-    softmax: bool
-    normalize: bool
-    scaling: float
-    expert_groups: tuple[int, int]
-    """Into how many groups experts fall, and in how many of them a token chooses."""
-    max_top_k: int
+    options: Mapping[str, float]
+    """The fields of ``StrettoShape`` (abi.h) that do not follow from the tensors, by their names there."""
     cos_TR: Tensor
-    """fp32, for every position that may occur."""
+    """fp32, for every possible position."""
     sin_TR: Tensor
     layers: Sequence[Mapping[str, Tensor | None]]
-    """Of each layer the tensors that ``StrettoLayer`` of abi.h points to, by their names there; ``rank`` in int64."""
+    """For each layer, the tensors of ``StrettoLayer`` (abi.h) by their names there; ``rank`` is int64."""
     windows: Sequence[int]
-    """Of each layer, the positions that a query sees; 0: all."""
+    """For each layer, the number of positions that a query sees; 0: all."""
     embedding_VD: Tensor
     norm_D: Tensor
     head_VD: Tensor
     keys_LPZGC: Tensor
     values_LPZGC: Tensor
     routes_PZLK: Tensor | None
-    """uint8 or uint16; L counts MoE layers here, K is ``max_top_k``."""
+    """uint8 or uint16; L counts MoE layers here, K is the largest top-k."""
 
 
 class Decoder:
-    """The compiled step of one network. Not for use from two threads at once."""
+    """The compiled forward pass of one network. Not thread-safe."""
 
     def __init__(self, library: ctypes.CDLL, network: Network):
         sizes = (_INT * len(_RECORDS))()
@@ -237,7 +219,7 @@ class Decoder:
         library.stretto_create.restype = _POINTER
         self._library, self._network = library, network
         self._num_experts = [0 if (gate := layer["router"]) is None else len(gate) for layer in network.layers]
-        self._ranks: list[Tensor] = []  # alive as long as the kernels
+        self._ranks: list[Tensor] = []  # the kernels read them, so they must stay alive
         records, moe_row = (_Layer * len(network.layers))(), 0
         for place, num_experts in enumerate(self._num_experts):
             records[place] = self._layer(network.layers[place], num_experts, moe_row, network.windows[place])
@@ -247,11 +229,11 @@ class Decoder:
         self._choices = np.zeros((0, len(network.layers), 4), np.int32)
 
     def subnet(self, choices: Sequence[tuple[int, int, int] | None]) -> int:
-        """Register a Subnet; returns its number.
+        """Register a Subnet and return its number.
 
         Args:
-            choices: for each layer how many experts, by rank, may be chosen, how many a token chooses, and its row of
-                balance state, all 0 in a dense layer. None: the layer is skipped.
+            choices: for each layer the number of experts (by rank) that may be chosen, the top-k, and the row of the balance
+                state; all 0 in a dense layer. None: the layer is skipped.
         """
         rows = [(0, 0, 0, 0) if choice is None else (1, *choice) for choice in choices]
         for row, experts in zip(rows, self._num_experts, strict=True):
@@ -269,25 +251,28 @@ class Decoder:
         logits: Sequence[int],
         write_routes: bool,
     ) -> Tensor:
-        """Compute one step, all sequences in one list: keys, values and (``write_routes``) routes go to the pools.
+        """Compute one step of all sequences, and write keys, values and (``write_routes``) routes to the cache.
 
-        A token's result does not depend, to the bit, on the others in the step. Of experts with equal scores the one
-        with the lowest id is chosen first. The experts of a token are added in rising order of id.
+        A token's result does not depend, to the bit, on other tokens of the step. Among experts with equal scores, the lower id
+        is chosen first. The outputs of a token's experts are added in rising order of id.
 
         Args:
-            tables: for each token, where in ``pages`` the table of its sequence starts.
-            subnets: for each token a number that `subnet` gave.
+            tables: for each token, the place in ``pages`` where the page table of its sequence starts.
+            subnets: for each token, a number that `subnet` returned.
             pages: page tables of all sequences, one after the other.
-            logits: tokens whose logits are wanted.
+            logits: tokens whose logits are returned.
 
         Returns:
             fp32 logits [M, V].
         """
         assert not write_routes or self._network.routes_PZLK is not None, "no pool for routes"
-        self._check(tokens, positions, max(positions))
+        vocab, length = len(self._network.head_VD), len(self._network.cos_TR)
+        # out of range they would read memory of others
+        assert min(tokens) >= 0 and max(tokens) < vocab, f"token ids {tokens} of {vocab}"
+        assert min(positions) >= 0 and max(positions) < length, f"positions {positions} of {length}"
         lists = (tokens, positions, tables, subnets, pages, logits)
         _alive, starts = _flat(lists)
-        logits_MV = torch.empty(len(logits), len(self._network.head_VD))
+        logits_MV = torch.empty(len(logits), vocab)
         record = _Step(
             *(len(tokens), len(logits), torch.get_num_threads(), write_routes),
             *starts[:-1],
@@ -298,12 +283,6 @@ class Decoder:
         self._library.stretto_step(_POINTER(self._handle), ctypes.byref(record))
         return logits_MV
 
-    def _check(self, tokens: Sequence[int], positions: Sequence[int], last: int) -> None:
-        """Out of range they would read memory that is not ours."""
-        vocab, length = len(self._network.head_VD), len(self._network.cos_TR)
-        assert min(tokens) >= 0 and max(tokens) < vocab, f"token ids {tokens} of {vocab}"
-        assert min(positions) >= 0 and last < length, f"positions {positions} up to {last} of {length}"
-
     def _layer(self, tensors: Mapping[str, Tensor | None], num_experts: int, moe_row: int, window: int) -> _Layer:
         down, gate_up, qkv, shared = map(tensors.get, ("down", "gate_up", "qkv", "shared_down"))
         assert down is not None and gate_up is not None and qkv is not None
@@ -313,7 +292,7 @@ class Decoder:
             "mlp_norm": (hidden,),
             "qkv_bias": (len(qkv),),
             "out_bias": (hidden,),
-            "sinks": (self._network.num_heads,),
+            "sinks": (int(self._network.options["num_heads"]),),
             "gate_up": (*gate_up.shape[:-2], 2 * inner, hidden),
             "gate_up_bias": gate_up.shape[:-1],
             "down_bias": down.shape[:-1],
@@ -336,36 +315,21 @@ def _shape(network: Network, num_moe_layers: int) -> _Shape:
     dtype, (vocab, hidden) = network.embedding_VD.dtype, network.embedding_VD.shape
     assert dtype in DTYPES, f"no kernels for {dtype}"
     _, num_pages, page_size, num_kv_heads, head_dim = pool = network.keys_LPZGC.shape
-    group = network.num_heads // num_kv_heads
-    assert group <= MAX_GROUP, f"{group} query heads share a key head; the kernels take {MAX_GROUP}"
-    assert network.max_top_k <= MAX_TOP_K, f"{network.max_top_k} experts a token; the kernels take {MAX_TOP_K}"
     assert pool == network.values_LPZGC.shape, f"{tuple(pool)} keys, {tuple(network.values_LPZGC.shape)} values"
-    routes = network.routes_PZLK
-    assert routes is None or routes.shape[2:] == (num_moe_layers, network.max_top_k), f"routes {tuple(routes.shape)}"
+    routes, slots = network.routes_PZLK, network.options["route_slots"]
+    assert routes is None or routes.shape[2:] == (num_moe_layers, slots), f"routes {tuple(routes.shape)}"
     return _Shape(
+        **network.options,
         num_layers=len(network.layers),
         hidden=hidden,
-        num_heads=network.num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rotary_half=network.cos_TR.shape[1],
         vocab=vocab,
         page_size=page_size,
         num_moe_layers=num_moe_layers,
-        route_slots=network.max_top_k,
         route_bytes=0 if routes is None else routes.element_size(),
-        softmax=network.softmax,
-        normalize=network.normalize,
         is_bfloat16=dtype == torch.bfloat16,
-        wide_norm=network.wide_norm,
-        expert_groups=network.expert_groups[0],
-        top_groups=network.expert_groups[1],
-        eps=network.norm_eps,
-        scaling=network.scaling,
-        attention_scale=network.attention_scale,
-        qkv_clip=network.qkv_clip,
-        alpha=network.clamp[0],
-        limit=network.clamp[1],
         num_pages=num_pages,
         cosine=_pointer(network.cos_TR, torch.float32),
         sine=_pointer(network.sin_TR, torch.float32, *network.cos_TR.shape),
@@ -379,6 +343,7 @@ def _shape(network: Network, num_moe_layers: int) -> _Shape:
 
 
 def _pointer(tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
+    """Address of a contiguous tensor of ``dtype`` and, if given, ``shape``; None: a null pointer."""
     if tensor is None:
         return None
     assert tensor.device.type == "cpu" and tensor.is_contiguous(), f"{tensor.device}, strides {tensor.stride()}"
@@ -388,7 +353,7 @@ def _pointer(tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int | No
 
 
 def _flat(lists: Sequence[Sequence[int]]) -> tuple[np.ndarray, list[int]]:
-    """All numbers as one int32 array, which must outlive the call, and the address at which each list begins."""
+    """All numbers as one int32 array, which must outlive the call of the kernel, and the address where each list begins."""
     numbers = np.array([*chain(*lists)], np.int32)
     return numbers, list(accumulate([4 * len(values) for values in lists[:-1]], initial=numbers.ctypes.data))
 
@@ -398,7 +363,7 @@ class Chosen(NamedTuple):
 
     ids: list[int]
     logprobs: list[float]
-    """Nats, of the distribution that the token was drawn from; of temperature 1 where it was not drawn."""
+    """Nats, from the distribution that the token was drawn from; from that of temperature 1 for greedy sequences."""
 
 
 def choose_tokens(
@@ -408,14 +373,14 @@ def choose_tokens(
     temperatures: Sequence[float],
     seeds: Sequence[int],
 ) -> Chosen:
-    """Choose the next tokens of sequences whose distribution nothing but a temperature changes: one call instead of
-    some thirty of torch and numpy.
+    """Choose the next tokens of sequences without sampling options other than a temperature. One call replaces about thirty of torch
+    and numpy.
 
     Args:
-        logits_MV: fp32, a row for each sequence.
-        positions: of the token that is chosen, in its sequence.
-        temperatures: 0: the most probable token, of several the one with the lowest id.
-        seeds: uint64; `stretto.engine.sampling.uniform` of seed and position decides.
+        logits_MV: fp32, one row per sequence.
+        positions: position of the chosen token in each sequence.
+        temperatures: 0 chooses the most probable token; the lowest id among equals.
+        seeds: uint64; the random number is `stretto.engine.sampling.uniform` of seed and position.
     """
     num, vocab = logits_MV.shape
     assert logits_MV.is_contiguous() and logits_MV.dtype == torch.float32, f"{logits_MV.dtype}, {logits_MV.stride()}"
@@ -424,7 +389,7 @@ def choose_tokens(
     seed_M, chosen_M, logprob_M = np.array(seeds, np.uint64), np.empty(num, np.int32), np.empty(num, np.float32)
     record = _Choose(
         *(num, vocab, torch.get_num_threads(), logits_MV.data_ptr()),
-        *(each.ctypes.data for each in (position_M, temperature_M, seed_M, chosen_M, logprob_M)),
+        *(array.ctypes.data for array in (position_M, temperature_M, seed_M, chosen_M, logprob_M)),
     )
     library.stretto_choose(ctypes.byref(record))
     return Chosen(chosen_M.tolist(), logprob_M.tolist())
