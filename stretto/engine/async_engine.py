@@ -1,9 +1,9 @@
 """An engine in its own thread for asyncio callers, with one stream of events per request.
 
-The thread owns the engine: others only hand it commands, and it hands events back, one call into the caller's loop for
-all tokens of a step. A request that fails, for whatever reason, is told so and no other notices; what leaves
-`Engine.step` is the end of the engine: `AsyncEngine.error` says why, and the process had better end too. So is a step that
-takes longer than ``EngineConfig.max_step_s``: a second thread watches for that.
+The thread owns the engine. Other threads send it commands; it returns events, with one call into the caller's event loop for
+all tokens of a step. An error in one request is reported to its stream only. An exception that leaves `Engine.step` ends the
+engine: `AsyncEngine.error` has the cause, and the process should end too. The engine also ends if a step takes longer than
+``EngineConfig.max_step_s``, which a second thread watches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -29,55 +29,61 @@ from stretto.base.errors import UserError
 from stretto.engine.engine import Engine
 from stretto.engine.grammar import MAX_TRIALS, GrammarState
 from stretto.engine.request import Completion, EngineStats, Event, QueueFull, Request
+from stretto.engine.runner import read_weights
 
 T = TypeVar("T")
 _DRAIN_POLL_S = 0.02
 _WATCH_S = 1.0
-"""Between two looks of the watchdog, at most."""
+"""Longest interval between two checks of the watchdog, in seconds."""
 _log = logging.getLogger(__name__)
 
 
 class EngineFailed(RuntimeError):  # noqa: N818 - says what happened
-    """The engine's thread has died, with what it died of; every open and every later request gets this."""
+    """The engine's thread has ended; the message has the cause. Raised for all open and all later requests."""
 
 
 class RequestFailed(RuntimeError):  # noqa: N818 - says what happened
-    """A request could not be taken, by no wish of its own; the log says why. The engine goes on."""
+    """An internal error while a request was admitted; the log has the traceback. The engine continues."""
 
 
 class Closed(RuntimeError):  # noqa: N818 - a state, not a fault
-    """The engine is draining or closed and takes no new requests."""
+    """The engine is draining or closed and accepts no new requests."""
 
 
 class Channel:
-    """Where the engine's thread leaves a request's events. It knows no `Stream`, so that a forgotten one can go."""
+    """Queue of a request's events, from the engine's thread to its `Stream`. It has no reference to the stream, so a stream that the
+    caller drops is collected."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, num_open: int):
         self.loop = loop
         self.num_open = num_open
-        """Choices unfinished; the engine's thread counts."""
+        """Number of unfinished choices, updated by the engine's thread."""
         self.is_abandoned = False
-        """Its stream was left before the request reached the engine."""
+        """Whether the stream was closed before the request reached the engine."""
         self.events: asyncio.Queue[Event | Exception] = asyncio.Queue()
         self.admitted: asyncio.Future[None] = loop.create_future()
 
     def tell(self, error: Exception | None) -> None:
-        """From the engine's thread: taken, or what went wrong."""
+        """From another thread: report that the request is admitted (None), or an error."""
         _from_thread(self.loop, self._tell, error)
 
     def _tell(self, error: Exception | None) -> None:
         if error is not None:
             self.events.put_nowait(error)
-        if not self.admitted.done():
-            _settle(self.admitted, None, error)
-            self.admitted.exception()  # looked at: a caller that only iterates meets an error there
+        if self.admitted.done():
+            return
+        if error is None:
+            self.admitted.set_result(None)
+        else:
+            self.admitted.set_exception(error)
+            self.admitted.exception()  # marks it as retrieved: a caller that only iterates gets the error as an event
 
 
 class Stream(AsyncIterator[Event]):
-    """Events of one request, in order; it ends after the `Completion` of each of its choices.
+    """Events of one request, in order; ends after the `Completion` of each choice.
 
-    Left early - closed, its consumer cancelled, or forgotten - it aborts the request. A slow reader holds nobody back:
-    what waits for it is at most the request's own tokens.
+    If the stream is closed early, its consumer cancelled, or its last reference dropped, the request is aborted. A slow reader
+    does not delay others: its queue holds at most the request's own tokens.
     """
 
     def __init__(self, channel: Channel, abandon: Callable[[], None]):
@@ -85,10 +91,11 @@ class Stream(AsyncIterator[Event]):
         self._num_open = channel.num_open
 
     async def admitted(self) -> Self:
-        """Return once the engine has taken the request.
+        """Wait until the engine has admitted the request.
 
         Raises:
-            UserError: it cannot be served. QueueFull: not now. RequestFailed: nor ever. EngineFailed: no more.
+            UserError: the request is invalid. QueueFull: too many requests wait. RequestFailed: internal error in this request.
+            EngineFailed: the engine has ended.
         """
         try:
             await asyncio.shield(self._channel.admitted)
@@ -112,19 +119,19 @@ class Stream(AsyncIterator[Event]):
         return event
 
     async def batches(self) -> AsyncIterator[list[Event]]:
-        """The same events, those together that have come together: a reader that fell behind catches up at once."""
+        """The same events, in lists of all that are available, so a slow reader catches up at once."""
         async for event in self:
             events = [event]
             try:
                 while self._num_open > 0 and not self._channel.events.empty():
                     events.append(await anext(self))
             except Exception:
-                yield events  # what came before it failed
+                yield events  # the events before the error
                 raise
             yield events
 
     def close(self) -> None:
-        """Abort what is unfinished; does nothing the second time."""
+        """Abort unfinished choices; a second call has no effect."""
         if self._num_open > 0:
             self._num_open = 0
             self._abandon()
@@ -140,32 +147,32 @@ class Stream(AsyncIterator[Event]):
 
 
 _Command = tuple[Callable[[], None], Callable[[EngineFailed], None]]
-"""Something for the engine's thread to do between two steps, and what to do instead where the engine is dead."""
+"""A function for the engine's thread to call between two steps, and one to call instead if the engine has ended."""
 
 
 class AsyncEngine:
-    """Runs an `Engine` in one thread. `submit` belongs inside a running event loop, any number of loops may."""
+    """Runs an `Engine` in one thread. `submit` must be called in a running event loop; several loops may use one engine."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._open: dict[str, Channel] = {}  # by request id; the engine's thread alone touches it
-        self._busy_s = 0.0  # the engine's thread alone touches it, too
+        self._open: dict[str, Channel] = {}  # by request id; used by the engine's thread only
+        self._busy_s = 0.0  # used by the engine's thread only
         self.error: EngineFailed | None = None
-        """Why the engine is dead; None while it lives."""
+        """Cause of the engine's end; None while it runs."""
         self._is_accepting = True
         self._is_stopping = False
-        self._compiling: set[Channel] = set()  # requests whose grammar is read before they reach the engine
-        # As many as may wait for the one process that tries grammars, and some for those that are known already.
+        self._compiling: set[Channel] = set()  # requests whose grammar is compiled before they reach the engine
+        # Enough threads for all grammars that may wait for their trial, and as many for grammars that are in the cache.
         self._compilers = ThreadPoolExecutor(2 * MAX_TRIALS, "grammar")
-        # Held while a command is handed in: after the thread's last look at the inbox none may be. Re-entrant, since
-        # the garbage collector can close a stream anywhere.
+        # Held while a command is added, so none is added after the thread's last read of the inbox. Re-entrant, because
+        # the garbage collector can close a stream at any point.
         self._lock = threading.RLock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._working_since_s: float | None = None
-        """On the monotonic clock, when the engine's thread began what it does now; None while it waits for work."""
+        """Start of the current work of the engine's thread, on the monotonic clock; None while it waits for work."""
         self._is_hung = False
-        """The watchdog has ended the engine; its thread may stay where it is for ever."""
+        """Whether the watchdog has ended the engine; its thread may then never return."""
         self._has_ended = threading.Event()
         self._watchdog = threading.Thread(target=self._watch, name="engine watchdog", daemon=True)
 
@@ -180,10 +187,10 @@ class AsyncEngine:
         return self._is_accepting and self.error is None
 
     def submit(self, request: Request) -> Stream:
-        """Hand ``request`` in. Its events come from the returned stream; so does a refusal (see `Stream.admitted`).
+        """Submit ``request``. The returned stream yields its events, and raises its errors (see `Stream.admitted`).
 
         Raises:
-            Closed: draining. The stream raises EngineFailed where the engine is dead.
+            Closed: the engine is draining or closed.
         """
         if not self._is_accepting:
             raise Closed("the server is shutting down and takes no new requests")
@@ -193,20 +200,20 @@ class AsyncEngine:
             self._compiling.discard(channel)
             if channel.is_abandoned:
                 return
-            with _told(channel, request):
+            with _reported(channel, request):
                 self._engine.add(request, grammar=grammar)
                 self._open[request.id] = channel
                 channel.tell(None)
 
         def compile_grammar() -> None:
             grammar = None
-            with _told(channel, request):
+            with _reported(channel, request):
                 grammar = self._engine.grammar(request)
             self._post(partial(add, grammar) if grammar else partial(self._compiling.discard, channel), channel.tell)
 
         def abandon() -> None:
             channel.is_abandoned = True
-            if self._open.get(request.id) is channel:  # a later request may have the id by now
+            if self._open.get(request.id) is channel:  # else a later request uses the id
                 del self._open[request.id]
                 self._engine.abort(request.id)
 
@@ -219,26 +226,24 @@ class AsyncEngine:
         return stream
 
     async def call(self, work: Callable[[Engine], T]) -> T:
-        """Run ``work`` on the engine's thread between two steps; returns what it returns, raises what it raises."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
+        """Result of ``work``, which the engine's thread calls between two steps, also if this coroutine is cancelled meanwhile."""
+        future: Future[T] = Future()
 
         def fail(error: Exception) -> None:
-            _from_thread(loop, _settle, future, None, error)
+            with suppress(InvalidStateError):  # the caller was cancelled
+                future.set_exception(error)
 
         def run() -> None:
             try:
-                result = work(self._engine)
+                future.set_result(work(self._engine))
             except Exception as error:
                 fail(error)
-            else:
-                _from_thread(loop, _settle, future, result, None)
 
         self._post(run, fail)
-        return await future
+        return await asyncio.wrap_future(future)
 
     async def abort(self, request_id: str) -> None:
-        """End the request's open choices with reason ``abort``; its stream gets their completions."""
+        """End the open choices of a request with reason ``abort``; its stream gets their completions."""
         await self.call(lambda engine: self._dispatch(engine.abort(request_id)))
 
     async def load_weights(
@@ -249,22 +254,22 @@ class AsyncEngine:
         keep_cache: bool = False,
         checksum: str | None = None,
     ) -> None:
-        """`Engine.load_weights` between two steps; ``source`` is read and verified before, while requests go on."""
-        state = await asyncio.to_thread(self._engine.read_weights, source, checksum)
+        """`Engine.load_weights` between two steps; ``source`` is read and checked before, while the engine continues."""
+        state = await asyncio.to_thread(read_weights, source, self._engine.model.config, checksum)
         await self.call(lambda engine: engine.load_weights(version, state, keep_cache=keep_cache))
 
     async def stats(self) -> EngineStats:
         return await self.call(lambda engine: replace(engine.stats(), busy_s=self._busy_s))
 
     async def drain(self) -> None:
-        """Take nothing new; return when all that was taken is finished, or the engine is dead."""
+        """Accept no new requests, and wait until all accepted ones are finished or the engine has ended."""
         self._is_accepting = False
         with suppress(EngineFailed):
             while await self.call(lambda engine: bool(self._open or self._compiling) or engine.has_work):
                 await asyncio.sleep(_DRAIN_POLL_S)
 
     def close(self) -> None:
-        """Stop the thread; open requests end with reason ``abort``. Blocks for at most one step, and not for one that hangs."""
+        """Stop the thread; open requests end with reason ``abort``. Blocks for at most one step, and not if the engine hangs."""
         self._is_accepting = False
         self._compilers.shutdown(wait=False, cancel_futures=True)
         if self._thread.is_alive() and not self._is_hung:
@@ -295,7 +300,7 @@ class AsyncEngine:
                     started_s = time.perf_counter()
                     self._work(lambda: self._dispatch(self._engine.step()))
                     self._busy_s += time.perf_counter() - started_s
-        except BaseException as error:  # whatever it is, those who wait must hear of it
+        except BaseException as error:  # every waiting client must get any exception
             _log.exception("the engine has failed")
             self._fail(EngineFailed(f"the engine has failed: {type(error).__name__}: {error}"))
         else:
@@ -309,11 +314,11 @@ class AsyncEngine:
             work()
         finally:
             self._working_since_s = None
-        if self.error is not None:  # it took so long that the watchdog has ended the engine meanwhile
+        if self.error is not None:  # the watchdog has ended the engine meanwhile
             self._is_stopping = True
 
     def _watch(self) -> None:
-        """End the engine when its thread makes no progress: nothing else would notice, and its clients would wait for ever."""
+        """End the engine when its thread makes no progress; otherwise its clients would wait for ever."""
         limit_s = self._engine.config.max_step_s
         assert limit_s is not None
         while not self._has_ended.wait(min(_WATCH_S, limit_s / 4)):
@@ -343,7 +348,7 @@ class AsyncEngine:
         for event in events:
             channel = self._open.get(event.request_id)
             if channel is None:
-                continue  # its reader has gone
+                continue  # its stream is closed
             by_loop.setdefault(channel.loop, []).append((channel, event))
             if isinstance(event, Completion):
                 channel.num_open -= 1
@@ -354,21 +359,21 @@ class AsyncEngine:
 
 
 def _stacks() -> str:
-    """Where each thread of the process is, in Python's frames."""
-    with tempfile.TemporaryFile("w+") as file:  # faulthandler writes to a descriptor
+    """Python stacks of all threads of the process."""
+    with tempfile.TemporaryFile("w+") as file:  # faulthandler needs a file descriptor
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         return file.read()
 
 
 @contextmanager
-def _told(channel: Channel, request: Request) -> Iterator[None]:
-    """What goes wrong inside, before a request is taken, is told to whoever asked, and nobody else."""
+def _reported(channel: Channel, request: Request) -> Iterator[None]:
+    """Context for the admission of a request: an exception in it is reported to the request's stream only."""
     try:
         yield
     except (UserError, QueueFull) as error:
         channel.tell(error)
-    except BaseException as error:  # a panic in a library of Rust is no Exception
+    except BaseException as error:  # a panic in a Rust library is not an Exception
         _log.exception("request %s could not be taken", request.id)
         channel.tell(RequestFailed(f"the request could not be taken: {type(error).__name__}"))
 
@@ -379,19 +384,9 @@ def _deliver(deliveries: list[tuple[Channel, Event]]) -> None:
 
 
 def _from_thread(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
-    """From another thread, have ``loop`` call ``function``; a closed loop has nobody left to tell."""
+    """Let ``loop`` call ``function``, from another thread; does nothing if the loop is closed."""
     try:
         loop.call_soon_threadsafe(function, *arguments)
     except RuntimeError:
         if not loop.is_closed():
             raise
-
-
-def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    """Give ``future`` its end, unless it has one."""
-    if future.done():
-        return
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)

@@ -1,14 +1,14 @@
-"""Page table of the cache: owners of pages and reuse of full pages. Counts only; the runner holds the tensors.
+"""Allocator of cache pages, and reuse of full pages by their hash. The runner holds the tensors.
 
 A page is in exactly one of three states:
 
-    free                 nobody's, contents meaningless
-    cached, unreferenced nobody's, but full and findable by its hash; taken (least recently used first) when free runs out
-    referenced           in the table of one or more sequences; findable too once it is sealed
+    free                 in no sequence, contents meaningless
+    cached, unreferenced in no sequence, but full and found by its hash; reused (least recently used first) if none is free
+    referenced           in the table of one or more sequences; found by its hash once it is sealed
 
-A referenced page that is sealed is full and final, so sharing needs no copy: nobody writes to it again. The hash of a
-page covers everything its keys and values depend on: the pages before it (by their hash), its tokens, and a salt for
-the weights and the Subnets. 32 bytes of BLAKE2b: equal hashes are taken for equal contents.
+A sealed page is full and never written again, so sequences share it without a copy. The hash of a
+page covers everything that its keys and values depend on: the pages before it (by their hash), its tokens, and a salt for
+the weights and the Subnets. It is 32 bytes of BLAKE2b; equal hashes are taken to mean equal contents.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from collections.abc import Iterable, Sequence
 from itertools import repeat
 
 ROOT = bytes(32)
-"""Hash that the first page of a sequence follows."""
+"""Hash before the first page of a sequence."""
 
 
 def chain_hash(previous_hash: bytes, tokens: Sequence[int], salt: bytes) -> bytes:
-    """Hash of a page. The salt comes last, so for pages of one size no two inputs are the same bytes."""
+    """Hash of a page. The salt comes last, so different inputs are different bytes for pages of one size."""
     return hashlib.blake2b(previous_hash + array("q", tokens).tobytes() + salt, digest_size=32).digest()
 
 
 class PageAllocator:
-    """Hands out ``num_pages`` pages of ``page_size`` tokens each, and finds full ones again by their contents."""
+    """Allocates ``num_pages`` pages of ``page_size`` tokens each, and finds full pages by their contents."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         assert num_pages > 0 and page_size > 0, f"{num_pages} pages of {page_size} tokens"
@@ -43,24 +43,24 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that `allocate` could give now: the free and the cached, unreferenced ones."""
+        """Number of pages that `allocate` can return now: free pages, and cached, unreferenced ones."""
         return len(self._free) + len(self._idle)
 
     @property
     def num_cached(self) -> int:
-        """Pages that `match` could find, in use or not."""
+        """Number of pages that `match` can find, in use or not."""
         return len(self._page_by_hash)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold ``num_tokens``."""
+        """Number of pages for ``num_tokens``."""
         return -(-num_tokens // self.page_size)
 
     def match(self, tokens: Sequence[int], salt: bytes | Iterable[bytes]) -> list[int]:
-        """The longest cached chain of full pages that leaves at least one of ``tokens`` out; takes a reference on each.
+        """The longest cached chain of full pages for ``tokens`` without the last one; adds a reference to each page.
 
         Args:
-            tokens: from position 0; the last one is always left to compute, since its logits are wanted.
-            salt: one for all pages, or one for each page in turn (where they end, the search ends).
+            tokens: tokens from position 0. The last one is always computed, since its logits are needed.
+            salt: one for all pages, or one for each page in order (the search ends where they end).
         """
         size, pages, previous = self.page_size, [], ROOT
         salts = repeat(salt) if isinstance(salt, bytes) else salt
@@ -77,8 +77,8 @@ class PageAllocator:
         return pages
 
     def allocate(self, num: int) -> list[int] | None:
-        """``num`` pages with one reference each, or None, with nothing taken, where there are not so many."""
-        assert num >= 0, f"{num} pages asked for"
+        """``num`` pages with one reference each; None, without allocating any, if there are fewer."""
+        assert num >= 0, f"allocation of {num} pages"
         if num > self.num_free:
             return None
         pages = []
@@ -93,16 +93,16 @@ class PageAllocator:
         return pages
 
     def seal(self, page: int, previous_hash: bytes, tokens: Sequence[int], salt: bytes) -> bytes:
-        """Offer a full, final page for reuse; returns its chain hash. Where another page holds the same, that one stays.
+        """Make a full page available for reuse, and return its chain hash. If another page has equal contents, that page is kept.
 
         Args:
             page: referenced by the caller, and never written again.
-            previous_hash: what sealing the page before it returned; `ROOT` for the first.
-            tokens: all ``page_size`` of the page.
-            salt: what else its contents depend on.
+            previous_hash: chain hash of the page before it; `ROOT` for the first page.
+            tokens: all ``page_size`` tokens of the page.
+            salt: everything else that the contents depend on.
         """
         assert len(tokens) == self.page_size, f"{len(tokens)} tokens in a page of {self.page_size}"
-        assert self._num_references[page] > 0, f"page {page} is nobody's"
+        assert self._num_references[page] > 0, f"page {page} has no reference"
         digest = chain_hash(previous_hash, tokens, salt)
         if digest not in self._page_by_hash:
             assert page not in self._hash_by_page, f"page {page} is sealed with other contents"
@@ -111,8 +111,8 @@ class PageAllocator:
         return digest
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give back one reference on each of a sequence's ``pages``; sealed ones stay findable until they are needed."""
-        # From the end: a chain loses its last page first, since the rest could not be found without the first.
+        """Remove one reference from each of a sequence's ``pages``; sealed pages can still be found until they are reused."""
+        # From the end, so a chain loses its last page first: pages after a lost one could not be found.
         for page in reversed(pages):
             assert self._num_references[page] > 0, f"page {page} is released more often than taken"
             self._num_references[page] -= 1
@@ -127,21 +127,21 @@ class PageAllocator:
         return [self._hash_by_page[page] for page in pages]
 
     def unseal(self, pages: Sequence[int]) -> None:
-        """Let none of ``pages``, which the caller holds, be found any more."""
+        """Make ``pages``, which the caller references, unavailable for reuse."""
         for page in pages:
-            assert self._num_references[page] > 0, f"page {page} is nobody's"
+            assert self._num_references[page] > 0, f"page {page} has no reference"
             if (digest := self._hash_by_page.pop(page, None)) is not None:
                 del self._page_by_hash[digest]
 
     def forget(self) -> None:
-        """Let no page be found any more (weights changed). Pages in use stay with those who use them."""
+        """Make all pages unavailable for reuse (after a change of weights). Pages in use stay allocated."""
         self._free.extend(self._idle)
         self._idle.clear()
         self._page_by_hash.clear()
         self._hash_by_page.clear()
 
     def check(self, tables: Iterable[Sequence[int]] | None = None) -> None:
-        """Assert that every page is in exactly one state, and, where all ``tables`` are given, referenced by just those."""
+        """Assert that every page is in exactly one state and, if all ``tables`` are given, that only they reference pages."""
         referenced = [page for page, num in enumerate(self._num_references) if num > 0]
         assert min(self._num_references) >= 0, f"negative references: {self._num_references}"
         everything = Counter([*self._free, *self._idle, *referenced])
@@ -150,6 +150,6 @@ class PageAllocator:
         assert all(page in self._hash_by_page for page in self._idle), "an unreferenced page without a hash is not free"
         assert not any(page in self._hash_by_page for page in self._free), "a free page has a hash"
         if tables is not None:
-            held = Counter(page for table in tables for page in table)
+            expected = Counter(page for table in tables for page in table)
             counts = {page: self._num_references[page] for page in referenced}
-            assert counts == dict(held), f"references {counts}, tables hold {dict(held)}"
+            assert counts == dict(expected), f"references {counts}, in tables {dict(expected)}"

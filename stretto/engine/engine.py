@@ -1,8 +1,8 @@
-"""The engine: requests in, tokens out, one step of the whole batch at a time. One thread owns it.
+"""The engine: completes requests, one step of the whole batch at a time. One thread owns it.
 
-What depends on one request alone - its grammar, its settings, its text - fails within `SequenceState.guarded`, which ends
-that choice with reason ``error``. What the batch shares - the plan, the pages, a forward pass - has no one to blame: an
-exception there leaves `Engine.step`, and the engine is not to be used again.
+Work for one request (its grammar, its parameters, its text) runs within `SequenceState.guarded`: an exception ends
+that choice with reason ``error``. An exception in work for the whole batch (the plan, the pages, a forward pass) leaves
+`Engine.step`, and the engine must not be used afterwards.
 
 Shape letters: M rows of logits, V vocabulary, T positions, L MoE layers, K chosen.
 """
@@ -31,7 +31,7 @@ from stretto.engine.request import VERSIONS, Completion, EngineConfig, EngineSta
 from stretto.engine.runner import MAX_NATIVE_TOKENS, Runner, pages_within, read_weights
 from stretto.engine.sampling import SamplerCache, process, sample, top_log_probs
 from stretto.engine.scheduler import Scheduler
-from stretto.engine.sequence import NOT_FINITE, Admission, SequenceState, StepPlan, SubnetTable
+from stretto.engine.sequence import NOT_FINITE, Admission, Chunk, SequenceState, StepPlan, SubnetTable
 from stretto.model.spec import count, executed
 from stretto.model.transformer import Transformer
 from stretto.ops.matmul import Arithmetic
@@ -57,24 +57,24 @@ class Engine:
     ):
         """
         Args:
-            model: on the device and in the dtype to compute in; the engine changes its weights in `load_weights`.
+            model: the network, on its final device and in its final data type. `load_weights` overwrites its weights.
             tokenizer: None: no text, no stop strings, no grammars.
-            weight_version: number of the weights that ``model`` holds now.
-            end_ids: tokens that end a completion, beside the tokenizer's own.
-            routes: keep room for routes, so that requests may ask for them.
-            library: compiled kernels for a CPU; None: torch's.
-            seeds: called for a request without a seed.
-            clock: seconds; what is written into usage and what utility is measured by.
+            weight_version: version of the weights in ``model``.
+            end_ids: tokens that end a completion, in addition to the tokenizer's end token.
+            routes: store routes in the cache, so requests can ask for them.
+            library: compiled kernels for a CPU; None: torch computes.
+            seeds: called for each request without a seed.
+            clock: time in seconds, for the times in `Usage`.
 
         Raises:
-            UserError: the cache would hold no page.
+            UserError: the cache would be smaller than one page.
         """
         self.model, self.tokenizer, self.config, self.weight_version = model, tokenizer, config, weight_version
         net = model.config
         most_len = min(config.max_len or net.max_positions, net.max_positions)
         num_pages = config.num_pages or pages_within(model, config, most_len, routes)
         self.max_len = min(most_len, num_pages * config.page_size)
-        """Prompt and completion together that one sequence may have: the cache holds no more."""
+        """Largest length of prompt and completion together that the cache holds."""
         self._subnets = SubnetTable()
         self._runner = Runner(
             model,
@@ -102,8 +102,8 @@ class Engine:
         )
         self._clock = clock
         self._open: dict[str, list[SequenceState]] = {}
-        self._num_routed = 0  # sequences whose routes are wanted
-        self._rates: dict[int, tuple[int, int, int]] = {}
+        self._num_routed = 0  # open sequences of requests with routes
+        self._rates: dict[int, tuple[int, int, int]] = {}  # FLOPs by Subnet, see `_charge`
         page_bytes = KvPool.bytes_per_page(net, model.embedding.weight.dtype, config.page_size, routes)
         self._stats = EngineStats(
             num_running=0,
@@ -120,27 +120,27 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to compute."""
+        """Whether `step` has sequences to compute."""
         return bool(self._scheduler.waiting or self._scheduler.running)
 
     def grammar(self, request: Request) -> GrammarState | None:
-        """The grammar of ``request``, for `add`: what takes long in admitting it, and any thread may do.
+        """The compiled grammar of ``request``, for `add`. Thread-safe: compilation is the slow part of admission.
 
         Raises:
-            UserError: it cannot be followed. QueueFull: too many wait to be read.
+            UserError: the grammar is invalid or too expensive. QueueFull: too many grammars wait for compilation.
         """
         return self._admission.grammar(request)
 
     def add(self, request: Request, *, stream: bool = True, grammar: GrammarState | None = None) -> None:
-        """Queue ``request``. Whatever it raises, nothing has changed.
+        """Queue ``request``. An exception leaves the engine unchanged.
 
         Args:
-            stream: report every token as it comes; else only the completions, which costs less.
-            grammar: what `grammar` returned for it; None: it is compiled here.
+            stream: report every token as soon as it is sampled; otherwise only completions, which takes less time.
+            grammar: the result of `grammar`; None: compiled here.
 
         Raises:
-            UserError: it asks for something that this engine or network does not have.
-            QueueFull: too many wait.
+            UserError: the request needs something that this engine or network does not have.
+            QueueFull: too many requests wait.
         """
         if request.id in self._open:
             raise UserError(f"request {request.id}: id: already in flight; choose another")
@@ -149,15 +149,15 @@ class Engine:
             raise QueueFull(f"{num_waiting} requests wait already; try again later")
         grammar = grammar or self.grammar(request)
         sequences = self._admission.sequences(request, grammar, self._clock(), is_streamed=stream)
-        for seq in sequences:  # all are alike, so it is the first that is refused
+        for seq in sequences:  # all are alike, so an exception can only come from the first
             self._scheduler.add(seq)
         self._open[request.id] = sequences
         self._num_routed += len(sequences) if request.want_routes else 0
 
     def abort(self, request_id: str) -> list[Completion]:
-        """End the open choices of a request with reason ``abort``, and return what they had; [] for an unknown id.
+        """End the open choices of a request with reason ``abort``, and return their completions; [] for an unknown id.
 
-        Their routes lack the rows of tokens that were not computed when they ended.
+        Routes have no rows for tokens that were not yet computed.
         """
         now_s, sequences = self._clock(), list(self._open.get(request_id, ()))
         for seq in sequences:
@@ -165,14 +165,16 @@ class Engine:
         return [self._close(seq, now_s) for seq in sequences]
 
     def step(self) -> list[Event]:
-        """Compute one step of the batch: its tokens in the order of the batch, each choice's completion after its last.
+        """Compute one step of the batch.
 
-        Before them come the completions of requests that have waited too long."""
+        Returns completions of requests that have waited too long, then the new tokens in the order of the batch, each last token
+        followed by the completion of its choice.
+        """
         scheduler, stats = self._scheduler, self._stats
-        late: list[Event] = self._give_up(self._clock())
+        events: list[Event] = self._time_out(self._clock())
         plan = scheduler.plan()
         if plan is None:
-            return late
+            return events
         stats.num_steps += 1
         started_s = self._clock()
         self._preempted(plan.preempted)
@@ -183,12 +185,11 @@ class Engine:
         want_routes = self._num_routed > 0 and any([seq.request.want_routes for seq in plan.sequences])
         found = self._compute(plan, want_routes)
         now_s = self._clock()
-        events = late
         for chunk, seq in zip(plan.chunks, plan.sequences, strict=True):
             if seq in found:
                 with seq.guarded():
                     self._push(seq, found[seq], now_s, events)
-            scheduler.computed(seq, len(chunk.tokens))  # the token chosen last is not
+            scheduler.computed(seq, len(chunk.tokens))  # without the new token
             if seq.finish_reason is not None:
                 events.append(self._close(seq, now_s))
         return events
@@ -201,36 +202,30 @@ class Engine:
         keep_cache: bool = False,
         checksum: str | None = None,
     ) -> None:
-        """Go on with other weights of the same network; tokens sampled from now on carry ``version``.
+        """Replace the weights by others of the same network; tokens sampled from now on carry ``version``.
 
-        Tokens, log-probabilities and routes of before stay as they are. If anything is wrong the old weights serve on.
+        Earlier tokens, log-probabilities and routes do not change. After an exception the old weights stay in use.
 
         Args:
             source: a state dict of `Transformer`, or a checkpoint folder.
-            keep_cache: sequences in the batch go on upon the keys and values they have, from old weights; else they
-                are computed again from their first token. Later requests never see old keys and values.
+            keep_cache: True: sequences in the batch continue with their keys and values of the old weights; False: they
+                are computed again from the first token. New requests never use old keys and values.
             checksum: see `read_weights`.
 
         Raises:
-            UserError: a wrong checksum, a tensor missing, unexpected or of another shape, or a version that is serving now
-                or no 64-bit integer.
+            UserError: a wrong checksum; a missing or unexpected tensor, or one of another shape; a version that is already in use
+                or not a 64-bit integer.
         """
         if version not in VERSIONS:
             raise UserError(f"version: {version} is not a 64-bit integer; choose a smaller number")
         if version == self.weight_version:
             raise UserError(f"version: {version} is in service already; give each set of weights its own number")
-        self._runner.load_weights(self.read_weights(source, checksum))
+        self._runner.load_weights(read_weights(source, self.model.config, checksum))
         self.weight_version = version
         self._preempted(self._scheduler.weights_changed(version, keep_cache=keep_cache))
 
-    def read_weights(
-        self, source: Mapping[str, Tensor] | Path | str, checksum: str | None = None
-    ) -> Mapping[str, Tensor]:
-        """`stretto.engine.runner.read_weights` for this network; may run in another thread than the engine's."""
-        return read_weights(source, self.model.config, checksum)
-
     def stats(self) -> EngineStats:
-        """The state at this moment."""
+        """The current state."""
         return replace(
             self._stats,
             num_running=len(self._scheduler.running),
@@ -241,8 +236,8 @@ class Engine:
             kernels=dict(self._runner.kernels),
         )
 
-    def _give_up(self, now_s: float) -> list[Event]:
-        """End the requests none of whose choices found a place in time."""
+    def _time_out(self, now_s: float) -> list[Event]:
+        """End requests of which no choice got a place in the batch within ``max_wait_s``."""
         most_s = self.config.max_wait_s
         if most_s is None:
             return []
@@ -254,15 +249,15 @@ class Engine:
             if len(choices) < choices[0].request.sampling.n or any(
                 seq.first_scheduled_s is not None for seq in choices
             ):
-                continue  # it has begun; the rest of its choices will come
+                continue  # the request has begun, so its other choices will follow
             self._stats.num_timeouts += 1
             for seq in choices:
-                seq.give_up(most_s)
+                seq.time_out(most_s)
                 events.append(self._close(seq, now_s))
         return events
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
-        """Complete ``requests``, any number, and return their choices in order. The engine must be idle before."""
+        """Complete any number of ``requests`` and return their choices in order. The engine must be idle."""
         assert not self._open, f"{len(self._open)} requests are in flight; their events would be lost"
         waiting = deque(requests)
         order = {request.id: place for place, request in enumerate(waiting)}
@@ -271,16 +266,16 @@ class Engine:
             while waiting and len(self._scheduler.waiting) < self.config.max_batch:
                 self.add(waiting.popleft(), stream=False)
             done += [event for event in self.step() if isinstance(event, Completion)]
-        return sorted(done, key=lambda one: (order[one.request_id], one.index))
+        return sorted(done, key=lambda choice: (order[choice.request_id], choice.index))
 
     def _compute(self, plan: StepPlan, want_routes: bool) -> dict[SequenceState, _Choice]:
-        """Compute ``plan``; a token for each sequence whose last one is computed."""
+        """Compute ``plan``, and choose a token for each sequence whose last token is computed."""
         logits_MV = self._runner.forward(plan.chunks, want_routes)
         rows: list[int] = []
         sampled: list[SequenceState] = []
         end_row = 0
         for chunk, seq in zip(plan.chunks, plan.sequences, strict=True):
-            self._charge(seq, chunk.subnet, chunk.start, len(chunk.tokens), chunk.num_logits)
+            self._charge(seq, chunk)
             end_row += chunk.num_logits
             if chunk.start < seq.num_prompt:
                 self._stats.prompt_tokens += min(chunk.end, seq.num_prompt) - chunk.start
@@ -295,25 +290,26 @@ class Engine:
             logits_MV = logits_MV[torch.tensor(rows, dtype=torch.int64, device=logits_MV.device)]
         return self._chooser.choose(sampled, logits_MV)
 
-    def _charge(self, seq: SequenceState, subnet: int, start: int, num: int, num_logits: int) -> None:
-        """Count the FLOPs of ``num`` tokens from ``start`` on: all through the layers, ``num_logits`` through the head."""
-        if subnet not in self._rates:
+    def _charge(self, seq: SequenceState, chunk: Chunk) -> None:
+        """Add the FLOPs of ``chunk``: layers for all tokens, the head for ``num_logits`` of them."""
+        if chunk.subnet not in self._rates:
             net = self.model.config
-            head, counts = 2 * net.hidden_size * net.vocab_size, count(net, executed(net, self._subnets[subnet]))
-            self._rates[subnet] = counts.linear_flops - head, counts.score_flops, head
-        linear, score, head = self._rates[subnet]
-        num_keys = num * start + num * (num + 1) // 2
-        seq.flops += num * linear + num_keys * score + num_logits * head
+            head, counts = 2 * net.hidden_size * net.vocab_size, count(net, executed(net, self._subnets[chunk.subnet]))
+            self._rates[chunk.subnet] = counts.linear_flops - head, counts.score_flops, head
+        linear, score, head = self._rates[chunk.subnet]
+        num = len(chunk.tokens)
+        num_keys = num * chunk.start + num * (num + 1) // 2
+        seq.flops += num * linear + num_keys * score + chunk.num_logits * head
 
     def _push(self, seq: SequenceState, choice: _Choice, now_s: float, events: list[Event]) -> None:
-        """Append the token that was chosen, and its event if one is wanted."""
+        """Append the chosen token to ``seq``, and its event, if the sequence is streamed, to ``events``."""
         top = () if choice.logp_1V is None else top_log_probs(choice.logp_1V, seq.sampling.top_logprobs)[0]
         event = seq.push(choice.token, choice.logprob, self.weight_version, top, now_s)
         if event is not None:
             events.append(event)
 
     def _close(self, seq: SequenceState, now_s: float) -> Completion:
-        """Take a sequence that has a finish reason out of the engine."""
+        """Remove a sequence with a finish reason from the engine, and return its completion."""
         request = seq.request
         self._scheduler.finish(seq)
         self._save_routes(seq)
@@ -334,11 +330,11 @@ class Engine:
             self._save_routes(seq)
 
     def _save_routes(self, seq: SequenceState) -> None:
-        """Keep the rows of a sequence that has just lost its pages. Rows known from before stand."""
-        known = 0 if seq.routes is None else len(seq.routes)
-        if not seq.request.want_routes or seq.lost_tokens <= known:
+        """Save routes from the pages that a sequence has just lost. Routes that were saved before are not replaced."""
+        num_saved = 0 if seq.routes is None else len(seq.routes)
+        if not seq.request.want_routes or seq.lost_tokens <= num_saved:
             return
-        fresh = self._runner.read_routes(seq.lost_pages, known, seq.lost_tokens)
+        fresh = self._runner.read_routes(seq.lost_pages, num_saved, seq.lost_tokens)
         seq.routes = fresh if seq.routes is None else np.concatenate((seq.routes, fresh))
 
 
@@ -348,7 +344,7 @@ class _Choice(NamedTuple):
     token: int
     logprob: float
     logp_1V: Tensor | None
-    """Processed log-probabilities of its row; None where no alternatives are wanted."""
+    """Processed log-probabilities; None if the request has no ``top_logprobs``."""
 
 
 class _Chooser:
@@ -358,33 +354,31 @@ class _Chooser:
         self._runner, self._end_ids, self._cache = runner, end_ids, SamplerCache()
 
     def choose(self, sequences: Sequence[SequenceState], logits_MV: Tensor) -> dict[SequenceState, _Choice]:
-        """A sequence whose settings make that fail ends, and is left out."""
+        """Choose a token for each sequence. A sequence whose sampling parameters cause an exception ends and has no token."""
         try:
             return self._choose(sequences, logits_MV)
-        except Exception:  # no row depends on its neighbours, so whichever it was fails alone, too
+        except Exception:  # rows are independent, so the sequence that caused the exception also fails alone
             found: dict[SequenceState, _Choice] = {}
             for seq, row_1V in zip(sequences, logits_MV.split(1), strict=True):
-                has_settings = seq.temperature is None  # without any, it is the engine that is broken
-                with seq.guarded() if has_settings else nullcontext():
+                # a sequence with only a temperature cannot be the cause: the engine itself is broken
+                with seq.guarded() if seq.temperature is None else nullcontext():
                     found |= self._choose([seq], row_1V)
             return found
 
     def _choose(self, sequences: Sequence[SequenceState], logits_MV: Tensor) -> dict[SequenceState, _Choice]:
-        # apart: how a token is chosen depends on its own sequence's settings alone, whatever else is in the batch
+        # The method for a sequence depends only on its own parameters, never on the rest of the batch.
         is_compiled = self._runner.native is not None
         plain = [is_compiled and seq.temperature is not None for seq in sequences]
-        if not any(plain):
-            return self._by_torch(sequences, logits_MV) if sequences else {}
-        if all(plain):
-            return self._by_kernels(sequences, logits_MV)
         found: dict[SequenceState, _Choice] = {}
-        for flag, work in ((True, self._by_kernels), (False, self._by_torch)):
-            places = [at for at, is_plain in enumerate(plain) if is_plain == flag]
-            found |= work([sequences[at] for at in places], logits_MV[torch.tensor(places)])
+        for flag, choose in ((True, self._by_kernels), (False, self._by_torch)):
+            places = [place for place, is_plain in enumerate(plain) if is_plain == flag]
+            if places:
+                rows_MV = logits_MV if len(places) == len(plain) else logits_MV[torch.tensor(places)]
+                found |= choose([sequences[place] for place in places], rows_MV)
         return found
 
     def _by_kernels(self, sequences: Sequence[SequenceState], logits_MV: Tensor) -> dict[SequenceState, _Choice]:
-        """Where nothing but a temperature is set."""
+        """Choice by the compiled kernels, for sequences with no parameter but a temperature."""
         assert self._runner.native is not None
         chosen = choose_tokens(
             self._runner.native.library,
@@ -397,7 +391,7 @@ class _Chooser:
         return {seq: _Choice(token, logprob, None) for seq, token, logprob in found}
 
     def _by_torch(self, sequences: Sequence[SequenceState], logits_MV: Tensor) -> dict[SequenceState, _Choice]:
-        """Whatever the settings."""
+        """Choice by `stretto.engine.sampling`, for all parameters."""
         rows = [seq.sampling for seq in sequences]
         logp_MV = process(
             logits_MV,
@@ -418,13 +412,13 @@ class _Chooser:
 
 
 def _score_prompt(seq: SequenceState, end: int, logits_MV: Tensor) -> None:
-    """Add what the logits of the positions before ``end`` say about the prompt tokens that follow them."""
+    """Append log-probabilities of prompt tokens; ``logits_MV`` are those of the last positions before ``end``."""
     first = end - len(logits_MV)
-    known = len(seq.prompt_log_probs)
-    positions = range(max(first, known), min(end, seq.num_prompt - 1))
+    num_known = len(seq.prompt_log_probs)
+    positions = range(max(first, num_known), min(end, seq.num_prompt - 1))
     if not positions:
         return
-    assert positions.start == known, f"prompt log-probabilities {known} to {positions.start} were left out"
+    assert positions.start == num_known, f"prompt log-probabilities {num_known} to {positions.start} are missing"
     rows_MV = logits_MV[positions.start - first : positions.stop - first]
     ids_M = torch.tensor([seq.tokens[position + 1] for position in positions], device=logits_MV.device)
     logp_MV = rows_MV.log_softmax(-1)

@@ -1,11 +1,11 @@
-"""Grammar-constrained decoding: the set of tokens that may come next.
+"""Grammar-constrained decoding: the set of tokens that a grammar allows next.
 
-A thin layer over llguidance: a parser over bytes and a trie of the vocabulary, so it needs no table for each grammar
-and works with any tokenizer. Imports no torch.
+A thin layer over llguidance, which combines a parser over bytes with a trie of the vocabulary, so it needs no table per
+grammar and works with any tokenizer. Imports no torch.
 
-Grammars come from strangers, and no limit of the library's own bounds what reading one costs: a schema of a kilobyte can
-take 20 s and gigabytes, one of 60 KB overflows the stack. So each is tried in a process of its own first, and read here
-only when that went well. What a mask costs is bounded by the library (items of one mask) and by us (processor time).
+Clients can send any grammar, and the library does not limit the cost of reading one: a schema of a kilobyte can
+take 20 s and gigabytes, and one of 60 KB overflows the stack. Each grammar is therefore tried in a separate process first, and read
+here only if the trial succeeds. The cost of a mask is limited by the library (number of items) and here (processor time).
 Shape letters: W words of 32 tokens.
 """
 
@@ -29,32 +29,32 @@ from stretto.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 NUM_COMPILED = 64
-"""Grammars kept compiled, most recently used: agents send the same few schemas over and over."""
+"""Largest number of compiled grammars in the cache; agents send the same few schemas again and again."""
 MAX_CHARS = 1 << 18
-"""Of a grammar's text."""
+"""Largest length of a grammar's text, in characters."""
 MAX_TRIALS = 16
-"""Grammars that wait to be tried; a further one is told to come back."""
+"""Largest number of grammars that wait for their trial; further ones are refused for the moment."""
 TRIAL_S = 2.0
-"""Processor seconds that it may take to read a grammar and compute its first mask."""
+"""Longest processor time for reading a grammar and computing its first mask, in seconds."""
 _TRIAL_BYTES, _TRIAL_STACK = 1 << 30, 1 << 20
-"""Far below the stack of any thread here, so that what passed the trial passes."""
+"""Limits of the trial process. Its stack is far smaller than that of any thread here, so a grammar that passes cannot overflow it."""
 MASK_S, MASK_PATIENCE_S = 0.002, 0.2
-"""Processor seconds a token that a grammar may take on average, and how far it may exceed that. With a vocabulary of
+"""Longest mean processor time per token, and largest excess over that mean, in seconds. With a vocabulary of
 100,000, schemas take a hundredth of it and broad regular expressions half."""
 WHITESPACE = r" |\n[ \t]{0,16}"
-"""Between the parts of JSON: a space, or a new line and its indentation. Without a limit a small model may produce
-whitespace until it runs out of tokens."""
+"""Whitespace between the parts of JSON: a space, or a new line with indentation. Without a limit a small model can produce
+whitespace until its last token."""
 _LIMITS = LLParserLimits(step_max_items=10_000, max_lexer_states=20_000, verbose_errors=False)
-"""Items of a mask: the library's default lets an ambiguous grammar take seconds. States: each takes 1-2 kB, of each sequence."""
+"""Items per mask: with the library's default, an ambiguous grammar takes seconds. Lexer states: each takes 1-2 kB per sequence."""
 
 
 class GrammarCompiler:
-    """Grammars of one tokenizer, for any thread. Keep one for each engine: reading a large vocabulary takes about a second."""
+    """Compiles grammars for one tokenizer. Thread-safe. One per engine, because reading a large vocabulary takes about a second."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """
         Raises:
-            UserError: llguidance does not know how this tokenizer spells bytes.
+            UserError: llguidance does not support the byte encoding of this tokenizer.
         """
         spelling = tokenizer.rust.to_str(), tokenizer.vocab_size, tokenizer.eos_id
         try:
@@ -65,20 +65,20 @@ class GrammarCompiler:
             ) from None
         self._eos_id = tokenizer.eos_id
         self._vocab = tokenizer.vocab_size
-        self._compiled: OrderedDict[Grammar, LLMatcher | str] = OrderedDict()  # or why it is refused
+        self._compiled: OrderedDict[Grammar, LLMatcher | str] = OrderedDict()  # matchers, or the reason for a refusal
         self._lock = threading.Lock()
         self._trial = LimitedProcess("stretto.engine.grammar", json.dumps(spelling).encode(), limit_s=TRIAL_S)
         self._trials = threading.BoundedSemaphore(MAX_TRIALS)
 
     def compile(self, grammar: Grammar, end_ids: Sequence[int] = (), source: str = "request") -> GrammarState:
-        """The state before the first token. One that is not kept takes up to seconds, without holding Python's lock.
+        """The grammar's state before the first token. Takes up to seconds, without Python's lock, if it is not in the cache.
 
         Args:
-            end_ids: tokens that end a completion beside the tokenizer's own end.
-            source: what a message says the grammar came from.
+            end_ids: tokens that end a completion, in addition to the tokenizer's end token.
+            source: origin of the grammar, for error messages.
 
         Raises:
-            UserError: it cannot be read, costs too much, or nothing matches it. QueueFull: too many wait to be read.
+            UserError: the grammar is invalid, too expensive, or matches no text. QueueFull: too many grammars wait for their trial.
         """
         outside = [token for token in end_ids if not 0 <= token < self._vocab]
         assert not outside, f"ends {outside} are outside the vocabulary of {self._vocab}"
@@ -101,7 +101,7 @@ class GrammarCompiler:
         return GrammarState(matcher, frozenset((self._eos_id, *end_ids)), self._vocab, source)
 
     def _read(self, grammar: Grammar) -> LLMatcher | str:
-        """The grammar before its first token, or why there is none."""
+        """A matcher before the first token, or the reason why the grammar is refused."""
         if len(grammar.text) > MAX_CHARS:
             return f"{len(grammar.text):,} characters are more than {MAX_CHARS:,}; send a shorter one"
         try:
@@ -111,20 +111,20 @@ class GrammarCompiler:
         if problem:
             return f"{problem}; {_REMEDIES[grammar.kind]}"
         matcher = LLMatcher(self._tokenizer, _definition(grammar), log_level=0, limits=_LIMITS)
-        matcher.compute_bitmask()  # the first mask is the dearest: what it builds is in every copy
+        matcher.compute_bitmask()  # the first mask is the most expensive; copies of the matcher share its tables
         return matcher
 
 
 class GrammarState:
-    """How far one sequence has come in its grammar. Made by `GrammarCompiler.compile`."""
+    """Progress of one sequence in its grammar. Created by `GrammarCompiler.compile`."""
 
     def __init__(self, start: LLMatcher, end_ids: frozenset[int], vocab: int, source: str) -> None:
         self._start = start
         self._matcher = start.deep_copy()
         self._vocab = vocab
         self._source = source
-        self._debt_s = 0.0  # processor time beyond what the tokens so far may take
-        self._end_ids = end_ids  # never given to the library
+        self._debt_s = 0.0  # processor time beyond the mean for the tokens so far
+        self._end_ids = end_ids  # the library never sees them
         self._has_ended = False
         end_words = np.zeros(-(-vocab // 32), dtype=np.uint32)
         for token in end_ids:
@@ -136,12 +136,12 @@ class GrammarState:
         return GrammarState(self._start, self._end_ids, self._vocab, self._source)
 
     def mask(self) -> np.ndarray:
-        """int32 [W]: bit b of word w is set where token 32·w + b may come next; see `stretto.engine.sampling.process`.
+        """int32 [W]: bit b of word w is set if token 32·w + b is allowed next; see `stretto.engine.sampling.process`.
 
-        The end is among them exactly when what was accepted matches the grammar.
+        End tokens are allowed exactly if the accepted text matches the grammar.
 
         Raises:
-            UserError: the grammar is too ambiguous to follow.
+            UserError: the grammar is too ambiguous.
         """
         if self._has_ended:
             return self._ends_W.copy()
@@ -149,10 +149,10 @@ class GrammarState:
         return mask_W | self._ends_W if self._matcher.is_accepting() else mask_W.copy()
 
     def accept(self, token: int) -> bool:
-        """Take the next token; False, and nothing has changed, where it is not allowed.
+        """Accept the next token; False, without a change, if it is not allowed.
 
         Raises:
-            UserError: the grammar is too ambiguous to follow.
+            UserError: the grammar is too ambiguous.
         """
         if token in self._end_ids and (self._has_ended or self._matcher.is_accepting()):
             self._has_ended = True
@@ -164,11 +164,11 @@ class GrammarState:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing but the end may follow, or it has come."""
+        """Whether only the end is allowed, or has been accepted."""
         return self._has_ended or self._matcher.is_stopped()
 
     def _timed(self, work: Callable[[], T]) -> T:
-        """Let the matcher ``work``, within the limits of it."""
+        """Result of ``work`` by the matcher, with its processor time counted against the limit."""
         started_s = time.thread_time()
         result = work()
         self._debt_s += time.thread_time() - started_s
@@ -185,7 +185,7 @@ def _read_tokenizer(spelling: str, vocab: int, eos_id: int) -> LLTokenizer:
 
 
 def _definition(grammar: Grammar) -> str:
-    """The library's own form of a grammar. Raises ValueError where it is none."""
+    """The grammar in the library's format. Raises ValueError: it is invalid."""
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.text)
     if grammar.kind == "lark":
@@ -194,7 +194,7 @@ def _definition(grammar: Grammar) -> str:
         schema = {"type": "object"} if grammar.kind == "json_object" else json.loads(grammar.text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
-    if schema is True:  # the schema of anything; the library takes options beside an object only
+    if schema is True:  # matches everything; the library accepts options only with an object
         schema = {}
     if schema is False:
         raise ValueError("nothing matches the schema false")
@@ -213,12 +213,13 @@ _REMEDIES = {
 
 
 def _one_line(message: object) -> str:
+    """An error message of the library, shortened to one line."""
     line = one_line(re.split("<state>|<non-verbose/>", str(message))[0], 200)
     return "nothing matches it" if line.startswith("NoExtension") else line
 
 
 def _try(setup: bytes) -> Callable[[bytes], bytes]:
-    """Answers a grammar with what is wrong with it; nothing where nothing is."""
+    """Function of the trial process: from a grammar to the reason why it is refused; empty if it is accepted."""
     tokenizer = _read_tokenizer(*json.loads(setup))
 
     def answer(question: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Opening an engine from a folder: a run, a checkpoint of ours, or one of a supported family; memory check."""
+"""Opening an engine from a run folder or a checkpoint folder, with a check of the memory."""
 
 from __future__ import annotations
 
@@ -23,26 +23,25 @@ from stretto.ops.native import Library, load
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
 
 HEADROOM = 0.1
-"""Share of the weights' bytes kept free for activations and the process itself (a guess, generous)."""
+"""Memory for activations and the process itself, as a share of the weights' bytes (a generous guess)."""
 LEAST_LEN = 2048
-"""Positions that a cache must hold to be worth opening an engine with, where a network has as many (ours): a chat of some
-turns."""
+"""Smallest number of positions in a cache, if the network has as many: enough for a chat of several turns (our choice)."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedEngine:
-    """An engine and what its folder says about it."""
+    """An engine, with the metadata of its checkpoint."""
 
     engine: Engine
     tokenizer: Tokenizer | None
     config: ModelConfig
     presets: dict[str, Subnet]
-    """Named Subnets of the network in service; ``full`` is always there."""
+    """Named Subnets of the network in service, always with ``full``."""
     lineage: Lineage | None
     folder: Path
-    """Of the checkpoint."""
+    """Folder of the checkpoint."""
     name: str
-    """Of the run, or of the folder where it is no run's."""
+    """Name of the run, or of the folder if it belongs to no run."""
 
 
 def open_engine(
@@ -57,19 +56,19 @@ def open_engine(
     routes: bool = True,
     library: Library | None = None,
 ) -> OpenedEngine:
-    """Open the network at ``path`` for service.
+    """Open the network at ``path`` for generation.
 
     Args:
-        dtype: of weights and cache; None: fp32 on a CPU, bf16 elsewhere.
-        memory_bytes: what weights and cache may take; the cache gets all that the weights leave, unless ``config`` says how
-            large it is. None: what is free on ``device``, of which the cache gets a share (`pages_within`).
-        cut: serve this Subnet as a network of its own; the rest of the weights is let go after reading.
-        with_tokenizer: False: token ids only, for checkpoints that hold no tokenizer.
-        library: compiled CPU kernels; None: those that the environment asks for (see `stretto.ops.native.load`).
+        dtype: data type of weights and cache; None: fp32 on a CPU, bf16 elsewhere.
+        memory_bytes: memory for weights and cache. The cache gets all memory beside the weights, unless ``config`` has its
+            size. None: the free memory of ``device``, of which the cache gets a share (`pages_within`).
+        cut: extract this Subnet and serve it alone; the other weights are freed after reading.
+        with_tokenizer: False: token ids only, for checkpoints without a tokenizer.
+        library: compiled CPU kernels; None: loaded as the environment says (`stretto.ops.native.load`).
 
     Raises:
-        UserError: no checkpoint there, one that is damaged or unsupported, no tokenizer, or memory that does not
-            suffice (with what would fit).
+        UserError: the checkpoint is missing, damaged or unsupported; the tokenizer is missing; or the memory is too small (the
+            message says what would fit).
     """
     config = config or EngineConfig()
     device = torch.device(device)
@@ -87,37 +86,30 @@ def open_engine(
             "use the tokenizer that the network was trained with"
         )
     available = free_bytes(device) if memory_bytes is None else memory_bytes
-    kept = network if cut is None else extracted_config(network, cut)
-    check_memory(folder, kept, presets if cut is None else {}, config, dtype, available, routes)
+    served = network if cut is None else extracted_config(network, cut)
+    check_memory(folder, served, presets if cut is None else {}, config, dtype, available, routes)
     if memory_bytes is not None and config.cache_bytes is None:
-        config = config.replace(cache_bytes=memory_bytes - _weight_bytes(kept, kept.full(), dtype))
+        config = config.replace(cache_bytes=memory_bytes - _weight_bytes(served, served.full(), dtype))
     checkpoint = read_checkpoint(folder, device=device, dtype=dtype)
     model = checkpoint.model.requires_grad_(False)
     if cut is not None:
         model, presets = extract(model, cut).requires_grad_(False), {}
-    choices = {name: choice.of(model.config) for name, choice in presets.items()}
     if library is None and device.type == "cpu":
         library = load()
-    engine = Engine(
-        model,
-        tokenizer,
-        config,
-        end_ids=generation_ends(folder, model.config.vocab_size),
-        routes=routes,
-        library=library,
-    )
+    end_ids = generation_ends(folder, model.config.vocab_size)
+    engine = Engine(model, tokenizer, config, end_ids=end_ids, routes=routes, library=library)
     name = folder.parent.name if (folder.parent / RUN_FILE).is_file() else folder.resolve().name
-    named = {"full": model.config.full(), **choices}
-    return OpenedEngine(engine, tokenizer, model.config, named, checkpoint.lineage, folder, name)
+    subnets = {"full": model.config.full(), **{name: choice.of(model.config) for name, choice in presets.items()}}
+    return OpenedEngine(engine, tokenizer, model.config, subnets, checkpoint.lineage, folder, name)
 
 
 def generation_ends(folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """Ids that end a completion, as generation_config.json and config.json name them."""
+    """End token ids in generation_config.json and config.json."""
     ends: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         tree: Any = read_json(folder / name) if (folder / name).is_file() else {}
-        named = tree.get("eos_token_id") if isinstance(tree, dict) else None
-        ends.update(named if isinstance(named, list) else [] if named is None else [named])
+        ids = tree.get("eos_token_id") if isinstance(tree, dict) else None
+        ends.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
     return tuple(sorted(end for end in ends if 0 <= end < vocab_size))
 
 
@@ -130,10 +122,10 @@ def check_memory(
     available: int,
     routes: bool,
 ) -> None:
-    """Refuse an engine that would not fit into ``available`` bytes, before anything large is read.
+    """Check that weights and cache fit into ``available`` bytes, before anything large is read.
 
     Raises:
-        UserError: with the sizes, and what would fit.
+        UserError: they do not fit. The message has the sizes, and a configuration that would fit.
     """
     weights, cache = _weight_bytes(network, network.full(), dtype), _cache_bytes(network, config, dtype, routes)
     if weights + cache <= available:
@@ -158,13 +150,13 @@ def check_memory(
 
 
 def least_bytes(network: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
-    """What the weights take with the cache that ``config`` asks for, or the least one; with less, `check_memory` refuses."""
+    """Smallest memory for which `check_memory` raises no error: weights, and the cache that ``config`` needs."""
     return _weight_bytes(network, network.full(), dtype) + _cache_bytes(network, config, dtype, routes=True)
 
 
 def _cache_bytes(network: ModelConfig, config: EngineConfig, dtype: torch.dtype, routes: bool) -> int:
-    """Of the cache that ``config`` asks for. Where it leaves that open: of the least, which holds one sequence of ``max_len``,
-    or of `LEAST_LEN` where that is open too."""
+    """Size of the cache in ``config``. If ``config`` has no size: that of the smallest cache, for one sequence of ``max_len``, or
+    of `LEAST_LEN` if that is not set either."""
     page_bytes = KvPool.bytes_per_page(network, dtype, config.page_size, routes)
 
     def holding(num_tokens: int) -> int:

@@ -1,6 +1,6 @@
 """Input and output records of the engine. Imports no torch.
 
-A request is token ids, never text: what was sampled is never tokenised again.
+A request is token ids, never text, so sampled tokens are never tokenised again.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from stretto.base.errors import UserError
 from stretto.model.spec import Subnet
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
-"""``timeout``: it waited for a place in the batch longer than it may."""
+"""``timeout``: the request waited longer than ``max_wait_s`` for a place in the batch."""
 VERSIONS = range(-(1 << 63), 1 << 63)
-"""Numbers that weights may have."""
+"""Allowed weight versions."""
 MAX_IDS = 4096
-"""Token ids that one request may name in ``logit_bias`` or ``stop_ids``: each is looked at in every step, for all to wait."""
+"""Largest number of token ids in ``logit_bias`` or ``stop_ids`` of a request: every id costs time in each step of the batch."""
 GREEDY_BELOW = 1e-5
-"""Temperatures under this are greedy, as in vLLM: dividing logits by them would overflow."""
+"""Temperatures below this are greedy, as in vLLM: logits divided by them would overflow."""
 
 
 class Grammar(Config):
@@ -30,62 +30,63 @@ class Grammar(Config):
 
     kind: Literal["json_schema", "json_object", "regex", "lark"]
     text: str = ""
-    """The schema as JSON, the expression or the grammar; nothing for ``json_object``."""
+    """The JSON Schema, regular expression or Lark grammar; empty for ``json_object``."""
 
 
 class Sampling(Config):
-    """How tokens are chosen. The defaults sample from the model's own distribution."""
+    """Sampling parameters. The defaults sample from the model's own distribution."""
 
     temperature: float = Field(default=1.0, ge=0, le=100)
     """0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
-    """0 keeps all."""
+    """0 keeps all tokens."""
     min_p: float = Field(default=0.0, ge=0, le=1)
-    """Least probability kept, as a share of the most probable token's."""
+    """Lowest probability that is kept, relative to that of the most probable token."""
     repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
-    """Divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL, 1909.05858)."""
+    """Divides positive and multiplies negative logits of tokens that occur in prompt or output (CTRL, 1909.05858)."""
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """Subtracted from the logits of tokens that occur in the output, as OpenAI defines it."""
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    """Both look at the output only, as OpenAI defines them."""
+    """Subtracted from the logits of tokens, times their number in the output, as OpenAI defines it."""
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict, max_length=MAX_IDS)
     """Added to the logits of these token ids; -100 bans a token and 100 forces it, as in OpenAI's API."""
     seed: int | None = None
-    """None: drawn for the request and reported in the completion. The same seed and request give the same tokens."""
+    """Seed of the random numbers; None: a random seed, reported in the completion. Equal seed and request give equal tokens."""
     max_tokens: int = Field(default=16, gt=0)
     min_tokens: int = Field(default=0, ge=0)
-    """End tokens and stop strings count only after this number of tokens."""
+    """Number of tokens before which end tokens and stop strings have no effect."""
     stop: tuple[str, ...] = ()
     """Strings that end the completion; they are not part of its text."""
     stop_ids: tuple[int, ...] = Field(default=(), max_length=MAX_IDS)
-    """Token ids that end it, beside the tokenizer's own end; the token is part of the ids, not of the text."""
+    """Token ids that end the completion, in addition to the tokenizer's end token; part of the token ids, not of the text."""
     ignore_eos: bool = False
     n: int = Field(default=1, gt=0, le=128)
-    """Completions of the one prompt; choice i samples with seed + i."""
+    """Number of completions (choices) of the prompt; choice i samples with seed + i."""
     top_logprobs: int = Field(default=0, ge=0, le=20)
-    """Most probable alternatives reported beside each token."""
+    """Number of most probable alternatives reported for each token."""
     prompt_logprobs: bool = False
-    """Report the log-probability of each prompt token too (the first has none)."""
+    """Report the log-probability of each prompt token as well, except the first."""
     grammar: Grammar | None = None
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most probable token is taken."""
+        """Whether the most probable token is chosen."""
         return self.temperature < GREEDY_BELOW
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the tokens so far change the logits."""
+        """Whether earlier tokens change the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def has_filters(self) -> bool:
-        """Whether some tokens are left out of the draw. Greedy rows never filter: their most probable token stays."""
+        """Whether top-k, top-p or min-p exclude tokens; False for greedy sampling, where they have no effect."""
         return (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0) and not self.is_greedy
 
     @property
     def plain_temperature(self) -> float | None:
-        """The temperature (0: greedy) where nothing else comes between a row's logits and its token, else None."""
+        """The temperature (0: greedy) if no other option changes the distribution, else None."""
         if self.grammar is not None or self.min_tokens or self.logit_bias or self.top_logprobs:
             return None
         if self.has_penalties or self.has_filters:
@@ -93,10 +94,10 @@ class Sampling(Config):
         return 0.0 if self.is_greedy else self.temperature
 
     def check(self, vocab: int, source: str) -> None:
-        """Refuse what the vocabulary rules out, before a request joins a batch.
+        """Check token ids against the size of the vocabulary.
 
         Raises:
-            UserError: a token id of ``logit_bias`` or ``stop_ids`` is no token.
+            UserError: a token id in ``logit_bias`` or ``stop_ids`` is outside the vocabulary.
         """
         for name, ids in (("logit_bias", self.logit_bias), ("stop_ids", self.stop_ids)):
             if wrong := [token for token in ids if not 0 <= token < vocab]:
@@ -105,13 +106,13 @@ class Sampling(Config):
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Which Subnet runs when. A later phase reads the cache of the earlier ones, so its layers must be among theirs."""
+    """Subnets of prompt, thinking and answer. A later phase reads the cache of earlier ones, so it cannot have more layers."""
 
     answer: Subnet
     prefill: Subnet | None = None
-    """For the prompt; None: as what follows it."""
+    """Subnet of the prompt; None: that of the phase after it."""
     thinking: Subnet | None = None
-    """For generated tokens up to and including ``thinking_end``; None: as the answer."""
+    """Subnet of generated tokens up to and including ``thinking_end``; None: that of the answer."""
     thinking_end: int | None = None
     """Token id that ends the thinking phase."""
 
@@ -121,7 +122,7 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt to complete. Written by whoever asks (server, agent loop, command line)."""
+    """One prompt to complete. Written by a client of the engine (server, RL engine role, command line)."""
 
     id: str
     """Unique among the requests in flight."""
@@ -130,11 +131,11 @@ class Request:
     sampling: Sampling
     phases: Phases
     want_routes: bool = False
-    """Return the experts each token chose, for rollout router replay."""
+    """Return the experts of each token, for routing replay."""
     visible_ids: frozenset[int] = frozenset()
-    """Special tokens that are part of the text all the same, because its reader looks for them."""
+    """Special tokens that are included in the text, because its reader looks for them."""
     client: str = ""
-    """Who asks: clients take turns for places in the batch."""
+    """Name of the client; clients take turns for places in the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,21 +144,21 @@ class TopLogprob:
 
     token: int
     logprob: float
-    """Nats, processed: after penalties, grammar, temperature and filters."""
+    """Processed log-probability, nats: after penalties, grammar, temperature and filters."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One token of one choice. Written by the engine as soon as it is final."""
+    """One token of one choice. Written by the engine as soon as the token is final."""
 
     request_id: str
     index: int
-    """Which of the request's n choices."""
+    """Index of the choice within the request."""
     token: int
     logprob: float
-    """Nats, processed, fp32."""
+    """Processed log-probability, nats, fp32."""
     text: str
-    """What this token adds to the visible text; held back while it may belong to a stop string or half a character."""
+    """Text that this token adds; withheld while it may be part of a stop string or of an incomplete character."""
     weight_version: int
     top: tuple[TopLogprob, ...] = ()
 
@@ -171,87 +172,88 @@ class Usage:
     """Prompt tokens whose keys and values were in the prefix cache."""
     output_tokens: int
     flops: int
-    """Of the tokens computed for it, recomputation after a preemption included."""
+    """FLOPs of all tokens computed for this choice, including recomputation after a preemption."""
     subnet: str
-    """Label of the Subnet of the answer."""
+    """Label of the answer's Subnet."""
     queued_s: float
-    """From arrival to the first step it was part of."""
+    """Seconds from arrival to the first step that computes the choice."""
     first_token_s: float
-    """From arrival to its first token."""
+    """Seconds from arrival to the first token."""
     total_s: float
+    """Seconds from arrival to the end."""
     num_preemptions: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """One finished choice. Written by the engine; everything that RL needs is in it."""
+    """One finished choice, with everything that RL needs. Written by the engine."""
 
     request_id: str
     index: int
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
-    """Sampled ids, an ending id included."""
+    """Sampled token ids, including an end token."""
     logprobs: np.ndarray
     """fp32 [T], processed log-probability of each sampled token, nats."""
     versions: np.ndarray
-    """int64 [T], weight version each token was sampled under."""
+    """int64 [T], weight version with which each token was sampled."""
     text: str
     finish_reason: FinishReason
     stop: str | int | None
-    """The stop string or id that ended it."""
+    """The stop string or token id that ended the choice."""
     seed: int
     usage: Usage
     top: tuple[tuple[TopLogprob, ...], ...] = ()
     prompt_logprobs: np.ndarray | None = None
-    """fp32 [P − 1], of prompt tokens 1…P − 1, unprocessed (temperature 1, no penalties)."""
+    """fp32 [P − 1], log-probabilities of prompt tokens 1…P − 1, nats, unprocessed (temperature 1, no penalties)."""
     prompt_top: tuple[tuple[TopLogprob, ...], ...] = ()
-    """Of the same tokens: the most probable ones in their places; as many as ``top_logprobs`` says."""
+    """``top_logprobs`` most probable tokens at the places of prompt tokens 1…P − 1."""
     routes: np.ndarray | None = None
-    """uint8 or uint16 [P + T − 1, L, K]: experts chosen by each token that was computed, by MoE layer of the maximum
-    network. The last sampled token was never computed and has no row. The dtype's largest value: no expert (the layer
+    """uint8 or uint16 [P + T − 1, L, K]: experts chosen by each computed token, by MoE layer of the maximum
+    network. The last sampled token was not computed and has no row. The largest value of the type means no expert (the layer
     was skipped, or the token's top-k is smaller)."""
     error: str | None = None
-    """Why, for the finish reasons ``error`` and ``timeout``."""
+    """Error message, for the finish reasons ``error`` and ``timeout``."""
     is_refused: bool = False
-    """The error is the request's own fault: its grammar cannot be followed."""
+    """True if the request caused the error, for example by a grammar that no text can match."""
 
 
 Event = TokenEvent | Completion
 
 
 class EngineConfig(Config):
-    """Sizes of an engine."""
+    """Sizes and options of an engine."""
 
     page_size: int = Field(default=16, gt=0)
-    """Tokens a cache page holds."""
+    """Tokens per cache page."""
     num_pages: int | None = Field(default=None, gt=0)
-    """None: as many as fit into ``cache_bytes``."""
+    """Number of cache pages; None: as many as fit into ``cache_bytes``."""
     cache_bytes: int | None = Field(default=None, gt=0)
-    """None: a share of what is free beside the weights (`stretto.engine.runner.pages_within`)."""
+    """Size of the cache; None: a share of the free memory (`stretto.engine.runner.pages_within`)."""
     max_batch: int = Field(default=64, gt=0)
-    """Sequences computed at once."""
+    """Largest number of sequences computed at once."""
     max_step_tokens: int = Field(default=1024, gt=0)
-    """Tokens of one step, over all sequences; longer prompts are computed in chunks."""
+    """Largest number of tokens of one step, over all sequences; longer prompts are computed in chunks."""
     max_len: int | None = Field(default=None, gt=0)
-    """Prompt and completion together; None: the network's positions, or what the cache holds where that is less."""
+    """Largest length of prompt and completion together; None: the network's positions, or the size of the cache if it is less."""
     max_waiting: int = Field(default=4096, gt=0)
-    """Requests queued before further ones are refused."""
+    """Largest number of waiting requests; further ones are refused."""
     max_wait_s: float | None = Field(default=None, gt=0)
     """Longest wait of a request for its first step, in seconds; then it ends with the reason ``timeout``. None: no limit."""
     max_step_s: float | None = Field(default=600.0, gt=0)
-    """Longest that one step, or one command between two steps, may take; then the engine counts as hung and ends. None: no limit.
-    The first steps may compile kernels, which takes minutes on a GPU."""
+    """Longest time of one step, or of one command between two steps, in seconds; then the engine counts as hung and ends. None: no
+    limit. The first steps may compile kernels, which takes minutes on a GPU."""
     prefix_cache: bool = True
     precision: Literal["fp32", "bf16", "fp8"] = "fp32"
-    """Of the products with weights, as the trainer's operators understand it; ``fp32`` is the weights' own dtype."""
+    """Precision of products with weights, as in `stretto.ops.matmul`; ``fp32`` is the data type of the weights."""
     batch_invariant: bool = False
     """A token's logits do not depend, to the bit, on the batch, the chunking or the cache. Slow, and needs fp32 weights."""
     fast_prefill: bool = False
-    """On a CPU: steps of many tokens go through torch's matrix library instead of the compiled kernels, which is faster for
-    large networks in fp32, and in bf16 where the processor has no matrix unit. A token's result then depends on which of the two
-    computed it, and so on what else is in the batch."""
+    """On a CPU: compute steps of many tokens with torch's matrix library instead of the compiled kernels. Faster for
+    large networks in fp32, and in bf16 if the processor has no matrix unit. A token's result then depends on which of the two
+    computed it, and so on the rest of the batch."""
     cuda_graphs: bool = True
-    """On a GPU, launch a step that decodes as one; takes memory for each size of a batch. In plain arithmetic alone."""
+    """On a GPU, in plain arithmetic: launch a decoding step as one CUDA graph. Takes memory for each size of a batch."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -266,18 +268,18 @@ class QueueFull(RuntimeError):  # noqa: N818 - a state of the engine, not a faul
 
 @dataclass(slots=True)
 class EngineStats:
-    """State of an engine at one moment. The engine counts in one and hands out copies, to metrics and elasticity."""
+    """State of an engine at one moment, for metrics and elastic serving. Written by the engine."""
 
     num_running: int
     num_waiting: int
     num_pages: int
     num_free_pages: int
-    """Free, or cached and not in use."""
+    """Pages that are free, or cached and not in use."""
     num_cached_pages: int
     max_len: int
-    """Prompt and completion of one request that the cache holds, tokens."""
+    """Largest length of prompt and completion together that the cache holds, in tokens."""
     cache_bytes: int
-    """Of keys, values and routes, in use or not."""
+    """Size of keys, values and routes, in use or not."""
     is_batch_invariant: bool
     """A token's result does not depend, to the bit, on what else is computed, on chunking, caching or preemption."""
     weight_version: int
@@ -288,8 +290,8 @@ class EngineStats:
     output_tokens: int = 0
     num_preemptions: int = 0
     num_timeouts: int = 0
-    """Requests that found no place in the batch within ``max_wait_s``."""
+    """Requests without a place in the batch after ``max_wait_s``."""
     busy_s: float = 0.0
-    """Since the start, in steps. Written by `AsyncEngine`; 0 for an engine without one."""
+    """Seconds spent in steps since the start. Written by `AsyncEngine`; 0 for an engine without one."""
     kernels: dict[str, str] = field(default_factory=dict)
-    """Operator -> the implementation that runs it."""
+    """Kind of step or operator -> its implementation."""

@@ -1,7 +1,7 @@
 """The runner: a model's weights and cache tensors on one device, and the computation of steps.
 
-Shape letters: L layers (of the pool of routes: MoE layers), P pages, Z tokens a page, G key/value heads, C head width,
-K route slots, N tokens of a step, M tokens whose logits are wanted, V vocabulary, T positions of a sequence.
+Shape letters: L layers (MoE layers in routes), P pages, Z tokens per page, G key/value heads, C head width,
+K route slots, N tokens of a step, M tokens with returned logits, V vocabulary, T positions of a sequence.
 """
 
 from __future__ import annotations
@@ -28,19 +28,18 @@ from stretto.ops.memory import free_bytes
 from stretto.ops.native import DTYPES, Library
 
 MAX_NATIVE_TOKENS = 128
-"""Longest step that the compiled kernels compute where prompts are to be fast; longer ones multiply faster through torch's
-matrix library."""
+"""Most tokens of a step for the compiled kernels with ``fast_prefill``; torch's matrix library computes longer steps faster."""
 CPU_SHARE, GPU_SHARE = 0.5, 0.9
-"""Of the memory that is free beside the weights, what the cache takes unless told otherwise. A machine has other work, and
-keeps the files that are read in what is left; a GPU is ours but for the activations of a step (as in vLLM)."""
+"""Default size of the cache as a share of the memory that is free after loading the weights. A CPU's memory also serves other
+programs and the file cache; a GPU's memory only activations, as in vLLM."""
 
 
 def pages_within(model: Transformer, config: EngineConfig, max_len: int, routes: bool) -> int:
-    """Cache pages that ``config.cache_bytes`` pay for, or a share of what is free now that the weights are there; at most
-    twice what a full batch of sequences of ``max_len`` needs.
+    """Number of cache pages that fit into ``config.cache_bytes``, or into a share of the free memory; at most
+    twice the number that a full batch of sequences of ``max_len`` needs.
 
     Raises:
-        UserError: not even one page fits, or not one sequence of the ``max_len`` that the configuration asks for.
+        UserError: not even one page fits, or not one sequence of the configured ``max_len``.
     """
     weight = model.embedding.weight
     page_bytes = KvPool.bytes_per_page(model.config, weight.dtype, config.page_size, routes)
@@ -49,7 +48,7 @@ def pages_within(model: Transformer, config: EngineConfig, max_len: int, routes:
     if budget is None:
         share = CPU_SHARE if weight.device.type == "cpu" else GPU_SHARE
         budget = int(share * free_bytes(weight.device))
-        if config.max_len is not None:  # asked for, so the share is not what counts
+        if config.max_len is not None:  # configured, so the cache may exceed the share
             budget = max(budget, num_needed * page_bytes)
     num_pages = min(budget // page_bytes, 2 * config.max_batch * num_needed)
     if num_pages < 1:
@@ -63,19 +62,19 @@ def pages_within(model: Transformer, config: EngineConfig, max_len: int, routes:
 
 
 def _why_torch(library: Library | None, model: Transformer, arithmetic: Arithmetic) -> str:
-    """Why the compiled kernels do not run; empty where they do."""
+    """Reason why torch computes and not the compiled kernels; empty if the kernels do."""
     device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
     if not arithmetic.is_plain:
         return "batch-invariant" if arithmetic.batch_invariant else f"in {arithmetic.precision}"
     if device.type != "cpu":
         return f"on {device.type}"
     if library is None or library.handle is None:
-        return "no kernels were asked for" if library is None else library.reason
+        return "no kernels were loaded" if library is None else library.reason
     return why_not(model.config) if dtype in DTYPES else f"no kernels for {dtype}"
 
 
 class Runner:
-    """Computes steps of one model, on its device and in its dtype. The model is the runner's from then on."""
+    """Computes steps of one model, on its device and in its data type. No other code may change the model afterwards."""
 
     def __init__(
         self,
@@ -92,11 +91,11 @@ class Runner:
     ):
         """
         Args:
-            subnets: what the numbers in chunks stand for.
-            library: compiled kernels, for a CPU and plain arithmetic; without it, every operator is torch's.
-            max_native_tokens: of a step that they compute; None: any, so that no token depends, to the bit, on what is
-                computed beside it. The two ways round differently, above all in bf16.
-            cuda_graphs: steps that decode go through `DecodeGraphs` where torch computes, in plain arithmetic.
+            subnets: Subnets by their numbers in chunks.
+            library: compiled kernels, for a CPU and plain arithmetic; None: torch computes.
+            max_native_tokens: most tokens of a step that the kernels compute; None: no limit, so no token depends, to the bit,
+                on the rest of the batch. Kernels and torch round differently, mostly in bf16.
+            cuda_graphs: use `DecodeGraphs` for decoding steps, if torch computes in plain arithmetic.
         """
         device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
         assert not arithmetic.batch_invariant or dtype == torch.float32, (
@@ -105,7 +104,7 @@ class Runner:
         self.model, self.config = model, model.config
         self._why_torch = _why_torch(library, model, arithmetic)
         has_graphs = cuda_graphs and bool(self._why_torch) and arithmetic.is_plain
-        # graphs take a page beside those that are handed out
+        # graphs need one page that the allocator does not know
         self.pool = KvPool.allocate(self.config, num_pages + has_graphs, page_size, dtype, device, routes)
         self._subnets, self._arithmetic, self._max_native_tokens = subnets, arithmetic, max_native_tokens
         self.native: NativeForward | None = None
@@ -117,12 +116,12 @@ class Runner:
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether a token's result does not depend, to the bit, on what is computed beside it, nor on chunks or pages."""
+        """Whether a token's result does not depend, to the bit, on the rest of the batch, on chunks or on pages."""
         return self._arithmetic.batch_invariant or (self.native is not None and self._max_native_tokens is None)
 
     @property
     def kernels(self) -> dict[str, str]:
-        """Kind of step -> the implementation that runs it, and why where it is the slower one."""
+        """Kind of step -> its implementation, with the reason if it is the slower one."""
         most = self._max_native_tokens
         native = "native" if most is None else f"native (up to {most} tokens a step)"
         decode = f"torch ({self._why_torch})" if self._why_torch else native
@@ -135,18 +134,18 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk], want_routes: bool) -> Tensor:
-        """Compute ``chunks``: keys, values and (``want_routes``) routes go to the pool, replacing what was there.
+        """Compute ``chunks``, and write keys, values and (``want_routes``) routes to the cache.
 
-        A chunk may begin anywhere, also at positions computed before; what lies before it must be in the pool, and what
-        lies behind it is forgotten. No two chunks may write the same place.
+        A chunk may begin at any position, also at one that was computed before: earlier positions must be in the cache, and
+        later ones become invalid. Two chunks must not write to the same place.
 
         Returns:
-            fp32 logits [M, V], chunk by chunk in the caller's order, positions rising.
+            fp32 logits [M, V], chunk by chunk in the caller's order, in order of positions.
         """
         assert chunks, "a step without chunks"
         for chunk in chunks:
             assert 0 <= chunk.num_logits <= len(chunk.tokens) and chunk.tokens, f"chunk {chunk}"
-        assert not want_routes or self.pool.routes_PZLK is not None, "the pool has no room for routes"
+        assert not want_routes or self.pool.routes_PZLK is not None, "the cache stores no routes"
         self._clear(chunks)
         num_tokens = sum(len(chunk.tokens) for chunk in chunks)
         if self.native is not None and num_tokens <= (self._max_native_tokens or num_tokens):
@@ -156,10 +155,10 @@ class Runner:
         return self._torch.forward(chunks, want_routes)
 
     def _clear(self, chunks: Sequence[Chunk]) -> None:
-        """Zero each last page that a chunk begins and does not fill, where torch may read it before it is full.
+        """Set to zero each last page that a chunk begins and does not fill, if torch may read it before it is full.
 
-        torch attends to whole pages and masks what lies beyond a token. A key or value there that is no finite number,
-        from a sequence that had the page before, would spoil the sum all the same: of everybody, until the page is full.
+        torch attends to whole pages and masks later positions. If a masked key or value from an earlier owner of the page is NaN,
+        the sums of all sequences that read the page would be NaN.
         """
         if self.native is not None and self._max_native_tokens is None:
             return
@@ -172,19 +171,19 @@ class Runner:
                     tensor.index_fill_(1, pages, 0.0)
 
     def read_routes(self, pages: Sequence[int], start: int, end: int) -> np.ndarray:
-        """Routes [T, L, K] of positions ``start`` to ``end`` of the sequence whose page table is ``pages``; a copy."""
+        """Copy of the routes [T, L, K] of positions ``start`` to ``end`` of a sequence with the page table ``pages``."""
         pool = self.pool.routes_PZLK
-        assert pool is not None, "the pool has no room for routes"
+        assert pool is not None, "the cache stores no routes"
         positions, page_size = np.arange(start, end), pool.shape[1]
         slots = np.asarray(pages, np.int64)[positions // page_size] * page_size
         slots_T = torch.from_numpy(slots + positions % page_size).to(pool.device)
         return pool.flatten(0, 1).index_select(0, slots_T).cpu().numpy()
 
     def load_weights(self, state: Mapping[str, Tensor]) -> None:
-        """Copy ``state`` (names and shapes of the model's state dict) into the weights in place. All or nothing.
+        """Copy ``state`` (names and shapes of the model's state dict) into the weights, in place.
 
         Raises:
-            UserError: a name is missing or unknown, or a shape differs; nothing was changed then.
+            UserError: a name is missing or unknown, or a shape differs; the weights are unchanged.
         """
         own = self.model.state_dict()
         for name in own.keys() | state.keys():
@@ -203,15 +202,15 @@ class Runner:
         fresh = TorchForward(self.model, self._subnets, self.pool, self._arithmetic)
         if self._graphs is None:
             self._torch = fresh
-        else:  # graphs know addresses
+        else:  # graphs contain addresses of tensors
             with torch.inference_mode():
                 self._torch.refresh(fresh)
 
 
 def state_checksum(state: Mapping[str, Tensor]) -> str:
-    """XXH3 of 128 bits over names, types, shapes and bytes of all tensors, in order of name.
+    """XXH3 (128 bits) of names, types, shapes and bytes of all tensors, in order of name.
 
-    Against damage, not against malice: it is taken of all weights at every step of a run, on both ends, and a
+    It detects damage, not manipulation. Trainer and engines compute it for all weights in every step of an RL run, and a
     cryptographic hash would take a hundred times as long.
     """
     digest = xxhash.xxh3_128()
@@ -225,13 +224,13 @@ def state_checksum(state: Mapping[str, Tensor]) -> str:
 def read_weights(
     source: Mapping[str, Tensor] | Path | str, config: ModelConfig, checksum: str | None
 ) -> Mapping[str, Tensor]:
-    """The state dict of ``source``, a state dict already or a checkpoint folder, for a network of ``config``.
+    """State dict of ``source`` (a state dict or a checkpoint folder) for a network of ``config``. Thread-safe.
 
     Args:
-        checksum: `state_checksum` of a state dict, or the ``weights_hash`` of a folder's lineage; None: not checked.
+        checksum: `state_checksum` of a state dict, or the ``weights_hash`` in a folder's lineage; None: not checked.
 
     Raises:
-        UserError: another checksum, another network, or a checkpoint that cannot be read.
+        UserError: a wrong checksum, a checkpoint of another network, or one that cannot be read.
     """
     if isinstance(source, Mapping):
         if checksum is not None:
@@ -250,6 +249,6 @@ def read_weights(
     return read_checkpoint(folder).model.state_dict()
 
 
-def _refuse_other(found: str | None, wanted: str, source: str) -> None:
-    if found != wanted:
-        raise UserError(f"{source}: checksum: is {found}, {wanted} was announced; send the weights again")
+def _refuse_other(found: str | None, expected: str, source: str) -> None:
+    if found != expected:
+        raise UserError(f"{source}: checksum: is {found}, {expected} was announced; send the weights again")

@@ -1,19 +1,19 @@
 """Sampling: logits processors, the choice of tokens, and random numbers.
 
 Order of the processors: grammar mask, logit bias, repetition, frequency and presence penalty, end tokens before
-``min_tokens``, temperature, top-k, top-p, min-p. It is that of transformers. vLLM's is the same but for min-p, which it
-applies before top-k and top-p (its V1 sampler); the two differ only where a row sets both top-p and min-p. A mask of -inf
+``min_tokens``, temperature, top-k, top-p, min-p, as in transformers. vLLM's V1 sampler has the same order, except that min-p
+comes before top-k and top-p; the two differ only for rows with both top-p and min-p. A mask of -inf
 commutes with bias and penalties, so grammar and ``min_tokens`` are one mask here.
 
-- Top-k keeps the k most probable tokens; top-p the fewest most probable ones that together have at least that share
-  of what top-k left; min-p those with at least that share of the most probable token's probability. Each is a
-  threshold: a token as probable as the last one kept is kept too, so the result does not hang on the order of a sort.
-- A greedy row is not filtered, and its log-probabilities are those of temperature 1 after mask, bias and penalties.
-- Where a grammar allows nothing but the end, it may end before ``min_tokens``.
-- A row's result, to the bit, does not depend on the rows beside it: no sum runs over more than a row, and every sum
-  whose order torch may choose by the number of rows is taken over short chunks or in fp64.
+- Top-k keeps the k most probable tokens; top-p the fewest most probable tokens whose probabilities sum to at least that share
+  of what top-k kept; min-p the tokens with at least that share of the most probable token's probability. Each filter is a
+  threshold: tokens as probable as the last one kept are kept too, so the result does not depend on the order of a sort.
+- Greedy rows are not filtered; their log-probabilities are those of temperature 1 after mask, bias and penalties.
+- If a grammar allows only the end, a sequence may end before ``min_tokens``.
+- A row's result does not depend, to the bit, on other rows: no sum covers more than one row, and every sum
+  whose order torch could choose by the number of rows is taken over short chunks or in fp64.
 
-Shape letters: M rows of logits, V vocabulary, F rows that filter, K candidates, P pairs of a row and a seen token,
+Shape letters: M rows of logits, V vocabulary, F rows with filters, K candidates, P pairs of a row and an earlier token,
 Q (row, token) pairs with a bias, R rows with a grammar, W words of 32 tokens, C chunks, S tokens of a chunk.
 """
 
@@ -32,72 +32,72 @@ from stretto.engine.request import Sampling, TopLogprob
 from stretto.engine.sequence import SEED_MASK, TokenCounts
 
 NUM_CANDIDATES = 256
-"""Most probable tokens among which top-p looks first; sorting a whole vocabulary costs tens of times more."""
+"""Number of most probable tokens that top-p examines first; sorting a whole vocabulary takes tens of times longer."""
 NUM_BATCHES = 8
-"""Compositions of a batch remembered."""
+"""Number of cached batch compositions."""
 CHUNK = 256
-"""Tokens summed at once: near the root of a large vocabulary, so that both levels of the draw are short."""
+"""Tokens per partial sum: about the square root of a large vocabulary, so both levels of a draw are short."""
 LARGEST = 1.0 - 2.0**-52
-"""Largest random number: times any total it stays below that total, which one more bit would not ensure in fp64."""
+"""Largest random number. Its product with any total is less than that total in fp64; with one more bit, it might not be."""
 _WEYL = 0x9E3779B97F4A7C15
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Rows that filter, and how. Numbers are fp64 so that a threshold has no rounding of its own."""
+    """Filters of the rows that have any. Numbers are fp64, so thresholds are not rounded."""
 
     rows_F: Tensor | None
-    """int64; None: all rows of the batch."""
+    """int64 indices; None: all rows of the batch."""
     top_k_F1: Tensor
-    """int64; the vocabulary where a row keeps all."""
+    """int64; the size of the vocabulary for rows without top-k."""
     top_p_F1: Tensor
     log_min_p_F1: Tensor
-    """-inf where a row sets none."""
+    """-inf for rows without min-p."""
     most_k: int
-    """Largest top-k that a row asks for; 0: none does."""
+    """Largest top-k of a row; 0: no row has one."""
     any_top_p: bool
     needs_full_mass: bool
-    """A row filters by top-k and then by top-p, which looks at the share of what top-k left."""
+    """Whether a row has top-k and top-p: its top-p is a share of what top-k kept."""
     any_without_top_k: bool
-    """A row asks for top-p alone."""
+    """Whether a row has top-p without top-k."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The rows of one step as tensors. Built by `SamplerCache.batch`; nothing in it changes."""
+    """Sampling parameters of the rows of one step as tensors. Built by `SamplerCache.batch`, immutable."""
 
     rows: tuple[Sampling, ...]
     end_ids: tuple[int, ...]
     seeds_M: np.ndarray
-    """uint64; 0 for greedy rows, which draw nothing."""
+    """uint64; 0 for greedy rows, which draw no random number."""
     greedy_M: Tensor | None
-    """int64 indices; None: no row is greedy."""
+    """int64 indices of greedy rows; None: there are none."""
     drawn_M: Tensor | None
-    """int64 indices of the others; None: every row is greedy."""
+    """int64 indices of rows that are not greedy; None: there are none."""
     temperature_M1: Tensor | None
-    """fp32, 1 for greedy rows; None: 1 everywhere."""
+    """fp32, 1 for greedy rows; None: 1 for all rows."""
     bias: tuple[Tensor, ...] | None
-    """Rows, tokens and what is added to their logits, each [Q]."""
+    """Row, token and bias, each [Q]."""
     penalised: tuple[int, ...]
-    """Rows that look at the tokens so far."""
+    """Rows with penalties."""
     penalties_M3: np.ndarray
     """fp32: repetition, presence, frequency."""
-    held: tuple[tuple[int, int, tuple[int, ...]], ...]
-    """(row, min_tokens, ids that would end it) of rows that set a least length."""
+    too_short: tuple[tuple[int, int, tuple[int, ...]], ...]
+    """(row, min_tokens, end tokens) of rows with ``min_tokens``."""
     filters: Filters | None
 
 
 class SamplerCache:
-    """Tensors of recent batches over one vocabulary and device. It changes no result; pass one engine's on every call."""
+    """Tensors of recent batches for one vocabulary and device. Saves time and changes no result; one per engine."""
 
     def __init__(self) -> None:
-        self._batches: list[Batch] = []  # used last first
+        self._batches: list[Batch] = []  # most recently used first
 
     def batch(self, rows: Sequence[Sampling], vocab: int, device: torch.device, end_ids: tuple[int, ...] = ()) -> Batch:
-        """The tensors of these rows, built anew only when the composition has changed."""
+        """The tensors of these rows, from the cache if the rows are the same objects."""
         for place, batch in enumerate(self._batches):
-            # of one object each: to compare settings would cost more than they save
+            # compared by identity: comparing all parameters would take longer than the cache saves
             if len(batch.rows) == len(rows) and all(map(is_, batch.rows, rows)) and batch.end_ids == end_ids:
                 self._batches.insert(0, self._batches.pop(place))
                 return batch
@@ -108,7 +108,7 @@ class SamplerCache:
 def _build(rows: tuple[Sampling, ...], vocab: int, device: torch.device, end_ids: tuple[int, ...]) -> Batch:
     greedy = [index for index, row in enumerate(rows) if row.is_greedy]
     drawn = [index for index, row in enumerate(rows) if not row.is_greedy]
-    assert all([rows[index].seed is not None for index in drawn]), "a request has its seed before it is sampled"
+    assert all([rows[index].seed is not None for index in drawn]), "a row that is not greedy has no seed"
     temperature_M = [1.0 if row.is_greedy else row.temperature for row in rows]
     bias = [(index, token, value) for index, row in enumerate(rows) for token, value in row.logit_bias.items()]
     assert all([0 <= token < vocab for _, token, _ in bias]), f"logit_bias outside the vocabulary of {vocab}"
@@ -128,7 +128,7 @@ def _build(rows: tuple[Sampling, ...], vocab: int, device: torch.device, end_ids
         penalties_M3=np.array(
             [(row.repetition_penalty, row.presence_penalty, row.frequency_penalty) for row in rows], dtype=np.float32
         ).reshape(-1, 3),
-        held=tuple(
+        too_short=tuple(
             (index, row.min_tokens, (*(() if row.ignore_eos else end_ids), *row.stop_ids))
             for index, row in enumerate(rows)
             if row.min_tokens
@@ -168,19 +168,17 @@ def process(
     counts: Sequence[TokenCounts | None] | None = None,
     cache: SamplerCache | None = None,
 ) -> Tensor:
-    """Log-probabilities [M, V] (fp32, nats) that tokens are drawn by; -inf where a token is ruled out.
+    """Processed log-probabilities [M, V] (fp32, nats) from which tokens are drawn; -inf for excluded tokens.
 
     Args:
         logits_MV: fp32; not changed.
-        rows: how each row is sampled; the same object for the same sequence from step to step, or the cache is lost.
-        tokens_so_far: prompt and output that precede the token of each row; read only where a row asks for penalties
-            or a least length.
-        num_prompt: how many of those are the prompt.
-        masks: tokens a grammar allows, as `stretto.engine.grammar.GrammarState.mask` packs them; None: any.
-        end_ids: the tokenizer's own ends; a row's ``stop_ids`` are added. Unless ``ignore_eos``, neither is drawn
-            before ``min_tokens``.
-        counts: of the row's sequence, moved to these tokens; None, as for all where not given: counted anew.
-        cache: the engine's; None computes everything anew.
+        rows: sampling parameters of each row. The cache works only if a sequence has the same object in every step.
+        tokens_so_far: prompt and output before the token of each row; read only for rows with penalties or ``min_tokens``.
+        num_prompt: number of prompt tokens of each row.
+        masks: tokens that a grammar allows, in the format of `stretto.engine.grammar.GrammarState.mask`; None: all.
+        end_ids: end tokens of the tokenizer, excluded before ``min_tokens`` unless ``ignore_eos``; a row's ``stop_ids`` are too.
+        counts: token counts of the rows' sequences, which this function updates; None: counted from the start.
+        cache: the engine's cache; None: no cache.
     """
     assert logits_MV.dtype == torch.float32, f"logits are {logits_MV.dtype}; the sampler works in fp32"
     assert len(rows) == len(tokens_so_far) == len(num_prompt) == len(logits_MV), (
@@ -189,7 +187,7 @@ def process(
     batch = (cache or SamplerCache()).batch(rows, logits_MV.shape[1], logits_MV.device, end_ids)
     x_MV = logits_MV
     has_grammar = masks is not None and any([mask is not None for mask in masks])
-    if has_grammar or batch.bias is not None or batch.penalised or batch.held:
+    if has_grammar or batch.bias is not None or batch.penalised or batch.too_short:
         x_MV = logits_MV.clone()
         _mask(x_MV, batch, masks or [None] * len(rows), tokens_so_far, num_prompt)
         if batch.bias is not None:
@@ -214,13 +212,13 @@ def sample(
     *,
     cache: SamplerCache | None = None,
 ) -> Tensor:
-    """Choose a token of each row of what `process` returned; int64 [M].
+    """Choose a token for each row of log-probabilities from `process`; int64 [M].
 
-    A greedy row takes its most probable token, of several the one with the lowest id. Every other row draws by
-    `uniform` of its seed and position.
+    A greedy row gets its most probable token, the lowest id among equals. Other rows draw a token with the random number
+    `uniform` of seed and position.
 
     Args:
-        positions: index in its sequence, prompt included, of the token that each row chooses.
+        positions: index of the chosen token in the sequence of each row, including the prompt.
     """
     assert len(rows) == len(positions) == len(logp_MV), f"{len(logp_MV)}, {len(rows)} and {len(positions)} rows"
     batch = (cache or SamplerCache()).batch(rows, logp_MV.shape[1], logp_MV.device)
@@ -236,12 +234,12 @@ def sample(
 
 
 def _argmax(x_MV: Tensor) -> Tensor:
-    """Column [M] of each row's largest entry, of equals the first; a tenth of torch's time on a CPU."""
+    """Column [M] of each row's largest entry, the first among equals. On a CPU, numpy takes a tenth of torch's time."""
     return torch.from_numpy(x_MV.numpy().argmax(-1)) if x_MV.device.type == "cpu" else x_MV.argmax(-1)
 
 
 def top_log_probs(logp_MV: Tensor, num: int) -> list[tuple[TopLogprob, ...]]:
-    """The ``num`` most probable tokens of each row, best first, ties by id; those ruled out are not listed."""
+    """The ``num`` most probable tokens of each row, best first, ties by id, without excluded tokens."""
     values_MK, ids_MK = logp_MV.topk(min(num, logp_MV.shape[1]), dim=-1)
     return [
         tuple(
@@ -260,10 +258,10 @@ def _mask(
     tokens_so_far: Sequence[Sequence[int]],
     num_prompt: Sequence[int],
 ) -> None:
-    """Set to -inf, in place, what grammars rule out and what would end a row before its least length."""
+    """Set to -inf, in place, tokens that a grammar excludes, and end tokens before ``min_tokens``."""
     allowed = {row: mask for row, mask in enumerate(masks) if mask is not None}
     barred: list[tuple[int, int]] = []
-    for row, min_tokens, ends in batch.held:
+    for row, min_tokens, ends in batch.too_short:
         if len(tokens_so_far[row]) - num_prompt[row] >= min_tokens:
             continue
         if row not in allowed:
@@ -278,7 +276,7 @@ def _mask(
         rows, ids = torch.tensor(barred, device=x_MV.device).unbind(-1)
         x_MV[rows, ids] = -math.inf
     if allowed:
-        # bit b of word w is token 32·w + b; tokens past the words are not allowed
+        # bit b of word w is token 32·w + b; tokens beyond the words are not allowed
         words_RW, vocab = np.stack(list(allowed.values())), x_MV.shape[1]
         bits_RV = np.unpackbits(words_RW.view(np.uint8), axis=1, count=vocab, bitorder="little")
         rows = torch.tensor(list(allowed), device=x_MV.device)
@@ -292,24 +290,23 @@ def _penalise(
     num_prompt: Sequence[int],
     counts: Sequence[TokenCounts | None],
 ) -> None:
-    """Repetition, then frequency and presence, in place, on the tokens seen only."""
+    """Apply repetition, then frequency and presence penalty, in place, to the tokens that occur in each row's sequence."""
     tables = []
     for row in batch.penalised:
         known = counts[row] or TokenCounts(tokens_so_far[row], num_prompt[row])
-        known.move_to(tokens_so_far[row])
-        tables.append(known.table.copy())
+        known.extend(tokens_so_far[row])
+        tables.append(known.table)
     rows = np.repeat(batch.penalised, [len(table) for table in tables])
     row_P = torch.from_numpy(rows).to(x_MV.device)
-    id_P, in_prompt_P, in_output_P = torch.from_numpy(np.concatenate(tables)).to(x_MV.device).unbind(-1)
+    id_P, in_output_P = torch.from_numpy(np.concatenate(tables)).to(x_MV.device).unbind(-1)
     repetition_P, presence_P, frequency_P = torch.from_numpy(batch.penalties_M3[rows]).to(x_MV.device).unbind(-1)
     x_P = x_MV[row_P, id_P]
-    repeated_P = torch.where(x_P > 0, x_P / repetition_P, x_P * repetition_P)
-    x_P = torch.where(in_prompt_P + in_output_P > 0, repeated_P, x_P)
+    x_P = torch.where(x_P > 0, x_P / repetition_P, x_P * repetition_P)
     x_MV[row_P, id_P] = x_P - frequency_P * in_output_P - presence_P * (in_output_P > 0)
 
 
 def _filter(logp_FV: Tensor, filters: Filters) -> Tensor:
-    """Keep what reaches the highest of three thresholds, and normalise."""
+    """Normalised log-probabilities of the tokens above the highest of the three thresholds, -inf for others."""
     vocab = logp_FV.shape[1]
     best_F1 = logp_FV.amax(-1, keepdim=True)
     floor_F1 = (best_F1.double() + filters.log_min_p_F1).float()
@@ -324,7 +321,7 @@ def _filter(logp_FV: Tensor, filters: Filters) -> Tensor:
 
 
 def _candidate_threshold(logp_FV: Tensor, filters: Filters, num: int) -> Tensor | None:
-    """Least log-probability [F, 1] that top-k and top-p keep; None: more than ``num`` candidates are needed."""
+    """Lowest log-probability [F, 1] that top-k and top-p keep; None: more than ``num`` candidates are needed."""
     vocab = logp_FV.shape[1]
     sorted_FK = logp_FV.topk(num, dim=-1).values
     last_k_F1 = (filters.top_k_F1 - 1).clamp_max(num - 1)
@@ -333,12 +330,12 @@ def _candidate_threshold(logp_FV: Tensor, filters: Filters, num: int) -> Tensor 
     if not filters.any_top_p:
         return top_k_floor_F1
     goal_F1 = filters.top_p_F1
-    if filters.needs_full_mass:  # tokens tied with the k-th are left too: their number is only known here
+    if filters.needs_full_mass:  # top-k also keeps all tokens tied with the k-th, however many there are
         left_F1 = row_sums(logp_FV.exp().masked_fill_(logp_FV < top_k_floor_F1, 0.0))[:, None]
         goal_F1 = torch.where(filters.top_k_F1 < vocab, goal_F1 * left_F1, goal_F1)
     ends_FK = sorted_FK.double().exp().cumsum(-1)
-    # Of the sorted candidates, the one with which the sum reaches the goal is the last to stay. A top-k row whose
-    # sum never does has ties of its k-th token beyond the candidates, so that its threshold is the k-th all the same.
+    # The last candidate that is kept is the one with which the sum reaches the goal. If the sum of a top-k row never does,
+    # tokens tied with its k-th lie beyond the candidates, so its threshold is still the k-th.
     num_short_F1 = (ends_FK < goal_F1).sum(-1, keepdim=True)
     is_open_F1 = (num_short_F1 >= num) & (filters.top_p_F1 < 1.0) & (filters.top_k_F1 == vocab)
     if num < vocab and bool(is_open_F1.any()):
@@ -349,10 +346,10 @@ def _candidate_threshold(logp_FV: Tensor, filters: Filters, num: int) -> Tensor 
 
 
 def uniform(seed: int | np.ndarray, position: int | np.ndarray) -> np.ndarray:
-    """fp64 in [0, 1) with 52 random bits; a pure function of its arguments, which broadcast: [1] of two numbers.
+    """Random numbers in [0, 1), fp64 with 52 random bits: a pure function of the arguments, which broadcast; [1] for two numbers.
 
-    Each argument is stirred in with the finaliser of SplitMix64 (Steele, Lea and Flood 2014, constants by Stafford):
-    its avalanche makes neighbouring seeds and positions independent.
+    Each argument is mixed into the state with the finaliser of SplitMix64 (Steele, Lea and Flood 2014, constants by Stafford),
+    whose avalanche effect makes the numbers of neighbouring seeds and positions independent.
     """
     words = [
         np.array([word & SEED_MASK], dtype=np.uint64) if isinstance(word, int) else np.asarray(word).astype(np.uint64)
@@ -360,7 +357,7 @@ def uniform(seed: int | np.ndarray, position: int | np.ndarray) -> np.ndarray:
     ]
     if all([word.shape == (1,) for word in words]):
         return np.array([_uniform_of(*[int(word[0]) for word in words])])
-    state = np.zeros(1, dtype=np.uint64)  # arrays wrap around modulo 2^64 in silence, numpy's scalars warn
+    state = np.zeros(1, dtype=np.uint64)  # an array wraps around modulo 2^64 silently; a numpy scalar would warn
     for word in words:
         state = (state ^ word) + np.uint64(_WEYL)
         for shift, factor in _ROUNDS:
@@ -369,7 +366,7 @@ def uniform(seed: int | np.ndarray, position: int | np.ndarray) -> np.ndarray:
 
 
 def _uniform_of(*words: int) -> float:
-    """`uniform` of one number each, without the tens of microseconds that as many numpy calls on one number take."""
+    """`uniform` of single numbers in Python integers, which saves tens of microseconds of numpy calls."""
     state = 0
     for word in words:
         state = ((state ^ word) + _WEYL) & SEED_MASK
@@ -379,10 +376,10 @@ def _uniform_of(*words: int) -> float:
 
 
 def draw(logp_MV: Tensor, uniform_M: np.ndarray) -> Tensor:
-    """Token ids [M] drawn by inverting the running sum of each row's exponentials, which need not add up to 1 exactly.
+    """Token ids [M] drawn by inverting the cumulative sum of each row's probabilities, which need not sum to exactly 1.
 
-    The chunk first, then the token within it: one pass over the vocabulary, no running sum of it. The sums are numpy's,
-    on a GPU too: there are many calls and little work.
+    First draws a chunk, then a token in the chunk, so it reads the vocabulary once and needs no cumulative sum over it. numpy
+    computes the sums, also for a GPU: there are many calls with little work.
     """
     num_rows, vocab = logp_MV.shape
     num_chunks = -(-vocab // CHUNK)
@@ -402,10 +399,10 @@ def draw(logp_MV: Tensor, uniform_M: np.ndarray) -> Tensor:
 
 
 def _invert(weights_MC: np.ndarray, uniform_M: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Running sums [M, C], the share of their total asked for [M], and the first column that exceeds it [M].
+    """Cumulative sums [M, C], the goal [M] (``uniform_M`` times the total), and the first column [M] whose sum exceeds the goal.
 
-    A column of weight 0 is never first to exceed anything, so it is never taken. Sums rise, so the first to exceed is
-    behind as many as do not; none does of NaN.
+    A column of weight 0 is never chosen, because the sum before it exceeds the goal if its own sum does. The index of the first
+    sum above the goal is the number of sums that are not; in a row of NaN, no sum is.
     """
     ends_MC = weights_MC.cumsum(-1, dtype=np.float64)
     goal_M = uniform_M * ends_MC[:, -1]
@@ -414,7 +411,7 @@ def _invert(weights_MC: np.ndarray, uniform_M: np.ndarray) -> tuple[np.ndarray, 
 
 
 def row_sums(x_MV: Tensor) -> Tensor:
-    """fp64 [M]; of a single long row torch shares ``sum(-1)`` out among threads, so that its order depends on M."""
+    """Sums of rows, fp64 [M]. torch splits ``sum(-1)`` of a single long row among threads, so its order would depend on M."""
     whole = x_MV.shape[1] // CHUNK * CHUNK
     head_M = x_MV[:, :whole].unflatten(1, (-1, CHUNK)).sum(-1).double().sum(-1)
     return head_M + x_MV[:, whole:].double().sum(-1)

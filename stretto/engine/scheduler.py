@@ -1,15 +1,15 @@
-"""Scheduling policy: decodes first, then prompts in turn, within limits of tokens and pages.
+"""Scheduling policy: decoding first, then prompts in order of rank, within limits of tokens and pages.
 
-Clients take turns (fair queueing): the n-th sequence that a client has in the engine ranks with the n-th of every other client,
-and equal ranks go by arrival. With one client that is the order of arrival. A sequence that finds no place preempts the last
-running one of another client, if that one ranks behind it.
+Clients take turns (fair queueing): the n-th sequence of a client has the same turn as the n-th of every other client, and
+equal turns are served in order of arrival. With one client, that is the order of arrival. A waiting sequence without a place or
+pages preempts the last running sequence of another client if that one has a later rank.
 
-Invariants that make everything finish:
+Invariants that make every sequence finish:
 
-- a sequence that alone would not fit is refused, so the earliest running one always gets its pages: others give theirs
-  up, the latest first;
-- the pages of all known tokens are taken on admission, so a prompt is never preempted for want of its own pages;
-- decoding the whole batch is within the token budget, so a running prompt always gets a share of the step.
+- a sequence that would not fit alone is refused, so the earliest running one always gets its pages: later sequences are
+  preempted, the latest first;
+- pages for all known tokens are allocated on admission, so a prompt is never preempted because its own pages are missing;
+- decoding the whole batch is within the token budget, so a running prompt always gets a part of the step.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from stretto.engine.sequence import Chunk, SequenceState, StepPlan
 
 _by_rank = attrgetter("order")
 _MOST_CLIENTS = 4096
-"""Clients whose next turn is kept; those whose turn has come are then forgotten."""
+"""Number of clients above which those whose next turn has passed are removed."""
 
 
 class Scheduler:
     """Continuous batching over the pages of one `PageAllocator`. Owns the queues and each sequence's pages.
 
-    Usage: `add`, then in a loop `plan`, compute the chunks, append sampled tokens, `computed`, and `finish` those that
-    ended. Sequences are computed in order of rank; one whose prompt another still computes (all samples of a group
-    arrive together) waits for those pages and lets later ones pass.
+    Usage: `add`, then in a loop `plan`, compute the chunks, append sampled tokens, `computed`, and `finish` sequences that
+    ended. Sequences are computed in order of rank. While one sequence computes a prompt, others with the same prompt (as the samples
+    of a group) wait for its pages, and later sequences pass them.
     """
 
     def __init__(
@@ -47,26 +47,28 @@ class Scheduler:
     ) -> None:
         """
         Args:
-            max_batch: sequences running at once.
-            max_step_tokens: tokens of one plan.
-            max_len: prompt and completion together; a sequence of more positions than the pages hold is refused.
-            weight_version: of the weights that fill the pages.
+            max_batch: largest number of running sequences.
+            max_step_tokens: largest number of tokens in one plan.
+            max_len: largest length of prompt and completion together.
+            weight_version: version of the weights that compute the pages.
         """
         self.allocator, self.max_batch, self.max_step_tokens = allocator, max_batch, max_step_tokens
         self.max_len, self.prefix_cache, self.weight_version = max_len, prefix_cache, weight_version
-        # Both in order of rank, and the scheduler's to change. Preempted sequences wait.
+        # Both in order of rank; only the scheduler changes them. Preempted sequences are in `waiting`.
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
         self._num_arrived = 0
         self._next_turn: dict[str, int] = {}  # by client
-        self._leaders: dict[bytes, SequenceState] = {}  # by full pages of the prompt: who runs to fill them for all
-        self._stuck: SequenceState | None = None  # could not be admitted, and no page has come free since
+        self._leaders: dict[
+            bytes, SequenceState
+        ] = {}  # by prefix key: the sequence that computes the shared prompt pages
+        self._stuck: SequenceState | None = None  # could not be admitted, and no page became free since
 
     def add(self, seq: SequenceState) -> None:
         """Queue a sequence.
 
         Raises:
-            UserError: it could not be computed to its last token even if it were alone.
+            UserError: the sequence does not fit into the cache, even if it is the only one.
         """
         self._check_fits(seq)
         assert seq.order[1] < 0, f"{seq.request.id}[{seq.index}] is added twice"
@@ -78,19 +80,19 @@ class Scheduler:
         insort(self.waiting, seq, key=_by_rank)
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None where there is nothing to compute.
+        """The next step, or None if there is nothing to compute.
 
-        Changes queues and page tables, and ``num_computed`` of those it admits (to what the prefix cache holds) and of
-        those it preempts (to 0). Its chunks are computed, and `computed` is told, before the next plan.
+        Changes queues and page tables, and ``num_computed`` of admitted sequences (to the tokens found in the prefix cache) and of
+        preempted ones (to 0). The caller must compute the chunks and call `computed` before the next plan.
         """
         displaced = self._displace()
         chunks: list[Chunk] = []
         sequences: list[SequenceState] = []
         preempted: list[SequenceState] = []
-        unfinished: list[SequenceState] = []  # prompts, and tokens to compute again
+        unfinished: list[SequenceState] = []  # sequences with a prompt, or lost tokens, to compute
         size = self.allocator.page_size
         place = 0
-        # Earliest first and victims from the end, so none that has its chunk in this plan loses pages.
+        # Served from the front and preempted from the end, so no sequence with a chunk in this plan loses pages.
         while place < len(self.running):
             seq = self.running[place]
             place += 1
@@ -102,7 +104,7 @@ class Scheduler:
                 chunks.append(Chunk((seq.tokens[start],), start, table, seq.subnet, 1))
                 sequences.append(seq)
         budget = self.max_step_tokens - len(chunks)
-        if self.waiting and not preempted:  # what was just taken away is not given back in the same step
+        if self.waiting and not preempted:  # a sequence is not admitted in the step that preempted it
             unfinished = sorted([*unfinished, *self._admit(budget, unfinished)], key=_by_rank)
         for seq in unfinished:
             if budget <= 0:
@@ -111,12 +113,12 @@ class Scheduler:
             sequences.append(seq)
             budget -= len(chunks[-1].tokens)
         if not chunks:
-            assert not self.running, f"{len(self.running)} are running and none can be computed"
+            assert not self.running, f"{len(self.running)} sequences are running and none can be computed"
             return None
         return StepPlan(tuple(chunks), tuple(sequences), (*displaced, *preempted))
 
     def computed(self, seq: SequenceState, num_tokens: int) -> None:
-        """Tell that the next ``num_tokens`` of a running sequence are in its pages, all of them final."""
+        """Record that the next ``num_tokens`` final tokens of a running sequence are in its pages."""
         num_computed = seq.num_computed = seq.num_computed + num_tokens
         size = self.allocator.page_size
         assert num_computed <= len(seq.tokens), f"{num_computed} tokens computed, {len(seq.tokens)} are final"
@@ -127,20 +129,20 @@ class Scheduler:
             self._release_followers(seq)
 
     def finish(self, seq: SequenceState) -> None:
-        """Take a sequence out, wherever it is. ``lost_pages`` tells where its routes still are."""
+        """Remove a running or waiting sequence. Its routes are still in ``lost_pages``."""
         (self.running if seq in self.running else self.waiting).remove(seq)
         self._release_followers(seq)
         if seq.finish_reason == "error":
-            # torch multiplies what it masks, so one token that is no number spoils those before it in its chunk
+            # torch also multiplies masked values, so one NaN token makes earlier tokens of its chunk NaN
             self.allocator.unseal(seq.pages)
         self._drop_pages(seq)
 
     def weights_changed(self, version: int, *, keep_cache: bool) -> tuple[SequenceState, ...]:
-        """From now on pages are filled by weights of this version; nothing of before is found any more.
+        """Use a new weight version for pages from now on; older pages are no longer found.
 
         Returns:
-            The sequences that this preempted, whose routes are still in ``lost_pages``: every running one, or none
-            where ``keep_cache`` lets them go on upon the keys and values they have.
+            The preempted sequences, whose routes are still in ``lost_pages``: all running ones, or none with ``keep_cache``,
+            where they continue with their keys and values of the old weights.
         """
         preempted = () if keep_cache else tuple(self.running)
         self._leaders.clear()
@@ -161,7 +163,7 @@ class Scheduler:
                 f"{name}: prompt: {seq.num_prompt} tokens leave no room for a completion in {self.max_len} positions; "
                 "shorten it"
             )
-        # the token sampled last is never computed
+        # the last sampled token is never computed
         if min(seq.num_prompt + num_new, self.max_len) - 1 > num_pages * page_size:
             raise UserError(
                 f"{name}: max_tokens: {seq.num_prompt} prompt and {num_new} new tokens do not fit in "
@@ -170,11 +172,11 @@ class Scheduler:
             )
 
     def _extend(self, seq: SequenceState, preempted: list[SequenceState]) -> bool:
-        """Get the pages it lacks for one more token, from later sequences if need be; False: from itself."""
+        """Allocate missing pages for all tokens of ``seq``, preempting the last sequences if needed; False: ``seq`` was preempted."""
         num_missing = self.allocator.pages_for(len(seq.tokens)) - len(seq.pages)
         while (pages := self.allocator.allocate(num_missing)) is None:
             victim = self.running[-1]
-            assert len(self.running) > 1, f"{len(seq.tokens)} tokens of {seq.request.id} do not fit, though it is alone"
+            assert len(self.running) > 1, f"{len(seq.tokens)} tokens of {seq.request.id} do not fit into an empty cache"
             self._preempt(victim)
             preempted.append(victim)
             if victim is seq:
@@ -184,7 +186,7 @@ class Scheduler:
         return True
 
     def _turn(self, client: str) -> int:
-        """The rank of the client's next sequence: behind its others, and not before the first of all that are here."""
+        """Turn of the client's next sequence: after its other sequences, and not before the first sequence in the engine."""
         first = min((queue[0].order[0] for queue in (self.waiting, self.running) if queue), default=None)
         if first is None:
             self._next_turn.clear()
@@ -199,7 +201,7 @@ class Scheduler:
         return min(self.max_batch, self.max_step_tokens)
 
     def _displace(self) -> list[SequenceState]:
-        """Preempt sequences of other clients that rank behind the first one that waits, where it found no place or no pages."""
+        """Preempt later sequences of other clients while the first waiting sequence has no place or no pages."""
         displaced: list[SequenceState] = []
         first = next((seq for seq in self.waiting if seq.prefix_key not in self._leaders), None)
         while (
@@ -214,14 +216,13 @@ class Scheduler:
         return displaced
 
     def _admit(self, budget: int, unfinished: Sequence[SequenceState]) -> list[SequenceState]:
-        """Take sequences into the batch until the batch or the pages are used up, or the ``unfinished`` ones that rank before
-        and those admitted need ``budget`` tokens."""
+        """Admit waiting sequences until the batch or the pages are full, or until earlier ``unfinished`` and admitted sequences
+        need the whole ``budget`` of tokens."""
         admitted: list[SequenceState] = []
         place = 0
         while place < len(self.waiting) and len(self.running) < self._most_running:
             seq = self.waiting[place]
-            ahead = (each for each in (*unfinished, *admitted) if each.order < seq.order)
-            if sum(each.num_pending for each in ahead) >= budget:
+            if sum(other.num_pending for other in (*unfinished, *admitted) if other.order < seq.order) >= budget:
                 break
             if seq.prefix_key in self._leaders:
                 place += 1
@@ -237,19 +238,18 @@ class Scheduler:
         return admitted
 
     def _take_pages(self, seq: SequenceState) -> bool:
-        """Pages for all tokens of ``seq``, cached ones first; False, with nothing taken, where there are too few."""
+        """Allocate pages for all tokens of ``seq``, reusing cached ones; False, without allocating any, if there are too few."""
         size = self.allocator.page_size
         pages: list[int] = []
         if self.prefix_cache:
-            # A prompt token whose log-probability is still wanted cannot come from the cache, which holds no logits.
+            # A prompt token without its log-probability cannot come from the cache, which holds no logits.
             num_known = len(seq.prompt_log_probs) + 1
             is_wanted = seq.sampling.prompt_logprobs and num_known < seq.num_prompt
             tokens = seq.tokens[:num_known] if is_wanted else seq.tokens
             salts = (seq.page_salt(number, size, self.weight_version) for number in range(len(seq.tokens) // size))
             pages = self.allocator.match(tokens, salts)
-        num_computed = len(pages) * size
         num_missing = self.allocator.pages_for(len(seq.tokens)) - len(pages)
-        # One page to grow for everyone who runs: without it the newcomer would be the next victim, again and again.
+        # One page to grow for each running sequence; otherwise the new sequence would be preempted again and again.
         fresh = None
         if num_missing + len(self.running) <= self.allocator.num_free:
             fresh = self.allocator.allocate(num_missing)
@@ -259,22 +259,22 @@ class Scheduler:
         seq.pages = pages + fresh
         seq.table = tuple(seq.pages)
         seq.page_hashes = self.allocator.hashes(pages)
-        seq.num_computed = num_computed
+        seq.num_computed = len(pages) * size
         seq.is_sealing = True
         if seq.num_preemptions == 0:
             seq.num_cached = min(seq.num_computed, seq.num_prompt)
         return True
 
     def _seal(self, seq: SequenceState) -> None:
+        """Seal the pages of ``seq`` that are full and not yet sealed."""
         size = self.allocator.page_size
         for number in range(len(seq.page_hashes), seq.num_computed // size):
             previous = seq.page_hashes[-1] if number else ROOT
-            tokens = seq.tokens[number * size : (number + 1) * size]
-            seq.page_hashes.append(
-                self.allocator.seal(
-                    seq.pages[number], previous, tokens, seq.page_salt(number, size, self.weight_version)
-                )
+            tokens, salt = (
+                seq.tokens[number * size : (number + 1) * size],
+                seq.page_salt(number, size, self.weight_version),
             )
+            seq.page_hashes.append(self.allocator.seal(seq.pages[number], previous, tokens, salt))
 
     def _preempt(self, seq: SequenceState) -> None:
         self.running.remove(seq)
@@ -290,15 +290,16 @@ class Scheduler:
         self._stuck = None
 
     def _release_followers(self, seq: SequenceState) -> None:
+        """Let sequences that wait for the prompt of ``seq`` be admitted."""
         if self._leaders.get(seq.prefix_key) is seq:
             del self._leaders[seq.prefix_key]
 
     def _num_shared(self, seq: SequenceState) -> int:
-        """Tokens of its prompt that others could take from the cache: full pages, and never the last token."""
+        """Prompt tokens that other sequences could reuse from the cache: full pages, without the last token."""
         return (seq.num_prompt - 1) // self.allocator.page_size * self.allocator.page_size
 
     def _prompt_chunk(self, seq: SequenceState, budget: int) -> Chunk:
-        """The next tokens of one Subnet, at most ``budget``."""
+        """Chunk of at most ``budget`` next tokens, all of one Subnet."""
         start = seq.num_computed
         end = min(start + budget, seq.phase_end(start))
         num_logits = int(end == len(seq.tokens))

@@ -1,4 +1,4 @@
-"""State of a sequence from admission to its end: request, place in the cache, sampled tokens, finish reason.
+"""State of a sequence from admission to its end: request, cache pages, sampled tokens, finish reason.
 
 Positions count from the first prompt token. Imports no torch.
 """
@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 import numpy as np
 
@@ -25,24 +24,22 @@ from stretto.text.tokenizer import Tokenizer
 SEED_MASK = (1 << 64) - 1
 NOT_FINITE = "the network's output is not a finite number"
 _NEVER = 1 << 62
-"""Position of something that has not happened yet."""
+"""Position of an event that has not happened yet."""
 _log = logging.getLogger(__name__)
 _CONTEXT = 4
-"""Prompt tokens that the detokenizer looks at: whether a space comes first depends on what is before it."""
+"""Number of last prompt tokens given to the detokenizer: they decide whether the output starts with a space."""
 
 
 class SubnetTable:
-    """Numbers for the Subnets that an engine has met: whatever is kept for a Subnet, it is kept by its number.
-
-    To hash a Subnet, or to compare two, costs as much as a layer.
-    """
+    """Numbers of the Subnets of an engine's requests. Caches use the number as key, because hashing or comparing Subnets takes as
+    long as computing a layer."""
 
     def __init__(self) -> None:
         self._numbers: dict[Subnet, int] = {}
         self._subnets: list[Subnet] = []
 
     def number(self, subnet: Subnet) -> int:
-        """Equal for equal Subnets, however many objects there are."""
+        """Number of ``subnet``; equal Subnets have equal numbers."""
         if subnet not in self._numbers:
             self._numbers[subnet] = len(self._subnets)
             self._subnets.append(subnet)
@@ -53,61 +50,50 @@ class SubnetTable:
 
 
 class TokenCounts:
-    """How often each distinct token of a sequence stands in its prompt and in its output, for penalties."""
+    """Distinct tokens of a sequence, with the number of occurrences of each in the output, for penalties."""
 
     def __init__(self, tokens: Sequence[int], num_prompt: int) -> None:
-        self._tokens = list(tokens[:num_prompt])
-        ids, counts = np.unique(np.array(self._tokens, dtype=np.int64), return_counts=True)
+        ids = np.unique(np.array(tokens[:num_prompt], dtype=np.int64))
         self._slot = {token: slot for slot, token in enumerate(ids.tolist())}
-        # Columns: token id, times in the prompt, times in the output. Room for as many again before it must grow.
-        self._table = np.zeros((2 * len(ids) + 16, 3), dtype=np.int64)
-        self._table[: len(ids), :2] = np.stack((ids, counts), 1)
-        self.move_to(tokens)
+        self._table = np.zeros((2 * len(ids) + 16, 2), dtype=np.int64)  # with spare rows
+        self._table[: len(ids), 0] = ids
+        self._num_counted = num_prompt
+        self.extend(tokens)
 
     @property
     def table(self) -> np.ndarray:
-        """int64 [distinct tokens, 3]: id, times in the prompt, times in the output (both 0 where it was taken back)."""
+        """int64 [distinct tokens, 2]: token id, number of occurrences in the output."""
         return self._table[: len(self._slot)]
 
-    def move_to(self, tokens: Sequence[int]) -> None:
-        """Count ``tokens``, of the same prompt, instead; costs only what differs."""
-        tokens = list(tokens)
-        num_same = len(self._tokens)
-        if tokens[:num_same] != self._tokens:
-            pairs = zip(self._tokens, tokens, strict=False)
-            num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        for token in self._tokens[num_same:]:
-            self._table[self._slot[token], 2] -= 1
-        for token in tokens[num_same:]:
-            slot = self._slot.get(token)
-            if slot is None:
-                slot = self._slot[token] = len(self._slot)
-                if slot == len(self._table):
-                    self._table = np.concatenate([self._table, np.zeros_like(self._table)])
-                self._table[slot, 0] = token
-            self._table[slot, 2] += 1
-        self._tokens[num_same:] = tokens[num_same:]
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Count the tokens that the sequence got since the last call; ``tokens`` is the whole sequence."""
+        for token in tokens[self._num_counted :]:
+            slot = self._slot.setdefault(token, len(self._slot))
+            if slot == len(self._table):
+                self._table = np.concatenate([self._table, np.zeros_like(self._table)])
+            self._table[slot, 0] = token
+            self._table[slot, 1] += 1
+        self._num_counted = len(tokens)
 
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
     """One choice of one request while it is in the engine. Owned by the engine's thread; compared by identity.
 
-    The scheduler writes ``num_computed`` and everything about pages and preemption, the engine the rest. ``tokens`` grows at
-    the end and is never shortened.
+    The scheduler writes ``num_computed`` and all fields about pages and preemption, the engine writes the others. ``tokens`` only
+    grows. Times are seconds of the engine's clock; None: not yet.
     """
 
     request: Request
     subnets: tuple[int, int, int]
-    """Numbers of the Subnets that compute the prompt, the thinking and the answer."""
+    """Numbers of the Subnets of prompt, thinking and answer."""
     index: int = 0
-    """Which of the request's n choices."""
-    sampling: Sampling = None  # type: ignore[assignment]  # the request's where nothing is given
-    """Its own: with its seed."""
+    """Index of the choice within the request."""
+    sampling: Sampling = None  # type: ignore[assignment]  # default: that of the request
+    """Sampling parameters with this choice's seed."""
     is_streamed: bool = True
-    """Whether an event for every token is wanted."""
+    """Whether to report an event for every token."""
     arrived_s: float = 0.0
-    """The times are the engine's clock, seconds; None: not yet."""
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
 
@@ -115,66 +101,66 @@ class SequenceState:
     """Prompt and output."""
     num_prompt: int = field(init=False)
     limit: int = _NEVER
-    """Length, prompt included, at which it ends whatever it says."""
+    """Length, including the prompt, at which the sequence ends with reason ``length``."""
     end_ids: frozenset[int] = frozenset()
-    """Tokens that end it."""
+    """Tokens that end the sequence."""
     min_length: int = field(init=False)
-    """Length, prompt included, before which nothing ends it."""
+    """Length, including the prompt, before which end tokens and stop strings have no effect."""
     temperature: float | None = field(init=False)
     """`Sampling.plain_temperature`."""
 
     num_computed: int = 0
-    """Leading tokens whose keys and values are in ``pages``."""
+    """Number of leading tokens whose keys and values are in ``pages``."""
     pages: list[int] = field(default_factory=list)
-    """Cache pages in the order of positions."""
+    """Cache pages in order of positions."""
     table: tuple[int, ...] = ()
-    """The same, as chunks carry it."""
+    """``pages`` as a tuple, for chunks."""
     page_hashes: list[bytes] = field(default_factory=list)
-    """Chain hashes of the leading pages that are full and final."""
+    """Chain hashes of the leading sealed pages."""
     is_sealing: bool = True
-    """False after weights changed under computed tokens: such pages are never offered to others."""
+    """False after a change of weights that kept computed tokens: such pages are never reused by other sequences."""
     prefix_key: bytes = b""
-    """Equal for sequences whose prompts have the same full pages; empty for those that share none."""
+    """Equal for sequences whose prompts have the same full pages; empty if the prompt has no full page to share."""
     num_cached: int = 0
-    """Prompt tokens that came from the prefix cache when it was first scheduled."""
+    """Prompt tokens found in the prefix cache when the sequence was first scheduled."""
     order: tuple[int, int] = (-1, -1)
-    """Rank: turn of its client and number of arrival, written by the scheduler."""
+    """Rank: turn of the client, and number of arrival."""
     num_preemptions: int = 0
     lost_pages: tuple[int, ...] = ()
-    """Pages it held when it was last preempted or finished. Their contents last until the next forward pass."""
+    """Pages of the sequence when it was last preempted or finished. Their contents are valid until the next forward pass."""
     lost_tokens: int = 0
-    """Tokens that were computed then."""
+    """Number of computed tokens in ``lost_pages``."""
 
     log_probs: list[float] = field(default_factory=list)
-    """Of each output token, nats, processed."""
+    """Processed log-probability of each output token, nats."""
     versions: list[int] = field(default_factory=list)
-    """Weight version each output token was sampled under."""
+    """Weight version with which each output token was sampled."""
     top_log_probs: list[tuple[TopLogprob, ...]] = field(default_factory=list)
     prompt_log_probs: list[float] = field(default_factory=list)
-    """Of prompt tokens 1, 2, …, in order, as far as known: the logits at position i gave entry i."""
+    """Log-probabilities of prompt tokens 1, 2, …, as far as computed: the logits at position i give entry i."""
     prompt_top: list[tuple[TopLogprob, ...]] = field(default_factory=list)
     routes: np.ndarray | None = None
-    """[T, L, K] rows saved at a preemption, of the first T tokens; they stand whatever a recomputation chooses."""
+    """[T, L, K] routes of the first T tokens, saved at a preemption. A recomputation does not replace them."""
     finish_reason: FinishReason | None = None
     stop: str | int | None = None
-    """The stop string or id that ended it."""
+    """The stop string or token id that ended the sequence."""
     error: str | None = None
     is_refused: bool = False
-    """The error is the request's own fault."""
+    """Whether the request caused the error."""
     flops: int = 0
-    """Spent so far, recomputation included."""
+    """FLOPs so far, including recomputation."""
     grammar: GrammarState | None = None
     detokenizer: Detokenizer | None = None
-    """Incremental text of its output."""
+    """Incremental text of the output."""
     stops: StopStrings | None = None
     text: str = ""
     """Visible text so far."""
 
     mask: np.ndarray | None = None
-    """Tokens that the grammar allows next; None where there is no grammar. Of this step alone."""
+    """Tokens that the grammar allows in this step; None without a grammar."""
 
     _num_scanned: int = field(init=False, repr=False)
-    """Tokens searched for the end of thinking."""
+    """Number of tokens that were searched for the end of thinking."""
     _answer_start: int = field(init=False, repr=False)
     _counts: TokenCounts | None = field(default=None, repr=False)
 
@@ -189,7 +175,7 @@ class SequenceState:
 
     @property
     def num_pending(self) -> int:
-        """Tokens to compute before the next one can be sampled."""
+        """Number of tokens to compute before the next one can be sampled."""
         return len(self.tokens) - self.num_computed
 
     @property
@@ -198,32 +184,29 @@ class SequenceState:
 
     @property
     def seed_bits(self) -> int:
-        """Its seed as uint64."""
+        """The seed as uint64."""
         return (self.sampling.seed or 0) & SEED_MASK
 
     @property
     def counts(self) -> TokenCounts | None:
-        """Kept from step to step; None where there are no penalties."""
+        """Token counts, updated from step to step; None without penalties."""
         if self._counts is None and self.temperature is None and self.sampling.has_penalties:
             self._counts = TokenCounts(self.tokens, self.num_prompt)
         return self._counts
 
     @property
     def subnet(self) -> int:
-        """Of the next token to compute."""
-        if self.num_computed >= self._answer_start:  # asked for every token
+        """Number of the Subnet that computes the next token."""
+        if self.num_computed >= self._answer_start:  # a shortcut, since this is called for every token
             return self.subnets[2]
         return self.subnet_at(self.num_computed)
 
     def subnet_at(self, position: int) -> int:
-        """The Subnet that computes the token at ``position``.
-
-        A position beyond the tokens belongs to the phase that the known tokens leave open.
-        """
+        """Number of the Subnet that computes the token at ``position``; after the last token, that of the current phase."""
         return self.subnets[self._phase_at(position)]
 
     def phase_end(self, position: int) -> int:
-        """First later position that another Subnet computes, or the number of tokens where there is none."""
+        """First position after ``position`` with another Subnet; the number of tokens if there is none."""
         phase = self._phase_at(position)
         borders = (self.num_prompt, self._answer_start, _NEVER)
         while phase < 2 and self.subnets[phase + 1] == self.subnets[phase]:
@@ -231,7 +214,7 @@ class SequenceState:
         return min(borders[phase], len(self.tokens))
 
     def _phase_at(self, position: int) -> int:
-        """0 prompt, 1 thinking, 2 answer."""
+        """Phase of ``position``: 0 prompt, 1 thinking, 2 answer."""
         if self._answer_start == _NEVER and self._num_scanned < len(self.tokens):
             try:
                 end = self.tokens.index(self.request.phases.thinking_end, self._num_scanned)  # type: ignore[arg-type]
@@ -243,7 +226,7 @@ class SequenceState:
         return 1 if position < self._answer_start else 2
 
     def key(self, start: int, end: int) -> bytes:
-        """Which Subnets computed tokens ``start`` to ``end``; equal only for the same Subnets at the same offsets."""
+        """Encoding of the Subnets that computed tokens ``start`` to ``end``: equal only for equal Subnets at equal offsets."""
         parts = []
         while start < end:
             stop = min(self.phase_end(start), end)
@@ -253,9 +236,9 @@ class SequenceState:
         return b"".join(parts)
 
     def page_salt(self, number: int, page_size: int, weight_version: int) -> bytes:
-        """What page ``number`` depends on beside its tokens and the pages before it.
+        """Everything that the contents of page ``number`` depend on, except its tokens and the pages before it.
 
-        Those who want no routes have pages of their own, which may lack them.
+        Pages of requests without routes differ from those with routes, because they may contain none.
         """
         key = self.key(number * page_size, (number + 1) * page_size)
         return key + bytes([self.request.want_routes]) + weight_version.to_bytes(8, "little", signed=True)
@@ -263,7 +246,7 @@ class SequenceState:
     def push(
         self, token: int, logprob: float, version: int, top: tuple[TopLogprob, ...], now_s: float
     ) -> TokenEvent | None:
-        """Record a chosen token and set the finish reason where it is the last; the event where one is wanted."""
+        """Append a sampled token, and set the finish reason if it is the last. Returns its event if the sequence is streamed."""
         if not math.isfinite(logprob):
             self.fail(NOT_FINITE)
             return None
@@ -284,11 +267,11 @@ class SequenceState:
                 self.stop = self.stops.matched
         if is_end:
             self.finish_reason, self.stop = "stop", token
-        elif self.stop is not None:  # a stop string, found in the text
+        elif self.stop is not None:  # a stop string in the text
             self.finish_reason = "stop"
-        elif self.grammar is not None:  # the choice stops where that is at its end, and fails where it cannot go on
+        elif self.grammar is not None:
             if not self.grammar.accept(token):
-                # the mask had it: only a grammar that names the end token as a part of its text comes here
+                # the mask allowed the token, so the grammar must name the end token as part of its text
                 self.fail(f"grammar: token {token} does not follow; do not name the end token", is_refused=True)
             elif self.grammar.is_finished:
                 self.finish_reason = "stop"
@@ -305,7 +288,7 @@ class SequenceState:
         return TokenEvent(self.request.id, self.index, token, logprob, text, version, top)
 
     def may_choose(self) -> bool:
-        """See what the grammar allows next; False, and the choice has failed, where that is nothing."""
+        """Compute the grammar's mask for the next token; False if the sequence has ended or the grammar allows no token."""
         if self.grammar is not None and self.finish_reason is None:
             with self.guarded():
                 self.mask = self.grammar.mask()
@@ -314,36 +297,36 @@ class SequenceState:
         return self.finish_reason is None
 
     def end_early(self) -> None:
-        """End it with reason ``abort``; text that was held back belongs to it now."""
+        """End the sequence with reason ``abort``, and append withheld text."""
         self.finish_reason = "abort"
         if self._reads_text:
             with self.guarded():
                 self.text += self._rest()
 
     def fail(self, reason: str, *, is_refused: bool = False) -> None:
-        """End this choice, and no other, for ``reason``."""
+        """End this choice with the error message ``reason``."""
         self.finish_reason, self.error, self.is_refused = "error", reason, is_refused
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """What goes wrong inside ends this choice, and no other: for all that depends on one request alone."""
+        """Context for work that depends on one request only: an exception in it ends this choice and no other."""
         try:
             yield
         except UserError as error:
             self.fail(str(error), is_refused=True)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic in a library of Rust is no Exception
+        except BaseException as error:  # a panic in a Rust library is not an Exception
             _log.exception("request %s, choice %d has failed", self.request.id, self.index)
             self.fail(f"the engine could not finish this request: {type(error).__name__}")
 
-    def give_up(self, waited_s: float) -> None:
-        """End it with reason ``timeout``: it has waited so long for its first step."""
+    def time_out(self, waited_s: float) -> None:
+        """End the sequence with reason ``timeout`` after a wait of ``waited_s`` for its first step."""
         self.finish_reason = "timeout"
         self.error = f"no place in the batch came free within {waited_s:.0f} s; ask again later"
 
     def complete(self, routes: np.ndarray | None, now_s: float) -> Completion:
-        """The record of a sequence that has a finish reason."""
+        """The result of a sequence with a finish reason."""
         request, output = self.request, self.output
         assert self.finish_reason is not None, f"{request.id}[{self.index}] has not ended"
         if self.detokenizer is not None and not self._reads_text:
@@ -383,13 +366,13 @@ class SequenceState:
 
     @property
     def _reads_text(self) -> bool:
-        """Text is wanted token by token, else all at the end, which costs less."""
+        """Whether tokens are decoded one by one; otherwise all are decoded at the end, which takes less time."""
         return self.detokenizer is not None and (self.is_streamed or self.stops is not None)
 
     def _rest(self) -> str:
-        """Text that was held back, at the end."""
+        """Withheld text at the end of the sequence."""
         if isinstance(self.stop, str):
-            return ""  # what follows a stop string is not part of the text
+            return ""  # text after a stop string is dropped
         rest = self.detokenizer.finish()  # type: ignore[union-attr]
         if self.stops is not None:
             rest = self.stops.push(rest) + self.stops.finish()
@@ -398,20 +381,20 @@ class SequenceState:
 
 @dataclass(slots=True)
 class Chunk:
-    """What the runner computes for one sequence in one step. Written by the scheduler.
+    """Tokens of one sequence that the runner computes in one step. Written by the scheduler.
 
-    Never changed once made; not declared frozen because that triples the time to make one, and every token has its own.
+    Treated as immutable. A frozen dataclass takes three times as long to create, and there is one chunk per token.
     """
 
     tokens: tuple[int, ...]
     start: int
     """Position of the first token."""
     pages: tuple[int, ...]
-    """The whole table up to the last token of the chunk."""
+    """Page table up to the last token of the chunk."""
     subnet: int
-    """Its number."""
+    """Number of the Subnet."""
     num_logits: int
-    """Logits are wanted for so many of the last tokens; 0 for a prompt that goes on."""
+    """Number of last tokens whose logits are returned; 0 for a chunk before the end of a prompt."""
 
     @property
     def end(self) -> int:
@@ -425,13 +408,13 @@ class StepPlan:
 
     chunks: tuple[Chunk, ...]
     sequences: tuple[SequenceState, ...]
-    """Whose chunks they are, in the same order."""
+    """The sequence of each chunk."""
     preempted: tuple[SequenceState, ...] = ()
-    """Lost their pages in this plan: see ``lost_pages``."""
+    """Sequences that this plan preempted; see ``lost_pages``."""
 
 
 class Admission:
-    """Checks requests and makes their sequences: everything that can be wrong is said before they join a batch."""
+    """Checks requests and creates their sequences, so every error in a request is reported before it joins a batch."""
 
     def __init__(
         self,
@@ -446,8 +429,8 @@ class Admission:
     ):
         self._config, self._subnets, self._tokenizer, self._end_ids = config, subnets, tokenizer, end_ids
         self._special_ids = frozenset() if tokenizer is None else tokenizer.special_ids()
-        self._grammars: GrammarCompiler | None = None  # made at the first grammar: it takes a while
-        self._lock = threading.Lock()  # of that making
+        self._grammars: GrammarCompiler | None = None  # created for the first grammar, which takes about a second
+        self._lock = threading.Lock()  # for that creation
         self._max_len, self._has_routes, self._seeds = max_len, has_routes, seeds
 
     def sequences(
@@ -456,10 +439,10 @@ class Admission:
         """One sequence for each choice.
 
         Args:
-            grammar: of `grammar`.
+            grammar: the result of `grammar`.
 
         Raises:
-            UserError: something in the request that this network or engine does not have.
+            UserError: the request needs something that this network or engine does not have.
         """
         self._check(request)
         sampling, subnets = request.sampling, self._numbers(request)
@@ -496,9 +479,11 @@ class Admission:
             raise UserError(f"{name}: want_routes: this engine keeps no routes; open it with routes")
 
     def _ends(self, sampling: Sampling) -> frozenset[int]:
+        """Tokens that end a sequence."""
         return frozenset((*sampling.stop_ids, *(() if sampling.ignore_eos else self._end_ids)))
 
     def _numbers(self, request: Request) -> tuple[int, int, int]:
+        """Numbers of the Subnets of prompt, thinking and answer."""
         phases = request.phases
         thinking = phases.thinking or phases.answer
         prefill = phases.prefill or thinking
@@ -515,7 +500,7 @@ class Admission:
         return number(prefill), number(thinking), number(phases.answer)
 
     def grammar(self, request: Request) -> GrammarState | None:
-        """The request's grammar, compiled; see `GrammarCompiler.compile`. For any thread."""
+        """The request's compiled grammar, see `GrammarCompiler.compile`. Thread-safe."""
         grammar, name = request.sampling.grammar, f"request {request.id}"
         if grammar is None:
             return None

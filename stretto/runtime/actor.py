@@ -1,12 +1,12 @@
-"""A role's object, and how it is called: the part that is the same wherever a role lives, and the links between processes.
+"""Execution of a role's methods, for all runtimes, and connections between the processes of the local runtime.
 
 A role's *worker* runs the constructor and the sync methods, one at a time, in a thread; the loop of its process runs the
-async methods and all of the bookkeeping here.
+async methods and the rest of this file.
 
-Between two processes asyncio moves the bytes. What is ours is a frame and the numbering of calls: a pickle of protocol 5
-leaves numpy's buffers out, and asyncio's `BufferedProtocol` receives each into memory of its own. ZeroMQ was measured and
-left: its thread on either side makes a call take three times as long, and neither side hears of the other's death, by
-which calls in flight fail.
+Between two processes asyncio transfers the bytes; the frames and the numbering of calls are defined here. A pickle of protocol 5
+leaves out numpy's buffers, and asyncio's `BufferedProtocol` receives each into its own memory. ZeroMQ was measured and
+rejected: its threads make a call take three times as long, and it does not report the death of the other process, which must make
+calls in flight fail.
 """
 
 from __future__ import annotations
@@ -30,34 +30,35 @@ from stretto.base.errors import UserError
 from stretto.runtime.runtime import CONSTRUCTOR, Caller, Handle, RoleDied, RoleError, RuntimeFailure, Work, deadline
 
 CLOSE_S = 5.0
-"""What a role's ``close`` may take."""
+"""Longest time for a role's ``close``, in seconds."""
 _HEAD = struct.Struct("<QQ")
-"""Of a frame: bytes of its envelope and of its body. The buffers follow, whose lengths end the envelope."""
+"""Head of a frame: sizes of its envelope and of its body in bytes. The buffers follow; the envelope ends with their lengths."""
 _AHEAD_BYTES = 1 << 16
-"""Parts below this size are read ahead, several frames at once: one system call is dearer than the copy."""
+"""Parts below this size are read ahead, several frames at once, because a system call takes longer than the copy."""
 _SOCKET_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 18
-"""Handed to asyncio at once: Python 3.11's copies all that the socket does not take, a sixth of the time of a large array."""
+"""Bytes given to asyncio at once. Python 3.11 copies all bytes that the socket does not accept, which would take a sixth of the
+time of a large array."""
 _log = logging.getLogger(__name__)
 
 
 class Worker:
-    """Runs functions one at a time, in the order they were handed in, on whichever thread `run` is called.
+    """Runs functions one at a time, in the order of submission, on the thread that calls `run`.
 
-    An executor of `concurrent.futures` could neither use a process's main thread nor leave a thread that hangs behind.
+    An executor of `concurrent.futures` could neither use the main thread of a process nor abandon a thread that hangs.
     """
 
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
-        """From any thread. Cancelling the future takes the work back if it has not begun."""
+        """Submit ``work``. Thread-safe. Cancelling the future removes the work if it has not begun."""
         future: Future[Any] = Future()
         self._inbox.put((future, work))
         return future
 
     def stop(self) -> None:
-        """`run` returns after what was handed in before."""
+        """Let `run` return after all work that was submitted before."""
         self._inbox.put(None)
 
     def run(self) -> None:
@@ -66,29 +67,29 @@ class Worker:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(work())
-                except BaseException as error:  # a SystemExit too is the caller's, not the thread's end
+                except BaseException as error:  # a SystemExit also goes to the caller and does not end the thread
                     future.set_exception(error)
-            del item, future, work  # or the last call's arrays would live until the next
+            del item, future, work  # or the arrays of the last call would stay in memory until the next
 
 
 class Actor:
     """One incarnation of a role."""
 
     def __init__(self, name: str, worker: Worker | None):
-        """``worker`` None: sync methods run on the loop, and hold it up."""
+        """``worker`` None: sync methods run on the loop, and block it."""
         self.name = name
         self._refusal: str | None = None
-        """Why it takes no calls; None: it does."""
+        """Reason why the actor accepts no calls; None: it does."""
         self._worker = worker
         self._role: Any = None
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self, load: Callable[[], Work], caller: Caller) -> None:
-        """Make the object, of what ``load`` returns; calls that came before go on after.
+        """Create the role's object from the class and arguments that ``load`` returns. Earlier calls wait for it.
 
         Raises:
-            UserError, RoleError: the constructor raised it; the actor has ended. RoleDied: it was ended meanwhile.
+            UserError, RoleError: raised by the constructor; the actor has ended. RoleDied: the actor was ended meanwhile.
         """
 
         def build() -> Any:
@@ -107,7 +108,7 @@ class Actor:
         self._started.set_result(None)
 
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """`Caller.call`, but for the deadline."""
+        """`Caller.call` without the deadline."""
         if self._refusal is not None:
             raise RoleDied(self.name, self._refusal)
         task = asyncio.get_running_loop().create_task(self._run(method, args, kwargs))
@@ -121,14 +122,14 @@ class Actor:
             raise
 
     def end(self, why: str) -> None:
-        """Fail what is in flight, and every call from now on. A sync method that runs goes on, unheard."""
+        """Let calls in flight and all later calls fail. A running sync method continues, and its result is dropped."""
         self._refusal = self._refusal or why
         self._started.cancel()
         for task in self._tasks:
             task.cancel()
 
     async def close(self) -> None:
-        """Let the role close itself, within `CLOSE_S`; what goes wrong is logged."""
+        """Call the role's ``close``, for at most `CLOSE_S`; failures are logged."""
         if hasattr(self._role, "close"):
             try:
                 async with asyncio.timeout(CLOSE_S):
@@ -138,13 +139,13 @@ class Actor:
 
     async def _run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         await asyncio.shield(self._started)
-        found = None if method.startswith("_") else getattr(self._role, method, None)
-        if found is None:
+        function = None if method.startswith("_") else getattr(self._role, method, None)
+        if function is None:
             raise as_role_error(self.name, method, AttributeError(f"{type(self._role).__name__} has no {method!r}"))
-        return await self._invoke(method, functools.partial(found, *args, **kwargs))
+        return await self._invoke(method, functools.partial(function, *args, **kwargs))
 
     async def _invoke(self, method: str, function: Callable[[], Any]) -> Any:
-        is_async = inspect.iscoroutinefunction(function)
+        """Result of ``function``, called on the loop if it is async, else by the worker; ``method``: its name in errors."""
 
         def work() -> Any:
             try:
@@ -152,7 +153,7 @@ class Actor:
             except BaseException as error:
                 raise as_role_error(self.name, method, error) from None
 
-        if not is_async:
+        if not inspect.iscoroutinefunction(function):
             return work() if self._worker is None else await asyncio.wrap_future(self._worker.submit(work))
         result = work()
         try:
@@ -160,45 +161,46 @@ class Actor:
         except BaseException as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise  # else it is the method's own doing
+                raise  # the call was cancelled; otherwise the method itself raised CancelledError
             raise as_role_error(self.name, method, error) from None
 
 
 def as_role_error(name: str, method: str, error: BaseException) -> Exception:
-    """What the caller is to see: a `UserError` as it is, anything else as text, so that no frame's arrays stay alive."""
+    """Exception for the caller, without the traceback, whose frames would keep arrays alive: a copy of a `UserError`, or a `RoleError`
+    with the traceback as text."""
     if isinstance(error, UserError):
-        told = UserError(str(error))
-        told.exit_code = error.exit_code
-        return told
+        copy = UserError(str(error))
+        copy.exit_code = error.exit_code
+        return copy
     trace = "".join(traceback.format_exception(error))
     return RoleError(name, method, type(error).__name__, str(error), trace)
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One socket between two processes: asks the actors of the other side, and answers for those of this one.
+    """One socket between two processes: calls actors of the other process, and answers calls of actors in this one.
 
     Envelopes, with the body in brackets: ``("call", number, id, method)`` [args, kwargs], ``("cancel", number)``,
     ``("result", number)`` [value], ``("error", number)`` [exception].
     """
 
     def __init__(self, name: str, actors: Mapping[str, Actor]):
-        """``name``: of the role behind it, for errors; ``actors``: of this side, by handle id."""
+        """``name``: the role in the other process, for errors; ``actors``: actors of this process, by handle id."""
         self.is_open = True
         self._name = name
         self._actors = actors
         self._numbers = itertools.count()
         self._outbox: deque[memoryview] = deque()
-        """To be written when the socket has taken what was before."""
+        """Bytes to write when the socket has accepted earlier ones."""
         self._is_full = False
         self._asked: dict[int, asyncio.Future[tuple[memoryview, Sequence[Any]]]] = {}
         self._answering: dict[int, asyncio.Task[None]] = {}
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
         self._parts = self._read()
         self._part = self._rest = memoryview(bytearray(next(self._parts)))
-        """What is being received, and what is missing of it."""
+        """Memory for the part that is being received, and its bytes that are still missing."""
 
     async def call(self, id: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """As `Actor.call`; cancelling it cancels there."""
+        """`Actor.call` in the other process; cancelling it cancels the call there."""
         number = next(self._numbers)
         self._send(("call", number, id, method), (args, kwargs))
         future = self._asked[number] = asyncio.get_running_loop().create_future()
@@ -216,7 +218,7 @@ class Connection(asyncio.BufferedProtocol):
             raise as_role_error(self._name, method, error) from None
 
     def close(self) -> None:
-        """What waits fails with `RoleDied`."""
+        """Close the socket; calls in flight fail with `RoleDied`."""
         self._transport.abort()
 
     def connection_made(self, transport: Any) -> None:
@@ -244,19 +246,19 @@ class Connection(asyncio.BufferedProtocol):
         return self._rest if len(self._rest) >= _AHEAD_BYTES else self._ahead
 
     def buffer_updated(self, num_bytes: int) -> None:
-        came = self._ahead[:num_bytes]
-        if len(self._rest) >= _AHEAD_BYTES:  # it has come to where it belongs
-            came, self._rest = came[:0], self._rest[num_bytes:]
+        received = self._ahead[:num_bytes]
+        if len(self._rest) >= _AHEAD_BYTES:  # it was received directly into the part
+            received, self._rest = received[:0], self._rest[num_bytes:]
         while True:
-            count = min(len(came), len(self._rest))
-            self._rest[:count] = came[:count]
-            came, self._rest = came[count:], self._rest[count:]
+            count = min(len(received), len(self._rest))
+            self._rest[:count] = received[:count]
+            received, self._rest = received[count:], self._rest[count:]
             if self._rest:
                 return
             self._part = self._rest = memoryview(bytearray(self._parts.send(self._part)))
 
     def _read(self) -> Generator[int, memoryview, None]:
-        """Yields the size of the next part, and is sent the part."""
+        """Coroutine that parses frames: yields the size of the next part, and is sent that part."""
         while True:
             envelope_bytes, body_bytes = _HEAD.unpack((yield _HEAD.size))
             part = yield envelope_bytes + body_bytes
@@ -275,9 +277,9 @@ class Connection(asyncio.BufferedProtocol):
             task = self._answering[number] = asyncio.get_running_loop().create_task(answer)
             task.add_done_callback(lambda _: self._answering.pop(number))
         elif kind == "cancel":
-            if number in self._answering:  # else it has been answered meanwhile
+            if number in self._answering:  # else already answered
                 self._answering[number].cancel()
-        elif number in self._asked and not self._asked[number].done():  # else cancelled meanwhile
+        elif number in self._asked and not self._asked[number].done():  # else cancelled
             if kind == "result":
                 self._asked[number].set_result((body, buffers))
             else:
@@ -290,32 +292,32 @@ class Connection(asyncio.BufferedProtocol):
             args, kwargs = pickle.loads(body, buffers=buffers)
             self._send(("result", number), await self._actors[id].call(method, args, kwargs))
         except Exception as error:
-            is_told = isinstance(error, (UserError, RuntimeFailure))  # else it cannot be pickled
+            is_final = isinstance(error, (UserError, RuntimeFailure))  # else the result cannot be pickled
             if self.is_open:
-                self._send(("error", number), error if is_told else as_role_error(self._name, method, error))
+                self._send(("error", number), error if is_final else as_role_error(self._name, method, error))
 
     def _send(self, envelope: tuple[Any, ...], value: Any = None) -> None:
-        """Without waiting.
+        """Send a frame without waiting.
 
         Raises:
-            TypeError: the value cannot be sent.
-            RoleDied: there is nobody any more.
+            TypeError: the value cannot be pickled.
+            RoleDied: the connection is closed.
         """
-        found: list[pickle.PickleBuffer] = []
+        pickled: list[pickle.PickleBuffer] = []
         try:
-            body = pickle.dumps(value, protocol=5, buffer_callback=found.append)
-        except Exception as error:  # pickle has several for it, and a class may raise its own
+            body = pickle.dumps(value, protocol=5, buffer_callback=pickled.append)
+        except Exception as error:  # pickle raises several classes, and pickled objects their own
             raise TypeError(f"a value cannot be sent to another process: {error}") from error
         if not self.is_open:
             raise self._died()
-        buffers = [buffer.raw() for buffer in found]
+        buffers = [buffer.raw() for buffer in pickled]
         head = pickle.dumps((*envelope, [len(buffer) for buffer in buffers]), protocol=5)
         self._outbox.append(memoryview(b"".join((_HEAD.pack(len(head), len(body)), head, body))))
         self._outbox.extend(buffers)
         self._write()
 
     def _write(self) -> None:
-        """As much as the socket takes."""
+        """Write as many bytes as the socket accepts."""
         while self._outbox and not self._is_full:
             part = self._outbox.popleft()
             if len(part) > _PIECE_BYTES:
@@ -327,10 +329,10 @@ class Connection(asyncio.BufferedProtocol):
 
 
 class LocalCaller(Caller):
-    """Of all roles of a process."""
+    """`Caller` for all roles of a process."""
 
     def __init__(self, actors: Mapping[str, Actor], address: str | None = None):
-        """``actors``: of this process, by handle id; ``address``: where others reach them, if they can."""
+        """``actors``: actors of this process, by handle id; ``address``: socket on which other processes reach them."""
         super().__init__()
         self._actors = actors
         self._address = address
@@ -350,10 +352,10 @@ class LocalCaller(Caller):
             task.cancel()
         for connection in self._connections.values():
             connection.close()
-        await asyncio.sleep(0)  # the loop closes the sockets in its next round
+        await asyncio.sleep(0)  # the loop closes the sockets in its next iteration
 
     async def _connect(self, handle: Handle) -> Connection:
-        """The one connection to the role's process; a new one where the last incarnation took it along."""
+        """The connection to the role's process; a new one if the last was closed with an earlier incarnation."""
         async with self._connecting[handle.address]:
             connection = self._connections.get(handle.address)
             if connection is None or not connection.is_open:

@@ -1,11 +1,11 @@
-"""The default runtime: one machine, nothing to install or to start. Roles are threads and processes of the driver.
+"""The default runtime, for one machine: roles are threads of the driver and processes that it starts.
 
-For each role of a process the driver holds one listening socket, which every incarnation inherits: callers keep the
-address, and those who connect between two incarnations wait in the socket's queue. A socket pair beside it is for the
-driver alone: over it the role is started and closed. The process ends by itself when its driver does.
+For each role in a process the driver holds one listening socket, which every incarnation inherits: the address stays the same,
+and callers that connect between two incarnations wait in the socket's queue. The driver starts and closes the role
+over a separate socket pair. The process ends when its driver does.
 
-asyncio starts and watches the processes. `multiprocessing` would import the driver's main module into each, and hold up
-the driver's loop while one starts.
+asyncio starts and monitors the processes. `multiprocessing` would import the driver's main module into each of them, and block
+the driver's loop while a process starts.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ from stretto.runtime.runtime import (
 )
 
 _BACKLOG = 1024
-"""Callers that may wait while a role restarts."""
-_CONTROL = "control"  # what the driver's own connection to a process asks
+"""Largest number of callers that wait while a role restarts."""
+_CONTROL = "control"  # id of the role that the driver calls in a process
 _QUICK_S, _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 0.1, 5.0
-"""A role that died so soon after its start is restarted after a pause, which doubles each time."""
+"""A role that dies within _QUICK_S of its start is restarted after a pause, which doubles each time up to _LONGEST_PAUSE_S."""
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from stretto.runtime.local import main; main(*map(int, sys.argv[2:]))"
 
 
 class _RoleThread:
-    """One incarnation in the driver's process."""
+    """One incarnation in the driver's process, on its loop or in a thread."""
 
     def __init__(self, actors: dict[str, Actor], caller: LocalCaller, handle: Handle, work: Work, has_thread: bool):
-        """``actors``: of the process, by handle id; this one's is put in, and callers wait in it from now on."""
+        """``actors``: actors of the process by handle id, to which this one is added; callers wait for it from then on."""
         self._actors, self._caller, self._handle, self._work = actors, caller, handle, work
         self._worker = Worker() if has_thread else None
         self._actor = actors[handle.id] = Actor(handle.name, self._worker)
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    async def start(self) -> int:  # as `_RoleProcess.start`
+    async def start(self) -> int:  # see `_RoleProcess.start`
         if self._worker is not None:
             threading.Thread(target=self._worker.run, name=self._handle.name, daemon=True).start()
         await self._actor.start(lambda: self._work, self._caller)
@@ -75,7 +75,7 @@ class _RoleThread:
         await self.kill()
 
     async def kill(self) -> str:
-        """Whatever its thread does, it is left to it."""
+        """End the incarnation. A method that runs in its thread continues."""
         if not self._over.done():
             self._over.set_result("it was killed")
             self._actor.end("it was killed")
@@ -86,19 +86,19 @@ class _RoleThread:
 
 
 class _RoleProcess:
-    """One incarnation in a process of its own, as the driver sees it. Belongs to the driver's loop."""
+    """The driver's side of one incarnation in its own process. Belongs to the driver's loop."""
 
     def __init__(self, handle: Handle, work: bytes, listener: socket.socket):
-        """``listener``: on the handle's address."""
+        """``listener``: socket that listens on the handle's address."""
         self._handle, self._work, self._listener = handle, work, listener
         self._process: Process | None = None
         self._control: Connection | None = None
 
     async def start(self) -> int:
-        """Wait for the role's constructor; returns the process's number.
+        """Start the process, wait for the role's constructor, and return the process id.
 
         Raises:
-            UserError, RoleError, RoleDied: as `Runtime.spawn`; whoever called it is to `kill`.
+            UserError, RoleError, RoleDied: see `Runtime.spawn`; the caller must then call `kill`.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -109,7 +109,7 @@ class _RoleProcess:
                 *(sys.executable, "-c", _BOOT, json.dumps(sys.path), *map(str, descriptors), str(os.getpid())),
                 stdin=DEVNULL,
                 pass_fds=descriptors,
-                start_new_session=True,  # so that it can be killed with all that it started, and Ctrl-C is the driver's
+                start_new_session=True,  # to kill it with its child processes, and to keep Ctrl-C for the driver
             )
         try:
             error = await control.call(_CONTROL, "start", (self._handle.id, self._handle.name, self._work), {})
@@ -120,11 +120,11 @@ class _RoleProcess:
         return self._process.pid
 
     async def wait(self) -> str:
-        """Wait for the process to end, and end what it started and left; returns why it did."""
+        """Wait for the end of the process, kill its child processes, and return the cause."""
         if self._process is None:
             return "its process could not be started"
         code = await self._process.wait()
-        if self._control is not None:  # else it has been waited for before, and its number may be another's
+        if self._control is not None:  # else this has been done, and the process id may belong to another process
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._control.close()
@@ -134,8 +134,8 @@ class _RoleProcess:
         return f"its process was killed by {signal.Signals(-code).name}"
 
     async def close(self) -> None:
-        """Let the role close itself, then end the process; by force if it takes too long."""
-        with suppress(TimeoutError, RoleDied):  # it may be gone before its answer is
+        """Call the role's ``close``, then end the process; kill it if that takes too long."""
+        with suppress(TimeoutError, RoleDied):  # the process may end before its answer arrives
             async with asyncio.timeout(2 * CLOSE_S):
                 if self._control is not None:
                     await self._control.call(_CONTROL, "close", (), {})
@@ -143,7 +143,7 @@ class _RoleProcess:
         await self.kill()
 
     async def kill(self) -> str:
-        """By force, with all that it started; returns why it ended."""
+        """Kill the process with its child processes, and return the cause of its end."""
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -151,21 +151,21 @@ class _RoleProcess:
 
 
 class _Control:
-    """The role that the driver alone calls, in the role's process."""
+    """Role in the process of another role, through which the driver starts and closes that role."""
 
     def __init__(self, listener: socket.socket, worker: Worker):
         self._listener, self._worker = listener, worker
         self._actor: Actor | None = None
 
     async def start(self, id: str, name: str, work: bytes) -> Exception | None:
-        """What the constructor raised; None: it stands."""
+        """Create the role, and return the exception of its constructor, or None."""
         self._actor = Actor(name, self._worker)
         actors = {id: self._actor}
         try:
             await self._actor.start(lambda: pickle.loads(work), LocalCaller(actors))
         except (UserError, RuntimeFailure) as error:
             return error
-        gc.freeze()  # the collector would look through torch's modules again and again while the role works
+        gc.freeze()  # or each garbage collection would scan torch's modules again
         await _serve(name, actors, sock=self._listener)
         return None
 
@@ -177,13 +177,16 @@ class _Control:
 
 
 def main(control: int, listener: int, driver: int) -> None:
-    """A role's process. Its main thread is the role's own, so that alarms and signal handlers work there.
+    """Program of a role's process. The role's sync methods run in the main thread, so alarms and signal handlers work there.
 
-    ``control`` and ``listener`` are descriptors, of the socket to the driver and of the role's own.
+    Args:
+        control: descriptor of the socket to the driver.
+        listener: descriptor of the role's listening socket.
+        driver: process id of the driver.
     """
     inherited = [socket.socket(fileno=descriptor) for descriptor in (control, listener)]
     for sock in inherited:
-        sock.set_inheritable(False)  # a program that the role runs must not keep its callers waiting
+        sock.set_inheritable(False)  # a child process of the role must not keep its sockets open
     worker = Worker()
 
     async def serve() -> None:
@@ -207,19 +210,19 @@ def main(control: int, listener: int, driver: int) -> None:
 @dataclass(eq=False, kw_only=True)
 class _LocalRole(Role):
     begin: Callable[[], _RoleThread | _RoleProcess]
-    """Makes the next incarnation."""
+    """Creates the next incarnation."""
     listener: socket.socket | None
     incarnation: _RoleThread | _RoleProcess = field(init=False)
 
 
 class LocalRuntime(Runtime[_LocalRole]):
-    """A `Runtime` of the running loop. Use it as an async context manager, or close it."""
+    """A `Runtime` of the running loop. Use it as an async context manager, or call `close`."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="stretto-")  # of sockets, for this user alone
+        self._folder = tempfile.TemporaryDirectory(prefix="stretto-")  # for sockets, accessible to this user only
         self._address = str(Path(self._folder.name) / "driver")
         self._actors: dict[str, Actor] = {}
-        """Of the driver's process, by handle id."""
+        """Actors of the driver's process, by handle id."""
         self._local = LocalCaller(self._actors, self._address)
         super().__init__(self._local)
         self._server = asyncio.create_task(_serve("the driver", self._actors, path=self._address))
@@ -256,7 +259,7 @@ class LocalRuntime(Runtime[_LocalRole]):
         pause_s, began_s = 0.0, time.monotonic()
         while True:
             why = await role.incarnation.wait()
-            if role.state is RoleState.ALIVE:  # else `restart` has ended it, or its start has failed
+            if role.state is RoleState.ALIVE:  # else `restart` has killed it, or its start has failed
                 role.state, role.why = RoleState.RESTARTING, why
             role.pid = None
             if role.restarts == role.max_restarts:
@@ -289,11 +292,11 @@ async def _serve(name: str, actors: Mapping[str, Actor], **where: Any) -> asynci
 
 
 def _pickled(work: Work, name: str) -> bytes:
-    """Raises TypeError where it cannot be sent to another process."""
-    plain = getattr(work[0], "func", work[0])  # of a functools.partial
+    """``work`` for another process. Raises TypeError: it cannot be pickled, or not be imported there."""
+    plain = getattr(work[0], "func", work[0])  # the class in a functools.partial
     if getattr(plain, "__module__", None) == "__main__":
         raise TypeError(
-            f"{name}: {plain!r} is defined in the program itself; put it in a module, for a process to import"
+            f"{name}: {plain!r} is defined in the main program; put it in a module, so another process can import it"
         )
     try:
         return pickle.dumps(work, protocol=5)
@@ -302,11 +305,11 @@ def _pickled(work: Work, name: str) -> bytes:
 
 
 async def open_runtime(kind: str, address: str = "auto") -> Runtime[Any]:
-    """A runtime of the running loop, to be closed by whoever asked for it.
+    """A runtime of the running loop, which the caller must close.
 
     Args:
         kind: ``local`` or ``ray``.
-        address: of the Ray cluster: ``host:port``, ``auto``, or ``local`` for one of this run's own.
+        address: address of the Ray cluster: ``host:port``, ``auto``, or ``local`` for a new cluster of this run.
 
     Raises:
         UserError: Ray is not installed, or no cluster answers.

@@ -1,6 +1,6 @@
-"""An elastic pool of equal workers over a runtime: grows and shrinks with its load, and replaces its dead.
+"""An elastic pool of equal workers on a runtime: grows and shrinks with its load, and replaces dead workers.
 
-How many workers it should have is a matter of pure functions, at the end: `measure`, `target_size` and `settled_size`.
+Pure functions at the end of the file compute the size of the pool: `measure`, `target_size` and `settled_size`.
 """
 
 from __future__ import annotations
@@ -30,30 +30,32 @@ from stretto.runtime.runtime import (
 )
 
 _BEAT_S = 0.1
-"""Between two looks at the load."""
+"""Interval between two measurements of the load, in seconds."""
 _WAIT_S = 600.0
-"""For a free worker, unless the caller says otherwise."""
+"""Default for the longest wait for a free worker, in seconds."""
 _MAX_FAILURES = 3
-"""Starts that fail in a row, while nobody works, before it is told."""
+"""Number of consecutive failed starts, without a running worker, after which the pool fails."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of an elastic pool."""
+    """Size limits and aims of an elastic pool."""
 
     min: int = 1
+    """Smallest number of workers."""
     max: int = 2
+    """Largest number of workers."""
     utilisation: float = 0.7
-    """Aim of arrival rate × mean service time / (workers × slots)."""
+    """Aim for arrival rate × mean service time / (workers × slots)."""
     slots: int = 1
-    """Calls that one worker takes at once."""
+    """Number of concurrent calls per worker."""
     wait_aim_s: float = 0.5
-    """Of the 95th percentile of waits in the queue; above it, workers are added for the queue too."""
+    """Aim for the 95th percentile of waits in the queue, in seconds; above it, workers are added for the queue as well."""
     window_s: float = 5.0
-    """Over which rates and waits are taken."""
+    """Time over which rates and waits are measured, in seconds."""
     patience_s: float = 5.0
-    """Workers go when they were not wanted for so long."""
+    """Time after which surplus workers are ended, in seconds."""
 
     def __post_init__(self) -> None:
         assert 0 < self.min <= self.max, f"a pool of {self.min} to {self.max} workers"
@@ -62,37 +64,37 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the last window showed. Written by `measure`."""
+    """Load in the last window. Written by `measure`."""
 
     arrivals_per_s: float
     mean_service_s: float
-    """Of finished calls, or of the age of running ones where that is more; 0 where there was none."""
+    """Mean duration of finished leases, or mean age including running ones if it is longer; 0 without leases. Seconds."""
     p95_wait_s: float
-    """Of those who were served and those who still wait."""
+    """95th percentile of waits of served and of waiting callers, in seconds."""
     num_waiting: int
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """A pool as it is now, and what it has done since it was opened."""
+    """Current state of a pool, and counts since it was opened."""
 
     size: int
-    """Workers that take calls."""
+    """Workers that accept calls."""
     num_leased: int
-    """Leases held."""
+    """Current leases."""
     load: Load
     num_served: int
     """Leases that have ended."""
     num_started: int
     num_replaced: int
-    """Workers that died, or hung."""
+    """Workers that died or hung."""
     worker_s: float
-    """Seconds that workers were there, from the start of their starting: what they cost."""
+    """Sum over workers of the seconds from the beginning of their start to their end: the cost of the pool."""
 
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """One who came for a worker. Seconds of one clock; inf: not yet, and a turn may end before it begins."""
+    """Times of one caller of `lease`, in seconds of one clock; inf: not yet. A turn ends without beginning if the caller gives up."""
 
     came_s: float
     began_s: float = math.inf
@@ -103,18 +105,18 @@ class Turn:
 class _Worker:
     name: str
     born_s: float
-    """When it began to start."""
+    """Beginning of its start."""
     handle: Handle = field(init=False)
     is_up: bool = False
-    """It has a handle."""
+    """Whether it has started and has a handle."""
     is_leaving: bool = False
-    """It takes no more leases."""
+    """Whether it is being ended and gets no new leases."""
     num_leases: int = 0
     freed_s: float = 0.0
 
 
 class ElasticPool:
-    """Workers of one kind. Use it as an async context manager; belongs to the driver's loop."""
+    """Pool of workers of one class. An async context manager; belongs to the driver's loop."""
 
     def __init__(
         self,
@@ -130,14 +132,14 @@ class ElasticPool:
     ):
         """
         Args:
-            drain_s: for the last calls of a worker that goes.
-            hangs_whole: a passed deadline says that the worker hangs with all its calls, also where it takes several:
-                for roles that keep their calls' deadlines themselves.
+            drain_s: longest wait for the last calls of a worker that is being ended, in seconds.
+            hangs_whole: treat a passed deadline as a sign that the worker hangs, even with several slots: for roles that
+                enforce the deadlines of their calls themselves.
         """
         self.name = name
         self.limits = limits
         self.error: Exception | None = None
-        """Why nobody gets a worker any more; None: they do."""
+        """Reason why `lease` fails for all callers; None: it does not."""
         self._runtime = runtime
         self._drain_s = drain_s
         self._hangs_whole = hangs_whole or limits.slots == 1
@@ -146,14 +148,14 @@ class ElasticPool:
         self._workers: list[_Worker] = []
         self._queue: deque[asyncio.Future[_Worker]] = deque()
         self._turns: list[Turn] = []
-        """Of the last window, and those that have not ended."""
+        """Turns of the last window, and those that have not ended."""
         self._targets: deque[tuple[float, int]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_named = self._num_replaced = self._num_served = self._num_failures = 0
         self._ended_s = 0.0
 
     async def __aenter__(self) -> Self:
-        """Raises what `Runtime.spawn` raises, for the first workers."""
+        """Start the first workers; raises the errors of `Runtime.spawn`."""
         try:
             await asyncio.gather(*(self._start(self._new()) for _ in range(self.limits.min)))
             if self.error is not None:
@@ -168,7 +170,7 @@ class ElasticPool:
         await self.close()
 
     async def close(self) -> None:
-        """End the workers, whatever they do; who waits gets `RoleDied`."""
+        """End all workers; waiting callers get `RoleDied`."""
         self._fail(RoleDied(self.name, "the pool is closed"))
         tasks = tuple(self._tasks)
         for task in tasks:
@@ -181,27 +183,27 @@ class ElasticPool:
 
     @asynccontextmanager
     async def lease(self, wait_s: float = _WAIT_S) -> AsyncIterator[Handle]:
-        """A worker (a slot of one), first come first served.
+        """Context with a slot of a worker, in order of arrival.
 
-        A worker whose death comes out of the block is replaced; one that hangs, too.
+        If `RoleDied` or `DeadlinePassed` of this worker leaves the block, the worker is replaced.
 
         Raises:
-            DeadlinePassed: none is free within ``wait_s``.
-            UserError, RuntimeFailure: no worker can be started; or the pool is closed.
+            DeadlinePassed: no worker is free within ``wait_s``.
+            UserError, RuntimeFailure: no worker can be started, or the pool is closed.
         """
         if self.error is not None:
             raise self.error
         turn, future = Turn(time.monotonic()), asyncio.get_running_loop().create_future()
         self._turns.append(turn)
         self._queue.append(future)
-        self._hand_out()
+        self._assign()
         try:
             async with asyncio.timeout(wait_s):
                 worker: _Worker = await future
         except BaseException as error:
             turn.ended_s = time.monotonic()
             if future.done() and not future.cancelled() and future.exception() is None:
-                self._release(future.result())  # it came as its taker left
+                self._release(future.result())  # a worker was assigned while the caller gave up
             if isinstance(error, TimeoutError):
                 raise DeadlinePassed(self.name, "lease", wait_s) from None
             raise
@@ -218,21 +220,20 @@ class ElasticPool:
             self._release(worker)
 
     async def call(self, method: str, *args: Any, deadline_s: float, wait_s: float = _WAIT_S, **kwargs: Any) -> Any:
-        """`Runtime.call` of whichever worker is free; the deadline counts from when one is."""
+        """`Runtime.call` on a free worker; the deadline starts when one is free."""
         async with self.lease(wait_s) as handle:
             return await self._runtime.call(handle, method, *args, deadline_s=deadline_s, **kwargs)
 
     def handles(self) -> tuple[Handle, ...]:
-        """Of the workers that take calls."""
+        """Handles of workers that accept calls."""
         return tuple(worker.handle for worker in self._staying())
 
     def replace(self, handle: Handle, *, hard: bool = True) -> None:
-        """Another instead of this worker: it hangs (by force, whatever it has in hand), or is to end its calls and go.
-
-        One that is leaving already is left to it.
+        """Start another worker in place of this one, which is killed (``hard``) or ended after its calls. Does nothing if the worker is
+        being ended already.
         """
         for worker in self._staying():
-            if worker.handle == handle and self.error is None:  # leases of a closed pool find their workers dead
+            if worker.handle == handle and self.error is None:  # closing the pool also kills workers
                 self._num_replaced += 1
                 worker.is_leaving = True
                 self._keep(self._end(worker, hard))
@@ -255,7 +256,7 @@ class ElasticPool:
         return [worker for worker in self._workers if worker.is_up and not worker.is_leaving]
 
     def _new(self) -> _Worker:
-        """It counts as starting from now on: a task of its own begins later."""
+        """A new worker, counted as starting from now on, although the task that starts it begins later."""
         self._num_named += 1
         worker = _Worker(f"{self.name}-{self._num_named}", time.monotonic())
         self._workers.append(worker)
@@ -268,13 +269,13 @@ class ElasticPool:
             self._num_failures += 1
             _log.warning("%s could not be started: %s", worker.name, error)
             is_hopeless = isinstance(error, UserError) or self._num_failures >= _MAX_FAILURES
-            if is_hopeless and not any(each.is_up for each in self._workers):
+            if is_hopeless and not any(other.is_up for other in self._workers):
                 self._fail(error)
             self._forget(worker)
             return
         worker.is_up, self._num_failures = True, 0
         worker.freed_s = time.monotonic()
-        self._hand_out()
+        self._assign()
 
     async def _end(self, worker: _Worker, hard: bool) -> None:
         give_up_s = time.monotonic() + self._drain_s
@@ -291,24 +292,25 @@ class ElasticPool:
         self._ended_s += time.monotonic() - worker.born_s
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run it beside everything else, until `close`."""
+        """Run ``work`` in a task that `close` cancels."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _hand_out(self) -> None:
-        while self._queue and (able := [each for each in self._staying() if each.num_leases < self.limits.slots]):
+    def _assign(self) -> None:
+        """Assign free slots to waiting callers."""
+        while self._queue and (free := [other for other in self._staying() if other.num_leases < self.limits.slots]):
             future = self._queue.popleft()
-            if not future.done():  # else its taker has left
-                # The last to have worked first, so that those who may go stay idle.
-                worker = min(able, key=lambda each: (each.num_leases, -each.freed_s))
+            if not future.done():  # else the caller has given up
+                # The most recently used worker first, so the others stay idle and can be ended.
+                worker = min(free, key=lambda other: (other.num_leases, -other.freed_s))
                 worker.num_leases += 1
                 future.set_result(worker)
 
     def _release(self, worker: _Worker) -> None:
         worker.num_leases -= 1
         worker.freed_s = time.monotonic()
-        self._hand_out()
+        self._assign()
 
     async def _manage(self) -> None:
         while True:
@@ -335,11 +337,11 @@ class ElasticPool:
             self._keep(self._end(worker, hard=False))
 
     def _load(self, now_s: float) -> Load:
-        # The first moments say little: one arrival at once is no endless rate.
+        # At least a second, or the first arrival would be a huge rate.
         return measure(self._turns, now_s, min(max(now_s - self._opened_s, 1.0), self.limits.window_s))
 
     def _fail(self, error: Exception) -> None:
-        """Nobody gets a worker any more."""
+        """Let all waiting and later callers fail."""
         self.error = self.error or error
         while self._queue:
             future = self._queue.popleft()
@@ -348,7 +350,7 @@ class ElasticPool:
 
 
 def measure(turns: Sequence[Turn], now_s: float, window_s: float) -> Load:
-    """Arrivals, waits and services of the window that ends now."""
+    """Load in the window of ``window_s`` that ends at ``now_s``."""
     since_s, never = now_s - window_s, math.inf
     waiting = [now_s - turn.came_s for turn in turns if turn.began_s == turn.ended_s == never]
     waits = [turn.began_s - turn.came_s for turn in turns if since_s <= turn.began_s < never]
@@ -357,23 +359,23 @@ def measure(turns: Sequence[Turn], now_s: float, window_s: float) -> Load:
         turn.ended_s - turn.began_s for turn in turns if turn.began_s < never and since_s <= turn.ended_s < never
     ]
     mean_s = fmean(services or [0.0])
-    if ages:  # long calls are in no statistics of ended ones until they end
+    if ages:  # a long lease is not among the finished ones until it ends
         mean_s = max(mean_s, fmean(ages + services))
     rate = sum(turn.came_s >= since_s for turn in turns) / window_s
     return Load(rate, mean_s, percentile(waiting + waits, 0.95), len(waiting))
 
 
 def target_size(load: Load, size: int, limits: Limits) -> int:
-    """Little's law at the utilisation aimed at, and enough more to clear the queue within the wait aimed at.
+    """Number of workers for the aimed utilisation by Little's law, and more if the queue must be cleared within the aimed wait.
 
-    Workers in use = arrival rate × mean service time, whatever the distributions; see METHODS on elastic pools. The
-    law knows only the mean over the window, so a burst is first seen by those who wait.
+    Workers in use = arrival rate × mean service time, for any distributions; see METHODS on elastic pools. The
+    law uses means over the window, so a burst first shows in the queue.
 
     Args:
-        size: workers there are, those that are starting included.
+        size: current number of workers, including starting ones.
     """
     busy = load.arrivals_per_s * load.mean_service_s / limits.slots
-    wanted = math.ceil(busy / limits.utilisation - 1e-9)  # or 0.7 / 0.7 would ask for two
+    wanted = math.ceil(busy / limits.utilisation - 1e-9)  # without the margin, rounding of 0.7 / 0.7 could give two
     if load.p95_wait_s > limits.wait_aim_s and load.num_waiting:
         behind = load.num_waiting * load.mean_service_s / (limits.wait_aim_s * limits.slots)
         wanted = max(wanted, math.ceil(busy + behind), size + 1)
@@ -381,10 +383,10 @@ def target_size(load: Load, size: int, limits: Limits) -> int:
 
 
 def settled_size(targets: Sequence[tuple[float, int]], size: int, now_s: float, patience_s: float) -> int:
-    """``size`` raised to the latest target at once, or lowered to the highest one of the time of patience.
+    """New size of the pool: the latest target if it is larger than ``size``, else the highest target of the last ``patience_s``.
 
     Args:
-        targets: (seconds, target), oldest first; one from before the time of patience shows that it is over.
+        targets: (seconds, target), oldest first. Without a target older than ``patience_s``, the size is not reduced.
     """
     assert targets, "no target yet"
     latest = targets[-1][1]
@@ -396,6 +398,6 @@ def settled_size(targets: Sequence[tuple[float, int]], size: int, now_s: float, 
 
 
 def percentile(values: Iterable[float], share: float) -> float:
-    """The smallest value that at least ``share`` of them do not exceed; 0 without any."""
+    """The smallest value that at least ``share`` of the values do not exceed; 0 without values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0

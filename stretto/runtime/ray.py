@@ -1,6 +1,6 @@
-"""The runtime of a cluster: every role is a Ray actor.
+"""The runtime of a Ray cluster: every role is a Ray actor.
 
-Ray keeps the actors, and restarts them; its calls are at most once. The driver asks every actor now and then how it is.
+Ray starts and restarts the actors, and executes each call at most once. The driver polls the state of every actor.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from stretto.runtime.runtime import (
 )
 
 _BEAT_S = 0.5
-"""Between two looks at an actor."""
+"""Interval between two polls of an actor, in seconds."""
 _POLL_S = 0.05
 _CONNECT_S = 10.0
-"""For a cluster to answer."""
+"""Longest wait for a cluster's answer, in seconds."""
 _log = logging.getLogger(__name__)
 
 
 class RayCaller(Caller):
-    """Of the driver, or of an actor."""
+    """`Caller` in the driver or in an actor."""
 
     async def call(self, handle: Handle, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
         ref = handle.address.call.remote(method, args, kwargs)
@@ -55,7 +55,7 @@ class RayCaller(Caller):
         except (asyncio.CancelledError, DeadlinePassed):
             ray.cancel(ref)
             raise
-        except RayTaskError as error:  # arguments or results that do not come through
+        except RayTaskError as error:  # arguments or results that cannot be sent
             cause = error.cause if isinstance(error.cause, Exception) else error
             raise RoleError(handle.name, method, type(cause).__name__, str(cause), str(error)) from None
         except RayError as error:
@@ -66,21 +66,21 @@ class RayCaller(Caller):
 
 
 class RoleActor:
-    """One incarnation of a role. Ray makes a new one of the same arguments when the process dies."""
+    """One incarnation of a role. Ray creates a new one with the same arguments when the process dies."""
 
     def __init__(self, name: str, work: Sequence[Any]):
-        """``work``: a reference to the role's class and arguments, in a list: Ray would hand over the value of a bare one."""
+        """``work``: list with a Ray reference to the role's class and arguments; Ray would replace a bare reference by its value."""
         self._name = name
         self._work = work
         self._incarnation = uuid.uuid4().hex
         self._begun: tuple[Actor, asyncio.Task[Exception | None]] | None = None
 
     async def look(self) -> tuple[str, int, Exception | None]:
-        """The incarnation, its process, and what the role's constructor raised: waits for it."""
+        """Wait for the role's constructor; returns the incarnation's id, its process id, and the exception of the constructor."""
         return self._incarnation, os.getpid(), await asyncio.shield(self._begin()[1])
 
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Exception | None]:
-        """The result, or what was raised: Ray would wrap it."""
+        """Result and exception of ``method``. The exception is returned, because Ray would wrap a raised one."""
         try:
             return await self._begin()[0].call(method, args, kwargs), None
         except (UserError, RuntimeFailure) as error:
@@ -92,7 +92,7 @@ class RoleActor:
         await actor.close()
 
     def _begin(self) -> tuple[Actor, asyncio.Task[Exception | None]]:
-        """Not by the constructor, which Ray does not call on the actor's loop."""
+        """Create and start the actor at the first call; Ray does not run the constructor on the actor's loop."""
         if self._begun is None:
             worker = Worker()
             threading.Thread(target=worker.run, name=self._name, daemon=True).start()
@@ -107,7 +107,7 @@ class RoleActor:
         except (UserError, RuntimeFailure) as error:
             if ray.get_runtime_context().was_current_actor_reconstructed:
                 _log.warning("%s: could not be restarted: %s", self._name, error)
-                os._exit(1)  # one more restart, if there is one
+                os._exit(1)  # Ray restarts the actor if it has restarts left
             return error
         return None
 
@@ -115,16 +115,16 @@ class RoleActor:
 @dataclass(eq=False, kw_only=True)
 class _RayRole(Role):
     work: Any
-    """Keeps the class and the arguments in Ray's store: Ray lets go of large ones once an actor has started, and could
-    not start it again."""
+    """Reference that keeps class and arguments in Ray's object store. Ray frees large arguments once an actor has started, and then
+    could not restart it."""
     incarnation: str = ""
 
 
 class RayRuntime(Runtime[_RayRole]):
-    """A `Runtime` of the running loop. Use it as an async context manager, or close it."""
+    """A `Runtime` of the running loop. Use it as an async context manager, or call `close`."""
 
     def __init__(self, owns_cluster: bool):
-        """Of a cluster that this process is connected to: see `open`."""
+        """For a process that is connected to a cluster: see `open`."""
         super().__init__(RayCaller())
         self._owns_cluster = owns_cluster
 
@@ -133,28 +133,28 @@ class RayRuntime(Runtime[_RayRole]):
         """Connect to a cluster.
 
         Args:
-            address: ``host:port``; ``auto``: the one that runs on this machine, or that RAY_ADDRESS names; ``local``:
-                a new one, for this run alone.
+            address: ``host:port``; ``auto``: the cluster of this machine or of RAY_ADDRESS; ``local``: a new cluster for this
+                run.
 
         Raises:
-            UserError: it does not answer.
+            UserError: the cluster does not answer or cannot be started.
         """
         if ray.is_initialized():
             return cls(owns_cluster=False)
         options: dict[str, Any] = {"address": address, "log_to_driver": True, "logging_level": "error"}
         if address == "local":
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            # In this thread: the kernel kills a cluster's processes together with the thread that started them.
+            # In this thread, because the kernel kills the processes of a cluster when the thread that started them ends.
             problem = _init({**options, "include_dashboard": False})
-            told = f"Ray starts no cluster here ({problem}); use --runtime local"
+            message = f"Ray starts no cluster here ({problem}); use --runtime local"
         else:
             problem = await _reach(address, options)
-            told = (
+            message = (
                 f"no Ray cluster answers there ({problem}); start one with `ray start --head`, "
                 f"or run without one: --runtime local"
             )
         if problem is not None:
-            raise UserError(f"--address {address}: {told}")
+            raise UserError(f"--address {address}: {message}")
         return cls(owns_cluster=True)
 
     async def close(self) -> None:
@@ -163,10 +163,10 @@ class RayRuntime(Runtime[_RayRole]):
             await asyncio.to_thread(ray.shutdown)
 
     def _place(self, id: str, name: str, work: Work, placement: Placement, restarts: int) -> _RayRole:
-        # The role's own worker does the queueing, not Ray.
+        # The role's own worker queues calls, so Ray must not.
         actor = ray.remote(RoleActor).options(num_cpus=0, max_restarts=restarts, max_concurrency=10_000)
-        kept = ray.put(work)
-        return _RayRole(Handle(id, name, actor.remote(name, [kept])), restarts, work=kept)
+        reference = ray.put(work)
+        return _RayRole(Handle(id, name, actor.remote(name, [reference])), restarts, work=reference)
 
     async def _start(self, role: _RayRole) -> None:
         try:
@@ -188,12 +188,12 @@ class RayRuntime(Runtime[_RayRole]):
                 if role.state is RoleState.ALIVE:
                     role.state, role.why = RoleState.RESTARTING, _reason(error)
             except RayActorError as error:
-                role.restarts = role.max_restarts  # a life may have been too short to be seen from here
+                role.restarts = role.max_restarts  # polling can miss a short incarnation
                 self._bury(role, _reason(error))
                 return
 
     async def _look(self, role: _RayRole) -> Exception | None:
-        """What the constructor raised, for which a later incarnation ends itself."""
+        """Poll the actor; returns the exception of its constructor (later incarnations end themselves instead)."""
         incarnation, pid, error = await role.handle.address.look.remote()
         if role.incarnation not in ("", incarnation) and error is None:
             role.restarts += 1
@@ -202,7 +202,7 @@ class RayRuntime(Runtime[_RayRole]):
         return error
 
     async def _end(self, role: _RayRole, hard: bool) -> None:
-        """Kill the actor and wait until Ray says that it is dead."""
+        """Kill the actor, and wait until Ray reports its death."""
         actor = role.handle.address
         if not hard:
             with suppress(TimeoutError, RayError):
@@ -217,7 +217,7 @@ class RayRuntime(Runtime[_RayRole]):
 
 
 def _reason(error: Exception) -> str:
-    """On one line."""
+    """Cause of a failed call, on one line."""
     if isinstance(error, ActorUnavailableError):
         return "its process does not answer; perhaps it restarts"
     line = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -225,7 +225,7 @@ def _reason(error: Exception) -> str:
 
 
 async def _reach(address: str, options: Mapping[str, Any]) -> str | None:
-    """`ray.init`, which may wait for a cluster for minutes, in a thread that can be left to it; why it failed."""
+    """`_init` in a thread, because it may wait for minutes; returns the cause of a failure, or None."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and port.isdecimal():
         try:
@@ -242,9 +242,9 @@ async def _reach(address: str, options: Mapping[str, Any]) -> str | None:
 
 
 def _init(options: Mapping[str, Any]) -> str | None:
-    """Why it failed, on one line; None: it did not."""
+    """`ray.init`; returns the cause of a failure on one line, or None."""
     try:
         ray.init(**options)
-    except Exception as error:  # Ray has no one class for it
+    except Exception as error:  # Ray raises exceptions of many classes
         return _reason(error)
     return None

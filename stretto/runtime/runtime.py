@@ -1,18 +1,18 @@
-"""The contract between a driver, the roles it starts and whatever they run on.
+"""The contract between a driver, the roles that it starts, and the runtime on which they run.
 
-A *role* is a plain class: the runtime makes one object of it, somewhere, and others call its methods through a `Handle`.
-The *driver* is the one asyncio loop that owns a `Runtime` and starts, watches and ends the roles.
+A *role* is a plain class. The runtime creates one object of it in a thread or process, and others call its methods through a
+`Handle`. The *driver* is the asyncio loop that owns a `Runtime`; it starts, monitors and ends the roles.
 
-What a role may count on, under every runtime:
+Guarantees for roles, under every runtime:
 
-- Sync methods, the constructor among them, run one at a time, in a thread of the role's own (`Placement.ASYNC`: on the
-  loop). Async methods run concurrently on the loop of the role's process, which such a thread does not hold up.
-- A constructor parameter named ``caller`` is filled with a `Caller`, for that loop: with it the role calls the handles
-  it was given. Such calls go straight from role to role; the driver does not see their data.
-- ``close()``, sync or async, if there is one, is called when the role is ended without force.
-- Arguments and results are read-only to whoever receives them, and are not changed any more by who sent them: they may
-  be shared. Between processes they are pickled, so a role of a process must be importable from a module.
-- Methods whose name begins with an underscore are not called from outside.
+- Sync methods, including the constructor, run one at a time, in a thread of the role (`Placement.ASYNC`: on the
+  loop). Async methods run concurrently on the loop of the role's process, which sync methods in that thread do not block.
+- A constructor parameter named ``caller`` receives a `Caller` for that loop, with which the role calls the handles
+  that it was given. Such calls go directly from role to role; the driver does not see their data.
+- A method ``close()``, sync or async, is called when the role is ended without force.
+- Sender and receiver must not change arguments and results: they may share memory. Between processes they are pickled, so
+  the class of a role that runs in a process must be importable from a module.
+- Methods whose name begins with an underscore cannot be called from outside.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from typing import Any, Generic, Self, TypeVar
 from stretto.base.errors import UserError
 
 START_DEADLINE_S = 60.0
-"""For a role's process and its constructor, unless the caller says otherwise."""
+"""Default deadline for the start of a role's process and its constructor, in seconds."""
 CONSTRUCTOR = "__init__"
-"""The method that a constructor's failure names."""
+"""Name of the method in errors of a constructor."""
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 def to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` to its end, as `asyncio.run` does; in a thread of its own where this one has a running loop, as in a notebook."""
+    """Run ``work`` to its end as `asyncio.run` does; in a new thread if this one has a running loop, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -64,59 +64,59 @@ def to_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 class Placement(Enum):
-    """Where the local runtime puts a role. On a Ray cluster each is an actor, in a process of its own, whatever is asked."""
+    """Place of a role in the local runtime. On a Ray cluster every role is an actor in its own process."""
 
     ASYNC = "async"
-    """On the driver's loop: for roles that only wait. Sync methods hold everything up, so they must be short."""
+    """On the driver's loop, for roles that mostly wait. Sync methods block the loop, so they must be short."""
     THREAD = "thread"
-    """In the driver's process, with a thread of its own: for torch, whose kernels let the others run."""
+    """In a thread of the driver's process, for torch, whose kernels release Python's lock."""
     PROCESS = "process"
-    """In a process of its own: for Python that computes, and for what may crash or hang."""
+    """In its own process, for Python code that computes, and for code that may crash or hang."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """Names a role, over all its incarnations. May be passed to other roles; written by `Runtime.spawn`."""
+    """Reference to a role, valid for all its incarnations. Can be passed to other roles; created by `Runtime.spawn`."""
 
     id: str
     """Unique in the runtime."""
     name: str
-    """For people: log lines and errors."""
+    """Name for log lines and errors."""
     address: Any = field(compare=False, repr=False)
-    """How the runtime reaches it; nobody else's business."""
+    """Address of the role; internal to the runtime."""
 
 
 class RoleState(Enum):
-    """What may be asked of a role."""
+    """State of a role, as the driver sees it."""
 
     ALIVE = "alive"
     RESTARTING = "restarting"
     """Calls wait for the next incarnation."""
     DRAINING = "draining"
-    """It is being ended, and takes no new calls."""
+    """The role is being ended and accepts no new calls."""
     DEAD = "dead"
 
 
 @dataclass(frozen=True, slots=True)
 class RoleStatus:
-    """A role as the driver sees it."""
+    """State, process and restarts of a role."""
 
     name: str
     state: RoleState
     pid: int | None
-    """Of the process it lives in; None while there is none."""
+    """Id of the role's process; None while it has none."""
     restarts: int
     why: str = ""
-    """Why the last incarnation ended."""
+    """Cause of the end of the last incarnation."""
 
 
 class RuntimeFailure(RuntimeError):  # noqa: N818 - as all of these, it says what happened
-    """Something went wrong between a caller and a role: data for the one who calls, unlike a `UserError`."""
+    """A call of a role failed without a mistake of the user (for which there is `UserError`). The caller decides what to do."""
 
 
 @dataclass(eq=False)
 class RoleDied(RuntimeFailure):
-    """The role ended before it answered, or takes no calls any more. It may or may not have done the work."""
+    """The role ended before it answered, or accepts no more calls. The method may or may not have run."""
 
     name: str
     why: str
@@ -127,7 +127,7 @@ class RoleDied(RuntimeFailure):
 
 @dataclass(eq=False)
 class DeadlinePassed(RuntimeFailure):
-    """The role has not answered in time. It may still do the work."""
+    """The role has not answered before the deadline. The method may still run."""
 
     name: str
     method: str
@@ -144,10 +144,10 @@ class RoleError(RuntimeFailure):
     name: str
     method: str
     kind: str
-    """Class name of what was raised there: ``ZeroDivisionError``."""
+    """Class name of the exception in the role, such as ``ZeroDivisionError``."""
     message: str
     trace: str
-    """The traceback, as text."""
+    """Traceback as text."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.method} raised {self.kind}: {self.message}"
@@ -155,7 +155,7 @@ class RoleError(RuntimeFailure):
 
 @asynccontextmanager
 async def deadline(name: str, method: str, seconds: float) -> AsyncIterator[None]:
-    """Raises DeadlinePassed where what is inside takes longer."""
+    """Context that raises `DeadlinePassed` if it takes longer than ``seconds``."""
     try:
         async with asyncio.timeout(seconds) as limit:
             yield
@@ -166,28 +166,28 @@ async def deadline(name: str, method: str, seconds: float) -> AsyncIterator[None
 
 
 class Caller(ABC):
-    """What a role may do with others. It belongs to one asyncio loop: a sync method that needs it is an async one."""
+    """Calls of roles. Belongs to one asyncio loop, so only async methods can use it."""
 
     def __init__(self) -> None:
         self._casts: set[asyncio.Task[None]] = set()
 
     @abstractmethod
     async def call(self, handle: Handle, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
-        """What ``method`` returns.
+        """Result of ``method``.
 
-        A call to a role that is restarting waits for it, where the runtime can tell; else it fails with `RoleDied`.
-        When the deadline passes, or the caller is cancelled, an async method is cancelled at its next await and a sync
-        one that waits for its turn is dropped; one that runs is left to finish.
+        A call to a restarting role waits for the next incarnation if the runtime knows of the restart; otherwise it fails with
+        `RoleDied`. When the deadline passes or the caller is cancelled, an async method is cancelled at its next await, a sync
+        method that waits for its turn is dropped, and a sync method that already runs continues to its end.
 
         Raises:
-            UserError: raised by the method, passed on as it is.
-            RoleError: the method raised anything else.
-            RoleDied: the role died meanwhile, or had before and is not restarted.
+            UserError: raised by the method.
+            RoleError: the method raised another exception.
+            RoleDied: the role died during the call, or before it without a restart.
             DeadlinePassed: no answer within ``deadline_s`` seconds.
         """
 
     def cast(self, handle: Handle, method: str, *args: Any, **kwargs: Any) -> None:
-        """Call ``method`` and wait for nothing. What fails is logged."""
+        """Call ``method`` without waiting for its result. Failures are logged."""
 
         async def work() -> None:
             try:
@@ -202,7 +202,7 @@ class Caller(ABC):
 
 @dataclass(eq=False)
 class Role:
-    """A role as its runtime keeps it, until it has ended for good."""
+    """A runtime's record of a role that has not ended permanently."""
 
     handle: Handle
     max_restarts: int
@@ -219,13 +219,13 @@ class Role:
 
 R = TypeVar("R", bound=Role)
 Work = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A role's class, and the arguments of its constructor."""
+"""Class of a role, and the arguments of its constructor."""
 
 
 class Runtime(Caller, Generic[R]):
-    """The driver's side. Everything belongs to the loop it was opened on; as an async context manager, it closes itself.
+    """The driver's interface: starts, monitors and ends roles. Belongs to the loop on which it was opened; an async context manager.
 
-    Which roles there are is kept here; where and how they live, by `LocalRuntime` and `RayRuntime`.
+    This class keeps the list of roles; `LocalRuntime` and `RayRuntime` implement processes and calls.
     """
 
     def __init__(self, caller: Caller):
@@ -253,14 +253,14 @@ class Runtime(Caller, Generic[R]):
         """Start a role and wait until its constructor has returned.
 
         Args:
-            role: a class, or a `functools.partial` of one.
-            restarts: how many times a process that dies by itself (or by `restart`) is started afresh, from ``role``
-                and ``args``. Calls in flight fail; later ones meet the next incarnation.
+            role: a class, or a `functools.partial` of a class.
+            restarts: number of times that a process which dies (or is ended by `restart`) is started again with ``role``
+                and ``args``. Calls in flight fail; later calls reach the next incarnation.
 
         Raises:
-            UserError, RoleError: the constructor raised it; nothing is left behind.
-            DeadlinePassed: the constructor hangs; it has been killed where it can be.
-            RoleDied: its process died first.
+            UserError, RoleError: raised by the constructor; the role does not exist.
+            DeadlinePassed: the constructor took too long; its process was killed.
+            RoleDied: its process died before.
         """
         spawned = self._place(uuid.uuid4().hex[:16], name, (role, args), placement, restarts)
         spawned.deadline_s = deadline_s
@@ -274,15 +274,15 @@ class Runtime(Caller, Generic[R]):
         return spawned.handle
 
     async def call(self, handle: Handle, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
-        """See `Caller`."""
+        """See `Caller.call`."""
         self._find(handle)
         return await self._caller.call(handle, method, *args, deadline_s=deadline_s, **kwargs)
 
     async def kill(self, handle: Handle, *, hard: bool = False) -> None:
-        """End the role for good and wait until it has ended. Calls in flight fail with `RoleDied`.
+        """End the role permanently, and wait until it has ended. Calls in flight fail with `RoleDied`.
 
-        Without force its ``close`` is called first, for a few seconds at most. A thread cannot be killed: what a sync
-        method does there goes on, unheard.
+        Unless ``hard``, its ``close`` is called first, for a few seconds at most. A thread cannot be killed: a sync
+        method in a thread continues, and its result is dropped.
         """
         role = self._roles.get(handle.id)
         if role is None:
@@ -295,7 +295,7 @@ class Runtime(Caller, Generic[R]):
         self._bury(role, "it was killed" if hard else "it was ended")
 
     async def restart(self, handle: Handle) -> None:
-        """End this incarnation by force and start the next, if any of ``restarts`` are left: for a role that hangs."""
+        """Kill the current incarnation of a role that hangs, and start the next one if any of ``restarts`` are left."""
         role = self._find(handle)
         role.state, role.why = RoleState.RESTARTING, "it was restarted"
         await self._interrupt(role)
@@ -304,39 +304,39 @@ class Runtime(Caller, Generic[R]):
                 await asyncio.sleep(0.02)
 
     def status(self, handle: Handle) -> RoleStatus:
-        """How the role is; a role that has ended keeps its last status."""
+        """Status of the role; the last one if the role has ended."""
         return self._ended.get(handle.id) or self._find(handle).status()
 
     def handles(self) -> tuple[Handle, ...]:
-        """Roles that have not ended for good, in the order they were spawned."""
+        """Roles that have not ended permanently, in the order in which they were spawned."""
         return tuple(role.handle for role in self._roles.values())
 
     async def close(self) -> None:
-        """End every role without force, all at once. No process is left."""
+        """End all roles concurrently, without force. No process is left."""
         await asyncio.gather(*(self.kill(handle) for handle in self.handles()))
 
     @abstractmethod
     def _place(self, id: str, name: str, work: Work, placement: Placement, restarts: int) -> R:
-        """A role that is about to start."""
+        """Record of a role that is about to start."""
 
     @abstractmethod
     async def _start(self, role: R) -> None:
-        """Its incarnation; raises what `spawn` does."""
+        """Start an incarnation; raises the same errors as `spawn`."""
 
     @abstractmethod
     async def _interrupt(self, role: R) -> None:
-        """End its incarnation by force, but not the role."""
+        """Kill the current incarnation, but do not end the role."""
 
     @abstractmethod
     async def _watch(self, role: R) -> None:
-        """See its incarnations end and the next ones start, until the last has ended and is buried."""
+        """Monitor and restart incarnations until the last one has ended; then call `_bury`."""
 
     @abstractmethod
     async def _end(self, role: R, hard: bool) -> None:
-        """Its process or threads, as `kill` says."""
+        """End the role's process or thread, see `kill`."""
 
     async def _begin(self, role: R) -> None:
-        """`_start`, or leave nothing."""
+        """`_start` within the role's deadline; after an error, nothing of the incarnation is left."""
         try:
             async with deadline(role.handle.name, CONSTRUCTOR, role.deadline_s):
                 await self._start(role)
@@ -347,10 +347,11 @@ class Runtime(Caller, Generic[R]):
     def _find(self, handle: Handle) -> R:
         if handle.id in self._ended:
             raise RoleDied(handle.name, self._ended[handle.id].why)
-        assert handle.id in self._roles, f"{handle} is not of this runtime"
+        assert handle.id in self._roles, f"{handle} does not belong to this runtime"
         return self._roles[handle.id]
 
     def _bury(self, role: R, why: str) -> None:
-        if self._roles.pop(role.handle.id, None) is not None:  # else two have killed it at once
+        """Record that the role has ended permanently."""
+        if self._roles.pop(role.handle.id, None) is not None:  # else two tasks have killed it at once
             role.state, role.why, role.pid = RoleState.DEAD, why, None
             self._ended[role.handle.id] = role.status()

@@ -1,5 +1,5 @@
-// Where all threads of a step meet. OpenMP's own barrier spins for milliseconds, which a machine that runs anything else beside
-// us pays for with whole time slices: the thread that is waited for may need this very core.
+// Barrier for the threads of a step. OpenMP's own barrier spins for milliseconds. If other programs use the machine, that costs
+// whole time slices, because the thread that the others wait for may need the core of a spinning one.
 
 #pragma once
 
@@ -9,15 +9,15 @@ namespace stretto {
 
 class Barrier {
   public:
-    // num: threads of the region, which OpenMP may make fewer than it was asked for.
+    // num: threads of the region; OpenMP may create fewer than requested.
     void wait(int num) {
         const int mine = round.load(std::memory_order_relaxed);
         if (arrived.fetch_add(1, std::memory_order_acq_rel) == num - 1) {
             arrived.store(0, std::memory_order_relaxed);
             round.store(mine + 1, std::memory_order_release);
-            // notify_all looks whether anybody sleeps, and wakes nobody if it sees no one. Without the fence a processor may do
-            // that load before the store above is visible: a thread that goes to sleep in between has read the old round,
-            // is not seen, and sleeps for ever. x86 and Arm both reorder a store with a later load.
+            // notify_all reads whether threads sleep, and wakes none if it finds none. Without the fence, a processor may do
+            // that load before the store above is visible. A thread that goes to sleep in between has read the old round and
+            // is not woken, so it sleeps for ever. x86 and Arm both reorder a store with a later load.
             std::atomic_thread_fence(std::memory_order_seq_cst);
             round.notify_all();
             return;
@@ -30,7 +30,7 @@ class Barrier {
     }
 
   private:
-    static constexpr int SPINS = 1000;  // some 20 microseconds, several times what a phase of a small network takes
+    static constexpr int SPINS = 1000;  // about 20 microseconds, several times the duration of a phase of a small network
 
     static void pause() {
 #if defined(__x86_64__)

@@ -1,10 +1,10 @@
-// One decoding step of the whole network in one parallel region.
+// One step of the whole network in one parallel region.
 //
-// Every phase deals its tasks out and ends in a barrier. A task is a block of weight rows and computes them for all tokens, so
-// each weight is read from memory once a step however many tokens use it. What costs less than a barrier every thread does for
-// itself.
-// A token's result is a function of that token alone: reductions have one order (simd.h), and the experts of a token
-// are added from the lowest id up.
+// Every phase distributes tasks to the threads and ends with a barrier. A task computes a block of weight rows for all tokens, so
+// each weight is read from memory once per step, for any number of tokens. Work that takes less time than a barrier is done by
+// every thread for itself.
+// A token's result is a function of that token alone: reductions have one order (simd.h), and the outputs of a token's experts
+// are added in rising order of id.
 //
 // Letters: N tokens, A tokens that run a layer, D hidden, E experts, S slots (a token and one of its experts).
 
@@ -23,10 +23,10 @@
 
 namespace stretto {
 
-// A thread's share of a phase's tasks. It goes through them in order, so that what it asks memory for early is its own next
-// block; whoever is done with its own takes from the far end of others'.
+// A thread's share of a phase's tasks. The thread takes them from the front, so the memory that it prefetches is its own next
+// block. Threads that have finished their own share take tasks from the back of others.
 struct alignas(64) Share {
-    // The next of tasks [begin, end), −1 where none is left.
+    // The next of tasks [begin, end), or −1 if none is left.
     long take(long begin, long end, bool is_own) {
         uint64_t seen = taken.load(std::memory_order_relaxed);
         for (;;) {
@@ -38,20 +38,20 @@ struct alignas(64) Share {
     }
 
   private:
-    std::atomic<uint64_t> taken{0};  // low half: from the front, high half: from the back
+    std::atomic<uint64_t> taken{0};  // low half: tasks taken from the front, high half: from the back
 };
 
-constexpr int PHASES = 17;  // at most, in a layer; beside them: embedding, norm, tokens for tiles, head
-constexpr int OWN = 4096;  // elements that every thread norms or packs for itself, at most: about two microseconds
+constexpr int PHASES = 17;  // most phases of a layer; a step has four more: embedding, norm, packing, head
+constexpr int OWN = 4096;  // most elements that every thread norms or packs for itself: about two microseconds
 
-// Tokens that a product takes: rows of fp32 and, where it goes through tiles, the same rows packed for them.
+// Tokens of a product: rows of fp32 and, for products in tiles, the same rows in packed form.
 struct Inputs {
     const float* const* rows;
     const bfloat16* packed;
     int num;
 };
 
-// Buffers of one step; grown, never shrunk.
+// Buffers of a step. They grow and never shrink.
 struct Buffers {
     std::vector<float> x, h, qkv, attended, gate, up, shared_gate, shared_up, router, weight;
     std::vector<int32_t> chosen, active, active_start;
@@ -103,12 +103,12 @@ class Decoder {
             for (const auto& layer : layers) widest = std::max({widest, layer.inner, layer.shared_inner});
             const size_t size = TILE_TOKENS * packed_width(widest), slots = num * s.route_slots;
             grow(b.packed, (num + TILE_TOKENS - 1) / TILE_TOKENS * size);
-            grow(b.packed_slots, std::min(slots, slots / TILE_TOKENS + experts) * size);  // of each expert's spans, one is not full
+            grow(b.packed_slots, std::min(slots, slots / TILE_TOKENS + experts) * size);  // each expert may have one span that is not full
         }
         b.chosen.resize(num * s.route_slots);
         b.active.clear();
         b.active_start.assign(1, 0);
-        are_apart = true;  // chunks have tables of their own, and their tokens are neighbours
+        are_apart = true;  // tokens of a sequence are neighbours, with the same table
         for (int n = 1; n < step.num_tokens; n++) are_apart &= step.table[n] != step.table[n - 1];
         for (int layer = 0; layer < s.num_layers; layer++) {
             for (int n = 0; n < step.num_tokens; n++)
@@ -121,8 +121,7 @@ class Decoder {
     std::vector<StrettoLayer> layers;
     Buffers b;
     const bool uses_tiles = std::is_same_v<W, bfloat16> && has_tiles();
-    bool are_apart = false;     // no two tokens of the step belong to one sequence
-    Weights weights;
+    bool are_apart = false;     // whether all tokens of the step belong to different sequences
 };
 
 template <class W>
@@ -137,14 +136,14 @@ struct Decoder<W>::Worker {
     long phase = 0;
     int layer_index = 0, num_active = 0;
     const int32_t* active = nullptr;
-    std::vector<const float*> rows, slots, slot_x;  // inputs of products
+    std::vector<const float*> rows, slots, slot_x;  // rows of tokens, of slots after gate_up, and of slots before it
     std::vector<int32_t> slot_token, slot_start, used;
     std::vector<float> normed, slot_weight, scores;
-    std::vector<double> selection, group_score;  // of a softmax, fp32 values
-    std::vector<bfloat16> own, own_slots, own_queries;  // what each thread packs for itself
+    std::vector<double> selection, group_score;  // fp32 values for a softmax router
+    std::vector<bfloat16> own, own_slots, own_queries;  // rows that each thread packs for itself
     std::vector<Span> spans, slot_spans, runs;
-    std::vector<int32_t> first_span;  // by expert, in slot_spans
-    const bfloat16 *packed = nullptr, *packed_slots = nullptr;  // of `rows`, and of the slots
+    std::vector<int32_t> first_span;  // by expert: index in slot_spans
+    const bfloat16 *packed = nullptr, *packed_slots = nullptr;  // packed `rows` and slots
     Tiles tiles{d.uses_tiles};
 
     Worker(Decoder& d, const StrettoStep& step, std::vector<Share>& shares, Barrier& barrier)
@@ -170,7 +169,7 @@ struct Decoder<W>::Worker {
         logits();
     }
 
-    // f(i) for i in [0, num), by whichever threads. Then all threads meet.
+    // Calls f(i) for i in [0, num), distributed over the threads, then waits for all threads.
     template <class F>
     void each(long num, F f) {
         Share* of = &shares[size_t(phase++) * step.num_threads];
@@ -182,7 +181,7 @@ struct Decoder<W>::Worker {
         barrier.wait(num_threads);
     }
 
-    // Rows a task takes: small enough to share out evenly, large enough to stream.
+    // Rows per task: few enough for an even distribution, enough for streaming from memory.
     int block(long num_rows) const {
         const long even = num_rows / (8L * step.num_threads), least = d.uses_tiles ? 2 * TILE_ROWS : 8;
         return int(std::clamp(even / least * least, least, 64L));
@@ -201,7 +200,8 @@ struct Decoder<W>::Worker {
         for (int a = 0; a < num; a++) rows[a] = from.data() + a * width;
     }
 
-    // The rows x in `of` packed for tiles, by every thread for itself or all together; null where products take them as they are.
+    // Rows x of the spans `of`, packed for tiles by every thread for itself (into `mine`) or by all together (into `all`); null if
+    // products use fp32 rows.
     const bfloat16* pack(const float* const* x, const std::vector<Span>& of, int width, std::vector<bfloat16>& mine, std::vector<bfloat16>& all) {
 #if defined(STRETTO_TILES)
         if (!d.uses_tiles) return nullptr;
@@ -219,7 +219,7 @@ struct Decoder<W>::Worker {
 #endif
     }
 
-    // Packs the first `num` of `rows`.
+    // Packs the first `num` of `rows` for tiles.
     void pack_rows(int num, int width) {
         spans.clear();
         for (int first = 0; first < num; first += TILE_TOKENS) spans.push_back({first, std::min(TILE_TOKENS, num - first), num == 1});
@@ -228,7 +228,7 @@ struct Decoder<W>::Worker {
 
     Inputs inputs(int num) const { return {rows.data(), packed, num}; }
 
-    // put(row, count, token, values) for rows [begin, end) of w, as `product`.
+    // Calls put(row, count, token, values) for rows [begin, end) of w, see `product`.
     template <class Put>
     void multiply(const W* w, size_t stride, int begin, int end, const Inputs& x, int width, Put put) {
 #if defined(STRETTO_TILES)
@@ -238,7 +238,7 @@ struct Decoder<W>::Worker {
         product(w, stride, begin, end, x.rows, x.num, width, put);
     }
 
-    // Points `rows` at the norms of rows [num] of the stream.
+    // Normalises `num` rows of the residual stream, and points `rows` to the results.
     void normalise(const void* weight, const int32_t* token, int num) {
         const bool is_own = long(num) * s.hidden <= OWN;
         std::vector<float>& to = is_own ? normed : b.h;
@@ -253,7 +253,7 @@ struct Decoder<W>::Worker {
         pack_rows(num, s.hidden);
     }
 
-    // What a product puts into `to` [tokens, width], with the rows' bias unless that is null.
+    // Function for `multiply` that writes to `to` [tokens, width], adding the rows' bias unless it is null.
     static auto into(float* to, int width, const void* bias) {
         return [=, by = static_cast<const W*>(bias)](int row, int count, int t, const float* values) {
             float* at = to + size_t(t) * width + row;
@@ -276,7 +276,7 @@ struct Decoder<W>::Worker {
                  });
     }
 
-    // Rows [begin, end) of the activation of gate and up; both are [tokens, inner].
+    // Rows [begin, end) of gate, up and their activation, which is written to `gate`; both are [tokens, inner].
     void swiglu(const W* w, const W* bias, int inner, int begin, int end, const Inputs& x, float* gate, float* up) {
         multiply(w, s.hidden, begin, end, x, s.hidden, into(gate, inner, bias));
         multiply(w + size_t(inner) * s.hidden, s.hidden, begin, end, x, s.hidden, into(up, inner, bias ? bias + inner : nullptr));
@@ -289,7 +289,7 @@ struct Decoder<W>::Worker {
         }
     }
 
-    // gpt-oss's: gate · sigmoid(alpha · gate) · (up + 1), of a gate that is bounded above and an up that is on both sides.
+    // gpt-oss: gate · sigmoid(alpha · gate) · (up + 1), with the gate clamped from above and up from both sides.
     Vec clamped(Vec g, Vec u) const {
         const Vec high = splat(s.limit), low = splat(-s.limit);
         g = g > high ? high : g;
@@ -330,7 +330,7 @@ void stretto_sizes(int32_t* sizes) {
     sizes[4] = sizeof(StrettoChoose);
 }
 
-// Whether bf16 weights are multiplied in tiles, which take tokens rounded to bf16.
+// Whether products with bf16 weights use tiles, for which tokens are rounded to bf16.
 int32_t stretto_has_tiles() { return stretto::has_tiles(); }
 
 void* stretto_create(const StrettoShape* shape, const StrettoLayer* layers) {

@@ -1,4 +1,4 @@
-// Products of a row-major weight with a few token rows, and attention over cache pages built from them.
+// Products of a row-major weight with a few token rows, norms, rotation, softmax, and weighted sums of values.
 #pragma once
 
 #include <cmath>
@@ -7,16 +7,16 @@
 
 namespace stretto {
 
-constexpr int AHEAD = 4096;  // bytes of a row asked for early, at most: blocks are too short for the processor to foresee
+constexpr int AHEAD = 4096;  // prefetch distance in bytes: blocks are too short for the processor's own prefetcher
 
 #if defined(__AVX512F__)
-constexpr int TILE = 6;  // tokens of a register tile: 4 · TILE sums, and the operands, fit the vector registers
+constexpr int TILE = 6;  // tokens of a register tile: 4 · TILE sums and the operands fit into the vector registers
 #else
 constexpr int TILE = 3;
 #endif
-constexpr int NEAR = 2 * TILE;  // tokens that stay in the first-level cache while the rows of a block pass by (ours)
+constexpr int NEAR = 2 * TILE;  // tokens that stay in the first-level cache while the rows of a block are read (our choice)
 
-// Keeps a value in its register: GCC would load it again for each use, and loads are what a tile has too many of.
+// Keeps a value in its register. GCC would load it again for each use, and loads limit the speed of a tile.
 inline void keep(Vec& v) {
 #if defined(__AVX512F__)
     asm("" : "+v"(v));
@@ -42,11 +42,11 @@ inline void column(const W* __restrict w, size_t stride, const float* const* xs,
     }
 }
 
-// out[t][r] = w[r] · x[t] for R weight rows (8, 4 or 1) and T tokens; `is_first`: the rows come from memory. All loops
-// over R and T are unrolled, or the sums would live in memory.
+// out[t][r] = w[r] · x[t] for R weight rows (8, 4 or 1) and T tokens; `is_first`: the rows are read from memory, not from a cache.
+// All loops over R and T are unrolled, or the compiler would keep the sums in memory.
 template <int R, int T, class W>
 inline void tile(const W* __restrict w, size_t stride, const float* const* x, int width, bool is_first, float out[TILE][8]) {
-    constexpr int LINE = 64 / int(sizeof(W));  // elements that come in one piece
+    constexpr int LINE = 64 / int(sizeof(W));  // elements of a cache line
     constexpr int VECTORS = LINE / LANES > 0 ? LINE / LANES : 1;
     Vec acc[R][T];
     const float* xs[T];
@@ -60,7 +60,7 @@ inline void tile(const W* __restrict w, size_t stride, const float* const* x, in
     const int ahead = AHEAD / int(sizeof(W)) < width ? AHEAD / int(sizeof(W)) : width;
     const ptrdiff_t next_tile = ptrdiff_t(R * stride) - width;
     for (; k + VECTORS * LANES <= width; k += VECTORS * LANES) {
-        if (is_first) {  // into the second level, which has more places for what is under way; behind a row comes the one R below
+        if (is_first) {  // into the second-level cache, which has more fill buffers; after the end of a row comes the row R below
             const W* soon = w + k + ahead + (k + ahead < width ? 0 : next_tile);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) __builtin_prefetch(soon + r * stride, 0, 2);
@@ -106,18 +106,18 @@ inline void rest(const W* w, size_t stride, int row, const float* const* x, int 
     }
 }
 
-// For tokens [t, last).
+// R weight rows for tokens [t, last).
 template <int R, class W, class Put>
 inline void rows_of(const W* w, size_t stride, int row, const float* const* x, int t, int last, int width, Put put) {
     for (; t + TILE <= last; t += TILE) tiles<R, TILE>(w, stride, row, x, t, width, put);
     rest<R, TILE - 1>(w, stride, row, x, t, last - t, width, put);
 }
 
-// put(row, count, token, values): values[0, count) = w[row, row + count) · x[token], for rows [begin, end) and all tokens.
-// Each weight row is read from memory once, for the first few tokens; for the others it is in the second-level cache.
+// Calls put(row, count, token, values) with values[0, count) = w[row, row + count) · x[token], for rows [begin, end) and all tokens.
+// Each weight row is read from memory once, for the first few tokens; for later tokens it is in the second-level cache.
 template <class W, class Put>
 inline void product(const W* w, size_t stride, int begin, int end, const float* const* x, int num, int width, Put put) {
-    if (num == 1) {  // one token has too few sums of four rows to fill the pipelines
+    if (num == 1) {  // with one token, sums of four rows are too few to fill the pipelines
         for (; begin + 8 <= end; begin += 8) tiles<8, 1>(w, stride, begin, x, 0, width, put);
     }
     for (int first = 0; first < num; first += NEAR) {
@@ -142,7 +142,7 @@ inline void rms_norm(const float* x, const W* weight, int width, float eps, floa
     for (int j = 0; j < width; j++) out[j] = x[j] * scale * widen(weight[j]);
 }
 
-// Channel i is paired with channel i + half; those past 2·half stay.
+// Rotates channel pairs i and i + half; channels from 2·half on are not changed.
 inline void rotate(float* x, const float* cosine, const float* sine, int half) {
     for (int i = 0; i < half; i++) {
         float first = x[i], second = x[i + half];

@@ -1,7 +1,7 @@
-// Choosing tokens from logits: the most probable one, or a draw by a random number that is a function of seed and position
-// (stretto.engine.sampling has the same function).
+// Choice of tokens from logits: the most probable token, or a draw with a random number that is a function of seed and position
+// (the same function as in stretto.engine.sampling).
 //
-// A row's result depends on that row alone. Sums run over chunks, in fp32 within one and in fp64 over them.
+// A row's result depends only on that row. Sums are in fp32 within a chunk and in fp64 over chunks.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace stretto {
 
 constexpr int CHUNK = 256;
 
-// [0, 1) with 52 random bits: each word is stirred in with the finaliser of SplitMix64.
+// Random number in [0, 1) with 52 random bits: each word is mixed in with the finaliser of SplitMix64.
 inline double uniform(uint64_t seed, uint64_t position) {
     uint64_t state = 0;
     for (uint64_t word : {seed, position, uint64_t(0)}) {
@@ -27,7 +27,7 @@ inline double uniform(uint64_t seed, uint64_t position) {
     return double(state >> 12) * 0x1p-52;
 }
 
-// Of several highest entries the first.
+// Index of the highest entry, the first among equals.
 inline int argmax(const float* x, int num) {
     const float highest = highest_of(x, num);
     for (int begin = 0; begin < num; begin += CHUNK) {
@@ -38,10 +38,10 @@ inline int argmax(const float* x, int num) {
         for (int i = begin; i < end; i++)
             if (x[i] == highest) return i;
     }
-    return 0;  // a row of NaN; its log-probability tells
+    return 0;  // a row of NaN; its log-probability is NaN too
 }
 
-// Weights of one row's tokens, up to a factor: chunk by chunk, with the sum of each chunk.
+// Unnormalised probabilities of one row's tokens, with the sum of each chunk.
 class Weights {
   public:
     // e^((logit − highest) / temperature)
@@ -54,7 +54,7 @@ class Weights {
         });
     }
 
-    // The first token at which the running sum exceeds that share of the total; never one of weight zero.
+    // The first token whose cumulative sum exceeds `share` of the total; never a token of weight zero.
     int draw(double share) const {
         double left = share * total;
         size_t chunk = 0;
@@ -71,7 +71,7 @@ class Weights {
             if (left < weight[i]) break;
             left -= weight[i];
         }
-        return last;  // the sum of the chunk was rounded up: its last token
+        return last;  // the last token of the chunk, if rounding made the sum of the chunk too large
     }
 
     float highest = 0.0f;
@@ -84,7 +84,7 @@ class Weights {
         weight.resize(sums.size() * CHUNK);
     }
 
-    // f(i, count): weights [i, i + LANES), of which count are real
+    // f(i, count): weights [i, i + LANES), of which the first count are used
     template <class F>
     void fill(F f) {
         total = 0.0;
@@ -107,7 +107,7 @@ class Weights {
 };
 
 inline void choose(const StrettoChoose& c) {
-    // threads cost more to wake than a few short rows
+    // waking threads takes longer than computing a few short rows
     const int num_threads = long(c.num_sequences) * c.vocab < 200000 ? 1 : std::min(c.num_threads, c.num_sequences);
 #pragma omp parallel num_threads(num_threads)
     {

@@ -1,7 +1,7 @@
-// Vectors through the compiler's own extension: one source for AVX2, AVX-512 and NEON.
+// Vector types of the compiler's extension: one source for AVX2, AVX-512 and NEON.
 //
-// A reduction always runs over LANES partial sums in rising order of k, then over a fixed tree (`sum`). Nothing here
-// depends on how many tokens a step holds, which is why a token's result does not either.
+// A reduction always adds LANES partial sums in rising order of k, then the partial sums as a fixed tree (`sum`). Nothing here
+// depends on the number of tokens in a step, so a token's result does not either.
 #pragma once
 
 #include <cstddef>
@@ -43,7 +43,7 @@ inline float widen(bfloat16 x) {
 
 inline void narrow(float x, float& to) { to = x; }
 
-// To the nearest, ties to even, as torch rounds. No NaN gets here that torch's own path would not produce too.
+// Round to nearest, ties to even, as torch does. NaN needs no special case: torch's own path would produce it as well.
 inline void narrow(float x, bfloat16& to) {
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
@@ -57,7 +57,7 @@ inline Vec load(const float* p) {
 }
 
 inline Vec load(const bfloat16* p) {
-#if defined(__AVX512F__)  // GCC 12 makes four instructions of this one, and of the next
+#if defined(__AVX512F__)  // GCC 12 generates four instructions for the generic form below
     BitVec bits = BitVec(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))) << 16;
 #elif defined(__FMA__) && defined(__AVX2__)
     BitVec bits = BitVec(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))) << 16;
@@ -71,7 +71,7 @@ inline Vec load(const bfloat16* p) {
     return v;
 }
 
-// The last num < LANES elements, zeros behind them.
+// The last num < LANES elements, followed by zeros.
 template <class W>
 inline Vec load_part(const W* p, int num) {
     Vec v = {};
@@ -83,9 +83,9 @@ inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 
 inline Vec splat(float x) { return x - Vec{}; }
 
-// a · b + c in one rounding where the processor can. Spelt out, and contraction turned off (build.py), because compilers
-// fuse or not by their own taste: GCC tuned for Zen does in some instances of one template and not in others, and
-// results would depend on the batch.
+// a · b + c with one rounding if the processor has the instruction. Written explicitly, with contraction turned off
+// (-ffp-contract=off), because compilers decide case by case: GCC tuned for Zen fuses in some instances of a template and not in
+// others, and results would depend on the batch.
 inline Vec fma(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
     return _mm512_fmadd_ps(a, b, c);
@@ -109,7 +109,7 @@ inline Vec fma(Vec a, Vec b, Vec c) {
     return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
 }
 
-// Sums of four vectors at once; each is the same tree as `sum`.
+// Sums of four vectors at once, each as the same tree as in `sum`.
 [[gnu::always_inline]] inline Vec4 sum4(Vec a, Vec b, Vec c, Vec d) { return pairs(pairs(fold(a), fold(b)), pairs(fold(c), fold(d))); }
 
 inline float sum(Vec v) {
@@ -122,7 +122,7 @@ inline Vec exp(Vec x) {
     const Vec low = splat(-87.33f), high = splat(88.37f);
     x = x < low ? low : x;
     x = x > high ? high : x;
-    const Vec magic = splat(12582912.0f);  // 1.5 · 2^23: adding it leaves the nearest integer in the low bits
+    const Vec magic = splat(12582912.0f);  // 1.5 · 2^23: after adding it, the low bits are the nearest integer
     Vec shifted = fma(x, splat(1.44269504f), magic);
     Vec n = shifted - magic;
     Vec r = fma(n, splat(-0.693359375f), x);
@@ -135,14 +135,14 @@ inline Vec exp(Vec x) {
     std::memcpy(&exponent, &shifted, sizeof exponent);
     IntVec bits;
     std::memcpy(&bits, &p, sizeof bits);
-    bits += exponent << 23;  // the magic number's own bits leave through the top
+    bits += exponent << 23;  // the shift drops the bits of the magic number
     std::memcpy(&p, &bits, sizeof p);
     return p;
 }
 
 inline Vec sigmoid(Vec x) { return 1.0f / (1.0f + exp(-x)); }
 
-// f over LANES elements at a time of x[0, n), in place; the tail goes through the same arithmetic.
+// Applies f to LANES elements of x[0, n) at a time, in place; the tail uses the same arithmetic.
 template <class F>
 inline void map(float* x, int n, F f) {
     int i = 0;

@@ -1,8 +1,8 @@
-// Products through the matrix unit (AMX): bf16 weights where they lie, with tokens rounded to bf16, as torch's own bf16 products
-// round them, and fp32 sums.
+// Products with the matrix unit (AMX): bf16 weights in place, tokens rounded to bf16, as in torch's own bf16 products, and fp32
+// sums.
 //
-// A sum has one order whatever stands beside it in its tile, so that a token's result is a function of that token alone here as
-// well: one token and a thousand go through the same instructions.
+// The order of a sum does not depend on the rest of its tile, so a token's result is a function of that token alone: the
+// instructions are the same for one token and for a thousand.
 #pragma once
 
 #include "product.h"
@@ -17,10 +17,10 @@ namespace stretto {
 
 constexpr int TILE_TOKENS = 16, TILE_ROWS = 16, TILE_DEPTH = 32;  // tokens, weight rows and channels of a tile
 
-// Channels of a packed token: whole tiles, zeros behind the last.
+// Channels of a packed token: a multiple of TILE_DEPTH, padded with zeros.
 inline size_t packed_width(int width) { return size_t(width + TILE_DEPTH - 1) / TILE_DEPTH * TILE_DEPTH; }
 
-// Tokens that lie in one tile; `is_alone`: the product has no other, and no second column.
+// Tokens of one tile; `is_alone`: the product has only one token, and the tile one column.
 struct Span {
     int32_t first, num;
     bool is_alone;
@@ -28,14 +28,14 @@ struct Span {
 
 #if defined(STRETTO_TILES)
 
-// Whether the kernel lets this process use the unit; asked once.
+// Whether the kernel lets this process use the matrix unit; requested once.
 inline bool has_tiles() {
     constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     static const bool granted = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
     return granted;
 }
 
-// The instructions, with what GCC's own intrinsics leave out: that they read and write memory.
+// The instructions. GCC's own intrinsics do not declare that they read and write memory.
 template <int T>
 inline void tile_load(const void* from, size_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
@@ -53,7 +53,7 @@ inline void tile_multiply() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
-// The unit's shapes on this thread while it lives; what others (torch's library) had set comes back afterwards.
+// Sets the tile configuration of this thread, and restores the earlier one (of torch's library) in the destructor.
 class Tiles {
   public:
     explicit Tiles(bool is_used) : is_used(is_used) {
@@ -66,7 +66,7 @@ class Tiles {
     }
     Tiles(const Tiles&) = delete;
 
-    // For tiles of `num` tokens: 1, or TILE_TOKENS. 0 to 3: sums, 4 and 5: weights, 6 and 7: tokens.
+    // Configures tiles of `num` tokens: 1, or TILE_TOKENS. Tiles 0 to 3 are sums, 4 and 5 weights, 6 and 7 tokens.
     void shape(int num) {
         if (num == num_tokens) return;
         num_tokens = num;
@@ -90,7 +90,7 @@ class Tiles {
     int num_tokens = 0;
 };
 
-// Rows of 16 numbers become columns.
+// Transposes a matrix of 16 × 16 numbers.
 inline void transpose(Vec r[16]) {
 #pragma GCC unroll 4
     for (int at = 0; at < 16; at += 4) {  // squares of 4 by 4, within lanes of four
@@ -105,7 +105,7 @@ inline void transpose(Vec r[16]) {
     }
     Vec to[16];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {  // and the squares change places
+    for (int i = 0; i < 4; i++) {  // then the squares are exchanged
         Vec a = __builtin_shufflevector(r[i], r[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
         Vec b = __builtin_shufflevector(r[i], r[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
         Vec c = __builtin_shufflevector(r[i + 8], r[i + 12], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
@@ -119,7 +119,7 @@ inline void transpose(Vec r[16]) {
     for (int i = 0; i < 16; i++) r[i] = to[i];
 }
 
-// The tokens of a span for `tile_product`: one token as it is, several as [width / 2, TILE_TOKENS] pairs of channels.
+// Packs the tokens of a span for `tile_product`: one token as a row, several as [width / 2, TILE_TOKENS] pairs of channels.
 inline void pack_span(const float* const* x, Span span, int width, bfloat16* to) {
     for (int k = 0; k < width; k += TILE_DEPTH) {
         auto pairs = [&](int t) {  // 32 channels of a token as 16 numbers
@@ -145,7 +145,7 @@ inline void pack_span(const float* const* x, Span span, int width, bfloat16* to)
     }
 }
 
-// Weights [row, row + 16) by [k, k + 32): where they lie, or copied with zeros where the matrix ends.
+// Loads weights [row, row + 16) by [k, k + 32), in place or, at the end of the matrix, from a copy padded with zeros.
 template <int T>
 [[gnu::always_inline]] inline void load_weights(const bfloat16* w, size_t stride, int row, int end, int k, int width) {
     const int rows = std::min(TILE_ROWS, end - row), depth = std::min(TILE_DEPTH, width - k);
@@ -156,11 +156,11 @@ template <int T>
     tile_load<T>(edge, TILE_DEPTH * sizeof *w);
 }
 
-// Sums of 32 rows and as many tokens (or 16 of either): MR by NT tiles.
+// Sums of MR × NT tiles: 16 or 32 weight rows, and 16 or 32 tokens.
 template <int MR, int NT>
 inline void tile_sums(const bfloat16* w, size_t stride, int row, int end, const bfloat16* x, int width, int span, bool is_first,
                       float out[4][256]) {
-    const size_t tokens = size_t(span) * packed_width(width);  // between tiles of tokens
+    const size_t tokens = size_t(span) * packed_width(width);  // distance between tiles of tokens
     tile_zero<0>();
     if constexpr (NT > 1) tile_zero<1>();
     if constexpr (MR > 1) tile_zero<2>();
@@ -168,7 +168,7 @@ inline void tile_sums(const bfloat16* w, size_t stride, int row, int end, const 
     const int ahead = std::min<int>(AHEAD / int(sizeof *w), width);
     const ptrdiff_t next = ptrdiff_t(MR * TILE_ROWS * stride) - width;
     for (int k = 0; k < width; k += TILE_DEPTH) {
-        if (is_first) {  // as in `tile`
+        if (is_first) {  // prefetch as in `tile`
             const bfloat16* soon = w + row * stride + k + ahead + (k + ahead < width ? 0 : next);
 #pragma GCC unroll 32
             for (int r = 0; r < MR * TILE_ROWS; r++) __builtin_prefetch(soon + r * stride, 0, 2);
@@ -189,7 +189,7 @@ inline void tile_sums(const bfloat16* w, size_t stride, int row, int end, const 
     if constexpr (MR > 1 && NT > 1) tile_store<3>(out[3], 4 * span);
 }
 
-// As `product`, for `num` tokens that `pack_span` wrote, TILE_TOKENS a span.
+// `product` for `num` tokens that `pack_span` wrote, TILE_TOKENS per span.
 template <class Put>
 inline void tile_product(Tiles& tiles, const bfloat16* w, size_t stride, int begin, int end, const bfloat16* x, int num, int width, Put put) {
     const int span = num == 1 ? 1 : TILE_TOKENS;
@@ -203,7 +203,7 @@ inline void tile_product(Tiles& tiles, const bfloat16* w, size_t stride, int beg
         for (int t = 0; t < count; t++) put(row, rows, first + t, out[tile] + t * TILE_ROWS);
     };
     tiles.shape(span);
-    if (num <= TILE_TOKENS) {  // the weights come from memory as fast as they can: more rows at once only scatter them
+    if (num <= TILE_TOKENS) {  // memory limits the speed: two tiles of rows at once would only scatter the reads
         for (int row = begin; row < end; row += TILE_ROWS) {
             tile_sums<1, 1>(w, stride, row, end, x, width, span, true, out);
             give(0, row, 0);
