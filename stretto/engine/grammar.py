@@ -11,13 +11,15 @@ Shape letters: W words of 32 tokens.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
+import sys
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -28,8 +30,9 @@ from stretto.engine.request import Grammar, QueueFull
 from stretto.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
-NUM_COMPILED = 64
-"""Largest number of compiled grammars in the cache; agents send the same few schemas again and again."""
+MAX_CACHE_BYTES = 1 << 28
+"""Largest size of all compiled grammars in the cache; agents send the same few schemas again and again. A small schema takes half a
+megabyte, one with 3,000 properties thirteen."""
 MAX_CHARS = 1 << 18
 """Largest length of a grammar's text, in characters."""
 MAX_TRIALS = 16
@@ -46,6 +49,15 @@ WHITESPACE = r" |\n[ \t]{0,16}"
 whitespace until its last token."""
 _LIMITS = LLParserLimits(step_max_items=10_000, max_lexer_states=20_000, verbose_errors=False)
 """Items per mask: with the library's default, an ambiguous grammar takes seconds. Lexer states: each takes 1-2 kB per sequence."""
+
+
+class _Compiled(NamedTuple):
+    """Entry of the cache of compiled grammars."""
+
+    matcher: LLMatcher | str
+    """A matcher before the first token, or the reason why the grammar is refused."""
+    num_bytes: int
+    """Memory that the entry takes."""
 
 
 class GrammarCompiler:
@@ -65,7 +77,8 @@ class GrammarCompiler:
             ) from None
         self._eos_id = tokenizer.eos_id
         self._vocab = tokenizer.vocab_size
-        self._compiled: OrderedDict[Grammar, LLMatcher | str] = OrderedDict()  # matchers, or the reason for a refusal
+        self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()  # least recently used first
+        self._num_bytes = 0
         self._lock = threading.Lock()
         self._trial = LimitedProcess("stretto.engine.grammar", json.dumps(spelling).encode(), limit_s=TRIAL_S)
         self._trials = threading.BoundedSemaphore(MAX_TRIALS)
@@ -83,36 +96,40 @@ class GrammarCompiler:
         outside = [token for token in end_ids if not 0 <= token < self._vocab]
         assert not outside, f"ends {outside} are outside the vocabulary of {self._vocab}"
         with self._lock:
-            matcher = self._compiled.get(grammar)
-        if matcher is None:
+            compiled = self._compiled.get(grammar)
+        if compiled is None:
             if not self._trials.acquire(blocking=False):
                 raise QueueFull(f"{MAX_TRIALS} grammars wait to be read already; try again later")
             try:
-                matcher = self._read(grammar)
+                compiled = self._read(grammar)
             finally:
                 self._trials.release()
         with self._lock:
-            self._compiled[grammar] = matcher
+            if grammar not in self._compiled:
+                self._compiled[grammar] = compiled
+                self._num_bytes += compiled.num_bytes
             self._compiled.move_to_end(grammar)
-            if len(self._compiled) > NUM_COMPILED:
-                self._compiled.popitem(last=False)
-        if isinstance(matcher, str):
-            raise UserError(f"{source}: grammar.{grammar.kind}: {matcher}")
-        return GrammarState(matcher, frozenset((self._eos_id, *end_ids)), self._vocab, source)
+            while self._num_bytes > MAX_CACHE_BYTES:
+                self._num_bytes -= self._compiled.popitem(last=False)[1].num_bytes
+        if isinstance(compiled.matcher, str):
+            raise UserError(f"{source}: grammar.{grammar.kind}: {compiled.matcher}")
+        return GrammarState(compiled.matcher, frozenset((self._eos_id, *end_ids)), self._vocab, source)
 
-    def _read(self, grammar: Grammar) -> LLMatcher | str:
-        """A matcher before the first token, or the reason why the grammar is refused."""
+    def _read(self, grammar: Grammar) -> _Compiled:
+        text_bytes = sys.getsizeof(grammar.text)
         if len(grammar.text) > MAX_CHARS:
-            return f"{len(grammar.text):,} characters are more than {MAX_CHARS:,}; send a shorter one"
+            problem = f"{len(grammar.text):,} characters are more than {MAX_CHARS:,}; send a shorter one"
+            return _Compiled(problem, text_bytes)
         try:
-            problem = self._trial.ask(json.dumps([grammar.kind, grammar.text]).encode()).decode()
+            answer = self._trial.ask(json.dumps([grammar.kind, grammar.text]).encode()).decode()
         except Overrun as error:
-            return f"reading it {error}; send a simpler one"
+            return _Compiled(f"reading it {error}; send a simpler one", text_bytes)
+        num_bytes, _, problem = answer.partition(" ")
         if problem:
-            return f"{problem}; {_REMEDIES[grammar.kind]}"
+            return _Compiled(f"{problem}; {_REMEDIES[grammar.kind]}", text_bytes)
         matcher = LLMatcher(self._tokenizer, _definition(grammar), log_level=0, limits=_LIMITS)
         matcher.compute_bitmask()  # the first mask is the most expensive; copies of the matcher share its tables
-        return matcher
+        return _Compiled(matcher, text_bytes + int(num_bytes))
 
 
 class GrammarState:
@@ -219,7 +236,8 @@ def _one_line(message: object) -> str:
 
 
 def _try(setup: bytes) -> Callable[[bytes], bytes]:
-    """Function of the trial process: from a grammar to the reason why it is refused; empty if it is accepted."""
+    """Function of the trial process: from a grammar to "BYTES PROBLEM": the memory of its matcher, and the reason why the grammar is
+    refused (empty if it is accepted)."""
     tokenizer = _read_tokenizer(*json.loads(setup))
 
     def answer(question: bytes) -> bytes:
@@ -227,17 +245,34 @@ def _try(setup: bytes) -> Callable[[bytes], bytes]:
             kind, text = json.loads(question)
             definition = _definition(Grammar(kind=kind, text=text))
         except (ValueError, RecursionError) as error:
-            return _one_line(error).encode()
+            return f"0 {_one_line(error)}".encode()
+        before_bytes = _allocated_bytes()
         matcher = LLMatcher(tokenizer, definition, log_level=0, limits=_LIMITS)
         started_s = time.process_time()
-        is_empty = not any(matcher.compute_bitmask())
+        problem = "" if any(matcher.compute_bitmask()) else "nothing matches it"
         if matcher.is_error():
-            return _one_line(matcher.get_error()).encode()
-        if time.process_time() - started_s > MASK_PATIENCE_S:
-            return b"its masks take too long"
-        return b"nothing matches it" if is_empty else b""
+            problem = _one_line(matcher.get_error())
+        elif time.process_time() - started_s > MASK_PATIENCE_S:
+            problem = "its masks take too long"
+        return f"{max(0, _allocated_bytes() - before_bytes)} {problem}".encode()
 
     return answer
+
+
+class _MallocInfo(ctypes.Structure):
+    """``struct mallinfo2`` of glibc."""
+
+    _fields_ = [(f"field_{place}", ctypes.c_size_t) for place in range(10)]
+
+
+def _allocated_bytes() -> int:
+    """Memory that this process has allocated with malloc; 0 if the C library cannot tell (it is not glibc 2.33 or later)."""
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if function is None:
+        return 0
+    function.restype = _MallocInfo
+    info = function()
+    return int(info.field_4 + info.field_7)  # hblkhd (in mapped blocks) and uordblks (in the heap)
 
 
 if __name__ == "__main__":

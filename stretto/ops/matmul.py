@@ -163,9 +163,7 @@ class ArithmeticOperators(Operators):
 class InvariantOperators(ArithmeticOperators):
     """Batch-invariant operators, also for functions without weights: `stretto.ops.exact`."""
 
-    router_scores = staticmethod(lambda logits_NE, softmax: (exact.softmax if softmax else exact.sigmoid)(logits_NE))
-    attention = staticmethod(exact.attention)
-    highest = staticmethod(exact.top_k)
+    attention = staticmethod(exact.attention)  # type: ignore[assignment]  # other shape letters in its parameters
 
     def rotary_tables(
         self, positions_BT: Tensor, frequencies_R: Tensor, magnitude: float = 1.0
@@ -177,6 +175,12 @@ class InvariantOperators(ArithmeticOperators):
     def router_logits(self, x_ND: Tensor, gate_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
         bias_E = None if bias_E is None else bias_E.float()
         return self.arithmetic.inner.operators.linear(x_ND.float(), gate_ED.float(), bias_E)
+
+    def router_scores(self, logits_NE: Tensor, softmax: bool) -> Tensor:
+        return exact.softmax(logits_NE) if softmax else exact.sigmoid(logits_NE)
+
+    def highest(self, choice_NE: Tensor, top_k: int) -> Tensor:
+        return exact.top_k(choice_NE, top_k)
 
     def gate_sum(self, gates_NK: Tensor) -> Tensor:
         return exact.sum_in_order(gates_NK, -1)[:, None]

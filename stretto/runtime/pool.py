@@ -85,7 +85,6 @@ class PoolStats:
     load: Load
     num_served: int
     """Leases that have ended."""
-    num_started: int
     num_replaced: int
     """Workers that died or hung."""
     worker_s: float
@@ -241,13 +240,11 @@ class ElasticPool:
 
     def stats(self) -> PoolStats:
         now = time.monotonic()
-        num_starting = sum(not worker.is_up for worker in self._workers)
         return PoolStats(
             size=len(self._staying()),
             num_leased=sum(worker.num_leases for worker in self._workers),
             load=self._load(now),
             num_served=self._num_served,
-            num_started=self._num_named - num_starting,
             num_replaced=self._num_replaced,
             worker_s=self._ended_s + sum(now - worker.born_s for worker in self._workers),
         )

@@ -237,6 +237,23 @@ def test_those_who_wait_to_be_read_are_bounded(compiler: GrammarCompiler, monkey
     compiler.compile(known)
 
 
+def test_the_cache_of_compiled_grammars_is_bounded_in_bytes(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grammar of 1,000 keywords takes megabytes, one of a single word less than a tenth of that."""
+    monkeypatch.setattr("stretto.engine.grammar.MAX_CACHE_BYTES", 16 << 20, raising=False)
+    compiler = GrammarCompiler(tokenizer)
+    wide = [Grammar(kind="lark", text="start: " + " ".join(f'"k{at}x{i}"' for i in range(1000))) for at in range(5)]
+    small = Grammar(kind="regex", text="small")
+    for grammar in (*wide, small):
+        compiler.compile(grammar)
+    assert len(compiler._compiled) < 5 and {wide[4], small} <= compiler._compiled.keys()
+    monkeypatch.setattr("stretto.engine.grammar.MAX_CACHE_BYTES", 1 << 20)
+    state = compiler.compile(wide[0])  # larger than the whole cache: compiled, but not kept
+    assert state.mask().any() and wide[0] not in compiler._compiled
+    assert compiler._num_bytes <= 1 << 20
+
+
 def walk(state: GrammarState, tokenizer: Tokenizer, num_tokens: int, wanted: str = "") -> str:
     """Random text of a grammar; of the tokens that may come, those made of ``wanted`` characters first."""
     rng, ids = random.Random(0), []
