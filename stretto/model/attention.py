@@ -1,7 +1,7 @@
-"""Positions (RoPE) and the two kinds of attention: grouped-query and latent.
+"""Rotary positions (RoPE) and the two kinds of attention: grouped-query attention and multi-head latent attention (MLA).
 
 Shape letters: B rows, T positions, D hidden, H query heads, G key/value heads, C head width, X = (H + 2·G)·C, U width of a
-head's values (C but for latent attention), Z width of a short vector, R rotated pairs.
+head's values (C except in MLA), Z width of a latent vector, R rotated pairs.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from stretto.ops.operators import ORDINARY, Operators, causal_mask, document_mas
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Where tokens stand: computed once a forward pass, read by every layer."""
+    """Rotations and masks of a forward pass: computed once, read by every layer."""
 
     cos_BTR: Tensor
     sin_BTR: Tensor
     mask_B1TT: Tensor | None
-    """True where a query may see a key; None is plain causal attention."""
+    """True where a query may attend to a key; None: causal attention."""
     window_B1TT: Tensor | None = None
-    """The same for sliding layers; None where there are none."""
+    """The mask of sliding layers; None if there are none."""
 
     @staticmethod
     def of(
@@ -35,19 +35,19 @@ class Geometry:
         shared_BT2: Tensor | None = None,
         operators: Operators = ORDINARY,
     ) -> Geometry:
-        """For the layers of ``config``; the tensors are those of a `stretto.model.transformer.Context`."""
+        """Rotations and masks for the layers of ``config``; the tensors are fields of `stretto.model.transformer.Context`."""
         frequencies_R = rotary_frequencies(config, positions_BT.device)
         cos_BTR, sin_BTR = operators.rotary_tables(positions_BT, frequencies_R, config.rope_magnitude)
         mask = None if documents_BT is None else document_mask(documents_BT, shared_BT2)
         if not config.sliding_layers:
             return Geometry(cos_BTR, sin_BTR, mask)
         assert config.sliding_window is not None
-        whole = causal_mask(positions_BT.shape[1], positions_BT.device) if mask is None else mask
-        return Geometry(cos_BTR, sin_BTR, mask, whole & window_mask(positions_BT, config.sliding_window))
+        visible = causal_mask(positions_BT.shape[1], positions_BT.device) if mask is None else mask
+        return Geometry(cos_BTR, sin_BTR, mask, visible & window_mask(positions_BT, config.sliding_window))
 
 
 def rotary_frequencies(config: ModelConfig, device: torch.device | str) -> Tensor:
-    """Radians a position that each of the R rotated pairs turns, fp32: as transformers' ``modeling_rope_utils`` rounds them."""
+    """Radians per position of each of the R rotated pairs, fp32, with the rounding of transformers' ``modeling_rope_utils``."""
     num, theta, rope = config.rotary_dim, config.rope_theta, config.rope_scaling
     exponent_R = torch.arange(0, num, 2, dtype=torch.float32, device=device) / num
     plain_R = 1.0 / theta**exponent_R
@@ -58,7 +58,7 @@ def rotary_frequencies(config: ModelConfig, device: torch.device | str) -> Tenso
     assert rope.original_positions is not None
     if rope.kind == "llama3":
         return llama3_frequencies(plain_R, rope)
-    # yarn: pairs that turn often within the first training's positions stay, slow ones are stretched, a ramp lies between
+    # yarn: fast frequencies stay, slow ones are divided by the factor, and a linear ramp lies between
     low, high = (
         num * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
         for turns in (rope.beta_fast, rope.beta_slow)
@@ -67,12 +67,12 @@ def rotary_frequencies(config: ModelConfig, device: torch.device | str) -> Tenso
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, num - 1)
     ramp_R = (torch.arange(num // 2, dtype=torch.float32, device=device) - low) / ((high - low) or 0.001)
-    kept_R = 1 - ramp_R.clamp(0, 1)
-    return 1.0 / (rope.factor * theta**exponent_R) * (1 - kept_R) + plain_R * kept_R
+    plain_share_R = 1 - ramp_R.clamp(0, 1)
+    return 1.0 / (rope.factor * theta**exponent_R) * (1 - plain_share_R) + plain_R * plain_share_R
 
 
 def llama3_frequencies(plain_R: Tensor, rope: RopeScaling) -> Tensor:
-    """Llama 3's scaling of frequencies: slow ones are divided by ``rope.factor``, fast ones stay, a ramp lies between."""
+    """Llama 3's scaling of frequencies: slow ones are divided by ``rope.factor``, fast ones stay, and a linear ramp lies between."""
     assert rope.original_positions is not None
     low, high = rope.low_freq_factor, rope.high_freq_factor
     turns_R = rope.original_positions / (2 * math.pi / plain_R)
@@ -83,7 +83,7 @@ def llama3_frequencies(plain_R: Tensor, rope: RopeScaling) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; the q, k and v projections are one matrix (q rows, then k, then v)."""
+    """Grouped-query attention; the query, key and value projections are one matrix (q rows, then k, then v)."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -118,7 +118,7 @@ class Attention(nn.Module):
         return operators.linear(y_BHTC.transpose(1, 2).reshape(B, T, -1), self.out.weight, self.out.bias)
 
     def _normed(self, qk_BTHC: Tensor, operators: Operators) -> Tensor:
-        """Each head by itself, all query heads and all key heads as one vector each, or as they are."""
+        """Apply the query and key norms, if there are any: to each head, or to all heads as one vector (``qk_norm_wide``)."""
         if self.q_norm is None or self.k_norm is None:
             return qk_BTHC
         heads = (self.num_heads, self.num_kv_heads)
@@ -130,9 +130,9 @@ class Attention(nn.Module):
 
 
 class Mla(nn.Module):
-    """Multi-head latent attention: queries through a short vector (or at once), keys and values through another.
+    """Multi-head latent attention: keys and values are projected from one latent vector, queries from another or directly.
 
-    In a head's queries and keys the channels that are not rotated come first; the rotated part of a key serves all heads.
+    The channels of a head that are not rotated come first. All heads share the rotated part of the key.
     """
 
     def __init__(self, config: ModelConfig):
@@ -162,9 +162,9 @@ class Mla(nn.Module):
         B, T, _ = x_BTD.shape
         q_BTHC = self._queries(x_BTD, operators).view(B, T, self.num_heads, self.head_dim)
         kv_BTZ = operators.linear(x_BTD, self.kv_down.weight, self.kv_down.bias)
-        short_BTZ, rope_BT1C = kv_BTZ[..., : self.kv_rank], kv_BTZ[..., None, self.kv_rank :]
-        short_BTZ = operators.norm(short_BTZ, self.kv_down_norm, self.eps)
-        kv_BTHX = operators.linear(short_BTZ, self.kv_up.weight).view(B, T, self.num_heads, -1)
+        latent_BTZ, rope_BT1C = kv_BTZ[..., : self.kv_rank], kv_BTZ[..., None, self.kv_rank :]
+        latent_BTZ = operators.norm(latent_BTZ, self.kv_down_norm, self.eps)
+        kv_BTHX = operators.linear(latent_BTZ, self.kv_up.weight).view(B, T, self.num_heads, -1)
         k_BTHC, v_BTHU = kv_BTHX.split((self.nope_dim, self.value_dim), dim=-1)
         q_BTHC, q_rope_BTHC = q_BTHC.split((self.nope_dim, self.rope_dim), dim=-1)
         rotated = torch.cat((q_rope_BTHC, rope_BT1C), dim=2)
@@ -179,5 +179,5 @@ class Mla(nn.Module):
         if self.q is not None:
             return operators.linear(x_BTD, self.q.weight)
         assert self.q_down is not None and self.q_down_norm is not None and self.q_up is not None
-        short_BTZ = operators.linear(x_BTD, self.q_down.weight, self.q_down.bias)
-        return operators.linear(operators.norm(short_BTZ, self.q_down_norm, self.eps), self.q_up.weight)
+        latent_BTZ = operators.linear(x_BTD, self.q_down.weight, self.q_down.bias)
+        return operators.linear(operators.norm(latent_BTZ, self.q_down_norm, self.eps), self.q_up.weight)

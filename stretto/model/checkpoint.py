@@ -1,8 +1,8 @@
-"""Checkpoints: a Hugging Face folder, with extra files for elastic networks.
+"""Checkpoints: Hugging Face folders, with additional files for elastic networks.
 
-``config.json``, ``model*.safetensors``, the tokenizer's files and ``generation_config.json`` are what transformers,
-vLLM and SGLang read. ``stretto.json`` (our configuration and named Subnets), ``elastic.tensors`` (the balance biases of
-all widths) and ``lineage.json`` are ours; others ignore them, and a folder without is read from ``config.json`` alone.
+transformers, vLLM and SGLang read ``config.json``, ``model*.safetensors``, the tokenizer's files and ``generation_config.json``.
+``stretto.json`` (configuration and presets), ``elastic.tensors`` (balance biases of all widths) and ``lineage.json`` are additions,
+which other software ignores. A folder without them is read from ``config.json`` alone.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from stretto.model.transformer import MoeLayer, Transformer, skeleton
 from stretto.text.tokenizer import TURN_END, load_tokenizer
 
 SCHEMA = 1
-"""Version of stretto.json. Raised when a reader of the old form would misread the new one."""
+"""Version of stretto.json; incremented when a reader of the old form would misread the new one."""
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 GENERATION_FILE = "generation_config.json"
 STRETTO_FILE = "stretto.json"
 ELASTIC_FILE = "elastic.tensors"
-"""In safetensors form, under another suffix: vLLM takes every ``*.safetensors`` of a folder for the model's."""
+"""A safetensors file with another suffix, because vLLM loads every ``*.safetensors`` of a folder as weights of the model."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -72,34 +72,34 @@ _OURS = (
     *(STRETTO_FILE, ELASTIC_FILE, LINEAGE_FILE),
     *TOKENIZER_FILES,
 )
-"""What a checkpoint consists of: a folder that holds anything else is never replaced."""
+"""Patterns of the files of a checkpoint; a folder with other files is never replaced."""
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Of weights, by safetensors' name."""
+"""Supported dtypes of weights, by safetensors' name."""
 _STORED_DTYPES = {**_DTYPES, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8}
-"""And of quantised weights and their scales."""
+"""Supported dtypes, with those of quantised weights and their scales."""
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _AGAIN = "copy or fetch the checkpoint again"
 _SHARD_BYTES = 5 * 10**9
-"""Size at which transformers, too, begins another file."""
-_LONGEST_NAME = 255
-"""Of a file, on every common system."""
+"""Largest size of a file of weights; also transformers' default."""
+_MAX_FILE_NAME = 255
+"""Longest file name on common systems, in characters."""
 _COPY_BYTES = 1 << 24
-"""Of a file that is copied, at a time."""
+"""Chunk size for copying a file."""
 
 
 class StrettoFile(Config):
-    """What stretto.json holds; written by `write_checkpoint`."""
+    """Contents of stretto.json. Written by `write_checkpoint`."""
 
     schema_version: int = SCHEMA
     family: Family
     config: ModelConfig
     presets: dict[str, SubnetChoice] = Field(default_factory=dict)
-    """Subnets by name, for the command line and the server."""
+    """Named Subnets, for the command line and the server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint in memory; written by `read_checkpoint`."""
+    """A checkpoint in memory. Written by `read_checkpoint`."""
 
     model: Transformer
     config: ModelConfig
@@ -124,25 +124,25 @@ def write_checkpoint(
     whole: Sequence[Path] = (),
     advance: Callable[[int], None] | None = None,
 ) -> Lineage | None:
-    """Write a checkpoint; the folder appears, or takes the place of an older checkpoint, only when it is complete.
+    """Write a checkpoint. The folder appears, or replaces an older checkpoint, only when it is complete.
 
     Args:
-        model_or_state: the model, or its whole state dict (on any device); a mapping that reads its tensors when they are asked
-            for is asked in the order of the layers.
-        family: architecture on disk; None is the first that can express ``config``.
-        tokenizer_dir: where to copy the tokenizer's files and chat template from; a generation_config.json there is kept.
-        presets: named Subnets to keep with an elastic network.
-        lineage: record to keep, or what makes it once the weights are written, of the SHA-256 of each file of ``whole``; its
-            ``weights_hash`` is set here, from those.
-        dtype: of the weights on disk; None is the model's own. Selection biases are always fp32.
-        max_shard_bytes: size beyond which another file is begun.
-        whole: tensor files that hold what would be written, in ``family`` and ``dtype``: they are copied as they are.
-        advance: called with the bytes of each tensor file written.
+        model_or_state: the model or its state dict, on any device; a mapping that reads tensors on access is accessed in the order of
+            the layers.
+        family: architecture on disk; None: the first that can express ``config``.
+        tokenizer_dir: folder from which the tokenizer's files, the chat template and the fields of generation_config.json are copied.
+        presets: named Subnets of an elastic network.
+        lineage: the record to write, or a function that creates it from the SHA-256 of each file of ``whole``, called after the
+            weights are written. Its ``weights_hash`` is set here.
+        dtype: dtype of the weights on disk; None: that of the model. Selection biases are always fp32.
+        max_shard_bytes: largest size of a file of weights.
+        whole: safetensors files that already have tensors of the result, in ``family`` and ``dtype``; they are copied.
+        advance: called with the number of bytes of each file written.
 
     Returns: the lineage as written.
 
     Raises:
-        UserError: the family cannot express the network, the folder holds other files, the tokenizer does not fit, or
+        UserError: the family cannot express the network, the folder contains other files, the tokenizer does not fit, or
             the disk is full.
     """
     folder = Path(folder)
@@ -156,8 +156,8 @@ def write_checkpoint(
     with replacing(folder) as partial:
         partial.mkdir(parents=True)
         ids = {name: generation.get(name) for name in _TOKEN_IDS}
-        own = {name: value[0] if isinstance(value, list) else value for name, value in ids.items()}
-        write_json(partial / "config.json", to_hf(config, family, _dtype_name(dtype)) | own)
+        single_ids = {name: value[0] if isinstance(value, list) else value for name, value in ids.items()}
+        write_json(partial / "config.json", to_hf(config, family, _dtype_name(dtype)) | single_ids)
         write_json(partial / GENERATION_FILE, generation)
         description = StrettoFile(family=family, config=config, presets=dict(presets or {}))
         write_json(partial / STRETTO_FILE, description.model_dump(mode="json"))
@@ -173,20 +173,22 @@ def write_checkpoint(
                 shutil.copyfile(Path(tokenizer_dir) / name, partial / name)
         if lineage is None:
             return None
-        sources = dict(zip(whole, digests.values(), strict=False))
-        made = lineage if isinstance(lineage, Lineage) else lineage(sources)
-        made = made.replace(weights_hash=weights_hash(partial, digests))
-        write_lineage(partial, made)
-    return made
+        if not isinstance(lineage, Lineage):
+            lineage = lineage(dict(zip(whole, digests.values(), strict=False)))
+        lineage = lineage.replace(weights_hash=weights_hash(partial, digests))
+        write_lineage(partial, lineage)
+    return lineage
 
 
 def read_checkpoint(
     folder: Path | str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> Checkpoint:
-    """Read a checkpoint of ours, or one of a supported family that other software wrote: a folder, or a GGUF file.
+    """Read a checkpoint: a folder written by Stretto or other software, or a GGUF file.
 
-    The model is built without memory and filled tensor by tensor, so that the weights exist once. ``dtype`` None is
-    that of the embedding on disk.
+    The model is filled one tensor at a time, so the weights are in memory once.
+
+    Args:
+        dtype: dtype of the weights; None: that of the embedding on disk.
 
     Raises:
         UserError: a file is missing, truncated or damaged, a tensor is missing, unexpected or of another shape, or the
@@ -210,42 +212,43 @@ def read_checkpoint(
     model.load_state_dict(state, assign=True)
     moe_layers = (block.mlp for block in model.blocks if isinstance(block.mlp, MoeLayer))
     for layer, order in zip(moe_layers, config.expert_orders, strict=True):
-        layer.set_order(order, device)  # not in the state dict, so still without memory
+        layer.set_order(order, device)  # not in the state dict, so still on the meta device
     lineage = read_lineage(folder) if (folder / LINEAGE_FILE).is_file() else None
     return Checkpoint(model, config, family, description.presets, lineage, folder)
 
 
 def read_config(folder: Path | str) -> ModelConfig:
-    """The network that a checkpoint holds, without its weights. Raises `UserError` as `read_checkpoint` does."""
+    """Configuration of the network in a checkpoint. Raises `UserError` as `read_checkpoint` does."""
     return describe(Path(folder)).config
 
 
 def read_family(folder: Path | str) -> Family:
-    """The architecture that a checkpoint is stored as. Raises `UserError` as `read_checkpoint` does."""
+    """Family of a checkpoint. Raises `UserError` as `read_checkpoint` does."""
     return describe(Path(folder)).family
 
 
 def read_presets(folder: Path | str) -> dict[str, SubnetChoice]:
-    """Named Subnets kept with a checkpoint. Raises `UserError` as `read_checkpoint` does."""
+    """Presets of a checkpoint. Raises `UserError` as `read_checkpoint` does."""
     return describe(Path(folder)).presets
 
 
 def weights_hash(folder: Path | str, known: Mapping[str, str] = MappingProxyType({})) -> str:
-    """SHA-256 over names and bytes of all tensor files of a checkpoint, as a lineage keeps it (`hash_files`). ``known``: those of
-    single files by name, which are not read.
+    """Hash of all tensor files of a checkpoint (`hash_files`), for its lineage. ``known``: SHA-256 by file name, for files that need
+    not be read.
     """
     paths = [*Path(folder).glob("model*.safetensors"), *Path(folder).glob(ELASTIC_FILE)]
     return hash_files({path.name: known.get(path.name) or file_sha256(path) for path in paths})
 
 
 def known_hash(folder: Path) -> str:
-    """`weights_hash` as the lineage has it; the weights are only read where there is none."""
+    """The `weights_hash` in the lineage; without a lineage, it is computed from the weights."""
     return read_lineage(folder).weights_hash if (folder / LINEAGE_FILE).is_file() else weights_hash(folder)
 
 
 def describe(folder: Path) -> StrettoFile:
-    """What stretto.json says, checked against config.json; without it, what config.json says. Raises `UserError` as
-    `read_checkpoint` does.
+    """Description of a checkpoint: stretto.json, checked against config.json, or else config.json alone.
+
+    Raises UserError as `read_checkpoint` does.
     """
     packed = gguf_file(folder)
     if packed is not None:
@@ -262,13 +265,13 @@ def describe(folder: Path) -> StrettoFile:
     if not ours.is_file():
         config, family = from_hf(tree, str(path))
         return StrettoFile(family=family, config=config)
-    own = read_json(ours)
-    version = own.get("schema_version") if isinstance(own, dict) else None
+    ours_tree = read_json(ours)
+    version = ours_tree.get("schema_version") if isinstance(ours_tree, dict) else None
     if version != SCHEMA:
         raise UserError(
             f"{ours}: schema_version: {version} cannot be read, this Stretto reads {SCHEMA}; use the version that wrote it"
         )
-    description = validate(StrettoFile, own, str(ours))
+    description = validate(StrettoFile, ours_tree, str(ours))
     parse_family(str(tree.get("model_type")), f"{path}: model_type")
     check_family(description.config, description.family)
     field = differing_field(tree, to_hf(description.config, description.family, "float32"))
@@ -290,9 +293,10 @@ def _refuse_other_files(folder: Path) -> None:
 
 
 def generation_settings(folder: Path, config: ModelConfig) -> dict[str, Any]:
-    """What generation_config.json will say: what the one beside the tokenizer in ``folder`` does, and where it says nothing, that
-    generation ends at a document's and at a turn's end. Raises `UserError`: no tokenizer is there, one with more tokens than the
-    embedding has rows, or ids that are none.
+    """Contents of generation_config.json: the settings beside the tokenizer in ``folder``. By default, generation ends at the end of a
+    document and of a turn.
+
+    Raises UserError: the folder has no tokenizer, the tokenizer has more tokens than the embedding, or an id is not an integer.
     """
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocab_size > config.vocab_size:
@@ -308,44 +312,49 @@ def generation_settings(folder: Path, config: ModelConfig) -> dict[str, Any]:
     if not isinstance(own, dict):
         raise UserError(f"{path}: not a JSON object; the file is damaged")
     for name in _TOKEN_IDS:
-        told = own.get(name)
-        ids = told if isinstance(told, list) and told else [told]
-        if told is not None and any(type(index) is not int for index in ids):
-            raise UserError(f"{path}: {name}: {told!r} is not a token id; correct it, or remove the file")
+        value = own.get(name)
+        ids = value if isinstance(value, list) and value else [value]
+        if value is not None and any(type(index) is not int for index in ids):
+            raise UserError(f"{path}: {name}: {value!r} is not a token id; correct it, or remove the file")
     return found | {name: value for name, value in own.items() if value is not None and name != "transformers_version"}
 
 
 def readable(config: ModelConfig, family: Family, files: TensorSource, folder: Path) -> list[Stored]:
-    """What of ``files`` is read, after a look at their headers: one tensor after the other, before anything is built by what
-    config.json says of its size. Raises `UserError`: a tensor is missing, unexpected, of another shape or of a dtype that is not read.
+    """The tensors to read from ``files``, after a check of their headers, so that nothing of the size in config.json is allocated for
+    files that do not fit.
+
+    Raises UserError: a tensor is missing, unexpected, of another shape or of an unsupported dtype.
     """
-    found = []
+    tensors = []
     for stored in readable_tensors(config, family):
         if (place := _place(stored, files, folder)) is not None:
             files.check(place.name, place.shape)
-        found.append(stored)
-    _refuse_unexpected(files, found, config)
-    return found
+        tensors.append(stored)
+    _refuse_unexpected(files, tensors, config)
+    return tensors
 
 
 def _place(stored: Stored, files: TensorSource, folder: Path) -> Alias | None:
-    """Where ``stored`` lies; None: nowhere, and it need not. Raises `UserError`: it is missing."""
+    """Name and shape under which ``files`` have ``stored``; None: they do not have it, and it is optional. Raises `UserError`: it is
+    missing.
+    """
     places = [Alias(stored.name, stored.shape), *stored.aliases]
     place = next((place for place in places if place.name in files.names), None)
     if place is None:
         if stored.ours is None or stored.is_copy:
             return None
         raise UserError(
-            f"{folder}: {stored.name}: missing from the weights, and config.json has a place for it; fetch the checkpoint again"
+            f"{folder}: {stored.name}: missing from the weights, and config.json needs it; fetch the checkpoint again"
         )
     if stored.ours is None and files.is_empty(place.name):
-        return None  # transformers stores a shared expert of no width where ``n_shared_experts`` is 0
+        return None  # transformers stores a shared expert of width 0 if ``n_shared_experts`` is 0
     return place
 
 
 def fill(stored: Stored, files: TensorSource, state: Mapping[str, Tensor], folder: Path) -> None:
-    """Read ``stored`` of the checkpoint ``folder``, whose ``files`` these are, into its place in ``state``, our state dict or the
-    part of it that is wanted. Raises `UserError` as `read_checkpoint` does.
+    """Read ``stored`` from the ``files`` of the checkpoint ``folder`` into ``state``, our state dict or a part of it.
+
+    Raises UserError as `read_checkpoint` does.
     """
     place = _place(stored, files, folder)
     if place is None:
@@ -362,7 +371,7 @@ def fill(stored: Stored, files: TensorSource, state: Mapping[str, Tensor], folde
 def _pieces(
     stored: Stored, place: Alias, files: TensorSource, state: Mapping[str, Tensor]
 ) -> Iterator[tuple[Stored, Tensor]]:
-    """``stored`` and what ``place`` holds; of stacked experts one after the other, because all may be gigabytes."""
+    """``stored`` and its tensor; stacked experts one after another, because a stack may have gigabytes."""
     if not stored.is_stacked:
         yield stored, files.read(place.name, place.shape, place.part)
         return
@@ -374,32 +383,32 @@ def _pieces(
 
 def _refuse_unexpected(files: TensorSource, tensors: list[Stored], config: ModelConfig) -> None:
     known = {stored.name for stored in tensors} | {alias.name for stored in tensors for alias in stored.aliases}
-    # multi-token prediction, an extra of GLM's, DeepSeek's and ERNIE's checkpoints that plain decoding leaves out
-    extra = {_layer(name) for name in files.names if ".eh_proj." in name}
+    # layers for multi-token prediction, in checkpoints of GLM, DeepSeek and ERNIE, are not used
+    mtp_layers = {_layer(name) for name in files.names if ".eh_proj." in name}
     for name in sorted(files.names):
         if name in known or name.endswith("rotary_emb.inv_freq") or name.startswith("model.mtp_"):
             continue
         layer = _layer(name)
         if layer is not None and layer >= config.num_layers:
-            if layer in extra:
+            if layer in mtp_layers:
                 continue
             raise UserError(
                 f"{files.path(name)}: {name}: a layer more than the {config.num_layers} (num_hidden_layers) of config.json;"
                 f" the files do not belong together, {_AGAIN}"
             )
         raise UserError(
-            f"{files.path(name)}: {name}: a tensor this architecture has no place for; use a checkpoint of the plain text model"
+            f"{files.path(name)}: {name}: this architecture has no such tensor; use a checkpoint of the plain text model"
         )
 
 
 def _layer(name: str) -> int | None:
-    """The layer that a tensor of this name belongs to."""
+    """Number of the layer of a tensor; None for a tensor outside the layers."""
     number = name.split(".")[2] if name.startswith("model.layers.") else ""
     return int(number) if number.isdigit() else None
 
 
 def fill_branches(folder: Path, config: ModelConfig, state: Mapping[str, Tensor]) -> None:
-    """Balance biases of all widths; the first row, the full width's, must be the one in the model's own files."""
+    """Read the balance biases of all widths into ``state``. The first row, of the full width, must equal that in the model's files."""
     with TensorFiles(folder, ELASTIC_FILE) as files:
         for name, bias_WE in state.items():
             if not name.endswith(".bias_WE"):
@@ -421,7 +430,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def to_stored(stored: Stored, state: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """The tensor ``stored`` as it goes to disk, on the CPU; ``state`` is our state dict."""
+    """The tensor ``stored`` in its form on disk, on the CPU, from our state dict ``state``."""
     dtype = torch.float32 if stored.always_fp32 else dtype
     if stored.ours is None:
         return torch.full(stored.shape, stored.filling, dtype=dtype)
@@ -435,13 +444,13 @@ def to_stored(stored: Stored, state: Mapping[str, Tensor], dtype: torch.dtype) -
     if missing:
         tensor = torch.cat((tensor, tensor.new_full((missing, *tensor.shape[1:]), stored.filling)))
     tensor = tensor.reshape(stored.shape).contiguous()
-    return tensor.clone() if stored.is_copy else tensor  # safetensors refuses two names of one memory
+    return tensor.clone() if stored.is_copy else tensor  # safetensors rejects two names for the same memory
 
 
 def from_stored(stored: Stored, tensor: Tensor, state: Mapping[str, Tensor]) -> bool:
-    """Copy ``tensor``, of ``stored.shape``, into its place in ``state``; of stacked experts, `Stored.of_expert` each.
+    """Copy ``tensor``, of ``stored.shape``, into its place in ``state``; for stacked experts, one `Stored.of_expert` at a time.
 
-    False if it holds something that has no place there: a constant, a padding or a copy that is not what it should be.
+    Returns False if a constant, a padding or a copy does not have the expected values.
     """
     if stored.ours is None:
         return bool(_is_filling(tensor, stored.filling))
@@ -457,13 +466,13 @@ def from_stored(stored: Stored, tensor: Tensor, state: Mapping[str, Tensor]) -> 
 
 
 def _is_filling(tensor: Tensor, filling: float) -> bool:
-    # one per cent: other software may have rounded a bias to bf16
+    # tolerance of 1 %: other software may have rounded a bias to bf16
     return bool(((tensor.float() - filling).abs() <= 0.01 * abs(filling)).all())
 
 
 def paired(stored: Stored, rows: Tensor, on_disk: bool) -> Tensor:
-    """``rows`` of memory as they are paired on disk, or the other way round: the last rows of each group are read as a table
-    of halves by pairs, and transposed.
+    """Convert rotated rows between memory, where halves of a head are paired, and disk, where neighbours are (``on_disk``: the
+    direction).
     """
     width, start = stored.neighbours_of, stored.neighbours_from
     if not width:
@@ -477,9 +486,7 @@ def paired(stored: Stored, rows: Tensor, on_disk: bool) -> Tensor:
 
 @contextmanager
 def open_tensors(folder: Path) -> Iterator[TensorSource]:
-    """The tensors of a checkpoint, dequantised. Raises `UserError`: as `TensorFiles` does, and a quantisation that cannot be
-    read.
-    """
+    """The tensors of a checkpoint, dequantised. Raises `UserError`: as `TensorFiles` does, or an unsupported quantisation."""
     packed = gguf_file(folder)
     if packed is not None:
         with GgufFile(packed) as file:
@@ -492,11 +499,11 @@ def open_tensors(folder: Path) -> Iterator[TensorSource]:
 
 
 class TensorFiles(ExitStack):
-    """Reads tensors by name from ``file`` of ``folder``, or from the shards that an index names; a context that closes them."""
+    """Reader of tensors by name, from ``file`` of ``folder`` or the shards of an index. A context manager that closes the files."""
 
     def __init__(self, folder: Path, file: str = WEIGHTS_FILE) -> None:
-        """Open all files and read their headers. Raises `UserError`: no weights, a shard that is missing or damaged, or
-        an index that does not match its shards.
+        """Open all files and read their headers. Raises `UserError`: a file is missing or damaged, or the index does not match its
+        shards.
         """
         super().__init__()
         self._folder = folder
@@ -518,14 +525,12 @@ class TensorFiles(ExitStack):
         if not isinstance(weight_map, dict):
             raise UserError(f"{index}: weight_map: missing; {_AGAIN}")
         for name, shard in weight_map.items():
-            if not isinstance(shard, str) or Path(shard).name != shard or len(shard) > _LONGEST_NAME:
+            if not isinstance(shard, str) or Path(shard).name != shard or len(shard) > _MAX_FILE_NAME:
                 raise UserError(f"{index}: weight_map.{name}: {shard!r} is not a file of this folder; {_AGAIN}")
-        held = {shard: self._open(folder / shard) for shard in sorted(set(weight_map.values()))}
+        names = {shard: self._open(folder / shard) for shard in sorted(set(weight_map.values()))}
         for name, shard in weight_map.items():
-            if name not in held[shard]:
-                raise UserError(
-                    f"{folder / shard}: {name}: the index says that this file holds it, and it does not; {_AGAIN}"
-                )
+            if name not in names[shard]:
+                raise UserError(f"{folder / shard}: {name}: missing, and the index names this file for it; {_AGAIN}")
             self._path_of[name] = folder / shard
 
     def _open(self, path: Path) -> frozenset[str]:
@@ -533,7 +538,7 @@ class TensorFiles(ExitStack):
             remedy = "only checkpoints in safetensors can be read" if path.name == WEIGHTS_FILE else _AGAIN
             raise UserError(f"{path}: no such file; {remedy}")
         try:
-            # not mapped: pages of a mapped file would stay in memory until it is closed
+            # pread: pages of a memory-mapped file would stay in memory until it is closed
             file = self.enter_context(safe_open(path, framework="pt", backend="pread"))
         except (SafetensorError, OSError) as error:
             raise UserError(
@@ -551,9 +556,7 @@ class TensorFiles(ExitStack):
         return self._path_of[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of ``name`` as stored. Raises `UserError`: it is missing, or of a dtype that is none of fp32, bf16 and
-        fp16.
-        """
+        """Dtype of ``name`` on disk. Raises `UserError`: it is missing, or its dtype is not fp32, bf16 or fp16."""
         if name not in self._path_of:
             raise UserError(f"{self._folder}: {name}: missing from the weights; {_AGAIN}")
         path = self._path_of[name]
@@ -566,11 +569,11 @@ class TensorFiles(ExitStack):
 
     @property
     def files(self) -> dict[Path, frozenset[str]]:
-        """Names of all that each file holds, whatever an index says."""
+        """Names of the tensors in each file, also of those that are not in the index."""
         return {path: frozenset(file.keys()) for path, file in self._files.items()}
 
     def stored_as(self, name: str) -> tuple[torch.dtype | None, tuple[int, ...]]:
-        """Dtype and shape of ``name`` in its file; the dtype is None for one that weights are not read in."""
+        """Dtype and shape of ``name`` in its file; the dtype is None if it is not supported."""
         return _STORED_DTYPES.get(self._slice(name).get_dtype()), tuple(self._slice(name).get_shape())
 
     def is_empty(self, name: str) -> bool:
@@ -578,7 +581,7 @@ class TensorFiles(ExitStack):
         return 0 in self.stored_as(name)[1]
 
     def raw(self, name: str, part: tuple[int | slice, ...] = ()) -> Tensor:
-        """``part`` of the tensor ``name``, on the CPU, whatever its dtype and shape."""
+        """``part`` of the tensor ``name`` on the CPU, of any dtype and shape."""
         tensor: Tensor = self._slice(name)[part] if part else self._files[self._path_of[name]].get_tensor(name)
         return tensor
 
@@ -586,14 +589,12 @@ class TensorFiles(ExitStack):
         return self._files[self._path_of[name]].get_slice(name)
 
     def read(self, name: str, shape: tuple[int, ...], part: tuple[int | slice, ...] = ()) -> Tensor:
-        """``part`` of the tensor ``name`` of ``shape``, on the CPU. Raises `UserError`: it is missing, of another
-        shape, or of a dtype that is none of fp32, bf16 and fp16.
-        """
+        """``part`` of the tensor ``name`` of shape ``shape``, on the CPU. Raises `UserError` as `check` does."""
         self.check(name, shape)
         return self.raw(name, part)
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """What `read` raises, from the header alone."""
+        """Check a tensor's header. Raises `UserError`: it is missing, of another shape, or its dtype is not fp32, bf16 or fp16."""
         self.dtype(name)
         stored = self.stored_as(name)[1]
         if stored != shape:
@@ -612,10 +613,13 @@ def _write_weights(
     hashing: Executor | None,
     advance: Callable[[int], None] | None,
 ) -> dict[str, str]:
-    """Copy the files ``whole``, then write what of ``tensors`` they do not hold, in that order; one shard exists in memory at a
-    time, while ``hashing`` reads the one before. Returns: the SHA-256 of each file by its name here, those of ``whole`` first."""
-    ready = {path: tensor_names(path) for path in whole}
-    held = frozenset[str]().union(*ready.values())
+    """Copy the files ``whole``, then write the tensors that they lack, in the order of ``tensors``. One shard is in memory at a time,
+    while the executor ``hashing`` reads the previous one.
+
+    Returns: the SHA-256 of each file by its new name, in the order of writing.
+    """
+    names_of = {path: tensor_names(path) for path in whole}
+    copied = frozenset[str]().union(*names_of.values())
     shards: list[list[Stored]] = [[]]
     size, total = 0, 0
 
@@ -624,7 +628,7 @@ def _write_weights(
 
     for stored in tensors:
         total += num_bytes(stored)
-        if stored.name in held:
+        if stored.name in copied:
             continue
         if shards[-1] and size + num_bytes(stored) > max_shard_bytes:
             shards.append([])
@@ -638,7 +642,7 @@ def _write_weights(
         file = WEIGHTS_FILE if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
         if isinstance(part, Path):
             digests[file] = copy_file(part, folder / file, advance)
-            weight_map |= dict.fromkeys(ready[part], file)
+            weight_map |= dict.fromkeys(names_of[part], file)
             continue
         write_file(folder / file, {stored.name: to_stored(stored, state, dtype) for stored in part})
         weight_map |= {stored.name: file for stored in part}
@@ -658,8 +662,9 @@ def tensor_names(path: Path) -> frozenset[str]:
 
 
 def copy_file(source: Path, target: Path, advance: Callable[[int], None] | None = None) -> str:
-    """Copy a large file; ``advance`` is called with the bytes of each step. (``shutil.copyfile`` tells nothing on the way.)
-    Returns: its SHA-256, taken meanwhile: reading the copy for it would take as long again.
+    """Copy a large file; ``advance`` is called with the number of bytes of each chunk. (``shutil.copyfile`` reports no progress.)
+
+    Returns: the file's SHA-256, which is computed in a thread meanwhile, because to read the copy would take as long again.
     """
     digest = hashlib.sha256()
     chunks = [memoryview(bytearray(_COPY_BYTES)) for _ in range(2)]  # one is hashed while the other is filled
@@ -679,8 +684,8 @@ def copy_file(source: Path, target: Path, advance: Callable[[int], None] | None 
 
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
-    """One safetensors file, marked as PyTorch's, as transformers demands. Raises `UserError`: the disk is full."""
+    """Write a safetensors file with the metadata that transformers needs. Raises `UserError`: the disk is full."""
     try:
         save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # how the library reports it
+    except SafetensorError as error:  # the library's error for a full disk
         raise UserError(f"{path}: cannot be written: {error}; free some space or choose another folder") from error

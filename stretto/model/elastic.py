@@ -1,4 +1,4 @@
-"""Extraction of a Subnet from a maximum network, and the balance of expert load.
+"""Extraction of a Subnet from a maximum network, and balancing of expert load.
 
 Shape letters: W branches of balance state, E experts.
 """
@@ -15,13 +15,12 @@ from stretto.model.transformer import MoeLayer, Transformer
 
 
 def slice_state(config: ModelConfig, subnet: Subnet, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of the ordinary network that ``subnet`` is inside ``config``.
+    """The state dict of the ordinary network that is extracted as ``subnet``, from that of ``config``. Tensors are copies.
 
-    Drops layers, and keeps of each MoE layer the first experts of its order, their router rows and the balance bias
-    that was trained at that width. Tensors are copies.
+    Each MoE layer keeps the first experts of its order, their router rows and the balance bias of that width.
     """
     target = extracted_config(config, subnet)
-    kept_of = {
+    experts_of = {
         config.moe_layers[row]: (num, kept_experts(config.expert_orders[row], num))
         for row, num in zip(config.moe_rows(subnet.layers), subnet.experts, strict=True)
     }
@@ -34,14 +33,13 @@ def slice_state(config: ModelConfig, subnet: Subnet, state: dict[str, Tensor]) -
         layer = int(index)
         if layer not in subnet.layers:
             continue
-        if rest in EXPERT_TENSORS and layer in kept_of:
-            num, experts = kept_of[layer]
-            kept = torch.tensor(experts, device=tensor.device)
+        if rest in EXPERT_TENSORS and layer in experts_of:
+            num, experts = experts_of[layer]
             if rest == "mlp.bias_WE":
-                branches = [config.branch(width) for width in (num, *target.widths[1:])]
-                tensor = tensor[torch.tensor(branches, device=tensor.device)][:, kept]
-            else:
-                tensor = tensor.index_select(0, kept)
+                tensor = tensor[[config.branch(width) for width in (num, *target.widths[1:])]]
+            tensor = tensor.index_select(
+                -1 if rest == "mlp.bias_WE" else 0, torch.tensor(experts, device=tensor.device)
+            )
         result[f"blocks.{subnet.layers.index(layer)}.{rest}"] = tensor.clone()
     return result
 
@@ -49,13 +47,13 @@ def slice_state(config: ModelConfig, subnet: Subnet, state: dict[str, Tensor]) -
 EXPERT_TENSORS = (
     "mlp.gate", "mlp.gate_bias", "mlp.gate_up", "mlp.gate_up_bias", "mlp.down", "mlp.down_bias", "mlp.bias_WE",
 )  # fmt: skip
-"""Names, inside an MoE block, of what has one row (or column) an expert."""
+"""Names, within an MoE block, of the tensors with one row (for biases of selection: column) per expert."""
 
 
 def extract(model: Transformer, subnet: Subnet) -> Transformer:
-    """``subnet`` as an ordinary network of its own (weights copied, same device and dtype)."""
+    """``subnet`` of ``model`` as an ordinary network, with copied weights on the same device and in the same dtype."""
     smaller = Transformer(extracted_config(model.config, subnet))
-    # assigned, not copied: each tensor keeps its own dtype, and fp32 biases stay so beside bf16 weights
+    # assign, so that each tensor keeps its dtype: selection biases are fp32 beside bf16 weights
     smaller.load_state_dict(slice_state(model.config, subnet, model.state_dict()), assign=True)
     return smaller.to(device=next(model.parameters()).device)
 
@@ -63,8 +61,9 @@ def extract(model: Transformer, subnet: Subnet) -> Transformer:
 def with_branch_rows(
     config: ModelConfig, wider: ModelConfig, state: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """``state`` of ``config`` for ``wider``, the same network with more branches of balance state: a new width begins as a copy
-    of the smallest old one that holds it, a complement as one of the full width's.
+    """Convert the state dict of ``config`` for ``wider``, the same network with more branches of balance state.
+
+    The bias of a new width is copied from the smallest old width that is large enough, that of a complement from the full width.
     """
     rows = [config.branch(width) for width in wider.widths]
     rows += [0] * (wider.num_branches - len(rows))
@@ -73,7 +72,7 @@ def with_branch_rows(
 
 
 def order_experts(model: Transformer, orders: tuple[tuple[int, ...], ...]) -> None:
-    """Let ``orders`` be the nested orders of the experts of ``model``, in place: which of them narrower Subnets keep."""
+    """Set, in place, the nested orders of the experts of ``model``, which decide the experts that smaller Subnets keep."""
     model.config = model.config.replace(expert_order=orders)
     layers = (block.mlp for block in model.blocks if isinstance(block.mlp, MoeLayer))
     for layer, order in zip(layers, orders, strict=True):
@@ -82,11 +81,11 @@ def order_experts(model: Transformer, orders: tuple[tuple[int, ...], ...]) -> No
 
 @torch.no_grad()
 def update_balance(model: Transformer, counts: dict[int, Tensor], rate: float) -> None:
-    """Auxiliary-loss-free balancing (2408.15664): raise the bias of experts below the mean load, lower the others.
+    """Balance expert load without auxiliary loss (2408.15664): raise the bias of experts below the mean load, lower the others.
 
-    ``counts`` are the slots of one whole optimisation step (all micro-batches, all ranks), by MoE row. Each width has
-    a bias of its own and is steered by its own tokens over its own experts: one bias for all widths would be pulled in
-    opposite directions. A branch that saw no token in the step is left alone.
+    ``counts``: slots per expert of one optimisation step (all micro-batches, all ranks), by MoE row. Each width has a bias of its own,
+    updated from its own tokens and experts, because one bias for all widths would be pulled in opposite directions. Branches
+    without tokens in this step do not change.
     """
     config = model.config
     if not config.selection_bias or rate == 0.0:
@@ -94,7 +93,7 @@ def update_balance(model: Transformer, counts: dict[int, Tensor], rate: float) -
     layers = [block.mlp for block in model.blocks if isinstance(block.mlp, MoeLayer)]
     for row, counts_WE in counts.items():
         layer = layers[row]
-        # a width steers its prefix; a branch beyond the widths, the complement of the largest narrower width
+        # a width balances its prefix of the order; a branch beyond the widths, the complement of the second width
         prefixes = [layer.rank_E < width for width in config.widths]
         complement = [layer.rank_E >= (config.widths[1] if len(config.widths) > 1 else 0)]
         allowed_WE = torch.stack(prefixes + complement * (config.num_branches - len(prefixes)))
@@ -105,5 +104,5 @@ def update_balance(model: Transformer, counts: dict[int, Tensor], rate: float) -
 
 
 def load_balance(counts_E: Tensor) -> float:
-    """Largest load over the mean load of the experts that may be chosen: 1.0 is perfect balance."""
+    """Largest load divided by the mean load of the experts: 1.0 is perfect balance."""
     return float(counts_E.max() / counts_E.float().mean().clamp_min(1e-9))

@@ -1,7 +1,7 @@
 """Writer of GGUF files for llama.cpp.
 
-llama.cpp's own converter refuses tokenizers that it does not know by hash, so the file is written directly, by the table that
-`stretto.model.gguf_read` reads by.
+llama.cpp's own converter rejects tokenizers whose hash it does not know, so the file is written directly, with the names of
+`stretto.model.gguf_names`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from stretto.base.errors import UserError
@@ -31,16 +33,16 @@ from stretto.model.gguf_names import (
     ROPE_FACTORS,
     Architecture,
 )
-from stretto.model.gguf_read import LLAMA3, llama3_factors
+from stretto.model.gguf_read import llama3_factors, llama3_scaling
 from stretto.model.gguf_tokenizer import add_tokenizer, rule_name
 from stretto.model.spec import ClampedSwiGlu, LatentAttention, ModelConfig, RopeScaling
 from stretto.text.tokenizer import load_tokenizer
 
-_TYPES: dict[str, tuple[gguf.GGMLQuantizationType, gguf.LlamaFileType]] = {
-    "f32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
-    "f16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
-    "bf16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
-    "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+_TYPES: dict[str, tuple[Kind, gguf.LlamaFileType]] = {
+    "f32": (Kind.F32, gguf.LlamaFileType.ALL_F32),
+    "f16": (Kind.F16, gguf.LlamaFileType.MOSTLY_F16),
+    "bf16": (Kind.BF16, gguf.LlamaFileType.MOSTLY_BF16),
+    "q8_0": (Kind.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
 _VALUE_TYPES = {
     bool: gguf.GGUFValueType.BOOL,
@@ -48,34 +50,33 @@ _VALUE_TYPES = {
     float: gguf.GGUFValueType.FLOAT32,
     str: gguf.GGUFValueType.STRING,
 }
-_LLAMA3_ORDER = ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(?<=experts\.)\d+")
 _GPT_OSS = ("sliding_layers", "attention_sinks", "clamped_swiglu", "router_bias", "expert_bias")
 _MISSING = (*_GPT_OSS, "latent", "qkv_clip")
-"""Parts of a `ModelConfig` that no architecture is written with here, the first ones but gpt-oss."""
+"""Fields of `ModelConfig` that are not supported; those of `_GPT_OSS` only for gpt-oss, ``latent`` only for DeepSeek-V3."""
 _BIASES = {
     "attention_bias": ("llama", "qwen2", "qwen3_moe", "glm4_moe", "gpt_oss"),
     "attention_out_bias": ("llama", "gpt_oss"),
     "mlp_bias": ("llama",),
 }
-"""Families whose biases llama.cpp loads."""
+"""Families for which llama.cpp loads each kind of bias."""
 
 
 def why_not_gguf(config: ModelConfig, family: str) -> str | None:
     """The reason, in one sentence, why llama.cpp cannot run ``config`` as ``family``; None if it can."""
     if not any(each.family == family for each in ARCHITECTURES):
-        return f"{family} is not written as GGUF here"
+        return f"Stretto does not write {family} as GGUF"
     for name in _MISSING:
-        has_place = (family == "gpt_oss" and name in _GPT_OSS) or (family == "deepseek_v3" and name == "latent")
-        if getattr(config, name) and not has_place:
-            return f"it has {name}, which is not written as GGUF here"
+        is_supported = (family == "gpt_oss" and name in _GPT_OSS) or (family == "deepseek_v3" and name == "latent")
+        if getattr(config, name) and not is_supported:
+            return f"it has {name}, which Stretto does not write as GGUF"
     for name, families in _BIASES.items():
         if getattr(config, name) and family not in families:
             return f"it has {name}, which llama.cpp's {family} does not load"
     if config.expert_groups > 1:
-        return "its experts are chosen by groups, which is not written as GGUF here"
-    if config.rope_scaling is not None and not _is_llama_cpp_s(config.rope_scaling, family):
+        return "its experts are chosen by groups, which Stretto does not write as GGUF"
+    if config.rope_scaling is not None and not _is_supported(config.rope_scaling, family):
         return f"its rotary frequencies are scaled ({config.rope_scaling.kind}) in a way that llama.cpp does not have"
     if family in ("qwen3_moe", "mixtral"):
         if not config.normalize_gates:
@@ -91,7 +92,7 @@ def why_not_gguf(config: ModelConfig, family: str) -> str | None:
             return "llama.cpp's gpt_oss has its own clamps and biases, and this network others"
     if config.latent is not None:
         if config.rope_scaling is not None:
-            return "its rotary frequencies are scaled, which for latent attention is not written as GGUF here"
+            return "its rotary frequencies are scaled, which Stretto does not write as GGUF for latent attention"
         if config.latent.norm_eps != config.norm_eps:
             return f"llama.cpp's deepseek2 has one eps for all norms and this network {config.norm_eps} and {config.latent.norm_eps}"
     if family == "olmoe":
@@ -104,12 +105,12 @@ def why_not_gguf(config: ModelConfig, family: str) -> str | None:
     return None
 
 
-def _is_llama_cpp_s(scaling: RopeScaling, family: str) -> bool:
+def _is_supported(scaling: RopeScaling, family: str) -> bool:
+    """Whether llama.cpp can express a scaling of rotary frequencies."""
     if scaling.kind == "yarn":
         return scaling.truncate and scaling.attention_factor is scaling.mscale is scaling.mscale_all_dim is None
     if scaling.kind == "llama3":
-        own = (scaling.original_positions, scaling.low_freq_factor, scaling.high_freq_factor)
-        return family in ("llama", "mixtral") and own == tuple(LLAMA3[name] for name in _LLAMA3_ORDER)
+        return family in ("llama", "mixtral") and scaling == llama3_scaling(scaling.factor)
     return scaling.kind == "linear"
 
 
@@ -124,18 +125,17 @@ def write_gguf(
     """Write the checkpoint in ``folder`` as the GGUF file ``path``.
 
     Args:
-        dtype: ``f32``, ``f16``, ``bf16`` or ``q8_0``; norms, routers and biases stay fp32, as in llama.cpp's own files.
-        pre_tokenizer: llama.cpp's name of the rule by which the tokenizer splits text into words. Tokenizers trained
-            here and the common ones need none; for another byte-level tokenizer the caller answers for it.
-        advance: called with the bytes of each tensor written.
+        dtype: ``f32``, ``f16``, ``bf16`` or ``q8_0``; norms, routers and biases are fp32, as in llama.cpp's own files.
+        pre_tokenizer: llama.cpp's name of the tokenizer's splitting rule, which is not checked. Needed only for byte-level tokenizers
+            that are neither common nor trained by Stretto.
+        advance: called with the number of bytes of each tensor written.
 
     Raises:
-        UserError: llama.cpp cannot run this network, the folder has no tokenizer or one that cannot be expressed, or
-            the disk is full.
+        UserError: llama.cpp cannot run this network, the folder's tokenizer is missing or cannot be expressed, or the disk is full.
     """
     folder, path = Path(folder), Path(path)
     if dtype not in _TYPES:
-        raise UserError(f"--dtype {dtype}: not a type of GGUF weights written here; choose {', '.join(_TYPES)}")
+        raise UserError(f"--dtype {dtype}: not a supported type of GGUF weights; choose {', '.join(_TYPES)}")
     if path.is_dir():
         raise UserError(f"{path}: a folder; name the file to write: {path / 'model.gguf'}")
     checkpoint = read_checkpoint(folder)
@@ -153,7 +153,7 @@ def write_gguf(
     uneven = next((tensor for tensor in tensors if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[tensor.kind][0]), None)
     if uneven is not None:
         raise UserError(
-            f"--dtype {dtype}: {uneven.name} has rows of {uneven.shape[-1]}, which blocks of 32 do not fill; choose bf16"
+            f"--dtype {dtype}: {uneven.name} has rows of {uneven.shape[-1]}, not a multiple of 32; choose bf16"
         )
     with replacing(path) as partial:
         writer = gguf.GGUFWriter(partial, architecture.name)
@@ -177,127 +177,107 @@ def write_gguf(
 
 @dataclass(frozen=True, slots=True)
 class _GgufTensor:
+    """A tensor to write."""
+
     name: str
     shape: tuple[int, ...]
-    kind: gguf.GGMLQuantizationType
-    members: list[Stored]
-    """What it holds, stacked: all experts of a layer, or one tensor."""
-    heads: int = 0
-    """Whose rows, halves of a head in ``members``, become neighbours; 0: they keep their order."""
-    constant: Tensor | None = None
-    """What it holds instead of ``members``."""
-    columns: slice | None = None
-    """Of a stack of transposed experts, those that it holds."""
-    rows: slice | None = None
-    """Of each of ``heads``, those that it holds: a projection from latent vectors."""
-    is_transposed: bool = False
+    kind: Kind
+    values: Callable[[Mapping[str, Tensor]], Tensor]
+    """Function from our state dict to the tensor, in fp32."""
 
     @property
     def num_bytes(self) -> int:
         block, block_bytes = gguf.GGML_QUANT_SIZES[self.kind]
         return math.prod(self.shape) // block * block_bytes
 
-    def values(self, state: Mapping[str, Tensor]) -> Tensor:
-        if self.constant is not None:
-            return self.constant
-        if self.columns is not None:
-            (whole,) = (to_stored(member, state, torch.float32)[..., self.columns] for member in self.members)
-            return (whole.mT if whole.dim() == 3 else whole).contiguous()
-        if self.rows is not None:
-            (whole,) = (to_stored(member, state, torch.float32) for member in self.members)
-            part = whole.unflatten(0, (self.heads, -1))[:, self.rows]
-            return (part.mT if self.is_transposed else part).contiguous()
-        values = torch.stack([to_stored(member, state, torch.float32) for member in self.members]).view(self.shape)
-        if self.heads:
-            values = values.view(self.heads, 2, -1, *self.shape[1:]).transpose(1, 2).reshape(self.shape)
-        return values
 
-
-def _tensors(
-    config: ModelConfig, family: Family, architecture: Architecture, kind: gguf.GGMLQuantizationType
-) -> list[_GgufTensor]:
-    """A checkpoint's tensors under llama.cpp's names."""
+def _tensors(config: ModelConfig, family: Family, architecture: Architecture, kind: Kind) -> list[_GgufTensor]:
+    """The tensors of a checkpoint, with llama.cpp's names."""
     groups: dict[str, list[Stored]] = {}
     for stored in stored_tensors(config, family):
         if stored.is_copy or (stored.ours is None and stored.name.endswith("o_proj.bias")):
-            continue  # llama.cpp ties the head itself; the bias is a zero that only transformers' qwen3_moe asks for
+            continue  # llama.cpp ties the head itself; only transformers' qwen3_moe needs the zero bias
         groups.setdefault(_name(stored.name, architecture), []).append(stored)
     heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads} if architecture.pairs_neighbours else {}
     tensors: list[_GgufTensor] = []
     for name, members in groups.items():
-        if members[0].name.startswith("model.layers") and ".mlp.experts." in members[0].name and family == "gpt_oss":
-            tensors += _halves(name, members, kind)
-            continue
-        if members[0].name.endswith(f"{LATENT_UP}.weight"):
-            tensors += _latent_up(config, name, members, kind)
-            continue
         shape = members[0].shape
-        if "_exps." in name:
-            shape = (len(members), *shape)
-        elif len(shape) > 1:
-            shape = tuple(size for size in shape if size > 1)
-        is_wide = len(shape) == 1 or "ffn_gate_inp" in name
-        kept = gguf.GGMLQuantizationType.F32 if is_wide else kind
-        tensors.append(_GgufTensor(name, shape, kept, members, heads.get(name.split(".")[-2], 0)))
+        if members[0].is_stacked:
+            tensors += _gpt_oss_experts(name.split(".")[1], members[0], kind)
+        elif members[0].name.endswith(f"{LATENT_UP}.weight"):
+            tensors += _latent_up(config, name.split(".")[1], members[0], kind)
+        else:
+            if "_exps." in name:
+                shape = (len(members), *shape)
+            elif len(shape) > 1:
+                shape = tuple(size for size in shape if size > 1)
+            is_fp32 = len(shape) == 1 or "ffn_gate_inp" in name
+            values = partial(_stack, members, shape, heads.get(name.split(".")[-2], 0))
+            tensors.append(_GgufTensor(name, shape, Kind.F32 if is_fp32 else kind, values))
     if config.rope_scaling is not None and config.rope_scaling.kind == "llama3":
         factors_R = llama3_factors(config.rope_theta, config.rotary_dim // 2, config.rope_scaling.factor).float()
-        kept = gguf.GGMLQuantizationType.F32
-        tensors.append(_GgufTensor(ROPE_FACTORS, tuple(factors_R.shape), kept, [], constant=factors_R))
+        tensors.append(_GgufTensor(ROPE_FACTORS, tuple(factors_R.shape), Kind.F32, lambda state: factors_R))
     return tensors
 
 
-def _halves(name: str, members: list[Stored], kind: gguf.GGMLQuantizationType) -> Iterator[_GgufTensor]:
-    """gpt-oss's experts under llama.cpp's names: gate and up apart, each expert's matrix the way that others store it."""
-    shape = members[0].shape
-    layer, is_bias = name.split(".")[1], len(shape) == 2
-    kept = gguf.GGMLQuantizationType.F32 if is_bias else kind
-    parts = (
-        {"gate": slice(0, None, 2), "up": slice(1, None, 2)} if "gate_up" in members[0].name else {"down": slice(None)}
-    )
-    for part, columns in parts.items():
-        rows = shape[-1] // len(parts)
-        own = (shape[0], rows) if is_bias else (shape[0], rows, shape[1])
-        end = "bias" if is_bias else "weight"
-        yield _GgufTensor(f"blk.{layer}.ffn_{part}_exps.{end}", own, kept, members, columns=columns)
+def _stack(members: list[Stored], shape: tuple[int, ...], heads: int, state: Mapping[str, Tensor]) -> Tensor:
+    """One tensor, or the stack of a layer's experts. Rotated rows of ``heads`` heads, which are halves, become neighbours."""
+    values = torch.stack([to_stored(member, state, torch.float32) for member in members]).view(shape)
+    return values.view(heads, 2, -1, *shape[1:]).transpose(1, 2).reshape(shape) if heads else values
 
 
-def _latent_up(
-    config: ModelConfig, name: str, members: list[Stored], kind: gguf.GGMLQuantizationType
-) -> Iterator[_GgufTensor]:
-    """What keys and values of all heads are made of, apart, as llama.cpp has them."""
+def _gpt_oss_experts(layer: str, stored: Stored, kind: Kind) -> Iterator[_GgufTensor]:
+    """gpt-oss's experts: gate and up, whose columns alternate on the hub, become two tensors, and all matrices are transposed."""
+    is_bias = len(stored.shape) == 2
+    names = ("gate", "up") if "gate_up" in stored.name else ("down",)
+    rows = stored.shape[-1] // len(names)
+    shape = (stored.shape[0], rows) if is_bias else (stored.shape[0], rows, stored.shape[1])
+
+    def values(start: int, state: Mapping[str, Tensor]) -> Tensor:
+        columns = to_stored(stored, state, torch.float32)[..., start :: len(names)]
+        return (columns if is_bias else columns.mT).contiguous()
+
+    for start, name in enumerate(names):
+        full_name = f"blk.{layer}.ffn_{name}_exps.{'bias' if is_bias else 'weight'}"
+        yield _GgufTensor(full_name, shape, Kind.F32 if is_bias else kind, partial(values, start))
+
+
+def _latent_up(config: ModelConfig, layer: str, stored: Stored, kind: Kind) -> Iterator[_GgufTensor]:
+    """The projection of MLA from latent vectors: keys, transposed for each head, and values become two tensors."""
     assert config.latent is not None
-    heads, rank, values = config.num_heads, config.latent.kv_rank, config.latent.value_dim
-    plain, layer = config.head_dim - config.latent.rope_dim, name.split(".")[1]
-    keys = f"blk.{layer}.{LATENT_KEYS}.weight"
-    yield _GgufTensor(keys, (heads, rank, plain), kind, members, heads, rows=slice(0, plain), is_transposed=True)
-    below = f"blk.{layer}.{LATENT_VALUES}.weight"
-    yield _GgufTensor(below, (heads, values, rank), kind, members, heads, rows=slice(plain, None))
+    heads, rank, value_dim = config.num_heads, config.latent.kv_rank, config.latent.value_dim
+    key_dim = config.head_dim - config.latent.rope_dim
+
+    def rows(state: Mapping[str, Tensor]) -> Tensor:
+        return to_stored(stored, state, torch.float32).unflatten(0, (heads, -1))
+
+    keys, values = (f"blk.{layer}.{name}.weight" for name in (LATENT_KEYS, LATENT_VALUES))
+    yield _GgufTensor(keys, (heads, rank, key_dim), kind, lambda state: rows(state)[:, :key_dim].mT.contiguous())
+    yield _GgufTensor(values, (heads, value_dim, rank), kind, lambda state: rows(state)[:, key_dim:].contiguous())
 
 
-def _name(theirs: str, architecture: Architecture) -> str:
-    """GGUF's name of the hub's tensor ``theirs``; all experts of a layer have one."""
-    outside = next((name for name, hub in OUTSIDE.items() if hub == theirs), None)
-    if outside is not None:
-        return outside
-    match = _LAYER.fullmatch(theirs)
-    assert match is not None, f"{theirs} has no place in llama.cpp's {architecture.name}"
+def _name(hub_name: str, architecture: Architecture) -> str:
+    """GGUF's name of a hub tensor; all experts of a layer have one."""
+    match = _LAYER.fullmatch(hub_name)
+    if match is None:
+        return next(name for name, hub in OUTSIDE.items() if hub == hub_name)
     layer, rest = match.groups()
-    whole = next((name for name, hub in architecture.tensors.items() if hub == rest), None)
-    if whole is not None:
-        return f"blk.{layer}.{whole}"
+    tensor = next((name for name, hub in architecture.tensors.items() if hub == rest), None)
+    if tensor is not None:
+        return f"blk.{layer}.{tensor}"
     if architecture.family == "gpt_oss" and ".experts." in rest:
-        return f"blk.{layer}.{rest}"  # several tensors, made and named by `_halves`
+        return f"blk.{layer}.{rest}"  # replaced in `_gpt_oss_experts`
     module, end = _EXPERT.sub("{}", rest).rsplit(".", 1)
-    # of two names for one the later counts: GLM's second norm
+    # GLM has two names for its second norm; the later one is written
     names = [name for name, hub in architecture.layer.items() if hub == module]
-    assert names, f"{theirs} has no place in llama.cpp's {architecture.name}"
+    assert names, f"{hub_name} has no name in llama.cpp's {architecture.name}"
     return f"blk.{layer}.{names[-1]}.{end}"
 
 
 def _add_settings(
     writer: gguf.GGUFWriter, architecture: Architecture, config: ModelConfig, tree: Mapping[str, Any]
 ) -> None:
-    """What the config.json ``tree`` says, as metadata."""
+    """Write the settings of the config.json ``tree`` as metadata."""
     for key, value in _settings(architecture, config, tree):
         writer.add_key_value(f"{architecture.name}.{key}", value, _VALUE_TYPES[type(value)])
 
@@ -328,7 +308,7 @@ def _settings(
 
 
 def _latent_settings(config: ModelConfig, latent: LatentAttention) -> Iterator[tuple[str, int]]:
-    """llama.cpp runs latent attention with the latent vector for the one key/value head of all."""
+    """Settings of MLA, which llama.cpp runs with the latent vector as the only key/value head."""
     yield "attention.head_count_kv", 1
     yield "attention.key_length", latent.kv_rank + latent.rope_dim
     yield "attention.value_length", latent.kv_rank
@@ -338,4 +318,4 @@ def _latent_settings(config: ModelConfig, latent: LatentAttention) -> Iterator[t
 
 
 _DEFAULT = ("nextn_predict_layers", "expert_group_count", "expert_group_used_count")
-"""Settings that never differ from llama.cpp's defaults here, which asserts that some of them are absent then."""
+"""Settings that always have llama.cpp's default values here; for these values llama.cpp requires that some of them are absent."""

@@ -1,7 +1,7 @@
-"""Names in GGUF files: settings and tensors of each architecture beside their Hugging Face names.
+"""Names in GGUF files: settings and tensors of each llama.cpp architecture and their Hugging Face names.
 
-One table, read in both directions by `stretto.model.gguf_read` and `stretto.model.gguf`. What each architecture loads, and what it
-takes for granted, was read from llama.cpp's ``src/models`` and from its converter.
+`stretto.model.gguf_read` and `stretto.model.gguf` use this table in both directions. Its source is llama.cpp's ``src/models`` and
+converter. "Hub" stands for the Hugging Face format.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from gguf import ExpertGatingFuncType
 
 EMBEDDING, NORM, HEAD = "token_embd.weight", "output_norm.weight", "output.weight"
 OUTSIDE = {EMBEDDING: "model.embed_tokens.weight", NORM: "model.norm.weight", HEAD: "lm_head.weight"}
-"""Tensors of no layer: GGUF's name and the hub's."""
+"""Tensors outside the layers: hub name by GGUF name."""
 ROPE_FACTORS = "rope_freqs.weight"
-"""What llama.cpp divides rotary frequencies by: the only trace of Llama 3's scaling."""
+"""Divisors of rotary frequencies; GGUF has no other record of Llama 3's scaling."""
 
 _SETTINGS = {
     "context_length": "max_position_embeddings",
@@ -51,42 +51,45 @@ _SHARED = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
 FUSED = "mlp.experts.gate_up_proj"
-"""gpt-oss's experts on the hub: all of a layer in one tensor, each transposed."""
+"""Hub name of gpt-oss's experts: one tensor for all experts of a layer, whose matrices are transposed."""
 LATENT_UP, LATENT_KEYS, LATENT_VALUES = "self_attn.kv_b_proj", "attn_k_b", "attn_v_b"
-"""What the latent vector is projected up by: on the hub the key's rows and the value's of one head after the other, in GGUF keys,
-each head's transposed, and values apart."""
+"""Projection from the latent vector of MLA. The hub has one tensor with the rows of keys and values, head by head. GGUF has two: keys,
+transposed for each head, and values."""
 OF_LATENT = (
     *("attention.head_count_kv", "attention.key_length", "attention.value_length"),
     *("attention.key_length_mla", "attention.value_length_mla", "attention.q_lora_rank"),
 )
+"""Metadata of MLA, which llama.cpp runs as attention with a single key/value head."""
 _SOFTMAX, _SIGMOID = int(ExpertGatingFuncType.SOFTMAX), int(ExpertGatingFuncType.SIGMOID)
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One architecture of llama.cpp and the family that it is."""
+    """One architecture of llama.cpp and its family."""
 
     name: str
-    """llama.cpp's, in ``general.architecture``."""
+    """llama.cpp's name, in ``general.architecture``."""
     family: str
-    """The hub's ``model_type``."""
+    """``model_type`` on the hub."""
     class_name: str
+    """Class in transformers."""
     layer: Mapping[str, str]
-    """Modules of a layer; ``{}`` is an expert's number, whose module llama.cpp keeps stacked."""
+    """Hub name by GGUF name of the modules of a layer; ``{}`` is the number of an expert, whose tensors GGUF stacks."""
     tensors: Mapping[str, str] = field(default_factory=dict)
-    """Whole names in a layer, where not only the module differs."""
+    """Hub name by GGUF name of the tensors in a layer whose suffix differs too."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Metadata beside `_SETTINGS`: their key, behind the architecture's name, and the field of a config.json."""
+    """Field of config.json by key of the metadata (without the architecture's prefix), in addition to `_SETTINGS`."""
     given: Mapping[str, Any] = field(default_factory=dict)
-    """Metadata that has one value only, which llama.cpp takes for granted where it is absent."""
+    """Metadata with a single supported value, which is also llama.cpp's default."""
     implied: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of a config.json that follow from the architecture."""
+    """Fields of config.json that follow from the architecture."""
     pairs_neighbours: bool = False
-    """Whether query and key rows, which the hub pairs as halves of a head, are stored as neighbours."""
+    """Whether rotated rows of queries and keys are stored as neighbours; the hub pairs halves of a head."""
     is_latent: bool = False
-    """Whether llama.cpp has its attention as one of a single key/value head: `OF_LATENT` tells the widths."""
+    """Whether the attention is MLA, with the widths in `OF_LATENT`."""
 
     def setting_names(self) -> dict[str, str]:
+        """Field of config.json by key of the metadata."""
         names = {**_SETTINGS, **self.settings}
         return {key: name for key, name in names.items() if not (self.is_latent and key in OF_LATENT)}
 
@@ -97,11 +100,11 @@ _GLM = Architecture(
     "Glm4MoeForCausalLM",
     {
         **_ATTENTION,
-        "post_attention_norm": "post_attention_layernorm",
         **_HEAD_NORMS,
         **_DENSE,
         **_EXPERTS,
         **_SHARED,
+        "post_attention_norm": "post_attention_layernorm",
     },
     tensors={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
     settings={
@@ -121,7 +124,7 @@ _GLM = Architecture(
 ARCHITECTURES = (
     Architecture("llama", "llama", "LlamaForCausalLM", {**_ATTENTION, **_DENSE}, pairs_neighbours=True),
     Architecture(
-        "llama",  # the same name: a llama with experts
+        "llama",  # llama.cpp uses this name for both
         "mixtral",
         "MixtralForCausalLM",
         {
@@ -177,7 +180,7 @@ ARCHITECTURES = (
             **{name: module for name, module in _ATTENTION.items() if name != "ffn_norm"},
             "post_attention_norm": "post_attention_layernorm",
             "ffn_gate_inp": "mlp.router",
-            "ffn_gate_exps": FUSED,  # with the next one, rows alternating
+            "ffn_gate_exps": FUSED,  # rows of gate and up alternate
             "ffn_up_exps": FUSED,
             "ffn_down_exps": "mlp.experts.down_proj",
         },
@@ -209,7 +212,7 @@ ARCHITECTURES = (
         tensors=_GLM.tensors,
         settings={**_GLM.settings, "attention.kv_lora_rank": "kv_lora_rank"},
         given=_GLM.given,
-        implied={"n_group": 1, "topk_group": 1},  # where the file says nothing of groups, llama.cpp has none
+        implied={"n_group": 1, "topk_group": 1},  # llama.cpp's default
         is_latent=True,
     ),
     Architecture("ernie4_5", "ernie4_5", "Ernie4_5ForCausalLM", {**_ATTENTION, **_DENSE}),
@@ -233,8 +236,6 @@ ARCHITECTURES = (
 
 
 def architecture_of(name: str, has_experts: bool) -> Architecture | None:
-    """The entry that reads an architecture of llama.cpp; None: it is not supported."""
+    """The entry for an architecture of llama.cpp; None: it is not supported."""
     found = [each for each in ARCHITECTURES if each.name == name]
-    return next(
-        (each for each in found if ("expert_count" in each.settings) == has_experts), found[0] if found else None
-    )
+    return min(found, key=lambda each: ("expert_count" in each.settings) != has_experts, default=None)

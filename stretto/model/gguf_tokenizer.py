@@ -1,7 +1,7 @@
-"""Tokenizers as GGUF metadata, in both directions, for byte-level BPE with a pre-tokenizer that llama.cpp knows.
+"""Conversion of tokenizers to and from GGUF metadata, for byte-level BPE with a pre-tokenizer of llama.cpp.
 
-GGUF does not say how a tokenizer splits text into words; it names a rule that llama.cpp has in code. `RULES` is that code as the hub's
-``tokenizer.json`` has it, read from llama.cpp's ``src/llama-vocab.cpp`` and from the tokenizers that its converter knows.
+GGUF has only the name of the rule by which a tokenizer splits text into words; llama.cpp implements the rules in code. `RULES` has
+them in the form of ``tokenizer.json``. The sources are llama.cpp's ``src/llama-vocab.cpp`` and the tokenizers in its converter.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _GPT4O = (
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What one of llama.cpp's names stands for."""
+    """A splitting rule of llama.cpp, in the form of ``tokenizer.json``."""
 
     pre_tokenizer: Mapping[str, Any]
     ignore_merges: bool = False
-    """A word that is an entry of the vocabulary is taken whole."""
+    """Whether a word that is in the vocabulary becomes one token without merges."""
     adds_bos: bool = False
-    """Where the file does not say."""
+    """Default of ``add_bos_token``."""
     normalizer: Mapping[str, Any] | None = None
-    """That the hub's tokenizer has and llama.cpp leaves out: the ids are the same for text that is normal already."""
+    """Normaliser of ``tokenizer.json``, which llama.cpp does not have; the ids are equal for normalised text."""
 
 
 def _bytes(use_regex: bool) -> dict[str, Any]:
@@ -63,25 +63,21 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
     "gpt-4o": Rule(_split(_GPT4O)),
 }
-"""By llama.cpp's name; of several names for one rule the first is written."""
+"""Rules by llama.cpp's name; of several names for one rule, the first is written."""
 
 
 def rebuild_tokenizer(metadata: Mapping[str, Any], source: Path) -> Tokenizer:
-    """The tokenizer that a GGUF file describes.
+    """The tokenizer in a GGUF file's metadata.
 
     Raises:
-        UserError: no byte-level BPE, or one that splits words by a rule that is not known here.
+        UserError: it is not a byte-level BPE, its splitting rule is not known, or its metadata is invalid.
     """
     remedy = "put the model's own tokenizer.json beside the file"
     model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if model != "gpt2":  # llama.cpp's word for every byte-level BPE
-        raise UserError(
-            f"{source}: tokenizer.ggml.model: {model!r} is not a byte-level BPE, only those are rebuilt; {remedy}"
-        )
+        raise UserError(f"{source}: tokenizer.ggml.model: {model!r} is not a byte-level BPE, as supported; {remedy}")
     if pre not in RULES:
-        raise UserError(
-            f"{source}: tokenizer.ggml.pre: {pre!r} is a rule of splitting words that is not known here; {remedy}"
-        )
+        raise UserError(f"{source}: tokenizer.ggml.pre: {pre!r} is not a supported splitting rule; {remedy}")
 
     def listed(key: str, kind: type, default: list[Any] | None = None) -> list[Any]:
         found = metadata.get(f"tokenizer.ggml.{key}") or default
@@ -101,46 +97,41 @@ def rebuild_tokenizer(metadata: Mapping[str, Any], source: Path) -> Tokenizer:
     named = {
         name: _token(tokens, vocabulary, metadata.get(f"tokenizer.ggml.{key}_token_id")) for name, key in _NAMED.items()
     }
-    added = {token: kind == TokenType.CONTROL for token, kind in zip(tokens, types, strict=True) if kind in _ADDED}
-    definition = {
+    added = [
+        tokenizers.AddedToken(token, normalized=False, special=kind == TokenType.CONTROL)
+        for token, kind in zip(tokens, types, strict=True)
+        if kind in (TokenType.CONTROL, TokenType.USER_DEFINED)
+    ]
+    pairs = [merge.split(" ", 1) for merge in merges]
+    bos = named["bos_token"] if metadata.get("tokenizer.ggml.add_bos_token", rule.adds_bos) else None
+    eos = named["eos_token"] if metadata.get("tokenizer.ggml.add_eos_token", False) else None
+    definition: dict[str, Any] = {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [_added(vocabulary[token], token, is_special) for token, is_special in added.items()],
+        "added_tokens": [],
         "normalizer": rule.normalizer,
         "pre_tokenizer": rule.pre_tokenizer,
-        "post_processor": _around(metadata, rule, named, vocabulary),
+        "post_processor": _post_processor(bos, eos, vocabulary) if bos or eos else None,
         "decoder": _bytes(use_regex=True),
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": rule.ignore_merges,
-            "vocab": vocabulary,
-            "merges": [merge.split(" ", 1) for merge in merges],
-        },
+        "model": {"type": "BPE", "ignore_merges": rule.ignore_merges, "vocab": vocabulary, "merges": pairs},
     }
     try:
         rust = tokenizers.Tokenizer.from_str(json.dumps(definition))
     except Exception as error:  # the Rust library raises a bare Exception
         problem = one_line(error, 200)
-        raise UserError(f"{source}: tokenizer.ggml: does not fit together: {problem}; {remedy}") from None
+        raise UserError(f"{source}: tokenizer.ggml: the metadata is inconsistent: {problem}; {remedy}") from None
+    rust.add_tokens(added)
     if named["eos_token"] is None:
         raise UserError(f"{source}: tokenizer.ggml.eos_token_id: missing; {remedy}")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config |= {name: token for name, token in named.items() if token is not None}
     template = metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
-        raise UserError(f"{source}: tokenizer.chat_template: not a text; {remedy}")
+        raise UserError(f"{source}: tokenizer.chat_template: not a string; {remedy}")
     return Tokenizer(rust, named["eos_token"], template, config)
 
 
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-_ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED)
+"""GGUF's name of a special token by the hub's."""
 
 
 def _token(tokens: list[str], vocabulary: Mapping[str, int], index: Any) -> str | None:
@@ -148,46 +139,28 @@ def _token(tokens: list[str], vocabulary: Mapping[str, int], index: Any) -> str 
     return token if token in vocabulary else None
 
 
-def _added(index: int, token: str, is_special: bool) -> dict[str, Any]:
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return {"id": index, "content": token, **plain, "special": is_special}
+def _post_processor(bos: str | None, eos: str | None, vocabulary: Mapping[str, int]) -> dict[str, Any]:
+    """The post-processor that adds ``bos`` before every text and ``eos`` after it; None: no such token."""
 
-
-def _around(
-    metadata: Mapping[str, Any], rule: Rule, named: Mapping[str, str | None], vocabulary: Mapping[str, int]
-) -> dict[str, Any] | None:
-    """The post-processor: what stands round every text that is encoded as a whole."""
-    bos = named["bos_token"] if metadata.get("tokenizer.ggml.add_bos_token", rule.adds_bos) else None
-    eos = named["eos_token"] if metadata.get("tokenizer.ggml.add_eos_token", False) else None
-    if bos is None and eos is None:
-        return None
-
-    def template(*texts: str) -> list[dict[str, Any]]:
-        pieces: list[dict[str, Any]] = []
-        for number, text in enumerate(texts):
-            around = [[{"SpecialToken": {"id": token, "type_id": number}}] if token else [] for token in (bos, eos)]
-            pieces += [*around[0], {"Sequence": {"id": text, "type_id": number}}, *around[1]]
-        return pieces
+    def around(text: str, type_id: int) -> list[dict[str, Any]]:
+        before, after = ([{"SpecialToken": {"id": token, "type_id": type_id}}] if token else [] for token in (bos, eos))
+        return [*before, {"Sequence": {"id": text, "type_id": type_id}}, *after]
 
     special = {token: {"id": token, "ids": [vocabulary[token]], "tokens": [token]} for token in (bos, eos) if token}
-    return {
-        "type": "TemplateProcessing",
-        "single": template("A"),
-        "pair": template("A", "B"),
-        "special_tokens": special,
-    }
+    single, pair = around("A", 0), around("A", 0) + around("B", 1)
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
 
 
 def rule_name(source: Path, tokenizer: Tokenizer, named: str | None) -> str:
-    """llama.cpp's name of the tokenizer's splitting rule; ``named``, if the caller gives one, for whom he answers.
+    """llama.cpp's name of the tokenizer's splitting rule; ``named``: the caller's choice, which is not checked.
 
     Raises:
-        UserError: it is no byte-level BPE, or splits or normalises text in a way that has no known name.
+        UserError: it is not a byte-level BPE, or its splitting or normalisation has no known name.
     """
     definition = json.loads(tokenizer.rust.to_str())
     if definition["model"]["type"] != "BPE" or "ByteLevel" not in json.dumps(definition["pre_tokenizer"]):
         raise UserError(
-            f"{source}: model: not a byte-level BPE; only those can be written as GGUF here, use llama.cpp's own converter"
+            f"{source}: model: not a byte-level BPE, and others cannot be written as GGUF; use llama.cpp's own converter"
         )
     if named is not None:
         return named
@@ -197,19 +170,19 @@ def rule_name(source: Path, tokenizer: Tokenizer, named: str | None) -> str:
         if same and _plain(definition["pre_tokenizer"]) == _plain(rule.pre_tokenizer):
             return name
     raise UserError(
-        f"{source}: pre_tokenizer: none that llama.cpp is known to have; give its name of it as pre_tokenizer, or use its own converter"
+        f"{source}: pre_tokenizer: not a known rule of llama.cpp; give its name as pre_tokenizer, or use llama.cpp's own converter"
     )
 
 
 def _plain(pre_tokenizer: Any) -> Any:
-    """Without what decides about offsets only."""
+    """A pre-tokenizer without the setting that affects offsets only."""
     if isinstance(pre_tokenizer, Mapping):
         return {key: _plain(value) for key, value in pre_tokenizer.items() if key != "trim_offsets"}
     return [_plain(each) for each in pre_tokenizer] if isinstance(pre_tokenizer, list) else pre_tokenizer
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, vocab_size: int, pre: str) -> None:
-    """Write ``tokenizer`` for an embedding of ``vocab_size`` rows; ``pre`` is llama.cpp's name of its splitting rule."""
+    """Write ``tokenizer`` for an embedding of ``vocab_size`` rows; ``pre``: llama.cpp's name of its splitting rule."""
     definition = json.loads(tokenizer.rust.to_str())["model"]
     by_id = {index: token for token, index in tokenizer.rust.get_vocab(with_added_tokens=True).items()}
     added = tokenizer.rust.get_added_tokens_decoder()
@@ -226,7 +199,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, vocab_size: int
     writer.add_token_types(types)
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in definition["merges"]])
     ids = {key: tokenizer.named_id(name) for name, key in _NAMED.items()}
-    # without one llama.cpp assumes GPT-2's own id, which here is any token
+    # without a bos id llama.cpp assumes that of GPT-2, which is another token here
     writer.add_bos_token_id(tokenizer.eos_id if ids["bos"] is None else ids["bos"])
     writer.add_eos_token_id(tokenizer.eos_id)
     if ids["unknown"] is not None:
@@ -236,9 +209,9 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, vocab_size: int
     turn_end = tokenizer.rust.token_to_id(TURN_END)
     if turn_end is not None:
         writer.add_eot_token_id(turn_end)
-    around = tokenizer.rust.encode("").ids  # what a post-processor puts round every text
-    writer.add_add_bos_token(bool(around) and around[0] == ids["bos"])
-    writer.add_add_eos_token(bool(around) and around[-1] == tokenizer.eos_id and around[-1] != ids["bos"])
+    added_ids = tokenizer.rust.encode("").ids  # those that a post-processor adds to every text
+    writer.add_add_bos_token(added_ids[:1] == [ids["bos"]])
+    writer.add_add_eos_token(added_ids[-1:] == [tokenizer.eos_id] and tokenizer.eos_id != ids["bos"])
     writer.add_add_space_prefix(False)
     if tokenizer.chat_template:
         writer.add_chat_template(tokenizer.chat_template)

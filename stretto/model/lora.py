@@ -1,11 +1,11 @@
-"""LoRA adapters: added to a network, merged into its weights, and read and written in peft's format.
+"""LoRA adapters: adding them to a network, merging them into its weights, reading and writing them in peft's format.
 
-A `LowRank` is a parametrisation: whoever reads the weight gets W + scale·B·A, so that every operator, Subnet and dtype
-computes with adapters as without. What that costs is a sum of the weight's size in each pass (peft does the same for experts).
+A `LowRank` is a parametrisation: the weight that operators read is W + scale·B·A, so that every operator, Subnet and dtype works
+with adapters too. The cost is one addition of the weight's size per pass, as in peft for experts.
 
-Folders are peft's, by the names of transformers' modules in memory: projections that are one matrix here have an adapter
-each, all experts of a layer one for gate and up together and one for down. peft treats what is not attention as parameters
-(``target_parameters``): it would take modules called gate_proj for experts'.
+Folders have peft's format, with the module names of transformers: the projections of a fused matrix have an adapter each; all
+experts of a layer have one adapter for gate and up and one for down. Outside attention, peft addresses the weights as parameters
+(``target_parameters``), because as modules the names gate_proj and so on would also match experts.
 
 Shape letters: E experts, R rank, I inputs, O outputs (rows of a weight).
 """
@@ -25,48 +25,48 @@ from torch.nn.utils import parametrize
 from stretto.base.errors import UserError
 from stretto.base.paths import read_json, replacing, write_json
 from stretto.model.checkpoint import TensorFiles, paired, write_file
-from stretto.model.families import Family, readable_tensors, stored_experts
+from stretto.model.families import TABLES, Family, readable_tensors
 from stretto.model.families.tensors import Stored
 from stretto.model.spec import LoraConfig, LoraTarget, ModelConfig
 from stretto.model.transformer import Transformer
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-"""Of peft's names, before transformers' own."""
+"""Prefix that peft adds to transformers' names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One adapter: the part of one of our weights that is a module, or a parameter, elsewhere."""
+    """One adapter: it belongs to the part of one of our weights that is a module or parameter in transformers."""
 
     ours: str
     """Name of the weight in our state dict."""
     rows: slice
-    """Of the weight."""
+    """Rows of the weight."""
     theirs: str
-    """peft's name of the adapter, less ``.lora_A.weight``."""
+    """peft's name of the adapter, without ``.lora_A.weight``."""
     target: str
-    """What names it in adapter_config.json."""
+    """Name of the adapter in the targets of adapter_config.json."""
     kind: LoraTarget
     stored: Stored
-    """How its rows lie on disk, which is how they lie in transformers' memory."""
+    """Order of the rows on disk, which is also that of transformers."""
 
 
 def pieces(config: ModelConfig, family: Family) -> Iterator[Piece]:
-    """All adapters that a network of ``config`` can have, by the names of ``family``."""
+    """All adapters that a network of ``config`` can have, with the names of ``family``."""
     for stored in readable_tensors(config, family):
         if stored.ours is None or stored.is_copy or not stored.ours.startswith("blocks."):
             continue
         rows = next((part for part in stored.part if isinstance(part, slice)), slice(None))
         fused = next((alias for alias in stored.aliases if alias.part), None)
         if fused is not None:
-            if stored.part[0] == 0 and rows.start in (None, 0):  # the first expert's stands for all
+            if stored.part[0] == 0 and rows.start in (None, 0):  # one adapter for all experts: that of the first one
                 module, _, leaf = fused.name.rpartition(".")
-                theirs = f"{module}.base_layer" if leaf == "gate_up_proj" else module  # peft nests one in the other
+                theirs = f"{module}.base_layer" if leaf == "gate_up_proj" else module  # peft nests the two adapters
                 yield Piece(stored.ours, slice(None), theirs, fused.name.split(".", 3)[3], "experts", stored)
             continue
         if stored.is_stacked or len(stored.shape) != 2 or not stored.name.endswith(".weight"):
-            continue  # of gpt-oss's experts gate and up rows alternate in transformers: they have no adapter here
+            continue  # experts of gpt-oss, whose gate and up rows alternate in transformers, are not supported
         module = (stored.aliases[0].name if stored.aliases else stored.name).removesuffix(".weight")
         kind = _kind(stored.ours)
         within = module.split(".", 3)[3]
@@ -80,7 +80,7 @@ def _kind(ours: str) -> LoraTarget:
 
 
 class LowRank(nn.Module):
-    """W [(E,) O, I] plus scale·B·A in the rows of each piece. A is random and B zero, so that nothing is changed at first."""
+    """W [(E,) O, I] plus scale·B·A in the rows of each piece. A is random and B zero, so the initial weight is W."""
 
     def __init__(self, weight: Tensor, rows: list[slice], config: LoraConfig, generator: torch.Generator):
         super().__init__()
@@ -89,23 +89,23 @@ class LowRank(nn.Module):
         self.a, self.b = nn.ParameterList(), nn.ParameterList()
         for part in rows:
             num_outputs = len(range(num_rows)[part])
-            bound = num_inputs**-0.5  # peft's: Kaiming's with a = √5
+            bound = num_inputs**-0.5  # as in peft: Kaiming initialisation with a = √5
             a_RI = torch.empty(*experts, config.rank, num_inputs).uniform_(-bound, bound, generator=generator)
             self.a.append(nn.Parameter(a_RI.to(weight.device)))
             self.b.append(nn.Parameter(torch.zeros(*experts, num_outputs, config.rank, device=weight.device)))
 
     def forward(self, weight: Tensor) -> Tensor:
-        with torch.autocast(weight.device.type, enabled=False):  # as merging computes it
-            whole, done = [], 0
+        with torch.autocast(weight.device.type, enabled=False):  # the same arithmetic as in merging
+            parts, end = [], 0
             for rows, a_RI, b_OR in zip(self.rows, self.a, self.b, strict=True):
                 start, stop, _ = rows.indices(weight.shape[-2])
-                whole += [weight[..., done:start, :], weight[..., start:stop, :] + self.scale * (b_OR @ a_RI)]
-                done = stop
-            return torch.cat([*whole, weight[..., done:, :]], dim=-2)
+                parts += [weight[..., end:start, :], weight[..., start:stop, :] + self.scale * (b_OR @ a_RI)]
+                end = stop
+            return torch.cat([*parts, weight[..., end:, :]], dim=-2)
 
 
 def add_adapters(model: Transformer, family: Family, config: LoraConfig, seed: int) -> None:
-    """Freeze ``model`` and put new adapters into it. Raises `UserError`: it has none of the targets."""
+    """Freeze ``model`` and add new adapters to it. Raises `UserError`: it has none of the targets."""
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     chosen = _chosen(model.config, family, config)
@@ -123,20 +123,20 @@ def _chosen(model: ModelConfig, family: Family, config: LoraConfig) -> list[Piec
 
 
 def merge(model: Transformer) -> None:
-    """Add every adapter of ``model`` to its weight, in place; the network is an ordinary one again."""
+    """Add every adapter of ``model`` to its weight, in place; the result is an ordinary network."""
     for module in list(model.modules()):
         for name in list(getattr(module, "parametrizations", {})):
             parametrize.remove_parametrizations(module, name, leave_parametrized=True)
 
 
 def write_adapters(folder: Path, model: Transformer, family: Family, config: LoraConfig, base: str) -> None:
-    """Write the adapters that are in ``model`` as peft's folder; ``base``: where the network without them lies."""
+    """Write the adapters of ``model`` as a folder in peft's format; ``base``: path of the checkpoint without adapters."""
     tensors: dict[str, Tensor] = {}
     chosen = _chosen(model.config, family, config)
     for piece, a_RI, b_OR in _adapters(model, chosen):
         a_RI, b_OR = a_RI.detach().cpu(), b_OR.detach().cpu()
-        if piece.kind == "experts":  # stacked along the rank, which comes first in B (padding experts: zeros)
-            missing = stored_experts(model.config, family) - len(a_RI)
+        if piece.kind == "experts":  # stacked along the rank, which is the slower index; padding experts are zero
+            missing = TABLES[family].stored_experts(model.config) - len(a_RI)
             a_RI, b_OR = (torch.cat((each, each.new_zeros(missing, *each.shape[1:]))) for each in (a_RI, b_OR))
             a_RI, b_OR = a_RI.flatten(0, 1), b_OR.permute(1, 2, 0).flatten(1)
         else:
@@ -145,9 +145,9 @@ def write_adapters(folder: Path, model: Transformer, family: Family, config: Lor
         tensors[f"{_PREFIX}{piece.theirs}.lora_A.weight"] = a_RI.contiguous()
         tensors[f"{_PREFIX}{piece.theirs}.lora_B.weight"] = b_OR.contiguous()
     modules = sorted({piece.target for piece in chosen if piece.kind == "attention"})
-    # gate_up is the inner
+    # gate_up first, because its adapter is the inner one
     parameters = sorted({piece.target for piece in chosen if piece.kind != "attention"}, reverse=True)
-    told = {
+    settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -161,47 +161,54 @@ def write_adapters(folder: Path, model: Transformer, family: Family, config: Lor
     }
     with replacing(folder) as partial:
         partial.mkdir(parents=True)
-        write_json(partial / CONFIG_FILE, told)
+        write_json(partial / CONFIG_FILE, settings)
         write_file(partial / WEIGHTS_FILE, tensors)
 
 
 def read_adapter_config(folder: Path, model: ModelConfig, family: Family) -> LoraConfig:
-    """What adapters a folder of peft's holds. Raises `UserError`: it is none, or one that is not known here."""
+    """Settings of the adapters in a folder of peft. Raises `UserError`: it is not such a folder, or has unsupported adapters."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise UserError(f"{path}: no such file; name a folder that peft or `stretto sft --keep-adapter` wrote")
-    told = read_json(path)
-    plain = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False}
-    empty = (
-        "rank_pattern",
-        "alpha_pattern",
-        "modules_to_save",
-        "layers_to_transform",
-        "lora_bias",
-        "layer_replication",
-    )
-    for name, value in {**plain, **dict.fromkeys(empty)}.items():
-        if (told.get(name) or value) != value:
+    settings = read_json(path)
+    for name, value in _SUPPORTED.items():
+        if (settings.get(name) or value) != value:
             raise UserError(
-                f"{path}: {name}: {told[name]!r} is not supported; merge the adapter with peft and give the result"
+                f"{path}: {name}: {settings[name]!r} is not supported; merge the adapter with peft and give the result"
             )
     with TensorFiles(folder, WEIGHTS_FILE) as files:
         known = {piece.theirs: piece.kind for piece in pieces(model, family)}
         found = {name.removeprefix(_PREFIX).rsplit(".lora_", 1)[0] for name in files.names}
         if unknown := sorted(found - known.keys()):
             way = "save it with transformers 5" if re.search(r"experts\.\d", unknown[0]) else "use one of this network"
-            raise UserError(f"{folder / WEIGHTS_FILE}: {unknown[0]}: no adapter of {family} as it is here; {way}")
+            raise UserError(f"{folder / WEIGHTS_FILE}: {unknown[0]}: not an adapter of {family}; {way}")
         kinds = tuple(dict.fromkeys(known[name] for name in known if name in found))
-        return LoraConfig(rank=told["r"], alpha=told["lora_alpha"], targets=kinds)
+        return LoraConfig(rank=settings["r"], alpha=settings["lora_alpha"], targets=kinds)
+
+
+_SUPPORTED: dict[str, Any] = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "use_dora": False,
+    "use_rslora": False,
+    "fan_in_fan_out": False,
+    "rank_pattern": None,
+    "alpha_pattern": None,
+    "modules_to_save": None,
+    "layers_to_transform": None,
+    "lora_bias": None,
+    "layer_replication": None,
+}
+"""Fields of adapter_config.json that may have one value only; None: must be empty."""
 
 
 def load_adapters(folder: Path, model: Transformer, family: Family, config: LoraConfig) -> None:
-    """Fill the adapters that `add_adapters` put into ``model``; those the folder lacks stay at nothing.
+    """Load the adapters in ``folder`` into those that `add_adapters` added to ``model``; missing ones keep their initial values.
 
     Raises:
-        UserError: a tensor of another shape, or a damaged file.
+        UserError: a tensor has another shape, or a file is damaged.
     """
-    experts = stored_experts(model.config, family)
+    experts = TABLES[family].stored_experts(model.config)
     with TensorFiles(folder, WEIGHTS_FILE) as files, torch.no_grad():
         for piece, a_RI, b_OR in _adapters(model, _chosen(model.config, family, config)):
             name, rank = f"{_PREFIX}{piece.theirs}.lora_", a_RI.shape[-2]
@@ -209,18 +216,18 @@ def load_adapters(folder: Path, model: Transformer, family: Family, config: Lora
                 continue
             if piece.kind == "experts":
                 (own, _, num_inputs), num_outputs = a_RI.shape, b_OR.shape[1]
-                told_a = files.read(f"{name}A.weight", (experts * rank, num_inputs)).view(experts, rank, num_inputs)
-                told_b = files.read(f"{name}B.weight", (num_outputs, experts * rank)).view(num_outputs, rank, experts)
-                a_RI.copy_(told_a[:own])
-                b_OR.copy_(told_b.permute(2, 0, 1)[:own])
+                stored_a = files.read(f"{name}A.weight", (experts * rank, num_inputs)).view(experts, rank, num_inputs)
+                stored_b = files.read(f"{name}B.weight", (num_outputs, experts * rank)).view(num_outputs, rank, experts)
+                a_RI.copy_(stored_a[:own])
+                b_OR.copy_(stored_b.permute(2, 0, 1)[:own])
             else:
                 a_RI.copy_(files.read(f"{name}A.weight", tuple(a_RI.shape)))
-                told_b = files.read(f"{name}B.weight", (piece.stored.shape[0], rank))
-                b_OR.copy_(paired(piece.stored, told_b[: len(b_OR)], on_disk=False))
+                stored_b = files.read(f"{name}B.weight", (piece.stored.shape[0], rank))
+                b_OR.copy_(paired(piece.stored, stored_b[: len(b_OR)], on_disk=False))
 
 
 def _adapters(model: Transformer, chosen: list[Piece]) -> Iterator[tuple[Piece, Tensor, Tensor]]:
-    """Each piece with its A and B."""
+    """Each piece of ``chosen`` with its matrices A and B in ``model``."""
     for piece in chosen:
         module, name = _place(model, piece.ours)
         low_rank: Any = module.parametrizations[name][0]  # type: ignore[index, union-attr]

@@ -1,10 +1,10 @@
-"""Ranks of a distributed run: FSDP2 and expert parallelism. One rank is the general case with a world of one.
+"""Ranks of a distributed run: FSDP2 and expert parallelism. One process is the general case with a world size of one.
 
-FSDP2 spreads every block's matrices over all ranks and gathers them for the block's own computation. With expert
-parallelism the experts are not gathered: neighbouring ranks hold a block of them each, and tokens travel.
+FSDP2 shards every block's matrices over all ranks and gathers them while the block computes. With expert parallelism the experts
+are not gathered: each of ``ep`` neighbouring ranks has a block of them, and tokens are exchanged.
 
-Shape letters: N tokens, K experts a token, S = N·K slots of this rank, M slots that arrived, E experts of a layer,
-L of them here, R ranks, D hidden, F = 2·I, I expert width.
+Shape letters: N tokens, K experts per token, S = N·K slots of this rank, M received slots, E experts of a layer, L experts of
+this rank, R ranks, D hidden, F = 2·I, I expert width.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from stretto.ops.grouped import compute_dtype as product_dtype
 from stretto.ops.operators import Routes
 
 TIMEOUT_S = 600.0
-"""A rank that dies is noticed at once; this is for one that hangs in a step. The longest honest wait there is for a disk."""
+"""Timeout of collectives in a step, for a rank that hangs (the death of a rank is detected at once). Writing to disk must fit in."""
 PATIENCE_S = 7 * 24 * 3600.0
-"""For what one rank does before the first step, such as tokenising a corpus."""
-
+"""Timeout while one rank works alone before the first step, for example tokenises a corpus."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among the others; made by `join`."""
+    """Rank, world size and device of this process, and collectives over all ranks. Created by `join`."""
 
     rank: int
     world: int
+    """Number of ranks."""
     device: torch.device
     ep: int = 1
-    """Neighbouring ranks that share each layer's experts between them; divides ``world``."""
+    """Number of neighbouring ranks that the experts of a layer are divided over; divides ``world``."""
     patient: dist.ProcessGroup | None = None
-    """All ranks, with patience; None where there is one."""
+    """Process group of all ranks with the timeout `PATIENCE_S`; None for one rank."""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def rows(self, num_rows: int) -> slice:
-        """This rank's share of ``num_rows`` rows of a global batch: contiguous blocks."""
+        """The rows of a global batch of ``num_rows`` rows that belong to this rank: a contiguous block."""
         share = num_rows // self.world
         return slice(self.rank * share, (self.rank + 1) * share)
 
@@ -71,102 +71,104 @@ class Ranks:
         return value
 
     def agree(self, values: tuple[int, ...]) -> tuple[int, ...]:
-        """Rank 0's ``values`` on every rank; all must have as many."""
+        """Broadcast rank 0's ``values``; their number must be the same on all ranks."""
         if self.world == 1:
             return values
-        told = torch.tensor(values, device=self.device)
-        dist.broadcast(told, 0)
-        return tuple(told.tolist())
+        tensor = torch.tensor(values, device=self.device)
+        dist.broadcast(tensor, 0)
+        return tuple(tensor.tolist())
 
     def barrier(self) -> None:
         if self.world > 1:
             dist.barrier()
 
     def first(self, work: Callable[[], Result]) -> Result:
-        """What ``work`` returns on rank 0, on every rank; the others wait, for hours if need be. Raises `UserError`: on all
-        ranks what it raised there.
+        """Call ``work`` on rank 0 only and return its result on every rank; the others wait up to `PATIENCE_S`.
+
+        Raises UserError, on all ranks: ``work`` raised it.
         """
         if self.world == 1:
             return work()
-        told: list[Any] = [None, None]
+        message: list[Any] = [None, None]
         if self.is_first:
             try:
-                told[0] = work()
+                message[0] = work()
             except UserError as error:
-                told[1] = str(error)
-        dist.broadcast_object_list(told, 0, group=self.patient)
-        if told[1] is not None:
-            raise UserError(told[1])
-        return told[0]
+                message[1] = str(error)
+        dist.broadcast_object_list(message, 0, group=self.patient)
+        result, problem = message
+        if problem is not None:
+            raise UserError(problem)
+        return result
 
     def sum_gradients(self, model: nn.Module) -> None:
-        """Add up over all ranks the gradients of what each holds whole; FSDP has done it for the rest."""
-        whole = [grad for grad in _gradients(model) if not isinstance(grad, DTensor)]
-        if self.world > 1 and whole:
-            flat = self.sum(torch.cat([grad.flatten() for grad in whole]))
-            for grad, total in zip(whole, flat.split([grad.numel() for grad in whole]), strict=True):
+        """Sum the gradients of replicated parameters over all ranks; FSDP sums those of sharded parameters."""
+        replicated = [grad for grad in _gradients(model) if not isinstance(grad, DTensor)]
+        if self.world > 1 and replicated:
+            flat = self.sum(torch.cat([grad.flatten() for grad in replicated]))
+            for grad, total in zip(replicated, flat.split([grad.numel() for grad in replicated]), strict=True):
                 grad.copy_(total.view_as(grad))
 
     def clip_gradients(self, model: nn.Module, max_norm: float) -> float:
-        """Scale gradients to a global norm of at most ``max_norm``; returns the norm before."""
+        """Scale gradients to a global norm of at most ``max_norm``; returns the norm before scaling."""
         grads = list(_gradients(model))
         if self.world == 1:
             norm = nn.utils.get_total_norm(grads, foreach=True)
         else:
-            # each number of a sharded gradient lies on one rank, one of a whole gradient on all: counted on the first
-            mine = [_local(grad) for grad in grads if self.is_first or isinstance(grad, DTensor)]
-            norm = self.sum(nn.utils.get_total_norm(mine, foreach=True).square()).sqrt()
+            # replicated gradients are on every rank, so only the first rank counts them
+            counted = [_local(grad) for grad in grads if self.is_first or isinstance(grad, DTensor)]
+            norm = self.sum(nn.utils.get_total_norm(counted, foreach=True).square()).sqrt()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_([_local(grad) for grad in grads], scale)
         return float(norm)
 
 
 def join(device: str = "auto", ep: int = 1) -> Ranks:
-    """Take this process's place: torchrun's environment if there is one, otherwise a world of one.
+    """Join the ranks of torchrun's environment; without one, a world of one.
 
     Args:
         device: ``auto``, ``cpu`` or ``cuda``.
-        ep: expert-parallel ranks.
+        ep: number of expert-parallel ranks.
 
     Raises:
-        UserError: an unknown device or one that is not there, or ``ep`` does not divide the number of ranks.
+        UserError: an unknown or missing device, or ``ep`` does not divide the number of ranks.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"--device {device}: unknown; use auto, cpu or cuda")
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    told = (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
-    world, rank, local = (int(os.environ.get(name, default)) for name, default in told)
+    variables = (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
+    world, rank, local = (int(os.environ.get(name, default)) for name, default in variables)
     if ep < 1 or world % ep:
         raise UserError(f"train.ep: {ep} does not divide the number of ranks, {world}; choose one of its divisors")
     if kind == "cuda":
         num = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if local >= num:
-            has = f"torch {torch.__version__} finds no CUDA device here"
+            problem = f"torch {torch.__version__} finds no CUDA device"
             if num:
-                has = f"there are {num} CUDA devices here, and this is rank {local + 1}"
-            raise UserError(f"--device cuda: {has}; use cpu, or auto, which uses the devices that exist")
+                problem = f"this machine has {num} CUDA devices, and this is its rank {local + 1}"
+            raise UserError(f"--device cuda: {problem}; use cpu, or auto, which uses the devices that exist")
         torch.cuda.set_device(local)
         kind = f"cuda:{local}"
-    place = Ranks(rank, world, torch.device(kind), ep)
+    ranks = Ranks(rank, world, torch.device(kind), ep)
     if world == 1:
-        return place
+        return ranks
     if not dist.is_initialized():
         if os.environ.get("LOCAL_WORLD_SIZE") == str(world):
-            # gloo would ask the network for this host's address, which a laptop or a container may not have
+            # without this, gloo looks up the host's address in the network, which a laptop or a container may not have
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        on_gpu = place.device.type == "cuda"
+        on_gpu = ranks.device.type == "cuda"
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             timeout=timedelta(seconds=TIMEOUT_S),
-            device_id=place.device if on_gpu else None,
+            device_id=ranks.device if on_gpu else None,
         )
-        # also after an error: closed connections make the other ranks' collectives fail instead of waiting
+        # also after an error: closed connections make the other ranks' collectives fail at once
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
-    return replace(place, patient=dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S)))
+    return replace(ranks, patient=dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S)))
 
 
 def device_name(device: torch.device) -> str:
-    """Model name of ``device`` as its driver or the kernel gives it; receipts and latency tables carry it."""
+    """Model name of ``device`` from its driver or the kernel, for receipts and latency tables."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
@@ -180,44 +182,44 @@ def device_name(device: torch.device) -> str:
 def placed(
     config: ModelConfig, state: Iterable[tuple[str, Tensor]], ranks: Ranks, dtype: torch.dtype = torch.float32
 ) -> Transformer:
-    """The model of ``config`` with the tensors of ``state``, spread over the ranks: no device ever holds the whole of it."""
+    """The model of ``config`` with the tensors of ``state``, sharded over the ranks. No device ever has all of it."""
     return load_state(_shard(skeleton(config), ranks, dtype), state, ranks.device)
 
 
 def spread(model: Transformer, ranks: Ranks, dtype: torch.dtype = torch.float32) -> Transformer:
-    """``model``, which lies on a CPU, over the ranks, part by part as `placed` does; a world of one moves it as it is."""
+    """Shard ``model``, which is on the CPU, over the ranks, one tensor at a time; a world of one moves it to the device."""
     if ranks.world == 1:
         return model.to(ranks.device)
     return placed(model.config, model.state_dict().items(), ranks, dtype)
 
 
 def _shard(model: Transformer, ranks: Ranks, dtype: torch.dtype) -> Transformer:
-    """Spread ``model`` over the ranks, in place; a world of one keeps it as it is.
+    """Shard ``model`` over the ranks, in place; a world of one does not change it.
 
-    Weights stay in fp32. A block's matrices are gathered in ``dtype``, the compute dtype, to which autocast would cast
-    them anyway; norms and routers, which autocast leaves alone, are small and stay whole on every rank. Gradients are
-    added up in fp32: sums, not means, so that a loss divided by the global number of tokens needs no other factor.
+    Weights stay in fp32. A block's matrices are gathered in ``dtype``, the compute dtype, to which autocast would cast them. Norms and
+    routers, which autocast does not cast, are small and replicated. Gradients are reduced in fp32 as sums, not means, so a loss
+    that is divided by the global number of tokens needs no other factor.
 
     Raises:
-        UserError: the ranks cannot share the experts evenly.
+        UserError: the experts cannot be divided evenly over the ranks.
     """
     if ranks.world == 1:
         return model
     kind = ranks.device.type
     everyone = init_device_mesh(kind, (ranks.world,), mesh_dim_names=("ranks",))
     gathered = None if dtype == torch.float32 else dtype
-    # FSDP would cast the residual stream as well
+    # otherwise FSDP casts the residual stream too
     policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
     if ranks.ep > 1:
         grid = init_device_mesh(kind, (ranks.world // ranks.ep, ranks.ep), mesh_dim_names=("copies", "ep"))
         for layer in (module for module in model.modules() if isinstance(module, MoeLayer)):
             _spread_experts(layer, grid, everyone, policy)
     named = model.blocks.named_parameters()
-    whole = {parameter for name, parameter in named if parameter.dim() == 1 or name.endswith("mlp.gate")}
+    replicated = {parameter for name, parameter in named if parameter.dim() == 1 or name.endswith("mlp.gate")}
     for block in model.blocks:
-        fully_shard(block, mesh=everyone, mp_policy=policy, ignored_params=whole)
-    # embedding and head in fp32: they begin and end the residual stream. Gathered until the backward pass: the loss
-    # multiplies by the head outside the forward pass.
+        fully_shard(block, mesh=everyone, mp_policy=policy, ignored_params=replicated)
+    # embedding and head in fp32, as the residual stream; gathered until the backward pass, because the loss multiplies by the
+    # head outside the forward pass
     outer = MixedPrecisionPolicy(cast_forward_inputs=False)
     fully_shard(model, mesh=everyone, mp_policy=outer, reshard_after_forward=False)
     for module in model.modules():
@@ -228,7 +230,7 @@ def _shard(model: Transformer, ranks: Ranks, dtype: torch.dtype) -> Transformer:
 
 
 def _spread_experts(layer: MoeLayer, grid: DeviceMesh, everyone: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """Give each rank of a row of ``grid`` (copies × ep) its block of experts, and split each expert over the copies."""
+    """Give each rank of a row of ``grid`` (copies × ep) its block of experts, and shard each expert over the copies."""
     copies, ep = grid.shape
     num_experts, num_rows, hidden = layer.gate_up.shape
     if num_experts % ep:
@@ -237,20 +239,19 @@ def _spread_experts(layer: MoeLayer, grid: DeviceMesh, everyone: DeviceMesh, pol
         raise UserError(
             f"train.ep: {copies} ranks cannot split experts of {num_rows} x {hidden} evenly; use more expert-parallel ranks"
         )
-    layer.gate_up = nn.Parameter(distribute_tensor(layer.gate_up.data, grid["ep"], [Shard(0)]))
-    layer.down = nn.Parameter(distribute_tensor(layer.down.data, grid["ep"], [Shard(0)]))
-    if layer.gate_up_bias is not None and layer.down_bias is not None:
-        layer.gate_up_bias = nn.Parameter(distribute_tensor(layer.gate_up_bias.data, grid["ep"], [Shard(0)]))
-        layer.down_bias = nn.Parameter(distribute_tensor(layer.down_bias.data, grid["ep"], [Shard(0)]))
+    for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
+        if (parameter := getattr(layer, name)) is not None:
+            setattr(layer, name, nn.Parameter(distribute_tensor(parameter.data, grid["ep"], [Shard(0)])))
     layer.exchange = partial(_experts, grid.get_group("ep"))
+    # outputs are cloned below because FSDP warns of outputs that are views
     if layer.shared is not None:
         biases = {parameter for parameter in layer.shared.parameters() if parameter.dim() == 1}
-        if biases:  # FSDP warns of outputs that are views, which a product with a bias returns
+        if biases:  # a product with a bias returns a view
             layer.shared.register_forward_hook(lambda module, arguments, y_BTD: y_BTD.clone())
         fully_shard(layer.shared, mesh=everyone, mp_policy=policy, ignored_params=biases)
-    else:  # its output is what the experts wrote, seen as rows: a view, too, where no shared ones are added
-        layer.register_forward_hook(lambda module, arguments, made: (made[0].clone(), made[1]))
-    # along the rows of each expert, as a rank may hold fewer experts than there are copies
+    else:  # without shared experts, the layer's output is a view of the experts' output
+        layer.register_forward_hook(lambda module, arguments, output: (output[0].clone(), output[1]))
+    # sharded along the rows of each expert, because a rank may have fewer experts than there are copies
     fully_shard(
         layer,
         mesh=grid["copies"],
@@ -261,13 +262,13 @@ def _spread_experts(layer: MoeLayer, grid: DeviceMesh, everyone: DeviceMesh, pol
 
 
 def full_state(model: Transformer) -> dict[str, Tensor]:
-    """The state dict of ``model`` with whole tensors, on the CPU of rank 0; empty on the others. All must call it."""
+    """The state dict of ``model`` with unsharded tensors on the CPU of rank 0; empty on other ranks. All ranks must call it."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if is_first:
-            state[name] = whole.cpu()
+            state[name] = full.cpu()
     return state
 
 
@@ -276,40 +277,40 @@ def _gradients(model: nn.Module) -> Iterable[Tensor]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What of ``tensor`` lies on this rank."""
+    """This rank's shard of ``tensor``."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _experts(group: dist.ProcessGroup, x_ND: Tensor, routes: Routes, weights: Experts) -> Tensor:
-    """`stretto.ops.grouped.experts` over the ranks of ``group``; every one of them must call it at the same time.
+    """`stretto.ops.grouped.experts` over the ranks of ``group``, all of which must call it together.
 
-    Rank r holds experts r·L to (r + 1)·L − 1 of the weights, which are whole tensors. Dropless: an expert takes whatever
-    comes. The nested expert order is interleaved, so a narrow Subnet loads all ranks alike.
+    Rank r has the experts r·L to (r + 1)·L − 1. Dropless: an expert computes all tokens that choose it. The nested expert order is
+    interleaved over the ranks, so a smaller Subnet loads all ranks equally.
     """
     chosen_NK, (gate_up_EFD, down_EDI, biases, clamp) = routes.chosen_NK, weights
-    assert isinstance(gate_up_EFD, DTensor) and isinstance(down_EDI, DTensor), "experts were not spread"
+    assert isinstance(gate_up_EFD, DTensor) and isinstance(down_EDI, DTensor), "experts are not sharded"
     (num_tokens, num_chosen), num_experts = chosen_NK.shape, gate_up_EFD.shape[0]
     slots = group_slots(chosen_NK, num_experts)
     counts_RL = slots.ends_E.diff(prepend=slots.ends_E.new_zeros(1)).view(group.size(), -1)
     arriving_RL = torch.empty_like(counts_RL)
     dist.all_to_all_single(arriving_RL, counts_RL, group=group)
-    there, back = counts_RL.sum(1).tolist(), arriving_RL.sum(1).tolist()
-    # Copy, then permute: the gradient of a permutation has one writer a row, so no order of summation to depend on.
-    # Slots sorted by expert are sorted by the rank that holds it, too.
+    sent, received = counts_RL.sum(1).tolist(), arriving_RL.sum(1).tolist()
+    # Copy, then permute: in the gradient of a permutation each row has one writer, so the result does not depend on an order of
+    # summation. Slots sorted by expert are also sorted by the rank of the expert.
     x_SD = x_ND.to(product_dtype(x_ND)).repeat_interleave(num_chosen, dim=0).index_select(0, slots.order_P)
-    x_MD = _Swap.apply(x_SD, there, back, group)
+    x_MD = _Swap.apply(x_SD, sent, received, group)
     local_biases = None if biases is None else ExpertBiases(*(_local(bias) for bias in biases))
     own = Experts(gate_up_EFD.to_local(), down_EDI.to_local(), local_biases, clamp)
     y_MD = _local_experts(x_MD, arriving_RL, own)
-    y_SD = _Swap.apply(y_MD, back, there, group).index_select(0, slots.place_S)
+    y_SD = _Swap.apply(y_MD, received, sent, group).index_select(0, slots.place_S)
     y_NKD = y_SD.view(num_tokens, num_chosen, x_ND.shape[1])
     return (y_NKD * routes.gates_NK.unsqueeze(-1).to(y_NKD.dtype)).sum(1)
 
 
 def _local_experts(x_MD: Tensor, arrived_RL: Tensor, own: Experts) -> Tensor:
-    """Outputs [M, D] of rows that lie in order of source rank, then expert; ``arrived_RL`` says how many of each.
+    """Expert outputs [M, D] of rows sorted by source rank, then expert; ``arrived_RL``: number of rows of each.
 
-    Within an expert, rows keep the order of ranks: that of the global batch, as on one rank.
+    Within an expert, rows keep the order of ranks, which is that of the global batch on one rank.
     """
     num_ranks, num_local = arrived_RL.shape
     expert_M = torch.arange(num_local, device=x_MD.device).repeat(num_ranks).repeat_interleave(arrived_RL.flatten())
@@ -320,7 +321,7 @@ def _local_experts(x_MD: Tensor, arrived_RL: Tensor, own: Experts) -> Tensor:
 
 
 class _Swap(torch.autograd.Function):
-    """Send the first ``sent[0]`` rows to rank 0 and so on; the result is what arrives, in order of rank."""
+    """All-to-all with gradient: the first ``sent[0]`` rows go to rank 0 and so on; returns the received rows in order of rank."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -1,6 +1,6 @@
 """Dequantisation of weights while they are read.
 
-Shape letters: E experts, R rows, C columns, r and c blocks of them, G groups of 32 values, B bytes.
+Shape letters: E experts, R rows, C columns, r blocks of rows, c blocks of columns, G groups of 32 values, B bytes.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from stretto.model.families.quantisation import Quantisation
 
 _FP8 = torch.float8_e4m3fn
 _NAN_BITS = 0x7F0
-"""Of e4m3's only number that is none, where `from_fp8` puts its seven bits."""
+"""The seven bits of NaN in e4m3, at the place to which `from_fp8` moves them."""
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""By the lower three bits; the fourth is the sign (OCP Microscaling Formats 1.0, E2M1)."""
+"""FP4 values by the lower three bits; the fourth bit is the sign (OCP Microscaling Formats 1.0, E2M1)."""
 _E8M0_BIAS = 127
 _IGNORED = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".output_scale")
-"""Scales of what is computed, not of what is stored."""
+"""Scales of activations, which do not apply to stored weights."""
 
 
 class TensorSource(Protocol):
-    """Tensors by name, as a checkpoint has them."""
+    """Interface of the weights of a checkpoint: dequantised tensors by name."""
 
     @property
     def names(self) -> frozenset[str]: ...
@@ -37,7 +37,7 @@ class TensorSource(Protocol):
         ...
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of what `read` returns. Raises `UserError`: it is missing, or of a dtype that is none of fp32, bf16 and fp16."""
+        """Dtype of the result of `read`. Raises `UserError`: the tensor is missing, or its dtype is not fp32, bf16 or fp16."""
         ...
 
     def is_empty(self, name: str) -> bool:
@@ -45,26 +45,26 @@ class TensorSource(Protocol):
         ...
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """What `read` raises, without reading. Raises `UserError`: as `dtype` does, or another shape."""
+        """Check a tensor without reading it. Raises `UserError`: as `dtype` does, or another shape."""
         ...
 
     def read(self, name: str, shape: tuple[int, ...], part: tuple[int | slice, ...] = ()) -> Tensor:
-        """``part`` of the tensor ``name`` of ``shape``, on the CPU. Raises `UserError`: as `check` does."""
+        """``part`` of the tensor ``name`` of shape ``shape``, on the CPU. Raises `UserError` as `check` does."""
         ...
 
 
 class StoredSource(TensorSource, Protocol):
-    """A source that can also say and read what is stored, whatever its dtype."""
+    """A source that can also read tensors as they are stored, in any dtype."""
 
     def stored_as(self, name: str) -> tuple[torch.dtype | None, tuple[int, ...]]:
-        """Dtype (None: one that nothing is read in) and shape."""
+        """Dtype (None: not supported) and shape on disk."""
         ...
 
     def raw(self, name: str, part: tuple[int | slice, ...] = ()) -> Tensor: ...
 
 
 class Dequantised:
-    """Tensors of ``inner``; those that are quantised are multiplied with their scales in fp32. Scales are no tensors of it."""
+    """The tensors of ``inner``, dequantised: quantised tensors are multiplied by their scales in fp32. Scales have no names here."""
 
     def __init__(self, inner: StoredSource, how: Quantisation) -> None:
         self._inner, self._how = inner, how
@@ -111,7 +111,7 @@ class Dequantised:
             self._compare(name + self._how.scales, (*shape[:-2], *cut) if len(shape) > 1 else (1,))
 
     def _block(self, name: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """Rows and columns of ``name`` that share a scale; None: all do."""
+        """Numbers of rows and columns of ``name`` that share a scale; None: the whole tensor has one."""
         stored = self._inner.stored_as(name + self._how.scales)[1]
         if math.prod(stored) == 1:
             return None
@@ -130,14 +130,14 @@ class Dequantised:
             )
 
     def _read_fp8(self, name: str, shape: tuple[int, ...], experts: tuple[int | slice, ...]) -> Tensor:
-        """A scale is that of all, of one matrix, of a row, or of a block, of which the last ones may be cut short."""
+        """A scale applies to the tensor, a matrix, a row or a block; the last block of a dimension may be smaller."""
         scales, block = name + self._how.scales, self._block(name, shape)
         values_RC = from_fp8(self._inner.raw(name, experts))
         if block is None:
             return values_RC.mul_(_as_float(self._inner.raw(scales)).reshape(()))
         scales_rc = _as_float(self._inner.raw(scales, experts))
         for dim, size in zip((-2, -1), block, strict=True):
-            if values_RC.shape[dim] % size:  # the last block is cut short
+            if values_RC.shape[dim] % size:  # the last block is smaller
                 scales_rc = scales_rc.repeat_interleave(size, dim).narrow(dim, 0, values_RC.shape[dim])
         (r, c), (rows, columns) = scales_rc.shape[-2:], values_RC.shape[-2:]
         blocks_RC = values_RC.unflatten(-1, (c, columns // c)).unflatten(-3, (r, rows // r))
@@ -145,8 +145,8 @@ class Dequantised:
         return values_RC
 
     def _read_mxfp4(self, name: str, shape: tuple[int, ...], experts: tuple[int | slice, ...]) -> Tensor:
-        """Stored one row of the product after another, two values a byte, the lower four bits first; ``shape`` has the rows
-        last, as gpt-oss's unquantised tensors do.
+        """Two values are stored per byte, the lower four bits first, one row of the product after another. The result has the rows
+        last, as gpt-oss's unquantised tensors.
         """
         bytes_RGB = self._inner.raw(f"{name}_blocks", experts)
         codes_RG32 = torch.stack((bytes_RGB & 15, bytes_RGB >> 4), dim=-1).flatten(-2).int()
@@ -164,8 +164,8 @@ class Dequantised:
 
 
 def from_fp8(values: Tensor) -> Tensor:
-    """``values.float()`` of e4m3 in a third of the time: its bits are those of a bf16 number that is 2^120 too small."""
-    # sign, zeros, exponent and mantissa
+    """``values.float()`` for e4m3 in a third of the time: the shifted bits are a bf16 number, which is too small by 2^120."""
+    # -30736 = 0x87F0: sign, four zeros, exponent and mantissa, four zeros
     bits = values.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(-30736)
     if values.numel() and int((bits & _NAN_BITS).amax()) == _NAN_BITS:
         return values.float()
@@ -173,5 +173,5 @@ def from_fp8(values: Tensor) -> Tensor:
 
 
 def _as_float(scales: Tensor) -> Tensor:
-    """Scales in fp32; bytes are exponents of two."""
+    """Scales in fp32; uint8 scales are exponents of two (E8M0)."""
     return torch.exp2(scales.float() - _E8M0_BIAS) if scales.dtype == torch.uint8 else scales.float()

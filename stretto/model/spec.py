@@ -1,6 +1,6 @@
-"""Description of a network (`ModelConfig`), of a part that runs (`Subnet`), its text form, and its size (`count`).
+"""Shape of a network (`ModelConfig`), choice of a sub-network (`Subnet`) and its text form, and sizes (`count`).
 
-Imports no torch: recipes, the search and the command line reason about shapes without it.
+Does not import torch, which recipes, the search and the command line do not need for shapes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from stretto.base.errors import UserError, nearest
 
 
 class _Shape(Config):
-    """What a network is made of: its numbers are numbers, and finite."""
+    """Base of the records that describe a network: numeric fields accept finite numbers only."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
     def _is_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Pydantic would take ``"12"`` for a 12 and ``true`` for a 1."""
+        """Reject ``"12"`` and ``true``, which pydantic would convert to 12 and 1."""
         kinds = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, str | bool) and kinds in (int, float, int | None, float | None):
             raise ValueError(f"{value!r} is not a number")
@@ -32,46 +32,51 @@ class _Shape(Config):
 
 
 class RopeScaling(_Shape):
-    """How rotary frequencies are stretched for positions beyond those a network was first trained at, as in config.json."""
+    """Scaling of rotary frequencies for positions beyond the context length of the original training, as in config.json."""
 
     kind: Literal["linear", "dynamic", "yarn", "llama3"]
-    """``dynamic`` (NTK) changes nothing within ``ModelConfig.max_positions``, beyond which no network here is run."""
+    """``dynamic`` (NTK) has no effect within ``ModelConfig.max_positions``, the limit of every run here."""
     factor: float = Field(ge=1)
+    """Ratio of the longest position to that of the original training."""
     original_positions: int | None = Field(default=None, gt=0)
-    """Positions of the first training (yarn, llama3)."""
+    """Context length of the original training, in tokens (yarn, llama3)."""
     low_freq_factor: float = 1.0
-    """llama3, as the next one."""
+    """llama3: frequencies that turn less often within the original context are divided by ``factor``."""
     high_freq_factor: float = 4.0
+    """llama3: frequencies that turn more often are not changed."""
     beta_fast: float = 32.0
-    """yarn (2309.00071), as all that follow."""
+    """yarn (2309.00071): frequencies that turn more often within the original context are not changed."""
     beta_slow: float = 1.0
+    """yarn: frequencies that turn less often are divided by ``factor``."""
     truncate: bool = True
-    """Whether the borders between stretched and kept frequencies are rounded to whole channels."""
+    """yarn: whether the borders between changed and unchanged frequencies are rounded to whole channels."""
     attention_factor: float | None = None
-    """What cosines and sines are multiplied by; None: what yarn derives from ``factor`` and the two below."""
+    """yarn: factor of cosines and sines; None: derived from ``factor``, ``mscale`` and ``mscale_all_dim``."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
 
 
 class LatentAttention(_Shape):
-    """Multi-head latent attention (DeepSeek-V2, 2405.04434): keys and values of all heads come from one short vector.
+    """Multi-head latent attention (MLA; DeepSeek-V2, 2405.04434): keys and values of all heads are projected from one latent vector.
 
-    A head's queries and keys are ``head_dim`` wide, of which the trailing ``rope_dim`` channels are rotated; the rotated part
-    of the key is one for all heads. There are as many key/value heads as query heads.
+    Queries and keys of a head have ``head_dim`` channels; the last ``rope_dim`` of them are rotated, and all heads share the
+    rotated part of the key. There are as many key/value heads as query heads.
     """
 
     query_rank: int | None = Field(default=None, gt=0)
-    """Width that queries are projected through; None: they are projected at once."""
+    """Width of the latent vector of queries; None: queries are projected directly from the hidden state."""
     kv_rank: int = Field(gt=0)
+    """Width of the latent vector of keys and values."""
     rope_dim: int = Field(gt=0)
+    """Number of rotated channels."""
     value_dim: int = Field(gt=0)
     """Width of a head's values."""
     norm_eps: float = Field(default=1e-6, gt=0)
-    """Of the norms on the two short vectors: transformers' own, whatever the network's other norms have."""
+    """Epsilon of the norms of the two latent vectors; transformers uses this value for all networks."""
 
 
 class ClampedSwiGlu(_Shape):
-    """gpt-oss's activation: gate and up clamped at ``limit``, then gate · sigmoid(alpha · gate) · (up + 1)."""
+    """Activation of gpt-oss: gate and up are clamped at ``limit``, then gate · sigmoid(alpha · gate) · (up + 1)."""
 
     alpha: float = 1.702
     limit: float = Field(default=7.0, gt=0)
@@ -80,9 +85,9 @@ class ClampedSwiGlu(_Shape):
 class ModelConfig(_Shape):
     """Shape of a decoder-only transformer, dense or Mixture-of-Experts.
 
-    Layers that are not in ``dense_layers`` are MoE layers; per-MoE-layer tuples are indexed by their order among the
-    MoE layers. ``experts_per_layer`` and ``top_k_per_layer`` describe an extracted network whose layers differ; they
-    are None where every layer has ``num_experts`` and ``top_k``.
+    Layers that are not in ``dense_layers`` are MoE layers. Tuples with one entry per MoE layer are in the order of the MoE layers.
+    ``experts_per_layer`` and ``top_k_per_layer`` describe an extracted network whose layers differ; they are None if every layer
+    has ``num_experts`` and ``top_k``.
     """
 
     vocab_size: int = Field(gt=0)
@@ -95,63 +100,63 @@ class ModelConfig(_Shape):
     top_k: int = Field(gt=0)
     expert_intermediate_size: int = Field(gt=0)
     num_shared_experts: int = Field(default=0, ge=0)
-    """Shared experts are one SwiGLU of ``num_shared_experts * expert_intermediate_size``, as on disk everywhere."""
+    """Shared experts are one SwiGLU of width ``num_shared_experts * expert_intermediate_size``, as in all checkpoint formats."""
     dense_layers: tuple[int, ...] = ()
     dense_intermediate_size: int = Field(default=0, ge=0)
     experts_per_layer: tuple[int, ...] | None = None
     top_k_per_layer: tuple[int, ...] | None = None
 
     qk_norm: bool = False
-    """Each query and key head is normed by itself, before it is rotated."""
+    """RMSNorm on each query and key head, before rotation."""
     qk_norm_wide: bool = False
-    """All query heads of a token are normed as one vector, and all its key heads (OLMoE)."""
+    """RMSNorm on the concatenated query heads of a token, and on its concatenated key heads (OLMoE)."""
     qkv_clip: float | None = Field(default=None, gt=0)
-    """Queries, keys and values are clamped to ± this, after any norm (OLMoE)."""
+    """Queries, keys and values are clamped to ± this value, after any norm (OLMoE)."""
     attention_bias: bool = False
-    """On queries, keys and values; with ``latent``, on the projections to the short vectors."""
+    """Biases of the query, key and value projections; with ``latent``, of the projections to the latent vectors."""
     attention_out_bias: bool = False
     attention_sinks: bool = False
-    """A trained logit for each head joins every softmax and takes its share to nowhere (gpt-oss)."""
+    """Attention sinks: each head has a trained logit that takes part in every softmax and has no value (gpt-oss)."""
     attention_scale: float | None = Field(default=None, gt=0)
-    """What scores are multiplied by; None: 1/√``head_dim``."""
+    """Factor of the attention scores; None: 1/√``head_dim``."""
     sliding_window: int | None = Field(default=None, gt=0)
-    """Positions that a query of ``sliding_layers`` sees, its own among them."""
+    """Number of positions that a query of ``sliding_layers`` attends to, including its own."""
     sliding_layers: tuple[int, ...] = ()
     latent: LatentAttention | None = None
     rope_theta: float = Field(default=10_000.0, gt=0)
     rope_scaling: RopeScaling | None = None
     rotary_fraction: float = Field(default=1.0, gt=0, le=1)
-    """Share of ``head_dim`` that is rotated; the leading part, halves paired (not interleaved). ``latent`` has its own."""
+    """Share of ``head_dim`` that is rotated: the leading channels, paired as halves (not interleaved). Not used with ``latent``."""
     norm_eps: float = Field(default=1e-5, gt=0)
     max_positions: int = Field(default=4096, gt=0)
     tie_embeddings: bool = False
 
     router: Literal["sigmoid", "softmax"] = "sigmoid"
     selection_bias: bool = True
-    """An aux-loss-free balance bias that takes part in choosing experts, never in weighting them."""
+    """Balance bias without auxiliary loss (2408.15664): affects which experts are chosen, not their weights."""
     normalize_gates: bool = True
     routed_scaling: float = Field(default=1.0, gt=0)
     expert_groups: int = Field(default=1, gt=0)
-    """Experts, by id, are cut into so many groups; a token chooses among those of its best ``top_groups`` (DeepSeek-V3), a group
-    counting for the sum of its two highest selection scores."""
+    """Number of groups that the experts are divided into, by id; a token chooses from its ``top_groups`` best groups (DeepSeek-V3).
+    The score of a group is the sum of its two highest selection scores."""
     top_groups: int = Field(default=1, gt=0)
     router_bias: bool = False
-    """A bias of the router's logits, which unlike the selection bias weights experts too (gpt-oss)."""
+    """Bias of the router's logits, which also affects the experts' weights (gpt-oss)."""
     expert_bias: bool = False
-    """Biases in the routed experts' projections (gpt-oss)."""
+    """Biases of the routed experts' projections (gpt-oss)."""
     mlp_bias: bool = False
-    """Biases in dense and shared SwiGLUs."""
+    """Biases of dense and shared SwiGLUs."""
     clamped_swiglu: ClampedSwiGlu | None = None
-    """None: silu(gate) · up."""
+    """Activation of gpt-oss; None: silu(gate) · up."""
 
     widths: tuple[int, ...] = ()
-    """Expert counts that have a balance state of their own, largest first; filled in with ``(num_experts,)``."""
+    """Expert counts with a balance state of their own, largest first; default: ``(num_experts,)``."""
     num_branches: int = Field(default=0, ge=0)
-    """Rows of balance state: one a width, plus any branch a sampler asks for (a complement); 0 means ``len(widths)``."""
+    """Rows of balance state (branches): one per width, plus those that a sampler needs (for complements); 0: ``len(widths)``."""
     expert_order: tuple[tuple[int, ...], ...] | None = None
-    """Per MoE layer, expert ids from first kept to first dropped; None is `interleaved_order` everywhere."""
+    """Nested order per MoE layer: expert ids from first kept to first dropped; None: `interleaved_order` in every layer."""
     layer_order: tuple[int, ...] | None = None
-    """Layers from first kept to first dropped; None is `spaced_layer_order`."""
+    """Layers from first kept to first dropped; None: `spaced_layer_order`."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -238,8 +243,9 @@ class ModelConfig(_Shape):
                 raise ValueError(f"widths {self.widths}: {_why_not_grouped(self, width, 1)}")
 
     def choosable(self, num_experts: int) -> int:
-        """How many experts a token can choose among in a layer that keeps ``num_experts``: all, or those of its best groups; 0:
-        the layer cannot keep so many, for its groups would not be equal, of two or more.
+        """Number of experts that a token can choose from in a layer with ``num_experts`` experts: all, or those of its best groups.
+
+        0 if a layer cannot have this number, because its groups would differ in size or have fewer than two experts.
         """
         if self.expert_groups == 1:
             return num_experts
@@ -247,7 +253,7 @@ class ModelConfig(_Shape):
         return 0 if rest or size < 2 else size * self.top_groups
 
     def holding(self, num_experts: int, top_k: int) -> int:
-        """The least count from ``num_experts`` up that a layer can keep and choose ``top_k`` of."""
+        """The smallest valid number of experts that is at least ``num_experts`` and allows to choose ``top_k``."""
         if self.expert_groups == 1:
             return max(num_experts, top_k)
         return self.expert_groups * max(2, -(-num_experts // self.expert_groups), -(-top_k // self.top_groups))
@@ -274,7 +280,7 @@ class ModelConfig(_Shape):
 
     @property
     def rope_magnitude(self) -> float:
-        """What cosines and sines are multiplied by: yarn's correction of the scores' temperature (2309.00071, §3.4)."""
+        """Factor of cosines and sines: yarn's correction of the temperature of attention scores (2309.00071, §3.4)."""
         rope = self.rope_scaling
         if rope is None or rope.kind != "yarn":
             return 1.0
@@ -295,23 +301,24 @@ class ModelConfig(_Shape):
         return self.layer_order or spaced_layer_order(self.num_layers)
 
     def moe_rows(self, layers: Collection[int]) -> tuple[int, ...]:
-        """Places among the MoE layers of those that are in ``layers``."""
+        """Indices, among the MoE layers, of the MoE layers in ``layers``."""
         return tuple(row for row, layer in enumerate(self.moe_layers) if layer in layers)
 
     def branch(self, num_experts: int) -> int:
-        """Row of balance state for a layer that keeps ``num_experts``: the smallest trained width that holds them."""
+        """Row of balance state of a layer with ``num_experts`` experts: that of the smallest width that is large enough."""
         return max(row for row, width in enumerate(self.widths) if width >= num_experts)
 
     def full(self, layers: Iterable[int] | None = None) -> Subnet:
-        """The Subnet with everything on in ``layers`` (rising); None: in all."""
+        """The Subnet with all experts and the full top-k of ``layers`` (ascending); None: of all layers."""
         kept = tuple(range(self.num_layers) if layers is None else layers)
         rows = self.moe_rows(kept)
         experts, top_k = (tuple(each[row] for row in rows) for each in (self.experts_by_layer, self.top_k_by_layer))
         return Subnet(layers=kept, experts=experts, top_k=top_k)
 
     def subnet(self, depth: int | None = None, experts: int | None = None, top_k: int | None = None) -> Subnet:
-        """The nested Subnet of ``depth`` layers, ``experts`` experts and ``top_k`` a layer; None leaves an axis full.
-        Raises `UserError`: the choice lies outside the network.
+        """The nested Subnet of ``depth`` layers with ``experts`` experts and ``top_k`` each; None leaves an axis full.
+
+        Raises UserError: the choice lies outside the network.
         """
         depth = self.num_layers if depth is None else depth
         if not 1 <= depth <= self.num_layers:
@@ -324,9 +331,9 @@ class ModelConfig(_Shape):
 
 
 class Subnet(Config):
-    """A choice of sub-network. ``experts`` and ``top_k`` have one entry for each *kept MoE* layer, in depth order.
+    """A choice of sub-network. ``experts`` and ``top_k`` have one entry for each kept MoE layer, in the order of the layers.
 
-    ``experts[i]`` experts are kept: the first so many of that layer's expert order.
+    A layer keeps the first ``experts[i]`` experts of its expert order.
     """
 
     layers: tuple[int, ...]
@@ -334,21 +341,21 @@ class Subnet(Config):
     top_k: tuple[int, ...]
 
     def label(self) -> str:
-        """Short text for tables: ``6 layers, 6 experts, top-2`` (ranges where layers differ); ``6 layers`` without experts."""
+        """Short text for tables: ``6 layers, 6 experts, top-2`` (ranges if layers differ); ``6 layers`` without experts."""
         if not self.experts:
             return f"{len(self.layers)} layers"
         return f"{len(self.layers)} layers, {_span(self.experts)} experts, top-{_span(self.top_k)}"
 
 
 class SubnetChoice(Config):
-    """How a recipe or a command names a nested Subnet; an axis left out stays full."""
+    """Nested Subnet in the form of recipes and commands; an axis that is not given is full."""
 
     layers: int | None = Field(default=None, gt=0)
     experts: int | None = Field(default=None, gt=0)
     top_k: int | None = Field(default=None, gt=0)
 
     def of(self, config: ModelConfig) -> Subnet:
-        """As a Subnet of ``config``; raises as `ModelConfig.subnet`. A network without MoE layers has all experts that are asked for."""
+        """The Subnet of ``config``; experts and top-k have no effect without MoE layers. Raises as `ModelConfig.subnet`."""
         return config.subnet(self.layers, self.experts, self.top_k)
 
 
@@ -356,17 +363,17 @@ LoraTarget = Literal["attention", "experts", "shared", "dense", "router"]
 
 
 class LoraConfig(Config):
-    """Adapters of a low rank: each weight W of ``targets`` becomes W + (alpha / rank)·B·A (2106.09685)."""
+    """Low-rank adapters: each weight W of ``targets`` becomes W + (alpha / rank)·B·A (2106.09685)."""
 
     rank: int = Field(default=16, gt=0)
     alpha: float = Field(default=32.0, gt=0)
     targets: tuple[LoraTarget, ...] = Field(default=("attention", "experts", "shared", "dense"), min_length=1)
-    """The projections of attention, of routed and shared experts and of dense layers; routers."""
+    """Weights with adapters: projections of attention, routed experts, shared experts and dense layers; routers."""
 
 
 def check_subnet(config: ModelConfig, subnet: Subnet) -> Subnet:
-    """Return ``subnet`` if it lies inside ``config``. Raises `UserError`: a layer, an expert count or a top-k that the
-    network does not have.
+    """Return ``subnet`` if it lies inside ``config``. Raises `UserError`: it has a layer, an expert count or a top-k that the network
+    does not have.
     """
     layers, limit = subnet.layers, config.num_layers
     if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= limit:
@@ -390,7 +397,7 @@ def check_subnet(config: ModelConfig, subnet: Subnet) -> Subnet:
 
 
 def _why_not_grouped(config: ModelConfig, num_experts: int, top_k: int) -> str:
-    """Why a layer cannot keep ``num_experts`` and choose ``top_k`` of them by groups."""
+    """The reason why a layer with groups cannot have ``num_experts`` experts of which a token chooses ``top_k``."""
     num_groups, most = config.expert_groups, config.choosable(num_experts)
     if most:
         return f"top_k={top_k} is more than the {most} experts that a token's {config.top_groups} groups hold"
@@ -405,13 +412,13 @@ def _span(values: tuple[int, ...]) -> str:
 
 
 def executed(config: ModelConfig, subnet: Subnet) -> Subnet:
-    """``subnet`` as a masked pass over the maximum network computes it: its routers score all experts."""
+    """The Subnet whose work a masked pass over the maximum network executes for ``subnet``: its routers score all experts."""
     return subnet.replace(experts=config.full(subnet.layers).experts)
 
 
 def extracted_config(config: ModelConfig, subnet: Subnet) -> ModelConfig:
-    """The configuration of the ordinary network that ``subnet`` is when cut out of ``config``. Raises `UserError`:
-    ``subnet`` lies outside the network.
+    """The configuration of the ordinary network that is extracted as ``subnet``. Raises `UserError`: ``subnet`` lies outside
+    ``config``.
     """
     check_subnet(config, subnet)
     kept = config.moe_rows(subnet.layers)
@@ -437,7 +444,7 @@ def extracted_config(config: ModelConfig, subnet: Subnet) -> ModelConfig:
 
 
 def kept_experts(order: tuple[int, ...], num_experts: int) -> tuple[int, ...]:
-    """Ids of the first ``num_experts`` of ``order``, rising: the order in which an extracted layer stores them."""
+    """Ids of the first ``num_experts`` of ``order``, ascending: the order in which an extracted layer stores them."""
     return tuple(sorted(order[:num_experts]))
 
 
@@ -448,15 +455,15 @@ def kept_order(order: tuple[int, ...], num_experts: int) -> tuple[int, ...]:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """yarn's growth of the scores' temperature with the stretch of positions."""
+    """yarn's temperature of attention scores for a scaling ``factor`` of positions."""
     return 0.1 * mscale * math.log(factor) + 1.0
 
 
 def interleaved_order(num_experts: int, num_groups: int = 1) -> tuple[int, ...]:
-    """Experts by bit-reversed index, so that every prefix is spread evenly over contiguous expert-parallel blocks.
+    """Experts by bit-reversed index, so that every prefix is spread evenly over contiguous blocks of expert parallelism.
 
-    The order does not depend on the number of ranks: one rank and eight ranks train the same nested network. Equal groups
-    take turns, so that whatever their number is, a prefix that it divides keeps them equal.
+    The order does not depend on the number of ranks, so one rank and eight ranks train the same nested network. Groups alternate:
+    a prefix whose length is a multiple of their number has equally many experts of each.
     """
     if num_groups > 1 and num_experts % num_groups == 0:
         size = num_experts // num_groups
@@ -467,7 +474,7 @@ def interleaved_order(num_experts: int, num_groups: int = 1) -> tuple[int, ...]:
 
 
 def fixed_layers(num_layers: int) -> tuple[int, ...]:
-    """The layers that are never dropped: the first and the last two."""
+    """Layers that are never dropped: the first two and the last two."""
     return tuple(sorted({0, 1, num_layers - 2, num_layers - 1} & set(range(num_layers))))
 
 
@@ -477,9 +484,9 @@ def droppable_layers(config: ModelConfig) -> tuple[int, ...]:
 
 
 def spaced_layer_order(num_layers: int) -> tuple[int, ...]:
-    """Layers from first kept to first dropped, before anything is measured: first and last two, then evenly spaced.
+    """Default order of layers, from first kept to first dropped: the first two and last two, then the others bit-reversed.
 
-    Dropping follows the order backwards, so the first drops lie far apart in the middle (bit-reversed).
+    Layers are dropped from the end of the order, so the first dropped layers are far apart.
     """
     fixed = fixed_layers(num_layers)
     middle = [layer for layer in range(num_layers) if layer not in fixed]
@@ -493,8 +500,8 @@ def named_subnets(config: ModelConfig, presets: Mapping[str, SubnetChoice]) -> d
 
 
 def parse_choice(text: str, presets: Mapping[str, SubnetChoice], source: str = "--subnet") -> SubnetChoice:
-    """A preset's name (``full``, ``corner``) or ``layers=8,experts=16,top_k=2``. Raises `UserError`: beginning with
-    ``source``: an unknown preset or axis.
+    """Parse a preset's name (``full``, ``corner``) or ``layers=8,experts=16,top_k=2``. Raises `UserError`: an unknown preset or
+    axis; the message starts with ``source``.
     """
     if text == "full":
         return SubnetChoice()
@@ -523,7 +530,7 @@ def parse_choice(text: str, presets: Mapping[str, SubnetChoice], source: str = "
 def parse_subnet(
     text: str, config: ModelConfig, presets: Mapping[str, SubnetChoice], source: str = "--subnet"
 ) -> Subnet:
-    """`parse_choice` as a Subnet of ``config``; raises `UserError` also for a choice outside the network."""
+    """`parse_choice` as a Subnet of ``config``. Raises `UserError` also for a choice outside the network."""
     choice = parse_choice(text, presets, source)
     if "=" in text and not config.moe_layers and (choice.experts or choice.top_k):
         raise UserError(f"{source} {text}: the network has no experts to choose from; name layers alone")
@@ -535,93 +542,80 @@ def parse_subnet(
 
 @dataclass(frozen=True)
 class Counts:
-    """Sizes of one Subnet of one network, derived from its shape. One multiply-add is two FLOPs.
+    """Sizes of a Subnet, derived from shapes. One multiply-add is two FLOPs.
 
-    A test holds them against the operations that a real forward and backward pass execute, so a receipt that adds them
-    up states executed work.
+    A test compares them with the operations that a forward and backward pass executes, so the FLOPs of receipts are executed work.
     """
 
     total_params: int
-    """Parameters held in memory: what a checkpoint of the extracted Subnet stores (balance biases excluded)."""
+    """Number of parameters of the extracted Subnet, without balance biases."""
     active_params: int
-    """Parameters one token uses: everything but the experts it did not choose."""
+    """Number of parameters that one token uses: all but those of the experts it does not choose."""
     linear_flops: int
-    """Forward FLOPs a token in matrix products with weights (embedding look-up excluded, output head included)."""
+    """Forward FLOPs per token of matrix products with weights (with the output head, without the embedding look-up)."""
     score_flops: int
-    """Forward FLOPs a token for each key it attends to (scores and weighted sum, all layers). Sliding layers count as others:
-    the trainer's kernels compute what a window hides, too."""
+    """Forward FLOPs per token and attended key (scores and weighted sum, all layers). Sliding layers count like others, because the
+    trainer's kernels also compute the scores outside the window."""
     kv_elements: int
-    """Cache elements a token (all kept layers): keys and values, or the short vector and the rotated key that latent attention
-    makes them of; times bytes per element."""
+    """Number of cache elements per token over all layers: keys and values, or the latent vector and the rotated key of MLA."""
 
     def forward_flops(self, num_tokens: int, attended: float) -> int:
-        """FLOPs of a forward pass over ``num_tokens`` that attend to ``attended`` keys each, on average."""
+        """FLOPs of a forward pass over ``num_tokens`` tokens that attend to ``attended`` keys on average."""
         return int(num_tokens * (self.linear_flops + self.score_flops * attended))
 
 
 def count(config: ModelConfig, subnet: Subnet) -> Counts:
-    """Count ``subnet`` of ``config``."""
+    """Sizes of ``subnet`` of ``config``."""
     hidden = config.hidden_size
     attention, cached = _count_attention(config)
     expert = _count_swiglu(hidden, config.expert_intermediate_size, config.expert_bias)
-    shared = _count_swiglu(hidden, config.num_shared_experts * config.expert_intermediate_size, config.mlp_bias)
-    dense = _count_swiglu(hidden, config.dense_intermediate_size, config.mlp_bias)
-    router = _Weights(hidden, int(config.router_bias))
-    norms = _Weights(0, hidden)
-
     num_layers, num_experts, num_chosen = len(subnet.layers), sum(subnet.experts), sum(subnet.top_k)
-    num_dense = sum(layer in config.dense_layers for layer in subnet.layers)
-    always = attention * num_layers + dense * num_dense + router * num_experts + norms * (2 * num_layers + 1)
+    parts = [  # all but the experts, with their number
+        (attention, num_layers),
+        (
+            _count_swiglu(hidden, config.dense_intermediate_size, config.mlp_bias),
+            sum(layer in config.dense_layers for layer in subnet.layers),
+        ),
+        ((hidden, int(config.router_bias)), num_experts),
+        ((0, hidden), 2 * num_layers + 1),  # norms
+    ]
     if config.num_shared_experts:
-        always = always + shared * len(subnet.experts)
+        shared_width = config.num_shared_experts * config.expert_intermediate_size
+        parts.append((_count_swiglu(hidden, shared_width, config.mlp_bias), len(subnet.experts)))
+    matrices, vectors = (sum(part[kind] * times for part, times in parts) for kind in (0, 1))
     embedding = config.vocab_size * hidden
-    tables = embedding if config.tie_embeddings else 2 * embedding
-    # where values are narrower than keys, kernels are given both at the wider width
+    always = matrices + vectors + (embedding if config.tie_embeddings else 2 * embedding)
+    # if values are narrower than keys, kernels receive both at the wider width
     width = config.head_dim if config.latent is None else max(config.head_dim, config.latent.value_dim)
     return Counts(
-        total_params=(always + expert * num_experts).total + tables,
-        active_params=(always + expert * num_chosen).total + tables,
-        linear_flops=2 * ((always + expert * num_chosen).matrices + embedding),
+        total_params=always + num_experts * sum(expert),
+        active_params=always + num_chosen * sum(expert),
+        linear_flops=2 * (matrices + num_chosen * expert[0] + embedding),
         score_flops=num_layers * 4 * config.num_heads * width,
         kv_elements=num_layers * cached,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Weights:
-    """Parameters of a part of a network."""
-
-    matrices: int
-    """Multiplied once a token."""
-    vectors: int
-    """Norms, biases and sinks: a FLOP or so each, which is not counted."""
-
-    @property
-    def total(self) -> int:
-        return self.matrices + self.vectors
-
-    def __add__(self, other: _Weights) -> _Weights:
-        return _Weights(self.matrices + other.matrices, self.vectors + other.vectors)
-
-    def __mul__(self, times: int) -> _Weights:
-        return _Weights(self.matrices * times, self.vectors * times)
+_Weights = tuple[int, int]
+"""Numbers of parameters of a part: of matrices, each of which costs a multiply-add per token, and of vectors (norms, biases and sinks),
+whose FLOPs are not counted."""
 
 
 def _count_swiglu(hidden: int, width: int, bias: bool) -> _Weights:
-    return _Weights(3 * hidden * width, 2 * width + hidden if bias else 0)
+    return 3 * hidden * width, 2 * width + hidden if bias else 0
 
 
 def _count_attention(config: ModelConfig) -> tuple[_Weights, int]:
-    """Of one layer, and the elements that it caches a token."""
+    """Weights of the attention of one layer, and the number of elements that it caches per token."""
     hidden, heads, head, latent = config.hidden_size, config.num_heads, config.head_dim, config.latent
     q_dim, kv_dim = heads * head, config.num_kv_heads * head
     vectors = (hidden if config.attention_out_bias else 0) + (heads if config.attention_sinks else 0)
     if latent is None:
         vectors += q_dim + 2 * kv_dim if config.attention_bias else 0
         vectors += (2 * head if config.qk_norm else 0) + (q_dim + kv_dim if config.qk_norm_wide else 0)
-        return _Weights(hidden * (q_dim + 2 * kv_dim) + q_dim * hidden, vectors), 2 * kv_dim
+        return (hidden * (q_dim + 2 * kv_dim) + q_dim * hidden, vectors), 2 * kv_dim
     q_rank, kv_down = latent.query_rank or 0, latent.kv_rank + latent.rope_dim
     queries = (hidden + q_dim) * q_rank if q_rank else hidden * q_dim
     keys_values = hidden * kv_down + latent.kv_rank * heads * (head - latent.rope_dim + latent.value_dim)
     vectors += q_rank + latent.kv_rank + (q_rank + kv_down if config.attention_bias else 0)
-    return _Weights(queries + keys_values + heads * latent.value_dim * hidden, vectors), kv_down
+    return (queries + keys_values + heads * latent.value_dim * hidden, vectors), kv_down

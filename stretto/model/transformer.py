@@ -1,4 +1,4 @@
-"""The decoder: `model(ids, subnet, ctx)`. The Subnet and the operators are arguments, never modes.
+"""The decoder: `model(ids, subnet, ctx)`. The Subnet and the operators are arguments of every forward pass, not state.
 
 Shape letters: B rows, T positions, N = B·T tokens, D hidden, V vocabulary, I SwiGLU width, L MoE layers of the maximum network,
 E experts, K chosen (or route slots), W branches of balance state.
@@ -22,43 +22,44 @@ from stretto.ops.grouped import Clamp, ExpertBiases, Experts
 from stretto.ops.operators import ORDINARY, Operators, Routes, route
 
 Routing = Callable[[int, Tensor], Tensor]
-"""From the MoE row (of the *maximum* network) and the router's own choice there [B, T, K] to the choice that counts, −1 for no
-expert. Recomputed layers ask again and must get the same answer."""
+"""Function from the MoE row (of the maximum network) and the router's choice [B, T, K] to the experts that are used; −1: no expert.
+It is called again when a layer is recomputed, and must return the same result."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowWidths:
-    """Which experts each row of a batch may use, in every layer; drawn by the sampler.
+    """Experts that each row of a batch may use, in every layer. Written by the sampler.
 
-    Experts are named by their rank in the layer's nested order, so that one mask serves all layers.
+    Experts are identified by their rank in the layer's nested order, so that one mask applies to all layers.
     """
 
     branch_B: Tensor
-    """Row of balance state each batch row reads and feeds, int64."""
+    """Row of balance state of each batch row, int64."""
     allowed_BE: Tensor
-    """Whether the expert of that rank may be chosen, bool."""
+    """Whether the expert of each rank may be chosen, bool."""
     counted_B: Tensor
-    """Whether the row's choices feed the balance counts (a random subset must not starve the full network's), bool."""
+    """Whether the row's choices are added to the balance counts, bool; False for random subsets, which would distort those of the full
+    network."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a forward pass must know beside the ids and the Subnet."""
+    """Arguments of a forward pass beside the ids and the Subnet."""
 
     positions_BT: Tensor
-    """Place of each token in its document, int64."""
+    """Position of each token in its document, int64."""
     documents_BT: Tensor | None = None
     """Document number of each token within its row, −1 for padding; None: every row is one document."""
     widths: RowWidths | None = None
-    """Rows that use fewer experts than the Subnet allows (training only)."""
+    """Restriction of single rows to fewer experts than the Subnet has (training only)."""
     recompute: bool = False
-    """Recompute each layer's activations in the backward pass instead of keeping them."""
+    """Whether each layer's activations are recomputed in the backward pass (activation checkpointing)."""
     shared_BT2: Tensor | None = None
-    """Columns, first and one past the last, of a beginning that documents of a row share: each position may look at
-    them beside its own document. Equal: none. int64."""
+    """First column, and the one after the last, of a prefix that documents of a row share; a position may attend to this prefix and to
+    its own document. Equal columns: no prefix. int64."""
     operators: Operators = ORDINARY
     routing: Routing | None = None
-    """Sees and may change the experts chosen (`Replay`, `Recorder`); None: the routers' own choice."""
+    """Observes and may change the chosen experts (`Replay`, `Recorder`); None: the routers' choice."""
 
     @staticmethod
     def plain(ids_BT: Tensor) -> Context:
@@ -71,12 +72,12 @@ class Output:
     """Result of a forward pass."""
 
     hidden_BTD: Tensor
-    """Final normed hidden states; `Transformer.logits` turns them into logits."""
+    """Hidden states after the final norm; `Transformer.logits` computes logits from them."""
     counts: dict[int, Tensor]
-    """Slots each expert got, by MoE row of the *maximum* network: [W, E] int64."""
+    """Number of slots (choices) per branch and expert, by MoE row of the maximum network: [W, E] int64."""
 
 
-# FSDP2 looks for the tensors of a module's output in pytrees, and would not find them in an unknown class.
+# FSDP2 finds the tensors of a module's output only in registered classes.
 register_dataclass(Output, field_names=["hidden_BTD", "counts"], drop_field_names=[])
 
 
@@ -93,13 +94,13 @@ class Norm(nn.Module):
 
 
 def clamp_of(config: ModelConfig) -> Clamp | None:
-    """How ``config``'s SwiGLUs are clamped."""
+    """The clamp of the SwiGLUs of ``config``; None if they have none."""
     clamped = config.clamped_swiglu
     return None if clamped is None else Clamp(clamped.alpha, clamped.limit)
 
 
 class SwiGlu(nn.Module):
-    """Dense feed-forward: silu(gate) · up (or its clamped form), then down. Gate and up are one matrix (gate rows first)."""
+    """Dense feed-forward network: silu(gate) · up (or its clamped form), then down. Gate and up are one matrix (gate rows first)."""
 
     def __init__(self, config: ModelConfig, intermediate_size: int):
         super().__init__()
@@ -119,7 +120,7 @@ class MoeLayer(nn.Module):
     bias_WE: Tensor
 
     def __init__(self, config: ModelConfig, row: int):
-        """``row`` counts MoE layers."""
+        """``row``: index of the layer among the MoE layers."""
         super().__init__()
         num_experts = config.experts_by_layer[row]
         hidden, width = config.hidden_size, config.expert_intermediate_size
@@ -136,7 +137,8 @@ class MoeLayer(nn.Module):
         self.register_buffer("bias_WE", torch.empty(config.num_branches, num_experts))
         self.reset_buffers()
         self.exchange: Callable[[Tensor, Routes, Experts], Tensor] | None = None
-        """`stretto.ops.operators.Operators.experts` where they lie on several ranks; set by `stretto.model.parallel.placed`."""
+        """Replaces `stretto.ops.operators.Operators.experts` if the experts are on several ranks; set by
+        `stretto.model.parallel.placed`."""
 
     @property
     def experts(self) -> Experts:
@@ -147,12 +149,12 @@ class MoeLayer(nn.Module):
         return Experts(self.gate_up, self.down, biases, self.clamp)
 
     def reset_buffers(self) -> None:
-        """The nested order of the experts, and a balance bias of zero."""
+        """Set the nested order of the experts to that of the configuration, and the balance bias to zero."""
         self.set_order(self.config.expert_orders[self.row], self.rank_E.device)
         self.bias_WE.zero_()
 
     def set_order(self, order: Sequence[int], device: torch.device | str) -> None:
-        """Let ``order`` be the nested order of the experts, first kept first."""
+        """Set the nested order of the experts: their ids, from first kept to first dropped."""
         self.rank_E = torch.tensor(order, device=device).argsort()
 
     def forward(
@@ -164,13 +166,13 @@ class MoeLayer(nn.Module):
         operators: Operators = ORDINARY,
         routing: Routing | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The layer's output, and the slots each expert got by branch [W, E].
+        """The layer's output, and the number of slots per branch and expert [W, E].
 
-        ``num_experts`` and ``top_k`` hold for all rows; ``widths`` narrows single rows further.
+        ``num_experts`` and ``top_k`` apply to all rows; ``widths`` restricts single rows further.
         """
-        x_ND = x_BTD.flatten(0, 1)  # before the router's: autograd adds the gradients of views last made first
+        x_ND = x_BTD.flatten(0, 1)  # before the router's view: autograd adds the gradients of later views first
         routes, counts_WE = self.route(x_BTD, num_experts, top_k, widths, operators, routing)
-        assert self.exchange is None or operators is ORDINARY, "experts on several ranks have the ordinary operators"
+        assert self.exchange is None or operators is ORDINARY, "experts on several ranks need the ordinary operators"
         y_BTD = (self.exchange or operators.experts)(x_ND, routes, self.experts).view(x_BTD.shape)
         if self.shared is not None:
             y_BTD = operators.rounded(y_BTD + self.shared(x_BTD, operators))
@@ -185,7 +187,7 @@ class MoeLayer(nn.Module):
         operators: Operators = ORDINARY,
         routing: Routing | None = None,
     ) -> tuple[Routes, Tensor]:
-        """Routes of all B·T tokens, and the counts of `forward`."""
+        """Routes of all B·T tokens, and the number of slots per branch and expert [W, E]."""
         config, (B, T, _) = self.config, x_BTD.shape
         logits_NE = operators.router_logits(x_BTD.flatten(0, 1), self.gate, self.gate_bias)
         total = logits_NE.shape[-1]
@@ -214,10 +216,10 @@ class MoeLayer(nn.Module):
             counts_WE = torch.zeros_like(self.bias_WE, dtype=torch.int64)
             if num_experts == min(config.widths[branch], total):
                 counts_WE[branch] = torch.bincount(routes.chosen_NK.reshape(-1), minlength=total)
-            # a width without a branch of its own reads the next larger one's bias and feeds none: to that branch, the
-            # experts masked here would look idle
+            # a width without a branch of its own uses the bias of the next larger one but is not counted there: the experts
+            # that are masked here would appear to be idle
         else:
-            # rows that do not count go to one branch past the last, which is cut off
+            # rows that are not counted go to an additional branch, which is cut off
             num_branches = len(self.bias_WE)
             branch_B = torch.where(widths.counted_B, widths.branch_B, num_branches)
             key_NK = branch_B.repeat_interleave(T)[:, None] * total + routes.chosen_NK
@@ -243,7 +245,8 @@ class Block(nn.Module):
     def forward(
         self, x_BTD: Tensor, geometry: Geometry, num_experts: int, top_k: int, ctx: Context
     ) -> tuple[Tensor, Tensor | None]:
-        """The residual stream after this block, and the expert counts; a dense block has none and reads no widths."""
+        """The residual stream after this block, and the expert counts; a dense block has no counts and ignores ``num_experts`` and
+        ``top_k``."""
         operators = ctx.operators
         attended_BTD = self.attention(self.attention_norm(x_BTD, operators), geometry, operators)
         x_BTD = operators.rounded(x_BTD + attended_BTD)
@@ -257,7 +260,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder-only MoE language model and, at once, each of its Subnets."""
+    """A decoder-only language model, dense or MoE, that can run each of its Subnets."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -269,16 +272,16 @@ class Transformer(nn.Module):
 
     @property
     def head_VD(self) -> Tensor:
-        """The output matrix [V, D], whole on every rank: the embedding's own where they are tied.
+        """The output matrix [V, D], unsharded on every rank; the embedding's matrix if they are tied.
 
-        Sharded, a forward pass leaves it gathered, and its gradient is summed over the ranks in that pass's backward;
-        before any forward pass all ranks must ask for it together, and it takes no gradient.
+        In a sharded model a forward pass leaves it gathered, and the backward pass sums its gradient over the ranks. Before any
+        forward pass, all ranks must call this together, and the result has no gradient.
         """
         weight = self.embedding.weight if self.head is None else self.head.weight
         return weight.full_tensor().detach() if isinstance(weight, DTensor) else weight
 
     def geometry(self, ctx: Context) -> Geometry:
-        """What every layer must know of where the tokens stand. Reads no weights."""
+        """Rotations and masks of a forward pass. Reads no weights."""
         return Geometry.of(self.config, ctx.positions_BT, ctx.documents_BT, ctx.shared_BT2, ctx.operators)
 
     def forward(self, ids_BT: Tensor, subnet: Subnet, ctx: Context) -> Output:
@@ -290,7 +293,7 @@ class Transformer(nn.Module):
         moe_rows = {layer: row for row, layer in enumerate(config.moe_layers)}
         sizes = iter(zip(subnet.experts, subnet.top_k, strict=True))
         for layer in subnet.layers:
-            num_experts, top_k = next(sizes) if layer in moe_rows else (0, 0)  # a dense block reads neither
+            num_experts, top_k = next(sizes) if layer in moe_rows else (0, 0)  # a dense block ignores both
             arguments = (x_BTD, geometry, num_experts, top_k, ctx)
             if ctx.recompute and torch.is_grad_enabled():
                 x_BTD, counts_WE = checkpoint(self.blocks[layer], *arguments, use_reentrant=False)
@@ -301,28 +304,28 @@ class Transformer(nn.Module):
         return Output(self.norm(x_BTD, operators), counts)
 
     def logits(self, ids_BT: Tensor, subnet: Subnet | None = None, ctx: Context | None = None) -> Tensor:
-        """Logits [B, T, V] in fp32; the full network over plain rows unless told otherwise."""
+        """Logits [B, T, V] in fp32. Default: the full network, every row one document."""
         ctx = ctx or Context.plain(ids_BT)
         output = self(ids_BT, subnet or self.config.full(), ctx)
         return ctx.operators.head(self.head_VD)(output.hidden_BTD).float()
 
 
 def build(config: ModelConfig, seed: int, device: torch.device | str = "cpu") -> Transformer:
-    """A model on ``device`` with the weights of `initial_state`."""
+    """A new model on ``device`` with the weights of `initial_state`."""
     return load_state(skeleton(config), initial_state(config, seed), device)
 
 
 def skeleton(config: ModelConfig) -> Transformer:
-    """A model whose tensors have shapes and no memory yet; `load_state` gives it some."""
+    """A model on the meta device, whose tensors have shapes but no memory; `load_state` allocates it."""
     with torch.device("meta"):
         return Transformer(config)
 
 
 def initial_state(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Normal weights, one tensor at a time, the same for the same seed whatever the device or sharding of the run.
+    """Initial weights, one tensor at a time. They depend on the seed only, not on device or sharding.
 
-    Standard deviation 0.5/√hidden (0.02 at 640 hidden, the usual value there); what writes to the residual stream is
-    scaled down by √(2·layers), as in GPT-2, so that depth does not change the stream's size at the start.
+    Normal with standard deviation 0.5/√hidden (0.02 at a hidden size of 640). Projections into the residual stream are divided by
+    √(2·layers), as in GPT-2, so that the size of the stream does not depend on depth.
     """
     std = 0.5 / math.sqrt(config.hidden_size)
     generator = torch.Generator().manual_seed(seed)
@@ -342,8 +345,9 @@ def initial_state(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]
 def load_state(
     model: Transformer, state: Iterable[tuple[str, Tensor]], device: torch.device | str = "cpu"
 ) -> Transformer:
-    """Give a `skeleton`, sharded or not, memory on ``device`` and the values of ``state``: all parameters, and balance biases
-    where they are not zero. A rank keeps its own part of each tensor only.
+    """Allocate a `skeleton`, sharded or not, on ``device`` and copy ``state`` into it. A rank keeps its shard of each tensor only.
+
+    ``state`` has all parameters; missing balance biases are zero.
     """
     model.to_empty(device=device)
     for layer in (module for module in model.modules() if isinstance(module, MoeLayer)):
@@ -361,29 +365,29 @@ def load_state(
 
 
 class Replay:
-    """A `Routing`: recorded experts, in their recorded order, instead of the routers' choice (2510.11370)."""
+    """Routing replay (2510.11370): a `Routing` that returns recorded experts in their recorded order."""
 
     def __init__(self, routes_BTLK: Tensor):
-        """``routes_BTLK``: of any integer type. Where the slots of a top-k begin with −1 the router chooses freely."""
+        """``routes_BTLK``: any integer dtype. A token whose first slot is −1 keeps the router's choice."""
         self.routes_BTLK = routes_BTLK
 
     def __call__(self, row: int, own_BTK: Tensor) -> Tensor:
         B, T, K = own_BTK.shape
         assert self.routes_BTLK.shape[:2] == (B, T) and self.routes_BTLK.shape[3] >= K, (
-            f"routes are {tuple(self.routes_BTLK.shape)}, these tokens choose {tuple(own_BTK.shape)}"
+            f"recorded routes {tuple(self.routes_BTLK.shape)} do not fit choices {tuple(own_BTK.shape)}"
         )
         recorded_BTK = self.routes_BTLK[:, :, row, :K].long()
         return torch.where(recorded_BTK[:, :, :1] < 0, own_BTK, recorded_BTK)
 
 
 class Recorder:
-    """A `Routing`: writes down what the routers choose, or would have chosen where ``inner`` takes others' choices."""
+    """A `Routing` that records the routers' own choices, also where ``inner`` replaces them."""
 
     def __init__(self, config: ModelConfig, ids_BT: Tensor, inner: Routing | None = None):
         num_slots = max((config.top_k, *config.top_k_by_layer))
         shape = (*ids_BT.shape, config.num_moe_layers, num_slots)
         self.own_BTLK = torch.full(shape, -1, dtype=torch.int16, device=ids_BT.device)
-        """As `Replay` takes it; −1 for layers and slots that did not run."""
+        """Routes in the form of `Replay`; −1 for layers and slots that did not run."""
         self._inner = inner
 
     def __call__(self, row: int, own_BTK: Tensor) -> Tensor:

@@ -1,15 +1,15 @@
 """Function-preserving upcycling: each feed-forward network of a dense model becomes experts.
 
-``copy`` (sparse upcycling, 2212.05055): each expert is the whole feed-forward network. Gates that sum to 1 make any choice of
-equal experts that network. ``split`` (MoEfication, 2110.01786): the neurons are cut into equal parts, of which the first ones
-run always (a shared expert) and the others are experts that weigh 1 each. All of them together are that network; fewer are
-less of it, which a router chooses token by token.
+``copy`` (sparse upcycling, 2212.05055): each expert is a copy of the feed-forward network. The gates sum to 1, so any choice of
+equal experts computes that network. ``split`` (MoEfication, 2110.01786): the neurons are divided into equal parts. The first parts
+always run (a shared expert); the others are experts with a weight of 1 each. All parts together compute the dense network; a
+router chooses fewer of them for each token.
 
-A split network's gates are 2·sigmoid(logit), not renormalised: k of them weigh 1 each, where renormalised ones would write
-R/k times as much as was learnt. Its router must say which experts come first and yet weigh all the same, so its logits are tiny:
-their order is all that choosing looks at, and the weights differ from 1 by no more than `ROUTER_SCALE` allows.
+The gates of a split network are 2·sigmoid(logit) without renormalisation, so that each chosen expert has a weight of 1.
+Renormalised gates would scale the output by R/k, for k chosen of R routed experts. The router has to rank experts whose weights are
+equal, so its logits are tiny: only their order matters, and the weights differ from 1 by about `ROUTER_SCALE`.
 
-What a layer's `LayerPlan` holds is found in `stretto.evals.neurons`; weights are made of it one layer at a time.
+`stretto.evals.neurons` computes the `LayerPlan` of a layer; the weights are created from it one layer at a time.
 
 Shape letters: D hidden, W neurons of a dense feed-forward network, I of an expert, E routed experts, F = 2·W or 2·I, B branches.
 """
@@ -31,34 +31,33 @@ from stretto.model.spec import ModelConfig, SubnetChoice
 from stretto.model.transformer import skeleton
 
 FAMILY: Family = "glm4_moe"
-"""Holds the result: the one family with a sigmoid router, a selection bias, routed scaling and optional renormalisation."""
+"""Family of the result: the one with a sigmoid router, a selection bias, routed scaling and optional renormalisation."""
 ROUTER_SCALE = 1e-5
-"""Standard deviation of a split network's router logits. A gate 2·sigmoid(z) is 1 + z/2, so experts differ from their equal
-weights by some 5e-6. Ours are chosen by sigmoids in fp64; software that takes them in fp32, where scores near 1/2 are 3e-8 to 6e-8
-apart, sees about a hundred steps in a deviation."""
+"""Standard deviation of a split network's router logits. A gate 2·sigmoid(z) is about 1 + z/2, so weights deviate from 1 by about
+5e-6. Stretto ranks the sigmoids in fp64. In fp32, as in other software, scores near 1/2 are 3e-8 to 6e-8 apart, so one standard
+deviation has about a hundred distinct values."""
 WIDTH_MULTIPLE = 8
-"""Of an expert's width: `torch.nn.functional.grouped_mm` takes rows of a multiple of 16 bytes, here in bf16."""
-_DEFAULT_SHARED = {"split": 1, "copy": 0}
+"""Divisor of an expert's width: `torch.nn.functional.grouped_mm` needs rows of a multiple of 16 bytes, in bf16."""
 
 
 class Upcycling(Config):
-    """How a dense network becomes experts."""
+    """Settings of upcycling."""
 
     method: Literal["split", "copy"] = "split"
     experts: int = Field(ge=2)
-    """Parts that a feed-forward network is cut into, shared ones among them; or copies that are made of it."""
+    """Number of parts of a feed-forward network, shared ones included (split), or of copies (copy)."""
     top_k: int = Field(ge=1)
-    """Copies that a token chooses; or routed parts that the presets' tokens choose (the full network chooses all)."""
+    """Number of copies that a token chooses, or of routed parts in the presets (the full network chooses all)."""
     shared: int | None = Field(default=None, ge=0)
-    """Parts that every token uses; None: one."""
+    """Number of parts that every token uses; None: one (split) or zero (copy)."""
     noise: float = Field(default=0.0, ge=0, le=1)
-    """Share of each copy's neurons that are drawn anew (drop-upcycling, 2502.19261): the function is then another."""
+    """Share of each copy's neurons that are initialised anew (drop-upcycling, 2502.19261), which changes the function."""
     seed: int = 0
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.method == "copy" and self.shared:
-            raise ValueError("shared: a shared copy would be counted twice; --shared is for --method split")
+            raise ValueError("shared: a shared copy would count twice; --shared is for --method split")
         if self.method == "split" and self.noise:
             raise ValueError(
                 "noise: parts are not copies of each other, so noise would only change the function; --noise is for --method copy"
@@ -73,7 +72,7 @@ class Upcycling(Config):
 
     @property
     def num_shared(self) -> int:
-        return _DEFAULT_SHARED[self.method] if self.shared is None else self.shared
+        return int(self.method == "split") if self.shared is None else self.shared
 
     @property
     def num_routed(self) -> int:
@@ -82,23 +81,23 @@ class Upcycling(Config):
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """What one layer becomes, beside the dense weights themselves; written by `stretto.evals.neurons`.
+    """Assignment of neurons and router of one upcycled layer. Written by `stretto.evals.neurons`.
 
-    Experts are numbered so that their worth falls along the network's expert order.
+    Experts are numbered by falling importance along the network's expert order.
     """
 
     neurons_W: Tensor | None
     """Neurons of the shared parts, then of each expert in turn, int64; None for copies."""
     gate_ED: Tensor
-    """The router."""
+    """Weights of the router."""
     bias_E: Tensor
-    """Its selection bias, fp32: what the order of scores owes to no input."""
+    """Selection bias of the router, fp32: the part of the ranking that does not depend on the input."""
 
 
 def upcycled_config(config: ModelConfig, how: Upcycling) -> ModelConfig:
-    """The network that a dense one becomes.
+    """The configuration of the upcycled network.
 
-    Raises `UserError`: the network is no dense one, its feed-forward width cannot be cut so, or no family can hold the result.
+    Raises UserError: the network is not dense, its feed-forward width cannot be divided so, or no family can express the result.
     """
     if config.num_moe_layers:
         raise UserError(
@@ -109,8 +108,8 @@ def upcycled_config(config: ModelConfig, how: Upcycling) -> ModelConfig:
         able = [num for num in range(2, width // WIDTH_MULTIPLE + 1) if width % (num * WIDTH_MULTIPLE) == 0]
         nearest_3 = sorted(sorted(able, key=lambda num: abs(num - how.experts))[:3])
         raise UserError(
-            f"--experts {how.experts}: does not cut the {width} neurons of a feed-forward network into equal parts of a multiple of "
-            f"{WIDTH_MULTIPLE}, as kernels want; choose {', '.join(map(str, nearest_3)) or '--method copy'}"
+            f"--experts {how.experts}: does not divide the {width} neurons of a feed-forward network into equal parts of a multiple of "
+            f"{WIDTH_MULTIPLE}, which kernels need; choose {', '.join(map(str, nearest_3)) or '--method copy'}"
         )
     result = config.replace(
         dense_layers=(),
@@ -139,12 +138,12 @@ def upcycled_config(config: ModelConfig, how: Upcycling) -> ModelConfig:
     )
     reason = why_not(result, FAMILY)
     if reason is not None:
-        raise UserError(f"--experts: {FAMILY} would hold the result, and cannot: {reason}; serve the network as it is")
+        raise UserError(f"--experts: {FAMILY} cannot express the result: {reason}; serve the dense network instead")
     return result
 
 
 def upcycled_presets(config: ModelConfig, how: Upcycling) -> dict[str, SubnetChoice]:
-    """Sizes to serve and to train: ``half`` computes less, ``corner`` is smaller in every way."""
+    """Presets of the upcycled network: ``half`` computes less, ``corner`` is smaller on every axis."""
     fewer_layers = max(min(config.num_layers, 4), config.num_layers - max(1, config.num_layers // 6))
     if how.method == "split":
         half = SubnetChoice(top_k=how.top_k)
@@ -156,14 +155,14 @@ def upcycled_presets(config: ModelConfig, how: Upcycling) -> dict[str, SubnetCho
 
 
 class UpcycledState(Mapping[str, Tensor]):
-    """The state dict of the upcycled network. One layer's experts exist at a time, made when one of them is asked for."""
+    """The state dict of the upcycled network. The experts of a layer are created on access, those of one layer at a time."""
 
     def __init__(self, config: ModelConfig, how: Upcycling, plans: Sequence[LayerPlan], dense: Mapping[str, Tensor]):
-        """``config`` is `upcycled_config`'s; ``dense`` the dense network's state dict, which may itself read from disk."""
+        """``config``: from `upcycled_config`; ``dense``: the dense network's state dict, which may read from disk on access."""
         assert len(plans) == config.num_layers, f"{len(plans)} plans for {config.num_layers} layers"
         self._config, self._how, self._plans, self._dense = config, how, plans, dense
         self._names = tuple(skeleton(config).state_dict())
-        self._layer, self._made = -1, dict[str, Tensor]()
+        self._layer, self._tensors = -1, dict[str, Tensor]()
 
     def __getitem__(self, name: str) -> Tensor:
         part, _, rest = name.partition(".mlp.")
@@ -172,9 +171,9 @@ class UpcycledState(Mapping[str, Tensor]):
         layer = int(part.removeprefix("blocks."))
         if layer != self._layer:
             gate_up_FD, down_DW = (self._dense[f"{part}.mlp.{each}.weight"] for each in ("gate_up", "down"))
-            self._made = upcycled_layer(self._config, self._how, layer, self._plans[layer], gate_up_FD, down_DW)
+            self._tensors = upcycled_layer(self._config, self._how, layer, self._plans[layer], gate_up_FD, down_DW)
             self._layer = layer
-        return self._made[rest]
+        return self._tensors[rest]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -186,7 +185,7 @@ class UpcycledState(Mapping[str, Tensor]):
 def upcycled_layer(
     config: ModelConfig, how: Upcycling, layer: int, plan: LayerPlan, gate_up_FD: Tensor, down_DW: Tensor
 ) -> dict[str, Tensor]:
-    """Tensors of the `stretto.model.transformer.MoeLayer` that the dense layer becomes, by their name in it."""
+    """State dict of the `stretto.model.transformer.MoeLayer` that replaces a dense layer."""
     bias_BE = plan.bias_E.float().expand(config.num_branches, -1).clone()
     router = {"gate": plan.gate_ED.to(gate_up_FD.dtype), "bias_WE": bias_BE}
     gate_WD, up_WD = gate_up_FD.chunk(2)
@@ -210,8 +209,8 @@ def upcycled_layer(
 
 
 def _copy(gate_up_FD: Tensor, down_DW: Tensor, noise: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """One expert: gate and up [F, D] and down [D, W], a share ``noise`` of the neurons drawn from a normal distribution that has
-    the mean and deviation of what they replace (2502.19261, there the best share is a half).
+    """One expert: gate and up [F, D] and down [D, W]. A share ``noise`` of the neurons is drawn from a normal distribution with the mean
+    and deviation of the values it replaces (2502.19261, which finds a share of one half best).
     """
     width = down_DW.shape[1]
     drawn = torch.randperm(width, generator=generator)[: int(noise * width)].to(down_DW.device)

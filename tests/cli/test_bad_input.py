@@ -30,7 +30,7 @@ from tests.api.conftest import Result, Run, refused
         ("elastic.anchor_share=0.95", ("at most 1",)),
         ("train.seq_len=128", ("max_positions 64",)),
         ("nonsense", ("key.path=value",)),
-        ("model.attention_sinks=true", ("no supported family can hold this network", "has sinks")),
+        ("model.attention_sinks=true", ("no supported family can express this network", "has sinks")),
     ],
 )
 def test_a_bad_recipe_is_refused_before_anything_is_written(

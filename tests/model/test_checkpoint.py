@@ -291,7 +291,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "embedding missing": (drop("model.embed_tokens.weight"), r"embed_tokens\.weight: missing"),
     "unexpected tensor": (
         put("model.safetensors", "model.layers.0.adapter", torch.zeros(1)),
-        r"layers\.0\.adapter: a tensor",
+        r"layers\.0\.adapter: this architecture has no such tensor",
     ),
     "wrong shape": (put("model.safetensors", "model.norm.weight", torch.zeros(3)), r"norm\.weight: shape \[3\]"),
     "wrong dtype": (
@@ -337,7 +337,7 @@ OF_SHARDS: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "missing": (lambda folder, shard: shard.unlink(), r"00002-of-\d+\.safetensors: no such file"),
     "another's": (
         lambda folder, shard: shard.write_bytes(next(folder.glob("model-00001*")).read_bytes()),
-        r"00002-of-\d+\.safetensors: .*: the index says that this file holds it",
+        r"00002-of-\d+\.safetensors: .*: missing, and the index names this file",
     ),
     "of another dtype": (
         lambda folder, shard: edit_tensors(

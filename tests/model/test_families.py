@@ -15,6 +15,7 @@ from bench.common.foreign import draw, old_spelling
 from stretto.base.errors import UserError
 from stretto.model.families import (
     FAMILIES,
+    TABLES,
     Family,
     check_family,
     default_family,
@@ -23,7 +24,6 @@ from stretto.model.families import (
     kept_family,
     parse_family,
     remarks,
-    stored_tied,
     to_hf,
     why_not,
 )
@@ -185,7 +185,7 @@ def described(family: Family, seed: int) -> dict[str, Any]:
 
 
 def as_stored(config: ModelConfig, family: Family) -> ModelConfig:
-    return config.replace(tie_embeddings=stored_tied(config, family))
+    return config.replace(tie_embeddings=TABLES[family].stored_tied(config))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -162,7 +162,7 @@ def refusal(folder: Path, tokenizer: Tokenizer, changes: dict[str, Any]) -> str:
             {"general__architecture": "gemma3"},
             "general.architecture: 'gemma3' is not supported; use a model of one of llama, ",
         ),
-        ({"qwen3moe__logit_scale": 0.5}, "qwen3moe.logit_scale: a setting that qwen3moe is not known to have"),
+        ({"qwen3moe__logit_scale": 0.5}, "qwen3moe.logit_scale: an unknown setting of qwen3moe"),
         ({"qwen3moe__expert_gating_func": 2}, "qwen3moe.expert_gating_func: 2 is not supported; qwen3moe has 1"),
         ({"qwen3moe__rope__dimension_count": 12}, "rope.dimension_count: 12 of 24 channels"),
         ({"qwen3moe__embedding_length": None}, "hidden_size: missing"),
@@ -182,16 +182,16 @@ def test_a_network_that_is_not_known_is_refused(
         ({"tokenizer__ggml__model": "llama"}, "tokenizer.ggml.model: 'llama' is not a byte-level BPE"),
         (
             {"tokenizer__ggml__pre": "viking"},
-            "tokenizer.ggml.pre: 'viking' is a rule of splitting words that is not known",
+            "tokenizer.ggml.pre: 'viking' is not a supported splitting rule",
         ),
         ({"tokenizer__ggml__merges": None}, "tokenizer.ggml.merges: missing"),
-        ({"tokenizer__ggml__merges": ["Q W"]}, "tokenizer.ggml: does not fit together"),
+        ({"tokenizer__ggml__merges": ["Q W"]}, "tokenizer.ggml: the metadata is inconsistent"),
         ({"tokenizer__ggml__eos_token_id": 4000}, "tokenizer.ggml.eos_token_id: missing"),
         ({"tokenizer__ggml__eos_token_id": "end"}, "tokenizer.ggml.eos_token_id: missing"),
         ({"tokenizer__ggml__tokens": [1, 2]}, "tokenizer.ggml.tokens: not a list of str"),
         ({"tokenizer__ggml__token_type": [1, 2]}, "tokenizer.ggml.token_type: 2 of 320 tokens"),
         ({"tokenizer__ggml__merges": "a b"}, "tokenizer.ggml.merges: not a list of str"),
-        ({"tokenizer__chat_template": 3}, "tokenizer.chat_template: not a text"),
+        ({"tokenizer__chat_template": 3}, "tokenizer.chat_template: not a string"),
     ],
 )
 def test_a_tokenizer_that_is_not_known_is_refused_unless_it_lies_beside(
@@ -320,7 +320,7 @@ def test_which_file_a_path_names(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").touch()
     assert gguf_file(tmp_path) == gguf_file(tmp_path / "a.gguf") == tmp_path / "a.gguf"
     (tmp_path / "b.gguf").touch()
-    with pytest.raises(UserError, match=r"holds 2 GGUF files \(a\.gguf, b\.gguf, …\); name one"):
+    with pytest.raises(UserError, match=r"contains 2 GGUF files \(a\.gguf, b\.gguf, …\); name one"):
         gguf_file(tmp_path)
     (tmp_path / "config.json").touch()
     assert gguf_file(tmp_path) is None  # a folder with a config.json is an ordinary checkpoint

@@ -479,5 +479,5 @@ def test_a_record_is_found_by_layer_though_the_subnet_leaves_layers_out() -> Non
 
 def test_routes_of_the_wrong_length_are_refused() -> None:
     model = small_network()
-    with pytest.raises(AssertionError, match=r"routes are \(4, 9, 3, 3\)"):
+    with pytest.raises(AssertionError, match=r"recorded routes \(4, 9, 3, 3\)"):
         model(small_ids(), model.config.full(), context(small_ids(), routing=Replay(random_routes()[:, :-1])))

@@ -158,11 +158,11 @@ def test_sizes_that_come_with_it_lie_inside() -> None:
 @pytest.mark.parametrize(
     ("changes", "how", "message"),
     [
-        ({}, Upcycling(experts=7, top_k=2), r"--experts 7: does not cut the 64 neurons .* choose 2, 4, 8$"),
+        ({}, Upcycling(experts=7, top_k=2), r"--experts 7: does not divide the 64 neurons .* choose 2, 4, 8$"),
         ({"dense_layers": (0,), "num_experts": 4}, SPLIT, r"--experts: the network has 5 MoE layers already"),
-        ({"mlp_bias": True}, SPLIT, r"--experts: glm4_moe would hold the result, and cannot: .*bias"),
-        ({"attention_out_bias": True}, COPY, r"--experts: glm4_moe .* cannot: .*bias"),
-        ({"sliding_layers": (1,), "sliding_window": 8}, SPLIT, r"--experts: glm4_moe .* cannot: .*(sliding|window)"),
+        ({"mlp_bias": True}, SPLIT, r"--experts: glm4_moe cannot express the result: .*bias"),
+        ({"attention_out_bias": True}, COPY, r"--experts: glm4_moe cannot .*: .*bias"),
+        ({"sliding_layers": (1,), "sliding_window": 8}, SPLIT, r"--experts: glm4_moe cannot .*: .*(sliding|window)"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(changes: dict[str, Any], how: Upcycling, message: str) -> None:

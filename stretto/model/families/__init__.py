@@ -1,7 +1,7 @@
-"""Tables of supported architectures, one per family: limits, config.json, tensors.
+"""Supported architectures (families), each described by a table: limits, config.json, tensors.
 
-Facts were read from the modelling files of transformers, vLLM and llama.cpp. Imports no torch, so that a recipe can be
-refused before anything is built.
+The sources are the modelling files of transformers, vLLM and llama.cpp. Does not import torch, so that an invalid recipe is
+rejected quickly.
 """
 
 from __future__ import annotations
@@ -32,21 +32,7 @@ __all__ = [
     "Alias",
     "Family",
     "Stored",
-    "check_family",
-    "default_family",
-    "differing_field",
-    "from_hf",
-    "kept_family",
-    "parse_family",
-    "readable_tensors",
-    "remarks",
-    "stored_experts",
-    "stored_shared_experts",
-    "stored_tensors",
-    "stored_tied",
-    "to_hf",
-    "why_not",
-]
+]  # names of submodules that other modules import from here
 
 TABLES: dict[Family, Table] = {
     table.family: table
@@ -55,13 +41,13 @@ TABLES: dict[Family, Table] = {
         *(LLAMA, MISTRAL, QWEN2, QWEN3, ERNIE),
     )
 }
-"""In this order a default is looked for."""
+"""The order of preference of `default_family`."""
 _OTHER_NAMES: dict[str, Family] = {"kimi_k2": "deepseek_v3"}
-"""Model types of checkpoints that say another name for a family's architecture."""
+"""Further values of ``model_type``, and the family with the same architecture."""
 
 
 def parse_family(name: str, source: str = "--family") -> Family:
-    """``name`` as a family. Raises `UserError`: there is no such family."""
+    """The family called ``name``. Raises `UserError`: there is no such family."""
     if name in TABLES:
         return name
     raise UserError(
@@ -70,12 +56,12 @@ def parse_family(name: str, source: str = "--family") -> Family:
 
 
 _MOST_POSITIONS = 1 << 30
-"""A hundred times what the longest context of any network is."""
+"""Upper bound of ``max_position_embeddings``: a hundred times the longest context of any network."""
 
 
-# --- what a family can hold -------------------------------------------------------------------------------------------
+# --- networks that a family can express ---------------------------------------------------------------------------------
 
-_SAID: dict[str, tuple[str, str]] = {
+_REASONS: dict[str, tuple[str, str]] = {
     "selection_bias": ("its router has a selection bias and {family} has none", ""),
     "router": ("its router is a {value} and {family}'s is a {wanted}",) * 2,
     "router_bias": ("its router has a bias on logits and {family} has none", ""),
@@ -102,12 +88,12 @@ _SAID: dict[str, tuple[str, str]] = {
     "mlp_bias": ("its feed-forward layers have biases and {family}'s have none", ""),
     "clamped_swiglu": ("its SwiGLU is clamped and {family}'s is not", ""),
 }
-"""Fields of `ModelConfig` that a family may lack: what is said of a network that has more than it, and of one that has less."""
+"""Reasons by field of `ModelConfig`: for a network that has a feature which the family lacks, and for the opposite."""
 _OF_EXPERTS = (
     *("router", "selection_bias", "router_bias", "num_shared_experts", "normalize_gates", "routed_scaling"),
     *("expert_groups", "expert_bias", "clamped_swiglu"),
 )
-"""Those that say nothing of a network without experts."""
+"""Fields without meaning for a network without experts."""
 
 
 def why_not(config: ModelConfig, family: Family) -> str | None:
@@ -122,22 +108,22 @@ def why_not(config: ModelConfig, family: Family) -> str | None:
 
 
 def _lacking(config: ModelConfig, table: Table) -> str | None:
-    said = {name for part in table.parts for name in part.ours}
-    said |= {name for names, _ in table.switches.values() for name in names}
+    """The reason for the first field that the family cannot express."""
+    expressible = {name for part in table.parts for name in part.ours}
+    expressible |= {name for names, _ in table.switches.values() for name in names}
     if table.rotary_fraction is not None:
-        said.add("rotary_fraction")
-    for name, (more, less) in _SAID.items():
+        expressible.add("rotary_fraction")
+    for name, (more, less) in _REASONS.items():
         value = getattr(config, name)
         wanted = table.always.get(name, ModelConfig.model_fields[name].default if name != "selection_bias" else False)
-        fits = name in said or value == wanted or (name in OPTIONAL and not value)
-        if fits or (name in _OF_EXPERTS and not config.moe_layers):
-            continue
-        text = more if value else less
-        return text.replace("{value}", str(value)).replace("{wanted}", str(wanted))
+        fits = name in expressible or value == wanted or (name in OPTIONAL and not value)
+        if not fits and (config.moe_layers or name not in _OF_EXPERTS):
+            return (more if value else less).replace("{value}", str(value)).replace("{wanted}", str(wanted))
     return None
 
 
 def _unpaddable(config: ModelConfig, table: Table) -> str | None:
+    """The reason why layers with fewer experts than others cannot be padded."""
     if len(set(config.experts_by_layer)) <= 1:
         return None
     if not table.pads:
@@ -150,7 +136,7 @@ def _unpaddable(config: ModelConfig, table: Table) -> str | None:
 
 
 def _scale(config: ModelConfig, table: Table) -> str | None:
-    """Attention scores are scaled by what config.json implies: no field says it."""
+    """The reason why the scale of attention scores cannot be expressed: config.json has no field for it and implies a value."""
     usual = 1 / math.sqrt(config.head_dim)
     implied = latent_scale(config.head_dim, config.rope_scaling) if table.is_latent else None
     if math.isclose(config.attention_scale or usual, implied or usual, rel_tol=1e-6):
@@ -159,32 +145,33 @@ def _scale(config: ModelConfig, table: Table) -> str | None:
 
 
 def default_family(config: ModelConfig) -> Family:
-    """The first family that expresses ``config``, of those without experts first where it has none. Raises `UserError`:
-    none does; the message carries every family's reason.
+    """The first family that can express ``config``; for dense networks, families without experts come first.
+
+    Raises UserError: no family can; the message has the reason for every family.
     """
     reasons = {family: why_not(config, family) for family in TABLES}
     able = [family for family, reason in reasons.items() if reason is None]
     if able:
         return able[0] if config.moe_layers else min(able, key=lambda family: TABLES[family].has_experts)
-    told = "; ".join(f"{family}: {reason}" for family, reason in reasons.items())
-    raise UserError(f"family: no supported family can hold this network ({told}); change the recipe to suit one")
+    text = "; ".join(f"{family}: {reason}" for family, reason in reasons.items())
+    raise UserError(f"family: no supported family can express this network ({text}); change the recipe")
 
 
 def kept_family(config: ModelConfig, family: Family) -> Family:
-    """``family``, which a network came from, if it can still express ``config``; else its `default_family`."""
+    """``family``, that of the original network, if it can express ``config``; else the `default_family`."""
     return family if why_not(config, family) is None else default_family(config)
 
 
 def check_family(config: ModelConfig, family: Family) -> Family:
-    """Return ``family`` if it can express ``config``. Raises `UserError`: it cannot; the message carries `why_not` and
-    names a family that can, if there is one.
+    """Return ``family`` if it can express ``config``. Raises `UserError`: it cannot; the message has the reason and names the families
+    that can.
     """
     reason = why_not(config, family)
     if reason is None:
         return family
     able = [other for other in FAMILIES if why_not(config, other) is None]
-    remedy = f"use {' or '.join(able)}" if able else "no other supported family can hold it either"
-    raise UserError(f"--family {family}: cannot hold this network: {reason}; {remedy}")
+    remedy = f"use {' or '.join(able)}" if able else "no other supported family can express it either"
+    raise UserError(f"--family {family}: cannot express this network: {reason}; {remedy}")
 
 
 # --- config.json ------------------------------------------------------------------------------------------------------
@@ -196,25 +183,25 @@ _FOREIGN: dict[str, Any] = {
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
 }
-"""Settings of other architectures that some software obeys wherever they stand, and the value that changes nothing."""
+"""Settings of other architectures that some software applies to any model, and their neutral values."""
 
 
 def to_hf(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
-    """The config.json of ``config`` in ``family``, less the tokens' ids; ``dtype`` is torch's name of it (``float32``).
+    """The config.json of ``config`` in ``family``, without token ids; ``dtype``: name in torch (``float32``).
 
-    Names that transformers 4 and 5 spell differently (RoPE, dtype) are written both ways.
+    Fields with different names in transformers 4 and 5 (RoPE, dtype) are written under both.
     """
     assert why_not(config, family) is None, why_not(config, family)
     table = TABLES[family]
     padded = {
-        ("num_experts",): stored_experts(config, family),
-        ("num_shared_experts",): stored_shared_experts(config, family),
+        ("num_experts",): table.stored_experts(config),
+        ("num_shared_experts",): table.stored_shared_experts(config),
     }
-    told: dict[str, Any] = {}
+    family_fields: dict[str, Any] = {}
     for part in table.parts:
         fields = part.write(config)
-        told |= dict.fromkeys(fields, padded[part.ours]) if part.ours in padded else fields
-    on = table.biases(config)
+        family_fields |= dict.fromkeys(fields, padded[part.ours]) if part.ours in padded else fields
+    biases = table.biases(config)
     return {
         "architectures": [table.architecture],
         "model_type": family,
@@ -227,33 +214,34 @@ def to_hf(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "max_position_embeddings": config.max_positions,
-        **told,
-        **{theirs: set(names) <= on for theirs, (names, _) in table.switches.items()},
+        **family_fields,
+        **{theirs: set(names) <= biases for theirs, (names, _) in table.switches.items()},
         **table.fixed,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": stored_tied(config, family),
+        "tie_word_embeddings": table.stored_tied(config),
         **write_rope(config, table),
         "use_cache": True,
     }
 
 
 def from_hf(tree: Mapping[str, Any], source: str) -> tuple[ModelConfig, Family]:
-    """The network that a config.json describes; ``source`` names the file in errors. Raises `UserError`: another
-    architecture, a missing field, or a setting this model does not have.
+    """Configuration and family of the network in a config.json; ``source``: name of the file, for errors.
+
+    Raises UserError: the architecture is not supported, a field is missing, or a setting is not supported.
     """
     reader = Reader(tree, source)
     table = TABLES[_family(reader)]
     _refuse_foreign(reader, table)
     num_heads = reader.whole("num_attention_heads")
-    usual_head = reader.whole("hidden_size") // num_heads  # where nothing is said of it
+    default_head_dim = reader.whole("hidden_size") // num_heads
     fields = {
         "vocab_size": reader.get("vocab_size"),
         "hidden_size": reader.get("hidden_size"),
         "num_layers": reader.num_layers,
         "num_heads": num_heads,
         "num_kv_heads": _null_or(reader, "num_key_value_heads", table.num_kv_heads, num_heads),
-        "head_dim": _null_or(reader, "head_dim", table.head_dim, usual_head),
+        "head_dim": _null_or(reader, "head_dim", table.head_dim, default_head_dim),
         "max_positions": reader.whole("max_position_embeddings", most=_MOST_POSITIONS),
         "norm_eps": reader.get("rms_norm_eps", table.norm_eps),
         "tie_embeddings": reader.get("tie_word_embeddings", table.is_tied),
@@ -275,7 +263,7 @@ def from_hf(tree: Mapping[str, Any], source: str) -> tuple[ModelConfig, Family]:
 
 
 def _null_or(reader: Reader, name: str, default: int | None, derived: int) -> Any:
-    """A size that a null leaves to be ``derived``; where there is not even a null, the family's ``default``."""
+    """The size ``name``: ``derived`` if it is null, the family's ``default`` if the field is missing."""
     value = reader.tree.get(name, default)
     return derived if value is None else value
 
@@ -299,7 +287,7 @@ def _family(reader: Reader) -> Family:
 
 
 def _refuse_foreign(reader: Reader, table: Table) -> None:
-    """Raises `UserError`: a class, an activation or a setting that the family's own code does not have or we do not."""
+    """Raises `UserError`: a class, an activation or a setting that is not supported for the family."""
     classes = reader.get("architectures", [table.architecture])
     classes = classes if isinstance(classes, list) else [classes]
     if [str(name).replace("_", "").lower() for name in classes] != [table.architecture.replace("_", "").lower()]:
@@ -314,18 +302,18 @@ def _refuse_foreign(reader: Reader, table: Table) -> None:
 
 
 def remarks(tree: Mapping[str, Any]) -> list[str]:
-    """What of a config.json that `from_hf` reads is not obeyed or left out, a line each."""
-    told = []
+    """Settings of a config.json that `from_hf` ignores, one line each."""
+    lines = []
     if tree.get("auto_map"):
-        told.append(f"auto_map: names code to be run, which is never run; read as model_type {tree.get('model_type')}")
+        lines.append(f"auto_map: names code to be run, which is never run; read as model_type {tree.get('model_type')}")
     layers = tree.get("num_nextn_predict_layers") or tree.get("num_mtp_layers") or 0
     if isinstance(layers, int) and layers > 0:
-        told.append(f"num_nextn_predict_layers: {layers} layers for predicting further tokens are left out")
-    return told
+        lines.append(f"num_nextn_predict_layers: {layers} layers of multi-token prediction are left out")
+    return lines
 
 
 def differing_field(written: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
-    """The first field, of those that describe the network, in which two config.json of one family differ."""
+    """Name of the first field of the network in which two config.json of one family differ; None: they agree."""
     for name, value in expected.items():
         if name.endswith("dtype") or name in ("architectures", "use_cache"):
             continue
@@ -345,22 +333,7 @@ def stored_tensors(config: ModelConfig, family: Family) -> Iterator[Stored]:
 
 
 def readable_tensors(config: ModelConfig, family: Family) -> Iterator[Stored]:
-    """`stored_tensors`, and a tied head that other software may have stored all the same."""
+    """`stored_tensors`, and a copy of a tied head, which other software may have stored."""
     yield from stored_tensors(config, family)
-    if stored_tied(config, family):
+    if TABLES[family].stored_tied(config):
         yield tensors.tied_head(config)
-
-
-def stored_experts(config: ModelConfig, family: Family) -> int:
-    """Experts a layer has on disk: the most any layer has, or the least that the family allows."""
-    return tensors.stored_experts(config, TABLES[family])
-
-
-def stored_shared_experts(config: ModelConfig, family: Family) -> int:
-    """Shared experts on disk: all zeros where the network has none and the family demands some."""
-    return tensors.stored_shared_experts(config, TABLES[family])
-
-
-def stored_tied(config: ModelConfig, family: Family) -> bool:
-    """Whether the head is left out on disk. Where engines tie none, whatever config.json says, a second copy is stored."""
-    return tensors.stored_tied(config, TABLES[family])

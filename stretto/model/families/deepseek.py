@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and its relatives (Kimi K2, Moonlight); GLM 4.7 Flash, whose dense layers may lie anywhere."""
+"""DeepSeek-V3 and models of the same architecture (Kimi K2, Moonlight); GLM 4.7 Flash, in which any layer may be dense."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _latent(query_rank: int) -> Part:
             "qk_rope_head_dim": latent.rope_dim,
             "qk_nope_head_dim": config.head_dim - latent.rope_dim,
             "v_head_dim": latent.value_dim,
-            "head_dim": latent.rope_dim,  # what transformers rotates
+            "head_dim": latent.rope_dim,  # the rotated width, in transformers
         }
 
     def why_not(config: ModelConfig) -> str | None:
@@ -93,7 +93,7 @@ DEEPSEEK = Table(
     ),
     always={"router": "sigmoid", "selection_bias": True},
     switches={"attention_bias": (("attention_bias", "attention_out_bias"), False)},
-    # but for the first, fields of DeepSeek's own code and of engines; transformers takes them for granted
+    # transformers has the first field only; DeepSeek's code and engines have the others
     fixed={"rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     norm_eps=1e-6,
     engines_tie=False,

@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense and MoE: RoPE rotates neighbouring channels, and one switch gives every projection a bias."""
+"""ERNIE 4.5, dense and MoE: RoPE pairs neighbouring channels, and one field switches on the biases of all projections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stretto.model.spec import ModelConfig
 
 
 def moe_interval(config: ModelConfig) -> tuple[int, int, int] | None:
-    """First and last MoE layer and the interval between, if ERNIE's rule gives exactly ``config.moe_layers``."""
+    """First MoE layer, last MoE layer and interval for which ERNIE's rule gives ``config.moe_layers``; None: there are none."""
     if not config.moe_layers:
         return None
     start, end = config.moe_layers[0], config.moe_layers[-1]
@@ -22,7 +22,7 @@ def moe_interval(config: ModelConfig) -> tuple[int, int, int] | None:
 
 
 def _moe_layers(start: int, end: int, interval: int, num_layers: int) -> tuple[int, ...]:
-    """ERNIE's rule for which layers are MoE layers; an ``end`` of −1 is the last layer."""
+    """The MoE layers by ERNIE's rule; an ``end`` of −1 is the last layer."""
     last = num_layers - 1 if end == -1 else end
     return tuple(layer for layer in range(num_layers) if start <= layer <= last and (layer + 1) % interval == 0)
 
@@ -44,7 +44,7 @@ def _dense_fields(config: ModelConfig) -> dict[str, Any]:
 def _why_not(config: ModelConfig) -> str | None:
     if moe_interval(config) is not None:
         return None
-    return f"its MoE layers {config.moe_layers} do not lie at a fixed interval from a first to a last, as {{family}}'s must"
+    return f"its MoE layers {config.moe_layers} do not have a fixed interval, as {{family}}'s must"
 
 
 ERNIE = Table(

@@ -1,4 +1,4 @@
-"""GLM 4.5 and later: a sigmoid router with a selection bias, by which layers with fewer experts are padded exactly."""
+"""GLM 4.5 and later: a sigmoid router with a selection bias, so that layers with fewer experts can be padded exactly."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ GLM_MOE = Table(
     rotary_fraction=0.5,
     engines_tie=False,
     pads=True,
-    min_experts=2,  # group routing looks at the two best experts of a group, here as in vLLM
-    min_shared_experts=1,  # llama.cpp insists
+    min_experts=2,  # group routing in transformers and vLLM uses the two best experts of a group
+    min_shared_experts=1,  # required by llama.cpp
 )

@@ -19,12 +19,8 @@ from stretto.model.spec import ClampedSwiGlu, ModelConfig
 
 def _clamped() -> Part:
     def read(reader: Reader) -> dict[str, Any]:
-        return {
-            "clamped_swiglu": {
-                "alpha": reader.get("swiglu_alpha", 1.702),
-                "limit": reader.get("swiglu_limit", 7.0),
-            }
-        }
+        clamped = {"alpha": reader.get("swiglu_alpha", 1.702), "limit": reader.get("swiglu_limit", 7.0)}
+        return {"clamped_swiglu": clamped}
 
     def write(config: ModelConfig) -> dict[str, Any]:
         swiglu = config.clamped_swiglu or ClampedSwiGlu()

@@ -1,4 +1,4 @@
-"""LLaMA and its relatives; Mistral, which adds a sliding window and has no biases."""
+"""LLaMA; Mistral, which has a sliding window and no biases."""
 
 from __future__ import annotations
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 from stretto.model.families.table import (
     MoeNames,
-    Part,
-    Reader,
     Table,
     all_experts,
     no_windows,
@@ -39,19 +37,10 @@ MIXTRAL = Table(
 )
 
 
-def _clip() -> Part:
-    """Beside it, what OLMoE's norms imply: heads that fill the hidden size."""
-
-    def why_not(config: ModelConfig) -> str | None:
-        if config.head_dim * config.num_heads == config.hidden_size:
-            return None
-        return f"its {config.num_heads} heads of {config.head_dim} do not make up the hidden size, as {{family}}'s must"
-
-    return Part(("qkv_clip",), _read_clip, lambda config: {"clip_qkv": config.qkv_clip}, why_not)
-
-
-def _read_clip(reader: Reader) -> dict[str, Any]:
-    return {"qkv_clip": reader.get("clip_qkv", None)}
+def _why_not(config: ModelConfig) -> str | None:
+    if config.head_dim * config.num_heads == config.hidden_size:
+        return None
+    return f"its {config.num_heads} heads of {config.head_dim} do not make up the hidden size, as {{family}}'s must"
 
 
 OLMOE = Table(
@@ -60,7 +49,7 @@ OLMOE = Table(
     parts=(
         all_experts(),
         no_windows(),
-        _clip(),
+        replace(plain("clip_qkv", "qkv_clip", None), why_not=_why_not),
         num_experts("num_experts|num_local_experts"),
         plain("num_experts_per_tok", "top_k"),
         plain("norm_topk_prob", "normalize_gates", False),

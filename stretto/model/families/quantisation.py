@@ -1,4 +1,4 @@
-"""Quantised formats that can be read, by their settings in config.json. No torch; `stretto.model.quantised` computes."""
+"""Supported quantisations and their settings in config.json. Does not import torch; `stretto.model.quantised` dequantises."""
 
 from __future__ import annotations
 
@@ -11,40 +11,38 @@ from stretto.base.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """How weights were quantised; each tensor of it has another one beside it that holds its scales."""
+    """Format of quantised weights. The scales of a tensor are another tensor."""
 
     scales: str
-    """What the name of the scales adds to that of the weights; for MXFP4 to the name without ``_blocks``."""
+    """Suffix that is added to the name of a tensor (for MXFP4, without ``_blocks``) for that of its scales."""
     block: tuple[int, int] | None = None
-    """Rows and columns that share a scale; None: a whole tensor, or each row, as the scales' shape says."""
+    """Numbers of rows and columns that share a scale; None: the whole tensor or each row, depending on the shape of the scales."""
     is_mxfp4: bool = False
 
 
 def quantisation(tree: Mapping[str, Any], source: str) -> Quantisation | None:
-    """What the config.json ``tree`` says; None for weights that are not quantised. Raises `UserError`: a method, or a form
-    of it, that cannot be read.
-    """
-    told = tree.get("quantization_config") or tree.get("compression_config")
-    if not told:
+    """The quantisation in the config.json ``tree``; None: weights are not quantised. Raises `UserError`: it is not supported."""
+    settings = tree.get("quantization_config") or tree.get("compression_config")
+    if not settings:
         return None
-    method = told.get("quant_method") if isinstance(told, Mapping) else told
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
     if method == "mxfp4":
         return Quantisation("_scales", is_mxfp4=True)
     if method == "fp8":
-        block = told.get("weight_block_size", (128, 128))
+        block = settings.get("weight_block_size", (128, 128))
         return Quantisation("_scale_inv", None if block is None else _block(block, source))
-    if method == "compressed-tensors" and told.get("format") == "float-quantized":
-        return _compressed(told, source)
-    form = f" ({told['format']})" if isinstance(told, Mapping) and "format" in told else ""
+    if method == "compressed-tensors" and settings.get("format") == "float-quantized":
+        return _compressed(settings, source)
+    form = f" ({settings['format']})" if isinstance(settings, Mapping) and "format" in settings else ""
     raise UserError(
         f"{source}: quantization_config: quant_method {method!r}{form} cannot be read, only fp8, mxfp4 and compressed-tensors"
         " of FP8; use the bf16 checkpoint"
     )
 
 
-def _compressed(told: Mapping[str, Any], source: str) -> Quantisation:
+def _compressed(settings: Mapping[str, Any], source: str) -> Quantisation:
     blocks = set()
-    for name, group in (told.get("config_groups") or {}).items():
+    for name, group in (settings.get("config_groups") or {}).items():
         weights = group.get("weights") or {}
         if weights.get("type") != "float" or weights.get("num_bits") != 8:
             raise UserError(
@@ -53,7 +51,9 @@ def _compressed(told: Mapping[str, Any], source: str) -> Quantisation:
             )
         blocks.add(_block(weights["block_structure"], source) if weights.get("strategy") == "block" else None)
     if len(blocks) != 1:
-        raise UserError(f"{source}: quantization_config.config_groups: one kind of scales is read, these are {blocks}")
+        raise UserError(
+            f"{source}: quantization_config.config_groups: {len(blocks)} kinds of scales are not supported, only one; use the bf16 checkpoint"
+        )
     return Quantisation("_scale", blocks.pop())
 
 

@@ -1,4 +1,4 @@
-"""RoPE settings of a config.json, in the form of transformers 5 (``rope_parameters``) and in the older one (``rope_theta``)."""
+"""RoPE settings of a config.json, in the forms of transformers 5 (``rope_parameters``) and 4 (``rope_theta``, ``rope_scaling``)."""
 
 from __future__ import annotations
 
@@ -9,35 +9,30 @@ from typing import Any
 from stretto.model.families.table import Reader, Table
 from stretto.model.spec import ModelConfig, RopeScaling, yarn_mscale
 
-_KEYS: dict[str, dict[str, str]] = {
-    "default": {},
-    "linear": {"factor": "factor"},
-    "dynamic": {"factor": "factor"},
-    "llama3": {
-        "factor": "factor",
-        "original_max_position_embeddings": "original_positions",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-    },
-    "yarn": {
-        "factor": "factor",
-        "original_max_position_embeddings": "original_positions",
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-        "truncate": "truncate",
-        "attention_factor": "attention_factor",
-        "mscale": "mscale",
-        "mscale_all_dim": "mscale_all_dim",
-    },
+_ORIGINAL = "original_max_position_embeddings"
+_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        *("factor", _ORIGINAL, "beta_fast", "beta_slow", "truncate"),
+        *("attention_factor", "mscale", "mscale_all_dim"),
+    ),
 }
-"""Of each kind: our name by theirs."""
-_ANYWHERE = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
+"""Settings of each kind. All but `_ORIGINAL` have the same names in `RopeScaling`."""
+_ALLOWED = {"rope_type", "type", "rope_theta", "partial_rotary_factor", _ORIGINAL}
+"""Settings that every kind may have."""
+
+
+def _ours(key: str) -> str:
+    return "original_positions" if key == _ORIGINAL else key
 
 
 def read_rope(reader: Reader, table: Table) -> dict[str, Any]:
-    """Fields of `ModelConfig`. Raises `UserError`: a kind that is not supported, or a key that this kind does not have."""
+    """RoPE fields of `ModelConfig`. Raises `UserError`: an unsupported kind, or a key that this kind does not have."""
     tree = reader.tree
-    name = "rope_scaling" if tree.get("rope_scaling") else "rope_parameters"  # the former wins in transformers, too
+    name = "rope_scaling" if tree.get("rope_scaling") else "rope_parameters"  # the precedence of transformers
     rope = tree.get(name)
     if rope is None:
         rope = table.rope
@@ -49,7 +44,7 @@ def read_rope(reader: Reader, table: Table) -> dict[str, Any]:
     if not isinstance(kind, str) or kind not in _KEYS:
         raise reader.problem(f"{name}.rope_type", f"{kind!r} is not supported; use {', '.join(_KEYS)}")
     for key, value in rope.items():
-        if key not in _ANYWHERE and key not in _KEYS[kind] and value is not None:
+        if key not in _ALLOWED and key not in _KEYS[kind] and value is not None:
             raise reader.problem(f"{name}.{key}", f"{kind!r} RoPE has no such setting")
     present = {key: value for key, value in rope.items() if value is not None}
     return {
@@ -62,18 +57,18 @@ def read_rope(reader: Reader, table: Table) -> dict[str, Any]:
 def _scaling(reader: Reader, name: str, kind: str, rope: Mapping[str, Any]) -> dict[str, Any] | None:
     if kind == "default":
         return None
-    scaling = {ours: rope[theirs] for theirs, ours in _KEYS[kind].items() if theirs in rope}
-    if "original_positions" in _KEYS[kind].values():
+    scaling = {_ours(key): rope[key] for key in _KEYS[kind] if key in rope}
+    if _ORIGINAL in _KEYS[kind]:
         longest = reader.whole("max_position_embeddings")
-        inside = Reader(rope, reader.source).whole("original_max_position_embeddings", longest)
-        scaling["original_positions"] = reader.whole("original_max_position_embeddings", inside)
+        inner = Reader(rope, reader.source).whole(_ORIGINAL, longest)
+        scaling["original_positions"] = reader.whole(_ORIGINAL, inner)
         if kind == "yarn" and "factor" not in scaling:
             scaling["factor"] = longest / scaling["original_positions"]
     needed = {"factor"} | ({"low_freq_factor", "high_freq_factor"} if kind == "llama3" else set())
     for key in sorted(needed - scaling.keys()):
         raise reader.problem(f"{name}.{key}", f"missing, and {kind!r} RoPE needs it; the file is incomplete")
     for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
-        if scaling.get(key) == 0:  # transformers takes it for none
+        if scaling.get(key) == 0:  # None in transformers
             del scaling[key]
     return {"kind": kind, **scaling}
 
@@ -89,14 +84,14 @@ def _rotary_fraction(reader: Reader, table: Table, rope: Mapping[str, Any]) -> f
 
 
 def write_rope(config: ModelConfig, table: Table) -> dict[str, Any]:
-    """What config.json says of RoPE, in both spellings."""
+    """RoPE fields of config.json, in both forms."""
     scaling = config.rope_scaling
     rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": scaling.kind if scaling else "default"}
     if table.rotary_fraction is not None:
         rope["partial_rotary_factor"] = config.rotary_fraction
     if scaling is not None:
-        told = {theirs: getattr(scaling, ours) for theirs, ours in _KEYS[scaling.kind].items()}
-        rope |= {key: value for key, value in told.items() if value is not None}
+        settings = {key: getattr(scaling, _ours(key)) for key in _KEYS[scaling.kind]}
+        rope |= {key: value for key, value in settings.items() if value is not None}
     fields = {"rope_theta": config.rope_theta, "rope_parameters": rope}
     if table.rotary_fraction is not None:
         fields["partial_rotary_factor"] = config.rotary_fraction
@@ -104,8 +99,8 @@ def write_rope(config: ModelConfig, table: Table) -> dict[str, Any]:
 
 
 def latent_scale(head_dim: int, scaling: RopeScaling | None) -> float | None:
-    """What latent attention multiplies its scores by (None: 1/√``head_dim``): the square of yarn's ``mscale_all_dim`` factor is
-    part of it, in transformers as in DeepSeek's own code.
+    """Scale of the attention scores of MLA; None: 1/√``head_dim``. It includes the square of yarn's ``mscale_all_dim`` factor, in
+    transformers and in DeepSeek's code.
     """
     if scaling is None or not scaling.mscale_all_dim or scaling.factor <= 1:
         return None

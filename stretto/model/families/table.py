@@ -1,6 +1,6 @@
-"""Parts of a family's table: how config.json describes a network, and what it cannot describe.
+"""The table of a family and its parts: which networks config.json can express, and how.
 
-Names and defaults are those of transformers' configuration classes, facts those of its modelling files.
+Names and defaults are those of transformers' configuration classes; other facts are from its modelling files.
 """
 
 from __future__ import annotations
@@ -31,20 +31,22 @@ Family = Literal[
 FAMILIES: tuple[Family, ...] = get_args(Family)
 
 NEEDED: Any = object()
-"""Instead of a default."""
+"""Marks a field without default."""
 _MOST = 10_000
-"""Layers or experts, more than any network has: a table of them is made before anything is checked."""
+"""Upper bound of layers and experts, because lists of them are created before other checks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A config.json and its name."""
+    """Reader of the fields of a config.json; ``source`` is its name in errors."""
 
     tree: Mapping[str, Any]
     source: str
 
     def get(self, names: str, default: Any = NEEDED) -> Any:
-        """The value of the first of ``names`` (between bars) that is there and not null."""
+        """The value of the first of ``names`` (separated by bars) that is not missing or null. Raises `UserError`: there is none, nor a
+        default.
+        """
         first, *others = names.split("|")
         for name in (first, *others):
             if self.tree.get(name) is not None:
@@ -54,7 +56,9 @@ class Reader:
         return default
 
     def whole(self, name: str, default: Any = NEEDED, least: int = 1, most: int | None = None) -> int:
-        """`get`, and a whole number from ``least`` to ``most``: for fields that are computed with."""
+        """An integer field from ``least`` to ``most``, for fields that are used before pydantic validates them. Raises `UserError`: the
+        value is not such a number.
+        """
         value = self.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least or (most and value > most):
             bounds = f"from {least} " + (f"to {most}" if most else "up")
@@ -75,71 +79,76 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some of a network, as a family's config.json has it."""
+    """One aspect of a network and its fields in a family's config.json."""
 
     ours: tuple[str, ...]
     """Fields of `ModelConfig`."""
     read: Callable[[Reader], Mapping[str, Any]]
-    """Values by our names."""
+    """Function from config.json to values by field of `ModelConfig`."""
     write: Callable[[ModelConfig], Mapping[str, Any]]
-    """Values by theirs."""
+    """Function from the configuration to values by field of config.json."""
     why_not: Callable[[ModelConfig], str | None] = lambda config: None
-    """Why the family cannot say it, in one sentence in which {family} stands for the family's name."""
+    """The reason why the family cannot express a configuration, one sentence in which {family} stands for the family's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoeNames:
-    """Where the tensors of an MoE layer lie on disk, below ``model.layers.N.``."""
+    """Names on disk of the tensors of an MoE layer, below ``model.layers.N.``."""
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     router_aliases: tuple[str, ...] = ()
-    """Where other software keeps it, as ``bias_aliases``."""
+    """Names of the router in other software."""
     bias: str = "mlp.gate.e_score_correction_bias"
-    """Of the selection."""
+    """Selection bias."""
     bias_shape: tuple[int, ...] = ()
-    """Dims before the experts'."""
+    """Dimensions before that of the experts."""
     bias_aliases: tuple[str, ...] = ()
+    """Names of the selection bias in other software."""
     is_fused: bool = False
-    """All experts of a layer are one tensor, transposed, with gate and up rows alternating (gpt-oss)."""
+    """Whether all experts of a layer are one tensor, transposed, with alternating gate and up rows (gpt-oss)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One family."""
+    """Description of a family. "Default" below means: the value if config.json does not have the field."""
 
     family: Family
     architecture: str
-    """transformers' class."""
+    """Class in transformers."""
     parts: tuple[Part, ...]
     always: Mapping[str, Any] = field(default_factory=dict)
-    """By our name: what holds for every network of the family."""
+    """Values of `ModelConfig` that all networks of the family have."""
     switches: Mapping[str, tuple[tuple[str, ...], bool]] = field(default_factory=dict)
-    """By their name: the biases of ours that a true stands for, and what holds where config.json does not say."""
+    """Boolean fields of config.json: the biases of `ModelConfig` that the field switches on, and its default."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """By their name: the one value that is supported, and what holds where config.json does not say."""
+    """Fields of config.json with a single supported value, which is also the default."""
     num_kv_heads: int | None = None
-    """Where config.json does not say, as all that follow down to ``is_tied``. None: as many as query heads."""
+    """Default; None: the number of query heads."""
     head_dim: int | None = None
-    """None: the hidden size over the heads."""
+    """Default; None: the hidden size divided by the number of heads."""
     norm_eps: float = 1e-5
+    """Default."""
     rope_theta: float = 10_000.0
+    """Default."""
     rope: Mapping[str, Any] = field(default_factory=dict)
+    """Default of the RoPE settings."""
     rotary_fraction: float | None = None
-    """None: all of a head is always rotated."""
+    """Default; None: all channels of a head are always rotated."""
     is_tied: bool = False
+    """Default of ``tie_word_embeddings``."""
     engines_tie: bool = True
-    """Whether vLLM and SGLang tie a head; if not, it is stored twice and declared untied."""
+    """Whether vLLM and SGLang support tied heads; if not, the head is stored as a copy and declared untied."""
     pads: bool = False
-    """Whether layers may have more experts on disk than they use, held back by a bias."""
+    """Whether layers can be padded with experts that a bias prevents from being chosen."""
     min_experts: int = 1
     min_shared_experts: int = 0
     pairs_neighbours: bool = False
-    """Whether neighbouring channels are rotated together on disk."""
+    """Whether rotated channels are paired as neighbours on disk (else as halves)."""
     moe: MoeNames = MoeNames()
     head_bias: str | None = None
-    """The switch that gives the head a bias, of which we have none."""
+    """Field of config.json that switches on a bias of the head, which is always zero here."""
 
     @property
     def has_experts(self) -> bool:
@@ -150,26 +159,38 @@ class Table:
         return any("latent" in part.ours for part in self.parts)
 
     def biases(self, config: ModelConfig) -> frozenset[str]:
-        """Biases and the like, by our name, that checkpoints of ``config`` have on disk: also those it lacks itself."""
+        """Optional tensors (fields of `ModelConfig`) that a checkpoint of ``config`` has on disk, including those that the network lacks."""
         on = {name for name in OPTIONAL if self.always.get(name)}
         for names, _ in self.switches.values():
             if any(getattr(config, name) for name in names):
                 on |= set(names)
         return frozenset(on)
 
+    def stored_experts(self, config: ModelConfig) -> int:
+        """Experts per layer on disk: the largest number of any layer, but at least the minimum of the family."""
+        return max(self.min_experts, *(config.experts_by_layer or (config.num_experts,)))
+
+    def stored_shared_experts(self, config: ModelConfig) -> int:
+        """Shared experts on disk; they are zero if the family needs some and the network has none."""
+        return max(self.min_shared_experts, config.num_shared_experts)
+
+    def stored_tied(self, config: ModelConfig) -> bool:
+        """Whether the head is tied on disk too. If not, a tied head is stored as a copy of the embedding."""
+        return config.tie_embeddings and self.engines_tie
+
 
 OPTIONAL = (
     *("attention_bias", "attention_out_bias", "mlp_bias", "attention_sinks"),
     *("selection_bias", "router_bias", "expert_bias"),
 )
-"""What a family may demand of a network that has none: there is a value that changes nothing."""
+"""Features that a family may require of a network that lacks them, because they have a neutral value."""
 
 
-# --- parts that several families have ---------------------------------------------------------------------------------
+# --- parts that several families use ----------------------------------------------------------------------------------
 
 
 def plain(theirs: str, ours: str, default: Any = NEEDED) -> Part:
-    """A field with another name (other spellings behind a bar), and its value where config.json does not say."""
+    """A field with another name in config.json (alternatives after a bar) and its default."""
     return Part(
         (ours,),
         lambda reader: {ours: reader.get(theirs, default)},
@@ -182,7 +203,7 @@ def num_experts(theirs: str) -> Part:
 
 
 def all_dense() -> Part:
-    """Families without experts. The ones that a `ModelConfig` must name are never built."""
+    """Families without experts. The experts in the resulting `ModelConfig` are never built."""
 
     def read(reader: Reader) -> dict[str, Any]:
         width = reader.get("intermediate_size")
@@ -208,7 +229,7 @@ def all_dense() -> Part:
 
 
 def all_experts() -> Part:
-    """Families without dense layers, whose ``intermediate_size`` is an expert's."""
+    """Families without dense layers, whose ``intermediate_size`` is that of an expert."""
 
     def why_not(config: ModelConfig) -> str | None:
         return f"its layers {config.dense_layers} are dense and {{family}} has none" if config.dense_layers else None
@@ -226,7 +247,9 @@ def some_dense(
     write: Callable[[ModelConfig], Mapping[str, Any]],
     why_not: Callable[[ModelConfig], str | None] = lambda config: None,
 ) -> Part:
-    """Families of both kinds of layers, whose ``intermediate_size`` is that of the dense ones; how they are told apart."""
+    """Families with dense and MoE layers. ``dense_layers`` reads which layers are dense, ``write`` writes it; ``intermediate_size`` is that
+    of dense layers.
+    """
 
     def read(reader: Reader) -> dict[str, Any]:
         dense = tuple(dense_layers(reader))
@@ -247,6 +270,8 @@ def some_dense(
 
 
 def leading_dense(default: int) -> Part:
+    """Families whose first layers are dense."""
+
     def why_not(config: ModelConfig) -> str | None:
         if config.dense_layers == tuple(range(len(config.dense_layers))):
             return None
@@ -256,7 +281,7 @@ def leading_dense(default: int) -> Part:
         lambda reader: range(min(reader.whole("first_k_dense_replace", default, least=0), reader.num_layers)),
         lambda config: {
             "first_k_dense_replace": len(config.dense_layers),
-            "num_nextn_predict_layers": 0,  # engines would look for them
+            "num_nextn_predict_layers": 0,  # otherwise engines load such layers
         },
         why_not,
     )
@@ -266,7 +291,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def no_windows() -> Part:
-    """Families whose queries see everything, whatever config.json says of windows: better refused than read so."""
+    """Families without sliding windows. A window in config.json is an error: the family's code ignores it."""
 
     def read(reader: Reader) -> dict[str, Any]:
         longest = reader.whole("max_position_embeddings")
@@ -280,7 +305,7 @@ def no_windows() -> Part:
 
 
 def one_window(default: int | None, switch: str | None = None) -> Part:
-    """Families with a sliding window in all layers or in none; ``switch`` must be true for it to count."""
+    """Families with a sliding window in all layers or in none; ``switch``: boolean field that must be true for a window."""
 
     def read(reader: Reader) -> dict[str, Any]:
         window = reader.tree.get("sliding_window", default)
@@ -292,8 +317,8 @@ def one_window(default: int | None, switch: str | None = None) -> Part:
         return {"sliding_window": window, "sliding_layers": tuple(range(reader.num_layers))}
 
     def write(config: ModelConfig) -> dict[str, Any]:
-        told = {} if switch is None else {switch: bool(config.sliding_layers)}
-        return told | {"sliding_window": config.sliding_window if config.sliding_layers else None}
+        fields = {} if switch is None else {switch: bool(config.sliding_layers)}
+        return fields | {"sliding_window": config.sliding_window if config.sliding_layers else None}
 
     def why_not(config: ModelConfig) -> str | None:
         if len(config.sliding_layers) in (0, config.num_layers):
@@ -304,7 +329,7 @@ def one_window(default: int | None, switch: str | None = None) -> Part:
 
 
 def _layer_types(reader: Reader, known: set[str]) -> list[str] | None:
-    """What config.json says of each layer, if it does. Raises `UserError`: a kind that is not in ``known``."""
+    """The kind of attention of each layer in config.json; None: not given. Raises `UserError`: a kind that is not in ``known``."""
     kinds = reader.get("layer_types", None)
     if kinds is None:
         return None
@@ -320,8 +345,12 @@ def _layer_types(reader: Reader, known: set[str]) -> list[str] | None:
 def windows_by_layer(
     default: int, is_sliding: Callable[[Reader, int], bool], switch: str | None, extra: Callable[[int], dict[str, Any]]
 ) -> Part:
-    """Families with a sliding window in some layers, named by ``layer_types`` or else by ``is_sliding``. Only transformers
-    reads ``layer_types``: ``extra`` is what else is written for so many layers.
+    """Families with a sliding window in some layers: those of ``layer_types``, or else those for which ``is_sliding`` is true.
+
+    Args:
+        default: default of ``sliding_window``.
+        switch: boolean field that must be true for a window.
+        extra: fields to write for a number of layers, for engines that do not read ``layer_types``.
     """
 
     def read(reader: Reader) -> dict[str, Any]:
@@ -341,16 +370,16 @@ def windows_by_layer(
 
     def write(config: ModelConfig) -> dict[str, Any]:
         slides = bool(config.sliding_layers)
-        told = {} if switch is None else {switch: slides}
-        absent = default if switch is None else None
+        fields = {} if switch is None else {switch: slides}
         kinds = [_SLIDING if layer in config.sliding_layers else _FULL for layer in range(config.num_layers)]
-        window = config.sliding_window if slides else absent
-        return {**told, **extra(config.num_layers), "sliding_window": window, "layer_types": kinds}
+        window = config.sliding_window if slides else default if switch is None else None
+        return {**fields, **extra(config.num_layers), "sliding_window": window, "layer_types": kinds}
 
     return Part(("sliding_layers",), read, write)
 
 
 def groups(num_groups: int, top_groups: int) -> Part:
+    """Groups of experts, and their defaults."""
     return Part(
         ("expert_groups", "top_groups"),
         lambda reader: {

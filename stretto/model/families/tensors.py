@@ -1,8 +1,8 @@
 """Tensors of a checkpoint: names and shapes on disk, and their places in our state dict.
 
-On disk every expert and every projection is a tensor of its own; in memory q, k and v are one matrix, gate and up are
-one matrix, and a layer's experts are stacked. Some families rotate neighbouring channels where we rotate halves, so their
-query and key rows change places on the way.
+On disk every expert and every projection is a tensor; in memory q, k and v are one matrix, gate and up are one matrix, and the experts
+of a layer are stacked. Some families pair neighbouring channels for rotation instead of halves, so their query and key rows are
+permuted.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from stretto.model.families.table import Table
 from stretto.model.spec import ModelConfig
 
 NEVER_CHOSEN = -1e4
-"""Bias of a padding expert, and of a sink that takes nothing: below any score plus any trained bias, and finite in fp16."""
+"""Bias of a padding expert, and neutral value of an attention sink: below any score plus any trained bias, and finite in fp16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """Another place where software keeps a stored tensor."""
+    """Another name under which software stores a tensor, alone or as a part of a larger one."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor of that name."""
+    """Shape of the tensor of that name."""
     part: tuple[int | slice, ...] = ()
-    """Where in it."""
+    """Index of the part; empty: the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,42 +35,27 @@ class Stored:
     name: str
     shape: tuple[int, ...]
     ours: str | None
-    """Name in our state dict; None for a constant, which has no place there."""
+    """Name in our state dict; None for a constant, which is not in it."""
     part: tuple[int | slice, ...] = ()
-    """Where in ours."""
+    """Index in our tensor; empty: the whole tensor."""
     neighbours_of: int = 0
-    """Width of a group of rows (a head) that pair neighbours on disk and halves in memory; 0 where the order is the same."""
+    """Number of rows of a group (a head) whose rotated rows are neighbours on disk and halves in memory; 0: the same order."""
     neighbours_from: int = 0
-    """First row of each group that does so."""
+    """First rotated row of each group."""
     is_stacked: bool = False
-    """All experts of a layer in one tensor: dim 0 counts them, and what is a matrix of one of them is transposed."""
+    """Whether the tensor has all experts of a layer, along dim 0, with each matrix transposed."""
     filling: float = 0.0
-    """What a constant holds, and any rows beyond ours (padding experts)."""
+    """Value of a constant, and of rows that are not in our tensor (padding experts)."""
     always_fp32: bool = False
     is_copy: bool = False
-    """Holds what another stored tensor holds: need not be there, but must be equal."""
+    """Whether the tensor is a copy of another one: it is optional, but must be equal."""
     aliases: tuple[Alias, ...] = ()
 
     def of_expert(self, expert: int, num_ours: int) -> Stored:
-        """That of one expert of a stacked tensor, its matrix as in memory; beyond ``num_ours`` experts it is padding."""
+        """One expert of a stacked tensor, with its matrix as in memory; from number ``num_ours`` on it is padding."""
         assert self.is_stacked, self
         one = replace(self, part=(expert,), is_stacked=False)
         return one if expert < num_ours else replace(one, ours=None, part=(), neighbours_of=0)
-
-
-def stored_experts(config: ModelConfig, table: Table) -> int:
-    """Experts a layer has on disk: the most any layer has, or what the family's routers demand."""
-    return max(table.min_experts, *(config.experts_by_layer or (config.num_experts,)))
-
-
-def stored_shared_experts(config: ModelConfig, table: Table) -> int:
-    """Shared experts on disk: all zeros where the network has none and the family demands some."""
-    return max(table.min_shared_experts, config.num_shared_experts)
-
-
-def stored_tied(config: ModelConfig, table: Table) -> bool:
-    """Whether the head is left out on disk. Where engines tie none, whatever config.json says, a second copy is stored."""
-    return config.tie_embeddings and table.engines_tie
 
 
 def stored_tensors(config: ModelConfig, table: Table) -> Iterator[Stored]:
@@ -90,7 +75,7 @@ def stored_tensors(config: ModelConfig, table: Table) -> Iterator[Stored]:
     yield Stored("model.norm.weight", (hidden,), "norm.weight")
     if not config.tie_embeddings:
         yield Stored("lm_head.weight", (config.vocab_size, hidden), "head.weight")
-    elif not stored_tied(config, table):
+    elif not table.stored_tied(config):
         yield tied_head(config)
     if table.head_bias is not None and set(table.switches[table.head_bias][0]) <= table.biases(config):
         yield Stored("lm_head.bias", (config.vocab_size,), None)
@@ -102,7 +87,7 @@ def tied_head(config: ModelConfig) -> Stored:
 
 
 def _bias(stored: Stored, has_ours: bool) -> Stored:
-    """The bias of a projection whose weight is ``stored``; a constant of zeros where we have none."""
+    """The bias of a projection whose weight is ``stored``; a constant of zeros if our network has none."""
     bias = replace(stored, name=stored.name.removesuffix("weight") + "bias", shape=stored.shape[:1])
     if not has_ours or stored.ours is None:
         return replace(bias, ours=None, part=(), neighbours_of=0)
@@ -180,7 +165,7 @@ def _swiglu(config: ModelConfig, table: Table, theirs: str, ours: str, width: in
 
 
 def _moe(config: ModelConfig, table: Table, row: int, theirs: str, ours: str) -> Iterator[Stored]:
-    names, own, stored = table.moe, config.experts_by_layer[row], stored_experts(config, table)
+    names, own, stored = table.moe, config.experts_by_layer[row], table.stored_experts(config)
     shape = (stored, config.hidden_size)
     aliases = tuple(Alias(f"{theirs}.{name}.weight", shape) for name in names.router_aliases)
     yield Stored(f"{theirs}.{names.router}.weight", shape, f"{ours}.gate", aliases=aliases)
@@ -196,13 +181,13 @@ def _moe(config: ModelConfig, table: Table, row: int, theirs: str, ours: str) ->
     else:
         for expert in range(stored):
             yield from _expert(config, table, expert, expert < own, theirs, ours)
-    width = config.expert_intermediate_size * stored_shared_experts(config, table)
+    width = config.expert_intermediate_size * table.stored_shared_experts(config)
     for tensor in _swiglu(config, table, f"{theirs}.mlp.shared_experts", f"{ours}.shared", width) if width else ():
         yield tensor if config.num_shared_experts else replace(tensor, ours=None, part=())
 
 
 def _expert(config: ModelConfig, table: Table, expert: int, is_ours: bool, theirs: str, ours: str) -> Iterator[Stored]:
-    hidden, width, stored = config.hidden_size, config.expert_intermediate_size, stored_experts(config, table)
+    hidden, width, stored = config.hidden_size, config.expert_intermediate_size, table.stored_experts(config)
     place, in_memory = f"{theirs}.{table.moe.experts}.{expert}", f"{theirs}.mlp.experts"
     gate, up, down = table.moe.projections
     gate_up = f"{ours}.gate_up" if is_ours else None
