@@ -1,6 +1,6 @@
-"""Writing prompts with constraints that can be checked: length, person, required words.
+"""Writing prompts with constraints that can be checked: length, person, required and forbidden words.
 
-Such prompts stay in the mix where a judge rewards other ones; and a judge's own prompts may have a brief, as a gate to its points.
+Recipes mix such prompts with prompts that a judge rates. A judged prompt may have constraints, too: answers that violate one earn nothing.
 """
 
 from __future__ import annotations
@@ -19,23 +19,14 @@ from stretto.text.similar import words
 _QUOTED = re.compile(r"[\"“«][^\"”»]*[\"”»]|(?<!\w)['‘][^'’]*['’](?!\w)")
 _FIRST: Final = frozenset(("i", "me", "my", "mine", "myself", "we", "us", "our", "ours", "ourselves"))
 _THIRD: Final = frozenset(("he", "him", "his", "she", "her", "hers", "they", "them", "their", "theirs", "it", "its"))
-_FORMS: Final = (
-    "a story",
-    "a scene",
-    "a letter home",
-    "a diary entry",
-    "a portrait",
-    "a memory",
-    "a fable",
-    "a news report",
-)
+_FORMS = ("a story", "a scene", "a letter home", "a diary entry", "a portrait", "a memory", "a fable", "a news report")
 _TOPICS: Final = (
     "a ferry that comes late", "a house that is for sale", "two sisters and a debt", "the last day of a market", "a dog nobody owns",
     "a teacher's first winter", "a bridge in fog", "an old radio", "a wedding without music", "a harvest that failed",
     "a stranger at the table", "a key that fits nothing", "a night train", "the bakery before dawn", "an unfinished map",
     "a flood and a piano", "a lighthouse keeper's guest", "a promise kept too long", "a garden under snow", "a boy who counts birds",
 )  # fmt: skip
-_WORDS: Final = (
+_WORDS = (
     "lantern",
     "copper",
     "thimble",
@@ -53,16 +44,16 @@ _LENGTHS: Final = ((30, 60), (50, 90), (80, 130))
 
 
 class Constraints(Config):
-    """What can be checked of an answer."""
+    """Checkable constraints on a text."""
 
     words: tuple[int, int] | None = None
-    """Fewest and most."""
+    """Smallest and largest number of words."""
     person: Literal["first", "third"] | None = None
-    """Who tells it, quoted speech aside."""
+    """Grammatical person of the narrator, outside of quoted speech."""
     include: tuple[str, ...] = ()
-    """Words that must be there."""
+    """Required words."""
     exclude: tuple[str, ...] = ()
-    """Words that must not be there."""
+    """Forbidden words."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -71,22 +62,22 @@ class Constraints(Config):
         return self
 
     def kept(self, text: str) -> dict[str, bool]:
-        """Whether ``text`` keeps each of them, by name."""
-        said = words(text)
-        found = {} if self.words is None else {"words": self.words[0] <= len(said) <= self.words[1]}
+        """Whether ``text`` meets each constraint, by the constraint's name."""
+        written = words(text)
+        found = {} if self.words is None else {"words": self.words[0] <= len(written) <= self.words[1]}
         if self.person is not None:
-            told = words(_QUOTED.sub(" ", text))  # of "we'll" both parts
-            firsts, thirds = sum(each in _FIRST for each in told), sum(each in _THIRD for each in told)
-            found["person"] = firsts > 0 if self.person == "first" else firsts == 0 < thirds
-        found |= {f"include {each}": set(words(each)) <= set(said) for each in self.include}
-        return found | {f"exclude {each}": not set(words(each)) <= set(said) for each in self.exclude}
+            narrated = words(_QUOTED.sub(" ", text))  # "we'll" counts as "we" and "ll"
+            num_first, num_third = sum(each in _FIRST for each in narrated), sum(each in _THIRD for each in narrated)
+            found["person"] = num_first > 0 if self.person == "first" else num_first == 0 < num_third
+        found |= {f"include {each}": set(words(each)) <= set(written) for each in self.include}
+        return found | {f"exclude {each}": not set(words(each)) <= set(written) for each in self.exclude}
 
 
 class BriefsArgs(Config):
-    """Of kind ``briefs``."""
+    """Arguments of kind ``briefs``."""
 
     seed: int = Field(default=0, ge=0)
-    """Of the prompts."""
+    """Seed of the prompts."""
 
 
 class BriefsSource(TaskSource):
@@ -99,19 +90,18 @@ class BriefsSource(TaskSource):
     def problem(self, item: int) -> Problem:
         rng = random.Random(f"{self.args.seed} {item}")
         chosen = tuple(rng.sample(_WORDS, 4))
-        told = Constraints(
-            words=rng.choice(_LENGTHS), person=rng.choice(("first", "third")), include=chosen[:2], exclude=chosen[2:]
-        )
-        assert told.words is not None
+        include, exclude = chosen[:2], chosen[2:]
+        (least, most), person = rng.choice(_LENGTHS), rng.choice(("first", "third"))
         prompt = (
-            f"Write {rng.choice(_FORMS)} about {rng.choice(_TOPICS)}, in the {told.person} person and in {told.words[0]} to {told.words[1]} "
-            f"words. It must have the words {' and '.join(told.include)}, and neither {' nor '.join(told.exclude)}."
+            f"Write {rng.choice(_FORMS)} about {rng.choice(_TOPICS)}, in the {person} person and in {least} to {most} words. "
+            f"It must have the words {' and '.join(include)}, and neither {' nor '.join(exclude)}."
         )
-        who = "I" if told.person == "first" else "She"
-        gold = f"{who} saw the {told.include[0]} and the {told.include[1]}."
-        while len(words(gold)) < told.words[0]:
-            gold += f" {who} looked at the {rng.choice(told.include)} for a while, and said nothing."
-        return Problem(item, ({"role": "user", "content": prompt},), gold, {"constraints": told.model_dump()})
+        narrator = "I" if person == "first" else "She"
+        gold = f"{narrator} saw the {include[0]} and the {include[1]}."
+        while len(words(gold)) < least:
+            gold += f" {narrator} looked at the {rng.choice(include)} for a while, and said nothing."
+        asked = Constraints(words=(least, most), person=person, include=include, exclude=exclude)
+        return Problem(item, ({"role": "user", "content": prompt},), gold, {"constraints": asked.model_dump()})
 
     def score(self, problem: Problem, answer: Answer) -> Score:
         text = spoken(answer.text)

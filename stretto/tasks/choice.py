@@ -1,7 +1,7 @@
-"""Multiple choice from files in the layouts of GPQA, MMLU-Pro and MMLU, each problem asked with its options in several orders.
+"""Multiple choice from files in the layouts of GPQA, MMLU-Pro and MMLU. Each problem is asked with its options in several orders.
 
-A model may know the answer, or like a letter. With the options rotated, who likes a letter is right as often as who guesses:
-a score is the mean over the rotations of a problem, which are items in a row.
+The orders are rotations and follow each other as items. A problem's score is the mean over its rotations, so a preference for one letter
+scores no more than guessing.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from stretto.tasks.task import (
 )
 
 _RIGHT, _WRONG = "Correct Answer", "Incorrect Answer "
-"""GPQA's columns; the second ends in a number."""
+"""Column names of GPQA; the second is followed by a number."""
 _NONE = "N/A"
-"""Fills up MMLU-Pro's lists."""
+"""Filler at the end of MMLU-Pro's lists of options."""
 _ALONE = re.compile(r"(?:[\W_]|\\(?:text|textbf|mathrm|mathbf)\b)*([A-Za-z])[\W_]*")
 _BEFORE_TEXT = re.compile(r"[\W_]*([A-Z])[).:*]+(?:\s.*|$)", re.DOTALL)
 _SAID = re.compile(
     r"(?i:answer|option|choice)\b(?i:\s+(?:is|would be|should be|must be))?[^\w\n]*([B-HJ-Z]\b|[AI]\b(?=[).:,*]|[^\w\n]*$))",
     re.MULTILINE,
 )
-"""A and I are words, too: they count where nothing but a mark follows."""
+"""A phrase such as "the answer is C". A and I are words, too, and count only before punctuation or the end of a line."""
 
 
 class ChoiceArgs(Range):
-    """Of kind ``choice``."""
+    """Arguments of kind ``choice``."""
 
     path: Path
-    """Of a JSONL, CSV or Parquet file with ``Question``, ``Correct Answer`` and ``Incorrect Answer 1``, …; or with ``question``, ``options``
-    or ``choices``, and ``answer_index`` or ``answer``, a letter or a number from 0."""
+    """JSONL, CSV or Parquet file with ``Question``, ``Correct Answer`` and ``Incorrect Answer 1``, …; or with ``question``, ``options`` or
+    ``choices``, and ``answer_index`` or ``answer``, a letter or a number from 0."""
     rotations: int = Field(default=4, gt=0)
-    """Orders that each problem is asked in. With as many as it has options, every option stands in every place once."""
+    """Number of orders per problem. With as many orders as options, every option stands in every place once."""
     format: AnswerFormat = "boxed"
     seed: int = 0
-    """Of the first order where the file has none: GPQA's lists the right answer first."""
+    """Seed of the first order where the file has none: GPQA lists the correct answer first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +65,15 @@ class Choice:
 
     question: str
     options: tuple[str, ...]
-    """In the order of the file, which is the order of their numbers."""
+    """Options in the order of the file; numbers of options count from 0."""
     right: int
+    """Number of the correct option."""
     is_ordered: bool
-    """That order says nothing about which one is right."""
+    """Whether the file's order can be shown: it does not reveal the correct option."""
 
 
 class ChoiceSource(TaskSource):
-    """Item ``p * rotations + r`` is problem p of the file with its options moved on by r of ``rotations`` parts of a round."""
+    """Item ``p * rotations + r`` is problem p of the file, with its options rotated by r / ``rotations`` of their number."""
 
     args_kind = ChoiceArgs
     args: ChoiceArgs
@@ -106,7 +107,7 @@ class ChoiceSource(TaskSource):
         return Problem.of(item, question, letter, self.args.format, order=order, right=choice.right)
 
     def read(self, problem: Problem, text: str) -> Found:
-        """The number of the option that the answer chooses, by letter or by its own words; marked: it chooses one."""
+        """The number of the option that the answer chooses, by its letter or its text; marked: the answer chooses one."""
         order = problem.payload["order"]
         options = self._choices[problem.item // self.variants].options
         letter = chosen_letter(text, self.args.format, [options[option] for option in order])
@@ -118,14 +119,14 @@ class ChoiceSource(TaskSource):
         return Score.of(found.text == str(problem.payload["right"]), {"marked": float(found.is_marked)}, detail)
 
     def baselines(self, problem: Problem) -> Mapping[str, tuple[Mapping[str, Any], ...]]:
-        """Each letter, whatever is asked."""
+        """Agents that always choose the same letter."""
         answers = {letter: write_answer(letter, self.args.format) for letter in self._letters}
         return {f"always {letter}": ({"role": "assistant", "content": text},) for letter, text in answers.items()}
 
 
 def chosen_letter(text: str, form: AnswerFormat, options: Sequence[str]) -> str | None:
-    """Which of ``options``, shown as A, B, …, an answer chooses: the letter alone where the format has its answer, or before its
-    words, or those words alone; else what the text last calls its answer. None: nobody can tell, or there is no such option."""
+    """The letter of the option that ``text`` chooses; ``options`` are shown as A, B, …. At the place of the format's answer: a letter alone,
+    a letter before the option's text, or that text alone; else the last phrase such as "the answer is C". None: no option is chosen."""
     found = find_answer(text, form)
     folded = [option.casefold() for option in options]
     if match := _ALONE.fullmatch(found.text) or _BEFORE_TEXT.match(found.text):
@@ -133,13 +134,13 @@ def chosen_letter(text: str, form: AnswerFormat, options: Sequence[str]) -> str 
     elif folded.count(found.text.casefold()) == 1:
         letter = LETTERS[folded.index(found.text.casefold())]
     else:
-        said = _SAID.findall(spoken(text))
-        letter = said[-1] if said else ""
+        phrases = _SAID.findall(spoken(text))
+        letter = phrases[-1] if phrases else ""
     return letter if letter and letter in LETTERS[: len(options)] else None
 
 
 def _choice(record: Mapping[str, Any], where: str) -> Choice:
-    """Raises UserError: its options or its answer are none."""
+    """The problem of a record. Raises UserError: no options, no question, or no valid answer."""
     question = str(record.get("question") or record.get("Question") or "").strip()
     if _RIGHT in record:
         wrong = [value for name, value in record.items() if name.startswith(_WRONG)]
@@ -148,19 +149,16 @@ def _choice(record: Mapping[str, Any], where: str) -> Choice:
         options, right, is_ordered = _listed(record, where), -1, True
         while options and options[-1] == _NONE:
             options = options[:-1]
-        told = next(
-            (record[name] for name in ("answer_index", "answer", "Answer") if record.get(name) is not None), None
-        )
-        letter = str(told).strip().upper()
+        names = ("answer_index", "answer", "Answer")
+        answer = next((record[name] for name in names if record.get(name) is not None), None)
+        letter = str(answer).strip().upper()
         right = int(letter) if letter.isdecimal() else LETTERS.find(letter) if len(letter) == 1 else -1
         if not 0 <= right < len(options):
-            raise UserError(
-                f"{where}: answer: {told!r} is none of {len(options)} options; give a letter, or a number from 0"
-            )
+            problem = f"{answer!r} is none of {len(options)} options"
+            raise UserError(f"{where}: answer: {problem}; give a letter, or a number from 0")
     if not question or not 2 <= len(options) <= len(LETTERS):
-        raise UserError(
-            f"{where}: a question and 2 to {len(LETTERS)} options are wanted, it has {len(options)}; correct it"
-        )
+        problem = f"a question and 2 to {len(LETTERS)} options are required, it has {len(options)}"
+        raise UserError(f"{where}: {problem}; correct it")
     if None in options:
         raise UserError(f"{where}: option {options.index(None) + 1} is missing; write it")
     return Choice(question, tuple(str(option).strip() for option in options), right, is_ordered)
@@ -168,7 +166,7 @@ def _choice(record: Mapping[str, Any], where: str) -> Choice:
 
 def _listed(record: Mapping[str, Any], where: str) -> list[Any]:
     options = record.get("options", record.get("choices"))
-    if isinstance(options, str):  # in CSV
+    if isinstance(options, str):  # CSV
         try:
             options = json.loads(options)
         except json.JSONDecodeError:

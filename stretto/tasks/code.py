@@ -1,12 +1,11 @@
 """Python functions with tests, in the layout of MBPP: ``text``, ``code``, ``test_list``, ``test_setup_code``.
 
-What a test expects never enters the sandbox. A test ``assert call == literal`` is taken apart: the program evaluates the
-call and writes down its value, the comparison is made here. So leaving before the tests, an object that equals
-everything, and a look into the program's own text gain nothing. Of any other assertion the whole condition is what is
-evaluated, and ``True`` what is expected: only as strong as the assertion.
+Expected values never enter the sandbox. Of a test ``assert call == literal`` the program evaluates the call and prints its value; this
+process compares. So an early exit, an object that equals everything, and reading the program's own text gain nothing. Of any other
+assertion the program evaluates the whole condition, and ``True`` is expected.
 
-A prompt shows the first tests only, and the others decide: an answer that has the values it was shown by heart is worth
-nothing. Published MBPP scores come from prompts with all three tests (``shown = 3``) and three solved problems before.
+A prompt shows the first tests only, and the other tests decide: an answer with the shown values hard-coded earns nothing. Published MBPP
+scores use prompts with all three tests (``shown = 3``) and three solved problems as examples.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.task import Answer, Problem, Range, Score, TaskSource, read_records, without_thoughts
 
 _BUILTIN = Path(__file__).with_name("builtin.jsonl")
-"""Enough to try a run with nothing downloaded."""
+"""A few problems, enough to try a run without a download."""
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE)
 _MAX_LONGER = 1000
-"""Characters that a value may be longer than four times what is expected; only one that is wrong is, and reading it costs."""
+"""A value longer than four times the expected one plus this many characters counts as wrong without being parsed."""
 _VALUE = re.compile(r"^\x1evalue (\d+) (.*)$", re.MULTILINE)
-# Values are read by Python's own reader, which warns of oddities on standard error, in the words of whoever wrote them.
+# ast.literal_eval prints warnings about the values of untrusted programs.
 warnings.filterwarnings("ignore", category=SyntaxWarning, module="<unknown>")
-# Appended to the answer; names are unlikely to be the answer's own. Values of subclasses (a Counter, a named tuple) are
-# written as the plain type that they are equal to.
+# Appended to the answer, with names that an answer is unlikely to use. Values of subclasses (a Counter, a named tuple) are printed as the
+# built-in type that they are equal to.
 _HARNESS = """
 def _stretto_plain(value):
     for kind in (bool, int, float, complex, str, bytes):
@@ -60,30 +59,29 @@ def _stretto_show(number, call):
 
 
 class CodeArgs(Range):
-    """Of kind ``code``."""
+    """Arguments of kind ``code``."""
 
     path: Path | None = None
-    """Of the JSONL file. None: a handful of problems that come with the package."""
+    """JSONL file; None: a few problems that come with the package."""
     shown: int = Field(default=1, ge=0)
-    """Tests that the prompt shows, at most: an example, which carries the function's name. With none it gives the name."""
+    """Largest number of tests in the prompt, which contain the function's name; 0: the prompt only states the name."""
     reward: Literal["all", "share"] = "all"
-    """1 for all tests or 0; or the share passed of those that were not shown (of all, where all were), right being all
-    of them still."""
+    """``all``: 1 if all tests pass, else 0. ``share``: share of the tests not in the prompt that pass (of all tests if all are in the
+    prompt); correct still means that all tests pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One assertion, taken apart."""
+    """One assertion, split into an expression and its expected value."""
 
     call: str
     """Expression that the program evaluates."""
     expected: Any
-    """Value of a literal."""
+    """Value of the literal that it is compared with."""
 
 
 class CodeSource(TaskSource):
-    """The prompt: the task, then the first of its tests. The answer: the last fenced block, which need not be closed, or
-    the whole text where there is none."""
+    """Prompt: the task and the first of its tests. Answer: the last fenced block, which need not be closed; without a fence, the text."""
 
     args_kind = CodeArgs
     args: CodeArgs
@@ -95,7 +93,7 @@ class CodeSource(TaskSource):
         self._programs = sandbox
         self._records = read_records(args.path or _BUILTIN, args, [("text",), ("code",), ("test_list",)])
         for record in self._records:
-            list(map(_take_apart, record["test_list"]))  # refuses what is no assertion, before a run starts
+            list(map(_split, record["test_list"]))  # refuses invalid tests before a run starts
 
     @property
     def num_items(self) -> int:
@@ -120,11 +118,11 @@ class CodeSource(TaskSource):
         parts = {"marked": float(is_marked), "passed": 0.0, "unseen": 0.0}
         if not code.strip():
             return Score.of(False, parts, "no code")
-        tests = list(map(_take_apart, problem.payload["tests"]))
+        tests = list(map(_split, problem.payload["tests"]))
         done = self._programs.run(_program(code, problem.payload["setup"], tests))
         if done.outcome is Outcome.INFRA:
             return Score(0.0, Outcome.INFRA, parts, done.why, done.cpu_s)
-        written = dict(_VALUE.findall(done.stdout.decode("utf-8", "replace")))  # of a test written twice, the last
+        written = dict(_VALUE.findall(done.stdout.decode("utf-8", "replace")))  # the last value of a test counts
         values = [written.get(str(number)) for number in range(len(tests))]
         passed = [_equals(value, test.expected) for value, test in zip(values, tests, strict=True)]
         num_passed, unseen = sum(passed), passed[self.args.shown :] or passed
@@ -132,21 +130,21 @@ class CodeSource(TaskSource):
         if all(passed):
             return Score(1.0, Outcome.OK, parts, "", done.cpu_s)
         reward = parts["unseen"] if self.args.reward == "share" else 0.0
-        # All values written and some wrong: refused. Else the program never came so far, for the sandbox's reason.
+        # With all values printed, some are wrong. Otherwise the program ended early, for the sandbox's reason.
         outcome = Outcome.WRONG if done.outcome is Outcome.OK or None not in values else done.outcome
         detail = done.why or f"{num_passed} of {len(tests)} tests passed"
         return Score(reward, outcome, parts, detail, done.cpu_s)
 
 
 def find_code(text: str) -> tuple[str, bool]:
-    """The program in ``text``, and whether a fence marked it."""
+    """The program in ``text``, and whether it stood in a fenced block."""
     text = without_thoughts(text)
     blocks = _FENCED.findall(text)
     return (blocks[-1], True) if blocks else (text, False)
 
 
 @lru_cache(maxsize=1 << 14)
-def _take_apart(assertion: str) -> Check:
+def _split(assertion: str) -> Check:
     try:
         body = ast.parse(assertion.strip()).body
     except (SyntaxError, ValueError) as error:
@@ -158,12 +156,12 @@ def _take_apart(assertion: str) -> Check:
         try:
             return Check(ast.unparse(condition.left), ast.literal_eval(condition.comparators[0]))
         except ValueError:
-            pass  # what is expected is itself an expression
+            pass  # the expected value is an expression, no literal
     return Check(f"bool({ast.unparse(condition)})", True)
 
 
 def _function(assertion: str, code: str) -> str:
-    """Name of what the assertion calls and the solution defines."""
+    """Name of the function or class of the solution that the assertion calls."""
     defined = {node.name for node in ast.walk(ast.parse(code)) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     called = [node.id for node in ast.walk(ast.parse(assertion)) if isinstance(node, ast.Name) and node.id in defined]
     return called[0] if called else ", ".join(sorted(defined))
@@ -177,9 +175,9 @@ def _program(code: str, setup: str, tests: Sequence[Check]) -> str:
 def _equals(written: str | None, expected: Any) -> bool:
     if written is None or len(written) > 4 * len(repr(expected)) + _MAX_LONGER:
         return False
-    if written in ("inf", "-inf", "nan"):  # no literals
+    if written in ("inf", "-inf", "nan"):  # not Python literals
         return isinstance(expected, float) and float(written) == expected
     try:
         return bool(ast.literal_eval(written) == expected)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return False  # a value that no literal writes, or one made to break the reader
+        return False  # no literal, or text made to break the parser

@@ -1,7 +1,6 @@
 """Documents with word search, and the citations of an answer. No torch.
 
-Ranked by BM25 as SQLite's FTS5 has it, with its two constants; every word of a query counts by itself, so that there is no
-query language in which a model could write nonsense.
+Documents are ranked by SQLite's FTS5, which computes BM25. A query is a set of words without operators, so that no query is malformed.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import re
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,42 +25,40 @@ from stretto.sandbox.tools import shorten
 from stretto.tasks.task import Range, Tool, read_records
 
 MAX_QUERY = 32
-"""Words of a query that are looked for."""
+"""Largest number of words in a query; further words are ignored."""
 _TITLE_WEIGHT = 2.0
-"""Of a word in a title, against one in the text."""
+"""BM25 weight of a word in the title; a word in the text has weight 1."""
 _PART_CHARS = 3000
-"""Longer texts are several documents: one is read whole, and the model pays for it."""
+"""Longest document in characters. Longer texts are split, because the model reads a document as a whole."""
 _CITED = re.compile(r"\s*\[([^\[\]\n]+)\]")
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
     id: str
-    """By which it is opened and cited; no brackets in it."""
+    """Id for opening and citing; without brackets."""
     title: str
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Written by `Corpus.search`."""
+    """A search result. Written by `Corpus.search`."""
 
     document: Document
     snippet: str
-    """Of its text, around words of the query."""
+    """Words of the text around words of the query."""
 
 
 class Corpus:
-    """Documents and their index, in memory. Threads may share one."""
+    """Documents and their index, in memory. Thread-safe."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
-        """Raises `UserError`: two have the same id, or this Python's SQLite has no FTS5."""
+        """Raises `UserError`: two documents have the same id, or this Python's SQLite has no FTS5."""
         self.documents: Mapping[str, Document] = {each.id: each for each in documents}
         if len(self.documents) < len(documents):
-            ids = [each.id for each in documents]
-            raise UserError(
-                f"documents: two have the id {next(one for one in ids if ids.count(one) > 1)!r}; rename one"
-            )
+            ((twice, _),) = Counter(each.id for each in documents).most_common(1)
+            raise UserError(f"documents: two have the id {twice!r}; rename one")
         self._ids = list(self.documents)
         self._lock = threading.Lock()
         self._base = sqlite3.connect(":memory:", check_same_thread=False)
@@ -72,27 +70,27 @@ class Corpus:
         self._base.executemany("INSERT INTO words (rowid, title, text) VALUES (?, ?, ?)", rows)
 
     def search(self, query: str, most: int, words: int = 8) -> list[Hit]:
-        """The best ``most``, equal ones in their order; each with ``words`` words of its text."""
-        looked_for = " OR ".join(f'"{word}"' for word in re.findall(r"\w+", query)[:MAX_QUERY])
-        if not looked_for:
+        """The ``most`` best documents, equal ones in their order, each with a snippet of ``words`` words."""
+        expression = " OR ".join(f'"{word}"' for word in re.findall(r"\w+", query)[:MAX_QUERY])
+        if not expression:
             return []
-        wanted = (
+        statement = (
             "SELECT rowid, snippet(words, 1, '', '', '…', ?) FROM words WHERE words MATCH ? "
             "ORDER BY bm25(words, ?, 1.0), rowid LIMIT ?"
         )
         with self._lock:
-            rows = self._base.execute(wanted, (max(1, words), looked_for, _TITLE_WEIGHT, most)).fetchall()
+            rows = self._base.execute(statement, (max(1, words), expression, _TITLE_WEIGHT, most)).fetchall()
         return [Hit(self.documents[self._ids[place]], found if words else "") for place, found in rows]
 
 
 class Reader:
-    """A corpus in one session: the tools ``search`` and ``open``, and which documents were opened."""
+    """The tools ``search`` and ``open`` of one session, and the documents that it opened."""
 
     def __init__(self, corpus: Corpus, most: int, words: int, max_opened: int | None = None) -> None:
         """``most``, ``words``: as in `Corpus.search`. ``max_opened``: largest number of documents to open; None: no limit."""
         self.corpus, self._most, self._words, self._max_opened = corpus, most, words, max_opened
         self.opened: list[str] = []
-        """Ids in order, each once."""
+        """Ids of the opened documents in order, each once."""
         self.tools = (
             _tool("search", "query", "Finds documents by their words.", self._search),
             _tool("open", "id", "Gives a document that was found.", self._open),
@@ -134,7 +132,7 @@ def _tool(name: str, field: str, what: str, run: Callable[[str], tuple[str, Outc
 
 
 def citations(text: str) -> tuple[str, ...]:
-    """Ids in brackets, ``[7]``, in order, each once."""
+    """Ids in brackets, such as ``[7]``, in order, each once."""
     return tuple(dict.fromkeys(match[1] for match in _CITED.finditer(text)))
 
 
@@ -143,7 +141,7 @@ def without_citations(text: str) -> str:
 
 
 def supporting(cited: Sequence[Document], answer: str) -> set[str]:
-    """Ids of the ``cited`` that name the answer, or the title of another one that supports it: the steps on the way to it."""
+    """Ids of the ``cited`` documents that contain the answer, or the title of another supporting document."""
     named, found = [answer], set[str]()
     while named:
         name = named.pop()
@@ -159,21 +157,21 @@ def _names(text: str, name: str) -> bool:
     return bool(wanted) and f" {wanted} " in f" {words} "
 
 
-# Documents of the user's
+# The user's documents
 
 
-def id_of(told: str) -> str:
-    """As it can be cited: on one line, without brackets."""
-    whole = _CITED.fullmatch(told.rstrip())
-    return " ".join((whole[1] if whole else told).replace("[", "(").replace("]", ")").split())
+def id_of(name: str) -> str:
+    """``name`` in a form that can be cited: on one line, without brackets."""
+    match = _CITED.fullmatch(name.rstrip())
+    return " ".join((match[1] if match else name).replace("[", "(").replace("]", ")").split())
 
 
 def read_documents(path: Path) -> list[Document]:
-    """Documents of a file or of a folder with its sub-folders, hidden ones left out: of text, whose id is its path, cut where it is
-    long; of JSONL, with ``text`` or ``contents``, and perhaps ``id`` and ``title``.
+    """Documents of a file, or of a folder with its sub-folders; hidden files are ignored. A text file is one document, or several if it is
+    long; its path is the id. A JSONL record has ``text`` or ``contents``, and optionally ``id`` and ``title``.
 
     Raises:
-        UserError: nothing is there, or nothing that can be read.
+        UserError: no such path, or no readable document.
     """
     if not path.exists():
         raise UserError(f"{path}: no such file or folder; check the path")
@@ -196,9 +194,9 @@ def _is_read(file: Path) -> bool:
 
 def _records(file: Path) -> Iterator[Document]:
     for number, record in enumerate(read_records(file, Range(), [("text", "contents")]), start=1):
-        told = str(record.get("id", number))
+        name = str(record.get("id", number))
         text = str(record.get("text", record.get("contents")))
-        yield Document(id_of(told), str(record.get("title", told)), text)
+        yield Document(id_of(name), str(record.get("title", name)), text)
 
 
 def _parts(file: Path, root: Path) -> Iterator[Document]:

@@ -1,7 +1,7 @@
 """Problems from generators of the reasoning-gym package.
 
-The prompt is the generator's question, then the line of the answer format (`stretto.tasks.task`); the default format
-is ``plain``: question in, bare answer out, what a small network with no habit of talking can do. Chat models: ``tags``.
+The prompt is the generator's question, then the line that asks for the answer format (`stretto.tasks.task`). The default format ``plain``,
+an answer alone, suits small networks; ``tags`` suits chat models.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.task import Answer, AnswerFormat, Problem, Score, TaskSource, find_answer
 
 _SEED_STRIDE = 1 << 24
-"""Generators seed item i with seed + i: neighbouring seeds share all problems but one. Ours are this far apart, and
-beyond whatever small seeds a pre-training corpus was generated with."""
+"""Distance between seeds. Generators seed item i with seed + i, so neighbouring seeds share all problems but one. Our seeds also lie
+beyond the small seeds with which pre-training corpora were generated."""
 _RIGHT = 1 - 1e-9
 
 
 class GymArgs(Config):
-    """Of kind ``gym``."""
+    """Arguments of kind ``gym``."""
 
     dataset: str
-    """Name in reasoning-gym, ``chain_sum`` say."""
+    """Name of the generator in reasoning-gym, for example ``chain_sum``."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """Of that generator; without ``seed`` and ``size``, which are below."""
+    """Settings of the generator, without ``seed`` and ``size``."""
     seed: int = Field(default=0, ge=0, lt=255)
-    """Problems of two seeds are different ones, as far as the generator has enough."""
+    """Seed; two seeds have different problems, as far as the generator has enough."""
     size: int | None = Field(default=None, gt=0, le=_SEED_STRIDE)
-    """Problems. None: endless; some generators draw from a list and need it."""
+    """Number of problems; None: endless. Generators that draw from a list need a size."""
     format: AnswerFormat = "plain"
     credit: Literal["exact", "graded"] = "exact"
-    """``graded``: the generator's own partial marks, some of which reward a long list of guesses, or any answer."""
+    """``graded``: the generator's own partial credit; some generators reward a long list of guesses, or any answer."""
 
 
 class GymSource(TaskSource):
-    """Problems of one generator. The generator's own scorer judges what `find_answer` finds."""
+    """Problems of one generator, whose own scorer judges the answer that `find_answer` finds."""
 
     args_kind = GymArgs
     args: GymArgs
@@ -53,12 +53,12 @@ class GymSource(TaskSource):
             near = nearest(args.dataset, known)
             raise UserError(f"{where}: dataset: reasoning-gym has no {args.dataset!r}{near}; choose one of its")
         if reserved := {"seed", "size"} & set(args.config):
-            raise UserError(f"{where}: config.{min(reserved)}: it has a field of its own; set it beside config")
+            raise UserError(f"{where}: config.{min(reserved)}: is a field beside config; set it there")
         size = {} if args.size is None else {"size": args.size}
         seed = (args.seed + 1) * _SEED_STRIDE
         try:
             self._dataset = reasoning_gym.create_dataset(args.dataset, seed=seed, **size, **args.config)
-        except (TypeError, ValueError, AssertionError) as error:  # all three are how its configurations refuse
+        except (TypeError, ValueError, AssertionError) as error:  # generators refuse settings with any of these
             problem = f"{args.dataset!r} refuses it: {error}"
             raise UserError(f"{where}: config: {problem}; see that generator's own fields") from None
 
@@ -78,9 +78,9 @@ class GymSource(TaskSource):
     def score(self, problem: Problem, answer: Answer) -> Score:
         found = find_answer(answer.text, self.args.format)
         parts = {"marked": float(found.is_marked)}
-        if not found.text:  # generators that give marks for trying give them for nothing, too
+        if not found.text:  # some generators give partial credit for any answer, even an empty one
             return Score.of(False, parts, "no answer")
-        # The entry is made again: its metadata holds sets, tuples and objects that no wire keeps.
+        # Generated again, because its metadata has objects that JSON cannot carry.
         marks = self._dataset.score_answer(found.text, self._entry(problem.item))
         right = marks >= _RIGHT
         if self.args.credit == "exact":

@@ -1,8 +1,7 @@
 """Arithmetic and word problems: a generator of sums, and files in the layouts of GSM8K, MATH and AIME.
 
-Whether two formulas are the same is for math-verify, in a `LimitedProcess`: it bounds its own time with an alarm signal,
-which only a main thread may have, and which does not interrupt what sympy does in C; an answer like ``9^{9^{9^9}}`` takes
-all time or all memory there is.
+math-verify compares formulas, in a `LimitedProcess`: an answer such as ``9^{9^{9^9}}`` takes unbounded time or memory, and math-verify's
+own time limit is an alarm signal, which works only in a main thread and does not interrupt C code.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from stretto.tasks.task import Answer, AnswerFormat, Problem, Range, Score, Task
 
 _NUMBER = re.compile(r"[-+]?\d{1,40}(\.\d{1,40})?(/\d{1,40})?")
 _WORKINGS = re.compile(r"<<[^<>]*>>")
-"""GSM8K's notes for a calculator, inside its worked answers."""
+"""Calculator annotations in GSM8K's solutions."""
 _MEMORY_BYTES = 2 << 30
 _MAX_CHARS = 2_000
-"""No answer is longer; a parser's time grows faster than its text."""
+"""Longest answer that is compared; the parser's time grows faster than linearly."""
 
 
 class ArithmeticArgs(Config):
-    """Of kind ``arithmetic``."""
+    """Arguments of kind ``arithmetic``."""
 
     operators: tuple[Literal["+", "-", "*"], ...] = Field(default=("+", "-"), min_length=1)
     terms: int = Field(default=2, gt=1)
     digits: int = Field(default=2, gt=0, le=12)
-    """Of a term, at most. Small networks that start from little do not learn to carry: begin with one or two."""
+    """Largest number of digits per term. Start small networks with one or two: they do not learn to carry at first."""
     seed: int = 0
     format: AnswerFormat = "plain"
 
@@ -66,22 +65,22 @@ class ArithmeticSource(TaskSource):
 
 
 class MathArgs(Range):
-    """Of kind ``math``."""
+    """Arguments of kind ``math``."""
 
     path: Path
-    """Of a JSONL, CSV or Parquet file."""
+    """JSONL, CSV or Parquet file."""
     format: AnswerFormat = "boxed"
     worked: bool = False
-    """Gold answers are the file's worked solutions with the answer behind them; False: the answer alone."""
+    """Whether gold answers contain the file's solutions before the answer."""
     check_s: float = Field(default=5.0, gt=0)
-    """Processor seconds of one comparison of formulas. An answer that takes longer (a tower of powers) is a TIMEOUT."""
+    """Time limit of one comparison of formulas, processor seconds. An answer that takes longer is a TIMEOUT."""
 
 
 class MathSource(TaskSource):
-    """Word problems from a file: ``question`` or ``problem``, and ``answer``, in capitals too, as AIME's files have them.
+    """Word problems from a file: ``question`` or ``problem``, and ``answer``; also capitalised, as in AIME's files.
 
-    An ``answer`` with ``####`` is GSM8K's: the number is behind it, the solution before. Else ``solution``, if there,
-    is the solution. Two plain numbers are compared here, exactly; anything else by math-verify in a process of its own.
+    An ``answer`` with ``####`` has GSM8K's layout: the solution, ``####``, the number. Otherwise ``solution`` is the optional solution.
+    Two plain numbers are compared exactly; everything else by math-verify in another process.
     """
 
     args_kind = MathArgs
@@ -91,7 +90,7 @@ class MathSource(TaskSource):
         super().__init__(name, args, sandbox)
         records = read_records(args.path, args, [("question", "problem", "Question", "Problem"), ("answer", "Answer")])
         self._records = [{name.lower(): value for name, value in record.items()} for record in records]
-        # As a module: beside this file lies one named math.py, which a script's search path would put before Python's.
+        # As a module: run as a script, this file named math.py would shadow Python's math.
         self._checker = LimitedProcess("stretto.tasks.math", limit_s=args.check_s)
 
     @property
@@ -117,15 +116,15 @@ class MathSource(TaskSource):
         value, gold_value = as_number(found.text), as_number(gold)
         if value is not None and gold_value is not None:
             return Score.of(value == gold_value, parts)
-        # An unmarked answer is a line of prose, in which math-verify looks for a formula; a marked one is the formula.
+        # An unmarked answer is prose in which math-verify finds the formula; a marked answer is the formula.
         return self._compared(f"${gold}$", f"${found.text}$" if found.is_marked else found.text, parts)
 
     def close(self) -> None:
         self._checker.close()
 
     def _compared(self, gold: str, answer: str, parts: Mapping[str, float]) -> Score:
-        """Whether ``answer`` says what ``gold`` says: both text with formulas between ``$``, or numbers in prose. TIMEOUT or CRASH where
-        the answer brought the comparison down. Raises RuntimeError: the process does not start or sleeps, which is no answer's fault."""
+        """Whether ``answer`` equals ``gold``: both are texts with formulas between ``$``, or numbers in prose. TIMEOUT or CRASH: the answer
+        broke the comparison. Raises RuntimeError: the process does not start or does not answer, whatever the answer."""
         if len(answer) > _MAX_CHARS:
             return Score.of(False, parts, f"an answer of {len(answer)} characters")
         try:
@@ -135,7 +134,7 @@ class MathSource(TaskSource):
 
 
 def as_number(text: str) -> Fraction | None:
-    """The plain number that ``text`` is, or None: ``-1,234.50``, ``3/4``, ``$12``, ``15%`` (as 15), a full stop behind."""
+    """The number in ``text``, such as ``-1,234.50``, ``3/4``, ``$12``, ``15%`` (as 15) or ``7.``; None: not a plain number."""
     text = text.strip().removesuffix(".").replace("\\$", "$").removeprefix("$").removesuffix("%").removesuffix("\\")
     text = re.sub(r"(?<=\d),(?=\d{3}(\D|$))", "", text.strip())
     if not _NUMBER.fullmatch(text):
@@ -147,7 +146,7 @@ def as_number(text: str) -> Fraction | None:
 
 
 def _value(terms: Sequence[int], operators: Sequence[str]) -> int:
-    """By the usual precedence."""
+    """Value of the expression, with the usual precedence."""
     summands = [terms[0]]
     for operator, term in zip(operators, terms[1:], strict=True):
         if operator == "*":
@@ -158,10 +157,10 @@ def _value(terms: Sequence[int], operators: Sequence[str]) -> int:
 
 
 def _compare(setup: bytes) -> Callable[[bytes], bytes]:
-    """Answers ``true`` or ``false`` to each ``[gold, answer]``."""
+    """The function of the comparing process: from JSON ``[gold, answer]`` to ``true`` or ``false``."""
     from math_verify import parse, verify
 
-    logging.disable(logging.WARNING)  # it warns at length that its own time limits are off
+    logging.disable(logging.WARNING)  # math-verify warns that its time limits are off
 
     def answer(question: bytes) -> bytes:
         gold, answer = (parse(text, parsing_timeout=None) for text in json.loads(question))

@@ -40,11 +40,11 @@ KINDS: Final[Mapping[str, type[TaskSource]]] = {
     "tools": ToolsSource,
     "verifiers": VerifiersSource,
 }
-"""What a recipe's ``kind`` may be, besides ``module:Class`` and ``path/to/file.py:Class``."""
+"""Task sources by ``kind`` in a recipe. A recipe may also give ``module:Class`` or ``path/to/file.py:Class``."""
 
 
 class SourceLike(Protocol):
-    """A recipe's table of one source."""
+    """Fields of a recipe's source table."""
 
     @property
     def kind(self) -> str: ...
@@ -53,13 +53,13 @@ class SourceLike(Protocol):
 
 
 def open_source(name: str, source: SourceLike, sandbox: Sandbox | None = None) -> TaskSource:
-    """The task set ``sources.{name}`` of a recipe, its ``args`` checked. It is not validated yet.
+    """Open the task source ``sources.{name}`` of a recipe. Checks its ``args``; does not call `TaskSource.validate`.
 
     Args:
-        sandbox: for sources that run programs (`code`, `tools` with Python); they refuse to open without one.
+        sandbox: runs programs for sources that need it (`code`, `tools` with Python), which refuse to open without one.
 
     Raises:
-        UserError: an unknown kind or argument, or whatever the source itself finds wrong.
+        UserError: an unknown kind or argument, or an error that the source finds in its arguments.
     """
     kind = source_kind(name, source.kind)
     args = validate(kind.args_kind, source.args, f"sources.{name}.args")
@@ -67,17 +67,13 @@ def open_source(name: str, source: SourceLike, sandbox: Sandbox | None = None) -
         return kind(name, args, sandbox)
     except UserError:
         raise
-    except Exception as error:  # a task is code of others, and this is where it opens its files
+    except Exception as error:  # a task source may be a user's code
         problem = f"{source.kind!r} cannot be made: {error_line(error)}"
         raise UserError(f"sources.{name}: kind: {problem}; correct its constructor") from error
 
 
 def source_kind(name: str, kind: str) -> type[TaskSource]:
-    """The class that a kind names.
-
-    Raises:
-        UserError: no such kind, module, class, or a class that is no `TaskSource`.
-    """
+    """The class of ``kind``. Raises `UserError`: no such kind, module or class, or a class that is no `TaskSource`."""
     if kind in KINDS:
         return KINDS[kind]
     if ":" not in kind:
@@ -85,7 +81,7 @@ def source_kind(name: str, kind: str) -> type[TaskSource]:
         raise UserError(f"sources.{name}: kind: {problem}; one of {known}, or file.py:Class")
     found = load_named(kind, f"sources.{name}: kind")
     if not (isinstance(found, type) and issubclass(found, TaskSource)):
-        raise UserError(f"sources.{name}: kind: {kind!r} is no class made from TaskSource; name one after the colon")
+        raise UserError(f"sources.{name}: kind: {kind!r} is no subclass of TaskSource; name one after the colon")
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
         raise UserError(f"sources.{name}: kind: {kind!r} lacks {', '.join(missing)}; write what is missing")
     return found

@@ -14,14 +14,15 @@ Operation = Literal["complement", "sort", "reverse"]
 
 
 class StringsArgs(Config):
-    """Of kind ``strings``."""
+    """Arguments of kind ``strings``."""
 
     operation: Operation
-    """Of digits: 9 minus each, ascending order, backwards."""
+    """Operation on digits: 9 minus each digit, ascending order, or reversed order."""
     length: int = Field(default=7, gt=0)
+    """Number of digits."""
     seed: int = 0
     graded: bool = False
-    """Reward is the share of right places, not 1 or 0: whether it is right stays all or nothing."""
+    """Whether the reward is the share of correct places instead of 1 or 0. Correct still means all places."""
 
 
 class StringsSource(TaskSource):
@@ -39,7 +40,7 @@ class StringsSource(TaskSource):
         return Problem.of(item, question, " ".join(answers[args.operation]), "plain")
 
     def score(self, problem: Problem, answer: Answer) -> Score:
-        # Spaces are a matter of the tokenizer; digits are the answer.
+        # Spaces depend on the tokenizer and are ignored.
         written, gold = find_answer(answer.text, "plain").text.split(), problem.gold.split()
         share = sum(map(str.__eq__, written, gold)) / max(len(written), len(gold))
         score = Score.of(written == gold, {"places": share})

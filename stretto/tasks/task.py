@@ -1,7 +1,7 @@
 """Interface of a task source: problems by number, and a verdict on an answer. No torch, quick to import.
 
-A task set of one's own is a class with `problem` and `score`; `TaskSource.validate` tries it before a run starts. What
-several sets share is at the end: where in a text the answer is, and problems from files.
+A user's own task source is a class with `problem` and `score`; `TaskSource.validate` tries it before a run starts. The end of the file
+has helpers that several sources share: finding the answer in a text, and reading problems from files.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import ToolResult
 
 FIRST_REPORTED: Final = 3 << 22
-"""Item of an endless source with which reports begin: beyond what runs train on, and beyond the held-out ones they are chosen by."""
+"""First item of an endless source that evaluations use: beyond the items of training and of held-out checks during a run."""
 _GARBAGE = "\u2205 no such answer \u2205"
 _FAR_ITEM = 1_000_003
-"""Of an endless source: a generator that holds a list gives its first problems, and fails hours into a run."""
+"""Item that `validate` tries in an endless source: a generator with a finite list would fail hours into a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,47 +37,45 @@ class Problem:
 
     item: int
     messages: tuple[Mapping[str, Any], ...]
-    """What the model is asked: ``{"role": …, "content": …}``, the last one the user's."""
+    """Prompt: ``{"role": …, "content": …}``; the last message is the user's."""
     gold: str
-    """The last turn of a right answer as the model should write it, marks included: what SFT trains on."""
+    """The last turn of a correct answer as the model should write it, with the marks of the format: the target of SFT."""
     payload: Mapping[str, Any] = field(default_factory=dict)
-    """What `TaskSource.score` needs besides; plain JSON values."""
+    """Further data for `TaskSource.score`; plain JSON values."""
 
     @classmethod
     def of(cls, item: int, question: str, answer: str, form: AnswerFormat, /, **payload: Any) -> Self:
-        """One question, and its answer in the format that it asks for."""
+        """A problem with one question, which asks for the format ``form``, and its answer in that format."""
         return cls(item, ({"role": "user", "content": ask(question, form)},), write_answer(answer, form), payload)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model wrote. Written by the agent loop."""
+    """A model's answer to a problem. Written by the agent loop."""
 
     text: str
-    """Its last turn, special tokens left out. An answer that ran into a limit is scored like any other: that it did
-    not stop says nothing about whether it is right."""
+    """The last turn without special tokens. A truncated answer is scored like any other: it may still be correct."""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """All that followed the prompt, tool turns included, the last turn too; empty: that turn alone."""
+    """All messages after the prompt, with tool results and the last turn; empty: only the last turn."""
     seed: int | None = None
-    """Of this sample of the run, the same whenever it is judged again: for a verifier that draws. None: of no run."""
+    """Seed of the sample, the same in every repetition of the verdict, for verifiers that draw random numbers. None: not from a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A source's verdict. Whether the answer is right and whether it has the wanted form are two things: the first is
-    ``outcome``, the second at most a part."""
+    """A source's verdict. ``outcome`` says whether the answer is correct; whether it has the requested form is at most a part."""
 
     reward: float
     outcome: Outcome
-    """OK: right. WRONG, TIMEOUT, CRASH: not, by the answer's own fault. INFRA: nobody knows."""
+    """OK: correct. WRONG, TIMEOUT, CRASH: incorrect by the answer's own fault. INFRA: unknown, by an infrastructure error."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """For the log, ``marked`` (the form was kept) among them."""
+    """Metrics for the log by name, such as ``marked``: whether the answer had the requested form."""
     detail: str = ""
-    """One line for people: why it was refused."""
+    """Reason for a refusal, one line."""
     sandbox_s: float = 0.0
     """Processor seconds in the sandbox."""
     steps: tuple[StepReward, ...] = ()
-    """What turns, or steps within them, earned by themselves: for algorithms that give credit more finely."""
+    """Rewards of single turns or of steps within turns, for algorithms with finer credit assignment."""
 
     @property
     def ok(self) -> bool:
@@ -85,74 +83,73 @@ class Score:
 
     @classmethod
     def of(cls, right: bool, parts: Mapping[str, float] | None = None, detail: str = "") -> Score:
-        """1 or 0."""
+        """A score with reward 1 if ``right``, else 0."""
         return cls(float(right), Outcome.OK if right else Outcome.WRONG, parts or {}, detail)
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """Something the model may call between its turns."""
+    """A function that the model may call between its turns."""
 
     name: str
     description: str
     parameters: Mapping[str, Any]
-    """JSON schema of its arguments, an object."""
+    """JSON schema of the arguments, an object."""
     call: Callable[[Mapping[str, Any]], ToolResult]
-    """Bad arguments are the model's mistake: an outcome of WRONG, never an exception."""
+    """Runs the tool. Bad arguments are the model's mistake: the outcome is WRONG, never an exception."""
 
     def schema(self) -> dict[str, Any]:
-        """As chat templates want it."""
+        """The tool in the format of the chat API, as chat templates expect it."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
 
 class Session(ABC):
-    """A problem under way: the tools of one sample, and what they have changed. One thread at a time uses it, not always
-    the same; several sessions of a source are in use at once.
+    """The state of one sample of a problem, and the tools that change it. One thread at a time uses a session, not always the
+    same thread; several sessions of a source are in use at once.
 
-    Its state is what the problem, the seed and the calls so far make of it, in their order, and nothing else:
-    `stretto.tasks.session.replay` brings a new session to the same state from the messages alone, which is how a killed agent's
-    successor goes on, and how a verifier elsewhere comes to what it judges.
+    The state is a function of the problem, the seed and the calls so far in their order. So `stretto.tasks.session.replay` restores it
+    in a new session from the messages alone: an agent resumes a killed agent's sample, and a verifier judges on another machine.
     """
 
     tools: tuple[Tool, ...]
-    """The same from beginning to end, and in every session of the problem. Written by its constructor."""
+    """Tools, the same in every session of the problem and from its start to its end. Written by the constructor."""
 
     def reply(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        """As `TaskSource.reply`. It may look at the state and changes nothing."""
+        """As `TaskSource.reply`. May read the state, and does not change it."""
         return None
 
     @abstractmethod
     def score(self, answer: Answer) -> Score:
-        """As `TaskSource.score`, of the state as it is now."""
+        """As `TaskSource.score`, for the current state."""
 
     @property
     def is_over(self) -> bool:
-        """A call has ended the episode: the model writes no more, and no other call of that turn is made."""
+        """Whether a call has ended the episode: the model writes no more, and further calls of its turn are not made."""
         return False
 
     def digest(self) -> str:
-        """Of the state, the same on every machine; empty: calls change nothing."""
+        """Hash of the state, the same on every machine; empty: the session has no state."""
         return ""
 
-    def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Ends what the session started."""
+    def close(self) -> None:  # noqa: B027 - most sessions hold no resources
+        """Release the session's resources."""
 
 
 class TaskSource(ABC):
-    """A set of problems. Final methods: `validate`. State is what the constructor makes."""
+    """A set of problems with verdicts. `validate` is not to be overridden. All state is set by the constructor."""
 
     args_kind: ClassVar[type[Config]] = Config
-    """What the recipe's ``args`` are validated as."""
+    """Type of the recipe's ``args``."""
     is_verifiable: ClassVar[bool] = True
-    """Answers are right or wrong. False: they are better or worse, and a problem need not have a gold answer (empty then)."""
+    """Whether answers are correct or incorrect. False: they are graded, and a problem may lack a gold answer (then empty)."""
 
     def __init__(self, name: str, args: Config, sandbox: Sandbox | None = None) -> None:
         """
         Args:
-            name: of the table in the recipe; messages begin with it.
-            args: an ``args_kind``.
-            sandbox: where programs run; sources that run none ignore it.
+            name: name of the recipe's table; error messages begin with it.
+            args: an instance of ``args_kind``.
+            sandbox: runs programs; sources without programs ignore it.
         """
         self.name = name
         self.args = args
@@ -160,7 +157,7 @@ class TaskSource(ABC):
 
     @property
     def num_items(self) -> int | None:
-        """Items are 0 up to this; None: endless."""
+        """Number of items, which are counted from 0; None: endless."""
         return None
 
     @abstractmethod
@@ -168,86 +165,82 @@ class TaskSource(ABC):
 
     @abstractmethod
     def score(self, problem: Problem, answer: Answer) -> Score:
-        """Judge an answer. Blocks. A verifier that could not do its work raises, or says INFRA; it never says 0."""
+        """Judge an answer. Blocks. A verifier that fails raises or returns INFRA; it never returns a reward of 0 for its own failure."""
 
     @property
     def compares(self) -> bool:
-        """Whether the answers of a group are judged by `compare`, once all are there, and none by `score` before."""
+        """Whether `compare` judges the finished answers of a group together, instead of `score` each of them."""
         return False
 
     def compare(self, problem: Problem, answers: Sequence[Answer]) -> Sequence[Score]:
-        """Judge two or more answers beside each other: a score for each. Otherwise as `score`, which judges an answer alone,
-        held-out ones say."""
+        """Judge two or more answers against each other; one score for each. `score` still judges single answers, such as held-out ones."""
         raise NotImplementedError
 
     @property
     def at_once(self) -> int:
-        """Answers that one worker judges at once, each in a thread of its own: more than one for a source that mostly waits
-        (for a judge over the network, say), and whose methods may be called by several threads."""
+        """Number of answers that one worker judges concurrently, each in a thread. More than 1: the source mostly waits, for example
+        for a judge over the network, and its methods are thread-safe."""
         return 1
 
     @property
     def verdict_s(self) -> float:
-        """Seconds after which it gives a verdict up by itself: less than whoever asks for it waits. 0: it has no such limit."""
+        """The source's own time limit of a verdict, seconds; shorter than the caller's. 0: no limit."""
         return 0.0
 
     def open(self, problem: Problem, seed: int | None = None) -> Session:
-        """A new sample's session; ``seed`` as in `Answer`. Unless a source has sessions of its own (`SessionSource`), one
-        without state, of the three methods below and `score`."""
+        """The session of a new sample; ``seed``: as in `Answer`. The default session has no state and uses the methods below and `score`;
+        `SessionSource` has sessions with state."""
         return _Stateless(self, problem)
 
     def tools(self) -> tuple[Tool, ...]:
-        """The same for all of its problems; where they differ, or have a state, see `open`."""
+        """Tools of all problems. `open` is for tools that have a state or differ between problems."""
         return ()
 
     def reply(self, problem: Problem, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        """What an environment answers to the model's last turn, if that called no tool; ``messages``: all since the prompt,
-        that turn the last. None: the episode is over. It is asked again after a failure: what it says, and its state, must
-        come from its arguments alone."""
+        """The environment's answer to a turn of the model without calls; None: the episode is over. ``messages``: all messages after the
+        prompt; that turn is the last. Must be a function of its arguments: it is called again after a failure."""
         return None
 
     def demonstration(self, problem: Problem) -> tuple[Mapping[str, Any], ...]:
-        """The turns of a right answer, tool turns included: what SFT trains on."""
+        """The turns of a correct answer with tool results: the target of SFT."""
         return ({"role": "assistant", "content": problem.gold},)
 
     def right_answer(self, problem: Problem) -> Answer:
-        """What `validate` has judged right."""
+        """The answer that `validate` expects to be correct."""
         return Answer(problem.gold)
 
     def wrong_answer(self, other: Problem) -> Answer:
-        """What is right for ``other``: `validate` has it judged by problems that want something else."""
+        """The correct answer of ``other``, which `validate` tries on other problems."""
         return Answer(other.gold)
 
     @property
     def variants(self) -> int:
-        """Items in a row that are one problem asked in as many ways: their answers count as samples of one."""
+        """Number of consecutive items that ask one problem in different ways. Their answers count as samples of one problem."""
         return 1
 
     def read(self, problem: Problem, text: str) -> Found:
-        """The answer in a last turn, so that equal answers have equal texts: what majorities vote on. Not marked: there is none in the
-        form that was asked for. The source may be closed."""
+        """The answer in a last turn, normalised so that equal answers have equal texts, for majority votes. Works on a closed source."""
         return find_answer(text, getattr(self.args, "format", "plain"))
 
     def baselines(self, problem: Problem) -> Mapping[str, tuple[Mapping[str, Any], ...]]:
-        """Policies that know nothing of the problem, by the names they are printed under, the same for every problem: all that follows
-        the prompt, as in `Answer.messages`. A tool turn without ``content`` stands for whatever the call before gives."""
+        """Trivial policies of this source by name, the same names for every problem; each as in `Answer.messages`. A tool message
+        without ``content`` stands for the result of the call before it."""
         return {}
 
-    def close(self) -> None:  # noqa: B027 - most start nothing
-        """Ends what the source started."""
+    def close(self) -> None:  # noqa: B027 - most sources hold no resources
+        """Release the source's resources."""
 
     def validate(self, num: int = 8) -> None:
-        """Try ``num`` problems: own gold answers are right, an empty one, rubbish and others' gold answers are not.
+        """Try ``num`` problems: a problem's gold answer must be correct; an empty answer and a nonsense answer must not.
 
-        Where answers are not right or wrong, a judge is only tried once: rubbish earns less than a gold answer, if there is
-        one, and an empty answer nothing. Others' gold answers may be right now and then (yes or no; a puzzle with many solutions): it is an error where
-        none of them is ever refused.
+        The gold answer of another problem may sometimes be correct (yes or no; a puzzle with many solutions), but not every time.
+        A graded source is tried on one problem: nonsense earns less than the gold answer, if there is one, and an empty answer nothing.
 
         Raises:
-            UserError: naming the source and the item.
+            UserError: names the source and the item.
         """
         if self.at_once < 1:
-            raise UserError(f"sources.{self.name}: at_once: {self.at_once} answers at once; make it 1 or more")
+            raise UserError(f"sources.{self.name}: at_once: must be at least 1, is {self.at_once}")
         if self.num_items == 0:
             raise UserError(f"sources.{self.name}: it has no problems; check its path and limits")
         if self.num_items is None:
@@ -285,11 +278,7 @@ class TaskSource(ABC):
             raise self._bad(problem.item, f"the answer {_short(_GARBAGE)} {said}")
 
     def tried(self, item: int) -> Problem:
-        """The problem, looked at.
-
-        Raises:
-            UserError: `problem` raised, gave no problem, or gives another one when it is asked again.
-        """
+        """The problem of ``item``, checked. Raises `UserError`: `problem` raised, returned no problem, or is not deterministic."""
         problem = self._attributed(item, "problem", lambda: self.problem(item))
         if not isinstance(problem, Problem) or not problem.messages:
             raise self._bad(item, f"problem() gave {_short(problem)}, not a Problem with messages")
@@ -333,7 +322,7 @@ class _Stateless(Session):
 
 
 def score_fault(score: Any) -> str | None:
-    """What is wrong with a thing that `TaskSource.score` returned; None: it can be trained on."""
+    """The error in a return value of `TaskSource.score`; None: it is a valid score."""
     if not isinstance(score, Score):
         return f"score() returned {_short(score)}, not a Score"
     numbers: dict[str, Any] = {"reward": score.reward, **score.parts}
@@ -355,14 +344,14 @@ def _short(value: object) -> str:
 
 
 AnswerFormat = Literal["plain", "line", "tags", "boxed"]
-"""Of the answer in what the model writes:
+"""Where the answer stands in the text of a model:
 
-``plain``: the whole text. ``line``: its last line that is not blank. ``tags``: inside the last ``<answer>``, which need
-not be closed. ``boxed``: inside the last ``\\boxed{}``, which must be. Without its marks, the last two are ``line``.
-In all, whatever is before the last ``</think>`` is not looked at, and white space around the answer does not count.
+``plain``: the whole text. ``line``: the last line that is not blank. ``tags``: inside the last ``<answer>``, which need not be closed.
+``boxed``: inside the last ``\\boxed{}``, which must be closed. Without their marks, ``tags`` and ``boxed`` are read as ``line``.
+Text up to the last ``</think>`` and white space around the answer are ignored.
 
-A text without its marks still has an answer: a network that was never taught them would otherwise score 0 on everything,
-right or wrong, and have nothing to learn from. That marks are missing is reported beside it.
+A text without marks still has an answer, because a network that never learned the marks would otherwise score 0 on every answer and
+have nothing to learn from. Missing marks are reported separately.
 """
 
 _INSTRUCTIONS = {
@@ -375,18 +364,18 @@ _TAGGED = re.compile(r"<answer>(?!.*<answer>)(.*?)(?:</answer>|\Z)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An answer in a text. Written by `find_answer`."""
+    """The answer found in a text. Written by `find_answer`."""
 
     text: str
-    """Stripped; may be empty."""
+    """Answer without surrounding white space; may be empty."""
     is_marked: bool
-    """The marks of the format were there; always, where it has none. Says nothing about the answer being right."""
+    """Whether the text had the marks of the format; True for formats without marks. Says nothing about correctness."""
     place: str = ""
-    """Of an answer that chooses: which one, by where the problem shows it."""
+    """In multiple choice: the letter of the chosen option."""
 
 
 def ask(question: str, form: AnswerFormat) -> str:
-    """A user message: the question, and the line that asks for the format."""
+    """The text of a user message: the question, and the line that asks for the format."""
     return question if form == "plain" else f"{question}\n\n{_INSTRUCTIONS[form]}"
 
 
@@ -401,12 +390,12 @@ def without_thoughts(text: str) -> str:
 
 
 def spoken(text: str) -> str:
-    """An answer as the reader sees it: `without_thoughts`, and without white space around it."""
+    """An answer as a reader sees it: `without_thoughts`, and without surrounding white space."""
     return without_thoughts(text).strip()
 
 
 def find_answer(text: str, form: AnswerFormat) -> Found:
-    """The answer in ``text`` by the rules of `AnswerFormat`."""
+    """The answer in ``text``, by the rules of `AnswerFormat`."""
     text = spoken(text)
     last_line = text.rpartition("\n")[2]
     marked: str | None = text if form == "plain" else last_line
@@ -429,19 +418,19 @@ def _last_boxed(text: str) -> str | None:
 
 
 class Range(Config):
-    """Which records of a file. Two sources with ranges apart make a training and a held-out set."""
+    """A range of records in a file. Two sources with disjoint ranges make a training set and a held-out set."""
 
     first: int = Field(default=0, ge=0)
-    """Records of the file that are left out at its start."""
+    """Number of records skipped at the start of the file."""
     limit: int | None = Field(default=None, gt=0)
-    """Records at most; None: all."""
+    """Largest number of records; None: all."""
 
 
 def read_records(path: Path, part: Range, fields: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """The chosen records of a JSONL, CSV or Parquet file, each with at least one of every group of ``fields``.
+    """The records of a JSONL, CSV or Parquet file that lie in ``part``. Each must have one field of every group in ``fields``.
 
     Raises:
-        UserError: no such file, one that cannot be read, or a record without a field.
+        UserError: no such file, an unreadable file, or a record without a field.
     """
     rows = Rows()
     for _ in read_files([path], rows):
@@ -451,5 +440,5 @@ def read_records(path: Path, part: Range, fields: Sequence[Sequence[str]]) -> li
             if not any(name in record for name in names):
                 raise UserError(f"{place}: no field {' or '.join(names)}; it has {', '.join(record)[:200]}")
     if len(rows) <= part.first:
-        raise UserError(f"{path}: first: no records from {part.first} on, of {len(rows)}; lower it")
+        raise UserError(f"{path}: first: must be less than the number of records, {len(rows)}, is {part.first}")
     return [record for record, _ in rows[part.first :][: part.limit]]

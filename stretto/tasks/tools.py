@@ -1,7 +1,6 @@
 """Problems that need a tool: a calculator, Python, a database. Several turns, one final answer.
 
-The answer is looked for in the last turn (format ``tags`` unless told otherwise); calls before it are not scored, and a
-right answer without any call is right.
+Only the answer in the last turn is scored, by default in the format ``tags``. Calls are not scored: a correct answer without a call counts.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ from stretto.tasks.task import Answer, AnswerFormat, Problem, Score, TaskSource,
 
 ToolKind = Literal["calculator", "python", "database"]
 _FIELDS: Mapping[ToolKind, str] = {"calculator": "expression", "python": "code", "database": "query"}
-"""The one argument of each."""
+"""Argument of each tool."""
 _COUNTRIES = ("Ardal", "Belmora", "Corvia", "Dunmar", "Estrel")
 _NAMES = ("Al", "Bri", "Cor", "Del", "Fen", "Gar", "Hol", "Is", "Jor", "Kel"), ("ford", "mere", "ton", "vik", "wick")
 
 
 class ToolsArgs(Config):
-    """Of kind ``tools``."""
+    """Arguments of kind ``tools``."""
 
     tools: tuple[ToolKind, ...] = Field(default=("calculator", "python", "database"), min_length=1)
-    """Offered in every problem; problem i is made for the tool i modulo their number."""
+    """Tools of every problem; problem i needs tool i modulo their number."""
     offered: bool = True
-    """False: the same problems without tools, to see what tools gain."""
+    """Whether the tools are offered; False: the same problems without tools, for comparison."""
     digits: int = Field(default=4, gt=0, le=12)
-    """Of the numbers in calculations, at most."""
+    """Largest number of digits in calculations."""
     rows: int = Field(default=40, gt=0, le=50)
-    """Of the data base's one table."""
+    """Number of rows in the database's table."""
     seed: int = 0
     format: AnswerFormat = "tags"
 
@@ -56,11 +55,11 @@ class _Task(NamedTuple):
     question: str
     answer: str
     argument: str
-    """Of the call that finds the answer."""
+    """Argument of the call that finds the answer."""
 
 
 class ToolsSource(TaskSource):
-    """One table of cities, made from the seed, serves all problems of the data base."""
+    """Endless source. All problems of the database use one table of cities, generated from the seed."""
 
     args_kind = ToolsArgs
     args: ToolsArgs
@@ -88,7 +87,7 @@ class ToolsSource(TaskSource):
         return tuple(self._tools.values()) if self.args.offered else ()
 
     def demonstration(self, problem: Problem) -> tuple[Mapping[str, Any], ...]:
-        """One call, what the tool really answers, the answer; without tools the answer alone."""
+        """A call, its result, and the answer; without tools, the answer alone."""
         if not self.args.offered:
             return ({"role": "assistant", "content": problem.gold},)
         kind = self._kind(problem.item)
@@ -136,7 +135,7 @@ def python_tool(sandbox: Sandbox) -> Tool:
 
 
 def text_tool(name: str, text: str, field: str, what: str, run: Callable[[str], ToolResult]) -> Tool:
-    """A tool that takes one text, ``field``; ``text`` and ``what`` describe the two."""
+    """A tool with one string argument ``field``. ``text`` describes the tool, ``what`` the argument."""
     fields = {field: {"type": "string", "description": what}}
     schema = {"type": "object", "properties": fields, "required": [field], "additionalProperties": False}
 
@@ -189,7 +188,7 @@ def _lookup(draw: random.Random, cities: tuple[_City, ...]) -> _Task:
 def _cities(rows: int, seed: int) -> tuple[_City, ...]:
     draw = random.Random(f"cities/{seed}")
     names = draw.sample([first + last for first in _NAMES[0] for last in _NAMES[1]], rows)
-    populations = draw.sample(range(1, 1000), rows)  # all different: the largest is one city
+    populations = draw.sample(range(1, 1000), rows)  # all different, so that one city is the largest
     return tuple(
         _City(name, draw.choice(_COUNTRIES), 1000 * people + draw.randrange(1000), draw.randrange(10, 500))
         for name, people in zip(names, populations, strict=True)

@@ -1,8 +1,8 @@
-"""Task sources of the `verifiers` package (v1) that need no container: an optional extra.
+"""Task sets of the `verifiers` package (v1) that need no container: an optional extra.
 
-There a `Taskset` yields `Task`s: frozen data with a prompt, and methods marked as rewards that judge a `Trace`, the
-graph of the messages. This builds the trace of one conversation and runs the task's own metrics and rewards on it. Tools of a task,
-which there are served from a process of their own, are methods of objects of the sample's session here, and share its state with the rewards.
+In `verifiers`, a `Taskset` yields `Task`s: frozen data with a prompt, and reward methods that judge a `Trace`, the graph of the messages.
+This adapter builds the trace of one conversation and runs the task's own metrics and rewards on it. `verifiers` serves the tools of a task
+from another process; here they are methods of objects in the sample's session and share its state with the rewards.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from stretto.tasks.task import Answer, Problem, Score, Session, Tool
 
 
 class VerifiersArgs(Config):
-    """Of kind ``verifiers``."""
+    """Arguments of kind ``verifiers``."""
 
     id: str
-    """Of an installed task set: the module that exports it."""
+    """Id of an installed task set: the module that exports it."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """Of that task set."""
+    """Settings of the task set."""
     gold_field: str = "answer"
-    """Of the task's data: its right answer."""
+    """Field of the task's data with the correct answer."""
     gold_template: str = "{}"
-    """What a right answer looks like as the model writes it, ``{}`` being the field."""
+    """Correct answer as the model should write it; ``{}`` stands for the field."""
     right_at: float = 1.0
-    """An answer is right where the sum of weighted rewards is at least this."""
+    """Smallest sum of weighted rewards of a correct answer."""
     limit: int = Field(default=10_000, gt=0)
-    """Tasks read at the start, at most."""
+    """Largest number of tasks, which are read at the start."""
 
 
 class VerifiersSource(SessionSource):
-    """Prompt, system prompt, tools and rewards are the task's own."""
+    """Problems with the prompt, system prompt, tools and rewards of the task set."""
 
     args_kind = VerifiersArgs
     args: VerifiersArgs
@@ -91,8 +91,8 @@ class VerifiersSource(SessionSource):
 
 
 class _Loop:
-    """An event loop, of several threads one at a time: what a tool server opens in its setup belongs to one loop, and a loop to
-    each of a thousand sessions would be three open files each."""
+    """An event loop that several threads share, one at a time. The resources of a tool server belong to one loop, and a loop for each of
+    a thousand sessions would need three open files each."""
 
     def __init__(self) -> None:
         self._loop, self._lock = asyncio.new_event_loop(), threading.Lock()
@@ -113,7 +113,7 @@ class _VerifiersSession(Session):
         self.tools = ()
         for toolset in kind.toolsets(task.config):
             if isinstance(self._state, toolset._state_cls):
-                toolset._inert_state = self._state  # what its methods see as ``self.state`` where nobody serves them
+                toolset._inert_state = self._state  # ``self.state`` of a tool server that is not served
             loop.run(toolset.setup())
             loop.run(toolset.setup_task(task.data))
             self.tools += tuple(map(partial(self._tool, toolset.server_name), _marked(toolset)))
@@ -129,7 +129,7 @@ class _VerifiersSession(Session):
             try:
                 result = self._loop.run(served.run(dict(arguments), None))
                 text, outcome = result if isinstance(result, str) else json.dumps(result, default=str), Outcome.OK
-            except Exception as error:  # there, too, a model is told what a tool raises
+            except Exception as error:  # as in verifiers, the model sees the error
                 text, outcome = f"error: {error}", Outcome.WRONG
             return ToolResult(text, outcome, time.perf_counter() - start)
 
@@ -142,14 +142,14 @@ class _VerifiersSession(Session):
         args, trace = self._args, self._trace(answer)
         self._loop.run(self._task.score(trace))
         if unscored := [name for name, reward in trace.rewards.items() if reward is None]:
-            raise RuntimeError(f"reward {unscored[0]!r} of {args.id} gave nothing")
+            raise RuntimeError(f"reward {unscored[0]!r} of {args.id} returned nothing")
         parts = {name: float(value) for name, value in trace.metrics.items() if value is not None}
         parts |= {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
         right = trace.reward >= args.right_at
         return Score(trace.reward, Outcome.OK if right else Outcome.WRONG, parts)
 
     def _trace(self, answer: Answer) -> Any:
-        """The conversation as one path of nodes, the model's turns marked as sampled."""
+        """The conversation as a linear graph in which the model's turns are marked as sampled."""
         vf, task, prompt = self._vf, self._task, self._problem.messages
         turns = answer.messages or ({"role": "assistant", "content": answer.text},)
         nodes = [
@@ -167,14 +167,14 @@ class _VerifiersSession(Session):
 
 
 def _marked(toolset: Any) -> list[Callable[..., Any]]:
-    """Methods of a tool server that a model may call."""
+    """Methods of a tool server that the model may call."""
     found = (getattr(toolset, name) for name in dir(type(toolset)) if not name.startswith("_"))
     return [each for each in found if callable(each) and getattr(each, "tool", False)]
 
 
 def _numbered(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """As its message types want them: calls have numbers, which their answers repeat, and arguments as text."""
-    told, open_ids = list[dict[str, Any]](), list[str]()
+    """``messages`` in the form of the package's message types: calls have ids, which results repeat, and arguments as JSON text."""
+    numbered, open_ids = list[dict[str, Any]](), list[str]()
     for number, message in enumerate(messages):
         turn: dict[str, Any] = {"role": message["role"], "content": message.get("content") or ""}
         if calls := message.get("tool_calls"):
@@ -186,8 +186,8 @@ def _numbered(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             ]
         elif message["role"] == "tool":
             turn["tool_call_id"] = open_ids.pop(0) if open_ids else "0"
-        told.append(turn)
-    return told
+        numbered.append(turn)
+    return numbered
 
 
 def _load(vf: Any, name: str, args: VerifiersArgs) -> list[Any]:
@@ -203,21 +203,21 @@ def _load(vf: Any, name: str, args: VerifiersArgs) -> list[Any]:
         field = ".".join(map(str, problem["loc"]))
         raise UserError(f"{where}: config.{field}: {problem['msg']}; see {args.id}'s own fields") from None
     if environment is not vf.SingleAgentEnv:
-        raise UserError(f"{where}: id: {args.id!r} has an environment of its own; only single agents are supported")
+        raise UserError(f"{where}: id: {args.id!r} has its own environment; only single agents are supported")
     tasks = list(itertools.islice(taskset, args.limit))
     if tasks and (need := _needs(vf, tasks[0])):  # a task set has one class of tasks
-        raise UserError(f"{where}: id: {args.id!r} needs {need}, which this adapter does not give; choose another")
+        raise UserError(f"{where}: id: {args.id!r} needs {need}, which is not supported; choose another")
     return tasks
 
 
 def _needs(vf: Any, task: Any) -> str:
-    """What a task needs beside a conversation; empty: nothing."""
+    """A requirement of the task that this adapter does not support; empty: none."""
     kind = type(task)
     if kind.NEEDS_CONTAINER:
         return "a container"
     for toolset in kind.toolsets(task.config):
         if toolset.config.url or getattr(toolset.config, "colocated", False):
-            return f"the tool server {type(toolset).__name__} elsewhere"
+            return f"the tool server {type(toolset).__name__} in another process"
     if kind.setup is not vf.Task.setup or kind.finalize is not vf.Task.finalize:
         return "a runtime in setup() or finalize()"
     for hook in (*task.hooks("reward"), *task.hooks("metric")):

@@ -11,7 +11,7 @@ from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import Limits
-from stretto.tasks.code import CodeArgs, CodeSource, _program, _take_apart, find_code
+from stretto.tasks.code import CodeArgs, CodeSource, _program, _split, find_code
 from stretto.tasks.task import Answer
 
 RIGHT = "def digit_sum(n):\n    return sum(int(digit) for digit in str(n))"
@@ -96,7 +96,7 @@ def test_the_answers_own_failures_are_named(source: CodeSource, sandbox: Sandbox
 def test_what_tests_expect_is_not_in_the_sandbox(source: CodeSource) -> None:
     tests = source.problem(0).payload["tests"]
     assert "36" in tests[2]
-    assert "36" not in _program("", "", [_take_apart(test) for test in tests])
+    assert "36" not in _program("", "", [_split(test) for test in tests])
 
 
 def test_shares_are_paid_only_where_the_recipe_says_so(sandbox: Sandbox) -> None:
@@ -136,9 +136,9 @@ def test_values_of_subclasses_equal_what_they_equal_in_python(source: CodeSource
 
 
 def test_an_assertion_of_another_shape_is_its_own_condition() -> None:
-    check = _take_apart("assert abs(f(2) - 0.5) < 1e-9")
+    check = _split("assert abs(f(2) - 0.5) < 1e-9")
     assert (check.call, check.expected) == ("bool(abs(f(2) - 0.5) < 1e-09)", True)
-    assert _take_apart("assert f(1) == {'a': (1, 2)}").expected == {"a": (1, 2)}
+    assert _split("assert f(1) == {'a': (1, 2)}").expected == {"a": (1, 2)}
 
 
 def test_files_in_mbpp_layout(tmp_path: Path, sandbox: Sandbox) -> None:

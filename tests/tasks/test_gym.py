@@ -56,7 +56,7 @@ def test_trying_is_paid_only_where_the_recipe_says_so() -> None:
     ("args", "said"),
     [
         ({"dataset": "chain_sums"}, "did you mean 'chain_sum'?"),
-        ({"dataset": "chain_sum", "config": {"seed": 3}}, "config.seed: it has a field of its own; set it beside"),
+        ({"dataset": "chain_sum", "config": {"seed": 3}}, "config.seed: is a field beside config"),
         ({"dataset": "chain_sum", "config": {"min_term": 3}}, "min_term"),
         ({"dataset": "chain_sum", "config": {"min_terms": -3}}, "'chain_sum' refuses it"),
     ],

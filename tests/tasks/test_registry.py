@@ -83,8 +83,8 @@ def test_a_class_opens_from_a_module() -> None:
         ("math", {}, r"^sources\.s\.args: path: "),
         ("no.such.module:Thing", {}, r"cannot import 'no\.such\.module'"),
         ("none.py:Thing", {}, r"cannot import 'none\.py'"),
-        ("stretto.tasks.strings:StringsArgs", {}, "no class made from TaskSource"),
-        ("stretto.tasks.strings:Nothing", {}, "no class made from TaskSource"),
+        ("stretto.tasks.strings:StringsArgs", {}, "no subclass of TaskSource"),
+        ("stretto.tasks.strings:Nothing", {}, "no subclass of TaskSource"),
     ],
 )
 def test_bad_recipes_are_one_line(kind: str, args: dict[str, object], said: str) -> None:

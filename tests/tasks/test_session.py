@@ -148,7 +148,7 @@ def test_a_world_that_goes_another_way_each_time_is_refused(where: str) -> None:
 
     source = Drift() if where == "state" else Counters(lambda session: str(next(numbers)))
     said = refused(source)
-    assert "item 0: score() raised Diverged: add: " in said and where.replace("result", "gave") in said
+    assert "item 0: score() raised Diverged: add: " in said and where.replace("result", "returned") in said
 
 
 def test_a_stateless_source_gives_sessions_too() -> None:

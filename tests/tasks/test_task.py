@@ -72,7 +72,7 @@ def test_a_source_that_is_judged_by_nobody_is_refused() -> None:
         def at_once(self) -> int:
             return 0
 
-    with pytest.raises(UserError, match=r"^sources\.doubles: at_once: 0 answers at once; make it 1 or more$"):
+    with pytest.raises(UserError, match=r"^sources\.doubles: at_once: must be at least 1, is 0$"):
         Bad().validate()
 
 

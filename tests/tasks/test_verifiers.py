@@ -192,5 +192,5 @@ def test_tools_share_their_state_with_the_rewards_and_are_judged_by_repeating(
 def test_a_tool_server_elsewhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "shelf_b.py").write_text(SHELF.replace("CONFIG", "url='http://127.0.0.1:9'"))
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError, match="needs the tool server Shelf elsewhere"):
+    with pytest.raises(UserError, match="needs the tool server Shelf in another process"):
         VerifiersSource("v", VerifiersArgs(id="shelf_b"))

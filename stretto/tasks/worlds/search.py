@@ -1,9 +1,8 @@
-"""Questions about documents that must be found, read and cited: generated corpora, or the user's own.
+"""Questions about documents that must be found, read and cited: generated corpora, or the user's own documents.
 
-A generated corpus is a small world of coined words: its names, its kinds of things and what is told of each kind are its own;
-a document tells of one name. Questions follow one relation or several, one document each: the rival of the founder of X, but
-for the words. Of some no document tells, and to say so is the right answer. No word of part ``held_out`` occurs in the other;
-the syllables of both are the same.
+A generated corpus has invented words for its names, its kinds of things, and the relations that each kind has. A document lists the
+relations of one name. A question follows a chain of relations, one document each, such as the rival of the founder of X. Some questions
+have no answer in the corpus; then ``unknown`` is correct. No word of part ``held_out`` occurs in part ``train``; the syllables do.
 """
 
 from __future__ import annotations
@@ -46,64 +45,65 @@ from stretto.tasks.task import (
 
 Part = Literal["train", "held_out"]
 _FIELDS = {"search": "query", "open": "id"}
-"""Of the tools: their one argument."""
+"""Argument of each tool."""
 UNKNOWN = "unknown"
-"""The right answer where no document tells."""
+"""Correct answer to a question without an answer in the corpus."""
 RULES = f"Search, open what you need and cite it as [id]. If no document tells, answer {UNKNOWN}."
 _CLOSED_RULES = f"If you do not know, answer {UNKNOWN}."
 _CORPORA = 64
-"""Kept at once: an index takes a millisecond to make and some 100 KB."""
+"""Number of corpora in the cache. An index takes a millisecond to build and 100 KB of memory."""
 _TRIES, _REDRAW = 2000, 50
+"""Attempts to draw a question; after each ``_REDRAW`` of them, another chain length is drawn."""
 
 _SYLLABLES = [first + second for first in "bdfghjklmpvwxz" for second in "aeiou"]
 _NUM_KINDS, _NUM_RELATIONS, _NUM_NUMBERS = 3, 8, 4
-"""Of a corpus: kinds of things, and what may be told of a kind, the last as numbers."""
+"""Number of words per corpus: kinds of things, relations between names, and relations to numbers."""
 
 
 class SearchArgs(Range):
-    """Of kind ``search``; ``first`` and ``limit`` are of the questions."""
+    """Arguments of kind ``search``; ``first`` and ``limit`` select questions of the file ``questions``."""
 
     path: Path | None = None
-    """A folder or a JSONL file of documents, instead of generated ones; goes with ``questions``."""
+    """Folder or JSONL file of the user's documents; None: generated ones. Goes with ``questions``."""
     questions: Path | None = None
-    """JSONL: ``question``, ``answer`` (empty: no document tells), ``documents`` (ids that have to be cited)."""
+    """JSONL: ``question``, ``answer`` (empty: no document has it), ``documents`` (ids that must be cited)."""
     part: Part = "train"
-    """Of the words: the two have none in common."""
+    """Set of words; the two sets have no word in common."""
     documents: int = Field(default=60, ge=4, le=1000)
-    """Of a generated corpus; names of one short word are not many more."""
+    """Number of documents in a generated corpus. There are few more names than this of one short word."""
     facts: int = Field(default=4, ge=2, le=8)
-    """That are told of a kind of thing, one of them a number."""
+    """Number of relations per kind of thing, one of them to a number."""
     untold: float = Field(default=0.15, ge=0, lt=1)
-    """Share of them that documents leave out."""
+    """Share of relations that documents leave out."""
     words: int = Field(default=2, ge=1, le=3)
-    """Of a name."""
+    """Number of words per name."""
     syllables: int = Field(default=2, ge=2, le=4)
-    """Of a word."""
+    """Number of syllables per word."""
     likeness: float = Field(default=0.5, ge=0, le=1)
-    """Share of names that are an earlier one but for a word."""
+    """Share of names that differ from an earlier name in one word."""
     hops: tuple[int, ...] = Field(default=(1, 2, 3), min_length=1)
-    """Documents that an answer takes; one of these for each question."""
+    """Lengths of the chain of documents from question to answer; one is drawn per question."""
     unanswerable: float = Field(default=0.15, ge=0, lt=1)
-    """Share of questions of which no document tells."""
+    """Share of questions without an answer in the corpus."""
     per_corpus: int = Field(default=8, gt=0)
-    """Questions about one corpus."""
+    """Number of questions per corpus."""
     hits: int = Field(default=5, gt=0, le=20)
-    """Of one search."""
+    """Number of documents that a search returns."""
     snippet: int = Field(default=10, ge=0, le=64)
-    """Words of a hit's text that are shown; 0: its title alone."""
+    """Number of words of text shown per hit; 0: only the title."""
     opens: int = Field(default=8, gt=0)
     """Largest number of documents that may be opened for one answer; further ones are refused."""
     closed_book: bool = False
-    """No tools, and nothing to cite: what is known without the documents."""
+    """Ask without tools and citations, to measure answers from memory or by guessing."""
     seed: int = 0
     format: AnswerFormat = "tags"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.path is None) != (self.questions is None):
-            raise ValueError("path and questions go together: documents, and what is asked of them; give both or none")
+            raise ValueError("path and questions: give both, documents and questions about them, or neither")
         if not set(self.hops) <= set(range(1, 7)):
-            raise ValueError("hops: an answer takes 1 to 6 documents")
+            raise ValueError("hops: chain lengths must be from 1 to 6")
         if max(self.hops) > self.opens:
             raise ValueError(f"opens: at least {max(self.hops)}, the documents of the longest chain in hops")
         return self
@@ -114,13 +114,13 @@ class _World(NamedTuple):
 
     corpus: Corpus
     kinds: Mapping[str, str]
-    """By name, those included that have no document."""
+    """Kind of each name, also of names without a document."""
     schema: Mapping[str, Sequence[str]]
-    """By kind: what may be told of it."""
+    """Relations of each kind."""
     facts: Mapping[str, Mapping[str, str]]
-    """By name and relation: what its document tells."""
+    """Values that the documents give, by name and relation."""
     ids: Mapping[str, str]
-    """By name: its document."""
+    """Id of the document of each name."""
 
 
 class SearchSource(SessionSource):
@@ -135,18 +135,15 @@ class SearchSource(SessionSource):
         if args.path is not None and args.questions is not None:
             self._corpus = Corpus(read_documents(args.path))
             self._asked = read_records(args.questions, args, [("question",), ("answer",), ("documents",)])
-            for place, each in enumerate(self._asked, start=args.first + 1):
-                if not isinstance(each["documents"], list):
-                    raise UserError(f"{args.questions}: question {place}: documents: no list; write their ids, or []")
-                each["documents"] = [id_of(str(one)) for one in each["documents"]]
-                if missing := [one for one in each["documents"] if one not in self._corpus.documents]:
-                    raise UserError(
-                        f"{args.questions}: question {place}: no document {missing[0]!r} in {args.path}; correct it"
-                    )
-                if (num := len(each["documents"])) > args.opens:
-                    raise UserError(
-                        f"{args.questions}: question {place}: {num} documents, and opens = {args.opens}; raise opens"
-                    )
+            for number, record in enumerate(self._asked, start=args.first + 1):
+                where, documents = f"{args.questions}: question {number}", record["documents"]
+                if not isinstance(documents, list):
+                    raise UserError(f"{where}: documents: no list; write their ids, or []")
+                record["documents"] = documents = [id_of(str(each)) for each in documents]
+                if missing := [each for each in documents if each not in self._corpus.documents]:
+                    raise UserError(f"{where}: no document {missing[0]!r} in {args.path}; correct it")
+                if len(documents) > args.opens:
+                    raise UserError(f"{where}: {len(documents)} documents, and opens = {args.opens}; raise opens")
 
     @property
     def num_items(self) -> int | None:
@@ -158,11 +155,10 @@ class SearchSource(SessionSource):
             draw = random.Random(f"search/{self.args.part}/{self.args.seed}/question/{item}")
             question = _question(self._world(number), self.args, draw)
         else:
-            told = self._asked[item]
-            documents = tuple(told["documents"])
-            asked = str(told["question"])
-            calls = (("search", asked, ""), *(("open", each, "") for each in documents))
-            question = _Question(asked, str(told["answer"] or UNKNOWN), documents, calls)
+            record = self._asked[item]
+            text, documents = str(record["question"]), tuple(record["documents"])
+            calls = (("search", text, ""), *(("open", each, "") for each in documents))
+            question = _Question(text, str(record["answer"] or UNKNOWN), documents, calls)
         rules = _CLOSED_RULES if self.args.closed_book else RULES
         cited = [] if self.args.closed_book else [f"[{each}]" for each in question.documents]
         return Problem.of(
@@ -181,18 +177,17 @@ class SearchSource(SessionSource):
         return SearchSession(problem, corpus, self.args)
 
     def demonstration(self, problem: Problem) -> tuple[Mapping[str, Any], ...]:
-        """For each name on the way: it is searched, and its document opened; then the answer."""
-        told = problem.payload
-        calls = () if self.args.closed_book else told["calls"]
+        """A search and an opened document for each name in the chain, then the answer."""
+        calls = () if self.args.closed_book else problem.payload["calls"]
         turns = [calling(tool, {_FIELDS[tool]: value}, note) for tool, value, note in calls]
-        note = "" if self.args.closed_book or self.args.format == "plain" else told["note"]
+        note = "" if self.args.closed_book or self.args.format == "plain" else problem.payload["note"]
         turns.append({"role": "assistant", "content": f"{note}\n{problem.gold}".strip()})
         with closing(self.open(problem)) as session:
             return recorded(session, turns)
 
 
 class SearchSession(Session):
-    """The documents of one problem. Its state: which were opened, in order."""
+    """Session on the documents of one problem. State: the ids of the opened documents in order."""
 
     def __init__(self, problem: Problem, corpus: Corpus, args: SearchArgs) -> None:
         self._problem, self._args = problem, args
@@ -212,16 +207,16 @@ class SearchSession(Session):
         """
         gold, opened = self._problem.payload, self.reader.opened
         found = find_answer(answer.text, self._args.format)
-        said = _plain(without_citations(found.text))
+        text = _plain(without_citations(found.text))
         cited = citations(spoken(answer.text))
         read = [self.reader.corpus.documents[each] for each in cited if each in opened]
-        bearing = supporting(read, said) | (set(gold["documents"]) & set(opened))
-        unsupported = [each for each in cited if each not in bearing]
+        evidence = supporting(read, text) | (set(gold["documents"]) & set(opened))
+        unsupported = [each for each in cited if each not in evidence]
         astray = [each for each in cited if each not in gold["documents"]]
         precision = 1 - len(astray) / len(cited) if cited else 1.0
         parts = {
             "marked": float(found.is_marked),
-            "abstained": float(said == UNKNOWN),
+            "abstained": float(text == UNKNOWN),
             "opened": float(len(opened)),
             "cited": float(len(cited)),
             "unsupported": float(len(unsupported)),
@@ -232,7 +227,7 @@ class SearchSession(Session):
         needed = () if self._args.closed_book or gold["answer"] == UNKNOWN else gold["documents"]
         uncited = [each for each in needed if each not in cited]
         why = ""
-        if said != _plain(gold["answer"]):
+        if text != _plain(gold["answer"]):
             why = f"the answer is {gold['answer']!r}"
         elif unread or uncited:
             why = f"cited and never opened: {unread[0]}" if unread else f"not cited: {uncited[0]}"
@@ -252,11 +247,11 @@ class _Question(NamedTuple):
     text: str
     answer: str
     documents: tuple[str, ...]
-    """That tell it, in the order in which they are needed; those that lead nowhere, where none tells it."""
+    """Ids of the chain's documents in the order in which they are needed; of an unanswerable question, the start of the chain."""
     calls: tuple[tuple[str, str, str], ...]
-    """Tool, argument and what is said before it: what was just read, as to repeat it before one acts on it is to copy."""
+    """Calls of the demonstration: tool, argument, and the text before the call, which repeats the last fact that was read."""
     note: str = ""
-    """What is said before the answer."""
+    """Text before the answer in the demonstration."""
 
 
 def _make_world(args: SearchArgs, number: int) -> _World:
@@ -270,20 +265,20 @@ def _make_world(args: SearchArgs, number: int) -> _World:
     facts: dict[str, dict[str, str]] = {}
     documents: list[Document] = []
     for place, name in enumerate(names[: args.documents], start=1):
-        told = [each for each in schema[kind_of[name]] if draw.random() >= args.untold] or schema[kind_of[name]][:1]
+        given = [each for each in schema[kind_of[name]] if draw.random() >= args.untold] or schema[kind_of[name]][:1]
         others = [other for other in names if other != name]
         facts[name] = {
             relation: str(draw.randrange(10, 1000)) if relation in numbers else draw.choice(others)
-            for relation in draw.sample(told, len(told))
+            for relation in draw.sample(given, len(given))
         }
-        said = " ".join(f'Its {relation} is "{value}".' for relation, value in facts[name].items())
-        documents.append(Document(str(place), f'"{name}"', f"A {kind_of[name]}. {said}"))
+        sentences = " ".join(f'Its {relation} is "{value}".' for relation, value in facts[name].items())
+        documents.append(Document(str(place), f'"{name}"', f"A {kind_of[name]}. {sentences}"))
     ids = {name: each.id for name, each in zip(names, documents, strict=False)}
     return _World(Corpus(documents), kind_of, schema, facts, ids)
 
 
 def _names(args: SearchArgs, num: int, draw: random.Random, taken: Sequence[str]) -> list[str]:
-    """Different ones, some alike; none that is ``taken``."""
+    """``num`` different names, some of which differ in one word; none contains a word of ``taken``."""
     names: dict[tuple[str, ...], None] = {}
     while len(names) < num:
         name = [_coined(args, draw) for _ in range(args.words)]
@@ -296,7 +291,7 @@ def _names(args: SearchArgs, num: int, draw: random.Random, taken: Sequence[str]
 
 
 def _coined(args: SearchArgs, draw: random.Random) -> str:
-    """A word of the part. Both parts have all syllables at all places: so a small network may know how to copy what it never saw."""
+    """A word of the part. Both parts have every syllable at every place, so that a small network can copy words that it never saw."""
     while True:
         places = [draw.randrange(len(_SYLLABLES)) for _ in range(args.syllables)]
         if (sum(places) % 4 == 0) is (args.part == "held_out"):
@@ -304,46 +299,46 @@ def _coined(args: SearchArgs, draw: random.Random) -> str:
 
 
 def _question(world: _World, args: SearchArgs, draw: random.Random) -> _Question:
-    is_known, wanted = draw.random() >= args.unanswerable, draw.choice(args.hops)
-    for tries in range(_TRIES):
-        if tries and tries % _REDRAW == 0:
-            wanted = draw.choice(args.hops)  # this corpus may have no chain of that length
+    is_answerable, num_hops = draw.random() >= args.unanswerable, draw.choice(args.hops)
+    for attempt in range(_TRIES):
+        if attempt and attempt % _REDRAW == 0:
+            num_hops = draw.choice(args.hops)  # this corpus may have no chain of the length
         name = draw.choice(list(world.kinds))
-        way, relations = [name], list[str]()
-        while len(relations) < wanted and name in world.kinds:  # of a number nothing is told
+        chain, relations = [name], list[str]()
+        while len(relations) < num_hops and name in world.kinds:  # a number has no relations
             relations.append(draw.choice(world.schema[world.kinds[name]]))
             name = world.facts.get(name, {}).get(relations[-1], "")
-            way.append(name)
-        documents = tuple(world.ids[each] for each in way[: len(relations)] if each in world.ids)
+            chain.append(name)
+        documents = tuple(world.ids[each] for each in chain[: len(relations)] if each in world.ids)
         can_be_found = all(
             each in [hit.document.id for hit in world.corpus.search(query, args.hits, 0)]
-            for query, each in zip(way, documents, strict=False)
+            for query, each in zip(chain, documents, strict=False)
         )
-        is_told = "" not in way
-        if len(relations) == wanted and is_told is is_known and len(set(way)) == len(way) and can_be_found:
-            calls, note = _looked_up(world, way, relations)
-            return _Question(f"What is {_asked(way[0], relations)}?", name or UNKNOWN, documents, calls, note)
+        has_answer, is_circle = "" not in chain, len(set(chain)) < len(chain)
+        if len(relations) == num_hops and has_answer is is_answerable and not is_circle and can_be_found:
+            calls, note = _lookups(world, chain, relations)
+            return _Question(f"What is {_phrase(chain[0], relations)}?", name or UNKNOWN, documents, calls, note)
     raise AssertionError(f"no question about a corpus of {args}")
 
 
-def _asked(name: str, relations: Sequence[str]) -> str:
+def _phrase(name: str, relations: Sequence[str]) -> str:
     text = f'"{name}"'
     for relation in relations:
         text = f"the {relation} of {text}"
     return text
 
 
-def _looked_up(
-    world: _World, way: Sequence[str], relations: Sequence[str]
+def _lookups(
+    world: _World, chain: Sequence[str], relations: Sequence[str]
 ) -> tuple[tuple[tuple[str, str, str], ...], str]:
-    """Calls and note of one who looks up what a question's ``relations`` lead to, ``way``."""
-    calls, note = list[tuple[str, str, str]](), _asked(way[0], relations)
-    for place, (name, told) in enumerate(pairwise(way)):
+    """Calls and final note of a demonstration that follows ``relations`` along the names of ``chain``."""
+    calls, note = list[tuple[str, str, str]](), _phrase(chain[0], relations)
+    for place, (name, value) in enumerate(pairwise(chain)):
         calls.append(("search", name, note))
         note = f'"{name}" is unknown.'
         if name in world.ids:
             calls.append(("open", world.ids[name], f'"{name}" [{world.ids[name]}]'))
             left = relations[place + 1 :]
-            found = f'"{told}"' + (f", so {_asked(told, left)}" if left else "") if told else "unknown"
+            found = f'"{value}"' + (f", so {_phrase(value, left)}" if left else "") if value else "unknown"
             note = f"Its {relations[place]} is {found}."
     return tuple(calls), note

@@ -1,13 +1,12 @@
 """Simulated customer service: database, policy, tools and customer, all drawn from a seed.
 
-The model talks with a customer who wants something done to a record, and may do it where the policy in the system message
-allows it: by the record's state, which has to be looked up, and mostly after the customer's yes. Where the policy says so it
-must decline or hand over to a person instead, each by a call. Success is the data base at the end, compared whole, as in
-tau-bench (2406.12045), and beside it: that the conversation ended by the right call or by none, that the record was read and
-nothing done without the yes that it needs, and that the customer, who may change his mind when he is asked, was heard to the
-end. So an agent that says or does nothing is never right, and one that hands over without a look hardly ever.
+A scripted customer asks for a change of a record. The policy in the system message allows the change depending on the record's state, which
+the model has to look up, and mostly requires the customer's consent. In other states the model must decline, or transfer to a person, each
+by a call. An answer is correct when the whole database has its expected final state, as in tau-bench (2406.12045), and: the conversation
+ended with the required call or none, records were read before they were changed, required consent was given, and the customer, who may
+change the request when asked for consent, had no further request. An agent that says or does nothing is never correct.
 
-Every problem has a schema of its own. The names in those of part ``held_out`` occur in none of part ``train``.
+Every problem has its own schema. No name in a schema of part ``held_out`` occurs in part ``train``.
 """
 
 from __future__ import annotations
@@ -32,48 +31,47 @@ from stretto.tasks.task import Answer, Problem, Score, Session, Tool
 
 Operation = Literal["cancel", "change", "refund", "create"]
 Verdict = Literal["do", "decline", "transfer"]
-"""What the policy says of a request; the last two are calls that end the conversation."""
+"""Decision of the policy about a request; the last two are calls that end the conversation."""
 Part = Literal["train", "held_out"]
 Row = dict[str, str]
 Rows = Mapping[str, Mapping[str, Row]]
-"""By kind and id."""
+"""Records by kind and id."""
 
 YES: Final = "Yes."
 PRICE: Final = "price"
 _DONE = "Done."
 _PATIENCE = 16
-"""Turns after which a customer goes."""
+"""Number of turns after which a customer ends the conversation."""
 _STATE_AFTER: Mapping[Operation, str] = {"cancel": "cancelled", "refund": "refunded"}
 _TEXT = {"type": "string"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """How much there is of everything."""
+    """Size and difficulty of the problems of a level."""
 
     is_coined: bool
-    """Names are made of syllables, and mean nothing; else words of lists."""
+    """Whether names are invented from syllables; else words of `_WORDS`."""
     num_kinds: int
-    """Of records."""
+    """Kinds of records."""
     num_fields: int
-    """Of a record, beside its id, its state and a price."""
+    """Fields per record, besides id, state and price."""
     num_states: int
     num_rows: int
-    """Of each kind."""
+    """Records per kind."""
     operations: tuple[Operation, ...]
     num_operations: int
-    """Of each kind, drawn from these."""
+    """Operations per kind, drawn from ``operations``."""
     asks: float
-    """Share of operations that want the customer's yes."""
+    """Share of operations that need the customer's consent."""
     withheld: float
-    """Share of customers who have to be asked which record they mean."""
+    """Share of customers who name their record only when asked."""
     wavers: float
-    """Share of customers who want something else when they are asked for a yes."""
+    """Share of customers who change their request when asked for consent."""
     id_length: int = 4
-    """Characters; 0: ids are names too, and copied as these are. A letter and a digit were not, after 600 steps that taught
-    a small network to copy all names."""
+    """Characters per id; 0: ids are names. After 600 steps a small network copied names, but not ids of letters and digits."""
     num_words: int = 0
-    """Of the policy, at least."""
+    """Smallest length of the policy, in words."""
 
 
 _ALL: tuple[Operation, ...] = ("cancel", "change", "refund", "create")
@@ -109,64 +107,64 @@ _NOTES = (
 
 
 class ServiceArgs(Config):
-    """Of kind ``service``."""
+    """Arguments of kind ``service``."""
 
     level: Literal["tiny", "small", "medium", "long"] = "small"
-    """From a prompt of a few hundred tokens with four tools to a policy of thousands of words with ten."""
+    """Difficulty: from four tools and a prompt of a few hundred tokens to ten tools and a policy of thousands of words."""
     part: Part = "train"
-    """Of the schemas: the two have no names in common."""
+    """Set of schemas; the two sets have no name in common."""
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A kind of records."""
+    """A kind of records and its policy."""
 
     name: str
     state: str
     """Name of the field that holds the state."""
     states: tuple[str, ...]
     fields: tuple[str, ...]
-    """The others, but for the price."""
+    """Names of the other fields, without the price."""
     rules: Mapping[Operation, Mapping[str, Verdict]]
-    """By the record's state, or that which a new one is to have."""
+    """Verdict by operation and state of the record; of a new record, its requested state."""
     asks: frozenset[Operation]
-    """What needs the customer's yes."""
+    """Operations that need the customer's consent."""
     limit: int
-    """The largest price that is refunded; above, it is for a person."""
+    """Largest price that may be refunded; higher ones are transferred."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What a customer wants."""
+    """A customer's request."""
 
     operation: Operation
     kind: _Kind
     id: str
-    """Empty: of a record that is to be made."""
+    """Id of the record; empty: a new record."""
     values: tuple[tuple[str, str], ...] = ()
-    """Fields and what they are to be."""
+    """Requested field values."""
 
     @property
     def facts(self) -> set[str]:
-        """What a question must name to get a yes."""
+        """Words that a question must contain to get consent."""
         return {self.id, *(value for _, value in self.values)} - {""}
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A problem, whole. A function of item and arguments."""
+    """All data of a problem, a function of item and arguments."""
 
     kinds: tuple[_Kind, ...]
     rows: Rows
     script: tuple[_Request | None, ...]
-    """What the customer wants, and what instead when he is asked for a yes; None: that all is left as it is."""
+    """The first request, and the request that replaces it when consent is asked for; None: to leave everything as it is."""
     shown: Literal["all", "nothing", "field"]
-    """What his first message says of the record; ``field``: nothing, and he knows no id but a field."""
+    """What the first message says about the record: id and values, nothing, or nothing by a customer who knows a field instead of the id."""
 
 
 class ServiceSource(SessionSource):
-    """Endless; each problem with a schema of its own."""
+    """Endless source; each problem has its own schema."""
 
     args_kind = ServiceArgs
     args: ServiceArgs
@@ -181,9 +179,9 @@ class ServiceSource(SessionSource):
         case = self._case(item)
         first, last = case.script[0], case.script[-1]
         assert first is not None
-        said = _told(first, case) if case.shown == "all" else f'I want to {first.operation} a "{first.kind.name}".'
+        opening = _phrase(first, case) if case.shown == "all" else f'I want to {first.operation} a "{first.kind.name}".'
         policy = _policy(case, self._level.num_words, self._draw(item, "policy"))
-        messages = ({"role": "system", "content": policy}, {"role": "user", "content": said})
+        messages = ({"role": "system", "content": policy}, {"role": "user", "content": opening})
         verdict = _verdict(case.rows, last)
         return Problem(item, messages, _DONE if verdict == "do" else verdict)
 
@@ -193,7 +191,7 @@ class ServiceSource(SessionSource):
     def demonstration(self, problem: Problem) -> tuple[Mapping[str, Any], ...]:
         case = self._case(problem.item)
         with closing(ServiceSession(case)) as session:
-            return recorded(session, _played(case))
+            return recorded(session, _scripted_agent(case))
 
     def baselines(self, problem: Problem) -> Mapping[str, tuple[Mapping[str, Any], ...]]:
         """Agents that end the conversation at once, without a look or after reading the customer's record."""
@@ -209,13 +207,13 @@ class ServiceSource(SessionSource):
         return {name: recorded(ServiceSession(case), turns) for name, turns in policies.items()}
 
     def obliging(self, problem: Problem) -> tuple[Mapping[str, Any], ...]:
-        """An agent that does all that the customer wants and reads no policy. It knows his mind, so it is no baseline."""
+        """An agent that does what the customer wants and ignores the policy. It knows the script, so it is no trivial baseline."""
         case = self._case(problem.item)
-        return recorded(ServiceSession(case), _played(case, heeds_policy=False))
+        return recorded(ServiceSession(case), _scripted_agent(case, heeds_policy=False))
 
-    def _draw(self, item: int, what: str) -> random.Random:
+    def _draw(self, item: int, purpose: str) -> random.Random:
         args = self.args
-        return random.Random(f"service/{args.level}/{args.part}/{args.seed}/{item}/{what}")
+        return random.Random(f"service/{args.level}/{args.part}/{args.seed}/{item}/{purpose}")
 
     def _case(self, item: int) -> _Case:
         level, draw = self._level, self._draw(item, "case")
@@ -226,7 +224,7 @@ class ServiceSource(SessionSource):
         operation = draw.choice(tuple(kind.rules))
         first = _request(operation, kind, rows, names, draw)
         script: tuple[_Request | None, ...] = (first,)
-        # he wavers when he is asked, and he is asked only for what is allowed
+        # A customer changes the request when asked for consent, which an agent asks for only where the policy allows the request.
         if operation in kind.asks and _verdict(rows, first) == "do" and draw.random() < level.wavers:
             other = first
             while other == first:
@@ -237,20 +235,20 @@ class ServiceSource(SessionSource):
 
 
 class _Names:
-    """Words of one part."""
+    """Draws the names of one problem from the words of one part."""
 
     def __init__(self, pools: Mapping[str, Sequence[str]], id_length: int, draw: random.Random) -> None:
         self._pools, self._id_length, self._draw, self._used = pools, id_length, draw, set[str]()
 
     def new(self, role: str) -> str:
-        """One that no other thing of the problem is called."""
+        """A name that nothing else in the problem has."""
         return self._unused(lambda: self._draw.choice(self._pools[role]))
 
     def id(self) -> str:
         return self._unused(lambda: _id(self._draw, self._id_length)) if self._id_length else self.new("value")
 
     def values(self, num: int) -> list[str]:
-        """Different from each other."""
+        """``num`` different values."""
         return self._draw.sample(self._pools["value"], num)
 
     def _unused(self, drawn: Callable[[], str]) -> str:
@@ -261,12 +259,12 @@ class _Names:
 
 
 def _id(draw: random.Random, length: int) -> str:
-    """Letters and digits by turns: most tokenizers cut it alike wherever it stands."""
+    """Alternating letters and digits, which most tokenizers split alike in every context."""
     return "".join(draw.choice("0123456789" if place % 2 else "bcdfghjkmnpqrstvwxz") for place in range(length))
 
 
 def _of_part(part: Part, words: Sequence[str]) -> Sequence[str]:
-    """A third is held out. Of coined words both parts have all syllables at both places: their number is no multiple of 3."""
+    """Every third word is held out. Both parts have all syllables at both places, as the number of syllables is no multiple of 3."""
     return [word for place, word in enumerate(words) if (place % 3 == 2) is (part == "held_out")]
 
 
@@ -285,7 +283,7 @@ def _kind(level: _Level, names: _Names, draw: random.Random) -> _Kind:
 
 
 def _rules(states: Sequence[str], draw: random.Random) -> dict[str, Verdict]:
-    """Each verdict of at least one state, where there are three; in any order."""
+    """A random verdict for each state; with three states or more, each verdict occurs."""
     verdicts: list[Verdict] = ["do", "decline", "transfer", *draw.choices(("do", "decline", "transfer"), k=len(states))]
     return dict(zip(draw.sample(states, len(states)), verdicts, strict=False))
 
@@ -302,7 +300,7 @@ def _rows(kind: _Kind, num: int, names: _Names, draw: random.Random) -> dict[str
 
 
 def _request(operation: Operation, kind: _Kind, rows: Rows, names: _Names, draw: random.Random) -> _Request:
-    """Mostly of what is allowed, where there is such a record: half are, all in all."""
+    """A random request, preferably one that the policy allows; over all operations, half are allowed."""
     if operation == "create":
         state = draw.choice(kind.states)
         values = dict(zip(kind.fields, names.values(len(kind.fields)), strict=True))
@@ -312,13 +310,13 @@ def _request(operation: Operation, kind: _Kind, rows: Rows, names: _Names, draw:
         field = draw.choice(kind.fields)
         (value,) = names.values(1)
         found = [replace(each, values=((field, value),)) for each in found if rows[kind.name][each.id][field] != value]
-    is_right = draw.random() < 0.7
-    liked = [each for each in found if (_verdict(rows, each) == "do") is is_right]
-    return draw.choice(liked or found)
+    is_allowed = draw.random() < 0.7
+    preferred = [each for each in found if (_verdict(rows, each) == "do") is is_allowed]
+    return draw.choice(preferred or found)
 
 
 class ServiceSession(Session):
-    """One conversation: the rows as its calls have left them."""
+    """One conversation. State: the records, the order of reads and changes, and the call that ended the conversation."""
 
     def __init__(self, case: _Case) -> None:
         self._case = case
@@ -327,18 +325,18 @@ class ServiceSession(Session):
         self._acted_unread: list[str] = []
         """Ids of records that a call changed before any call had read them."""
         self._ending = ""
-        self.tools = tuple(self._made())
+        self.tools = tuple(self._make_tools())
 
     @property
     def is_over(self) -> bool:
         return bool(self._ending)
 
     def reply(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        return _heard(self._case, messages)[0]
+        return _customer(self._case, messages)[0]
 
     def digest(self) -> str:
-        told = json.dumps([self._rows, self._read, self._acted_unread, self._ending], sort_keys=True)
-        return blake2b(told.encode(), digest_size=16).hexdigest()
+        state = json.dumps([self._rows, self._read, self._acted_unread, self._ending], sort_keys=True)
+        return blake2b(state.encode(), digest_size=16).hexdigest()
 
     def score(self, answer: Answer) -> Score:
         goal, wanted = ServiceSession(self._case), self._case.script[-1]
@@ -350,13 +348,13 @@ class ServiceSession(Session):
             "database": float(self._rows == goal._rows),
             "ending": float(self._ending == goal._ending),
             "read": float(not self._acted_unread and (wanted is None or wanted.id in ("", *self._read))),
-            "heard": float(_heard(self._case, answer.messages)[1] == len(self._case.script) - 1),
+            "heard": float(_customer(self._case, answer.messages)[1] == len(self._case.script) - 1),
             "asked": float(not _acts_unasked(self._case, answer.messages)),
         }
         wrong = ", ".join(name for name, right in parts.items() if not right)
         return Score.of(not wrong, parts, f"not right: {wrong}" if wrong else "")
 
-    def _made(self) -> Iterator[Tool]:
+    def _make_tools(self) -> Iterator[Tool]:
         for kind in self._case.kinds:
             yield _tool(f"get_{kind.name}", "Reads one.", {"id": _TEXT}, partial(self._get, kind))
             if len(kind.fields) > 1:
@@ -372,40 +370,41 @@ class ServiceSession(Session):
         for ending in ("transfer", "decline"):
             yield _tool(ending, "Ends it.", {}, partial(self._end, ending))
 
-    def _get(self, kind: _Kind, told: Mapping[str, str]) -> str | None:
-        row = self._rows[kind.name].get(told["id"])
+    def _get(self, kind: _Kind, arguments: Mapping[str, str]) -> str | None:
+        row = self._rows[kind.name].get(arguments["id"])
         if row is None:
             return None
-        self._read.append(told["id"])
-        return json.dumps({"id": told["id"], **row})
+        self._read.append(arguments["id"])
+        return json.dumps({"id": arguments["id"], **row})
 
-    def _list(self, kind: _Kind, told: Mapping[str, str]) -> str | None:
+    def _list(self, kind: _Kind, arguments: Mapping[str, str]) -> str | None:
         rows = self._rows[kind.name].items()
-        return json.dumps([key for key, row in rows if row.get(told["field"]) == told["value"]])
+        return json.dumps([key for key, row in rows if row.get(arguments["field"]) == arguments["value"]])
 
-    def _act(self, kind: _Kind, operation: Operation, told: Mapping[str, str]) -> str | None:
-        """Whatever the policy says: to keep to it is the agent's part."""
-        values = {name: value for name, value in told.items() if name != "id"}
+    def _act(self, kind: _Kind, operation: Operation, arguments: Mapping[str, str]) -> str | None:
+        """Execute the operation even where the policy forbids it: following the policy is the agent's task."""
+        values = dict(arguments)
+        key = values.pop("id", "")
         if operation == "change":
             values = {values["field"]: values["value"]}
-        is_known = operation == "create" or (told["id"] in self._rows[kind.name] and values.keys() <= {*kind.fields})
-        request = _Request(operation, kind, told.get("id", ""), tuple(values.items()))
+        is_known = operation == "create" or (key in self._rows[kind.name] and values.keys() <= {*kind.fields})
+        request = _Request(operation, kind, key, tuple(values.items()))
         if is_known and request.id not in ("", *self._read):
             self._acted_unread.append(request.id)
         return self._carry_out(request) if is_known else None
 
     def _carry_out(self, request: _Request) -> str:
-        """What the tool says of it."""
+        """Change the records; returns the tool's result."""
         rows, key = self._rows[request.kind.name], request.id
         if request.operation == "create":
-            taken = {each for rows in self._rows.values() for each in rows}
-            key = next(each for number in count() if (each := _id(random.Random(number), 4)) not in taken)
+            used = {each for rows in self._rows.values() for each in rows}
+            key = next(each for number in count() if (each := _id(random.Random(number), 4)) not in used)
         rows[key] = rows.get(key, {}) | dict(request.values)
         if request.operation in _STATE_AFTER:
             rows[key][request.kind.state] = _STATE_AFTER[request.operation]
         return json.dumps({"id": key, **rows[key]})
 
-    def _end(self, ending: str, told: Mapping[str, str]) -> str:
+    def _end(self, ending: str, arguments: Mapping[str, str]) -> str:
         self._ending = self._ending or ending
         return f"{ending}: done"
 
@@ -413,13 +412,13 @@ class ServiceSession(Session):
 def _tool(
     name: str, description: str, wants: Mapping[str, Any], run: Callable[[Mapping[str, str]], str | None]
 ) -> Tool:
-    """Its arguments are texts, all of them needed; ``run`` gives None where there is nothing of that name."""
+    """A tool whose arguments ``wants`` are all required strings; ``run`` returns None for an unknown record or field."""
     schema = {"type": "object", "properties": dict(wants), "required": list(wants)}
 
-    def call(told: Mapping[str, Any]) -> ToolResult:
-        if told.keys() != wants.keys() or not all(isinstance(value, str) for value in told.values()):
+    def call(arguments: Mapping[str, Any]) -> ToolResult:
+        if arguments.keys() != wants.keys() or not all(isinstance(value, str) for value in arguments.values()):
             return ToolResult(f"error: {name} takes {', '.join(wants) or 'nothing'}: texts", Outcome.WRONG, 0.0)
-        text = run(told)
+        text = run(arguments)
         return ToolResult(text or "error: there is none", Outcome.WRONG if text is None else Outcome.OK, 0.0)
 
     return Tool(name, description, schema, call)
@@ -429,7 +428,7 @@ def _tool(
 
 
 def _verdict(rows: Rows, request: _Request | None) -> Verdict:
-    """Of a request; of none, that all be left as it is."""
+    """The policy's verdict on a request; leaving everything as it is (None) is allowed."""
     if request is None:
         return "do"
     kind = request.kind
@@ -450,7 +449,7 @@ def _dear(kind: _Kind) -> str:
 
 
 def _policy(case: _Case, num_words: int, draw: random.Random) -> str:
-    """All that decides, in any order, and at least so many words of what does not."""
+    """The policy's rules in random order, with irrelevant notes until it has ``num_words`` words."""
     lines = []
     for kind in case.kinds:
         for operation, rules in kind.rules.items():
@@ -475,18 +474,18 @@ def _policy(case: _Case, num_words: int, draw: random.Random) -> str:
 # The customer
 
 
-def _told(request: _Request, case: _Case) -> str:
-    """A request in his words, with what he knows."""
+def _phrase(request: _Request, case: _Case) -> str:
+    """The customer's message for a request, with the facts that the customer knows."""
     name = f'the "{request.kind.name}" "{request.id}"' if request.id else f'a "{request.kind.name}"'
     if request.id and case.shown == "field":
-        field = request.kind.fields[0]  # no two records share a value
+        field = request.kind.fields[0]  # its values are unique
         name = f'the "{request.kind.name}" with "{field}" "{case.rows[request.kind.name][request.id][field]}"'
     values = " and ".join(f'"{field}" "{value}"' for field, value in request.values)
     return f"I want to {request.operation} {name}" + (f", to have {values}." if values else ".")
 
 
-def _heard(case: _Case, messages: Sequence[Mapping[str, Any]]) -> tuple[str | None, int]:
-    """What he answers to the last turn, None: he goes; and the place in the script that he has come to."""
+def _customer(case: _Case, messages: Sequence[Mapping[str, Any]]) -> tuple[str | None, int]:
+    """The customer's answer to the last turn, None at the end of the conversation; and the index of the current request in the script."""
     place, reply = 0, None
     ids = {key for rows in case.rows.values() for key in rows}
     turns = [each for each in messages if each["role"] == "assistant" and not each.get("tool_calls")]
@@ -496,40 +495,40 @@ def _heard(case: _Case, messages: Sequence[Mapping[str, Any]]) -> tuple[str | No
         if "?" not in text or wanted is None or number >= _PATIENCE:
             reply = None
         elif not wanted.facts <= named or named & ids - wanted.facts:
-            # nor is a question about all records one about his
-            reply = _told(wanted, case)
+            # A question that names other records, too, gets no consent.
+            reply = _phrase(wanted, case)
         elif place + 1 == len(case.script):
             reply = YES
         else:
             place += 1
             other = case.script[place]
-            reply = "No, leave it as it is." if other is None else f"No. {_told(other, case)}"
+            reply = "No, leave it as it is." if other is None else f"No. {_phrase(other, case)}"
     return reply, place
 
 
 def _acts_unasked(case: _Case, messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether something was done without the yes that it needs, as his last word before it."""
+    """Whether an operation that needs consent was called without it: the customer's last message before the call was not a yes."""
     asks = {f"{operation}_{kind.name}" for kind in case.kinds for operation in kind.asks}
-    said = ""
+    last = ""
     for message in messages:
         if message["role"] == "user":
-            said = str(message["content"])
-        elif message["role"] == "tool" and message.get("name") in asks and said != YES:
+            last = str(message["content"])
+        elif message["role"] == "tool" and message.get("name") in asks and last != YES:
             return True
     return False
 
 
-# The agent that is always right
+# The agent that is always correct
 
 
-def _played(case: _Case, heeds_policy: bool = True) -> Sequence[Mapping[str, Any]]:
-    """Its turns and the customer's, without what tools give. It quotes the rule that it follows, so that what a small network has to
-    learn is to copy; one that does not heed the policy does all that it is asked."""
+def _scripted_agent(case: _Case, heeds_policy: bool = True) -> Sequence[Mapping[str, Any]]:
+    """The agent's and the customer's turns, without tool results. The agent quotes the rule that it follows, so that a small network can
+    learn the task as copying. Without ``heeds_policy`` it does whatever the customer asks."""
     turns: list[Mapping[str, Any]] = []
 
     def say(text: str) -> None:
         turns.append({"role": "assistant", "content": text})
-        if (reply := _heard(case, turns)[0]) is not None:
+        if (reply := _customer(case, turns)[0]) is not None:
             turns.append({"role": "user", "content": reply})
 
     if case.shown != "all":
@@ -556,7 +555,7 @@ def _played(case: _Case, heeds_policy: bool = True) -> Sequence[Mapping[str, Any
             if operation == "change":
                 ((field, value),) = request.values
                 values = {"field": field, "value": value}
-            told = {"id": request.id} | values if request.id else values
-            turns.append(calling(f"{operation}_{kind.name}", told, rule))
+            arguments = {"id": request.id} | values if request.id else values
+            turns.append(calling(f"{operation}_{kind.name}", arguments, rule))
     say(_DONE)
     return turns

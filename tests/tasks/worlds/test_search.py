@@ -187,7 +187,7 @@ def test_questions_about_documents_of_ones_own(tmp_path: Path) -> None:
     assert asked.problem(0).payload["documents"] == ["bridge.md", "Holm (born)"]
     with pytest.raises(UserError, match="question 1: 2 documents, and opens = 1; raise opens"):
         source(path=tmp_path / "corpus", questions=questions, opens=1, hops=(1,))
-    with pytest.raises(UserError, match="go together"):
+    with pytest.raises(UserError, match="path and questions: give both"):
         validate(SearchArgs, {"path": str(tmp_path)}, "sources.s.args")
     with pytest.raises(UserError, match="nothing to search"):
         read_documents(_empty(tmp_path))
