@@ -1,11 +1,11 @@
 """Open-ended prompts that an LLM judge rates.
 
-Prompts are JSONL: ``prompt`` or ``messages``, and where there are any a ``reference`` answer and a ``rubric``, a list of
-criteria. A judge gives points by the rubric, compares an answer with the reference, or the answers of a group with each
-other. Every comparison is made in both orders; judges that then contradict themselves have said tie.
+Prompts are JSONL: ``prompt`` or ``messages``, and optionally a ``reference`` answer and a ``rubric``, a list of criteria. A judge gives
+points by the rubric, compares an answer with the reference, or compares the answers of a group. Every comparison is made in both orders;
+a judge that contradicts itself counts as a tie.
 
-Two judges: a model behind an OpenAI-compatible endpoint, and ``scripted``, which needs none and measures only how a text
-is written. A judge that does not answer in time, or not in the form asked for, has judged nothing: that is never a reward.
+There are two judges: a model behind an OpenAI-compatible endpoint, and ``scripted``, which needs no server and measures style only. A reply
+that is late or has another form is an infrastructure error, never a reward.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from stretto.tasks.task import Answer, Problem, Range, Score, TaskSource, read_r
 from stretto.text.similar import compression, distinct, words
 
 _BUILTIN = Path(__file__).with_name("prompts.jsonl")
-"""Enough to try a run with nothing downloaded."""
+"""A few prompts, enough to try a run without a download."""
 _STORIES = Path(__file__).with_name("stories.jsonl")
-"""The same, for what has chapters."""
+"""A few prompts for stories with chapters."""
 _CHAPTERS = "\n\nWrite it in {num} short chapters of one paragraph each, one at a time. Write the first paragraph of this story."
 _NEXT = "Write the next paragraph of this story, chapter {number} of {num}."
 _BEFORE = "\n\nThis is how far it has come:\n\n"
@@ -48,15 +48,15 @@ _CACHE = "stretto/judgements.sqlite"
 _OVERUSED = frozenset(words("bustling delve embark intricate myriad realm symphony tapestry testament vibrant"))
 """Words that language models write far more often than people do."""
 _TIE = 0.02
-"""Scripted scores that are no further apart say nothing."""
+"""Largest difference of two scripted scores that counts as a tie."""
 
 
 class Criterion(Config):
-    """One of a rubric; in files and recipes its text alone will do."""
+    """A criterion of a rubric; files and recipes may give its text alone."""
 
     criterion: str = Field(min_length=1)
     points: int = 1
-    """At most, where it holds; negative: it is a fault."""
+    """Largest number of points; negative: the criterion describes a fault."""
 
     @model_validator(mode="before")
     @classmethod
@@ -65,88 +65,87 @@ class Criterion(Config):
 
 
 class Turn(Config):
-    """One of a prompt's messages."""
+    """A message of a prompt."""
 
     role: str
     content: str
 
 
 class Prompt(Config):
-    """A line of the file; fields that are not here are not looked at."""
+    """A line of the file; other fields are ignored."""
 
     prompt: str | None = Field(default=None, min_length=1)
     messages: tuple[Turn, ...] = ()
-    """Instead, where it is a conversation."""
+    """A conversation, instead of ``prompt``."""
     reference: str = ""
     """A good answer."""
     rubric: tuple[Criterion, ...] = ()
     constraints: Constraints | None = None
-    """What can be checked: an answer that does not keep all of it earns nothing, whatever the judge would say."""
+    """Checkable constraints: an answer that violates one earns nothing and is not shown to the judge."""
 
 
 class EndpointConfig(ChatConfig):
-    """A judge that is a model at an address."""
+    """Server and model of an LLM judge."""
 
     verdict_s: float = Field(default=50.0, gt=0)
-    """Of all requests of one verdict, retries too; less than ``runtime.rewards.deadline_s``. What was answered by then need
-    not be asked again."""
+    """Time limit of all requests of one verdict with retries, seconds; less than ``runtime.rewards.deadline_s``. Replies that arrived in
+    time stay in the cache."""
     cache: Path | None = None
-    """File of all answers by what was asked, so that a resumed run pays once; None: in the user's cache folder."""
+    """File of all replies by request, so that a resumed run pays once; None: in the user's cache folder."""
 
 
 class JudgedArgs(Range):
-    """Of kind ``judged``."""
+    """Arguments of kind ``judged``."""
 
     path: Path | None = None
-    """Of the JSONL file. None: prompts that come with the package."""
+    """JSONL file; None: prompts that come with the package."""
     judge: Literal["scripted"] | EndpointConfig
-    """``scripted``: see `ScriptedJudge` for how little it knows."""
+    """The judge; `ScriptedJudge` describes the limits of ``scripted``."""
     by: Literal["rubric", "reference", "group"] = "rubric"
-    """Points, over those that could be had; or 1, ½, 0 for better, as good, worse than the reference; or the mean of that
-    over the group's other answers, in which case held-out answers are compared with the reference (without one: ½)."""
+    """Reward: points over the largest possible points; or 1, ½, 0 for better than, equal to, worse than the reference; or the mean of such
+    comparisons with the group's other answers. With ``group``, held-out answers are compared with the reference (without one: ½)."""
     rubric: tuple[Criterion, ...] = ()
-    """Of prompts that have none of their own."""
+    """Rubric of prompts without one."""
     chapters: int = Field(default=1, gt=0)
-    """More than one: answers are written in so many turns (``rollout.max_turns``), each judged as going on from the one before it. They
-    earn the mean, in which what is missing has nothing."""
+    """Number of turns of an answer (``rollout.max_turns``). Each chapter is judged as a continuation of the chapter before it; the reward is
+    the mean, in which a missing chapter counts 0."""
     opponents: int | None = Field(default=None, gt=0)
-    """By ``group``, each answer meets so many to either side of it in a circle; None: all others."""
+    """With ``group``: number of neighbours on either side, in a circle of answers, that an answer is compared with; None: all answers."""
     good_at: float = Field(default=0.5, ge=0, le=1)
-    """Answers that earn as much count as right, in the log and for ``length_budget``."""
+    """Smallest reward of an answer that counts as correct, in the log and for ``length_budget``."""
     enough_words: int = Field(default=40, gt=0)
-    """The scripted judge takes off from shorter answers, in proportion."""
+    """Number of words below which the scripted judge reduces the score in proportion."""
 
     @model_validator(mode="after")
     def _chapters_have_points(self) -> Self:
         if self.chapters > 1 and self.by != "rubric":
-            raise ValueError(f'chapters are judged one by one, not by {self.by}; set by = "rubric"')
+            raise ValueError(f'chapters: are judged one by one, not by {self.by}; set by = "rubric"')
         return self
 
 
 class JudgeFailed(RuntimeError):  # noqa: N818 - data, not a fault
-    """No judgement was to be had."""
+    """The judge gave no valid reply."""
 
 
 class Judge(Protocol):
-    """Raises JudgeFailed. Texts are not empty. ``stop_s``: on `time.monotonic`."""
+    """Interface of judges. Texts are not empty. ``stop_s``: time limit on `time.monotonic`. Both methods raise JudgeFailed."""
 
     def rate(self, problem: Problem, text: str, stop_s: float) -> float:
-        """How good, in [0, 1]."""
+        """Quality of the text, in [0, 1]."""
         ...
 
     def prefer(self, problem: Problem, first: str, second: str, stop_s: float) -> float:
-        """1 where the first is better, ½ where neither is."""
+        """1: the first text is better; 0: the second; ½: neither."""
         ...
 
     def close(self) -> None: ...
 
 
 class ScriptedJudge:
-    """Measures how a text is written, and understands nothing: random words please it best.
+    """A measure of style without understanding; random words score highest. For tests and for trying a recipe.
 
-    The mean of how little it compresses and how few word pairs it repeats, less its rate of words that language models
-    overuse. The first went with a strong model's score of stories at a correlation of .54 and the second at .46, when that
-    was measured once; the third hardly at all. For tests, for trying a recipe, and beside a guard that knows more.
+    The score is the mean of the compression ratio and the share of distinct word pairs, less the rate of words that language models
+    overuse. Measured once on stories, the three correlated with a strong model's ratings at 0.54, 0.46 and nearly 0.
     """
 
     def __init__(self, enough_words: int):
@@ -184,10 +183,10 @@ Which answer is better? End with one line: VERDICT: A, VERDICT: B, or VERDICT: T
 
 
 class EndpointJudge:
-    """A model that is asked; for several threads. Every answer is written down first, by what was asked."""
+    """A language model as judge. Thread-safe. Valid replies are cached by request."""
 
     def __init__(self, config: EndpointConfig, where: str):
-        """Raises UserError: beginning with ``where``: the cache cannot be opened."""
+        """``where``: beginning of error messages. Raises UserError: the cache cannot be opened."""
         self._config, self._lock = config, threading.Lock()
         self._chat = Chat(config, f"{where}: the judge refuses")
         path = config.cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / _CACHE
@@ -206,11 +205,10 @@ class EndpointJudge:
         reference = {"A reference answer": problem.gold} if problem.gold else {}
         question = _material(problem, {**reference, "Answer": text}) + _RATE.format(criteria=lines)
 
-        def read(said: str) -> float | None:
-            points = [float(number) for number in re.findall(r"[-+]?\d+(?:\.\d+)?", _last(said, "SCORES") or "")]
-            if len(points) != len(most) or not all(
-                [min(0, m) <= p <= max(0, m) for p, m in zip(points, most, strict=True)]
-            ):
+        def read(reply: str) -> float | None:
+            points = [float(number) for number in re.findall(r"[-+]?\d+(?:\.\d+)?", _last(reply, "SCORES") or "")]
+            in_range = [min(0, limit) <= each <= max(0, limit) for each, limit in zip(points, most, strict=False)]
+            if len(points) != len(most) or not all(in_range):
                 return None
             return min(1.0, max(0.0, sum(points) / sum(max(0, each) for each in most)))
 
@@ -220,41 +218,41 @@ class EndpointJudge:
         criteria = "".join(f"\nIt matters: {each['criterion']}" for each in problem.payload["rubric"])
         question = _material(problem, {"Answer A": first, "Answer B": second}) + _PREFER.format(criteria=criteria)
         points = {"A": 1.0, "B": 0.0, "TIE": 0.5}
-        return self._ask(question, lambda said: points.get(_last(said, "VERDICT") or ""), stop_s)
+        return self._ask(question, lambda reply: points.get(_last(reply, "VERDICT") or ""), stop_s)
 
     def close(self) -> None:
         self._chat.close()
         self._db.close()
 
     def _ask(self, question: str, read: Callable[[str], float | None], stop_s: float) -> float:
-        """What ``read`` makes of the judge's answer; of one that it makes None of, another is asked for.
-        Raises JudgeFailed: there was none. UserError: the server refuses such requests."""
+        """The value that ``read`` finds in the judge's reply, from the cache or the server. A reply in which it finds None is asked for again.
+        Raises JudgeFailed: no valid reply. UserError: the server refuses the request."""
         config, why = self._config, ""
         messages = [{"role": "user", "content": question}]
         body = {"model": config.model, **config.body}
-        asked = blake2b(json.dumps([config.url, body, question]).encode(), digest_size=16).digest()
+        key = blake2b(json.dumps([config.url, body, question]).encode(), digest_size=16).digest()
         with self._lock:
-            row = self._db.execute("SELECT said FROM judgements WHERE asked = ?", (asked,)).fetchone()
-        if row is not None and (judged := read(row[0])) is not None:
-            return judged
+            row = self._db.execute("SELECT said FROM judgements WHERE asked = ?", (key,)).fetchone()
+        if row is not None and (value := read(row[0])) is not None:
+            return value
         for _ in range(config.retries + 1):
             try:
-                said = self._chat.said(messages, stop_s)
+                reply = self._chat.said(messages, stop_s)
             except Unanswered as error:
                 why = str(error)
                 break
-            if (judged := read(said)) is not None:
+            if (value := read(reply)) is not None:
                 with self._lock:
-                    self._db.execute("INSERT OR REPLACE INTO judgements VALUES (?, ?)", (asked, said))
-                return judged
-            why = f"it answered {one_line(said[-200:])!r}, which is no judgement"
+                    self._db.execute("INSERT OR REPLACE INTO judgements VALUES (?, ?)", (key, reply))
+                return value
+            why = f"it answered {one_line(reply[-200:])!r}, which is no judgement"
             again = "That does not end with the one line that was asked for. Give it now."
-            messages = [messages[0], {"role": "assistant", "content": said}, {"role": "user", "content": again}]
+            messages = [messages[0], {"role": "assistant", "content": reply}, {"role": "user", "content": again}]
         raise JudgeFailed(f"the judge {config.model} at {config.url}: {why} ({config.retries + 1} tries)")
 
 
 def _material(problem: Problem, texts: Mapping[str, str]) -> str:
-    """What is judged, between marks that no answer can have known."""
+    """The request and the texts to judge, between tags that depend on their contents, so that no answer can contain them."""
     request = "\n\n".join(f"{message['role']}: {message['content']}" for message in problem.messages)
     mark = "text-" + blake2b("\0".join((request, *texts.values())).encode(), digest_size=4).hexdigest()
     parts = [f"\n{name}:\n<{mark}>\n{text}\n</{mark}>\n" for name, text in texts.items()]
@@ -263,46 +261,46 @@ def _material(problem: Problem, texts: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What an `EndpointJudge` asks, read again: for judges that are no language model. Made by `read_question`."""
+    """A request of `EndpointJudge`, parsed: for judges that are no language model. Written by `read_question`."""
 
     prompt: str
-    """Its last message."""
+    """The last message of the problem."""
     texts: tuple[str, ...]
-    """One to rate, or two to choose from."""
+    """One text to rate, or two to choose from."""
     points: tuple[int, ...]
-    """Of each criterion, where there is one to rate."""
+    """Largest points per criterion; empty for two texts."""
 
     def rating(self, share: float) -> str:
-        """The answer that gives the text ``share`` of every point to be had, and no fault."""
+        """The reply that gives ``share`` of the points of every criterion, and no fault."""
         return "SCORES: " + " ".join(f"{max(0, each) * share:.4f}" for each in self.points)
 
     def verdict(self, first_wins: float) -> str:
-        """The answer for whom 1 is the first text, 0 the second, ½ neither."""
+        """The reply for a preference: 1 for the first text, 0 for the second, ½ for a tie."""
         return f"VERDICT: {'TIE' if first_wins == 0.5 else 'A' if first_wins > 0.5 else 'B'}"
 
 
-def read_question(asked: str) -> Question | None:
-    """What `EndpointJudge` asked; None: it did not ask this."""
-    if (mark := re.search(r"^Text between <(text-[0-9a-f]+)>", asked)) is None:
+def read_question(request: str) -> Question | None:
+    """Parse a request of `EndpointJudge`; None: another kind of request."""
+    if (mark := re.search(r"^Text between <(text-[0-9a-f]+)>", request)) is None:
         return None
-    found = re.findall(rf"^([^\n]*):\n<{mark[1]}>\n(.*?)\n</{mark[1]}>", asked, re.MULTILINE | re.DOTALL)
+    found = re.findall(rf"^([^\n]*):\n<{mark[1]}>\n(.*?)\n</{mark[1]}>", request, re.MULTILINE | re.DOTALL)
     texts = [text for name, text in found if name.startswith("Answer")]
-    told = asked.rpartition(f"</{mark[1]}>")[2]
-    points = tuple(map(int, re.findall(r"^\d+\. \[(-?\d+)\] ", told, re.MULTILINE))) if len(texts) == 1 else ()
+    rubric = request.rpartition(f"</{mark[1]}>")[2]
+    points = tuple(map(int, re.findall(r"^\d+\. \[(-?\d+)\] ", rubric, re.MULTILINE))) if len(texts) == 1 else ()
     if not found or found[0][0] != "Request" or not (len(texts) == 2 or points):
         return None
     return Question(re.split(r"(?:^|\n\n)user: ", found[0][1])[-1], tuple(texts), points)
 
 
-def _last(said: str, word: str) -> str | None:
-    """What stands behind ``word:`` in the last line that has it, thoughts left out."""
-    found = re.findall(rf"^\W*{word}\W*?:[ *]*(.*?)\W*$", spoken(said), re.MULTILINE | re.IGNORECASE)
+def _last(reply: str, word: str) -> str | None:
+    """The rest of the last line that begins with ``word:``, without the reasoning before the answer."""
+    found = re.findall(rf"^\W*{word}\W*?:[ *]*(.*?)\W*$", spoken(reply), re.MULTILINE | re.IGNORECASE)
     return found[-1].upper() if found else None
 
 
 class JudgedSource(TaskSource):
-    """Prompts of a file, and a judge. What is before ``</think>`` in an answer is not shown to it; an answer without
-    words, or one that breaks a constraint, earns nothing, and nobody is asked."""
+    """Prompts of a file, and a judge. The judge does not see text before ``</think>``. An answer without words, or one that violates a
+    constraint, earns nothing and is not judged."""
 
     args_kind = JudgedArgs
     args: JudgedArgs
@@ -339,26 +337,27 @@ class JudgedSource(TaskSource):
     def problem(self, item: int) -> Problem:
         prompt = self._prompts[item]
         messages = prompt.messages or (Turn(role="user", content=prompt.prompt or ""),)
-        told = [each.model_dump() for each in messages]
+        dicts = [each.model_dump() for each in messages]
         payload = prompt.model_dump(include={"rubric", "constraints"}, exclude_none=True)
         if self.args.chapters == 1:
-            return Problem(item, tuple(told), prompt.reference, payload)
-        told[-1]["content"] += _CHAPTERS.format(num=self.args.chapters)
-        return Problem(item, tuple(told), "", payload)
+            return Problem(item, tuple(dicts), prompt.reference, payload)
+        dicts[-1]["content"] += _CHAPTERS.format(num=self.args.chapters)
+        return Problem(item, tuple(dicts), "", payload)
 
     def reply(self, problem: Problem, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        written = len(_written(messages))
-        return _NEXT.format(number=written + 1, num=self.args.chapters) if written < self.args.chapters else None
+        num_written = len(_turns(messages))
+        return (
+            _NEXT.format(number=num_written + 1, num=self.args.chapters) if num_written < self.args.chapters else None
+        )
 
     def demonstration(self, problem: Problem) -> tuple[Mapping[str, Any], ...]:
         if not problem.gold:
-            raise UserError(
-                f"sources.{self.name}: item {problem.item}: no reference to train on; give one, or leave it out"
-            )
+            where = f"sources.{self.name}: item {problem.item}"
+            raise UserError(f"{where}: no reference to train on; give one, or leave it out")
         return super().demonstration(problem)
 
     def score(self, problem: Problem, answer: Answer) -> Score:
-        texts = _written(answer.messages) or [spoken(answer.text)]
+        texts = _turns(answer.messages) or [spoken(answer.text)]
         text = "\n\n".join(texts) if self.args.chapters > 1 else spoken(answer.text)
         if (refusal := self._refusal(problem, text)) is not None:
             return refusal
@@ -369,10 +368,10 @@ class JudgedSource(TaskSource):
         return self._graded(self._duels(problem, [text, problem.gold], [(0, 1)])[0] if problem.gold else 0.5)
 
     def points(self, problem: Problem, chapters: Sequence[str]) -> list[float]:
-        """Of each of a text's ``chapters``, as an answer to the request and the chapter before it. Raises JudgeFailed."""
+        """Quality of each chapter, as an answer to the request and the previous chapter. Raises JudgeFailed."""
         *before, last = problem.messages
-        asked = [last["content"] + (_BEFORE + chapter if chapter else "") for chapter in ("", *chapters[:-1])]
-        problems = [replace(problem, messages=(*before, {**last, "content": each})) for each in asked]
+        requests = [last["content"] + (_BEFORE + chapter if chapter else "") for chapter in ("", *chapters[:-1])]
+        problems = [replace(problem, messages=(*before, {**last, "content": each})) for each in requests]
         return [
             self._judge.rate(each, text, self._stop_s()) if words(text) else 0.0
             for each, text in zip(problems, chapters, strict=True)
@@ -383,7 +382,7 @@ class JudgedSource(TaskSource):
         refusals = [self._refusal(problem, text) for text in texts]
         near = self.args.opponents or num
         pairs = [each for each in combinations(range(num), 2) if min(step := each[1] - each[0], num - step) <= near]
-        # what earns nothing anyway is shown to nobody, and loses against what stands
+        # Refused answers are not shown to the judge, and lose against the others.
         shown = ["" if refusal else text for text, refusal in zip(texts, refusals, strict=True)]
         rates = win_rates(num, pairs, self._duels(problem, shown, pairs))
         return [refusal or self._graded(rate) for rate, refusal in zip(rates, refusals, strict=True)]
@@ -391,8 +390,8 @@ class JudgedSource(TaskSource):
     def duels(
         self, problem: Problem, texts: Sequence[str], pairs: Sequence[tuple[int, int]]
     ) -> list[tuple[float, float]]:
-        """What the first of each pair gets, 1, ½ or 0, shown first and shown second. Only those that differ and have words are shown to
-        the judge. Raises JudgeFailed."""
+        """Result of the first text of each pair, 1, ½ or 0: when shown first, and when shown second. The judge is asked only about pairs of
+        different texts with words. Raises JudgeFailed."""
         stop_s = self._stop_s()
 
         def ask(pair: tuple[int, int]) -> float:
@@ -404,14 +403,14 @@ class JudgedSource(TaskSource):
 
         swapped = [(second, first) for first, second in pairs]
         with ThreadPoolExecutor(self.at_once) as pool:
-            said = list(pool.map(ask, [*pairs, *swapped]))
-        return [(one, 1.0 - other) for one, other in zip(said[: len(pairs)], said[len(pairs) :], strict=True)]
+            results = list(pool.map(ask, [*pairs, *swapped]))
+        return [(one, 1.0 - other) for one, other in zip(results[: len(pairs)], results[len(pairs) :], strict=True)]
 
     def close(self) -> None:
         self._judge.close()
 
     def _prompt(self, record: Mapping[str, Any], where: str) -> Prompt:
-        """Raises UserError: it is no prompt, or has nothing that its answers could be judged by."""
+        """The prompt of a record. Raises UserError: no prompt, or neither reference nor rubric where the judge needs one."""
         known = {name: record[name] for name in Prompt.model_fields if record.get(name) is not None}
         prompt = validate(Prompt, {"rubric": self.args.rubric} | known, where)
         if not prompt.prompt and not prompt.messages:
@@ -424,7 +423,7 @@ class JudgedSource(TaskSource):
         return prompt
 
     def _refusal(self, problem: Problem, text: str) -> Score | None:
-        """Of what earns nothing, whatever a judge would say."""
+        """The score of an answer without words or with a violated constraint; None: the judge decides."""
         if not words(text):
             return Score.of(False, detail="no answer")
         kept = Constraints.model_validate(problem.payload.get("constraints") or {}).kept(text)
@@ -435,20 +434,20 @@ class JudgedSource(TaskSource):
         return Score(quality, Outcome.OK if quality >= self.args.good_at else Outcome.WRONG)
 
     def _duels(self, problem: Problem, texts: Sequence[str], pairs: Sequence[tuple[int, int]]) -> list[float]:
-        """What the first of each pair gets; a judge that contradicts itself has said tie."""
+        """Result of the first text of each pair; a tie where the judge contradicts itself."""
         return [one if one == other else 0.5 for one, other in self.duels(problem, texts, pairs)]
 
     def _stop_s(self) -> float:
         return time.monotonic() + (self.verdict_s or math.inf)
 
 
-def _written(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the model said, turn by turn."""
+def _turns(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Texts of the model's turns."""
     return [spoken(str(each.get("content") or "")) for each in messages if each["role"] == "assistant"]
 
 
 def win_rates(num: int, pairs: Sequence[tuple[int, int]], results: Sequence[float]) -> list[float]:
-    """Of ``num`` players the mean of what each got; ``results``: of the first of each pair, the second gets the rest of 1."""
+    """Mean result of each of ``num`` players. ``results``: the result of the first player of each pair; the second gets 1 minus it."""
     points, games = np.zeros(num), np.zeros(num)
     for (first, second), result in zip(pairs, results, strict=True):
         points[[first, second]] += result, 1.0 - result

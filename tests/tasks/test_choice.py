@@ -133,7 +133,7 @@ def test_what_nobody_can_read_is_wrong_and_says_so(tmp_path: Path) -> None:
         ({"question": "?", "options": ["a", "b"]}, "record 1: answer: None is none of 2 options"),
         ({"question": "?", "options": ["a", "b"], "answer": "C"}, "record 1: answer: 'C' is none of 2 options"),
         ({"question": "?", "options": ["a", None], "answer": "A"}, "record 1: option 2 is missing; write it"),
-        ({"question": "?", "options": ["a"], "answer": 0}, "2 to 26 options are wanted, it has 1"),
+        ({"question": "?", "options": ["a"], "answer": 0}, "2 to 26 options are required, it has 1"),
         ({"question": "?", "options": "['a' 'b']", "answer": 0}, "options: no list in JSON"),
     ],
 )

@@ -243,7 +243,7 @@ def test_chapters_are_asked_for_one_by_one_and_judged_after_the_one_before(tmp_p
         assert made.score(problem, Answer(texts[2], tuple(turns[:-1]))).reward == pytest.approx(2.0 / 3)
         short = made.score(problem, Answer(texts[0], tuple(turns[:1])))  # what is missing has nothing
         assert short.reward == pytest.approx(0.2) and len(asked) == 3  # and nothing is asked twice
-    with pytest.raises(UserError, match='chapters are judged one by one, not by group; set by = "rubric"'):
+    with pytest.raises(UserError, match='chapters: are judged one by one, not by group; set by = "rubric"'):
         source(None, chapters=2, by="group")
 
 

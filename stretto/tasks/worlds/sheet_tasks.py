@@ -1,8 +1,8 @@
 """Generated spreadsheet tasks: a workbook with two sets of values, a request, the expected values, and a formula.
 
-The right values are computed here, in Python, from the drawn records, never by the formula: whatever recomputes that must come to
-the same. Layout and wording come from one generator, values from another, so that both instances of a task have the same cells
-to fill with other values. Of schemas, wordings and layouts the last ones are held out.
+Expected values are computed in Python from the drawn records, independently of the formula, and tests compare the two. One random generator
+draws layout and wording, another the values, so that both instances of a task ask for the same cells. The last schemas, wordings and layouts
+of each list are held out.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _SCHEMAS = (
 )  # fmt: skip
 _HEADERS = {"label": "label", "code": "code", "start": "arrival", "end": "departure"}
 _ORDERS = ("key a b group", "key group b a", "group key a b", "a key group b", "b group a key")
-"""Of the columns of a table."""
+"""Orders of the columns of a table."""
 _CORNERS = ((1, 1), (3, 1), (2, 2), (5, 3), (4, 2))
-"""Row and column of a table's first header; where it is not in the first row, a title stands above."""
+"""Row and column of a table's first header. A table that does not begin in the first row has a title above."""
 _NUM_HELD_OUT = 2
 _ASKED = ("Fill {range} with {what}.", "Put {what} in {range}.", "{range} is empty: it should hold {what}.")
 _WORDS: Mapping[str, Sequence[str]] = {  # the last of each held out
@@ -70,24 +70,24 @@ _BLANK = (" Leave rows without {key} empty.", " Where {key} is empty, so is the 
 
 @dataclass(frozen=True, slots=True)
 class SheetTask:
-    """One task. Written by `make_task`, or read from SpreadsheetBench."""
+    """A task. Written by `make_task`, or read from SpreadsheetBench."""
 
     instruction: str
     books: tuple[Book, ...]
-    """The agent works on the first; what it did there is done to the others."""
+    """Workbooks. The agent works on the first; its actions are repeated on the others."""
     answers: tuple[Mapping[Place, Value | None], ...]
-    """By book, the right values of the cells to be filled; None: blank."""
+    """Expected values of the requested cells of each workbook; None: blank."""
     solution: tuple[str, str] | None = None
-    """Their range, and the formula that fills it."""
+    """Requested range, and the formula that fills it."""
     is_loose: bool = False
-    """Values are compared as SpreadsheetBench does, and cells that are not asked for may change."""
+    """Whether values are compared as in SpreadsheetBench, and other cells may change."""
 
 
 def make_task(seed: str, kinds: Sequence[Kind], rows: tuple[int, int], layout: Layout, part: Part) -> SheetTask:
-    """The task of this seed, with tables of so many ``rows``, 3 to 10."""
-    first = _Maker(seed, "first", rows, layout, part).made(kinds)
-    others = (_Maker(seed, f"second/{attempt}", rows, layout, part).made(kinds) for attempt in range(100))
-    second = next(each for each in others if each.answers != first.answers)  # or the first's values would be right
+    """The task of ``seed``. ``rows``: smallest and largest number of rows per table, from 3 to 10."""
+    first = _Maker(seed, "first", rows, layout, part).task(kinds)
+    others = (_Maker(seed, f"second/{attempt}", rows, layout, part).task(kinds) for attempt in range(100))
+    second = next(each for each in others if each.answers != first.answers)  # constants must be wrong in one of them
     assert (first.instruction, first.solution) == (second.instruction, second.solution), "the layout depends on values"
     return SheetTask(first.instruction, first.books + second.books, first.answers + second.answers, first.solution)
 
@@ -97,43 +97,48 @@ class _Table:
     sheet: str
     columns: Mapping[str, int]
     first: int
-    """Row of its first record."""
+    """Row of the first record."""
     records: Sequence[Mapping[str, Any]]
-    """An empty one is a blank row."""
+    """Records by row; an empty one is a blank row."""
 
     @property
     def last(self) -> int:
         return self.first + len(self.records) - 1
 
     @property
-    def held(self) -> list[Mapping[str, Any]]:
+    def filled(self) -> list[Mapping[str, Any]]:
+        """The records without blank rows."""
         return [record for record in self.records if record]
 
     def cell(self, name: str) -> str:
-        """In the first record."""
+        """Address of the column's cell in the first record."""
         return f"{column_name(self.columns[name])}{self.first}"
 
     def span(self, name: str) -> str:
+        """Range of the column over all records."""
         column = column_name(self.columns[name])
         return f"{column}${self.first}:{column}${self.last}"
 
     def each(self, value: Callable[..., Value], *names: str) -> list[Value | None]:
+        """``value`` of the columns ``names`` in each record; None in blank rows."""
         return [value(*(record[name] for name in names)) if record else None for record in self.records]
 
 
-class _Asked(NamedTuple):
+class _Goal(NamedTuple):
     words: str
-    """Of `_WORDS`."""
+    """Key of `_WORDS`."""
     formula: str
-    """Of the first cell."""
+    """Formula of the first cell."""
     right: Sequence[Value | None]
+    """Expected values, row by row."""
     place: Place | None = None
-    """The first cell; None: of the table's result column."""
-    told: Mapping[str, Any] = {}
+    """The first cell; None: the first cell of the table's result column."""
+    details: Mapping[str, Any] = {}
+    """Further values for the wording."""
 
 
 class _Maker:
-    """One instance in the making."""
+    """Draws one instance of a task."""
 
     def __init__(self, seed: str, instance: str, rows: tuple[int, int], layout: Layout, part: Part) -> None:
         self.draw, self.values = random.Random(seed), random.Random(f"{seed}/{instance}")
@@ -144,25 +149,25 @@ class _Maker:
             dict(zip(_FIELDS, self._one(_SCHEMAS, _NUM_HELD_OUT), strict=True)) for _ in range(2)
         )
 
-    def made(self, kinds: Sequence[Kind]) -> SheetTask:
+    def task(self, kinds: Sequence[Kind]) -> SheetTask:
         kind = self.draw.choice(kinds)
         top, left = self._one(_CORNERS, _NUM_HELD_OUT) if self.is_varied else _CORNERS[0]
         extra = {"text": [self.draw.choice(("label", "code"))], "date": ["start", "end"]}.get(kind, [])
         extra += ["result"] * (kind in ("column", "lookup", "text", "date"))
         table = self._table(self.schema, self.schema["sheet"], top, left, extra)
-        # one that nobody asks about; of the same fields, in another sheet
+        # A second table that the request does not concern; with the same fields, in another sheet.
         if self.is_varied and self.draw.random() < 0.4:
             sheet = "Archive" if self.other == self.schema else table.sheet
             self._table(self.other, sheet, top, max(table.columns.values()) + 5, [])
-        asked: _Asked = getattr(self, f"_{kind}")(table)
-        sheet, row, column = asked.place or (table.sheet, table.first, table.columns["result"])
-        answers = {(sheet, row + line, column): value for line, value in enumerate(asked.right)}
+        goal: _Goal = getattr(self, f"_{kind}")(table)
+        sheet, row, column = goal.place or (table.sheet, table.first, table.columns["result"])
+        answers = {(sheet, row + line, column): value for line, value in enumerate(goal.right)}
         span = f"{column_name(column)}{row}" + f":{column_name(column)}{row + len(answers) - 1}" * (len(answers) > 1)
         names = tuple(dict.fromkeys(name for name, *_ in self.cells))
         span = span if sheet == names[0] else f"{sheet}!{span}"
-        what = self._one(_WORDS[asked.words], 1).format(**self.schema | dict(asked.told))
-        instruction, formula = self._one(_ASKED, 1).format(range=span, what=what), asked.formula
-        if asked.place is None and not all(table.records):
+        what = self._one(_WORDS[goal.words], 1).format(**self.schema | dict(goal.details))
+        instruction, formula = self._one(_ASKED, 1).format(range=span, what=what), goal.formula
+        if goal.place is None and not all(table.records):
             instruction += self._one(_BLANK, 1).format(**self.schema)
             formula = f'=IF({table.cell("key")}="","",{formula[1:]})'
         return SheetTask(instruction, (Book(names, self.cells, frozenset(self.dates)),), (answers,), (span, formula))
@@ -179,7 +184,7 @@ class _Maker:
         self.values.shuffle(groups)
         keys, amounts = self.values.sample(schema["keys"].split(), num), self.values.sample(range(2, 60), num)
         records = [self._record(*each) for each in zip(keys, groups, amounts, strict=True)]
-        if self.is_varied and 0 < (blank := int(3 * gap * num)) < num:  # a third of the tables have a blank row
+        if self.is_varied and 0 < (blank := int(3 * gap * num)) < num:  # in a third of the tables
             records.insert(blank, {})
         if top > 1:
             self.cells[sheet, 1, left] = f"{schema['sheet']} of the month"
@@ -209,106 +214,106 @@ class _Maker:
 
     @staticmethod
     def _groups(schema: Mapping[str, str], num: int) -> list[str]:
-        """Of a table of so many records: each is there, how often is the values' to say."""
+        """Groups of a table with ``num`` records; each of them occurs."""
         return schema["groups"].split()[: max(2, min(4, num // 2))]
 
     def _beside(self, table: _Table, header: str) -> tuple[Place, str]:
-        """The first cell under a new header, and how many rows a formula has been filled down from it."""
+        """Add a header beside the table; returns the cell below it, and a formula that counts rows from that cell."""
         column = max(table.columns.values()) + 2
         self.cells[table.sheet, table.first - 1, column] = header
         name = column_name(column)
         return (table.sheet, table.first, column), f"ROWS({name}${table.first}:{name}{table.first})"
 
     def _listed(self, table: _Table, sheet: str, header: str) -> list[str]:
-        """The groups in a sheet of their own, in another order in each instance."""
-        groups = self._groups(self.schema, len(table.held))
+        """Add a sheet that lists the groups, in another order in each instance; returns the groups."""
+        groups = self._groups(self.schema, len(table.filled))
         self.values.shuffle(groups)
         self.cells |= {(sheet, 1, 1): self.schema["group"], (sheet, 1, 2): header}
         self.cells |= {(sheet, line, 1): group for line, group in enumerate(groups, start=2)}
         return groups
 
-    # By kind, what is asked
+    # The request of each kind
 
-    def _column(self, table: _Table) -> _Asked:
+    def _column(self, table: _Table) -> _Goal:
         words = self.draw.choice(("*", "+", "-", "share", "flag")[: 5 if self.is_varied else 3])
         a, limit = table.cell("a"), self.draw.randrange(15, 45)
         if words == "share":
-            whole = sum(record["a"] for record in table.held)
-            return _Asked(words, f"={a}/SUM({table.span('a')})", table.each(lambda a: a / whole, "a"))
+            total = sum(record["a"] for record in table.filled)
+            return _Goal(words, f"={a}/SUM({table.span('a')})", table.each(lambda a: a / total, "a"))
         if words == "flag":
             right = table.each(lambda a: "high" if a > limit else "low", "a")
-            return _Asked(words, f'=IF({a}>{limit},"high","low")', right, told={"limit": limit})
+            return _Goal(words, f'=IF({a}>{limit},"high","low")', right, details={"limit": limit})
         value: Callable[..., Value] = {"*": operator.mul, "+": operator.add, "-": operator.sub}[words]
-        return _Asked(words, f"={a}{words}{table.cell('b')}", table.each(value, "a", "b"))
+        return _Goal(words, f"={a}{words}{table.cell('b')}", table.each(value, "a", "b"))
 
-    def _total(self, table: _Table) -> _Asked:
+    def _total(self, table: _Table) -> _Goal:
         values: Mapping[str, Callable[..., Value]] = {"SUM": sum, "AVERAGE": fmean, "MAX": max, "MIN": min}
         words = self.draw.choice(list(values))
-        right = values[words](record["a"] for record in table.held)
-        return _Asked(words, f"={words}({table.span('a')})", [right], (table.sheet, table.last + 2, table.columns["a"]))
+        right = values[words](record["a"] for record in table.filled)
+        return _Goal(words, f"={words}({table.span('a')})", [right], (table.sheet, table.last + 2, table.columns["a"]))
 
-    def _conditional(self, table: _Table) -> _Asked:
+    def _conditional(self, table: _Table) -> _Goal:
         words = self.draw.choice(("SUMIF", "COUNTIF", "AVERAGEIF", "SUMIFS"))
-        group = self.draw.choice(self._groups(self.schema, len(table.held)))
-        of = [each for each in table.held if each["group"] == group]
+        group = self.draw.choice(self._groups(self.schema, len(table.filled)))
+        members = [each for each in table.filled if each["group"] == group]
         a, chosen = table.span("a"), f'{table.span("group")},"{group}"'
-        amounts = [each["a"] for each in of]
+        amounts = [each["a"] for each in members]
         formula, right = {
             "SUMIF": (f"=SUMIF({chosen},{a})", sum(amounts)),
-            "COUNTIF": (f"=COUNTIF({chosen})", len(of)),
+            "COUNTIF": (f"=COUNTIF({chosen})", len(members)),
             "AVERAGEIF": (f"=AVERAGEIF({chosen},{a})", fmean(amounts)),
-            "SUMIFS": (f'=SUMIFS({a},{chosen},{table.span("b")},">9")', sum(each["a"] for each in of if each["b"] > 9)),
+            "SUMIFS": (f'=SUMIFS({a},{chosen},{table.span("b")},">9")', sum(r["a"] for r in members if r["b"] > 9)),
         }[words]
-        return _Asked(words, formula, [right], (table.sheet, table.last + 2, table.columns["a"]), {"value": group})
+        return _Goal(words, formula, [right], (table.sheet, table.last + 2, table.columns["a"]), {"value": group})
 
-    def _lookup(self, table: _Table) -> _Asked:
+    def _lookup(self, table: _Table) -> _Goal:
         groups = self._listed(table, "Factors", "factor")
         factors = dict(zip(groups, self.values.sample(range(2, 30), len(groups)), strict=True))
         self.cells |= {("Factors", line, 2): factor for line, factor in enumerate(factors.values(), start=2)}
         found = f"VLOOKUP({table.cell('group')},Factors!$A$2:$B${len(groups) + 1},2,FALSE)"
         if self.draw.random() < 0.5:
-            return _Asked("lookup", f"={found}", table.each(lambda group: factors[group], "group"))
-        return _Asked(
+            return _Goal("lookup", f"={found}", table.each(lambda group: factors[group], "group"))
+        return _Goal(
             "charge", f"={table.cell('a')}*{found}", table.each(lambda a, group: a * factors[group], "a", "group")
         )
 
-    def _summary(self, table: _Table) -> _Asked:
+    def _summary(self, table: _Table) -> _Goal:
         groups = self._listed(table, "Summary", self.schema["a"])
-        right = [sum(each["a"] for each in table.held if each["group"] == group) for group in groups]
+        right = [sum(each["a"] for each in table.filled if each["group"] == group) for group in groups]
         formula = f"=SUMIF({table.sheet}!{table.span('group')},A2,{table.sheet}!{table.span('a')})"
-        return _Asked("summary", formula, right, ("Summary", 2, 2))
+        return _Goal("summary", formula, right, ("Summary", 2, 2))
 
-    def _top(self, table: _Table) -> _Asked:
-        words, num = self.draw.choice(("top", "best")), min(3, len(table.held))
+    def _top(self, table: _Table) -> _Goal:
+        words, num = self.draw.choice(("top", "best")), min(3, len(table.filled))
         place, rank = self._beside(table, words)
         formula = f"LARGE({table.span('a')},{rank})"
         if words == "best":
             formula = f"INDEX({table.span('key')},MATCH({formula},{table.span('a')},0))"
-        leaders = sorted(table.held, key=lambda each: -each["a"])[:num]
-        return _Asked(
+        leaders = sorted(table.filled, key=lambda each: -each["a"])[:num]
+        return _Goal(
             words, f"={formula}", [each["a" if words == "top" else "key"] for each in leaders], place, {"num": num}
         )
 
-    def _filter(self, table: _Table) -> _Asked:
+    def _filter(self, table: _Table) -> _Goal:
         limit, a = self.draw.randrange(15, 45), table.span("a")
         place, rank = self._beside(table, "chosen")
-        chosen = [each["key"] for each in table.held if each["a"] > limit]
-        # the smallest row numbers, where rows that are not chosen count as beyond the table
+        chosen = [each["key"] for each in table.filled if each["a"] > limit]
+        # The smallest row numbers; other rows count as beyond the table.
         lines = f"({a}>{limit})*(ROW({a})-{table.first - 1})+({a}<={limit})*9999"
         formula = f'=IFERROR(INDEX({table.span("key")},SUMPRODUCT(SMALL({lines},{rank}))),"")'
-        return _Asked("filter", formula, [*chosen, *[None] * (len(table.held) - len(chosen))], place, {"limit": limit})
+        return _Goal("filter", formula, [*chosen, *[None] * (len(table.filled) - len(chosen))], place, {"limit": limit})
 
-    def _text(self, table: _Table) -> _Asked:
+    def _text(self, table: _Table) -> _Goal:
         if "label" in table.columns:
             right = table.each(lambda label: " ".join(label.split()).title(), "label")
-            return _Asked("label", f"=PROPER(TRIM({table.cell('label')}))", right)
+            return _Goal("label", f"=PROPER(TRIM({table.cell('label')}))", right)
         code = table.cell("code")
-        return _Asked(
+        return _Goal(
             "code", f'=VALUE(MID({code},FIND("-",{code})+1,9))', table.each(lambda each: int(each[3:]), "code")
         )
 
-    def _date(self, table: _Table) -> _Asked:
+    def _date(self, table: _Table) -> _Goal:
         start, end = table.cell("start"), table.cell("end")
         if self.draw.random() < 0.5:
-            return _Asked("days", f"={end}-{start}", table.each(lambda start, end: end - start, "start", "end"))
-        return _Asked("year", f"=YEAR({start})", table.each(lambda day: (EPOCH + timedelta(day)).year, "start"))
+            return _Goal("days", f"={end}-{start}", table.each(lambda start, end: end - start, "start", "end"))
+        return _Goal("year", f"=YEAR({start})", table.each(lambda day: (EPOCH + timedelta(day)).year, "start"))
