@@ -1,11 +1,11 @@
 """Spreadsheet tasks: formulas in one workbook are also scored on copies with other values.
 
-A session keeps what was done, in order: ranges filled, programs run. Judging does the same to the task's other workbooks, has
-their formulas computed, and compares cell by cell: those asked for with their right values, all others with what they were. So
-values that were written down instead of computed are wrong.
+A session stores the agent's actions in order: filled ranges and programs. Scoring repeats them on the task's other workbooks, computes the
+formulas, and compares cell by cell: requested cells with their expected values, all other cells with their previous contents. So constants
+in place of formulas are wrong.
 
-Tasks are generated (`stretto.tasks.worlds.sheet_tasks`), or, with ``path``, those of SpreadsheetBench (2406.14991): a folder
-with ``dataset.json`` and the workbooks that it names. There cells are compared as published, that is loosely, and no others are.
+Tasks are generated (`stretto.tasks.worlds.sheet_tasks`), or, with ``path``, read from SpreadsheetBench (2406.14991): a folder with
+``dataset.json`` and the workbooks that it names. These are compared as published: values loosely, and requested cells only.
 """
 
 from __future__ import annotations
@@ -59,20 +59,21 @@ from stretto.tasks.worlds.workbook import (
 
 ToolName = Literal["sheets", "read", "write", "python"]
 _CLOSE: Final = 1e-9
-"""Relative: files hold 15 digits of a number."""
+"""Relative tolerance: files hold 15 digits of a number."""
 _MOST_DUMPED: Final = 16 << 20
+"""Largest output of a program and its workbook, bytes."""
 _SIZE: Final = 1 << 20, 1 << 14
-"""Rows and columns of a sheet, as Excel has them."""
+"""Rows and columns of a sheet, as in Excel."""
 _MOST_COLUMNS: Final = 40
-"""That a prompt shows."""
+"""Largest number of columns in a prompt."""
 _MOST_ANSWERS: Final = 1 << 20
-"""Cells of a published answer; beyond it the task is left out."""
+"""Largest number of cells in a published answer; larger tasks are left out."""
 _LAYOUT: Final = (
     "the folder with dataset.json and, as it says, spreadsheet/ID/1_ID_input.xlsx, 1_ID_answer.xlsx, 2_ID_…"
 )
 _PAIRS: Final = (("_input.xlsx", "_answer.xlsx"), ("_init.xlsx", "_golden.xlsx"))
-"""Ends of the names of a data instance and of its right answer, in the whole data and in its verified part."""
-# Appended to a program: the cells of what it has saved, as JSON behind a mark.
+"""Endings of the file names of a workbook and of its expected result, in the full data and in the verified part."""
+# Appended to a program: prints the cells of the saved workbook as JSON after a mark.
 _DUMP = """
 def _stretto_dump():
     import json, openpyxl
@@ -93,47 +94,48 @@ _stretto_dump()
 
 
 class SheetsArgs(Range):
-    """Of kind ``sheets``. With ``path``, what is about generated tasks is not looked at."""
+    """Arguments of kind ``sheets``. With ``path``, the arguments of generated tasks are ignored."""
 
     path: Path | None = None
-    """Folder of SpreadsheetBench's data. None: tasks are generated."""
+    """Folder of SpreadsheetBench's data; None: generated tasks."""
     kinds: tuple[Kind, ...] = Field(
         default=("column", "total", "conditional", "lookup", "summary", "top", "filter", "text", "date"), min_length=1
     )
     rows: tuple[int, int] = (4, 10)
-    """Of a table, least and most; at most 10."""
+    """Smallest and largest number of rows per table, from 3 to 10."""
     layout: Layout = "varied"
-    """``plain``: one table from the first cell on."""
+    """``plain``: one table that begins in the first cell."""
     part: Part = "train"
-    """``held_out``: schemas, wordings and layouts that ``train`` does not have."""
+    """``held_out``: schemas, wordings and layouts that do not occur in ``train``."""
     seed: int = 0
     tools: tuple[ToolName, ...] = Field(default=("sheets", "read", "write"), min_length=1)
-    """``python`` runs programs in the sandbox."""
+    """Tools of every problem; ``python`` runs programs in the sandbox."""
     preview: int = Field(default=12, ge=0)
-    """Rows of each sheet that the prompt shows."""
+    """Number of rows of each sheet in the prompt."""
     engine: EngineName = "auto"
-    """What computes formulas. ``auto``: LibreOffice where it is installed, else IronCalc, which starts much faster."""
+    """Program that computes formulas. ``auto``: LibreOffice if it is installed, else IronCalc, which starts much faster."""
     reward: Literal["all", "share"] = "all"
     """``all``: 1 or 0. ``share``: the share of correct cells, of those whose values differ, in the worse workbook."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Something that was done to a workbook, and can be done to others."""
+    """An action on a workbook, which can be repeated on others."""
 
     tool: Literal["write", "python"]
     text: str
     """The range, or the program."""
     content: Value = ""
+    """Content of the filled cells."""
 
 
 class SheetsSource(SessionSource):
-    """Problems of one seed, or of one folder."""
+    """Generated problems of one seed, or the problems of one folder."""
 
     args_kind = SheetsArgs
     args: SheetsArgs
     at_once = 32
-    """Their workbooks go through the engine together."""
+    """Number of answers judged together: one process of the engine computes their workbooks."""
 
     def __init__(self, name: str, args: SheetsArgs, sandbox: Sandbox | None = None) -> None:
         super().__init__(name, args, sandbox)
@@ -182,7 +184,7 @@ class SheetsSource(SessionSource):
             return recorded(session, (turn, {"role": "assistant", "content": problem.gold}))
 
     def validate(self, num: int = 8) -> None:
-        """As every source; of somebody else's data, which shows no solutions, that its own answers are right."""
+        """As `TaskSource.validate`; SpreadsheetBench has no solutions, so only its own answers are tried, which must be correct."""
         if self._records is None:
             return super().validate(num)
         for item in range(0, len(self._records), -(-len(self._records) // num)):
@@ -193,22 +195,22 @@ class SheetsSource(SessionSource):
         return None
 
     def after(self, book: Book, step: Step) -> tuple[Book, ToolResult]:
-        """The workbook, and what the model is told. Raises `Refused`: it cannot be done."""
+        """The workbook after an action, and the result for the model. Raises `Refused`: the action is impossible."""
         if step.tool == "write":
-            return filled(book, area_of(book, step.text), step.content), _told("ok")
+            return filled(book, area_of(book, step.text), step.content), _ok("ok")
         assert self.sandbox is not None
         with tempfile.TemporaryDirectory(prefix="stretto-sheets-") as folder:
             write_book(book, path := Path(folder) / "book.xlsx")
             files = {"book.xlsx": path.read_bytes(), "library.zip": self._library}
-        # seeded: its draws must be the same when it is repeated
+        # Seeded, so that a repetition draws the same numbers.
         program = f"import random, sys; sys.path.insert(0, 'library.zip'); random.seed(0)\n{step.text}\n{_DUMP}"
         done = self.sandbox.run(program, files=files, limits=replace(self.sandbox.limits, output_bytes=_MOST_DUMPED))
-        said, mark, dumped = done.stdout.decode("utf-8", "replace").rpartition("\x1ebook")
+        printed, mark, cells = done.stdout.decode("utf-8", "replace").rpartition("\x1ebook")
         if done.outcome is not Outcome.OK or not mark:
-            why = done.why or "it ended before what it saved was read"
-            told = ToolResult(shorten(f"{said}error: {why}"), done.outcome, done.wall_s, done.cpu_s)
-            return book, told if told.outcome is not Outcome.OK else replace(told, outcome=Outcome.WRONG)
-        return _dumped(book, dumped), ToolResult(shorten(said) or "ok", Outcome.OK, done.wall_s, done.cpu_s)
+            why = done.why or "it ended before its workbook was read"
+            outcome = Outcome.WRONG if done.outcome is Outcome.OK else done.outcome
+            return book, ToolResult(shorten(f"{printed}error: {why}"), outcome, done.wall_s, done.cpu_s)
+        return _dumped(book, cells), ToolResult(shorten(printed) or "ok", Outcome.OK, done.wall_s, done.cpu_s)
 
     def verdict(self, task: SheetTask, ends: Sequence[Book | None]) -> Score:
         """Score the workbooks ``ends`` that an answer leads to; None: one that could not be computed.
@@ -220,7 +222,7 @@ class SheetsSource(SessionSource):
                 continue
             others = (end.cells.keys() | book.cells.keys()) - right.keys()
             if end.sheets != book.sheets or any(end.cells.get(at) != book.cells.get(at) for at in others):
-                return Score.of(False, {"untouched": 0.0}, "cells or sheets that are not asked for were changed")
+                return Score.of(False, {"untouched": 0.0}, "cells or sheets outside of the request were changed")
         computed = iter(self.recalculator.values([end for end in ends if end is not None]))
         shares, detail, same = [], "", _loosely_same if task.is_loose else _same
         first, all_right = task.answers[0], True
@@ -233,14 +235,14 @@ class SheetsSource(SessionSource):
             all_right &= not wrong
             if wrong and not detail:
                 found = "nothing to compute" if values is None else repr(values.get(wrong[0]))
-                detail = f"{wrong[0][0]}!{cell_name(wrong[0])}: {found}, and {right[wrong[0]]!r} is right"
+                detail = f"{wrong[0][0]}!{cell_name(wrong[0])}: is {found}, must be {right[wrong[0]]!r}"
         parts = {"untouched": 1.0, "least": min(shares), "books": sum(share == 1 for share in shares) / len(shares)}
         score = Score.of(all_right, parts, detail)
         return replace(score, reward=min(shares)) if self.args.reward == "share" else score
 
 
 class SheetsSession(Session):
-    """What was done to the first workbook of a task."""
+    """Session on the first workbook of a task. State: the workbook, and the actions that led to it."""
 
     def __init__(self, source: SheetsSource, task: SheetTask) -> None:
         self._source, self._task, self._book = source, task, task.books[0]
@@ -261,28 +263,29 @@ class SheetsSession(Session):
         self.tools = tuple(offered[name] for name in source.args.tools)
 
     def digest(self) -> str:
-        told = repr((self._steps, self._book.sheets, sorted(self._book.cells.items())))
-        return blake2b(told.encode(errors="replace"), digest_size=8).hexdigest()
+        state = repr((self._steps, self._book.sheets, sorted(self._book.cells.items())))
+        return blake2b(state.encode(errors="replace"), digest_size=8).hexdigest()
 
     def score(self, answer: Answer) -> Score:
-        """Does the steps to the other workbooks too; where one cannot be done, all of that workbook is wrong."""
+        """Repeat the actions on the other workbooks, and score all of them. A workbook on which an action fails is wrong."""
         ends = [self._book, *(self._end(book) for book in self._task.books[1:])]
         return self._source.verdict(self._task, ends)
 
     def _end(self, book: Book) -> Book | None:
+        """``book`` after all actions; None: one of them failed."""
         for step in self._steps:
             try:
-                book, told = self._source.after(book, step)
+                book, result = self._source.after(book, step)
             except Refused:
                 return None
-            if told.outcome is Outcome.INFRA:
-                raise RuntimeError(told.text)
-            if told.outcome is not Outcome.OK:
+            if result.outcome is Outcome.INFRA:
+                raise RuntimeError(result.text)
+            if result.outcome is not Outcome.OK:
                 return None
         return book
 
     def _sheets(self, arguments: Mapping[str, Any]) -> ToolResult:
-        return _told("\n".join(f"{sheet}!{_extent(self._book, sheet)}" for sheet in self._book.sheets))
+        return _ok("\n".join(f"{sheet}!{_extent(self._book, sheet)}" for sheet in self._book.sheets))
 
     def _read(self, arguments: Mapping[str, Any]) -> ToolResult:
         def read(text: str) -> ToolResult:
@@ -290,7 +293,7 @@ class SheetsSession(Session):
             (values,) = self._source.recalculator.values([self._book])
             if values is None:
                 raise Refused("its formulas cannot be computed")
-            return _told(grid(self._book, values, area[0], area[-1]))
+            return _ok(grid(self._book, values, area[0], area[-1]))
 
         return _tried(arguments, ("range",), read)
 
@@ -303,13 +306,13 @@ class SheetsSession(Session):
         return _tried(arguments, ("code",), lambda code: self._do(Step("python", code)))
 
     def _do(self, step: Step) -> ToolResult:
-        self._book, told = self._source.after(self._book, step)
-        self._steps += (step,) if told.outcome is Outcome.OK else ()
-        return told
+        self._book, result = self._source.after(self._book, step)
+        self._steps += (step,) if result.outcome is Outcome.OK else ()
+        return result
 
 
 def grid(book: Book, values: Cells, first: Place, last: Place) -> str:
-    """The cells between two corners as text, a row a line; behind the values of formulas are these."""
+    """The cells between two corners as text, one row per line. Formulas follow their values."""
     (sheet, top, left), (_, bottom, right) = first, last
     lines = [" | ".join(["", *map(column_name, range(left, right + 1))]).lstrip()]
     for row in range(top, bottom + 1):
@@ -342,8 +345,7 @@ def _same(found: Value | None, right: Value | None) -> bool:
 
 
 def _loosely_same(found: Value | None, right: Value | None) -> bool:
-    """As SpreadsheetBench compares: to two places, a text that is a number as that number. (Its dates are compared by the
-    day; here they are numbers as others are.)"""
+    """Comparison as in SpreadsheetBench: numbers to two decimal places, text that is a number as a number. Dates count as numbers."""
 
     def plain(value: Value | None) -> Value | None:
         try:
@@ -355,7 +357,7 @@ def _loosely_same(found: Value | None, right: Value | None) -> bool:
 
 
 def _typed(content: Value) -> Value:
-    """What a spreadsheet makes of it: text that is a number is one, unless an apostrophe says that it is text."""
+    """``content`` as a spreadsheet reads it: text that is a number becomes one; a leading apostrophe marks text."""
     if not isinstance(content, str):
         return content
     try:
@@ -366,28 +368,28 @@ def _typed(content: Value) -> Value:
 
 
 def _dumped(book: Book, text: str) -> Book:
-    """The workbook that a program has left. Its words are not trusted: what is none is refused."""
+    """The workbook that a program has saved, from its untrusted output. Raises `Refused`: the output is no valid workbook."""
     try:
-        sheets, told = json.loads(text)
+        sheets, entries = json.loads(text)
         cells: dict[Place, Value] = {}
-        for sheet, row, column, value, _ in told:
+        for sheet, row, column, value, _ in entries:
             if not (sheet in sheets and isinstance(value, Value) and type(row) is int and type(column) is int):
                 raise Refused(f"{value!r} is no value of a cell")
             if not (0 < row <= _SIZE[0] and 0 < column <= _SIZE[1]):
                 raise Refused(f"there is no row {row} or no column {column}")
             cells[sheet, row, column] = value
-        dates = frozenset((sheet, row, column) for sheet, row, column, _, is_date in told if is_date)
+        dates = frozenset((sheet, row, column) for sheet, row, column, _, is_date in entries if is_date)
     except (ValueError, TypeError, RecursionError) as error:
         raise Refused(f"the workbook cannot be read: {error}") from None
-    left = replace(book, sheets=tuple(map(str, sheets)), cells=cells, dates=dates)
+    saved = replace(book, sheets=tuple(map(str, sheets)), cells=cells, dates=dates)
     for at, value in cells.items():
         if value != book.cells.get(at):
-            check_content(left, value)
-    return left
+            check_content(saved, value)
+    return saved
 
 
 def _library() -> bytes:
-    """openpyxl, compiled, for programs in the sandbox, whose interpreter is this one without its packages."""
+    """A zip file of compiled openpyxl, for programs in the sandbox, whose interpreter has no packages."""
     packed = io.BytesIO()
     with zipfile.PyZipFile(packed, "w", zipfile.ZIP_DEFLATED) as file:
         for name in ("openpyxl", "et_xmlfile"):
@@ -402,11 +404,12 @@ def _schema(fields: Mapping[str, str]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(fields)}
 
 
-def _told(text: str) -> ToolResult:
+def _ok(text: str) -> ToolResult:
     return ToolResult(text, Outcome.OK, 0.0)
 
 
 def _tried(arguments: Mapping[str, Any], names: Sequence[str], work: Callable[..., ToolResult]) -> ToolResult:
+    """The result of ``work`` on the arguments ``names``; WRONG for other arguments, or where ``work`` raises `Refused`."""
     try:
         values = [arguments.get(name) for name in names]
         if set(arguments) - set(names) or not isinstance(values[0], str) or not isinstance(values[-1], Value):
@@ -423,7 +426,7 @@ class _Record:
     instruction: str
     positions: tuple[str, ...]
     pairs: tuple[tuple[Path, Path], ...]
-    """By instance, the workbook and its right answer."""
+    """Workbook and expected result of each instance."""
 
     def read(self, recalculator: Recalculator) -> SheetTask:
         books, answers = [], []
@@ -431,33 +434,30 @@ class _Record:
             book, right = read_book(given), read_book(answer)
             area = [at for position in self.positions for at in area_of(right, position, _MOST_ANSWERS)]
             stored = read_book(answer, values=True).cells
-            if any(is_formula(right.cells.get(at)) and at not in stored for at in area):  # no suite has computed it
+            if any(is_formula(right.cells.get(at)) and at not in stored for at in area):  # saved without values
                 stored = recalculator.values([right])[0] or {}
             books.append(book)
             answers.append({at: stored.get(at) for at in area})
-        asked = f"{self.instruction}\n\nThe answer belongs in {', '.join(self.positions)}."
-        return SheetTask(asked, tuple(books), tuple(answers), is_loose=True)
+        request = f"{self.instruction}\n\nThe answer belongs in {', '.join(self.positions)}."
+        return SheetTask(request, tuple(books), tuple(answers), is_loose=True)
 
 
 def _read_benchmark(folder: Path, part: Range, where: str) -> list[_Record]:
-    """Tasks with workbooks that could act by themselves are left out, by name."""
-    if not (folder / "dataset.json").is_file():
-        raise UserError(f"{where}: path: {folder / 'dataset.json'}: no such file; give {_LAYOUT}")
-    told = read_json(folder / "dataset.json")
-    if not isinstance(told, list) or len(told) <= part.first:
-        raise UserError(
-            f"{where}: path: {folder / 'dataset.json'}: no list of tasks from {part.first} on; give {_LAYOUT}"
-        )
+    """The tasks of SpreadsheetBench in ``folder``. Tasks with macros or links to other files are left out and named on the console."""
+    file = folder / "dataset.json"
+    if not file.is_file():
+        raise UserError(f"{where}: path: {file}: no such file; give {_LAYOUT}")
+    tasks = read_json(file)
+    if not isinstance(tasks, list) or len(tasks) <= part.first:
+        raise UserError(f"{where}: path: {file}: no list of tasks from {part.first} on; give {_LAYOUT}")
     records = []
-    for entry in told[part.first :][: part.limit]:
+    for entry in tasks[part.first :][: part.limit]:
         try:
             name, positions = str(entry["id"]), re.findall(r"(?:'[^']*'|[^,'])+", entry["answer_position"])
             place = folder / str(entry.get("spreadsheet_path", f"spreadsheet/{name}"))
             record = _Record(entry["instruction"], tuple(each.strip() for each in positions), tuple(_pairs(place)))
         except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{folder / 'dataset.json'}: a task without {error}; see SpreadsheetBench's layout"
-            ) from None
+            raise UserError(f"{file}: a task without {error}; see SpreadsheetBench's layout") from None
         try:
             for path in (*place.glob("*.xlsm"), *(path for pair in record.pairs for path in pair)):
                 check_harmless(path)

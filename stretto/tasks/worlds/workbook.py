@@ -1,8 +1,8 @@
 """Workbooks as cells: reading, editing, writing, and recomputation by LibreOffice or IronCalc.
 
-What no office suite has written holds no values for its formulas, so they are computed anew, many workbooks in one process of
-the engine, which also keeps a formula that crashes it or never ends out of ours. Nothing is opened that could act by itself:
-files with macros or links to others are refused, and a formula may call what `FUNCTIONS` names and refer to its own workbook.
+A workbook that no office suite has saved holds no values for its formulas. They are computed by a process of the engine, many workbooks at a
+time; a formula that crashes it or never ends does not affect this process. Files with macros or links to other files are refused, and a
+formula may only call `FUNCTIONS` and refer to its own workbook.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from stretto.base.errors import UserError
 Value = bool | int | float | str
 """A formula begins with ``=``; a date is its serial number."""
 Place = tuple[str, int, int]
-"""Sheet, row and column, both from 1."""
+"""Sheet, row and column; rows and columns count from 1."""
 Cells = Mapping[Place, Value]
-"""Blank ones are left out."""
+"""Contents of the cells that are not blank."""
 EngineName = Literal["auto", "libreoffice", "ironcalc"]
 
 MAX_CELLS: Final = 2000
-"""Of a range that is read or written."""
+"""Largest number of cells in a range that is read or written."""
 MAX_FORMULA: Final = 1000
-"""Characters; bounds the depth that an engine's parser sees, too."""
+"""Longest formula in characters, which also bounds the depth of an engine's parser."""
 _MAX_TEXT, _MAX_NUMBER = 32_767, 1e300
-"""Of a cell; Excel's limit of characters, and beyond any sum that is asked for."""
+"""Longest text of a cell in characters (Excel's limit), and the bound on its numbers."""
 _MAX_ROWS: Final = 20_000
-"""Of a range in a formula, unless it is whole columns: engines visit each cell."""
+"""Largest number of rows of a range in a formula, except for whole columns: engines visit each cell."""
 _MAX_BYTES: Final = 64 << 20
-"""Of a file, unpacked."""
+"""Largest unpacked file."""
 _BATCH: Final = 64
-"""Workbooks of one process at most, so that nobody waits long for others'."""
+"""Largest number of workbooks per process of the engine, so that no caller waits long for the workbooks of others."""
 _START_S, _EACH_S = 60.0, 2.0
-"""That a process may take: to start, on a busy machine, and for each workbook."""
+"""Time limit of a process, seconds: for its start, on a busy machine, and for each workbook."""
 # fmt: off
 FUNCTIONS: Final = frozenset("""ABS AND AVERAGE AVERAGEA AVERAGEIF AVERAGEIFS CEILING CHAR CHOOSE CLEAN CODE COLUMN COLUMNS
 CONCAT CONCATENATE COUNT COUNTA COUNTBLANK COUNTIF COUNTIFS DATE DATEDIF DATEVALUE DAY DAYS EDATE EOMONTH EVEN EXACT EXP FALSE FIND
@@ -59,9 +59,9 @@ PROPER QUARTILE QUOTIENT RANK REPLACE REPT RIGHT ROUND ROUNDDOWN ROUNDUP ROW ROW
 SUBTOTAL SUM SUMIF SUMIFS SUMPRODUCT SUMSQ SWITCH T TEXT TEXTJOIN TIME TRANSPOSE TRIM TRUE TRUNC UPPER VALUE VAR VLOOKUP WEEKDAY
 WEEKNUM WORKDAY XOR YEAR YEARFRAC""".split())  # noqa: SIM905
 # fmt: on
-"""What a formula may call: no clock, no dice, no text that becomes a reference, nothing that reaches out of the workbook."""
+"""Functions that a formula may call: none depends on the clock or on random numbers, makes a reference from text, or reads other files."""
 _LATER = re.compile(r"\b(CONCAT|IFS|MAXIFS|MINIFS|SWITCH|TEXTJOIN)\(")
-"""Functions that a file writes with a prefix."""
+"""Functions that the file format writes with a prefix."""
 _REFERENCE = re.compile(
     r"(?:(?:'((?:[^'\[\]:]|'')+)'|([A-Z_][\w.]*))!)?"
     r"(?:\$?[A-Z]{1,3}\$?(\d+)(?::\$?[A-Z]{1,3}\$?(\d+))?|\$?[A-Z]{1,3}:\$?[A-Z]{1,3})"
@@ -72,7 +72,7 @@ _HARMFUL: Final = (
     *((part, "has links to other files or data; break them and save it again")
       for part in ("externallinks/", "connections.xml", "embeddings/", "activex/", "querytables/")),
 )  # fmt: skip
-"""In the names of a file and its parts."""
+"""Parts of file names that a refused workbook has, and the message."""
 _IRONCALC = """
 import json, sys, ironcalc
 for path in sys.argv[1:]:
@@ -84,31 +84,32 @@ for path in sys.argv[1:]:
 """
 
 
-class Refused(ValueError):  # noqa: N818 - said to the model
-    """What a model asked for and cannot have; the text says why."""
+class Refused(ValueError):  # noqa: N818 - shown to the model
+    """A request of the model that cannot be met; the text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Book:
-    """A workbook's contents. Written by a world or `read_book`."""
+    """Contents of a workbook. Written by a world or `read_book`."""
 
     sheets: tuple[str, ...]
     cells: Cells
     dates: frozenset[Place] = frozenset()
-    """Of those, numbers that are shown as dates."""
+    """Places of numbers that are shown as dates."""
     origin: Path | None = None
-    """File that it was read from: what is no cell is taken from there."""
+    """File that the book was read from; everything but cells is copied from it when the book is written."""
     original: Cells = field(default_factory=dict)
-    """The cells of that file."""
+    """Cells of the file ``origin``."""
 
     def having(self, changes: Mapping[Place, Value | None]) -> Book:
+        """The book with ``changes``; None and empty text make a cell blank."""
         cells = {**self.cells, **changes}
         return replace(self, cells={place: value for place, value in cells.items() if value not in (None, "")})
 
     def extent(self, sheet: str) -> tuple[int, int]:
-        """Last row and column that hold something."""
-        held = [place for place in self.cells if place[0] == sheet]
-        return max((row for _, row, _ in held), default=1), max((column for *_, column in held), default=1)
+        """Last row and last column that are not blank."""
+        places = [place for place in self.cells if place[0] == sheet]
+        return max((row for _, row, _ in places), default=1), max((column for *_, column in places), default=1)
 
 
 def is_formula(value: Value | None) -> bool:
@@ -126,7 +127,8 @@ def cell_name(at: Place) -> str:
 
 
 def area_of(book: Book, text: str, most: int = MAX_CELLS) -> list[Place]:
-    """The cells of a range, rows first: ``B2``, ``B2:C9``, ``Data!B2:C9``; without a sheet, of the first. Raises `Refused`."""
+    """The places of a range in row-major order. ``text``: ``B2``, ``B2:C9`` or ``Data!B2:C9``; without a sheet, the first one.
+    Raises `Refused`: no such sheet, no range, or more than ``most`` cells."""
     from openpyxl.utils import range_boundaries
 
     name, _, area = text.strip().rpartition("!")
@@ -143,8 +145,8 @@ def area_of(book: Book, text: str, most: int = MAX_CELLS) -> list[Place]:
 
 
 def filled(book: Book, area: Sequence[Place], content: Value) -> Book:
-    """``content`` in each cell of ``area``; a formula is the first's, and moved for the others as a spreadsheet does that fills
-    it down. Raises `Refused`: a formula that may not be."""
+    """The book with ``content`` in each cell of ``area``. A formula belongs to the first cell; in the others its relative references move, as
+    when a spreadsheet fills it down. Raises `Refused`: as `check_content`."""
     from openpyxl.formula.translate import Translator
 
     check_content(book, content)
@@ -156,7 +158,7 @@ def filled(book: Book, area: Sequence[Place], content: Value) -> Book:
 
 
 def check_content(book: Book, content: Value) -> None:
-    """Raises `Refused`: no cell can hold it, or a formula may not be."""
+    """Raises `Refused`: no cell can hold ``content``, or the formula is refused."""
     from openpyxl.cell.cell import ILLEGAL_CHARACTERS_RE
 
     if isinstance(content, str):
@@ -169,7 +171,7 @@ def check_content(book: Book, content: Value) -> None:
 
 
 def check_formula(book: Book, text: str) -> None:
-    """Raises `Refused`: it is none, calls what `FUNCTIONS` lacks, or refers to what is not in the workbook."""
+    """Raises `Refused`: no valid formula, a function that is not in `FUNCTIONS`, or a reference outside of the workbook."""
     from openpyxl.formula.tokenizer import Token, Tokenizer, TokenizerError
 
     if len(text) > MAX_FORMULA:
@@ -193,18 +195,13 @@ def check_formula(book: Book, text: str) -> None:
 
 
 def read_book(path: Path, *, values: bool = False) -> Book:
-    """A workbook with its formulas, or with the ``values`` that whoever wrote it had computed for them. Raises `UserError`: it
-    cannot be read, or has macros or links to other files."""
-    opened = _opened(path, data_only=values)
-    found = {
-        (sheet.title, cell.row, cell.column): cell
-        for sheet in opened.worksheets
-        for row in sheet.iter_rows()
-        for cell in row
-    }
+    """Read a workbook with its formulas, or with the stored ``values`` of its formulas. Raises `UserError`: it cannot be read, or has macros
+    or links to other files."""
+    sheets = _opened(path, data_only=values).worksheets
+    found = {(each.title, cell.row, cell.column): cell for each in sheets for row in each.iter_rows() for cell in row}
     cells = {place: value for place, cell in found.items() if (value := _plain(cell.value)) is not None}
     dates = frozenset(place for place in cells if found[place].is_date)
-    return Book(tuple(sheet.title for sheet in opened.worksheets), cells, dates, path, cells)
+    return Book(tuple(sheet.title for sheet in sheets), cells, dates, path, cells)
 
 
 def _plain(value: Any) -> Value | None:
@@ -214,7 +211,7 @@ def _plain(value: Any) -> Value | None:
         return value
     if isinstance(value, datetime.datetime | datetime.date | datetime.time | datetime.timedelta):
         return float(to_excel(value))
-    return str(getattr(value, "text", value))  # of a formula for several cells, or a text with fonts
+    return str(getattr(value, "text", value))  # an array formula, or a text with fonts
 
 
 def _opened(path: Path, data_only: bool = False) -> Any:
@@ -223,12 +220,12 @@ def _opened(path: Path, data_only: bool = False) -> Any:
     check_harmless(path)
     try:
         return load_workbook(path, data_only=data_only)
-    except Exception as error:  # a damaged file raises whatever its damage leads to
+    except Exception as error:  # openpyxl raises many types for damaged files
         raise UserError(f"{path}: not readable as a workbook: {error}; save it again") from None
 
 
 def check_harmless(path: Path) -> None:
-    """Raises `UserError`: no workbook, too large, or one that could run something or reach elsewhere when it is opened."""
+    """Raises `UserError`: no workbook, a workbook that is too large, or one with macros or links to other files or data."""
     try:
         with zipfile.ZipFile(path) as file:
             parts = {each.filename.lower(): each.file_size for each in file.infolist()}
@@ -242,7 +239,7 @@ def check_harmless(path: Path) -> None:
 
 
 def write_book(book: Book, path: Path) -> None:
-    """As an .xlsx file: the cells, and of a book that was read whatever else its file has."""
+    """Write an .xlsx file: the cells, and everything else from the file that the book was read from."""
     from openpyxl import Workbook
     from openpyxl.cell import MergedCell
 
@@ -256,7 +253,7 @@ def write_book(book: Book, path: Path) -> None:
         if value == book.original.get(place) or name not in sheets:
             continue
         cell = sheets[name].cell(row, column)
-        if not isinstance(cell, MergedCell):  # of merged cells the first holds all
+        if not isinstance(cell, MergedCell):  # the first of merged cells has the value
             cell.value = _LATER.sub(r"_xlfn.\1(", value) if isinstance(value, str) and is_formula(value) else value
             if place in book.dates:
                 cell.number_format = "yyyy-mm-dd"
@@ -264,11 +261,10 @@ def write_book(book: Book, path: Path) -> None:
 
 
 class Recalculator:
-    """Values of workbooks' formulas. Several threads may ask: what is asked while the engine runs is computed together, by its
-    next process."""
+    """Computes the formulas of workbooks. Thread-safe: requests that arrive while the engine runs are computed together by its next process."""
 
     def __init__(self, engine: EngineName, where: str) -> None:
-        """``where`` begins messages. Raises `UserError`: the engine is not there; with ``auto``, none is."""
+        """``where``: beginning of error messages. Raises `UserError`: the engine is not installed; with ``auto``, neither is."""
         self._office = shutil.which("soffice") if engine != "ironcalc" else None
         if self._office is None and (engine == "libreoffice" or find_spec("ironcalc") is None):
             remedy = "apt install libreoffice-calc-nogui, or pip install 'stretto[eval]'"
@@ -277,24 +273,24 @@ class Recalculator:
         self._guard, self._running = threading.Lock(), threading.Lock()
         self._waiting: list[tuple[Book, Future[Cells | None]]] = []
         self.num_processes = 0
-        """Of the engine, started so far."""
+        """Number of engine processes started so far."""
 
     def values(self, books: Sequence[Book]) -> list[Cells | None]:
-        """All cells of each, formulas replaced by their values; None: the engine did not get through it. Blocks.
+        """The cells of each book, with values instead of formulas; None: the engine failed on the book. Blocks.
 
         Raises:
             RuntimeError: the engine does not compute anything.
         """
-        asked = [(book, Future[Cells | None]()) for book in books]
-        for book, future in asked:
+        requests = [(book, Future[Cells | None]()) for book in books]
+        for book, future in requests:
             if not any(map(is_formula, book.cells.values())):
                 future.set_result(book.cells)
         with self._guard:
-            self._waiting += [each for each in asked if not each[1].done()]
-        while not all(future.done() for _, future in asked):
+            self._waiting += [each for each in requests if not each[1].done()]
+        while not all(future.done() for _, future in requests):
             with self._running:
-                if all(future.done() for _, future in asked):
-                    break  # by whoever was before: what waits now is for those who still wait
+                if all(future.done() for _, future in requests):
+                    break  # another thread has computed these books
                 with self._guard:
                     batch, self._waiting = self._waiting[:_BATCH], self._waiting[_BATCH:]
                 try:
@@ -303,14 +299,14 @@ class Recalculator:
                 except Exception as error:
                     for _, future in batch:
                         future.set_exception(error)
-        return [future.result() for _, future in asked]
+        return [future.result() for _, future in requests]
 
     def _computed(self, books: Sequence[Book]) -> list[Cells | None]:
         found: list[Cells | None] = []
         while len(found) < len(books):
-            some = self._run(books[len(found) :])
-            found += some
-            if not some:  # a process of its own has not got through the first, if it gets through anything at all
+            results = self._run(books[len(found) :])
+            found += results
+            if not results:  # the engine failed on the first book, or on every book
                 place = ("Sheet", 1, 1)
                 if not any(cells.get(place) == 42 for cells in self._run([Book(("Sheet",), {place: "=6*7"})])):
                     raise RuntimeError(f"{self.name} does not compute 6*7")
@@ -318,22 +314,22 @@ class Recalculator:
         return found
 
     def _run(self, books: Sequence[Book]) -> list[Cells]:
-        """Of one process; fewer than asked for where it has ended before."""
+        """Values of the first books from one process; all of them unless the process ended early."""
         self.num_processes += 1
         with tempfile.TemporaryDirectory(prefix="stretto-sheets-") as folder:
             root = Path(folder)
             files: list[Path] = []
-            with suppress(Exception):  # what cannot be written cannot be computed, whatever the library raises
+            with suppress(Exception):  # a book that openpyxl cannot write counts as a failure of the engine
                 for number, book in enumerate(books):
                     write_book(book, root / f"{number}.xlsx")
                     files.append(root / f"{number}.xlsx")
             command = [sys.executable, "-P", "-c", _IRONCALC]
             if self._office is not None:
-                own = f"-env:UserInstallation={(root / 'profile').as_uri()}"  # of two with one profile, the second ends
-                command = [self._office, own, "--headless", "--convert-to", "xlsx", "--outdir", str(root / "out")]
+                profile = f"-env:UserInstallation={(root / 'profile').as_uri()}"  # two processes cannot share a profile
+                command = [self._office, profile, "--headless", "--convert-to", "xlsx", "--outdir", str(root / "out")]
             _wait([*command, *map(str, files)], _START_S + _EACH_S * len(books))
             found: list[Cells] = []
-            with suppress(OSError, UserError, ValueError):  # one that is not there, or half there
+            with suppress(OSError, UserError, ValueError):  # a result that is missing or incomplete
                 for book, file in zip(books, files, strict=False):
                     found.append(self._result(book, file))
             return found
@@ -341,14 +337,14 @@ class Recalculator:
     def _result(self, book: Book, file: Path) -> Cells:
         if self._office:
             return read_book(file.parent / "out" / file.name, values=True).cells
-        told = json.loads(file.with_suffix(".xlsx.json").read_text(encoding="utf-8"))
-        return {(book.sheets[sheet], row, column): value for sheet, row, column, value in told}
+        cells = json.loads(file.with_suffix(".xlsx.json").read_text(encoding="utf-8"))
+        return {(book.sheets[sheet], row, column): value for sheet, row, column, value in cells}
 
 
 def _wait(command: Sequence[str], limit_s: float) -> None:
-    """Run it to its end, or to the end of its time, and then all that it has started."""
-    none = subprocess.DEVNULL
-    process = subprocess.Popen(command, stdin=none, stdout=none, stderr=none, start_new_session=True)
+    """Run ``command`` for at most ``limit_s`` seconds, then kill all processes that it started."""
+    null = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True)
     try:
         with suppress(subprocess.TimeoutExpired):
             process.wait(limit_s)
