@@ -1,9 +1,8 @@
-"""Control groups (cgroup v2) for programs, where the machine delegates one: there the kernel limits a whole tree at once.
+"""Control groups (cgroup v2) for programs, where the machine delegates one: the kernel limits a whole process tree.
 
-Without one, the limits of a tree are looked after by polling, and a program can be over them between two looks.
-A group may be divided by its owner alone: we divide the one that we are in if systemd says that it is ours
-(``Delegate=yes``), if it is all that our container sees, or if it is the root. One that has members cannot limit its
-children, so they move into a leaf of it first. Needs Linux 5.14 (``cgroup.kill``).
+Without a cgroup, the limits of a process tree are polled, and a program can exceed them between two polls. Only its owner may divide a group:
+this process divides its own group if systemd delegated it (``Delegate=yes``), if it is the top group that the container sees, or if it is the
+root. A group with members cannot limit its children, so the members first move into a leaf of the group. Needs Linux 5.14 (``cgroup.kill``).
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from pathlib import Path
 _CONTROLLERS = {"memory", "pids"}
 _LEAF = "stretto-driver"
 _MARKS = ("user.delegate", "trusted.delegate")
-"""Attributes that systemd gives to a folder of a delegated group."""
+"""Extended attributes that systemd sets on a delegated group."""
 _REMOVE_S = 5.0
 
 
 class GroupError(Exception):
-    """There is no group to be had; the text is why."""
+    """No control group is available; the text is the reason."""
 
 
 def delegated() -> Path:
-    """The group below which others can be made, with limits. Raises GroupError: there is none."""
+    """The group in which groups with limits can be created. Raises GroupError: there is none."""
     group, is_top = _own()
     if group.name == _LEAF:
         group = group.parent
@@ -36,7 +35,7 @@ def delegated() -> Path:
         if not set((group / "cgroup.subtree_control").read_text().split()) >= _CONTROLLERS:
             if not is_top and not any(_attribute(group, mark) == b"1" for mark in _MARKS):
                 raise GroupError("no cgroup is delegated to this process")
-            if (group / "cgroup.type").exists():  # not the root of all, which may have members
+            if (group / "cgroup.type").exists():  # not the root group, which may have members
                 _empty(group)
             (group / "cgroup.subtree_control").write_text("".join(f"+{name} " for name in sorted(_CONTROLLERS)))
     except OSError as error:
@@ -45,7 +44,7 @@ def delegated() -> Path:
 
 
 def _own() -> tuple[Path, bool]:
-    """The group of this process, and whether it is the topmost that can be seen."""
+    """The group of this process, and whether it is the topmost visible group."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         if line.startswith("0::"):
             inside = line.removeprefix("0::")
@@ -67,6 +66,7 @@ def _attribute(path: Path, name: str) -> bytes:
 
 
 def _empty(group: Path) -> None:
+    """Move all members of ``group`` into its leaf."""
     leaf = group / _LEAF
     leaf.mkdir(exist_ok=True)
     while members := (group / "cgroup.procs").read_text().split():
@@ -76,19 +76,19 @@ def _empty(group: Path) -> None:
 
 
 class Group:
-    """Of the programs of one keeper, which run one after the other."""
+    """Control group of one keeper's programs, which run one after the other."""
 
     def __init__(self, parent: Path) -> None:
-        """Raises GroupError: it cannot be made."""
+        """Raises GroupError: the group cannot be created."""
         for other in parent.glob("stretto-sandbox-*"):
-            if not Path("/proc", other.name.split("-")[2]).exists():  # its driver was killed
+            if not Path("/proc", other.name.split("-")[2]).exists():  # left by a driver that was killed
                 with contextlib.suppress(OSError):
                     other.rmdir()
         self._path = parent / f"stretto-sandbox-{os.getpid()}-{secrets.token_hex(4)}"
         self._limits = (0, 0)
         try:
             self._path.mkdir()
-            self._write("memory.oom.group", 1)  # a program that loses one of its processes would go on without
+            self._write("memory.oom.group", 1)  # out of memory ends all processes of the program
             if (self._path / "memory.swap.max").exists():
                 self._write("memory.swap.max", 0)
             self.entry, self.end = (os.open(self._path / f"cgroup.{name}", os.O_WRONLY) for name in ("procs", "kill"))
@@ -96,7 +96,7 @@ class Group:
             raise GroupError(f"{self._path}: {error.strerror}") from None
 
     def limit(self, memory_bytes: int, tasks: int) -> None:
-        """From now on, of all members together: ``memory_bytes`` include the files that they write to memory."""
+        """Set the limits of all members together. ``memory_bytes`` includes files in memory."""
         if self._limits != (memory_bytes, tasks):
             self._write("memory.max", memory_bytes)
             self._write("pids.max", tasks)
@@ -104,16 +104,16 @@ class Group:
 
     @property
     def cpu_s(self) -> float:
-        """Processor seconds of all members there ever were."""
+        """Processor seconds of all present and former members."""
         return self._number("cpu.stat", "usage_usec") / 1e6
 
     @property
     def num_killed(self) -> int:
-        """Members that the kernel ever ended for want of memory."""
+        """Number of members that the kernel has killed because memory ran out."""
         return self._number("memory.events", "oom_kill")
 
     def close(self) -> None:
-        """End what is left of its members and remove it."""
+        """Kill the remaining members and remove the group."""
         os.close(self.entry)
         os.close(self.end)
         deadline = time.monotonic() + _REMOVE_S
@@ -123,7 +123,7 @@ class Group:
             try:
                 self._path.rmdir()
                 return
-            except OSError:  # its members are dying
+            except OSError:  # members are still ending
                 if time.monotonic() > deadline:
                     return
                 time.sleep(0.01)

@@ -1,13 +1,11 @@
-"""Within the walls: the warm interpreter that runs programs, one process, and its fork that becomes a program.
+"""The keeper: a warm, isolated interpreter whose forks become programs.
 
-Started by `stretto.sandbox.isolate` with an open socket; imports nothing but the standard library and `walls`, because
-in its room there is nothing else. The keeper is the first process of its pid namespace and runs one program at a time,
-so when a program has ended, or must, everything else in the namespace is killed in one call that no fork can outrun,
-and reaped. Nothing a program can write to reaches the keeper but its two output pipes.
+`stretto.sandbox.isolate` starts a keeper with an open socket. The keeper imports only the standard library and `walls`: nothing else exists
+in its file system. It is the first process of its pid namespace and runs one program at a time. So after a program, one call kills all other
+processes of the namespace before any of them can fork again. The only data from a program to the keeper are its two output pipes.
 
-A program that reads its own memory finds what the keeper had in it when it forked; earlier programs' text may be among
-the freed blocks. So nothing that is secret from programs may be sent to a sandbox. The word by which the driver knows the
-reply to a job follows the job and is read after the fork: no program ever holds the one that counts.
+A program can read the memory that the keeper had when it forked, which may contain the text of earlier programs. So nothing secret may be
+sent to a sandbox. The nonce that identifies the reply to a job is read after the fork: no program knows the nonce of its own job.
 """
 
 from __future__ import annotations
@@ -40,29 +38,29 @@ WARM = (
     "heapq io itertools json linecache math numbers operator random re statistics string textwrap threading time "
     "traceback types typing unittest"
 )
-"""Imported once, ahead of all programs."""
+"""Modules that the keeper imports once, before all programs."""
 MAIN = "main.py"
-"""What tracebacks call the program."""
+"""File name of the program in tracebacks."""
 _CPU_GRACE_S = 1
-"""Between the signal that a program may catch and the one that it may not."""
+"""Seconds between SIGXCPU, which a program may catch, and SIGKILL."""
 _CONTROL_FD, _MAX_FDS = 3, 256
-"""The keeper's socket; its own limit on descriptors."""
+"""Descriptor of the keeper's socket; limit on the keeper's own descriptors."""
 _MAX_REPORT = 1000
-"""Bytes of what kept a program from starting."""
+"""Largest error message of a program that could not start, bytes."""
 PIECE = 1 << 16
-"""Bytes read at once."""
+"""Largest number of bytes per read."""
 HEAD = 4
-"""Bytes that begin a message: the length of its header."""
+"""Number of bytes at the start of a message that hold the length of its header."""
 
 
 def send(control: socket.socket, header: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> None:
-    """Write one message: header as JSON, then bytes of the ``sizes`` that it names. Raises OSError: nobody reads it."""
+    """Write one message: the header as JSON with the ``sizes`` of the byte strings, then these. Raises OSError: the other end is closed."""
     text = json.dumps({**header, "sizes": [len(blob) for blob in blobs]}).encode()
     control.sendall(b"".join((len(text).to_bytes(HEAD, "big"), text, *blobs)))
 
 
 def receive(control: socket.socket) -> tuple[dict[str, Any], list[bytes]] | None:
-    """The driver's next message, waited for and believed; None where it is gone, in the midst of a message too."""
+    """Wait for the driver's next message, which is trusted; None: the driver has closed the socket."""
     try:
         header = json.loads(_read(control, int.from_bytes(_read(control, HEAD), "big")))
         return header, [_read(control, size) for size in header.pop("sizes")]
@@ -82,24 +80,24 @@ def _read(control: socket.socket, size: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Keeper:
-    """This process, once it is shut in, and what holds for every program of it."""
+    """Settings of this process after isolation, which hold for all of its programs."""
 
     control: socket.socket
     room: walls.Room
     has_namespaces: bool
     program_id: int | None
-    """User and group of programs; None: the keeper's."""
+    """User and group id of programs; None: the keeper's."""
     filter: bytes
-    """Of system calls; empty without namespaces, where each program's is its own."""
+    """Filter of system calls; empty without namespaces, where each program has its own."""
     scratch: str
-    """Without namespaces: folder in which work folders are made."""
+    """Folder for work folders; only without namespaces."""
     group: Sequence[int]
-    """Descriptors of the control group of programs, to enter it and to end all that is in it; empty: there is none."""
+    """Descriptors of the programs' control group: to enter it, and to kill its members; empty: there is no group."""
 
 
 def main(fd: int) -> None:
-    """Obey the driver at the other end of the socket ``fd`` until it is closed."""
-    if fd != _CONTROL_FD:  # it has a number of the driver's, who may hold thousands
+    """Run the driver's jobs from the socket ``fd`` until it is closed."""
+    if fd != _CONTROL_FD:  # the number comes from the driver, which may have thousands of descriptors
         os.dup2(fd, _CONTROL_FD)
     os.set_inheritable(_CONTROL_FD, False)
     walls.close_from(_CONTROL_FD + 1)
@@ -115,28 +113,28 @@ def main(fd: int) -> None:
     has_landlock = not keeper.has_namespaces and walls.landlock_version() > 0
     facts = {"own_uid": keeper.program_id is not None, "has_filter": walls.can_filter(), "has_landlock": has_landlock}
     send(control, facts)
-    gc.freeze()  # or the collector writes to every page, and so copies it, in every fork
+    gc.freeze()  # otherwise garbage collection writes to all pages, and so copies them, in every fork
     while (message := receive(control)) is not None:
-        if "stop" not in message[0]:  # or else it stops a program that ended meanwhile
+        if "stop" not in message[0]:  # an order to stop a program that has ended in the meantime
             send(control, *run(keeper, *message))
 
 
 def _settle(control: socket.socket, plan: dict[str, Any]) -> Keeper:
-    """Import what programs will want, then shut the door."""
+    """Import the modules for programs, then isolate this process."""
     for name in WARM.split():
         importlib.import_module(name)
     room = walls.Room(**plan["room"])
     resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_FDS, _MAX_FDS))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the first process of a namespace is deaf to what it does not handle
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the first process of a namespace ignores signals without a handler
     group = socket.recv_fds(control, 1, 2)[1] if plan["has_group"] else []
     has_namespaces, program_id = plan["has_namespaces"], plan["outer_id"]
     if has_namespaces:
         program_id = walls.PROGRAM_ID if walls.enter(room, plan["is_inside"], plan["outer_id"]) else None
     else:
-        walls.prctl("CHILD_SUBREAPER", 1)  # orphans among our descendants become our children
-    walls.prctl("DUMPABLE", 0)  # nobody of the same user may look into our memory, or at /proc's account of it
-    walls.drop_bounding_set()  # ours stay, but no execve of a program gives it any
+        walls.prctl("CHILD_SUBREAPER", 1)  # orphaned descendants become children of this process
+    walls.prctl("DUMPABLE", 0)  # other processes of the same user may not read this process's memory
+    walls.drop_bounding_set()  # a program gets no capability by execve; this process keeps its own
     sys.path[:] = [path for path in sys.path if any(f"{path}/".startswith(f"{each}/") for each in room.shown)]
     has_filter = has_namespaces and walls.can_filter()
     calls = walls.build_filter(is_alone=True, own_pid=0) if has_filter else b""
@@ -144,7 +142,7 @@ def _settle(control: socket.socket, plan: dict[str, Any]) -> Keeper:
 
 
 def run(keeper: Keeper, job: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
-    """Run one program to its end, whatever that is; the reply and its two outputs."""
+    """Run one program to its end; returns the header of the reply and the two outputs."""
     start = time.monotonic()
     work = walls.WORK if keeper.has_namespaces else tempfile.mkdtemp(dir=keeper.scratch)
     pipes = {name: os.pipe() for name in ("stdin", "stdout", "stderr", "report")}
@@ -170,24 +168,21 @@ def run(keeper: Keeper, job: dict[str, Any], blobs: list[bytes]) -> tuple[dict[s
 
 
 class Watch:
-    """Over one program: feeds and reads it. What it uses is for the driver to watch, who can see that."""
+    """Writes the input of one program and reads its outputs. The driver watches its resources."""
 
     def __init__(self, control: socket.socket, job: dict[str, Any], stdin: bytes, ends: dict[str, int]) -> None:
-        """
-        Args:
-            ends: our ends of its pipes, and a descriptor of its ``process``.
-        """
+        """``ends``: the keeper's ends of the program's pipes by name, and a descriptor of its ``process``."""
         self.control, self.unsent, self.ends = control, memoryview(stdin), ends
         self.limit: int = job["output_bytes"]
         self.outputs = {"stdout": bytearray(), "stderr": bytearray()}
         self.cut: set[str] = set()
-        """Outputs that were longer than the limit."""
+        """Names of outputs over the limit."""
         self.selector = selectors.DefaultSelector()
         self.broken: str | None = None
-        """Why the program must be ended: an output of this name is too long, or the driver wants it to ``stop``."""
+        """Reason to end the program: the name of an output over the limit, or ``stop``, the driver's order."""
 
     def until_end(self) -> None:
-        """Wait for the first process to end or for a reason to end it."""
+        """Wait until the first process ends, or there is a reason to end it."""
         os.set_blocking(self.ends["stdin"], False)
         self.selector.register(self.ends["stdin"], selectors.EVENT_WRITE, "stdin")
         self.selector.register(self.control, selectors.EVENT_READ, "control")
@@ -200,7 +195,7 @@ class Watch:
                 self._serve(key.data)
 
     def drain(self) -> str:
-        """Read the outputs to their ends, once nothing lives that could write more; the program's report."""
+        """Read the outputs to their ends, after all processes have ended; returns the program's report."""
         for name in self.outputs:
             while name in self.ends and name not in self.cut:
                 self._serve(name)
@@ -212,7 +207,7 @@ class Watch:
 
     def _serve(self, name: str) -> None:
         if name == "control":
-            if receive(self.control) is None:  # the driver is gone, and with it who would want to know
+            if receive(self.control) is None:  # the driver has ended
                 os._exit(0)
             self.broken = "stop"
         elif name == "stdin":
@@ -222,7 +217,7 @@ class Watch:
             except BlockingIOError:
                 return
             except BrokenPipeError:
-                self.unsent = self.unsent[:0]  # it reads no more
+                self.unsent = self.unsent[:0]  # the program has closed its input
             if not self.unsent:
                 self._close(name)
         elif name in self.outputs:
@@ -243,38 +238,38 @@ class Watch:
 
 
 def _end_all(keeper: Keeper, child: int) -> tuple[int, dict[str, Any]]:
-    """Kill and reap everything a program started; the program's own exit code (less than 0: a signal), what they all used.
+    """Kill and reap all processes of a program; returns its exit code (below 0: a signal), and the resources of all processes.
 
-    The dead program holds its id until it is reaped, so its group cannot be another's. A kill reaches every process of
+    The process id of the program stays its own until it is reaped, so its process group cannot be another's. A kill reaches all processes of
     a namespace or group before one of them can fork again.
     """
     ending: int | None = None
     cpu_s, max_rss_bytes = 0.0, 0
-    with contextlib.suppress(ProcessLookupError):  # nobody is left
+    with contextlib.suppress(ProcessLookupError):  # no process is left
         if keeper.group:
             os.write(keeper.group[1], b"1")
         if keeper.has_namespaces:
-            os.kill(-1, signal.SIGKILL)  # all but us
+            os.kill(-1, signal.SIGKILL)  # all but this process
         else:
             os.killpg(child, signal.SIGKILL)
     while True:
         try:
             dead, status, used = os.wait4(-1, 0)
         except ChildProcessError:
-            assert ending is not None, f"program {child} was not ours to reap"
+            assert ending is not None, f"program {child} is no child of this process"
             return os.waitstatus_to_exitcode(ending), {"cpu_s": cpu_s, "max_rss_bytes": max_rss_bytes}
         if dead == child:
             ending = status
         cpu_s += used.ru_utime + used.ru_stime
         max_rss_bytes = max(max_rss_bytes, used.ru_maxrss << 10)
         if not keeper.has_namespaces:
-            for orphan in children(os.getpid()):  # of those who left the group, where nothing kept them in it
+            for orphan in children(os.getpid()):  # processes that left the process group
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(orphan, signal.SIGKILL)
 
 
 def children(pid: int) -> list[int]:
-    """Of all its threads; none if it has ended."""
+    """Process ids of the children of all threads of ``pid``; empty if it has ended."""
     found: list[int] = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -284,7 +279,7 @@ def children(pid: int) -> list[int]:
 
 
 def _clear(work: str, program_id: int | None) -> None:
-    """Delete a work folder that the program owned, however deep or locked it left it."""
+    """Delete a program's work folder, whatever its depth and permissions."""
     os.chmod(work, 0o700)
     if os.listdir(work):
         child = os.fork()
@@ -299,8 +294,8 @@ def _clear(work: str, program_id: int | None) -> None:
 
 
 def _remove_tree(folder: str) -> None:
-    """Empty a folder whose owner may have nested it deeper than a path can name or descriptors can follow: step by step,
-    down and up. Nobody is left who could move a folder meanwhile."""
+    """Empty a folder that may be nested deeper than paths or descriptors allow, by stepping into and out of subfolders. No process is left
+    that could move a folder."""
     os.chdir(folder)
     waiting = [_remove_files()]
     while True:
@@ -318,7 +313,7 @@ def _remove_tree(folder: str) -> None:
 
 
 def _remove_files() -> list[str]:
-    """Empty the current folder of all but its subfolders; their names."""
+    """Delete all files of the current folder; returns the names of its subfolders."""
     folders = []
     with os.scandir(".") as entries:
         for entry in entries:
@@ -332,12 +327,12 @@ def _remove_files() -> list[str]:
 def _become_program(
     keeper: Keeper, job: Mapping[str, Any], blobs: Sequence[bytes], pipes: Mapping[str, tuple[int, int]], work: str
 ) -> NoReturn:
-    """In the fork: give up what we may do, then run Python text or another file. What keeps us from it is written to
-    the pipe ``report``, which no program inherits."""
+    """In the fork: give up privileges, then run Python text or execute a file. An error before that is written to the pipe ``report``, which
+    the program does not inherit."""
     report = pipes["report"][1]
     try:
         if keeper.group:
-            os.write(keeper.group[0], b"0")  # whoever writes
+            os.write(keeper.group[0], b"0")  # 0: the writing process
         if keeper.has_namespaces:
             os.setsid()
             walls.unshare(walls.CLONE_NEWNS)
@@ -348,16 +343,16 @@ def _become_program(
             os.setpgid(0, 0)
         for target, fd in enumerate((pipes["stdin"][0], pipes["stdout"][1], pipes["stderr"][1])):
             os.dup2(fd, target)
-        os.dup2(report, keeper.control.detach(), inheritable=False)  # what was the socket is the report
+        os.dup2(report, keeper.control.detach(), inheritable=False)  # replaces the socket
         report = _CONTROL_FD
         walls.close_from(report + 1)
         if keeper.program_id is not None:
             os.chown(work, keeper.program_id, keeper.program_id)
         _set_user(keeper.program_id)
         walls.drop_capabilities()
-        walls.prctl("DUMPABLE", 1)  # by the driver's watch; the keeper, of whose memory ours is now a copy, is not
+        walls.prctl("DUMPABLE", 1)  # lets the driver's watch read /proc of the program; the keeper stays closed
         if not keeper.has_namespaces:
-            walls.prctl("PDEATHSIG", signal.SIGKILL)  # cleared by a change of user, so it comes after
+            walls.prctl("PDEATHSIG", signal.SIGKILL)  # after the change of user, which clears it
         os.chdir(work)
         for name, content in zip(job["files"], blobs[2:], strict=True):
             Path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -389,7 +384,7 @@ def _set_user(program_id: int | None) -> None:
 
 
 def _limit(job: Mapping[str, Any]) -> None:
-    cpu_s = max(1, int(-(-job["cpu_s"] // 1)))  # the kernel counts whole seconds; the driver's watch counts the rest
+    cpu_s = max(1, int(-(-job["cpu_s"] // 1)))  # whole seconds; the driver's watch enforces fractions
     for kind, soft, hard in (
         (resource.RLIMIT_AS, job["memory_bytes"], job["memory_bytes"]),
         (resource.RLIMIT_CPU, cpu_s, cpu_s + _CPU_GRACE_S),
@@ -407,7 +402,7 @@ def _limit(job: Mapping[str, Any]) -> None:
 
 
 def run_source(source: bytes, work: str) -> int:
-    """Run Python text as ``__main__`` in this process, as ``python main.py`` in its folder would; the exit code."""
+    """Run Python text as ``__main__`` in this process, like ``python main.py`` in the work folder; returns the exit code."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "stretto"]:
         del sys.modules[name]
     path = os.path.join(work, MAIN)
@@ -424,13 +419,15 @@ def run_source(source: bytes, work: str) -> int:
     except SystemExit as exit:
         code = exit.code & 0xFF if isinstance(exit.code, int) else int(exit.code is not None)
         if not isinstance(exit.code, int | None):
-            print(exit.code, file=sys.stderr)  # noqa: T201  # as the interpreter does
+            print(exit.code, file=sys.stderr)  # noqa: T201  # like the interpreter
     except BaseException as error:
         code = 1
         trace = error.__traceback__
-        sys.excepthook(type(error), error.with_traceback(trace and trace.tb_next), None)  # without our own frame
+        sys.excepthook(
+            type(error), error.with_traceback(trace and trace.tb_next), None
+        )  # without this function's frame
     try:
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for its threads, as the interpreter's end would
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, like the interpreter
         atexit._run_exitfuncs()
     finally:
         for stream in (sys.stdout, sys.stderr):

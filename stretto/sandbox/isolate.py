@@ -1,12 +1,12 @@
-"""Runs programs that nobody trusts: limits, walls, and an outcome that says whose fault it was.
+"""Runs untrusted programs with limits and isolation, and reports whether the program or the infrastructure failed.
 
     with Sandbox() as sandbox:
         print(sandbox.isolation)
         finished = sandbox.run("print(6 * 7)")
 
-Best isolation that the machine gives: namespaces made by bubblewrap, or by our own helper, or process limits only. Each
-is tried by running a program in it, never guessed. Programs run in forks of warm interpreters (`stretto.sandbox.inside`),
-the keepers; this is the driver's side, which hands programs over, watches what a keeper cannot, and judges how they ended.
+The sandbox uses the best isolation of the machine: namespaces made by bubblewrap or by `stretto.sandbox.walls`, or process limits only. A
+level counts as available when a program has run in it. Programs run in forks of warm interpreters, the keepers (`stretto.sandbox.inside`).
+This file is the driver: it sends programs to keepers, watches resources that a keeper cannot see, and classifies how programs ended.
 """
 
 from __future__ import annotations
@@ -36,42 +36,44 @@ from stretto.sandbox.inside import HEAD, PIECE, children, send
 from stretto.sandbox.outcome import Finished, Isolation, Level, Limits, Outcome
 
 START_S = 30.0
-"""For a keeper to say that it is ready."""
+"""Time limit for a keeper to start, seconds."""
 LATE_S = 10.0
-"""After the program's time, for the keeper to answer; to kill and reap."""
+"""Seconds after a program's time limit in which the keeper must kill it and answer."""
 WATCH_S = 0.05
-"""Between looks at what a program's processes use; one that ends sooner is never looked at."""
+"""Seconds between polls of a program's resources; a program that ends sooner is never polled."""
 PATIENCE = 4
-"""Times its limit of wall or processor seconds, whichever is longer, that a program may be there in all, waiting included."""
+"""Largest total time of a program, waiting for a processor included, as a multiple of the longer of its wall and processor limits."""
 _MAX_HEADER = 1 << 14
-"""Bytes of what a keeper says beside a program's outputs."""
+"""Largest header of a keeper's message, bytes."""
 _CODE = Path(__file__).resolve().parent
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LANG": "C.UTF-8",
     "TZ": "UTC",
-    "PYTHONHASHSEED": "0",  # a program that depends on the order of a set does the same every time
-    "MALLOC_ARENA_MAX": "1",  # or every thread takes 64 MiB of the address space that it is limited to
+    "PYTHONHASHSEED": "0",  # the order of sets is reproducible
+    "MALLOC_ARENA_MAX": "1",  # otherwise every thread takes 64 MiB of the limited address space
 }
 _FIRST_ID = 0x40000000
-"""User ids from here on are nobody's: above what useradd, containers and systemd hand out."""
+"""First user id for programs: above the ids that useradd, containers and systemd assign."""
 _NOBODY = 65534
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class KeeperError(Exception):
-    """A keeper that this machine does not give, or that is gone; the text is why."""
+    """A keeper cannot start on this machine, or has ended; the text is the reason."""
 
 
 class _Message(Config, strict=True):
+    """Header of a keeper's message."""
+
     sizes: tuple[Annotated[int, Field(ge=0)], ...]
-    """Of the bytes that follow."""
+    """Sizes of the byte strings that follow."""
 
 
 class _Greeting(_Message):
     problem: str = ""
-    """Why there is no keeper."""
+    """Reason why the keeper cannot start; empty: it is ready."""
     own_uid: bool = False
     has_filter: bool = False
     has_landlock: bool = False
@@ -87,12 +89,13 @@ class _Used(Config, strict=True):
 
 class _Reply(_Message):
     nonce: str
-    """Of the job that it answers."""
+    """Nonce of the job that the message answers."""
     broken: Literal["stdout", "stderr", "stop"] | None
-    """Why the program was ended, if it was: the output that became too long, or our order."""
+    """Reason why the keeper ended the program: an output over the limit, or the driver's order; None: it did not."""
     error: str
-    """Why it was not started, if it was not."""
+    """Reason why the program was not started; empty: it was."""
     code: int = Field(ge=-64, le=255)
+    """Exit code; below 0: number of the signal, negated."""
     used: _Used
 
 
@@ -100,7 +103,7 @@ MessageT = TypeVar("MessageT", bound=_Message)
 
 
 class Sandbox:
-    """A pool of warm keepers. Safe to use from several threads; as many programs run at once as there are workers."""
+    """A pool of warm keepers. Thread-safe; at most ``workers`` programs run at a time."""
 
     def __init__(
         self,
@@ -112,18 +115,18 @@ class Sandbox:
         python: str | Path | None = None,
         shown: Sequence[str] = (),
     ) -> None:
-        """Find the isolation and start the first keeper; the others start when they are needed.
+        """Find the best isolation and start the first keeper; further keepers start on demand.
 
         Args:
-            limits: of every program: `Limits`, or a recipe's table; None: their defaults.
-            level: this one and no other; None: the best there is.
-            strict: refuse anything less than full isolation.
-            python: the interpreter for programs; None: this process's, without its virtual environment.
-            shown: folders that programs can read and run from beside that, ``/usr/bin`` say; one that is not there is left out.
+            limits: default limits of programs: `Limits`, or a recipe's table; None: the defaults of `Limits`.
+            level: required level of isolation; None: the best available one.
+            strict: whether to refuse anything less than full isolation.
+            workers: number of keepers.
+            python: interpreter for programs; None: this process's, without its virtual environment.
+            shown: further folders that programs can read and execute, such as ``/usr/bin``; missing folders are ignored.
 
         Raises:
-            UserError: ``level`` or ``strict`` asks for more than the machine gives, or programs could not read
-                the interpreter.
+            UserError: ``level`` or ``strict`` is not available on this machine, or programs could not read the interpreter.
         """
         assert workers > 0, f"{workers} workers"
         self.limits = Limits() if limits is None else Limits.of(limits)
@@ -132,13 +135,13 @@ class Sandbox:
         self._numbers = itertools.count(1)
         self._groups, self._polled = _delegated()
         self._idle: queue.LifoQueue[Keeper | None] = queue.LifoQueue()
-        """One entry a worker that is not busy; None: its keeper is yet to be started."""
+        """One entry per idle worker; None: its keeper is not started yet."""
         for _ in range(workers - 1):
             self._idle.put(None)
         first, missing = self._find_level(level)
         self._idle.put(first)
         self.isolation = replace(first.isolation, polled=self._polled, missing=missing)
-        """What programs of this sandbox are kept in."""
+        """Isolation of this sandbox's programs."""
         if strict and not self.isolation.is_full:
             self.close()
             remedy = "install bubblewrap, allow user namespaces, or set sandbox.strict = false"
@@ -151,13 +154,13 @@ class Sandbox:
                 return self._start(level), tuple(missing)
             except KeeperError as problem:
                 missing.append(f"no {level.name.lower()}: {problem}")
-        if self._groups is not None:  # perhaps it was the cgroup's fault
+        if self._groups is not None:  # try without the cgroup
             self._groups, self._polled = None, missing[0]
             return self._find_level(wanted)
         raise UserError(f"sandbox: isolation: {'; '.join(missing)}; allow user namespaces or install bubblewrap")
 
     def _start(self, level: Level) -> Keeper:
-        """Start a keeper and see it run a program right."""
+        """Start a keeper, and check that it runs a program."""
         if level == Level.LIMITS:
             _check_readable(self._room)
         keeper = Keeper(level, self._room, next(self._numbers), self._groups)
@@ -177,15 +180,16 @@ class Sandbox:
         files: Mapping[str, bytes | str] | None = None,
         limits: Limits | None = None,
     ) -> Finished:
-        """Run one program to its end; waits for a free worker first.
+        """Run one program to its end. Waits for an idle worker.
 
         Args:
-            program: Python text, or an argument list whose first may be ``"python"``.
-            files: put into its work folder, which is its current one, by relative path.
-            limits: instead of the sandbox's own.
+            program: Python source, or an argument list, whose first element may be ``"python"``.
+            stdin: standard input.
+            files: files of the work folder by relative path; the work folder is the current folder.
+            limits: limits of this program; None: the sandbox's.
 
         Returns:
-            How it ended. What goes wrong on our side is an outcome too: INFRA.
+            The program's result. Failures of the sandbox have the outcome INFRA.
         """
         for name in files or ():
             path = PurePosixPath(name)
@@ -200,7 +204,7 @@ class Sandbox:
                 keeper = self._start(self.isolation.level)
             return keeper.run(source, argv, _bytes(stdin), contents, limits or self.limits)
         except BaseException as error:
-            if keeper is not None:  # whatever it is doing, nobody listens any more
+            if keeper is not None:  # its state is unknown
                 keeper.close()
                 keeper = None
             if not isinstance(error, KeeperError):
@@ -211,12 +215,12 @@ class Sandbox:
 
     @property
     def idle_pids(self) -> tuple[int, ...]:
-        """Of the keepers that run nothing now; each has no process below it."""
+        """Process ids of the idle keepers, which have no child processes."""
         with self._idle.mutex:
             return tuple(keeper.pid for keeper in self._idle.queue if keeper is not None)
 
     def close(self) -> None:
-        """End the idle keepers; call it when no program runs."""
+        """End the idle keepers. To be called while no program runs."""
         with contextlib.suppress(queue.Empty):
             while True:
                 keeper = self._idle.get_nowait()
@@ -235,17 +239,17 @@ def _bytes(text: str | bytes) -> bytes:
 
 
 class Keeper:
-    """One keeper process at one level of isolation; runs one program at a time."""
+    """A keeper process at one level of isolation; runs one program at a time."""
 
     def __init__(self, level: Level, room: walls.Room, number: int, groups: Path | None) -> None:
-        """Start it and wait until it has shut itself in.
+        """Start the keeper and wait until it is isolated.
 
         Args:
-            number: of this keeper among those of this process; its programs' user id depends on it.
-            groups: control group to make one for its programs in; None: their memory is polled.
+            number: number of this keeper in this process, from which its programs' user id is derived.
+            groups: control group in which to create a group for the keeper's programs; None: memory is polled.
 
         Raises:
-            KeeperError: the machine does not give this level.
+            KeeperError: the machine does not support this level.
         """
         is_inside = level == Level.BUBBLEWRAP
         bwrap = shutil.which("bwrap") if is_inside else ""
@@ -253,7 +257,7 @@ class Keeper:
             raise KeeperError("bwrap is not installed")
         self._folder = tempfile.TemporaryDirectory(prefix="stretto-sandbox-") if level == Level.LIMITS else None
         if self._folder is not None:
-            os.chmod(self._folder.name, 0o711)  # programs of another user pass through, and list nothing
+            os.chmod(self._folder.name, 0o711)  # programs of another user can enter subfolders, but not list them
         try:
             self._group = None if groups is None else cgroup.Group(groups)
         except cgroup.GroupError as error:
@@ -291,13 +295,13 @@ class Keeper:
             raise
         self.isolation = Isolation(level, greeting.has_filter, greeting.has_landlock, greeting.own_uid)
         self.pid = self._process.pid
-        """Of the keeper, as this process sees it."""
+        """Process id of the keeper in this process's namespace."""
         while level > Level.LIMITS and (inner := children(self.pid)):
-            self.pid = inner[-1]  # bubblewrap and those who wait outside have one child each
+            self.pid = inner[-1]  # bubblewrap and the processes that wait outside have one child each
         self._spare_tasks = self._count_spare_tasks()
 
     def _introduce(self, plan: Mapping[str, Any]) -> _Greeting:
-        with contextlib.suppress(OSError):  # it died before it read, and its own words say why
+        with contextlib.suppress(OSError):  # if the keeper has ended, its standard error has the reason
             self._send(plan)
             if self._group is not None:
                 socket.send_fds(self._socket, [b"0"], [self._group.entry, self._group.end])
@@ -307,13 +311,13 @@ class Keeper:
         return greeting
 
     def _count_spare_tasks(self) -> int:
-        """What to add to the limit on processes, which counts all of a user's."""
+        """Number to add to the limit on processes, because RLIMIT_NPROC counts all processes of the user."""
         if self.isolation.own_uid:
             return 0
         release = tuple(int(part) for part in os.uname().release.split(".")[:2] if part.isdigit())
         if self.isolation.level > Level.LIMITS and release >= (5, 14):
-            return 2  # the keeper and the one who waits for it; counted by namespace since 5.14
-        total = 256  # others come and go; the watch counts the program's own
+            return 2  # the keeper and the process that waits for it; counted per namespace since 5.14
+        total = 256  # reserve for other processes; the watch counts the program's own
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
                 if folder.stat().st_uid == os.geteuid():
@@ -323,10 +327,10 @@ class Keeper:
     def run(
         self, source: bytes, argv: Sequence[str] | None, stdin: bytes, files: Mapping[str, bytes], limits: Limits
     ) -> Finished:
-        """Run a program, Python text or else ``argv``, to its end.
+        """Run a program to its end: ``argv``, or the Python text ``source`` if ``argv`` is None.
 
         Raises:
-            KeeperError: nothing is known of the program but that it does not run any more.
+            KeeperError: the keeper failed; the program has ended, with an unknown result.
         """
         nproc = limits.processes + self._spare_tasks
         job = asdict(limits) | {"argv": argv, "files": list(files), "nproc": nproc}
@@ -339,7 +343,7 @@ class Keeper:
             self._send({"nonce": nonce})
             reply = self._receive(_Reply, watch.start + watch.longest_s + LATE_S, lambda: self._look(watch))
             if reply.nonce != nonce or len(reply.sizes) != 2 or max(reply.sizes) > limits.output_bytes:
-                raise KeeperError("it gave an answer to something else")
+                raise KeeperError("it answered another job")
             stdout, stderr = (self._read(size, time.monotonic() + LATE_S) for size in reply.sizes)
         except OSError as error:
             raise KeeperError(f"{error.strerror or error}: {self._last_words()}") from None
@@ -356,15 +360,14 @@ class Keeper:
         send(self._socket, header, blobs)
 
     def _receive(self, kind: type[MessageT], deadline: float, look: Callable[[], None] = lambda: None) -> MessageT:
-        """The header of the keeper's next message. It is believed only as far as ``kind`` checks it: a program that
-        reached the socket may have written it.
+        """The header of the keeper's next message, validated as ``kind``: a program that reached the socket may have written it.
 
         Raises:
-            KeeperError: there is none by the deadline, or one that no keeper writes.
+            KeeperError: no message before the deadline, or an invalid one.
         """
         size = int.from_bytes(self._read(HEAD, deadline, look), "big")
         if size > _MAX_HEADER:
-            raise KeeperError(f"it spoke of a message of {size} bytes")
+            raise KeeperError(f"it announced a message of {size} bytes")
         try:
             return kind.model_validate_json(self._read(size, deadline, look))
         except ValidationError as error:
@@ -372,7 +375,7 @@ class Keeper:
             raise KeeperError(f"its message is malformed: {problem['msg']}") from None
 
     def _read(self, size: int, deadline: float, look: Callable[[], None] = lambda: None) -> bytes:
-        """So many bytes; calls ``look`` every so often while there are none."""
+        """Read ``size`` bytes; calls ``look`` every `WATCH_S` seconds while waiting."""
         self._socket.settimeout(WATCH_S)
         buffer = bytearray()
         while len(buffer) < size:
@@ -390,15 +393,15 @@ class Keeper:
         return bytes(buffer)
 
     def _last_words(self) -> str:
-        """Last line of what the process wrote to its standard error, once it has ended."""
+        """The last line of the process's standard error, once it has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         self._errors.seek(0)
         lines = self._errors.read().decode("utf-8", "replace").strip().splitlines()
-        return lines[-1] if lines else f"it ended with {self._process.returncode} and said nothing"
+        return lines[-1] if lines else f"it ended with exit code {self._process.returncode} and no message"
 
     def close(self) -> None:
-        """Let it go: the keeper ends when the socket does, and with it all it runs."""
+        """Close the socket, which ends the keeper and its program."""
         self._socket.close()
         try:
             self._process.wait(5.0)
@@ -415,21 +418,21 @@ class Keeper:
 
 
 class _Watch:
-    """The driver's eye on one program: what its processes use together, which only a group's limits are about."""
+    """Watches the resources that all processes of one program use together."""
 
     def __init__(self, pid: int, limits: Limits, group: cgroup.Group | None) -> None:
-        """``pid``: of the keeper."""
+        """``pid``: process id of the keeper."""
         self._pid, self._limits, self._group = pid, limits, group
         self._earlier = (group.cpu_s, group.num_killed) if group else (0.0, 0)
         self.start = time.monotonic()
         self.longest_s = PATIENCE * max(limits.wall_s, limits.cpu_s)
         self.order: tuple[Outcome, str] | None = None
-        """Why we ended the program, if we did."""
+        """Outcome and reason if the watch ended the program."""
         self._waits: dict[int, int] = {}
         self._waited_s = 0.0
 
     def must_end(self) -> bool:
-        """Whether the program is to be stopped; if so, ``order`` says why from now on."""
+        """Whether the program exceeds a limit; ``order`` is then set."""
         limits, group = self._limits, self._group
         used = Usage(0, group.cpu_s - self._earlier[0], 0) if group else usage(self._pid)
         elapsed_s = time.monotonic() - self.start
@@ -448,17 +451,17 @@ class _Watch:
         return self.order is not None
 
     def kernels_order(self) -> tuple[Outcome, str] | None:
-        """Why the kernel ended the program, if it did for the group's sake."""
+        """Outcome and reason if the kernel killed the program because its group ran out of memory."""
         return self._too_large() if self._group and self._group.num_killed > self._earlier[1] else None
 
     def _too_large(self) -> tuple[Outcome, str]:
         return Outcome.CRASH, f"used more than {self._limits.memory_bytes} bytes of memory"
 
     def _look_at_waits(self, elapsed_s: float) -> None:
-        """Add what the program was kept waiting since the last look: as long as the thread that waited longest.
+        """Add the time that the program waited for a processor since the last poll: that of the thread that waited longest.
 
-        Not their sum, by which a program of many threads could hide that it sleeps. Nor can it pass for one that the
-        machine fails: where its threads wait for each other its processor seconds run out first.
+        The sum over threads would let a program with many threads hide that it sleeps. A program whose threads wait for each other runs out
+        of processor seconds first.
         """
         waits = waiting(self._pid)
         longest_ns = max((ns - self._waits.get(thread, 0) for thread, ns in waits.items()), default=0)
@@ -467,7 +470,7 @@ class _Watch:
 
 
 def _judge(reply: _Reply, order: tuple[Outcome, str] | None, limits: Limits, stderr: bytes) -> tuple[Outcome, str]:
-    """What a keeper's reply means. A break that the keeper or we ordered goes before how the program ended."""
+    """Outcome and reason of a keeper's reply. An end that the keeper or the watch ordered takes precedence over the exit code."""
     if reply.error:
         return Outcome.INFRA, f"the program could not be started: {one_line(reply.error)}"
     if order is not None and (reply.broken == "stop" or reply.code == -signal.SIGKILL):
@@ -485,12 +488,12 @@ def _judge(reply: _Reply, order: tuple[Outcome, str] | None, limits: Limits, std
 
 
 def one_line(text: str) -> str:
-    """Of a program's own words, what can be shown on a terminal."""
+    """``text`` of an untrusted program with blanks in place of unprintable characters."""
     return "".join(each if each.isprintable() else " " for each in text)
 
 
 def _delegated() -> tuple[Path | None, str]:
-    """The control group in which we may make others; or why there is none."""
+    """The control group in which groups can be created, or None and the reason."""
     try:
         return cgroup.delegated(), ""
     except cgroup.GroupError as problem:
@@ -498,23 +501,19 @@ def _delegated() -> tuple[Path | None, str]:
 
 
 def _outer_id(number: int) -> int | None:
-    """A user id for the programs of one keeper; None: we are not root and have no choice."""
+    """A user id for the programs of one keeper; None: only root may choose one."""
     if os.geteuid() != 0:
         return None
     wanted = _FIRST_ID + ((os.getpid() << 8 | number & 0xFF) & 0x3FFFFFFF)
     ranges = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text("ascii").splitlines()]
-    for each in (wanted, _NOBODY):  # in a container, the range may be short
+    for each in (wanted, _NOBODY):  # a container may have a short range of ids
         if any(first <= each < first + num for first, _, num in ranges):
             return each
     return None
 
 
 def _check_readable(room: walls.Room) -> None:
-    """Without namespaces a program of another user finds the interpreter only where everyone may read it.
-
-    Raises:
-        UserError: it lies in a folder that is root's alone.
-    """
+    """Raises `UserError`: without namespaces, programs run as another user, who may not read the interpreter's folder."""
     for path in map(Path, room.shown if os.geteuid() == 0 else ()):
         for each in (path, *path.parents):
             if not each.stat().st_mode & (0o005 if each == path else 0o001):
@@ -523,28 +522,28 @@ def _check_readable(room: walls.Room) -> None:
                 raise UserError(f"{room.python}: sandbox: {problem}; {remedy}")
 
 
-# What a process's descendants use, read from /proc: the limits that the kernel does not keep for a whole tree.
+# Resources of all descendants of a process, read from /proc: the kernel has no limits for a whole process tree without a cgroup.
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of all descendants of a process at one moment."""
+    """Resources of all descendants of a process at one moment."""
 
     rss_bytes: int
-    """Pages that several share count for each of them; see `_shared_fairly`."""
+    """Resident memory; a shared page counts once per process, see `_shared_fairly`."""
     cpu_s: float
-    """Of the living and of the dead they have waited for."""
+    """Processor seconds, also of ended processes that their parents have reaped."""
     num_tasks: int
-    """Processes and threads."""
+    """Number of processes and threads."""
 
 
 def usage(pid: int) -> Usage:
-    """Of the descendants of ``pid``, itself left out."""
+    """Resources of the descendants of ``pid``, without ``pid`` itself."""
     rss = ticks = num_tasks = 0
     for each in descendants(pid):
         if stat := _read(f"/proc/{each}/stat"):
-            fields = stat.rpartition(")")[2].split()  # the name in parentheses may hold anything
-            # proc(5) counts from 1 and the two before the parenthesis: utime 14 … cstime 17, num_threads 20, rss 24.
+            fields = stat.rpartition(")")[2].split()  # the name in parentheses may contain blanks
+            # proc(5) numbers fields from 1, with two before the parenthesis: utime 14 … cstime 17, num_threads 20, rss 24.
             ticks += sum(int(field) for field in fields[11:15])
             num_tasks += int(fields[17])
             rss += int(fields[21]) * _PAGE
@@ -552,7 +551,7 @@ def usage(pid: int) -> Usage:
 
 
 def waiting(pid: int) -> dict[int, int]:
-    """By thread of ``pid`` and its descendants: nanoseconds that it was ready to run, and another one ran."""
+    """Nanoseconds that each thread of ``pid`` and its descendants was ready to run but had no processor."""
     waits: dict[int, int] = {}
     for each in (pid, *descendants(pid)):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -563,9 +562,9 @@ def waiting(pid: int) -> dict[int, int]:
 
 
 def _shared_fairly(pid: int) -> int:
-    """Resident bytes of the descendants of ``pid``, each shared page divided among its sharers. Slower than `usage`.
+    """Resident bytes of the descendants of ``pid``, each shared page divided among the processes that share it. Slower than `usage`.
 
-    A process that hides its pages, which any may, counts with all that it has.
+    A process that hides its pages counts with all of them.
     """
     total = 0
     for each in descendants(pid):
@@ -578,7 +577,7 @@ def _shared_fairly(pid: int) -> int:
 
 
 def _read(path: str) -> str:
-    """A file of a process; empty where it has ended meanwhile."""
+    """Contents of a file in /proc; empty if the process has ended."""
     try:
         return Path(path).read_text("utf-8", "replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -586,6 +585,7 @@ def _read(path: str) -> str:
 
 
 def descendants(pid: int) -> Iterator[int]:
+    """Process ids of all descendants of ``pid``."""
     waiting = children(pid)
     while waiting:
         each = waiting.pop()

@@ -1,4 +1,4 @@
-"""Records of the sandbox: limits, how a program ended, what a tool answered, what isolation there is."""
+"""Records of the sandbox: limits, results of programs and tools, and the isolation that the machine provides."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from stretto.base.trajectory import Outcome as Outcome
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one program may use. Written by the caller."""
+    """Resource limits of one program. Written by the caller."""
 
     wall_s: float = 5.0
-    """From its start to the end of its first process, less the time that it waits for a processor which others use;
-    whatever else it started ends then too."""
+    """Seconds from the program's start to the end of its first process, without the time it waits for a busy processor. All other
+    processes of the program are killed then."""
     cpu_s: float = 5.0
-    """Processor seconds of all its processes together."""
+    """Processor seconds of all processes together."""
     memory_bytes: int = 512 << 20
-    """Address space of one process, and resident memory of all of them. A cgroup counts files in the work folder too,
-    so there the limit of all is this and ``file_bytes``."""
+    """Address space of each process, and resident memory of all processes. A cgroup also counts files in the work folder, so there the
+    limit of all processes is the sum of this and ``file_bytes``."""
     output_bytes: int = 1 << 20
-    """Of standard output, and of standard error."""
+    """Largest standard output, and largest standard error."""
     processes: int = 32
-    """Processes and threads at one time, the program itself included."""
+    """Processes and threads at a time, with the program itself."""
     file_bytes: int = 64 << 20
-    """Of the work folder as a whole; with process limits only, of one file."""
+    """Size of the work folder; with process limits only, size of each file."""
     open_files: int = 128
 
     def __post_init__(self) -> None:
@@ -35,40 +35,41 @@ class Limits:
 
     @classmethod
     def of(cls, table: Any) -> Self:
-        """From `Limits`, or a recipe's table, which has fields of some of these names."""
+        """From `Limits`, or from a recipe's table with some fields of the same names."""
         return cls(**{name: getattr(table, name) for name in cls.__slots__ if hasattr(table, name)})
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How a program ended. Written by the sandbox; no word of it comes from the program but its output."""
+    """Result of a program. Written by the sandbox; only the outputs come from the program."""
 
     outcome: Outcome
-    """OK: it exited with 0. CRASH: any other exit, a signal, a broken limit. TIMEOUT: out of wall or processor seconds.
-    INFRA: we failed it, or the machine is too busy to tell. Never WRONG, which is for the task to say."""
+    """OK: exit code 0. CRASH: another exit code, a signal, or a limit other than time. TIMEOUT: out of wall or processor seconds. INFRA: the
+    sandbox failed, or the machine is too busy. Never WRONG, which is the task's verdict."""
     why: str
-    """One line; empty where the outcome is OK."""
+    """Reason, one line; empty if the outcome is OK."""
     exit_code: int | None = None
-    """None: it was ended by a signal, or never started."""
+    """Exit code; None: a signal ended the program, or it never started."""
     signal: int | None = None
+    """Signal that ended the program."""
     stdout: bytes = b""
     stderr: bytes = b""
     is_stdout_cut: bool = False
-    """More was written than ``output_bytes``."""
+    """Whether standard output was longer than ``output_bytes``."""
     is_stderr_cut: bool = False
     wall_s: float = 0.0
     cpu_s: float = 0.0
-    """User and system time of all its processes."""
+    """User and system time of all processes."""
     max_rss_bytes: int = 0
-    """Largest resident memory of one of its processes; what it shares with the warm interpreter counts."""
+    """Largest resident memory of one process, with the pages that it shares with the warm interpreter."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool answered. Written by the tool."""
+    """Result of a tool call. Written by the tool."""
 
     text: str
-    """For the model."""
+    """Text for the model."""
     outcome: Outcome
     seconds: float
     """Wall time."""
@@ -77,35 +78,35 @@ class ToolResult:
 
 
 class Level(IntEnum):
-    """Kinds of isolation, weakest first."""
+    """Levels of isolation, weakest first."""
 
     LIMITS = 0
-    """rlimits, a process group, and whatever of seccomp and Landlock the kernel gives."""
+    """rlimits, a process group, and seccomp and Landlock as far as the kernel supports them."""
     NAMESPACES = 1
-    """User, pid, network, mount, ipc and uts namespaces, made by our own helper."""
+    """User, pid, network, mount, ipc and uts namespaces, created by `stretto.sandbox.walls`."""
     BUBBLEWRAP = 2
-    """The same, with the outer ones made by bubblewrap."""
+    """The same, with the outer namespaces created by bubblewrap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """What programs on this machine are kept in, found by running one. Written by `describe_isolation`."""
+    """Isolation of programs on this machine, found by running one. Written by `Sandbox`."""
 
     level: Level
     has_filter: bool
-    """System calls are filtered (seccomp)."""
+    """Whether seccomp filters system calls."""
     has_landlock: bool
-    """Files are kept from the program by Landlock; not needed where there are namespaces."""
+    """Whether Landlock restricts access to files; not needed with namespaces."""
     own_uid: bool
-    """Programs run under a user id that nothing else on the machine has."""
+    """Whether programs run under a user id that nothing else on the machine has."""
     polled: str = ""
-    """Why memory and processes are only looked at every so often; empty: a cgroup limits them."""
+    """Reason why memory and processes are polled; empty: a cgroup limits them."""
     missing: tuple[str, ...] = ()
-    """Why each better level is not to be had, one line each."""
+    """Reason why each better level is missing, one line each."""
 
     @property
     def is_full(self) -> bool:
-        """No network, no files but the interpreter's, no process left behind, by the kernel's own walls."""
+        """Whether the kernel ensures that a program has no network, sees no files but the interpreter's, and leaves no process behind."""
         return self.level >= Level.NAMESPACES and self.has_filter
 
     def __str__(self) -> str:

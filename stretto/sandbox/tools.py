@@ -1,4 +1,4 @@
-"""What a model may call: a calculator, Python in the sandbox, a small data base. Each call stands alone."""
+"""Functions behind tools: a calculator, Python in the sandbox, and a small database. Calls share no state."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import Outcome, ToolResult
 
 MAX_EXPRESSION = 500
-"""Characters; also bounds the depth that the parser sees."""
+"""Longest expression in characters, which also bounds the parser's depth."""
 MAX_BITS = 4096
-"""Of any whole number that the calculator makes."""
+"""Largest size of an integer in the calculator."""
 MAX_TEXT = 4000
-"""Characters of a tool's answer; the model pays for each."""
+"""Longest result of a tool in characters: the model reads all of it."""
 _LEFT_OUT = "\n[… {:,} characters left out …]\n"
 _TABLE_STEPS = 1000
-"""Virtual machine steps of SQLite between looks at the clock."""
+"""Number of steps of SQLite's virtual machine between checks of the time limit."""
 _MAX_VALUE_BYTES = 1 << 20
-"""Of one value or row in a query."""
+"""Largest value or row in a query."""
 
 # fmt: off
 _SQL_FUNCTIONS = frozenset({
@@ -34,7 +34,7 @@ _SQL_FUNCTIONS = frozenset({
     "unixepoch", "upper",
 })
 # fmt: on
-"""Not those that make a long text of a short one before the limit on values is looked at, such as printf."""
+"""Allowed functions; without those, such as printf, that make a long text before SQLite checks the limit on values."""
 
 _Number = int | float
 _OPERATORS: Mapping[type[ast.AST], Callable[..., _Number]] = {
@@ -49,7 +49,7 @@ _CONSTANTS = {"pi": math.pi, "e": math.e}
 
 
 def calculate(expression: str) -> ToolResult:
-    """Arithmetic: ``+ - * / // % **``, parentheses, the usual functions. WRONG, with the reason, for anything else."""
+    """Evaluate arithmetic: ``+ - * / // % **``, parentheses, common functions. The outcome of anything else is WRONG, with the reason."""
     start = time.perf_counter()
     try:
         if len(expression) > MAX_EXPRESSION:
@@ -72,12 +72,12 @@ def _value(node: ast.expr) -> _Number:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             first, second = _value(left), _value(right)
             is_whole_power = isinstance(op, ast.Pow) and isinstance(first, int) and isinstance(second, int)
-            if is_whole_power and int(first).bit_length() * abs(second) > MAX_BITS:  # it may be too large to wait for
+            if is_whole_power and int(first).bit_length() * abs(second) > MAX_BITS:  # before Python computes it
                 raise ValueError(f"the power has more than {MAX_BITS} bits")
             return _bounded(_OPERATORS[type(op)](first, second))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
             values = [_value(each) for each in arguments]
-            # Python makes that power of ten
+            # Python would compute that power of ten.
             if name == "round" and any(abs(digits) > MAX_BITS for digits in values[1:]):
                 raise ValueError(f"more than {MAX_BITS} digits")
             return _bounded(_FUNCTIONS[name](*values))
@@ -95,7 +95,7 @@ def _bounded(value: _Number) -> _Number:
 
 
 def run_python(sandbox: Sandbox, code: str) -> ToolResult:
-    """What a Python program prints. Nothing is kept between calls."""
+    """The output of a Python program. No state is kept between calls."""
     finished = sandbox.run(code)
     text = finished.stdout.decode("utf-8", "replace")
     if finished.outcome != Outcome.OK:
@@ -104,13 +104,14 @@ def run_python(sandbox: Sandbox, code: str) -> ToolResult:
 
 
 class TableTool:
-    """A data base in memory that can be read but not changed; every call sees the fixture."""
+    """A read-only database in memory, with the same contents in every call."""
 
     def __init__(self, script: str, *, max_rows: int = 50, wall_s: float = 1.0) -> None:
         """
         Args:
-            script: SQL that makes and fills the tables; trusted.
-            wall_s: of one query.
+            script: trusted SQL that creates and fills the tables.
+            max_rows: largest number of rows in a result.
+            wall_s: time limit of a query, seconds.
         """
         self._max_rows = max_rows
         self._wall_s = wall_s
@@ -120,10 +121,10 @@ class TableTool:
         filled.close()
 
     def __call__(self, query: str) -> ToolResult:
-        """Run one SELECT. WRONG, with SQLite's reason, for what it refuses; TIMEOUT for what takes too long."""
+        """Run one SELECT. WRONG, with SQLite's reason: a refused query; TIMEOUT: a query over the time limit."""
         start = time.perf_counter()
         deadline = start + self._wall_s
-        base = sqlite3.connect(":memory:")  # a connection a call: calls come from any thread
+        base = sqlite3.connect(":memory:")  # one per call, because calls come from any thread
         try:
             base.deserialize(self._image)
             base.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
@@ -155,8 +156,8 @@ def _authorise(action: int, _: str | None, name: str | None, *__: str | None) ->
 
 
 def shorten(text: str, max_text: int = MAX_TEXT) -> str:
-    """At most ``max_text`` characters of it: the beginning and the end, for errors stand there, around a line that says how many
-    are left out. What is short enough stays as it is, so that a second time changes nothing."""
+    """At most ``max_text`` characters of ``text``: its beginning and its end, where errors stand, around a line that states how many are
+    left out. Idempotent."""
     if len(text) <= max_text:
         return text
     room = max(0, max_text - len(_LEFT_OUT.format(len(text))))

@@ -1,10 +1,10 @@
-"""The walls: what a sandboxed program can see, the namespaces it is in, and the system calls that it does not get.
+"""Isolation of a sandboxed program: its file system (the room), its namespaces, and the filter of system calls.
 
-Two ways lead to the same room: bubblewrap's arguments, or `enter` with our own calls. In both, the room holds the
-interpreter's files and the C library read-only, five device files, and an empty work folder; no /proc, no /etc, no
-network. Read by the driver and by the keeper, which has nothing but the standard library: no import here goes beyond it.
+The room is built by bubblewrap (`bubblewrap_arguments`) or by this file (`enter`). Both give the interpreter's files and the C library
+read-only, five device files, and an empty work folder; no /proc, no /etc, no network. Driver and keeper import this file; the keeper has
+only the standard library, so nothing else is imported here.
 
-Numbers are those of the kernel's user headers; system calls without a C wrapper have one number on every architecture here.
+Numbers are from the kernel's user headers. System calls without a C wrapper have the same number on all supported architectures.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pathlib import Path, PurePosixPath
 from typing import Self
 
 WORK = "/box"
-"""The program's folder, in its own mount namespace; also called /tmp, unless something else is shown there."""
+"""Work folder of the program, in its own mount namespace; /tmp links to it unless the room has other files there."""
 KEEPER = "/keeper"
-"""Where bubblewrap shows the keeper its own code. Programs can read it; it holds no secret."""
+"""Folder of the keeper's code under bubblewrap. Programs can read it; it has no secrets."""
 PROGRAM_ID = 1
-"""User and group id of programs inside, where we may give them one of their own; the keeper is 0."""
+"""User and group id of programs inside the user namespace, if they have their own; the keeper's is 0."""
 DEVICES = tuple(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom"))
 _OLD = "/tmp/old"
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
@@ -47,7 +47,7 @@ _LANDLOCK_READ_FILES = 0b101  # execute, read
 _LANDLOCK_READ_FOLDERS = _LANDLOCK_READ_FILES | 0b1000
 _LANDLOCK_DEVICE = 0b110  # read, write
 _LANDLOCK_FS_BITS = {1: 13, 2: 14, 3: 15, 4: 15}
-"""By ABI version: rights known; the later ones have 16."""
+"""Number of access rights by ABI version; later versions have 16."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
@@ -60,15 +60,15 @@ class Room:
     """Paths that a program sees, the same inside and outside."""
 
     python: str
-    """The interpreter, without a virtual environment around it."""
+    """Interpreter, without a virtual environment."""
     shown: Sequence[str]
-    """Folders and files, read-only; none lies in another."""
+    """Read-only folders and files; none lies in another."""
     links: Sequence[tuple[str, str]]
-    """Symbolic links: where, and what to."""
+    """Symbolic links: path and target."""
 
     @classmethod
     def of(cls, python: str, others: Sequence[str] = ()) -> Self:
-        """The room for the interpreter file ``python``, whose libraries lie beside its ``bin`` folder; ``others`` are seen, too."""
+        """The room of the interpreter ``python``, whose libraries lie beside its ``bin`` folder. ``others``: further visible paths."""
         prefix = os.path.dirname(os.path.dirname(python))
         libraries = [path for path in (*_LIBRARIES, *others) if os.path.exists(path)]
         links = [(path, os.readlink(path)) for path in libraries if os.path.islink(path)] + [("/dev/shm", WORK)]
@@ -89,13 +89,13 @@ def base_python() -> str:
 
 
 def bubblewrap_arguments(bwrap: str, room: Room, code: str) -> list[str]:
-    """The command up to the program: all namespaces but the user's for root (the keeper makes one), all for others.
+    """The command before the keeper's own. For root, bubblewrap makes all namespaces but the user namespace, which the keeper makes.
 
-    Not ``--die-with-parent``: that follows the *thread* that started it. The keeper ends when its socket does.
+    ``--die-with-parent`` is not used: it follows the *thread* that started bubblewrap. The keeper ends with its socket.
     """
     arguments = [bwrap, "--unshare-net", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--hostname", "sandbox"]
     if os.geteuid() == 0:
-        arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # to write the keeper's maps
+        arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # to write the keeper's user maps
     else:
         arguments += ["--unshare-user"]
     arguments += ["--new-session", "--proc", "/proc", "--dir", WORK, "--dir", "/dev"]
@@ -103,7 +103,12 @@ def bubblewrap_arguments(bwrap: str, room: Room, code: str) -> list[str]:
         arguments += ["--dev-bind", path, path]
     for path in room.shown:
         for parent in reversed(PurePosixPath(path).parents[:-1]):
-            arguments += ["--perms", "0755", "--dir", str(parent)]  # as a bind's parents, they would be root's alone
+            arguments += [
+                "--perms",
+                "0755",
+                "--dir",
+                str(parent),
+            ]  # implicit parents of a bind are readable by root only
         arguments += ["--ro-bind", path, path]
     for path, target in room.links:
         arguments += ["--symlink", target, path]
@@ -111,13 +116,13 @@ def bubblewrap_arguments(bwrap: str, room: Room, code: str) -> list[str]:
 
 
 def enter(room: Room, is_inside: bool, outer_id: int | None) -> bool:
-    """Make the namespaces; returns in the keeper, which is the first process of the new pid namespace.
+    """Create the namespaces; returns in the keeper, the first process of the new pid namespace.
 
-    The process that called stays outside, waits for the keeper and exits with it.
+    The calling process stays outside, waits for the keeper and exits with it.
 
     Args:
-        is_inside: bubblewrap has built the room already; a user, a pid and a mount namespace of our own are all we add.
-        outer_id: user id outside for programs, which nothing else has; None: the caller may not choose one.
+        is_inside: bubblewrap has built the room; only a user, a pid and a mount namespace are added.
+        outer_id: unique user id of programs outside; None: the caller may not choose one.
 
     Returns:
         Whether programs have that id.
@@ -128,7 +133,7 @@ def enter(room: Room, is_inside: bool, outer_id: int | None) -> bool:
     _enter_user_namespace(flags, outer_id)
     child = os.fork()
     if child:
-        close_from(3)  # the socket must be the keeper's alone
+        close_from(3)  # only the keeper may hold the socket
         os.waitpid(child, 0)
         os._exit(0)
     prctl("PDEATHSIG", signal.SIGKILL)
@@ -141,7 +146,7 @@ def enter(room: Room, is_inside: bool, outer_id: int | None) -> bool:
 
 
 def _enter_user_namespace(flags: int, outer_id: int | None) -> None:
-    """Unshare and become user 0 of the new namespace, with PROGRAM_ID beside it where ``outer_id`` may be mapped."""
+    """Unshare, and become user 0 of the new namespace; with ``outer_id``, PROGRAM_ID is mapped to it."""
     if outer_id is None:
         uid, gid = os.geteuid(), os.getegid()
         unshare(flags)
@@ -149,13 +154,13 @@ def _enter_user_namespace(flags: int, outer_id: int | None) -> None:
         Path("/proc/self/uid_map").write_text(f"0 {uid} 1\n")
         Path("/proc/self/gid_map").write_text(f"0 {gid} 1\n")
         return
-    # The maps of two ids must be written by one who stays outside, and a map in one call: the kernel takes no second.
-    ready, told = os.pipe()
+    # A map of two ids must be written from outside, in one call.
+    ready, unshared = os.pipe()
     parent = os.getpid()
     writer = os.fork()
     if writer == 0:
         try:
-            os.close(told)
+            os.close(unshared)
             os.read(ready, 1)
             for kind in ("uid", "gid"):
                 Path(f"/proc/{parent}/{kind}_map").write_text(f"0 0 1\n{PROGRAM_ID} {outer_id} 1\n")
@@ -165,7 +170,7 @@ def _enter_user_namespace(flags: int, outer_id: int | None) -> None:
     try:
         unshare(flags)
     finally:
-        os.close(told)
+        os.close(unshared)
         os.close(ready)
         _, status = os.waitpid(writer, 0)
     if status:
@@ -175,12 +180,12 @@ def _enter_user_namespace(flags: int, outer_id: int | None) -> None:
 
 
 def _build(room: Room) -> None:
-    """A new root on a tmpfs, filled by read-only binds; the old root is gone afterwards."""
+    """Move to a new root on a tmpfs with read-only binds, and unmount the old root."""
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     os.mkdir(_OLD)
     _checked("pivot_root", _libc.syscall(_SYS_PIVOT_ROOT[os.uname().machine], b"/tmp", _OLD.encode()))
-    # From here the new root is /, and the old one /old, its own /tmp uncovered again.
+    # Now the new root is /, and the old root is /old.
     os.chdir("/")
     old = _OLD.removeprefix("/tmp")
     for path in room.shown:
@@ -207,7 +212,7 @@ def _bind(old: str, path: str, flags: int) -> None:
 
 
 def _make_read_only(target: str, flags: int) -> None:
-    """No writing, no set-uid and no device files below ``target``. Needs Linux 5.12."""
+    """Forbid writing, set-uid and device files below ``target``. Needs Linux 5.12."""
     data = struct.pack("=QQQQ", _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV, 0, 0, 0)
     result = _libc.syscall(_SYS_MOUNT_SETATTR, -100, target.encode(), flags, data, ctypes.c_size_t(len(data)))
     _checked(f"mount_setattr {target}", result)
@@ -221,12 +226,12 @@ def _checked(what: str, result: int) -> int:
 
 
 def close_from(first: int) -> None:
-    """Close every descriptor from ``first`` on, however high its number: a limit on descriptors spares those opened before."""
+    """Close all descriptors from ``first`` on, also above the limit on descriptors, which spares those opened earlier."""
     if _libc.syscall(_SYS_CLOSE_RANGE, first, ctypes.c_uint(-1), 0) == 0:
         return
     try:  # before Linux 5.9
         opened = [int(name) for name in os.listdir("/proc/self/fd")]
-    except FileNotFoundError:  # in the room, where nothing was opened but under the limit
+    except FileNotFoundError:  # in the room there is no /proc, and all descriptors are below the limit
         opened = list(range(first, resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
     for fd in opened:
         if fd >= first:
@@ -244,12 +249,12 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
 
 
 def prctl(option: str, value: int, argument: int = 0) -> None:
-    """Set what this process is to the kernel: ``DUMPABLE`` for PR_SET_DUMPABLE, and so on."""
+    """Set an attribute of this process; ``option``: ``DUMPABLE`` for PR_SET_DUMPABLE, and so on."""
     _checked(f"PR_SET_{option}", _libc.prctl(_PRCTL[option], value, argument, 0, 0))
 
 
 def drop_bounding_set() -> None:
-    """No later execve can give a capability back. Does nothing where we may not, which is where we have none."""
+    """Prevent later execve calls from gaining capabilities. Does nothing in a process without capabilities."""
     capability = 0
     while _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) == 0:
         capability += 1
@@ -261,14 +266,14 @@ def drop_capabilities() -> None:
 
 
 def landlock_version() -> int:
-    """ABI version; 0 where the kernel has no Landlock or it is switched off."""
+    """ABI version of Landlock; 0: not available or disabled."""
     return max(0, int(_libc.syscall(_SYS_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)))
 
 
 def landlock(readable: Iterable[str], writable: str) -> None:
-    """Keep this process and its children from all files but these and the devices, from TCP, and from signalling others.
+    """Restrict this process and its children to the given paths and the devices, without TCP and without signals to other processes.
 
-    TCP needs ABI 4 and signals ABI 6; earlier kernels leave them open. Needs NO_NEW_PRIVS before.
+    TCP is restricted from ABI 4 on, signals from ABI 6 on. Needs NO_NEW_PRIVS.
     """
     version = landlock_version()
     all_files = (1 << _LANDLOCK_FS_BITS.get(version, 16)) - 1
@@ -286,18 +291,17 @@ def landlock(readable: Iterable[str], writable: str) -> None:
         allow(path, _LANDLOCK_READ_FOLDERS if os.path.isdir(path) else _LANDLOCK_READ_FILES)
     for path in DEVICES:
         allow(path, _LANDLOCK_DEVICE)
-    allow(writable, all_files & ~1)  # nothing there is to be executed
+    allow(writable, all_files & ~1)  # everything but execution
     _checked("landlock_restrict_self", _libc.syscall(_SYS_LANDLOCK_RESTRICT, ruleset, 0))
     os.close(ruleset)
 
 
-# The filter of system calls (seccomp, a program in BPF). A list of what is refused, not of what is allowed: the walls are
-# the namespaces, and this closes what is known to lead around them (new namespaces, mounts, tracing, keys, kernel
-# interfaces with a history) or hides memory from the limits (memfd, System V segments). Refused calls fail with EPERM,
-# and the program goes on.
+# The filter of system calls: seccomp, a program in BPF. The namespaces isolate; the filter refuses calls that are known to circumvent them
+# (new namespaces, mounts, tracing, keys, kernel interfaces with past vulnerabilities) or that hide memory from the limits (memfd, System V
+# segments). A refused call fails with EPERM, and the program continues.
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""Audit numbers (linux/audit.h) of the machines whose call numbers are below."""
+"""Audit numbers (linux/audit.h) of the supported architectures."""
 
 # fmt: off
 REFUSED: dict[str, tuple[int | None, int | None]] = {
@@ -321,20 +325,20 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setaffinity": (203, 122), "sched_setparam": (142, 118),
     "sched_setscheduler": (144, 119), "sched_setattr": (314, 274), "sync": (162, 81), "syncfs": (306, 267),
 }
-"""By name, the call's number on x86_64 and on aarch64; None: there is no such call."""
+"""Number of each refused call on x86_64 and on aarch64; None: no such call."""
 REFUSED_AMONG_OTHERS: dict[str, tuple[int | None, int | None]] = {
     "setsid": (112, 157), "setpgid": (109, 154), "tkill": (200, 130), "pidfd_send_signal": (424, 424),
     "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
 }
-"""Without a pid namespace: what would leave the process group, or reach processes that are not the program's."""
+"""Calls that are refused without a pid namespace: they leave the process group or reach other processes."""
 # fmt: on
 _SIGNAL_OWNERS = (0x8901, 0x8902), (8, 10, 15)
-"""Of ioctl and fcntl: who is sent a signal when a descriptor is ready, and which."""
+"""Requests of ioctl and fcntl that set the receiver of a descriptor's signals, and the signal."""
 _CLONE, _CLONE3, _SOCKET, _SOCKETPAIR, _IOCTL, _FCNTL = (56, 220), (435, 435), (41, 198), (53, 199), (16, 29), (72, 25)
 _KILL, _TGKILL, _PRLIMIT = (62, 129), (234, 131), (302, 261)
 _NEW_NAMESPACES = 0x7E020080  # user, pid, net, ipc, uts, cgroup, mount, time
 _AF_UNIX = 1
-_TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: put words into a terminal's mouth
+_TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: insert input into a terminal
 _X32_CALLS = 0x40000000
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -342,7 +346,7 @@ _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data; an argument's low half comes first
 
 Line = tuple[int, int, int, int]
-"""Operation, jump if true, jump if false, operand."""
+"""An instruction: operation, jump if true, jump if false, operand."""
 _REFUSE: Line = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
 _LET_PASS: Line = (_RETURN, 0, 0, _ALLOW)
 
@@ -352,12 +356,12 @@ def can_filter() -> bool:
 
 
 def build_filter(is_alone: bool, own_pid: int) -> bytes:
-    """The filter's program.
+    """The filter as a BPF program.
 
     Args:
-        is_alone: nothing but the program and its keeper is in the pid namespace; if not, it may signal its process
-            group and itself only.
-        own_pid: of the process that will install the filter; not used if it is alone.
+        is_alone: whether the pid namespace contains only the program and its keeper; if not, the program may signal only itself and its
+            process group.
+        own_pid: process id of the process that installs the filter; ignored if ``is_alone``.
     """
     machine = os.uname().machine
     column = list(ARCHITECTURES).index(machine)
@@ -375,37 +379,33 @@ def build_filter(is_alone: bool, own_pid: int) -> bytes:
         if number is not None:
             lines.extend([(_EQUAL, 0, len(body), number), *body])
 
-    def add_test(numbers: tuple[int, int], argument: int, *values: int) -> None:
-        """Allow the call where the argument is one of the values."""
+    def add_test(numbers: tuple[int, int], argument: int, *values: int, other: Line = _REFUSE) -> None:
+        """Allow the call if the argument is one of ``values``, else return ``other``; the reverse if ``other`` allows it."""
         tests = [(_EQUAL, len(values) - place, 0, value) for place, value in enumerate(values)]
-        add(numbers, (_LOAD, 0, 0, _ARGUMENTS + 8 * argument), *tests, _REFUSE, _LET_PASS)
-
-    def add_refusal(numbers: tuple[int, int], argument: int, *values: int) -> None:
-        """Refuse the call where the argument is one of the values."""
-        tests = [(_EQUAL, len(values) - place, 0, value) for place, value in enumerate(values)]
-        add(numbers, (_LOAD, 0, 0, _ARGUMENTS + 8 * argument), *tests, _LET_PASS, _REFUSE)
+        match = _LET_PASS if other is _REFUSE else _REFUSE
+        add(numbers, (_LOAD, 0, 0, _ARGUMENTS + 8 * argument), *tests, other, match)
 
     for numbers in (REFUSED if is_alone else REFUSED | REFUSED_AMONG_OTHERS).values():
         add(numbers, _REFUSE)
-    add(_CLONE3, (_RETURN, 0, 0, _ERRNO | errno.ENOSYS))  # its flags lie in memory; the C library uses clone then
+    add(_CLONE3, (_RETURN, 0, 0, _ERRNO | errno.ENOSYS))  # its flags are in memory; the C library falls back to clone
     add(_CLONE, (_LOAD, 0, 0, _ARGUMENTS), (_ANY_BIT, 0, 1, _NEW_NAMESPACES), _REFUSE, _LET_PASS)
-    of_ioctl, of_fcntl = ((), ()) if is_alone else _SIGNAL_OWNERS
-    add_refusal(_IOCTL, 1, *_TERMINAL_INPUT, *of_ioctl)
-    add_test(_SOCKETPAIR, 0, _AF_UNIX)  # of other families it fails, but not before the kernel has loaded them
+    ioctl_owners, fcntl_owners = ((), ()) if is_alone else _SIGNAL_OWNERS
+    add_test(_IOCTL, 1, *_TERMINAL_INPUT, *ioctl_owners, other=_LET_PASS)
+    add_test(_SOCKETPAIR, 0, _AF_UNIX)  # otherwise the kernel loads modules of other families before the call fails
     if is_alone:
         add_test(_SOCKET, 0, _AF_UNIX)
     else:
         add(_SOCKET, _REFUSE)
-        add_refusal(_FCNTL, 1, *of_fcntl)
+        add_test(_FCNTL, 1, *fcntl_owners, other=_LET_PASS)
         add_test(_KILL, 0, 0, own_pid)
         add_test(_TGKILL, 0, own_pid)
-    add_test(_PRLIMIT, 0, 0)  # its own only: the keeper may be of the same user
+    add_test(_PRLIMIT, 0, 0)  # only of the process itself: the keeper may have the same user
     lines.append(_LET_PASS)
     return b"".join(struct.pack("=HBBI", *line) for line in lines)
 
 
 def install_filter(program: bytes) -> None:
-    """Filter this process's system calls from now on; needs NO_NEW_PRIVS before."""
+    """Filter the system calls of this process from now on. Needs NO_NEW_PRIVS."""
     code = ctypes.create_string_buffer(program, len(program))
     argument = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(code)))
     prctl("SECCOMP", _SECCOMP_MODE_FILTER, ctypes.addressof(argument))
