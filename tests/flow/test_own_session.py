@@ -145,7 +145,9 @@ def test_a_state_that_is_lost_again_and_again_fails_the_group(tmp_path: Path) ->
     numbers = itertools.count()
     for attempt in range(3):
         killed(tmp_path, [add(4)], Counters(lambda session: f"at {next(numbers)}"), attempt=attempt)
-    with pytest.raises(GroupFailed, match=r"session: add: returned 'at \d+', and 'at \d+' before \(restarted 2 times\)"):
+    with pytest.raises(
+        GroupFailed, match=r"session: add: returned 'at \d+', and 'at \d+' before \(restarted 2 times\)"
+    ):
         run(tmp_path, [], Counters(lambda session: f"at {next(numbers)}"), attempt=3)
     (log,) = read_logs(log_of(tmp_path, attempt=3))
     assert log.verdict is None, "no reward of any kind"
