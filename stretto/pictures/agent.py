@@ -92,7 +92,7 @@ def respond(
     """
     told = tell(dialogue.conversation, text)
     if told.questions:
-        return Reply(dialogue, " ".join(told.questions), is_question=True)
+        return Reply(replace(dialogue, conversation=told.conversation), " ".join(told.questions), is_question=True)
     after = replace(dialogue, conversation=told.conversation)
     done = "; ".join(told.notes)
     if not (told.conversation.now.things or told.conversation.now.texts):

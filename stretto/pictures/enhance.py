@@ -16,7 +16,8 @@ from typing import Any
 
 from stretto.base.errors import UserError
 from stretto.tasks.shapes.fields import PLAIN, fields_of, joined, messages, repeats, schema
-from stretto.tasks.shapes.ledger import Ledger, contradictions, read, unkept
+from stretto.tasks.shapes.ledger import Ledger, contradictions, unkept
+from stretto.tasks.shapes.syntax import understand
 
 _MAX_TOKENS = 1024
 """More than the longest answer of the grammar: one that is cut was cut by the server."""
@@ -69,7 +70,7 @@ async def enhance(ask: Ask, prompt: str, width: int, height: int) -> Enhanced:
 
 def readable(prompt: str) -> Ledger:
     """The ledger of a request. Raises `UserError`: it cannot be read, or contradicts itself."""
-    ledger = read(prompt)
+    ledger = understand(prompt)
     if asked := contradictions(ledger):
         raise UserError(f"prompt: it contradicts itself: {asked[0]} Say it once")
     if not (ledger.num_constraints or ledger.size):
@@ -113,6 +114,6 @@ def _spoken_of(ledger: Ledger, field: str) -> str:
 
 def _lost(ledger: Ledger, text: str) -> list[str]:
     try:
-        return [each.says for each in unkept(ledger, text)]
+        return [each.says for each in unkept(ledger, text, understand)]
     except UserError as error:
         return [str(error)]

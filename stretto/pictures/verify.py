@@ -25,7 +25,8 @@ from stretto.base.errors import UserError, one_line
 from stretto.pictures.backend import png
 from stretto.tasks.session import arguments_of
 from stretto.tasks.shapes.draw import Box, drawable, judged, see
-from stretto.tasks.shapes.ledger import Fault, Ledger, Thing, Unkept, describe, plural, with_number
+from stretto.tasks.shapes.ledger import Fault, Ledger, Thing, Unkept, describe, with_number
+from stretto.tasks.shapes.words import plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,3 +276,4 @@ def statements(ledger: Ledger) -> Iterator[Unkept]:
     yield from (Unkept("text", describe(Ledger(texts=(each,)))) for each in ledger.texts)
     yield from (Unkept("absent", f"There are no {plural(each)}.") for each in ledger.absent)
     yield from (Unkept("medium", f"It is a kind of {each}.") for each in ledger.medium)
+    yield from (Unkept("words", f"It shows this, as it was requested: {each}") for each in ledger.unread)

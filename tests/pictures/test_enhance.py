@@ -88,6 +88,12 @@ def test_a_size_alone_is_kept_whatever_is_written() -> None:
     assert made(json.dumps(WRITTEN | {"subject": "."}), "512x512")[0].prompt.startswith("512x512. An empty room")
 
 
+def test_a_scope_that_is_not_read_stays_word_for_word() -> None:
+    enhanced, _ = made(json.dumps(WRITTEN | {"subject": "five ducks"}), "at least five ducks on a pond")
+    assert enhanced.prompt.startswith("At least five ducks on a pond. ")
+    assert enhanced.notes[0].startswith("subject: put back as it was asked") and "word for word" in enhanced.notes[0]
+
+
 def test_words_to_be_rendered_are_never_rewritten() -> None:
     prompt = 'a sign that says "OPEN  24h – 日夜" above a door'
     enhanced, body = made(json.dumps(WRITTEN | {"subject": "a sign that says open above a door"}), prompt)

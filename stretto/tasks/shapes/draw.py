@@ -17,7 +17,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
 from stretto.base.errors import UserError, nearest
-from stretto.tasks.shapes.ledger import Ledger, Relation, Thing, Unkept, plural
+from stretto.tasks.shapes.ledger import Ledger, Relation, Thing, Unkept
+from stretto.tasks.shapes.words import plural
 
 PALETTE: Final = {
     "red": (220, 40, 40), "green": (40, 160, 60), "blue": (40, 80, 220), "yellow": (240, 210, 40), "purple": (150, 50, 190),

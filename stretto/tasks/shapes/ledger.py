@@ -9,7 +9,7 @@ says what a text lost, bound to another object, or added. How a conversation cha
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
@@ -17,94 +17,34 @@ from typing import Final, Literal
 
 from stretto.base.errors import UserError
 from stretto.base.numbers import listed
+from stretto.tasks.shapes.scope import scoped
+from stretto.tasks.shapes.words import (
+    ABSENT,
+    BORROWED,
+    COLOURS,
+    COPULAS,
+    DEFINITE,
+    ELIDED,
+    ENDS,
+    FOREIGN,
+    INDEFINITE,
+    MEDIA,
+    NAMES,
+    NOUNS_IN_ING,
+    NUMBER_WORDS,
+    NUMBERS,
+    QUALITIES,
+    RELATIONS,
+    SHADES,
+    STOPS,
+    VACUOUS,
+    VAGUE,
+    VERBS,
+    names_no_thing,
+    plural,
+    singular,
+)
 
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-COLOURS: Final = _words(
-    "red green blue yellow orange purple violet pink brown black white grey gray cyan magenta turquoise teal gold golden silver beige "
-    "navy crimson scarlet maroon olive lime indigo lavender cream tan"
-)
-_SHADES = _words("light dark pale deep bright")
-NUMBER_WORDS: Final = (
-    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
-)  # fmt: skip
-_NUMBERS: Final = {word: number for number, word in enumerate(NUMBER_WORDS)} | {
-    "single": 1,
-    "both": 2,
-    "dozen": 12,
-    "twenty": 20,
-}
-_INDEFINITE = _words("a an another some several many few")
-_DEFINITE = _words("the this that these those its his her their my your our")
-_VAGUE = _words("some several many few")
-_ABSENT = frozenset(("no", "without"))
-QUALITIES = _words(
-    "big small large little tiny huge tall short long wide narrow thick thin round old young new ancient modern wooden metal metallic "
-    "plastic stone glass paper leather shiny matte rusty wet dry hot cold warm cool soft hard smooth rough furry fluffy striped spotted "
-    "dotted empty full open closed broken happy sad angry sleepy cute beautiful pretty ugly elegant simple colorful colourful "
-    "transparent bright dark light heavy fresh ripe sweet futuristic vintage rustic cozy cosy quiet busy crowded snowy rainy sunny "
-    "foggy misty stormy cloudy starry"
-)
-_MEDIA = _words(
-    "photo photograph picture image painting drawing sketch illustration portrait render rendering watercolor watercolour poster "
-    "cartoon close-up closeup shot view print etching sculpture"
-)
-RELATIONS: Final = {
-    "to the left of": "left of", "on the left of": "left of", "on the left side of": "left of", "left of": "left of",
-    "to the right of": "right of", "on the right of": "right of", "on the right side of": "right of", "right of": "right of",
-    "on top of": "on", "in front of": "in front of", "next to": "next to", "close to": "next to", "inside of": "in",
-    "above": "above", "over": "above", "below": "below", "under": "below", "beneath": "below", "underneath": "below",
-    "beside": "next to", "near": "next to", "by": "next to", "behind": "behind", "inside": "in", "within": "in", "in": "in", "into": "in",
-    "on": "on", "onto": "on", "upon": "on", "at": "at", "with": "with", "between": "between", "around": "around", "through": "through",
-    "against": "against", "across": "across", "along": "along", "among": "among", "facing": "facing", "towards": "towards",
-    "toward": "towards",
-}  # fmt: skip
-_VERBS = {
-    "sits": "sitting", "stands": "standing", "lies": "lying", "sleeps": "sleeping", "runs": "running", "jumps": "jumping",
-    "walks": "walking", "flies": "flying", "plays": "playing", "holds": "holding", "wears": "wearing", "rides": "riding",
-    "eats": "eating", "reads": "reading", "hangs": "hanging", "floats": "floating", "swims": "swimming", "drinks": "drinking",
-    "carries": "carrying", "faces": "facing", "has": "with", "have": "with", "contains": "with",
-}  # fmt: skip
-_COPULAS = _words("is are was were be")
-_ENDS = _words(
-    "and or but of that which who whose while as where when to for from than then there so also says say saying reading labeled "
-    "labelled should must can will would it they them not very quite only just exactly made painted covered filled surrounded seen shown taken placed"
-    " everywhere together here"
-)
-_STOPS = _ENDS | _COPULAS | _VERBS.keys() | _INDEFINITE | _DEFINITE | _ABSENT | _NUMBERS.keys()
-"""Before which a noun phrase ends."""
-_NOUNS_IN_ING = _words(
-    "building painting drawing ring king wing string ceiling wedding thing spring morning evening clothing railing dining parking "
-    "living washing sewing swimming shopping lighting lettering earring duckling pudding dumpling sapling stocking icing frosting awning "
-    "viking bedding"
-)
-_NAMES = frozenset((("hot", "dog"), ("round", "table"), ("open", "air"), ("stone", "wall"), ("glass", "house")))
-"""Of objects, though their first word is a quality elsewhere."""
-_IRREGULAR = {
-    "people": "person", "children": "child", "men": "man", "women": "woman", "mice": "mouse", "feet": "foot", "geese": "goose",
-    "teeth": "tooth", "knives": "knife", "wolves": "wolf", "leaves": "leaf", "shelves": "shelf", "loaves": "loaf", "dice": "die",
-    "buses": "bus", "canvases": "canvas", "lenses": "lens", "gases": "gas", "irises": "iris", "octopuses": "octopus", "walruses": "walrus",
-    "potatoes": "potato", "tomatoes": "tomato", "mangoes": "mango", "heroes": "hero", "volcanoes": "volcano",
-    "cookies": "cookie", "brownies": "brownie", "smoothies": "smoothie", "movies": "movie", "zombies": "zombie", "hoodies": "hoodie",
-    "elves": "elf", "scarves": "scarf", "calves": "calf", "thieves": "thief", "quizzes": "quiz", "topazes": "topaz",
-}  # fmt: skip
-_SINGULAR = _words("tennis basis iris oasis gas lens this")
-_FOREIGN = _words(  # articles, numbers, places and colours that are no English words: French, German, Spanish, Italian, Portuguese, Dutch
-    "un une et est sont avec dans au aux à deux trois quatre cinq sept huit neuf dix entre devant derrière droite dessus dessous rouge "
-    "rouges bleue bleus bleues vert verte verts vertes jaune jaunes blanc blanche blancs blanches noire noirs noires gris grise "
-    "ein eine einen einem einer der das und mit auf über neben vor hinter zwischen zwei drei vier fünf sechs sieben acht neun zehn ist sind "
-    "roter rotes roten blau blaue blauer blaues grün grüne grünes gelb gelbe gelbes schwarz schwarze weiß weiße "
-    "una uno dos tres cuatro cinco seis siete ocho nueve diez sobre bajo debajo encima junto izquierda derecha rojo roja rojos rojas azul "
-    "azules verde verdes amarillo amarilla negra blanco blanca gli due tre quattro cinque sei sette otto dieci sopra sotto accanto sinistra "
-    "destra rosso rossa rossi rosse blu giallo gialla nero nera bianco bianca um uma dois duas três quatro não vermelho vermelha amarelo "
-    "preto branco een het twee drie vijf zes zeven tien op met naast onder boven rood rode blauw blauwe groen groene geel gele zwart zwarte"
-)
-_BORROWED = _words("le la les el los las il lo de du des di da von van con sur sous noir bleu gauche die")
-"""Half as foreign: they stand in names and borrowed words."""
-_ELIDED = ("l'", "d'", "qu'", "dell'", "un'")
 INVERSE: Final = {
     "left of": "right of", "right of": "left of", "above": "below", "below": "above", "in front of": "behind",
     "behind": "in front of", "next to": "next to",
@@ -124,6 +64,8 @@ _DIGITS = 6
 """Of a number that is read."""
 MOST_CHARS = 8000
 """Of a text that is read: strangers send megabytes, and models write on."""
+_OWN_WORDS, _BETWEEN = "As requested: ", " / "
+"""What `describe` writes before and between the sentences of `Ledger.unread`."""
 _MARK = "§"
 """Where quoted words stood."""
 
@@ -172,6 +114,8 @@ class Ledger:
     """"oil painting", where the text begins with one."""
     size: tuple[int, int] | None = None
     """Width and height in pixels."""
+    unread: tuple[str, ...] = ()
+    """Sentences of the user with a negation, quantifier or comparison that no demand expresses. They go beside the ledger as they are."""
 
     def thing(self, id: int) -> Thing:
         return next(thing for thing in self.things if thing.id == id)
@@ -188,10 +132,11 @@ class Ledger:
     def num_constraints(self) -> int:
         """What can be kept or lost, each counted once."""
         bound = sum(1 + (thing.count is not None) + len(thing.colours) + len(thing.qualities) for thing in self.things)
-        return bound + len(self.relations) + len(self.texts) + len(self.absent) + len(self.medium)
+        rest = (self.relations, self.texts, self.absent, self.medium, self.unread)
+        return bound + sum(map(len, rest))
 
 
-Fault = Literal["object", "count", "colour", "quality", "relation", "text", "absent", "medium", "extra"]
+Fault = Literal["object", "count", "colour", "quality", "relation", "text", "absent", "medium", "extra", "words"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,11 +175,9 @@ def check_language(text: str) -> None:
     letters = [letter for letter in bare if letter.isalpha()]
     words = [word.lower().replace("’", "'") for word in _WORD.findall(bare)]
     foreign = sum(
-        1.0 if word in _FOREIGN or word.startswith(_ELIDED) else 0.5 if word in _BORROWED else 0.0 for word in words
+        1.0 if word in FOREIGN or word.startswith(ELIDED) else 0.5 if word in BORROWED else 0.0 for word in words
     )
-    native = sum(
-        word in _INDEFINITE | _DEFINITE | _COPULAS | _ENDS | RELATIONS.keys() | _NUMBERS.keys() for word in words
-    )
+    native = sum(word in INDEFINITE | DEFINITE | COPULAS | ENDS | RELATIONS.keys() | NUMBERS.keys() for word in words)
     if sum(not letter.isascii() for letter in letters) > 0.3 * len(letters) or foreign > max(native, 0.5):
         raise UserError(
             "prompt: what it asks for is read in English only; write it in English, words to be shown in quotation marks"
@@ -252,19 +195,70 @@ def read(text: str, known: Ledger | None = None, first_id: int = 0) -> Ledger:
         UserError: it is empty, or in another language.
     """
     check_language(text)
-    return _Reader(text, known or Ledger(), first_id).ledger()
+    return _Reader(Request.of(text), known or Ledger(), first_id).ledger()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request, prepared for a reader."""
+
+    own: str
+    """The user's own words."""
+    plain: str
+    """Without opening words, size and scopes that stay unread; quoted words are a mark."""
+    texts: tuple[str, ...]
+    size: tuple[int, int] | None
+    unread: tuple[str, ...]
+    """As in `Ledger`."""
+
+    @classmethod
+    def of(cls, text: str) -> Request:
+        asked, _, own = text.partition(_OWN_WORDS)
+        texts = tuple(next(filter(None, found.groups())) for found in QUOTED.finditer(asked))
+        bare = _LEAD.sub("", QUOTED.sub(f" {_MARK} ", asked))
+        size = _SIZE.search(bare)
+        plain, unread = scoped(bare)
+        quoted = [_with_quotes(each, texts[bare[: bare.find(each)].count(_MARK) :]) for each in unread]
+        return cls(
+            " ".join(asked.split()),
+            _SIZE.sub(" ", plain),
+            tuple(dict.fromkeys(texts)),
+            (int(size[1]), int(size[2])) if size else None,
+            (*(" ".join(each.split()) for each in quoted), *filter(None, own.split(_BETWEEN))),
+        )
+
+    def ledger(self, known: Ledger, things: Sequence[Thing], relations: Sequence[Relation], absent: Sequence[str], medium: Sequence[str],
+               unread: Sequence[str] = ()) -> Ledger:  # fmt: skip
+        """The demands of a reader, with what is read from the text itself, beside those of ``known``."""
+        return Ledger(
+            tuple(things),
+            tuple(dict.fromkeys(relations)),
+            tuple(dict.fromkeys((*known.texts, *self.texts))),
+            tuple(dict.fromkeys(absent)),
+            tuple(medium),
+            self.size or known.size,
+            tuple(dict.fromkeys((*known.unread, *self.unread, *unread))),
+        )
+
+
+def _head(noun: str) -> tuple[str, bool]:
+    """Last word of a noun before its "of", and whether other words stand before it."""
+    words = noun.partition(" of ")[0].split()
+    return words[-1], len(words) > 1
+
+
+def _with_quotes(sentence: str, texts: Sequence[str]) -> str:
+    for each in texts:
+        sentence = sentence.replace(_MARK, f'"{each}"', 1)
+    return sentence
 
 
 class _Reader:
     """One pass over the words of a text."""
 
-    def __init__(self, text: str, known: Ledger, first_id: int) -> None:
-        self.known, self.next_id = known, first_id
-        self.texts = tuple(next(filter(None, found.groups())) for found in QUOTED.finditer(text))
-        bare = _LEAD.sub("", QUOTED.sub(f" {_MARK} ", text))
-        found = _SIZE.search(bare)
-        self.size = (int(found[1]), int(found[2])) if found else None
-        self.words = [word.lower().replace("’", "'") for word in _WORD.findall(_SIZE.sub(" ", bare))]
+    def __init__(self, request: Request, known: Ledger, first_id: int) -> None:
+        self.request, self.known, self.next_id = request, known, first_id
+        self.words = [word.lower().replace("’", "'") for word in _WORD.findall(request.plain)]
         self.at = 0
 
     def ledger(self) -> Ledger:
@@ -275,7 +269,8 @@ class _Reader:
         subject: int | None = None  # of a relation that follows
         opener: int | None = None  # the sentence's first subject: "… left of a ball and above a box"
         pending: tuple[int, str] | None = None
-        after_and = False
+        after_and = is_absent = False
+        unread: list[str] = []
         while self.at < len(self.words):
             word = self.words[self.at]
             if word in ".;!?":
@@ -283,33 +278,45 @@ class _Reader:
                 self.at += 1
             elif word in ("and", "or", ","):
                 after_and = True
+                is_absent &= word == "or"
                 self.at += 1
                 continue
             elif kind := self._relation():
-                start = opener if after_and and opener is not None else subject
-                pending = (start, kind) if start is not None else None
-            elif word in _COPULAS and subject is not None:
+                first = opener if after_and and opener is not None else subject
+                pending = (first, kind) if first is not None else None
+            elif word in COPULAS and subject is not None:
                 self.at += 1
-                _bind(things, subject, *self._predicate())
+                bind(things, subject, *self._predicate())
             elif subject is not None and (verb := self._verb()):
                 if self._begins_phrase():
                     pending = (subject, verb)
                 elif verb != "with":
-                    _bind(things, subject, (), (verb,))
+                    bind(things, subject, (), (verb,))
             elif (mention := self._phrase()) is not None:
-                if mention.noun.split()[-1] in _MEDIA and self._peek() in ("of", "showing") and not things:
+                if mention.noun.split()[-1] in MEDIA and self._peek() in ("of", "showing") and not things:
                     medium.append(" ".join((*mention.qualities, *mention.colours, mention.noun)))
                     self.at += 1
-                elif mention.is_absent:
-                    absent.append(mention.noun)
+                elif mention.is_absent or (is_absent and after_and):
+                    if mention.colours or mention.qualities:  # no red cars, but perhaps others
+                        unread.append(self.request.own)
+                    else:
+                        absent.append(mention.noun)
+                    subject = pending = None
+                    is_absent, after_and = True, False
+                    continue
                 else:
+                    if names_no_thing(*_head(mention.noun), bool(mention.colours)):
+                        pending = None
+                        continue
+                    if mention.noun == "one" and things:  # "a green apple next to a red one"
+                        mention.noun = [*things, *(each for each in things if each.colours)][-1].noun
                     thing = refer(things, mention.noun, mention.colours) if mention.is_definite else None
                     if thing is None:
                         thing = Thing(self.next_id, mention.noun, mention.count)
                         things.append(thing)
                         self.next_id += 1
                     # "the quiet shop" of before is quiet now
-                    _bind(things, thing.id, mention.colours, mention.qualities)
+                    bind(things, thing.id, mention.colours, mention.qualities)
                     if pending is not None and pending[0] != thing.id:
                         relations.append(Relation(pending[0], pending[1], thing.id))
                     elif pending is None:
@@ -319,11 +326,8 @@ class _Reader:
                     subject = thing.id
             else:
                 self.at += 1
-            after_and = False
-        unique = tuple(dict.fromkeys(relations))
-        texts = tuple(dict.fromkeys((*self.known.texts, *self.texts)))
-        size = self.size or self.known.size
-        return Ledger(tuple(things), unique, texts, tuple(dict.fromkeys(absent)), tuple(medium), size)
+            after_and = is_absent = False
+        return self.request.ledger(self.known, things, relations, absent, medium, unread)
 
     def _peek(self, offset: int = 0) -> str:
         return self.words[self.at + offset] if self.at + offset < len(self.words) else ""
@@ -339,14 +343,14 @@ class _Reader:
 
     def _verb(self) -> str | None:
         word = self._peek()
-        if word in _VERBS or (word.endswith("ing") and word not in _NOUNS_IN_ING and len(word) > 4):
+        if word in VERBS or (word.endswith("ing") and word not in NOUNS_IN_ING and len(word) > 4):
             self.at += 1
-            return _VERBS.get(word, word)
+            return VERBS.get(word, word)
         return None
 
     def _begins_phrase(self) -> bool:
         word = self._peek()
-        return word in _INDEFINITE | _DEFINITE | COLOURS or word in _NUMBERS or word.isdecimal()
+        return word in INDEFINITE | DEFINITE | COLOURS or word in NUMBERS or word.isdecimal()
 
     def _predicate(self) -> tuple[list[str], list[str]]:
         """What follows "is": colours and qualities."""
@@ -369,7 +373,7 @@ class _Reader:
 
     def _colour(self) -> str:
         """A colour here, stepped over, its shade and what "and" joins to it included; empty: none."""
-        shaded = self._peek() in _SHADES and self._peek(1) in COLOURS
+        shaded = self._peek() in SHADES and self._peek(1) in COLOURS
         if not shaded and self._peek() not in COLOURS:
             return ""
         told = [self._peek(), self._peek(1)] if shaded else [self._peek()]
@@ -381,18 +385,18 @@ class _Reader:
 
     def _ends(self, word: str) -> bool:
         """Whether a noun phrase ends before this word."""
-        return word in _STOPS or not word[-1].isalpha()  # "1960s" is a word
+        return word in STOPS or not word[-1].isalpha()  # "1960s" is a word
 
     def _phrase(self) -> _Mention | None:
         """A noun phrase here, stepped over."""
         start, found = self.at, _Mention()
         determiner = ""
-        if self._peek() in _ABSENT:
+        if self._peek() in ABSENT:
             found.is_absent = True
             self.at += 1
-        if self._peek() in _INDEFINITE | _DEFINITE:
+        if self._peek() in INDEFINITE | DEFINITE:
             determiner = self._peek()
-            found.is_definite = determiner in _DEFINITE
+            found.is_definite = determiner in DEFINITE
             self.at += 1
         found.count, is_counted = self._count(determiner)
         nouns: list[str] = []
@@ -400,12 +404,21 @@ class _Reader:
             if not nouns and (self._begins_noun() or word != "orange") and (colour := self._colour()):
                 found.colours.append(colour)
                 continue
+            if word in ("one", "ones") and found.colours and not nouns:
+                nouns.append("one")
+                self.at += 1
+                break
+            if nouns and word in COLOURS and word != "orange" and (not self._peek(1) or self._ends(self._peek(1))):
+                found.colours.append(self._colour())  # "make the triangle green"
+                break
             if self._ends(word) or (nouns and self._at_relation()):
                 break
-            if word.endswith("ing") and word not in _NOUNS_IN_ING and len(word) > 4:
+            if word.endswith("ing") and word not in NOUNS_IN_ING and len(word) > 4:
                 if nouns:
                     break
                 found.qualities.append(word)
+            elif not nouns and word in VACUOUS and self._begins_noun():
+                pass
             elif (
                 not nouns and (word in QUALITIES or word.endswith("ly")) and self._begins_noun() and not self._is_name()
             ):
@@ -422,7 +435,7 @@ class _Reader:
                 self.at = start
                 return None
         head = len(nouns) - 1
-        if self._peek() == "of" and nouns[-1] not in _MEDIA and self._peek(1) not in _DEFINITE:
+        if self._peek() == "of" and nouns[-1] not in MEDIA and self._peek(1) not in DEFINITE:
             nouns += self._of()
         single = singular(nouns[head])
         is_plural = single != nouns[head]
@@ -451,11 +464,11 @@ class _Reader:
         if word in ("pair", "couple") and self._peek(1) == "of":
             self.at += 2
             return 2, True
-        number, is_told = (None if determiner in _VAGUE else 1), False
-        if word in _NUMBERS or word.isdecimal():
+        number, is_told = (None if determiner in VAGUE else 1), False
+        if word in NUMBERS or word.isdecimal():
             self.at += 1
-            number, is_told = _NUMBERS[word] if word in _NUMBERS else int(word[:_DIGITS]), True
-            if self._peek() == "of" and self._peek(1) in _DEFINITE:
+            number, is_told = NUMBERS[word] if word in NUMBERS else int(word[:_DIGITS]), True
+            if self._peek() == "of" and self._peek(1) in DEFINITE:
                 self.at += 2
         self.at += self._peek() == "more"
         return number, is_told
@@ -468,36 +481,7 @@ class _Reader:
         return found is not None
 
     def _is_name(self) -> bool:
-        return (self._peek(), singular(self._peek(1))) in _NAMES
-
-
-def singular(word: str) -> str:
-    """Of a noun; the word itself where it is none in the plural."""
-    if word in _IRREGULAR:
-        return _IRREGULAR[word]
-    if word.endswith("ies") and len(word) > 4:
-        return word[:-3] + "y"
-    if word.endswith(("ches", "shes", "sses", "xes", "tzes", "zzes")):
-        return word[:-2]
-    if word.endswith("s") and not word.endswith(("ss", "us")) and len(word) > 2 and word not in _SINGULAR:
-        return word[:-1]
-    return word
-
-
-def plural(noun: str) -> str:
-    """`singular` undone."""
-    head, of, rest = noun.partition(" of ")
-    *before, last = head.split()
-    known = {single: many for many, single in _IRREGULAR.items()}
-    if last in known:
-        many = known[last]
-    elif last.endswith("y") and last[-2:-1] not in "aeiou":
-        many = last[:-1] + "ies"
-    elif last.endswith(("ch", "sh", "s", "x", "z")) and singular(last) == last:
-        many = last + "es"
-    else:
-        many = last if singular(last) != last else last + "s"
-    return " ".join((*before, many)) + of + rest
+        return (self._peek(), singular(self._peek(1))) in NAMES
 
 
 def refer(things: Sequence[Thing], noun: str, colours: Iterable[str] = ()) -> Thing | None:
@@ -514,7 +498,7 @@ def refer(things: Sequence[Thing], noun: str, colours: Iterable[str] = ()) -> Th
     return fitting[-1] if fitting else None
 
 
-def _bind(things: list[Thing], id: int, colours: Iterable[str], qualities: Iterable[str]) -> None:
+def bind(things: list[Thing], id: int, colours: Iterable[str], qualities: Iterable[str]) -> None:
     """Say of the thing ``id``, in its place, what more is known of it."""
     at = next(place for place, thing in enumerate(things) if thing.id == id)
     colours = tuple(dict.fromkeys((*things[at].colours, *colours)))
@@ -538,7 +522,8 @@ def describe(ledger: Ledger) -> str:
         said_so = verb[1] if relation.kind == "with" else f"{verb[0]} {relation.kind}"
         sentences.append(f"the {subject.name} {said_so} the {other.name}")
     sentences += [f"{each} can be read" for each in words]
-    return " ".join(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences)
+    written = [f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences]
+    return " ".join((*written, _OWN_WORDS + _BETWEEN.join(ledger.unread)) if ledger.unread else written)
 
 
 def with_number(thing: Thing) -> str:
@@ -584,10 +569,10 @@ def _knot(ledger: Ledger, kind: str) -> Relation | None:
     return None
 
 
-def unkept(ledger: Ledger, text: str) -> tuple[Unkept, ...]:
+def unkept(ledger: Ledger, text: str, reader: Callable[[str], Ledger] = read) -> tuple[Unkept, ...]:
     """What ``text`` lost of a ledger, bound to another object, or added to its objects. Objects of other nouns may be added: a
     scene has some."""
-    found = read(text)
+    found = reader(text)
     faults: list[Unkept] = []
     partner: dict[int, Thing] = {}
     free = list(found.things)
@@ -626,7 +611,17 @@ def unkept(ledger: Ledger, text: str) -> tuple[Unkept, ...]:
     faults += [Unkept("text", f"the words {each!r} are not there") for each in ledger.texts if each not in found.texts]
     faults += [Unkept("absent", f"there is a {each}") for each in ledger.absent if refer(found.things, each)]
     faults += [Unkept("medium", f"it is no {each}") for each in ledger.medium if each not in text.lower()]
+    faults += [
+        Unkept("words", f"{each!r} is not there word for word")
+        for each in ledger.unread
+        if _spelled(each) not in _spelled(text)
+    ]
     return tuple(faults)
+
+
+def _spelled(text: str) -> str:
+    """The words of ``text`` without sizes and marks."""
+    return " ".join(_WORD.findall(_SIZE.sub(" ", text.lower()).replace("’", "'"))).rstrip(".!? ")
 
 
 def _likeness(thing: Thing, other: Thing) -> tuple[int, int, int]:

@@ -1,8 +1,8 @@
-"""How a conversation changes a ledger: add, remove, recolour, move, count, replace, resize, undo.
+"""How a conversation changes a ledger: add, remove, keep only, bring back, recolour, move, count, replace, resize, undo.
 
-A turn is read against what was asked for before: "the cube" and "it" are things of the ledger, everything else is new. Where two
-relations of one pair differ, the newer counts. A turn after which the ledger contradicts itself, or that speaks of what is not
-there, changes nothing: it comes back as questions.
+A turn is read against the current ledger: "the cube" and "it" are things of the ledger, everything else is new. Where two relations of one
+pair differ, the newer one counts. A turn after which the ledger contradicts itself, or that speaks of a thing that is not there, changes nothing: the
+program asks, and remembers what it asked (`Question`), so that the next turn can be yes, no, or a correction.
 """
 
 from __future__ import annotations
@@ -15,28 +15,27 @@ from typing import Final
 
 from stretto.base.errors import UserError
 from stretto.tasks.shapes.ledger import (
-    COLOURS,
-    NUMBER_WORDS,
+    INVERSE,
     QUOTED,
-    RELATIONS,
     Ledger,
     Relation,
     Thing,
     check_language,
     contradictions,
-    plural,
     read,
 )
+from stretto.tasks.shapes.syntax import understand
+from stretto.tasks.shapes.words import COLOURS, NUMBER_WORDS, QUALITIES, RELATIONS, plural, singular
 
 _NUMBER = rf"(?:\d+|{'|'.join(NUMBER_WORDS)})"
-_COLOUR = rf"(?:(?:light|dark|pale|deep|bright) )?(?:{'|'.join(sorted(COLOURS))})"
+_COLOUR = rf"\b(?:(?:light|dark|pale|deep|bright) )?(?:{'|'.join(sorted(COLOURS))})\b"
 _COLOURS = rf"{_COLOUR}(?: (?:and )?{_COLOUR})*"
 _FIRST_SIGN = 0x13000
-"""Egyptian hieroglyphs, for words in quotation marks: letters that nobody asks for."""
+"""Code point of the first Egyptian hieroglyph. One letter that nobody asks for stands for each text in quotation marks."""
 _VALUES: Final = {word: number for number, word in enumerate(NUMBER_WORDS)}
 _POLITE = re.compile(
-    r"^(?:now|then|ok(?:ay)?|no|well|hm+|please|also|and|actually|could you|can you|would you|i (?:want|need) you to|i'd like you to|"
-    r"i (?:think|feel|guess)(?: that)?|maybe|perhaps|let's)\b[, ]+",
+    r"^(?:now|then|ok(?:ay)?|well|hm+|please|also|and|but|actually|could you|can you|would you|i (?:want|need) you to|i'd like you to|"
+    r"i (?:think|feel|guess)(?: that)?|i(?:['’]ve)? changed my mind|maybe|perhaps|let's|no wait)\b[, ]+|^no, ",
     re.I,
 )
 _CLAUSES = re.compile(
@@ -44,17 +43,33 @@ _CLAUSES = re.compile(
     rf"|(?:{'|'.join(f'(?<= {colour})' for colour in sorted(COLOURS))}),? and (?=the (?:[\w-]+ ){{1,4}}?{_COLOUR}(?:$|[,.;]))",
     re.I,
 )
-"""The last: "make the cube red and the sphere blue"."""
+"""Borders between the changes of a turn. The last alternative is for "make the cube red and the sphere blue"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question to the user that a turn led to. Written by `tell`, and by the rules that it calls."""
+
+    says: str
+    yes: str = ""
+    """Turn that the answer "yes" stands for; empty where the question has no such answer."""
+    turn: str = ""
+    """Turn that led to the question. A correction is put in the place of ``phrase``."""
+    phrase: str = ""
+    noun: str = ""
+    """Thing that is not there, for answers with "it" or "one"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The ledgers of a conversation, one a change. Made anew by every turn."""
+    """The ledgers of a conversation, one a change. Every turn makes a new conversation."""
 
     states: tuple[Ledger, ...] = (Ledger(),)
     last: int | None = None
-    """The thing that "it" speaks of."""
+    """The thing that "it" stands for."""
     next_id: int = 0
+    asked: Question | None = None
+    """Question that the next turn may answer."""
 
     @property
     def now(self) -> Ledger:
@@ -63,37 +78,85 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a turn came to."""
+    """Result of a turn."""
 
     conversation: Conversation
     notes: tuple[str, ...] = ()
-    """What was done, for people."""
+    """What was done, for the user."""
     questions: tuple[str, ...] = ()
-    """Where there are any, nothing has changed."""
+    """Where there are any, the ledger has not changed."""
 
 
 def tell(conversation: Conversation, text: str) -> Told:
     """The conversation after a user's turn.
 
     Raises:
-        UserError: it is empty, in another language, or undoes more than there is.
+        UserError: the text is empty, in another language, or undoes more changes than there are.
     """
     check_language(text)
     hidden = {_FIRST_SIGN + at: next(filter(None, each.groups())) for at, each in enumerate(QUOTED.finditer(text))}
-    if not hidden:
-        return _told(conversation, text)
     signs = map(chr, hidden)
     told = _told(conversation, QUOTED.sub(lambda _: f'"{next(signs)}"', text))
-    if told.questions:
-        return replace(told, questions=tuple(each.translate(hidden) for each in told.questions))
-    now = told.conversation.now
-    now = replace(now, texts=tuple(dict.fromkeys(each.translate(hidden) for each in now.texts)))
-    after = replace(told.conversation, states=(*told.conversation.states[:-1], now))
-    return Told(after, tuple(each.translate(hidden) for each in told.notes))
+    after = told.conversation
+    if after.asked is not None:
+        asked = after.asked
+        shown = (each.translate(hidden) for each in (asked.says, asked.yes, asked.turn, asked.phrase, asked.noun))
+        after = replace(after, asked=Question(*shown))
+    if hidden and not told.questions:
+        now = after.now
+        texts, unread = ([each.translate(hidden) for each in row] for row in (now.texts, now.unread))
+        now = replace(now, texts=tuple(dict.fromkeys(texts)), unread=tuple(unread))
+        after = replace(after, states=(*after.states[:-1], now))
+    notes, questions = ([each.translate(hidden) for each in row] for row in (told.notes, told.questions))
+    return Told(after, tuple(notes), tuple(questions))
 
 
 def _told(conversation: Conversation, text: str) -> Told:
-    """`tell`, of a turn whose words in quotation marks are a sign each: nothing is read in them."""
+    """`tell`, of a turn in which a sign stands for each text in quotation marks."""
+    asked, conversation = conversation.asked, replace(conversation, asked=None)
+    if asked is not None and (answer := _answer(conversation.now, asked, text)) is not None:
+        if not answer:
+            return Told(conversation, ("left as it is",))
+        return _changed_by(conversation, answer)
+    if _AGREED.fullmatch(text.strip(" .!,")):
+        return Told(conversation, ("nothing to change",))
+    return _changed_by(conversation, text)
+
+
+def _answer(ledger: Ledger, asked: Question, text: str) -> str | None:
+    """The turn that an answer to a question stands for; empty: change nothing; None: the text is no answer, but a turn of its own."""
+    plain = re.sub(r",? please$", "", text.strip(" .!?"), flags=re.I)
+    if found := _YES.match(plain):
+        rest = plain[found.end() :].strip(" ,.!")
+        if not rest or re.fullmatch(r"(?:please )?(?:do|add) (?:it|so|that|one)|please", rest, re.I):
+            return asked.yes or (f"add a {asked.noun}" if rest and asked.noun else "")
+        return re.sub(r"^(?:add )?(.*?)\bones?$", rf"add \1{asked.noun}", rest, flags=re.I) if asked.noun else rest
+    if asked.noun and re.fullmatch(r"(?:please )?add (?:it|one)", plain, re.I):
+        return f"add a {asked.noun}"
+    if _UNDO.fullmatch(plain):
+        return ""
+    if found := _NO.match(plain):
+        plain = plain[found.end() :].strip(" ,.!")
+        if not plain or _AGREED.fullmatch(plain):
+            return ""
+    plain = re.sub(
+        r"^(?:but |rather |i (?:meant|mean|said) |make (?:it|that) (?=" + _NUMBER + "$))+", "", plain, flags=re.I
+    )
+    is_number = re.fullmatch(_NUMBER, plain, re.I) is not None
+    spoken = list(_spoken(ledger, plain))
+    is_phrase = (
+        len(spoken) == 1
+        and not re.sub(
+            r"\b(?:the|that|this|those|these)\b", "", plain[: spoken[0].start] + plain[spoken[0].end :]
+        ).strip()
+    )
+    if asked.phrase and (is_number if asked.phrase in _HOW_MANY else is_phrase):
+        return re.sub(rf"\b{re.escape(asked.phrase)}\b", plain, asked.turn, count=1, flags=re.I)
+    return None
+
+
+def _changed_by(conversation: Conversation, text: str) -> Told:
+    """The conversation after a turn that is no answer."""
     plain = _bare(text.strip())
     if _UNDO.search(plain) and not list(_spoken(conversation.now, plain)):
         found = re.search(rf"\b{_NUMBER}\b", plain, re.I)
@@ -101,52 +164,104 @@ def _told(conversation: Conversation, text: str) -> Told:
         if not 0 < num < len(conversation.states):
             raise UserError(f"undo: {num} changes, and there were {len(conversation.states) - 1}; undo fewer")
         return Told(replace(conversation, states=conversation.states[:-num], last=None), (f"{num} taken back",))
-    after, notes = conversation, list[str]()
+    after, notes, ledger = conversation, list[str](), conversation.now
     if found := _ANEW.match(plain):
         plain = plain[found.end() :]
-        after = replace(after, states=(*after.states, Ledger()), last=None)
+        if not plain and ledger != Ledger():
+            return _asking(conversation, Question("Is everything to go?", yes="remove everything at once", turn=text))
+        ledger, after = Ledger(), replace(after, last=None)
         notes.append("a new picture")
-    ledger = after.now
     plain = re.sub(r"\bso (?:that )?(?:it|they) (?:is|are)\b", "", plain, flags=re.I)
-    for clause in filter(None, map(_bare, _CLAUSES.split(plain))):
+    is_first = ledger == Ledger() and not any(pattern.fullmatch(plain) for pattern, _ in _CHANGES)
+    for clause in [plain] if is_first else filter(None, map(_bare, _CLAUSES.split(plain))):
         try:
-            step = _clause(ledger, clause, after.last, after.next_id)
+            step = _clause(_Turn(ledger, clause, after.last, after.next_id, conversation.states))
         except _Unclear as unclear:
-            return Told(conversation, (), (str(unclear),))
+            return _asking(conversation, replace(unclear.question, turn=unclear.question.turn or clause))
         ledger = step.ledger
         next_id = max((after.next_id, *(thing.id + 1 for thing in ledger.things)))
         after = replace(after, last=step.last, next_id=next_id)
         notes.append(step.note)
     if questions := contradictions(ledger):
-        return Told(conversation, (), questions)
+        return Told(replace(conversation, asked=Question(questions[0], turn=text)), (), questions)
+    gone = [each.noun for each in conversation.now.things if each not in ledger.things]
+    before = {*conversation.now.unread}
+    unread = tuple(
+        each for each in ledger.unread if each not in before or not any(_mentions(each, noun) for noun in gone)
+    )
+    notes += [f"not understood, and passed on in your own words: {each}" for each in unread if each not in before]
+    ledger = replace(ledger, unread=unread)
     return Told(replace(after, states=(*after.states, ledger)), tuple(notes))
 
 
-class _Unclear(Exception):  # noqa: N818 - a question
+def _asking(conversation: Conversation, question: Question) -> Told:
+    if len(spoken := {each.thing.id for each in _spoken(conversation.now, question.turn)}) == 1:
+        conversation = replace(conversation, last=spoken.pop())
+    return Told(replace(conversation, asked=question), (), (question.says,))
+
+
+def _mentions(sentence: str, noun: str) -> bool:
+    return re.search(rf"\b(?:{re.escape(noun)}|{re.escape(plural(noun))})\b", sentence, re.I) is not None
+
+
+class _Unclear(Exception):  # noqa: N818 - a question, not an error
     """Nothing can be done before the user has answered."""
+
+    def __init__(self, says: str, yes: str = "", phrase: str = "", noun: str = "") -> None:
+        super().__init__(says)
+        self.question = Question(says, yes, "", phrase, noun)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One clause of a turn, and what it may speak of."""
+
+    ledger: Ledger
+    clause: str
+    last: int | None
+    next_id: int
+    states: tuple[Ledger, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
+    """Result of one clause."""
+
     ledger: Ledger
     note: str
     last: int | None
 
 
-def _clause(ledger: Ledger, clause: str, last: int | None, next_id: int) -> _Step:
+def _clause(turn: _Turn) -> _Step:
+    if re.match(r"(?:is|are|do|does|what|which|who|where|why|how)\b(?! about)(?! not)", turn.clause, re.I):
+        named = re.search(r"\b(?:an?|any) ([\w -]+)", turn.clause)
+        raise _Unclear(f"What is to change? {turn.clause!r} asks about the picture.", noun=named[1] if named else "")
     for pattern, change in _CHANGES:
-        if found := pattern.fullmatch(clause):
-            return change(ledger, found, last, next_id)
-    return _slotted(ledger, clause, last, next_id) or _added(ledger, clause, last, next_id)
+        if (found := pattern.fullmatch(turn.clause)) and (step := change(turn, found)) is not None:
+            return step
+    return _slotted(turn) or _added(turn)
 
 
-def _added(ledger: Ledger, clause: str, last: int | None, next_id: int) -> _Step:
-    """Anything else adds what it names, and says of known things where they are."""
+def _absent_thing(noun: str, phrase: str, turn: str) -> _Unclear:
+    """The question about a thing that is not there. The answer "yes" adds it and then does what the turn said."""
+    noun = noun.strip(" .!?")
+    return _Unclear(f"There is no {noun}; is one to be added?", f"add a {noun}; {turn}", phrase, noun)
+
+
+def _added(turn: _Turn) -> _Step:
+    """A clause of no other form adds the things that it names, and says of known things where they are."""
+    ledger, clause, next_id = turn.ledger, turn.clause, turn.next_id
+    if re.match(r"(?:do not|don['’]t|never|except|not|a bit|a little|much|slightly|somewhat|even)\b", clause, re.I):
+        raise _Unclear(f"What is to change by {clause!r}?")
     text = re.sub(rf"^{_PUT}\s+", "", clause, flags=re.I)
-    text = _named(ledger, text, last)
+    if (given := re.match(r"give (?:it|him|her|them) (?=an?\b|some\b|" + _NUMBER + ")", text, re.I)) and (
+        thing := _it(turn)
+    ):
+        text = f"the {thing.name} with {text[given.end() :]}"
+    text = _named(ledger, text, turn.last)
     if not re.search(r"\w", text):
         raise _Unclear(f"What is to be added by {clause!r}?")
-    found = read(text, ledger, next_id)
+    found = understand(text, next_id) if ledger == Ledger() else read(text, ledger, next_id)
     new = [thing for thing in found.things if thing.id >= next_id]
     moved = found.relations[len(ledger.relations) :]
     stray = [each for each in new if ledger.things and not _is_introduced(each, clause)]
@@ -154,34 +269,42 @@ def _added(ledger: Ledger, clause: str, last: int | None, next_id: int) -> _Step
         missing = [
             each.noun for each in stray if re.search(rf"\bthe (?:[\w-]+ )*?{re.escape(each.noun)}", clause, re.I)
         ]
-        raise _Unclear(
-            f"There is no {missing[0]}; is one to be added?" if missing else f"What is to change by {clause!r}?"
-        )
-    if found == ledger and not re.search(r"\b(?:the|these|those|this|that)\b", text, re.I):
+        if missing:
+            raise _absent_thing(missing[0], f"the {missing[0]}", clause)
+        raise _Unclear(f"What is to change by {clause!r}?")
+    is_unread = found != ledger and replace(found, unread=ledger.unread) == ledger != Ledger()
+    if is_unread or (
+        found == ledger and not (_PLACE.search(text) or re.search(rf"\b(?:is|are|be)\b|{_COLOUR}", text, re.I))
+    ):
         raise _Unclear(f"What is to change by {clause!r}?")
     if re.match(rf"{_PUT}\s+(?:the|it|them)\b", clause, re.I) and new and not (moved and moved[0].subject < next_id):
-        raise _Unclear(f"There is no {new[0].noun}; is one to be added?")
+        raise _absent_thing(new[0].noun, f"the {new[0].noun}", clause)
+    found = replace(found, absent=tuple(each for each in found.absent if each not in {thing.noun for thing in new}))
     relations = _latest(ledger.relations, moved)
-    touched = new[0].id if new else moved[-1].subject if moved else last
-    told = [f"added {thing.name}" for thing in new]
-    told += [f"{found.thing(each.subject).name} {each.kind} {found.thing(each.other).name}" for each in moved]
-    told += [f"{thing.name}" for thing in found.things if thing.id < next_id and thing not in ledger.things]
-    told += [f"the words {text!r}" for text in found.texts if text not in ledger.texts]
-    return _Step(replace(found, relations=relations), "; ".join(told) or "it is so already", touched)
+    touched = new[0].id if new else moved[-1].subject if moved else turn.last
+    notes = [f"added {thing.name}" for thing in new]
+    notes += [f"{found.thing(each.subject).name} {each.kind} {found.thing(each.other).name}" for each in moved]
+    notes += [f"{thing.name}" for thing in found.things if thing.id < next_id and thing not in ledger.things]
+    notes += [f"the words {text!r}" for text in found.texts if text not in ledger.texts]
+    return _Step(replace(found, relations=relations), "; ".join(notes) or "it is so already", touched)
 
 
 @dataclass(frozen=True, slots=True)
 class _Spoken:
-    """A known thing in a turn, and where it stands."""
+    """A mention of a known thing in a turn, and its place in the text."""
 
     thing: Thing
     start: int
     end: int
     number: str | None
+    word: str
+    """The noun as it stands in the text."""
+    others: tuple[Thing, ...] = ()
+    """Other things that the mention fits as well."""
 
 
 def _spoken(ledger: Ledger, text: str) -> Iterator[_Spoken]:
-    """The things of a ledger that a text speaks of; not what it calls another one, or by a colour that none has."""
+    """The mentions of things of a ledger in a text; not of another one of a kind ("another cube"), nor with a colour that none has."""
     forms = {
         form: each.noun for each in ledger.things for form in (each.noun, plural(each.noun), each.noun.split()[-1])
     }
@@ -189,24 +312,28 @@ def _spoken(ledger: Ledger, text: str) -> Iterator[_Spoken]:
         return
     nouns = "|".join(re.escape(form) for form in sorted(forms, key=len, reverse=True))
     words = {word for each in ledger.things for word in (*each.colours, *each.qualities)} | COLOURS
-    said = "|".join(sorted(words, key=len, reverse=True))
+    attribute = "|".join(sorted(words, key=len, reverse=True))
     number = rf"(?:(?P<number>{_NUMBER})\s+(?:of (?:the|these|those)\s+)?)?"
-    phrase = rf"\b{number}(?P<other>(?:an?|another)\s+)?(?P<said>(?:(?:{said})\s+)*)(?P<noun>{nouns}|ones?)\b"
+    phrase = (
+        rf"\b{number}(?P<other>(?:an?|another)\s+)?(?P<attributes>(?:(?:{attribute})\s+)*)(?P<noun>{nouns}|ones?)\b"
+    )
     for found in re.finditer(phrase, text, re.I):
-        told = {*re.findall(said, found["said"].lower())} if found["said"] else set()
+        attributes = {*re.findall(attribute, found["attributes"].lower())} if found["attributes"] else set()
         noun = found["noun"].lower()
         fitting = [
             each
             for each in ledger.things
-            if told <= {*each.colours, *each.qualities}
-            and (forms.get(noun) == each.noun or (noun in ("one", "ones") and told))
+            if attributes <= {*each.colours, *each.qualities}
+            and (forms.get(noun) == each.noun or (noun in ("one", "ones") and attributes))
         ]
         if fitting and not found["other"]:
-            yield _Spoken(fitting[-1], found.start(), found.end(), found["number"])
+            is_one = noun == singular(noun) and text[: found.start()].lower().endswith("the ")
+            others = tuple(fitting[:-1]) if is_one and not attributes and found["number"] is None else ()
+            yield _Spoken(fitting[-1], found.start(), found.end(), found["number"], found["noun"], others)
 
 
 def _is_introduced(thing: Thing, clause: str) -> bool:
-    """Whether a clause brings in a new thing: by an article, a number, a colour or a verb right before it."""
+    """Whether a clause introduces a new thing: by an article, a number, a colour or a verb right before its noun."""
     own = "|".join(re.escape(each) for each in (*" ".join(thing.colours).split(), *thing.qualities, "very", "more"))
     first = re.escape(thing.noun.split()[0])
     before = rf"(?:an?|another|some|several|many|few|its|his|her|their|my|your|with|{_NEW}|{_NUMBER}|{_COLOUR}|no|of|in|on|at)"
@@ -214,7 +341,7 @@ def _is_introduced(thing: Thing, clause: str) -> bool:
 
 
 def _apart(ledger: Ledger, spoken: _Spoken, next_id: int) -> tuple[Ledger, Thing]:
-    """The thing that is spoken of; of "one of the three circles" that one, which is a thing of its own now."""
+    """The thing that is mentioned. Of "one of the three circles" that one becomes a thing of its own, with the id ``next_id``."""
     thing, number = spoken.thing, None if spoken.number is None else _number(spoken.number)
     if number is None or thing.count is None or not 0 < number < thing.count:
         return ledger, thing
@@ -226,14 +353,25 @@ def _apart(ledger: Ledger, spoken: _Spoken, next_id: int) -> tuple[Ledger, Thing
     return replace(ledger, things=(*things, part), relations=(*ledger.relations, *copies)), part
 
 
-def _slotted(ledger: Ledger, clause: str, last: int | None, next_id: int) -> _Step | None:
-    """What becomes of known things by a colour, a number or a place that a clause names, in whatever words; None: it names none."""
-    text, spoken = clause, list(_spoken(ledger, clause))
+def _the_one(spoken: _Spoken) -> None:
+    """Raises `_Unclear` where a mention fits several things."""
+    if spoken.others:
+        which = " or ".join(f"the {each.name}" for each in (*spoken.others, spoken.thing))
+        raise _Unclear(f"Which one: {which}?", phrase=f"the {spoken.word}")
+
+
+def _slotted(turn: _Turn) -> _Step | None:
+    """A colour, number or place for known things, in any wording; None where the clause names none."""
+    ledger, text, spoken = turn.ledger, turn.clause, list(_spoken(turn.ledger, turn.clause))
     # "make it three cubes" speaks of cubes, "move it above the cubes" of two things
     if not spoken or _PLACE.search(text):
-        text = _named(ledger, text, last)
+        text = _named(ledger, text, turn.last)
         spoken = list(_spoken(ledger, text))
-    if not spoken or re.match(rf"(?:{_NEW})\b", clause, re.I):
+    if (
+        not spoken
+        or re.match(rf"(?:{_NEW})\b", turn.clause, re.I)
+        or re.search(r"\b(?:not|never|except|least|most|than)\b|n['’]t\b", text, re.I)
+    ):
         return None
     rest = "".join(
         " " if any(each.start <= at < each.end for each in spoken) else letter for at, letter in enumerate(text)
@@ -249,51 +387,242 @@ def _slotted(ledger: Ledger, clause: str, last: int | None, next_id: int) -> _St
     colours, number = re.search(_COLOURS, rest, re.I), spoken[0].number
     if number is None and (found := re.search(rf"\b{_NUMBER}\b", rest, re.I)):
         number = found[0]
-    if colours is None and number is None:
+    if (colours is None and number is None) or (
+        _PLACE.search(rest) and re.search(r"\b(?:an?|another|some)\b", rest, re.I)
+    ):
         return None
-    if number is not None and (count := _number(number) + (thing.count or 1) * ("more" in text.lower().split())) == 0:
-        return _without(ledger, thing)
+    if text == turn.clause:
+        _the_one(spoken[0])
+    if number is not None:
+        step = re.search(rf"\b{number} (?:(?P<more>more)|fewer|less)\b", text, re.I)
+        sign = 1 if step is None or step["more"] else -1
+        count = sign * _number(number) + (0 if step is None else thing.count or 1)
+        if count <= 0:
+            return _without(ledger, thing)
     changed = replace(thing, count=count) if number is not None else thing
     if colours is not None:
-        ledger, part = _apart(ledger, spoken[0], next_id)
-        thing = part if part.id == next_id else changed
+        ledger, part = _apart(ledger, spoken[0], turn.next_id)
+        thing = part if part.id == turn.next_id else changed
         changed = replace(thing, colours=read(f"a {colours[0]} thing").things[0].colours)
     return _changed(ledger, changed)
 
 
-def _removed(ledger: Ledger, found: re.Match[str], last: int | None, next_id: int) -> _Step:
-    text = _of_them(ledger, found["what"], last)
-    spoken = _found(ledger, text)
-    listed = spoken[:1]  # "the cube and the cone" are two to be removed, of "the cube left of the cone" it is one
+def _removed(turn: _Turn, found: re.Match[str]) -> _Step:
+    text = _of_them(turn.ledger, found["what"], turn.last)
+    spoken = list(_spoken(turn.ledger, text))
+    if not spoken:
+        bare = _without_article(found["what"])
+        raise _Unclear(f"There is no {bare}; what is to go?", phrase=found["what"], noun=bare)
+    chosen = spoken[:1]  # "the cube and the cone" are two to be removed, of "the cube left of the cone" it is one
     for before, each in pairwise(spoken):
         if not re.fullmatch(r"[\s,]*(?:and\s+)?(?:(?:the|all|both)\s+)*", text[before.end : each.start], re.I):
             break
-        listed.append(each)
-    notes = list[str]()
-    for place, each in enumerate({each.thing.id: each for each in listed}.values()):
-        ledger, gone = _apart(ledger, each, next_id + place)
+        chosen.append(each)
+    if re.match(r"\s*too$|\s*$", text[chosen[-1].end :]) is None and not _PLACE.match(text[chosen[-1].end :].strip()):
+        raise _Unclear(
+            f"Is the {chosen[-1].thing.noun} to go? {found['what']!r} was not understood.",
+            f"remove the {chosen[-1].thing.name}",
+        )
+    ledger, notes = turn.ledger, list[str]()
+    for place, each in enumerate({each.thing.id: each for each in chosen}.values()):
+        _the_one(each)
+        ledger, gone = _apart(ledger, each, turn.next_id + place)
         step = _without(ledger, gone)
         ledger = step.ledger
         notes.append(step.note)
     return _Step(ledger, "; ".join(notes), None)
 
 
-def _replaced(ledger: Ledger, found: re.Match[str], last: int | None, next_id: int) -> _Step:
-    ledger, thing = _apart(ledger, _found(ledger, _of_them(ledger, found["what"], last))[0], next_id)
+def _forbidden(turn: _Turn, found: re.Match[str]) -> _Step | None:
+    """ "No triangles": those that are there go, and none may appear."""
+    what = re.sub(r"^(?:any|the|a|an)\s+", "", found["what"], flags=re.I)
+    if re.search(rf"\b(?:more|fewer|less) than\b|^{_NUMBER}\b", what, re.I):
+        return None
+    if re.fullmatch(_COLOUR, what, re.I):  # "not black"
+        painted = [each for each in turn.ledger.things if what.lower() in each.colours and turn.last in (None, each.id)]
+        return _changed(turn.ledger, replace(painted[0], colours=())) if len(painted) == 1 else None
+    ledger, notes = turn.ledger, list[str]()
+    for each in {each.thing.id: each.thing for each in _spoken(ledger, what)}.values():
+        ledger = _without(ledger, each).ledger
+        notes.append(f"removed {each.name}")
+    meant = read(f"no {what}")
+    if meant.things or meant.unread or not meant.absent:
+        return None
+    return _Step(
+        replace(ledger, absent=tuple(dict.fromkeys((*ledger.absent, *meant.absent)))),
+        "; ".join(notes) or f"no {what}",
+        None,
+    )
+
+
+def _or_none(turn: _Turn, found: re.Match[str]) -> _Step | None:
+    """ "Or cars", after "no people"."""
+    return (
+        _forbidden(turn, found)
+        if turn.ledger.absent and turn.states[-1].absent != turn.states[max(0, len(turn.states) - 2)].absent
+        else None
+    )
+
+
+def _only(turn: _Turn, found: re.Match[str]) -> _Step | None:
+    """Every thing goes but those that are named."""
+    kept = {each.thing.id for each in _spoken(turn.ledger, _of_them(turn.ledger, found["what"], turn.last))}
+    if not kept:
+        bare = _without_article(found["what"])
+        raise _Unclear(f"There is no {bare}; what is to stay?", phrase=found["what"], noun=bare)
+    ledger, notes = turn.ledger, list[str]()
+    for thing in turn.ledger.things:
+        if thing.id not in kept:
+            step = _without(ledger, thing)
+            ledger = step.ledger
+            notes.append(step.note)
+    return _Step(ledger, "; ".join(notes) or "it is so already", None)
+
+
+def _cleared(turn: _Turn, found: re.Match[str]) -> _Step:
+    if found["sure"]:
+        return _Step(Ledger(), "an empty picture", None)
+    raise _Unclear("Is everything to go?", yes="remove everything at once")
+
+
+def _brought_back(turn: _Turn, found: re.Match[str]) -> _Step | None:
+    """Things of an earlier state that are not there now, with their relations to those that are."""
+    what = next(filter(None, found.groups()))
+    here = {each.id for each in turn.ledger.things}
+    for state in reversed(turn.states[:-1]):
+        gone = [each for each in state.things if each.id not in here]
+        if not re.fullmatch("it|them|that|those|these|both|one", what, re.I):
+            named = {each.thing.id for each in _spoken(replace(state, things=tuple(gone)), what)}
+            gone = [each for each in gone if each.id in named]
+        if gone:
+            there = here | {each.id for each in gone}
+            links = [
+                each
+                for each in state.relations
+                if {each.subject, each.other} <= there and each not in turn.ledger.relations
+            ]
+            absent = tuple(each for each in turn.ledger.absent if each not in {thing.noun for thing in gone})
+            things = tuple(sorted((*turn.ledger.things, *gone), key=lambda each: each.id))
+            ledger = replace(turn.ledger, things=things, relations=(*turn.ledger.relations, *links), absent=absent)
+            return _Step(ledger, "; ".join(f"{each.name} is back" for each in gone), gone[-1].id)
+    return None
+
+
+def _exchanged(turn: _Turn, found: re.Match[str]) -> _Step | None:
+    """The colours, or else the places, of the only two things change sides."""
+    if len(turn.ledger.things) != 2:
+        return None
+    first, second = turn.ledger.things
+    turned = tuple(replace(each, kind=INVERSE[each.kind]) for each in turn.ledger.relations if each.kind in INVERSE)
+    if turned and not found["colours"]:
+        rest = [each for each in turn.ledger.relations if each.kind not in INVERSE]
+        return _Step(replace(turn.ledger, relations=(*rest, *turned)), "the places are exchanged", turn.last)
+    things = replace(first, colours=second.colours), replace(second, colours=first.colours)
+    return _Step(replace(turn.ledger, things=things), "the colours are exchanged", turn.last)
+
+
+def _how_many(turn: _Turn, found: re.Match[str]) -> _Step | None:
+    spoken = list(_spoken(turn.ledger, found["what"]))
+    if not spoken:
+        return None
+    thing = spoken[0].thing
+    question = _Unclear(f"How many {plural(thing.noun)} are there to be?", phrase=_HOW_MANY[0])
+    question.question = replace(question.question, turn=f"make it {_HOW_MANY[0]} {plural(thing.noun)}")
+    raise question
+
+
+def _one_more(turn: _Turn, found: re.Match[str]) -> _Step | None:
+    """So many more of a thing of which nothing but the number is known, or of the thing last spoken of."""
+    what = found["what"]
+    spoken = list(_spoken(turn.ledger, f"the {what}")) if what else []
+    thing = spoken[0].thing if spoken else _it(turn) if not what else None
+    if thing is None or thing.count is None or (what and (thing.colours or thing.qualities)):
+        return None
+    return _changed(turn.ledger, replace(thing, count=thing.count + _number(found["number"] or "one")))
+
+
+def _counted(turn: _Turn, found: re.Match[str]) -> _Step | None:
+    """A number alone: of the thing last spoken of."""
+    thing, number = _it(turn), _number(found["number"])
+    return None if thing is None or not number else _changed(turn.ledger, replace(thing, count=number))
+
+
+def _recoloured(turn: _Turn, found: re.Match[str]) -> _Step | None:
+    """A colour alone: of the thing last spoken of."""
+    if (thing := _it(turn)) is None:
+        return None
+    return _changed(turn.ledger, replace(thing, colours=read(f"a {found['colour']} thing").things[0].colours))
+
+
+def _qualified(turn: _Turn, found: re.Match[str]) -> _Step | None:
+    """A size or other quality; its opposites go."""
+    spoken = list(_spoken(turn.ledger, _named(turn.ledger, found["what"] or "", turn.last)))
+    word = found["quality"].lower()
+    quality = _COMPARED.get(word, word)
+    if not spoken and (what := _without_article(found["what"] or "")) and what not in ("it", "them", "that"):
+        raise _absent_thing(what, (found["what"] or "").strip(), turn.clause)
+    thing = spoken[0].thing if spoken else _it(turn)
+    if thing is None or quality not in QUALITIES:
+        return None
+    if spoken and found["what"] and turn.clause.find(found["what"]) >= 0:
+        _the_one(spoken[0])
+    opposite = next((each for pair in _OPPOSITES for each in (pair, pair[::-1]) if quality in each[0]), ((), ()))
+    kept = [each for each in thing.qualities if each not in opposite[0] + opposite[1]]
+    return _changed(turn.ledger, replace(thing, qualities=tuple(sorted((*kept, quality)))))
+
+
+def _aside(turn: _Turn, found: re.Match[str]) -> _Step | None:
+    """ "On the right instead", "above it": another place beside the thing to which the ledger relates it."""
+    spoken = list(_spoken(turn.ledger, _named(turn.ledger, found["what"] or "it", turn.last)))
+    kind = f"{found['side'].lower()} of" if found["side"] else RELATIONS[found["place"].lower()]
+    if not spoken:
+        return None
+    thing = spoken[0].thing
+    for relation in turn.ledger.relations:
+        if thing.id in (relation.subject, relation.other) and relation.kind in INVERSE:
+            other = relation.other if relation.subject == thing.id else relation.subject
+            moved = Relation(thing.id, kind, other)
+            note = f"{thing.name} {moved.kind} {turn.ledger.thing(other).name}"
+            return _Step(replace(turn.ledger, relations=_latest(turn.ledger.relations, (moved,))), note, thing.id)
+    return None
+
+
+def _replaced(turn: _Turn, found: re.Match[str]) -> _Step | None:
+    spoken = list(_spoken(turn.ledger, _of_them(turn.ledger, found["what"], turn.last)))
     new = read(found["other"]).things
     if len(new) != 1:
-        raise _Unclear(f"What is to stand for the {thing.name}?")
-    given = new[0]
-    return _changed(ledger, replace(given, id=thing.id, colours=given.colours or thing.colours))
+        raise _Unclear(f"What is to be there instead of {found['what']}?")
+    if not spoken:
+        raise _absent_thing(_without_article(found["what"]), found["what"], turn.clause)
+    _the_one(spoken[0])
+    ledger, thing = _apart(turn.ledger, spoken[0], turn.next_id)
+    return _changed(ledger, replace(new[0], id=thing.id, colours=new[0].colours or thing.colours))
 
 
-def _resized(ledger: Ledger, found: re.Match[str], last: int | None, next_id: int) -> _Step:
+def _became(turn: _Turn, found: re.Match[str]) -> _Step | None:
+    """ "Make it a bedroom": another noun, where the phrase has one that is no colour or quality."""
+    other = re.fullmatch(r"an? (?:[\w-]+ )*?([\w-]+)", found["other"], re.I)
+    if (
+        other is None
+        or re.search("(?:er|bit|little|lot|more|less)$", other[1])
+        or other[1] in COLOURS | QUALITIES
+        or (thing := _it(turn)) is None
+    ):
+        return None
+    return _changed(turn.ledger, replace(read(found["other"]).things[0], id=thing.id))
+
+
+def _resized(turn: _Turn, found: re.Match[str]) -> _Step:
     size = int(found["width"]), int(found["height"])
-    return _Step(replace(ledger, size=size), f"{size[0]}x{size[1]}", last)
+    return _Step(replace(turn.ledger, size=size), f"{size[0]}x{size[1]}", turn.last)
 
 
-def _reworded(ledger: Ledger, found: re.Match[str], last: int | None, next_id: int) -> _Step:
-    return _Step(replace(ledger, texts=(found["text"],)), f"the words {found['text']!r}", last)
+def _reworded(turn: _Turn, found: re.Match[str]) -> _Step:
+    return _Step(replace(turn.ledger, texts=(found["text"],)), f"the words {found['text']!r}", turn.last)
+
+
+def _left(turn: _Turn, found: re.Match[str]) -> _Step:
+    return _Step(turn.ledger, "left as it is", turn.last)
 
 
 def _changed(ledger: Ledger, thing: Thing) -> _Step:
@@ -307,18 +636,21 @@ def _without(ledger: Ledger, thing: Thing) -> _Step:
     return _Step(replace(ledger, things=things, relations=relations), f"removed {thing.name}", None)
 
 
+def _it(turn: _Turn) -> Thing | None:
+    """The thing last spoken of, or the only one."""
+    found = [each for each in turn.ledger.things if each.id == turn.last] or turn.ledger.things
+    return found[0] if len(found) == 1 else None
+
+
 def _of_them(ledger: Ledger, phrase: str, last: int | None) -> str:
     """A phrase in which "it" has a name, and "a cube" is one of those that there are."""
     return re.sub(r"\ban?\s+", "one ", _named(ledger, phrase, last), flags=re.I)
 
 
-def _found(ledger: Ledger, phrase: str) -> list[_Spoken]:
-    """The things of the ledger that a phrase speaks of, one at least."""
-    spoken = list(_spoken(ledger, phrase))
-    if not spoken:
-        bare = re.sub(r"^(?:the|an?|one|that|this|those|these|all)\s+(?:the\s+)?", "", phrase.strip(), flags=re.I)
-        raise _Unclear(f"There is no {bare}; is one to be added?")
-    return spoken
+def _without_article(phrase: str) -> str:
+    return re.sub(
+        r"^(?:the|an?|one|that|this|those|these|all)\s+(?:the\s+)?|\s+(?:too|as well)$", "", phrase.strip(), flags=re.I
+    )
 
 
 def _named(ledger: Ledger, text: str, last: int | None) -> str:
@@ -334,11 +666,11 @@ def _latest(before: tuple[Relation, ...], new: tuple[Relation, ...]) -> tuple[Re
 
 
 def _bare(text: str) -> str:
-    """Without politeness in front and marks at the end."""
-    text = re.sub(r",? please$", "", text.strip().rstrip(".!? "), flags=re.I)
+    """``text`` without politeness before it and marks after it."""
+    text = re.sub(r",? please$", "", text.strip().rstrip(".! "), flags=re.I)
     while found := _POLITE.match(text):
         text = text[found.end() :]
-    return text
+    return text.rstrip("? ") if not re.match(r"(?:is|are|do|does|what|which|who|where|why|how)\b", text, re.I) else text
 
 
 def _number(word: str) -> int:
@@ -352,7 +684,31 @@ _UNDO = re.compile(
     r"\b(?:undo|revert|cancel|never mind|as it was|as before)\b|\b(?:go|take|step) (?:\w+ ){0,3}?back\b", re.I
 )
 _ANEW = re.compile(r"(?:start over|start again|new picture|forget (?:it|everything|all that))(?:\s*[:,;.]\s*|$)", re.I)
-_Change = Callable[[Ledger, re.Match[str], int | None, int], _Step]
+_YES = re.compile(
+    r"(?:yes|yeah|yep|yup|sure|ok(?:ay)?|please do|go ahead|do (?:it|so|that)|of course|correct|right|exactly)\b", re.I
+)
+_NO = re.compile(r"(?:no|nope|nah|not really|please don['’]t|don['’]t)(?=\s*(?:[,.;!:]|$))", re.I)
+_AGREED = re.compile(
+    r"(?:(?:yes|no|ok(?:ay)?|sure|yeah|nope|thanks?(?: you)?(?: very much| a lot)?|perfect|great|good|nice|lovely|fine|that['’]s (?:it|all|fine|good|right))"
+    r"[,.! ]*)*(?:(?:leave|keep) (?:it|that|this)(?: as it is| like that| so)?|(?:do |add |change )?nothing(?: else| more)?|that is all)?",
+    re.I,
+)
+_HOW_MANY: Final = ("how many",)
+_COMPARED: Final = {
+    "bigger": "big",
+    "larger": "large",
+    "smaller": "small",
+    "taller": "tall",
+    "shorter": "short",
+    "longer": "long",
+    "wider": "wide",
+}
+_OPPOSITES: Final = (
+    (("big", "large", "huge"), ("small", "little", "tiny")), (("tall", "long"), ("short",)), (("open",), ("closed",)), (("empty",), ("full",)),
+)  # fmt: skip
+_GO = r"(?:remove|delete|take away|take out|drop|get rid of|erase|hide|leave out|lose|never mind|(?:do not|don['’]t) (?:show|draw|paint|include))"
+_ALL = r"(?:everything|all of (?:it|them|that)|it all|all)"
+_Change = Callable[[_Turn, "re.Match[str]"], _Step | None]
 _CHANGES: Final[tuple[tuple[re.Pattern[str], _Change], ...]] = tuple(
     (re.compile(pattern, re.I), change)
     for pattern, change in (
@@ -361,11 +717,36 @@ _CHANGES: Final[tuple[tuple[re.Pattern[str], _Change], ...]] = tuple(
             r"(?P<width>\d{1,5})\s*[x×]\s*(?P<height>\d{1,5})\s*(?:px|pixels)?", _resized,
         ),
         (
-            r"(?:change|let|make|set)?\s*(?:the (?:text|words?|sign|caption|title))(?: (?:should|must|to|so that it))*\s*"
+            r"(?:change|let|make|set)?\s*(?:it|the (?:text|words?|sign|caption|title))(?: (?:should|must|to|so that it))*\s*"
             r"(?:say|says|read|be|to)?\s*[\"“'](?P<text>[^\"”']+)[\"”']", _reworded,
         ),
-        (r"(?:remove|delete|take away|take out|drop|get rid of|erase) (?P<what>.+)", _removed),
+        (r"(?:do not|don['’]t|never) (?:remove|delete|change|touch|hide) .+", _left),
+        (rf"(?:{_GO}|clear) {_ALL}(?: else)? (?:but|except|besides|apart from)(?: for)? (?P<what>.+)", _only),
+        (r"(?:keep |leave |show )?(?:just|only) (?P<what>(?:the|it|them)\b.*)", _only),
+        (rf"(?:{_GO}|clear) {_ALL}(?P<sure> at once)?|clear(?P<now>)", _cleared),
+        (r"(?:bring|put|add|get) back (?P<what>.+)|(?:put|bring|add|get|i (?:want|need)|i['’]d like) (.+?) back(?: in)?|show (.+?) again|"
+         r"(?:leave|keep|put) (the .+?) in(?: again)?|with (it|them|one|the .+?) after all", _brought_back),
+        (rf"{_GO} (?P<what>.+)", _removed),
+        (r"(?P<what>the .+?) (?:should|must|need|is|are|does)(?: not|n['’]t) (?:be )?(?:there|shown|visible|necessary|needed|wanted|required|in it)", _removed),
+        (r"i(?:['’]d| would) rather not have (?P<what>the .+)", _removed),
+        (r"(?:(?:there (?:should|must|may) be )?(?:no|without|not)|i (?:do not|don['’]t) (?:want|need))(?: any)? (?P<what>.+)", _forbidden),
+        (r"n?or (?P<what>[\w -]+)", _or_none),
+        (r"(?:swap|exchange|switch|flip|reverse)(?: (?:them|both|the two))?(?P<colours>(?: their| the)? colou?rs)?|the other way (?:a?round)", _exchanged),
         (r"(?:replace|swap|exchange) (?P<what>.+?) (?:with|by|for) (?P<other>.+)", _replaced),
         (r"(?:change|turn) (?P<what>.+?) into (?P<other>(?:an?|\d+|one|two|three) .+)", _replaced),
+        (rf"(?:add )?(?:(?P<number>{_NUMBER}) more|another|a second)(?: (?P<what>[a-z-]+))?", _one_more),
+        (rf"(?:(?:make|have) (?:it|that|them) |just |only )?(?P<number>{_NUMBER})(?: of (?:them|those))?", _counted),
+        (
+            rf"(?:(?:(?:i want|make|have) )?(?:some )?(?:more|fewer|less)|(?:at least|at most|no more than|more than|fewer than) {_NUMBER}) "
+            r"(?P<what>[\w -]+)", _how_many,
+        ),
+        (rf"(?:i said |rather |in |make (?:it|that) |not [\w-]+, )?(?P<colour>{_COLOURS})(?: instead| rather| after all)?", _recoloured),
+        (r"(?:make |let )?(?P<what>(?:it|them|the [\w -]+?) )?(?:(?:should|must) be |be |is to be |has to be )?(?:much |a bit |a little |far )?"
+         rf"(?P<quality>{'|'.join(_COMPARED)}|{'|'.join(sorted(QUALITIES))})", _qualified),
+        (
+            r"(?:put |move |place )?(?P<what>(?:it|them|the [\w -]+?) )?(?:(?:to|on) the (?P<side>left|right)(?: side)?|"
+            r"(?P<place>above|below|under|behind|in front of|next to) it)(?: instead)?", _aside,
+        ),
+        (r"(?:make|let) (?:it|that)(?: be)? (?P<other>an? .+)", _became),
     )
 )  # fmt: skip

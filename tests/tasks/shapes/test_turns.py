@@ -119,7 +119,7 @@ def test_changes_are_undone_one_by_one_or_several() -> None:
 def test_what_cannot_be_done_is_asked_and_changes_nothing(turn: str, question: str) -> None:
     before = after(START)
     told = tell(before, turn)
-    assert question in told.questions[0] and told.conversation is before
+    assert question in told.questions[0] and told.conversation.states is before.states
 
 
 SOUP = """make the a cube sphere cubes it one blue red green above left of undo back two 3 ² remove replace with by change number to
@@ -135,7 +135,7 @@ def test_any_turn_is_taken_or_asked_about_or_refused() -> None:
         except UserError:
             continue
         now = told.conversation.now
-        assert (told.conversation is conversation) == bool(told.questions), text
+        assert not told.questions or told.conversation.states is conversation.states, text
         assert len({each.id for each in now.things}) == len(now.things) and not contradictions(now), text
         ids = {each.id for each in now.things}
         assert all({each.subject, each.other} <= ids and each.subject != each.other for each in now.relations), text
@@ -173,3 +173,49 @@ def test_nothing_is_read_in_words_to_be_shown(words: str) -> None:
     assert told.conversation.now.things[:2] == after(START).now.things
     assert tell(told.conversation, f'change the text to "{words}!"').conversation.now.texts == (f"{words}!",)
     assert words in tell(after(START), f"what about “{words}” on the dog").questions[0]
+
+
+def dialogue(*turns: str) -> Conversation:
+    """The conversation after turns of which some lead to questions."""
+    conversation = Conversation()
+    for turn in turns:
+        conversation = tell(conversation, turn).conversation
+    return conversation
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        (("make the cone green", "yes"), "A red cube, a blue sphere and a green cone."),
+        (("make the cone green", "yes please"), "A red cube, a blue sphere and a green cone."),
+        (("make the cone green", "no"), "A red cube and a blue sphere."),
+        (("make the cone green", "no, the cube"), "A green cube and a blue sphere."),
+        (("make the cone green", "I meant the sphere"), "A red cube and a green sphere."),
+        (("make the cone green", "add a dog"), "A red cube, a blue sphere and a dog."),
+        (("remove the cone", "yes"), "A red cube and a blue sphere."),
+        (("add a green cube", "remove the cube", "the red one"), "A blue sphere and a green cube."),
+        (("yes",), "A red cube and a blue sphere."),
+        (("don't show the cube",), "A blue sphere."),
+        (("no cubes please",), "A blue sphere and no cubes."),
+        (("delete everything except the cube",), "A red cube."),
+        (("remove everything", "yes"), ""),
+        (("remove everything", "no"), "A red cube and a blue sphere."),
+        (("remove the cube", "bring it back"), "A red cube and a blue sphere."),
+        (("no cube", "put the cube back"), "A red cube and a blue sphere."),
+        (("don't remove the cube",), "A red cube and a blue sphere."),
+        (("at least six spheres", "seven"), "A red cube and seven blue spheres."),
+        (("start over: a white dog", "undo"), "A red cube and a blue sphere."),
+        (("swap the colours",), "A blue cube and a red sphere."),
+        (("is the cube red?",), "A red cube and a blue sphere."),
+        (("the cube should not hold the sphere",), "A red cube and a blue sphere."),
+        (("add a cat that is not on the cube", "remove the cat"), "A red cube and a blue sphere."),
+    ],
+)
+def test_a_question_can_be_answered_and_nothing_is_turned_round(turns: tuple[str, ...], expected: str) -> None:
+    assert describe(dialogue("a red cube and a blue sphere", *turns).now) == expected
+
+
+def test_what_is_not_read_is_passed_on_and_said() -> None:
+    told = tell(after(START), "add at least five ducks")
+    assert describe(told.conversation.now).endswith("As requested: at least five ducks")
+    assert "not understood, and passed on in your own words: at least five ducks" in told.notes

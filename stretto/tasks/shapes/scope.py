@@ -1,0 +1,85 @@
+"""Negations, quantifiers and comparisons in a request: written as words that the readers of the ledger know, or left unread.
+
+The readers take every noun for a demand, so an operator that they do not know would turn "at least five ducks" into five ducks. `scoped`
+therefore runs before them. It rewrites what has a plain form ("neither a dog nor a cat": no dog, no cat). Of what has none it removes the
+words in the operator's scope, and returns the sentence, which then stands beside the ledger in the user's own words.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from stretto.tasks.shapes.words import COLOURS, NUMBERS
+
+_COLOUR: Final = rf"(?:{'|'.join(sorted(COLOURS))})"
+_SMALL: Final = rf"(?:\d+|{'|'.join(word for word in NUMBERS if word not in ('zero', 'single', 'both'))})"
+_MANY: Final = r"(?:hundreds?|thousands?|dozens?|twenty|thirty|forty|fifty|\d\d+)"
+_BE: Final = r"(?:is|are|was|were|be)"
+_REST: Final = r"[^,.;:!?]*"
+"""The rest of a clause, which is the scope of an operator without a plain form."""
+_PLAIN: Final = (
+    (r"\b(is|are|was|were|does|do|did|has|have|had|could|should|would|must)n['’]?t\b", r"\1 not"),
+    (r"\b(?:can['’]t|cannot)\b", "can not"),
+    (r"\b(?:nobody|no one|no-one)\b", "no people"),
+    (r"\bnot (?:an?|any|the)?\s*[\w-]+,? but (?!not\b)(?:rather )?", ""),  # "not black but white"
+    (rf"\bthere {_BE} not (?:an?|any)\b", "there is no"),
+    (
+        r"\b(?:do|does|did|has|have) not (?:(?:hold|have|contain|show|include|wear|carry|got)\s+)?(?:any|an?)\b"
+        r"|\bnot (?:wearing|holding|carrying|having|showing|containing)\s+(?:any|an?|the)\b",
+        "without any",
+    ),
+    (
+        r"\b(?:minus|sans|devoid of|free (?:of|from)|bare of|void of|empty of|lacking|lacks?|instead of|in place of|rather than|"
+        r"(?:but|and),? not(?= (?:an?|the|any)\b)|excluding|omitting|never(?= an?\b))\b",
+        "without",
+    ),
+    (rf"\b(?:exactly|precisely|just|only) (?={_SMALL}\b|an?\b)", ""),
+    (rf",? all (?:of (?:them|which) )?(?={_COLOUR}\s*(?:[,.;]|$))", " that are "),  # "six roses, all red"
+)  # fmt: skip
+_UNREAD: Final = (
+    (
+        rf"\b(?:at least|at most|(?:no|not) (?:more|fewer|less) than|more than|fewer than|less than|up to|about|roughly|approximately|"
+        rf"almost|nearly)\s+(?:an?\s+)?(?:{_SMALL}|{_MANY})\b|\b(?:over|around|under)\s+(?:an?\s+)?{_MANY}\b(?: of\b)?",
+        "several",
+    ),
+    (rf"\b{_SMALL}\s+(?:or|to)\s+{_SMALL}\b(?=\s+[a-z])|\b\d+\s*[-–]\s*\d+\b(?=\s+[a-z])", "several"),
+    (r"\b(?:more|fewer|less) ([\w\s-]+?) than (?=\w+s\b)|\b(?:\w+ )?as (?:many|much) ([\w\s-]+?) as\b", r"some \1\2 and some "),
+    (rf"\b(?:half|most|many|few|none|some|all)\s+of\s+(?:the\s+)?({_SMALL} )?([\w-]+s)\s+{_BE}\b{_REST}", r"some \2"),
+    (rf"\bthe \w+est of (?:the )?({_SMALL} [\w-]+)\b{_REST}", r"\1"),
+    (rf"[,:]?\s*\b(?:only )?(?:{_SMALL}|some|half|most|many|each|none|all|both) of (?:them|which|whom|these|those)\b{_REST}", ""),
+    (
+        rf"[,:]\s*(?:and )?(?:{_SMALL}|the others?|another|some) (?:{_BE} )?(?:{_COLOUR}|open|closed|broken|empty|full|lit|overturned|[\w-]+ing"
+        rf"(?! [\w-]+s\b))(?=\s*(?:[,.;:!?]|$|(?:and|on|in|over|with|at|one|two)\b)){_REST}",
+        "",
+    ),
+    (rf"[,:]\s*one (?=(?:with|in|on|of|has)\b)|\bthe others?\b(?=\s+(?:{_BE}|has|have|with)\b)", " "),
+    (rf"\b(?:all|every) (?:the |of the )?([\w-]+) (?:but|except)\b{_REST}", r"some \1"),
+    (rf"\bthe (?:[\w-]+ ){{0,2}}ones?\b{_REST}", ""),
+    (rf"(?:\b(?:much|far|slightly) )?(?:\b(?:more|less) )?\b[\w-]+ than\b{_REST}|\b(?:twice )?as [\w-]+ as\b{_REST}", ""),
+    (
+        rf"(?:\b(?:{_BE}|do|does|did|has|have|can|will|would|could|should|must) )?\b(?:not|never|none|nothing|hardly|barely|scarcely|unless|"
+        rf"except|neither|nor|nowhere|least|most of|only|half of|each of|fewer|no longer)\b{_REST}",
+        "",
+    ),
+)  # fmt: skip
+_NEITHER: Final = re.compile(r"\bneither\s+(.+?)(?=[.;:!?]|$)", re.I)
+_PATTERNS: Final = tuple((re.compile(pattern, re.I), plain, False) for pattern, plain in _PLAIN) + tuple(
+    (re.compile(pattern, re.I), plain, True) for pattern, plain in _UNREAD
+)
+
+
+def scoped(text: str) -> tuple[str, tuple[str, ...]]:
+    """``text`` as the readers may take it, and the sentences of which they do not see every word."""
+    seen, unread = list[str](), list[str]()
+    for sentence in re.split(r"(?<=[.;!?])\s+", text):
+        plain = _NEITHER.sub(lambda found: "no " + re.sub(r",?\s*\b(?:n?or)\b", ", no", found[1]), sentence)
+        plain = re.sub(r"\bno (?:an?|any|the|single)\b", "no", plain, flags=re.I)
+        is_whole = True
+        for pattern, written, is_unread in _PATTERNS:
+            plain, num = pattern.subn(written, plain)
+            is_whole &= not (num and is_unread)
+        seen.append(plain)
+        if not is_whole:
+            unread.append(sentence.strip())
+    return " ".join(seen), tuple(unread)

