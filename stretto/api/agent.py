@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -220,8 +221,10 @@ async def _call(
     """Make the ``calls`` of ``message`` one after another; their results are also appended to ``messages``."""
     finished = []
     for request, call in zip(message["tool_calls"], calls, strict=True):
+        start = time.perf_counter()
         result = await asyncio.to_thread(use, tools, call.name, call.arguments)
-        finished.append(replace(call, result=result.text, outcome=result.outcome.value, seconds=result.seconds))
+        seconds = time.perf_counter() - start
+        finished.append(replace(call, result=result.text, outcome=result.outcome.value, seconds=seconds))
         messages.append({"role": "tool", "tool_call_id": request["id"], "name": call.name, "content": result.text})
     return tuple(finished)
 

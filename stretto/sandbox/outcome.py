@@ -71,8 +71,6 @@ class ToolResult:
     text: str
     """Text for the model."""
     outcome: Outcome
-    seconds: float
-    """Wall time."""
     sandbox_s: float = 0.0
     """Processor seconds in the sandbox."""
 

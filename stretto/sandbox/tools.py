@@ -50,15 +50,12 @@ _CONSTANTS = {"pi": math.pi, "e": math.e}
 
 def calculate(expression: str) -> ToolResult:
     """Evaluate arithmetic: ``+ - * / // % **``, parentheses, common functions. The outcome of anything else is WRONG, with the reason."""
-    start = time.perf_counter()
     try:
         if len(expression) > MAX_EXPRESSION:
             raise ValueError(f"longer than {MAX_EXPRESSION} characters")
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
-        text, outcome = repr(value), Outcome.OK
+        return ToolResult(repr(_value(ast.parse(expression.strip(), mode="eval").body)), Outcome.OK)
     except (ValueError, TypeError, SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:
-        text, outcome = f"error: {error}", Outcome.WRONG
-    return ToolResult(text, outcome, time.perf_counter() - start)
+        return ToolResult(f"error: {error}", Outcome.WRONG)
 
 
 def _value(node: ast.expr) -> _Number:
@@ -100,7 +97,7 @@ def run_python(sandbox: Sandbox, code: str) -> ToolResult:
     text = finished.stdout.decode("utf-8", "replace")
     if finished.outcome != Outcome.OK:
         text += f"\nerror: {finished.why}" if text else f"error: {finished.why}"
-    return ToolResult(shorten(text), finished.outcome, finished.wall_s, finished.cpu_s)
+    return ToolResult(shorten(text), finished.outcome, finished.cpu_s)
 
 
 class TableTool:
@@ -122,8 +119,7 @@ class TableTool:
 
     def __call__(self, query: str) -> ToolResult:
         """Run one SELECT. WRONG, with SQLite's reason: a refused query; TIMEOUT: a query over the time limit."""
-        start = time.perf_counter()
-        deadline = start + self._wall_s
+        deadline = time.perf_counter() + self._wall_s
         base = sqlite3.connect(":memory:")  # one per call, because calls come from any thread
         try:
             base.deserialize(self._image)
@@ -137,14 +133,13 @@ class TableTool:
             for row in rows[: self._max_rows]:
                 lines.append(" | ".join("NULL" if value is None else str(value) for value in row))
             lines += [f"(more than {self._max_rows} rows)"] * (len(rows) > self._max_rows)
-            text, outcome = "\n".join(lines), Outcome.OK
+            return ToolResult(shorten("\n".join(lines)), Outcome.OK)
         except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:
-            late = time.perf_counter() > deadline
-            text = f"error: took longer than {self._wall_s:g} s" if late else f"error: {error}"
-            outcome = Outcome.TIMEOUT if late else Outcome.WRONG
+            if time.perf_counter() > deadline:
+                return ToolResult(f"error: took longer than {self._wall_s:g} s", Outcome.TIMEOUT)
+            return ToolResult(shorten(f"error: {error}"), Outcome.WRONG)
         finally:
             base.close()
-        return ToolResult(shorten(text), outcome, time.perf_counter() - start)
 
 
 def _authorise(action: int, _: str | None, name: str | None, *__: str | None) -> int:

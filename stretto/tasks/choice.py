@@ -84,14 +84,7 @@ class ChoiceSource(TaskSource):
         records = read_records(args.path, args, groups)
         self._choices = [_choice(each, f"{args.path}: record {at}") for at, each in enumerate(records, args.first + 1)]
         self._letters = LETTERS[: max(len(choice.options) for choice in self._choices)]
-
-    @property
-    def num_items(self) -> int:
-        return len(self._choices) * self.variants
-
-    @property
-    def variants(self) -> int:
-        return self.args.rotations
+        self.variants, self.num_items = args.rotations, len(records) * args.rotations
 
     def problem(self, item: int) -> Problem:
         number, turn = divmod(item, self.variants)

@@ -92,12 +92,9 @@ class CodeSource(TaskSource):
             raise UserError(f"sources.{name}: kind: code runs programs; open it with a sandbox")
         self._programs = sandbox
         self._records = read_records(args.path or _BUILTIN, args, [("text",), ("code",), ("test_list",)])
+        self.num_items = len(self._records)
         for record in self._records:
             list(map(_split, record["test_list"]))  # refuses invalid tests before a run starts
-
-    @property
-    def num_items(self) -> int:
-        return len(self._records)
 
     def problem(self, item: int) -> Problem:
         record = self._records[item]

@@ -8,12 +8,10 @@ from __future__ import annotations
 import re
 import sqlite3
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from stretto.base.errors import UserError
 from stretto.base.track import progress
@@ -22,7 +20,8 @@ from stretto.data.files import COMPRESSIONS, JSON_LINES, TEXT, kind_of
 from stretto.data.sources import cut_before
 from stretto.sandbox.outcome import ToolResult
 from stretto.sandbox.tools import shorten
-from stretto.tasks.task import Range, Tool, read_records
+from stretto.tasks.task import Range, read_records
+from stretto.tasks.tools import string_tool
 
 MAX_QUERY = 32
 """Largest number of words in a query; further words are ignored."""
@@ -91,41 +90,33 @@ class Reader:
         self.corpus, self._most, self._words, self._max_opened = corpus, most, words, max_opened
         self.opened: list[str] = []
         """Ids of the opened documents in order, each once."""
+        text = {"type": "string"}
+        opener = string_tool("open", "Gives a document that was found.", {"id": text}, self._open)
         self.tools = (
-            _tool("search", "query", "Finds documents by their words.", self._search),
-            _tool("open", "id", "Gives a document that was found.", self._open),
+            string_tool("search", "Finds documents by their words.", {"query": text}, self._search),
+            # An id may also be a number.
+            replace(
+                opener, call=lambda told: opener.call({k: str(v) if type(v) is int else v for k, v in told.items()})
+            ),
         )
 
-    def _search(self, query: str) -> tuple[str, Outcome]:
+    def _search(self, arguments: Mapping[str, str]) -> ToolResult:
         lines = []
-        for hit in self.corpus.search(query, self._most, self._words):
+        for hit in self.corpus.search(arguments["query"], self._most, self._words):
             snippet = f": {' '.join(hit.snippet.split())}" if hit.snippet else ""
             lines.append(f"{hit.document.title} [{hit.document.id}]{snippet}")
-        return "\n".join(lines) or "nothing found", Outcome.OK
+        return ToolResult(shorten("\n".join(lines) or "nothing found"), Outcome.OK)
 
-    def _open(self, document_id: str) -> tuple[str, Outcome]:
-        document = self.corpus.documents.get(document_id.strip(" []"))
+    def _open(self, arguments: Mapping[str, str]) -> ToolResult:
+        document = self.corpus.documents.get(arguments["id"].strip(" []"))
         if document is None:
-            return f"error: there is no document {document_id!r}", Outcome.WRONG
+            return ToolResult(shorten(f"error: there is no document {arguments['id']!r}"), Outcome.WRONG)
         if document.id not in self.opened:
             if len(self.opened) == self._max_opened:
-                return f"error: {self._max_opened} documents were opened, which is the limit; answer now", Outcome.WRONG
+                problem = f"error: {self._max_opened} documents were opened, which is the limit; answer now"
+                return ToolResult(problem, Outcome.WRONG)
             self.opened.append(document.id)
-        return f"{document.title} [{document.id}]\n{document.text}", Outcome.OK
-
-
-def _tool(name: str, field: str, what: str, run: Callable[[str], tuple[str, Outcome]]) -> Tool:
-    def call(arguments: Mapping[str, Any]) -> ToolResult:
-        value, start = arguments.get(field), time.perf_counter()
-        if isinstance(value, int) and not isinstance(value, bool):
-            value = str(value)  # an id that is a number is as good
-        if not isinstance(value, str) or len(arguments) != 1:
-            return ToolResult(f"error: {name} takes one argument, {field}, a string", Outcome.WRONG, 0.0)
-        text, outcome = run(value)
-        return ToolResult(shorten(text), outcome, time.perf_counter() - start)
-
-    schema = {"type": "object", "properties": {field: {"type": "string"}}, "required": [field]}
-    return Tool(name, what, schema, call)
+        return ToolResult(shorten(f"{document.title} [{document.id}]\n{document.text}"), Outcome.OK)
 
 
 # What an answer cites
@@ -175,8 +166,11 @@ def read_documents(path: Path) -> list[Document]:
     """
     if not path.exists():
         raise UserError(f"{path}: no such file or folder; check the path")
-    names = sorted(path.rglob("*")) if path.is_dir() else [path]
-    files = [each for each in names if each.is_file() and _is_read(each.relative_to(path.parent))]
+    names = [(each, each.relative_to(path.parent).parts[1:]) for each in (path.rglob("*") if path.is_dir() else [path])]
+    visible = sorted(
+        each for each, parts in names if not any(part.startswith(".") for part in parts) and each.is_file()
+    )
+    files = [each for each in visible if each.suffix not in COMPRESSIONS and kind_of(each) in (*JSON_LINES, *TEXT)]
     found: list[Document] = []
     with progress("documents", len(files)) as advance:
         for file in files:
@@ -185,11 +179,6 @@ def read_documents(path: Path) -> list[Document]:
     if not found:
         raise UserError(f"{path}: holds nothing to search; give text files (.txt, .md, source code) or JSONL")
     return found
-
-
-def _is_read(file: Path) -> bool:
-    is_hidden = any(part.startswith(".") for part in file.parts[1:])
-    return not is_hidden and file.suffix not in COMPRESSIONS and kind_of(file) in (*JSON_LINES, *TEXT)
 
 
 def _records(file: Path) -> Iterator[Document]:

@@ -46,6 +46,7 @@ class GymSource(TaskSource):
 
     def __init__(self, name: str, args: GymArgs, sandbox: Sandbox | None = None) -> None:
         super().__init__(name, args, sandbox)
+        self.num_items = args.size
         import reasoning_gym  # takes seconds
 
         where, known = f"sources.{name}.args", reasoning_gym.factory.DATASETS
@@ -61,10 +62,6 @@ class GymSource(TaskSource):
         except (TypeError, ValueError, AssertionError) as error:  # generators refuse settings with any of these
             problem = f"{args.dataset!r} refuses it: {error}"
             raise UserError(f"{where}: config: {problem}; see that generator's own fields") from None
-
-    @property
-    def num_items(self) -> int | None:
-        return self.args.size
 
     def problem(self, item: int) -> Problem:
         size = self.args.size or _SEED_STRIDE

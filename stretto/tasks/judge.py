@@ -313,26 +313,11 @@ class JudgedSource(TaskSource):
             self._prompt(record, f"{path}: record {number}")
             for number, record in enumerate(read_records(path, args, [("prompt", "messages")]), args.first + 1)
         ]
+        self.num_items, self.compares = len(self._prompts), args.by == "group"
         self._judge: Judge = ScriptedJudge(args.enough_words)
-        self._endpoint = None if args.judge == "scripted" else args.judge
-        if self._endpoint is not None:
-            self._judge = EndpointJudge(self._endpoint, f"sources.{name}.args.judge")
-
-    @property
-    def num_items(self) -> int:
-        return len(self._prompts)
-
-    @property
-    def at_once(self) -> int:
-        return self._endpoint.at_once if self._endpoint else 1
-
-    @property
-    def verdict_s(self) -> float:
-        return self._endpoint.verdict_s if self._endpoint else 0.0
-
-    @property
-    def compares(self) -> bool:
-        return self.args.by == "group"
+        if args.judge != "scripted":
+            self._judge = EndpointJudge(args.judge, f"sources.{name}.args.judge")
+            self.at_once, self.verdict_s = args.judge.at_once, args.judge.verdict_s
 
     def problem(self, item: int) -> Problem:
         prompt = self._prompts[item]

@@ -90,12 +90,9 @@ class MathSource(TaskSource):
         super().__init__(name, args, sandbox)
         records = read_records(args.path, args, [("question", "problem", "Question", "Problem"), ("answer", "Answer")])
         self._records = [{name.lower(): value for name, value in record.items()} for record in records]
+        self.num_items = len(records)
         # As a module: run as a script, this file named math.py would shadow Python's math.
         self._checker = LimitedProcess("stretto.tasks.math", limit_s=args.check_s)
-
-    @property
-    def num_items(self) -> int:
-        return len(self._records)
 
     def problem(self, item: int) -> Problem:
         record = self._records[item]

@@ -60,9 +60,9 @@ def use(tools: Sequence[Tool], name: str, arguments: Mapping[str, Any] | None) -
     A result longer than `MOST_TEXT` is shortened, with a line that says so."""
     known = {tool.name: tool for tool in tools}
     if name not in known:
-        return ToolResult(f"error: there is no tool {name!r}; there are {', '.join(known)}", Outcome.WRONG, 0.0)
+        return ToolResult(f"error: there is no tool {name!r}; there are {', '.join(known)}", Outcome.WRONG)
     if arguments is None:
-        return ToolResult("error: the arguments are not a JSON object", Outcome.WRONG, 0.0)
+        return ToolResult("error: the arguments are not a JSON object", Outcome.WRONG)
     result = known[name].call(arguments)
     return result if len(result.text) <= MOST_TEXT else replace(result, text=shorten(result.text, MOST_TEXT))
 

@@ -137,12 +137,24 @@ class Session(ABC):
 
 
 class TaskSource(ABC):
-    """A set of problems with verdicts. `validate` is not to be overridden. All state is set by the constructor."""
+    """A set of problems with verdicts. `validate` is not to be overridden. All state is set by the constructor; the attributes below may be
+    set by it, or by properties."""
 
     args_kind: ClassVar[type[Config]] = Config
     """Type of the recipe's ``args``."""
     is_verifiable: ClassVar[bool] = True
     """Whether answers are correct or incorrect. False: they are graded, and a problem may lack a gold answer (then empty)."""
+    num_items: int | None = None
+    """Number of items, which are counted from 0; None: endless."""
+    compares: bool = False
+    """Whether `compare` judges the finished answers of a group together, instead of `score` each of them."""
+    at_once: int = 1
+    """Number of answers that one worker judges concurrently, each in a thread. More than 1: the source mostly waits, for example for a
+    judge over the network, and its methods are thread-safe."""
+    verdict_s: float = 0.0
+    """The source's own time limit of a verdict, seconds; shorter than the caller's. 0: no limit."""
+    variants: int = 1
+    """Number of consecutive items that ask one problem in different ways. Their answers count as samples of one problem."""
 
     def __init__(self, name: str, args: Config, sandbox: Sandbox | None = None) -> None:
         """
@@ -155,11 +167,6 @@ class TaskSource(ABC):
         self.args = args
         self.sandbox = sandbox
 
-    @property
-    def num_items(self) -> int | None:
-        """Number of items, which are counted from 0; None: endless."""
-        return None
-
     @abstractmethod
     def problem(self, item: int) -> Problem: ...
 
@@ -167,25 +174,9 @@ class TaskSource(ABC):
     def score(self, problem: Problem, answer: Answer) -> Score:
         """Judge an answer. Blocks. A verifier that fails raises or returns INFRA; it never returns a reward of 0 for its own failure."""
 
-    @property
-    def compares(self) -> bool:
-        """Whether `compare` judges the finished answers of a group together, instead of `score` each of them."""
-        return False
-
     def compare(self, problem: Problem, answers: Sequence[Answer]) -> Sequence[Score]:
         """Judge two or more answers against each other; one score for each. `score` still judges single answers, such as held-out ones."""
         raise NotImplementedError
-
-    @property
-    def at_once(self) -> int:
-        """Number of answers that one worker judges concurrently, each in a thread. More than 1: the source mostly waits, for example
-        for a judge over the network, and its methods are thread-safe."""
-        return 1
-
-    @property
-    def verdict_s(self) -> float:
-        """The source's own time limit of a verdict, seconds; shorter than the caller's. 0: no limit."""
-        return 0.0
 
     def open(self, problem: Problem, seed: int | None = None) -> Session:
         """The session of a new sample; ``seed``: as in `Answer`. The default session has no state and uses the methods below and `score`;
@@ -212,11 +203,6 @@ class TaskSource(ABC):
     def wrong_answer(self, other: Problem) -> Answer:
         """The correct answer of ``other``, which `validate` tries on other problems."""
         return Answer(other.gold)
-
-    @property
-    def variants(self) -> int:
-        """Number of consecutive items that ask one problem in different ways. Their answers count as samples of one problem."""
-        return 1
 
     def read(self, problem: Problem, text: str) -> Found:
         """The answer in a last turn, normalised so that equal answers have equal texts, for majority votes. Works on a closed source."""

@@ -137,15 +137,24 @@ def python_tool(sandbox: Sandbox) -> Tool:
 def text_tool(name: str, text: str, field: str, what: str, run: Callable[[str], ToolResult]) -> Tool:
     """A tool with one string argument ``field``. ``text`` describes the tool, ``what`` the argument."""
     fields = {field: {"type": "string", "description": what}}
-    schema = {"type": "object", "properties": fields, "required": [field], "additionalProperties": False}
+    return string_tool(name, text, fields, lambda arguments: run(arguments[field]), additionalProperties=False)
+
+
+def string_tool(
+    name: str,
+    description: str,
+    fields: Mapping[str, Mapping[str, Any]],
+    run: Callable[[Mapping[str, str]], ToolResult],
+    **schema: Any,
+) -> Tool:
+    """A tool whose arguments are all required strings. ``fields``: their JSON schemas; ``schema``: further keys of the object's schema."""
 
     def call(arguments: Mapping[str, Any]) -> ToolResult:
-        value = arguments.get(field)
-        if not isinstance(value, str) or len(arguments) != 1:
-            return ToolResult(f"error: {name} takes one argument, {field}, a string", Outcome.WRONG, 0.0)
-        return run(value)
+        if arguments.keys() != fields.keys() or not all(isinstance(value, str) for value in arguments.values()):
+            return ToolResult(f"error: {name} takes string arguments: {', '.join(fields) or 'none'}", Outcome.WRONG)
+        return run(arguments)
 
-    return Tool(name, text, schema, call)
+    return Tool(name, description, {"type": "object", "properties": fields, "required": list(fields), **schema}, call)
 
 
 def _calculation(draw: random.Random, digits: int) -> _Task:

@@ -13,7 +13,6 @@ import inspect
 import itertools
 import json
 import threading
-import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -60,11 +59,8 @@ class VerifiersSource(SessionSource):
             raise UserError(f"sources.{name}: kind: verifiers: {error}; pip install 'stretto[verifiers]'") from None
         self._vf = vf
         self._tasks = _load(vf, name, args)
+        self.num_items = len(self._tasks)
         self._loop = _Loop()
-
-    @property
-    def num_items(self) -> int:
-        return len(self._tasks)
 
     def problem(self, item: int) -> Problem:
         data = self._tasks[item].data
@@ -125,13 +121,11 @@ class _VerifiersSession(Session):
         served = Served.from_function(function, f"{server}_{name}" if server else name)
 
         def call(arguments: Mapping[str, Any]) -> ToolResult:
-            start = time.perf_counter()
             try:
                 result = self._loop.run(served.run(dict(arguments), None))
-                text, outcome = result if isinstance(result, str) else json.dumps(result, default=str), Outcome.OK
+                return ToolResult(result if isinstance(result, str) else json.dumps(result, default=str), Outcome.OK)
             except Exception as error:  # as in verifiers, the model sees the error
-                text, outcome = f"error: {error}", Outcome.WRONG
-            return ToolResult(text, outcome, time.perf_counter() - start)
+                return ToolResult(f"error: {error}", Outcome.WRONG)
 
         return Tool(served.name, (served.description or "").strip(), served.parameters, call)
 

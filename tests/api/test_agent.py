@@ -112,7 +112,9 @@ def test_a_search_for_the_question_comes_before_the_first_turn(options: dict[str
 def test_bad_calls_are_told_to_the_model() -> None:
     run, asked, _ = ran([call("find", "{}"), call("search", "[1"), call("search", '{"q": 1}'), {"content": "none"}])
     told = [message["content"] for message in asked[-1]["messages"] if message["role"] == "tool"]
-    assert "there is no tool 'find'" in told[0] and "not a JSON object" in told[1] and "one argument, query" in told[2]
+    assert (
+        "there is no tool 'find'" in told[0] and "not a JSON object" in told[1] and "string arguments: query" in told[2]
+    )
     assert run.turns[1].calls[0].outcome == "wrong" and run.text == "none"
 
 

@@ -61,7 +61,7 @@ def test_the_same_problems_without_tools(source: ToolsSource) -> None:
 def test_bad_arguments_are_answered_not_raised(source: ToolsSource, arguments: dict[str, object]) -> None:
     calculator = source.tools()[0]
     result = calculator.call(arguments)
-    assert result.outcome is Outcome.WRONG and "one argument, expression" in result.text
+    assert result.outcome is Outcome.WRONG and "string arguments: expression" in result.text
 
 
 def test_bad_calls_are_the_models_mistake(source: ToolsSource) -> None:

@@ -49,7 +49,6 @@ _FIELDS = {"search": "query", "open": "id"}
 UNKNOWN = "unknown"
 """Correct answer to a question without an answer in the corpus."""
 RULES = f"Search, open what you need and cite it as [id]. If no document tells, answer {UNKNOWN}."
-_CLOSED_RULES = f"If you do not know, answer {UNKNOWN}."
 _CORPORA = 64
 """Number of corpora in the cache. An index takes a millisecond to build and 100 KB of memory."""
 _TRIES, _REDRAW = 2000, 50
@@ -93,8 +92,6 @@ class SearchArgs(Range):
     """Number of words of text shown per hit; 0: only the title."""
     opens: int = Field(default=8, gt=0)
     """Largest number of documents that may be opened for one answer; further ones are refused."""
-    closed_book: bool = False
-    """Ask without tools and citations, to measure answers from memory or by guessing."""
     seed: int = 0
     format: AnswerFormat = "tags"
 
@@ -135,6 +132,7 @@ class SearchSource(SessionSource):
         if args.path is not None and args.questions is not None:
             self._corpus = Corpus(read_documents(args.path))
             self._asked = read_records(args.questions, args, [("question",), ("answer",), ("documents",)])
+            self.num_items = len(self._asked)
             for number, record in enumerate(self._asked, start=args.first + 1):
                 where, documents = f"{args.questions}: question {number}", record["documents"]
                 if not isinstance(documents, list):
@@ -144,10 +142,6 @@ class SearchSource(SessionSource):
                     raise UserError(f"{where}: no document {missing[0]!r} in {args.path}; correct it")
                 if len(documents) > args.opens:
                     raise UserError(f"{where}: {len(documents)} documents, and opens = {args.opens}; raise opens")
-
-    @property
-    def num_items(self) -> int | None:
-        return None if self._corpus is None else len(self._asked)
 
     def problem(self, item: int) -> Problem:
         if self._corpus is None:
@@ -159,12 +153,11 @@ class SearchSource(SessionSource):
             text, documents = str(record["question"]), tuple(record["documents"])
             calls = (("search", text, ""), *(("open", each, "") for each in documents))
             question = _Question(text, str(record["answer"] or UNKNOWN), documents, calls)
-        rules = _CLOSED_RULES if self.args.closed_book else RULES
-        cited = [] if self.args.closed_book else [f"[{each}]" for each in question.documents]
+        cited = [f"[{each}]" for each in question.documents if question.answer != UNKNOWN]
         return Problem.of(
             item,
-            f"{question.text} {rules}",
-            " ".join([question.answer, *(cited if question.answer != UNKNOWN else [])]),
+            f"{question.text} {RULES}",
+            " ".join([question.answer, *cited]),
             self.args.format,
             answer=question.answer,
             documents=list(question.documents),
@@ -178,9 +171,8 @@ class SearchSource(SessionSource):
 
     def demonstration(self, problem: Problem) -> tuple[Mapping[str, Any], ...]:
         """A search and an opened document for each name in the chain, then the answer."""
-        calls = () if self.args.closed_book else problem.payload["calls"]
-        turns = [calling(tool, {_FIELDS[tool]: value}, note) for tool, value, note in calls]
-        note = "" if self.args.closed_book or self.args.format == "plain" else problem.payload["note"]
+        turns = [calling(tool, {_FIELDS[tool]: value}, note) for tool, value, note in problem.payload["calls"]]
+        note = "" if self.args.format == "plain" else problem.payload["note"]
         turns.append({"role": "assistant", "content": f"{note}\n{problem.gold}".strip()})
         with closing(self.open(problem)) as session:
             return recorded(session, turns)
@@ -192,7 +184,7 @@ class SearchSession(Session):
     def __init__(self, problem: Problem, corpus: Corpus, args: SearchArgs) -> None:
         self._problem, self._args = problem, args
         self.reader = Reader(corpus, args.hits, args.snippet, args.opens)
-        self.tools = () if args.closed_book else self.reader.tools
+        self.tools = self.reader.tools
 
     def digest(self) -> str:
         return " ".join(self.reader.opened)
@@ -224,8 +216,7 @@ class SearchSession(Session):
             "precision": precision,
         }
         unread = [each for each in cited if each not in opened]
-        needed = () if self._args.closed_book or gold["answer"] == UNKNOWN else gold["documents"]
-        uncited = [each for each in needed if each not in cited]
+        uncited = [each for each in gold["documents"] if each not in cited and gold["answer"] != UNKNOWN]
         why = ""
         if text != _plain(gold["answer"]):
             why = f"the answer is {gold['answer']!r}"

@@ -28,6 +28,7 @@ from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import ToolResult
 from stretto.tasks.session import SessionSource, calling, recorded
 from stretto.tasks.task import Answer, Problem, Score, Session, Tool
+from stretto.tasks.tools import string_tool
 
 Operation = Literal["cancel", "change", "refund", "create"]
 Verdict = Literal["do", "decline", "transfer"]
@@ -413,15 +414,12 @@ def _tool(
     name: str, description: str, wants: Mapping[str, Any], run: Callable[[Mapping[str, str]], str | None]
 ) -> Tool:
     """A tool whose arguments ``wants`` are all required strings; ``run`` returns None for an unknown record or field."""
-    schema = {"type": "object", "properties": dict(wants), "required": list(wants)}
 
-    def call(arguments: Mapping[str, Any]) -> ToolResult:
-        if arguments.keys() != wants.keys() or not all(isinstance(value, str) for value in arguments.values()):
-            return ToolResult(f"error: {name} takes {', '.join(wants) or 'nothing'}: texts", Outcome.WRONG, 0.0)
+    def call(arguments: Mapping[str, str]) -> ToolResult:
         text = run(arguments)
-        return ToolResult(text or "error: there is none", Outcome.WRONG if text is None else Outcome.OK, 0.0)
+        return ToolResult(text or "error: there is none", Outcome.WRONG if text is None else Outcome.OK)
 
-    return Tool(name, description, schema, call)
+    return string_tool(name, description, wants, call)
 
 
 # The policy

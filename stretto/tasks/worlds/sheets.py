@@ -148,16 +148,13 @@ class SheetsSource(SessionSource):
             raise UserError(f"{where}: tools: python runs programs; open it with a sandbox")
         self.recalculator = Recalculator(args.engine, f"{where}.args")
         self._library = _library() if "python" in args.tools else b""
-        self._records = None if args.path is None else _read_benchmark(args.path, args, where)
+        self._records = [] if args.path is None else _read_benchmark(args.path, args, where)
+        self.num_items = len(self._records) or None
         self.task = lru_cache(maxsize=64)(self._task)
-
-    @property
-    def num_items(self) -> int | None:
-        return None if self._records is None else len(self._records)
 
     def _task(self, item: int) -> SheetTask:
         args = self.args
-        if self._records is None:
+        if self.num_items is None:
             seed = f"sheets/{args.seed}/{args.part}/{item}"
             return make_task(seed, args.kinds, args.rows, args.layout, args.part)
         return self._records[item].read(self.recalculator)
@@ -185,7 +182,7 @@ class SheetsSource(SessionSource):
 
     def validate(self, num: int = 8) -> None:
         """As `TaskSource.validate`; SpreadsheetBench has no solutions, so only its own answers are tried, which must be correct."""
-        if self._records is None:
+        if self.num_items is None:
             return super().validate(num)
         for item in range(0, len(self._records), -(-len(self._records) // num)):
             task = self.task(item)
@@ -197,7 +194,7 @@ class SheetsSource(SessionSource):
     def after(self, book: Book, step: Step) -> tuple[Book, ToolResult]:
         """The workbook after an action, and the result for the model. Raises `Refused`: the action is impossible."""
         if step.tool == "write":
-            return filled(book, area_of(book, step.text), step.content), _ok("ok")
+            return filled(book, area_of(book, step.text), step.content), ToolResult("ok", Outcome.OK)
         assert self.sandbox is not None
         with tempfile.TemporaryDirectory(prefix="stretto-sheets-") as folder:
             write_book(book, path := Path(folder) / "book.xlsx")
@@ -209,8 +206,8 @@ class SheetsSource(SessionSource):
         if done.outcome is not Outcome.OK or not mark:
             why = done.why or "it ended before its workbook was read"
             outcome = Outcome.WRONG if done.outcome is Outcome.OK else done.outcome
-            return book, ToolResult(shorten(f"{printed}error: {why}"), outcome, done.wall_s, done.cpu_s)
-        return _dumped(book, cells), ToolResult(shorten(printed) or "ok", Outcome.OK, done.wall_s, done.cpu_s)
+            return book, ToolResult(shorten(f"{printed}error: {why}"), outcome, done.cpu_s)
+        return _dumped(book, cells), ToolResult(shorten(printed) or "ok", Outcome.OK, done.cpu_s)
 
     def verdict(self, task: SheetTask, ends: Sequence[Book | None]) -> Score:
         """Score the workbooks ``ends`` that an answer leads to; None: one that could not be computed.
@@ -248,19 +245,15 @@ class SheetsSession(Session):
         self._source, self._task, self._book = source, task, task.books[0]
         self._steps: tuple[Step, ...] = ()
         area = {"range": "such as B2:C9 or Data!B2"}
-        offered = {
-            "sheets": Tool("sheets", "Lists the sheets.", _schema({}), self._sheets),
-            "read": Tool("read", "Reads cells.", _schema(area), self._read),
-            "write": Tool(
-                "write", "Fills cells with a value or a formula, moved row by row.",
-                _schema(area | {"content": "for the first cell"}), self._write,
-            ),
-            "python": Tool(
-                "python", "Runs a Python program beside the workbook, book.xlsx, which it may change with openpyxl.",
-                _schema({"code": "the program"}), self._python,
-            ),
-        }  # fmt: skip
-        self.tools = tuple(offered[name] for name in source.args.tools)
+        fill = "Fills cells with a value or a formula, moved row by row."
+        run = "Runs a Python program beside the workbook, book.xlsx, which it may change with openpyxl."
+        offered: Mapping[str, tuple[str, Mapping[str, str], Callable[..., ToolResult]]] = {
+            "sheets": ("Lists the sheets.", {}, self._sheets),
+            "read": ("Reads cells.", area, self._read),
+            "write": (fill, area | {"content": "for the first cell"}, self._write),
+            "python": (run, {"code": "the program"}, lambda code: self._do(Step("python", code))),
+        }
+        self.tools = tuple(_tool(name, *offered[name]) for name in source.args.tools)
 
     def digest(self) -> str:
         state = repr((self._steps, self._book.sheets, sorted(self._book.cells.items())))
@@ -284,26 +277,19 @@ class SheetsSession(Session):
                 return None
         return book
 
-    def _sheets(self, arguments: Mapping[str, Any]) -> ToolResult:
-        return _ok("\n".join(f"{sheet}!{_extent(self._book, sheet)}" for sheet in self._book.sheets))
+    def _sheets(self) -> ToolResult:
+        lines = (f"{sheet}!{_extent(self._book, sheet)}" for sheet in self._book.sheets)
+        return ToolResult("\n".join(lines), Outcome.OK)
 
-    def _read(self, arguments: Mapping[str, Any]) -> ToolResult:
-        def read(text: str) -> ToolResult:
-            area = area_of(self._book, text)
-            (values,) = self._source.recalculator.values([self._book])
-            if values is None:
-                raise Refused("its formulas cannot be computed")
-            return _ok(grid(self._book, values, area[0], area[-1]))
+    def _read(self, text: str) -> ToolResult:
+        area = area_of(self._book, text)
+        (values,) = self._source.recalculator.values([self._book])
+        if values is None:
+            raise Refused("its formulas cannot be computed")
+        return ToolResult(grid(self._book, values, area[0], area[-1]), Outcome.OK)
 
-        return _tried(arguments, ("range",), read)
-
-    def _write(self, arguments: Mapping[str, Any]) -> ToolResult:
-        return _tried(
-            arguments, ("range", "content"), lambda area, content: self._do(Step("write", area, _typed(content)))
-        )
-
-    def _python(self, arguments: Mapping[str, Any]) -> ToolResult:
-        return _tried(arguments, ("code",), lambda code: self._do(Step("python", code)))
+    def _write(self, area: str, content: Value) -> ToolResult:
+        return self._do(Step("write", area, _typed(content)))
 
     def _do(self, step: Step) -> ToolResult:
         self._book, result = self._source.after(self._book, step)
@@ -399,24 +385,21 @@ def _library() -> bytes:
     return packed.getvalue()
 
 
-def _schema(fields: Mapping[str, str]) -> dict[str, Any]:
-    properties = {name: {"type": "string", "description": what} for name, what in fields.items()}
-    return {"type": "object", "properties": properties, "required": list(fields)}
+def _tool(name: str, description: str, fields: Mapping[str, str], run: Callable[..., ToolResult]) -> Tool:
+    """A tool with the arguments ``fields``, a text and a value of a cell. WRONG: other arguments, or ``run`` raises `Refused`."""
+    properties = {field: {"type": "string", "description": what} for field, what in fields.items()}
 
+    def call(arguments: Mapping[str, Any]) -> ToolResult:
+        try:
+            values = [arguments.get(field) for field in fields]
+            is_typed = all(isinstance(value, Value if place else str) for place, value in enumerate(values))
+            if fields and (arguments.keys() - fields or not is_typed):
+                raise Refused(f"the arguments are {' and '.join(fields)}, texts")
+            return run(*values)
+        except Refused as error:
+            return ToolResult(shorten(f"error: {error}"), Outcome.WRONG)
 
-def _ok(text: str) -> ToolResult:
-    return ToolResult(text, Outcome.OK, 0.0)
-
-
-def _tried(arguments: Mapping[str, Any], names: Sequence[str], work: Callable[..., ToolResult]) -> ToolResult:
-    """The result of ``work`` on the arguments ``names``; WRONG for other arguments, or where ``work`` raises `Refused`."""
-    try:
-        values = [arguments.get(name) for name in names]
-        if set(arguments) - set(names) or not isinstance(values[0], str) or not isinstance(values[-1], Value):
-            raise Refused(f"the arguments are {' and '.join(names)}, texts")
-        return work(*values)
-    except Refused as error:
-        return ToolResult(shorten(f"error: {error}"), Outcome.WRONG, 0.0)
+    return Tool(name, description, {"type": "object", "properties": properties, "required": list(fields)}, call)
 
 
 @dataclass(frozen=True, slots=True)

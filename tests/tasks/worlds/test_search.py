@@ -29,9 +29,7 @@ def answered(problem: Problem, demonstration: Any, text: str) -> Answer:
     return Answer(text, (*demonstration[:-1], {"role": "assistant", "content": text}))
 
 
-@pytest.mark.parametrize(
-    "args", [TINY, {}, {**TINY, "part": "held_out", "format": "plain"}, {**TINY, "closed_book": True}]
-)
+@pytest.mark.parametrize("args", [TINY, {}, {**TINY, "part": "held_out", "format": "plain"}])
 def test_it_validates(args: dict[str, Any]) -> None:
     source(**args).validate()
 
