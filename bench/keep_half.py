@@ -226,7 +226,7 @@ def _written(layer: MoeLayer, x_ND: Tensor, chosen_NK: Tensor) -> Tensor:
         made.append(y_PD[slots.place_S].view(*chosen_NK.shape, -1))
 
     ones_NK = torch.ones_like(chosen_NK, dtype=torch.float32)
-    experts(x_ND, chosen_NK, ones_NK, *layer.experts, note)
+    experts(x_ND, chosen_NK, ones_NK, layer.experts, note)
     return made[0]
 
 

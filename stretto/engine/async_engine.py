@@ -15,21 +15,18 @@ import queue
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Self, TypeVar
-
-from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.engine.engine import Engine
 from stretto.engine.grammar import MAX_TRIALS, GrammarState
 from stretto.engine.request import Completion, EngineStats, Event, QueueFull, Request
-from stretto.engine.runner import read_weights
+from stretto.engine.runner import WeightSource, read_weights
 
 T = TypeVar("T")
 _DRAIN_POLL_S = 0.02
@@ -247,12 +244,7 @@ class AsyncEngine:
         await self.call(lambda engine: self._dispatch(engine.abort(request_id)))
 
     async def load_weights(
-        self,
-        version: int,
-        source: Mapping[str, Tensor] | Path | str,
-        *,
-        keep_cache: bool = False,
-        checksum: str | None = None,
+        self, version: int, source: WeightSource, *, keep_cache: bool = False, checksum: str | None = None
     ) -> None:
         """`Engine.load_weights` between two steps; ``source`` is read and checked before, while the engine continues."""
         state = await asyncio.to_thread(read_weights, source, self._engine.model.config, checksum)

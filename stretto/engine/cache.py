@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import repeat
 
 ROOT = bytes(32)
 """Hash before the first page of a sequence."""
@@ -55,17 +54,16 @@ class PageAllocator:
         """Number of pages for ``num_tokens``."""
         return -(-num_tokens // self.page_size)
 
-    def match(self, tokens: Sequence[int], salt: bytes | Iterable[bytes]) -> list[int]:
+    def match(self, tokens: Sequence[int], salts: Iterable[bytes]) -> list[int]:
         """The longest cached chain of full pages for ``tokens`` without the last one; adds a reference to each page.
 
         Args:
             tokens: tokens from position 0. The last one is always computed, since its logits are needed.
-            salt: one for all pages, or one for each page in order (the search ends where they end).
+            salts: salt of each page in order; the search ends where they end.
         """
         size, pages, previous = self.page_size, [], ROOT
-        salts = repeat(salt) if isinstance(salt, bytes) else salt
-        for number, page_salt in zip(range((len(tokens) - 1) // size), salts, strict=False):
-            previous = chain_hash(previous, tokens[number * size : (number + 1) * size], page_salt)
+        for number, salt in zip(range((len(tokens) - 1) // size), salts, strict=False):
+            previous = chain_hash(previous, tokens[number * size : (number + 1) * size], salt)
             page = self._page_by_hash.get(previous)
             if page is None:
                 break
@@ -139,17 +137,3 @@ class PageAllocator:
         self._idle.clear()
         self._page_by_hash.clear()
         self._hash_by_page.clear()
-
-    def check(self, tables: Iterable[Sequence[int]] | None = None) -> None:
-        """Assert that every page is in exactly one state and, if all ``tables`` are given, that only they reference pages."""
-        referenced = [page for page, num in enumerate(self._num_references) if num > 0]
-        assert min(self._num_references) >= 0, f"negative references: {self._num_references}"
-        everything = Counter([*self._free, *self._idle, *referenced])
-        assert everything == Counter(range(self.num_pages)), f"lost or doubled: {everything}"
-        assert {page: digest for digest, page in self._page_by_hash.items()} == self._hash_by_page, "hashes disagree"
-        assert all(page in self._hash_by_page for page in self._idle), "an unreferenced page without a hash is not free"
-        assert not any(page in self._hash_by_page for page in self._free), "a free page has a hash"
-        if tables is not None:
-            expected = Counter(page for table in tables for page in table)
-            counts = {page: self._num_references[page] for page in referenced}
-            assert counts == dict(expected), f"references {counts}, in tables {dict(expected)}"

@@ -13,10 +13,9 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +27,7 @@ from stretto.engine.cache import PageAllocator
 from stretto.engine.forward_torch import KvPool
 from stretto.engine.grammar import GrammarState
 from stretto.engine.request import VERSIONS, Completion, EngineConfig, EngineStats, Event, QueueFull, Request
-from stretto.engine.runner import MAX_NATIVE_TOKENS, Runner, pages_within, read_weights
+from stretto.engine.runner import MAX_NATIVE_TOKENS, Runner, WeightSource, pages_within, read_weights
 from stretto.engine.sampling import SamplerCache, process, sample, top_log_probs
 from stretto.engine.scheduler import Scheduler
 from stretto.engine.sequence import NOT_FINITE, Admission, Chunk, SequenceState, StepPlan, SubnetTable
@@ -183,31 +182,25 @@ class Engine:
                 seq.first_scheduled_s = started_s
                 stats.cached_tokens += seq.num_cached
         want_routes = self._num_routed > 0 and any([seq.request.want_routes for seq in plan.sequences])
-        found = self._compute(plan, want_routes)
+        choices = self._compute(plan, want_routes)
         now_s = self._clock()
         for chunk, seq in zip(plan.chunks, plan.sequences, strict=True):
-            if seq in found:
+            if seq in choices:
                 with seq.guarded():
-                    self._push(seq, found[seq], now_s, events)
+                    self._push(seq, choices[seq], now_s, events)
             scheduler.computed(seq, len(chunk.tokens))  # without the new token
             if seq.finish_reason is not None:
                 events.append(self._close(seq, now_s))
         return events
 
     def load_weights(
-        self,
-        version: int,
-        source: Mapping[str, Tensor] | Path | str,
-        *,
-        keep_cache: bool = False,
-        checksum: str | None = None,
+        self, version: int, source: WeightSource, *, keep_cache: bool = False, checksum: str | None = None
     ) -> None:
         """Replace the weights by others of the same network; tokens sampled from now on carry ``version``.
 
         Earlier tokens, log-probabilities and routes do not change. After an exception the old weights stay in use.
 
         Args:
-            source: a state dict of `Transformer`, or a checkpoint folder.
             keep_cache: True: sequences in the batch continue with their keys and values of the old weights; False: they
                 are computed again from the first token. New requests never use old keys and values.
             checksum: see `read_weights`.
@@ -358,24 +351,24 @@ class _Chooser:
         try:
             return self._choose(sequences, logits_MV)
         except Exception:  # rows are independent, so the sequence that caused the exception also fails alone
-            found: dict[SequenceState, _Choice] = {}
+            choices: dict[SequenceState, _Choice] = {}
             for seq, row_1V in zip(sequences, logits_MV.split(1), strict=True):
                 # a sequence with only a temperature cannot be the cause: the engine itself is broken
                 with seq.guarded() if seq.temperature is None else nullcontext():
-                    found |= self._choose([seq], row_1V)
-            return found
+                    choices |= self._choose([seq], row_1V)
+            return choices
 
     def _choose(self, sequences: Sequence[SequenceState], logits_MV: Tensor) -> dict[SequenceState, _Choice]:
         # The method for a sequence depends only on its own parameters, never on the rest of the batch.
         is_compiled = self._runner.native is not None
         plain = [is_compiled and seq.temperature is not None for seq in sequences]
-        found: dict[SequenceState, _Choice] = {}
+        choices: dict[SequenceState, _Choice] = {}
         for flag, choose in ((True, self._by_kernels), (False, self._by_torch)):
             places = [place for place, is_plain in enumerate(plain) if is_plain == flag]
             if places:
                 rows_MV = logits_MV if len(places) == len(plain) else logits_MV[torch.tensor(places)]
-                found |= choose([sequences[place] for place in places], rows_MV)
-        return found
+                choices |= choose([sequences[place] for place in places], rows_MV)
+        return choices
 
     def _by_kernels(self, sequences: Sequence[SequenceState], logits_MV: Tensor) -> dict[SequenceState, _Choice]:
         """Choice by the compiled kernels, for sequences with no parameter but a temperature."""
@@ -387,8 +380,8 @@ class _Chooser:
             [seq.temperature or 0.0 for seq in sequences],
             [seq.seed_bits for seq in sequences],
         )
-        found = zip(sequences, chosen.ids, chosen.logprobs, strict=True)
-        return {seq: _Choice(token, logprob, None) for seq, token, logprob in found}
+        rows = zip(sequences, chosen.ids, chosen.logprobs, strict=True)
+        return {seq: _Choice(token, logprob, None) for seq, token, logprob in rows}
 
     def _by_torch(self, sequences: Sequence[SequenceState], logits_MV: Tensor) -> dict[SequenceState, _Choice]:
         """Choice by `stretto.engine.sampling`, for all parameters."""
@@ -422,9 +415,9 @@ def _score_prompt(seq: SequenceState, end: int, logits_MV: Tensor) -> None:
     rows_MV = logits_MV[positions.start - first : positions.stop - first]
     ids_M = torch.tensor([seq.tokens[position + 1] for position in positions], device=logits_MV.device)
     logp_MV = rows_MV.log_softmax(-1)
-    found = logp_MV.gather(-1, ids_M[:, None]).squeeze(-1).tolist()
-    seq.prompt_log_probs += found
+    logprobs = logp_MV.gather(-1, ids_M[:, None]).squeeze(-1).tolist()
+    seq.prompt_log_probs += logprobs
     if seq.sampling.top_logprobs:
         seq.prompt_top += top_log_probs(logp_MV, seq.sampling.top_logprobs)
-    if not all(map(math.isfinite, found)):
+    if not all(map(math.isfinite, logprobs)):
         seq.fail(NOT_FINITE)

@@ -97,12 +97,12 @@ class NativeForward:
         """The Subnet as `Decoder.subnet` takes it."""
         config = self._config
         choices: list[tuple[int, int, int] | None] = [None] * config.num_layers
-        kept = iter(zip(subnet.experts, subnet.top_k, strict=True))
+        moe = iter(zip(subnet.experts, subnet.top_k, strict=True))
         for layer in subnet.layers:
             if layer in config.dense_layers:
                 choices[layer] = (0, 0, 0)
             else:
-                num_experts, top_k = next(kept)
+                num_experts, top_k = next(moe)
                 choices[layer] = (num_experts, top_k, config.branch(num_experts))
         return choices
 

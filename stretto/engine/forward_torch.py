@@ -149,10 +149,9 @@ class Planner:
                 if subnets not in parts:
                     parts[subnets] = self._part(ordered, None if len(subnets) == len(layers) else subnets)
                 runs.append(replace(parts[subnets], layers=tuple(members)))
-        whole = next((run.spans for run in runs if run.tokens_N is None), None)
-        slots_N = self._spans(ordered).slots_N if whole is None else whole.slots_N
+        spans = next((run.spans for run in runs if run.tokens_N is None), None) or self._spans(ordered)
         ids_N = self._tensor(np.fromiter(chain.from_iterable(chunk.tokens for chunk in ordered), np.int64))
-        return Layout(ids_N, slots_N, tuple(runs), self._wanted(chunks, places))
+        return Layout(ids_N, spans.slots_N, tuple(runs), self._wanted(chunks, places))
 
     def decoding(self, chunks: Sequence[Chunk], num_pages: int) -> Layout:
         """Layout of chunks of one token each with the same Subnet, in the caller's order, with space for ``num_pages`` per chunk.
@@ -168,9 +167,9 @@ class Planner:
         for key, rules in self._rules.items():
             fresh = self._make_rules(key)
             for row, rule in rules.items():
-                for mine, new in ((rule.bias, fresh[row].bias), (rule.mask, fresh[row].mask)):
-                    if mine is not None and new is not None:
-                        mine.copy_(new)
+                for target, source in ((rule.bias, fresh[row].bias), (rule.mask, fresh[row].mask)):
+                    if target is not None and source is not None:
+                        target.copy_(source)
 
     def _choices_of(self, number: int) -> Choices:
         if number not in self._choices:
@@ -184,9 +183,9 @@ class Planner:
         """Choices of ``subnet`` with the model's current balance biases."""
         config = self._config
         num_experts, top_k = [0] * len(self._moe), [0] * len(self._moe)
-        kept = [row for row, layer in enumerate(config.moe_layers) if layer in subnet.layers]
+        rows = [row for row, layer in enumerate(config.moe_layers) if layer in subnet.layers]
         bias_LE = torch.full((len(self._moe), config.num_experts), MASKED, device=self._device)
-        for row, width, k in zip(kept, subnet.experts, subnet.top_k, strict=True):
+        for row, width, k in zip(rows, subnet.experts, subnet.top_k, strict=True):
             num_experts[row], top_k[row], layer = width, k, self._moe[row]
             own_E = layer.bias_WE[config.branch(width)].float() if config.selection_bias else torch.tensor(0.0)
             allowed_E = layer.rank_E < width
@@ -435,9 +434,9 @@ class TorchForward:
 
     def refresh(self, fresh: TorchForward) -> None:
         """Copy the tensors of ``fresh``, which was built after the weights changed, into the tensors of this object."""
-        for mine, new in zip(_tensors(self._layers), _tensors(fresh._layers), strict=True):
-            if mine.data_ptr() != new.data_ptr():
-                mine.copy_(new)
+        for target, source in zip(_tensors(self._layers), _tensors(fresh._layers), strict=True):
+            if target.data_ptr() != source.data_ptr():
+                target.copy_(source)
         self.planner.refresh()
 
     def _block(self, place: int, x_ND: Tensor, run: Run, routes_NLK: Tensor | None) -> Tensor:
@@ -541,7 +540,7 @@ class TorchForward:
         own = layer.experts.biases
         biases = None if own is None else ExpertBiases(*(bias.detach() for bias in own))
         experts = Experts(layer.gate_up.detach(), layer.down.detach(), biases, self._clamp)
-        prepared: ExpertWeights | ExpertMatrices = ExpertWeights.of(*experts)
+        prepared: ExpertWeights | ExpertMatrices = ExpertWeights.of(experts)
         if not self._is_plain:
             prepared = ExpertMatrices.of(experts.gate_up_EFD, experts.down_EDI, self._arithmetic)
         shared = None if layer.shared is None else self._swiglu_weights(layer.shared)

@@ -66,8 +66,8 @@ class DecodeGraphs:
 
     def forward(self, chunks: Sequence[Chunk], want_routes: bool) -> Tensor:
         """See `TorchForward.forward`."""
-        most = max([len(chunk.pages) for chunk in chunks])
-        shape = Shape(chunks[0].subnet, rounded_up(len(chunks)), 1 << (most - 1).bit_length(), want_routes)
+        num_pages = max([len(chunk.pages) for chunk in chunks])
+        shape = Shape(chunks[0].subnet, rounded_up(len(chunks)), 1 << (num_pages - 1).bit_length(), want_routes)
         blank = Chunk((0,), 0, (self._spare,), shape.subnet, 1)
         filled = [*chunks, *[blank] * (shape.num_sequences - len(chunks))]
         layout = self._forward.planner.decoding(filled, shape.num_pages)

@@ -281,7 +281,7 @@ class EngineStats:
     cache_bytes: int
     """Size of keys, values and routes, in use or not."""
     is_batch_invariant: bool
-    """A token's result does not depend, to the bit, on what else is computed, on chunking, caching or preemption."""
+    """Whether a token's result does not depend, to the bit, on the rest of the batch, on chunking, caching or preemption."""
     weight_version: int
     num_steps: int = 0
     prompt_tokens: int = 0

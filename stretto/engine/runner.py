@@ -29,6 +29,8 @@ from stretto.ops.native import DTYPES, Library
 
 MAX_NATIVE_TOKENS = 128
 """Most tokens of a step for the compiled kernels with ``fast_prefill``; torch's matrix library computes longer steps faster."""
+WeightSource = Mapping[str, Tensor] | Path | str
+"""New weights for an engine: a state dict of `Transformer`, or a checkpoint folder."""
 CPU_SHARE, GPU_SHARE = 0.5, 0.9
 """Default size of the cache as a share of the memory that is free after loading the weights. A CPU's memory also serves other
 programs and the file cache; a GPU's memory only activations, as in vLLM."""
@@ -122,15 +124,15 @@ class Runner:
     @property
     def kernels(self) -> dict[str, str]:
         """Kind of step -> its implementation, with the reason if it is the slower one."""
-        most = self._max_native_tokens
-        native = "native" if most is None else f"native (up to {most} tokens a step)"
+        limit = self._max_native_tokens
+        native = "native" if limit is None else f"native (up to {limit} tokens a step)"
         decode = f"torch ({self._why_torch})" if self._why_torch else native
-        prefill = "native" if most is None and not self._why_torch else "torch"
+        prefill = "native" if limit is None and not self._why_torch else "torch"
         if self._graphs is not None:
             decode += ", CUDA graphs"
         matrices = [parameter for parameter in self.model.blocks.parameters() if parameter.ndim > 1]
-        found = {} if self._arithmetic.is_plain else kernels(self._arithmetic, matrices)
-        return {"prefill": prefill, "decode": decode, **found}
+        products = {} if self._arithmetic.is_plain else kernels(self._arithmetic, matrices)
+        return {"prefill": prefill, "decode": decode, **products}
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk], want_routes: bool) -> Tensor:
@@ -221,9 +223,7 @@ def state_checksum(state: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def read_weights(
-    source: Mapping[str, Tensor] | Path | str, config: ModelConfig, checksum: str | None
-) -> Mapping[str, Tensor]:
+def read_weights(source: WeightSource, config: ModelConfig, checksum: str | None) -> Mapping[str, Tensor]:
     """State dict of ``source`` (a state dict or a checkpoint folder) for a network of ``config``. Thread-safe.
 
     Args:

@@ -412,6 +412,6 @@ def _invert(weights_MC: np.ndarray, uniform_M: np.ndarray) -> tuple[np.ndarray, 
 
 def row_sums(x_MV: Tensor) -> Tensor:
     """Sums of rows, fp64 [M]. torch splits ``sum(-1)`` of a single long row among threads, so its order would depend on M."""
-    whole = x_MV.shape[1] // CHUNK * CHUNK
-    head_M = x_MV[:, :whole].unflatten(1, (-1, CHUNK)).sum(-1).double().sum(-1)
-    return head_M + x_MV[:, whole:].double().sum(-1)
+    end = x_MV.shape[1] // CHUNK * CHUNK
+    head_M = x_MV[:, :end].unflatten(1, (-1, CHUNK)).sum(-1).double().sum(-1)
+    return head_M + x_MV[:, end:].double().sum(-1)

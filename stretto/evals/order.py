@@ -342,7 +342,7 @@ def _products(layer: MoeLayer, x_ND: Tensor) -> Tensor:
             made.append(y_NED @ y_NED.transpose(1, 2))
 
         all_NE, ones_NE = chosen_E.expand(num, -1), torch.ones(num, num_experts, device=x_ND.device)
-        experts(part_ND, all_NE, ones_NE, *layer.experts, note)
+        experts(part_ND, all_NE, ones_NE, layer.experts, note)
     return torch.cat(made)
 
 

@@ -105,7 +105,7 @@ class Watch(Operators):
 
         if self.inputs is not None:
             self.inputs.append(x_ND[self._real_N])
-        return experts(x_ND, chosen_NK, gates_NK, *weights, note)
+        return experts(x_ND, chosen_NK, gates_NK, weights, note)
 
     def noted(self, row: int) -> LayerRouting:
         """What was seen of MoE layer ``row``."""

@@ -316,7 +316,7 @@ def _local_experts(x_MD: Tensor, arrived_RL: Tensor, own: Experts) -> Tensor:
     expert_M = torch.arange(num_local, device=x_MD.device).repeat(num_ranks).repeat_interleave(arrived_RL.flatten())
     slots = group_slots(expert_M[:, None], num_local, group_multiple(x_MD, len(x_MD) / num_local))
     x_PD = x_MD.index_select(0, slots.order_P)
-    y_MD = grouped_swiglu(x_PD, slots.ends_E, own.gate_up_EFD, own.down_EDI, None, own.biases, own.clamp)
+    y_MD = grouped_swiglu(x_PD, slots.ends_E, own)
     return y_MD.index_select(0, slots.place_S)
 
 

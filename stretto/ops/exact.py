@@ -60,8 +60,8 @@ class _Straight(torch.autograd.Function):
         tensors = [tensor.detach().requires_grad_(need) for tensor, need in zip(ctx.saved_tensors, needed, strict=True)]
         with torch.enable_grad():
             result = ctx.plain(*tensors)
-        found = iter(torch.autograd.grad(result, [tensor for tensor in tensors if tensor.requires_grad], grads[0]))
-        return (None, None, *(next(found) if need else None for need in needed))
+        results = iter(torch.autograd.grad(result, [tensor for tensor in tensors if tensor.requires_grad], grads[0]))
+        return (None, None, *(next(results) if need else None for need in needed))
 
 
 def fixed_point(x: Tensor, bits: int = BITS) -> tuple[Tensor, Tensor]:

@@ -61,11 +61,6 @@ class Fp8Weight:
         scale_FD = self.scale_IJ.repeat_interleave(BLOCK, 0)[:num_outputs].repeat_interleave(BLOCK, 1)[:, :num_inner]
         return self.bytes_FD.float() * scale_FD
 
-    def transposed(self) -> Fp8Weight:
-        """The transposed matrix. Blocks are square, so quantising the transposed matrix would give the same result."""
-        wide = None if self.wide_FD is None else self.wide_FD.t()
-        return Fp8Weight(self.bytes_FD.t(), self.scale_IJ.t(), wide)
-
     def widened(self) -> Fp8Weight:
         """The same weight with ``wide_FD`` filled in."""
         return Fp8Weight(self.bytes_FD, self.scale_IJ, self.bytes_FD.double())
@@ -178,8 +173,8 @@ class _Fp8Linear(torch.autograd.Function):
         (grad_NF,) = grads
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            weight = Fp8Weight(bytes_FD, scale_IJ).transposed()
-            grad_x = product(quantise_rows(grad_NF), weight, ctx.batch_invariant)
+            # blocks are square, so the transposed weight is quantised in the same way
+            grad_x = product(quantise_rows(grad_NF), Fp8Weight(bytes_FD.t(), scale_IJ.t()), ctx.batch_invariant)
         if ctx.needs_input_grad[1]:
             grad_weight = grad_NF.float().t() @ Fp8Rows(bytes_ND, scale_NJ).dequantise()
         return grad_x, grad_weight, None

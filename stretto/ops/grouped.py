@@ -30,7 +30,7 @@ class ExpertBiases(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """Weights of a layer's experts, in the order of the arguments of `experts`."""
+    """Weights of a layer's experts."""
 
     gate_up_EFD: Tensor
     """The gate's rows, then the up projection's (F = 2·I)."""
@@ -43,10 +43,7 @@ def experts(
     x_ND: Tensor,
     chosen_NK: Tensor,
     gates_NK: Tensor,
-    gate_up_EFD: Tensor,
-    down_EDI: Tensor,
-    biases: ExpertBiases | None = None,
-    clamp: Clamp | None = None,
+    weights: Experts,
     seen: Callable[[Slots, Tensor], None] | None = None,
 ) -> Tensor:
     """Output [N, D] of SwiGLU experts, with grouped matrix products; reference: ``tests/ops/references.py:experts_reference``.
@@ -54,17 +51,15 @@ def experts(
     The K outputs of a token are added in the order of ``chosen_NK``, whatever the rest of the batch is. Gates
     multiply the input of the down projection, which is linear, because that input is narrower than the output.
 
-    Args:
-        gate_up_EFD: the gate's rows, then the up projection's (F = 2·I).
-        seen: called with the slots and the gated output of each place [P, D].
+    ``seen`` is called with the slots and the gated output of each place [P, D].
     """
-    num_experts, num_chosen = gate_up_EFD.shape[0], chosen_NK.shape[1]
+    num_experts, num_chosen = weights.gate_up_EFD.shape[0], chosen_NK.shape[1]
     slots = group_slots(chosen_NK, num_experts, group_multiple(x_ND, chosen_NK.numel() / num_experts))
     x_PD = _Gather.apply(x_ND, slots.token_P, slots.place_S, num_chosen)
     gates_P = _Gather.apply(gates_NK.reshape(-1), slots.order_P, slots.place_S, 1)
     if slots.real_P is not None:  # a gate of zero keeps padding out of every gradient
         gates_P = gates_P * slots.real_P
-    y_PD = grouped_swiglu(x_PD, slots.ends_E, gate_up_EFD, down_EDI, gates_P, biases, clamp)
+    y_PD = grouped_swiglu(x_PD, slots.ends_E, weights, gates_P)
     if seen is not None:
         seen(slots, y_PD)
     return _Combine.apply(y_PD, slots.place_S, slots.token_P, num_chosen)
@@ -82,33 +77,25 @@ def group_multiple(x: Tensor, mean_slots: float) -> int:
     return 1 << min(6, max(4, int(mean_slots / 8).bit_length() - 1))
 
 
-def grouped_swiglu(
-    x_SD: Tensor,
-    ends_E: Tensor,
-    gate_up_EFD: Tensor,
-    down_EDI: Tensor,
-    gates_S: Tensor | None = None,
-    biases: ExpertBiases | None = None,
-    clamp: Clamp | None = None,
-) -> Tensor:
+def grouped_swiglu(x_SD: Tensor, ends_E: Tensor, weights: Experts, gates_S: Tensor | None = None) -> Tensor:
     """Expert outputs [S, D] of slots sorted by expert, times ``gates_S``.
 
     ``ends_E`` (int32) is where each expert's slots end; rows after the last end belong to no expert and may hold anything.
     """
     dtype = compute_dtype(x_SD)
-    hidden_SF = grouped_mm(x_SD.to(dtype), gate_up_EFD.to(dtype).transpose(1, 2), offs=ends_E)
+    hidden_SF = grouped_mm(x_SD.to(dtype), weights.gate_up_EFD.to(dtype).transpose(1, 2), offs=ends_E)
     down_bias_SD = None
-    if biases is not None:
+    if weights.biases is not None:
         places_S = torch.arange(len(x_SD), dtype=ends_E.dtype, device=x_SD.device)
         expert_S = torch.searchsorted(ends_E, places_S, right=True).clamp_(max=len(ends_E) - 1)
-        gate_up_bias_SF, down_bias_SD = (bias.to(dtype).index_select(0, expert_S) for bias in biases)
+        gate_up_bias_SF, down_bias_SD = (bias.to(dtype).index_select(0, expert_S) for bias in weights.biases)
         hidden_SF = hidden_SF + gate_up_bias_SF
-    hidden_SI = swiglu(hidden_SF, clamp)
+    hidden_SI = swiglu(hidden_SF, weights.clamp)
     if gates_S is not None:
         gates_S1 = gates_S[:, None].to(dtype)
         hidden_SI = hidden_SI * gates_S1
         down_bias_SD = None if down_bias_SD is None else down_bias_SD * gates_S1
-    y_SD = grouped_mm(hidden_SI, down_EDI.to(dtype).transpose(1, 2), offs=ends_E)
+    y_SD = grouped_mm(hidden_SI, weights.down_EDI.to(dtype).transpose(1, 2), offs=ends_E)
     return y_SD if down_bias_SD is None else y_SD + down_bias_SD
 
 

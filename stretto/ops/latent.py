@@ -94,9 +94,8 @@ def is_expanded_faster(num_queries: int, weights: LatentWeights) -> bool:
 def expanded(q_BHLC: Tensor, row_BT1Z: Tensor, weights: LatentWeights, group: Group, arithmetic: Arithmetic) -> Tensor:
     """Attention to keys and values that are computed from the rows, [B, H, L, U]."""
     B, T, _, _ = row_BT1Z.shape
-    short_BTS, rope_BT1C = row_BT1Z.squeeze(2), row_BT1Z[..., len(weights.kv_down_norm) :]
-    short_BTS = short_BTS[..., : len(weights.kv_down_norm)]
-    kv_BTHX = arithmetic.operators.linear(short_BTS, weights.kv_up).view(B, T, weights.num_heads, -1)
+    short_BT1S, rope_BT1C = row_BT1Z.tensor_split((len(weights.kv_down_norm),), -1)
+    kv_BTHX = arithmetic.operators.linear(short_BT1S.squeeze(2), weights.kv_up).view(B, T, weights.num_heads, -1)
     nope_BTHA, v_BTHU = kv_BTHX.tensor_split((weights.nope_dim,), -1)
     k_BTHC = torch.cat((nope_BTHA, rope_BT1C.expand(-1, -1, weights.num_heads, -1)), -1)
     k_BHTC, v_BHTU = k_BTHC.transpose(1, 2), v_BTHU.transpose(1, 2)

@@ -17,6 +17,8 @@ from stretto.ops.operators import ORDINARY, Operators
 
 IGNORED = -100
 """Target of a position without a loss, as in PyTorch's losses."""
+CHUNK = 1024
+"""Tokens whose logits [CHUNK, V] are in memory at once."""
 WORTH_LEAVING_OUT = 0.9
 """Largest share of tokens with a loss for which the head is applied to those tokens only. In conversations, half of all tokens
 belong to prompts."""
@@ -49,12 +51,15 @@ class TopLogProbs:
     """Probability of all other tokens, fp32; exactly 0 if there are none."""
 
 
-def top_log_probs(hidden_ND: Tensor, head_VD: Tensor, top_k: int, chunk: int = 1024) -> TopLogProbs:
+AnyTeacher = Teacher | TopLogProbs
+
+
+def top_log_probs(hidden_ND: Tensor, head_VD: Tensor, top_k: int) -> TopLogProbs:
     """The ``top_k`` most probable tokens at each position, computed as `head_loss` computes a teacher's distribution."""
     dtype = compute_dtype(hidden_ND)
     weight_VD = head_VD.detach().to(dtype)
     parts = []
-    for part_ND in hidden_ND.split(chunk):
+    for part_ND in hidden_ND.split(CHUNK):
         logp_NV = F.linear(part_ND.to(dtype), weight_VD).float().log_softmax(-1)
         logprobs_NK, ids_NK = logp_NV.topk(top_k)
         rest_N = logp_NV.exp_().scatter_(-1, ids_NK, 0.0).sum(-1)
@@ -63,12 +68,7 @@ def top_log_probs(hidden_ND: Tensor, head_VD: Tensor, top_k: int, chunk: int = 1
 
 
 def head_loss(
-    hidden_ND: Tensor,
-    head_VD: Tensor,
-    targets_N: Tensor,
-    teacher: Teacher | TopLogProbs | None = None,
-    ce_weight: float = 1.0,
-    chunk: int = 1024,
+    hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, teacher: AnyTeacher | None = None, ce_weight: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Sum over tokens with a target of ``ce_weight``·CE + (1 − ``ce_weight``)·KL(teacher ‖ student).
 
@@ -81,21 +81,15 @@ def head_loss(
     assert teacher is not None or ce_weight == 1.0, f"ce_weight {ce_weight} without a teacher"
     kept_S = (targets_N != IGNORED).nonzero()[:, 0] if teacher is None else targets_N
     if len(kept_S) > WORTH_LEAVING_OUT * len(targets_N):
-        return _HeadLoss.apply(hidden_ND, head_VD, targets_N, teacher, ce_weight, chunk)
-    loss, nll_S = _HeadLoss.apply(hidden_ND.index_select(0, kept_S), head_VD, targets_N[kept_S], None, ce_weight, chunk)
+        return _HeadLoss.apply(hidden_ND, head_VD, targets_N, teacher, ce_weight)
+    loss, nll_S = _HeadLoss.apply(hidden_ND.index_select(0, kept_S), head_VD, targets_N[kept_S], None, ce_weight)
     return loss, nll_S.new_zeros(len(targets_N)).index_copy_(0, kept_S, nll_S)
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_ND: Tensor,
-        head_VD: Tensor,
-        targets_N: Tensor,
-        teacher: Teacher | TopLogProbs | None,
-        ce_weight: float,
-        chunk: int,
+        ctx: Any, hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, teacher: AnyTeacher | None, ce_weight: float
     ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(hidden_ND)
         teacher_VD = teacher.head_VD.detach().to(dtype) if isinstance(teacher, Teacher) else None
@@ -105,8 +99,8 @@ class _HeadLoss(torch.autograd.Function):
         loss = hidden_ND.new_zeros((), dtype=torch.float32)
         grad_ND = torch.zeros_like(hidden_ND) if wants_grad else None
         grad_VD = torch.zeros_like(head_VD) if wants_head_grad else None  # None: the head is frozen
-        for start in range(0, hidden_ND.shape[0], chunk):
-            part = slice(start, start + chunk)
+        for start in range(0, hidden_ND.shape[0], CHUNK):
+            part = slice(start, start + CHUNK)
             h_ND, t_N = hidden_ND[part].to(dtype), targets_N[part]
             teacher_NV = None
             if isinstance(teacher, Teacher) and teacher_VD is not None:
@@ -130,7 +124,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_ND, grad_VD = ctx.saved_tensors
-        return grad_ND * grads[0], None if grad_VD is None else grad_VD * grads[0], None, None, None, None
+        return grad_ND * grads[0], None if grad_VD is None else grad_VD * grads[0], None, None, None
 
 
 def _chunk_losses(logits_NV: Tensor, targets_N: Tensor, teacher_NV: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -202,7 +196,6 @@ def chosen_logprobs(
     head_VD: Tensor,
     targets_N: Tensor,
     temperature: float = 1.0,
-    chunk: int = 1024,
     operators: Operators = ORDINARY,
 ) -> tuple[Tensor, Tensor]:
     """Processed log-probability of each target, and entropy of the distribution that the target comes from.
@@ -215,31 +208,25 @@ def chosen_logprobs(
         both are 0 where the target is `IGNORED`.
     """
     assert temperature > 0, f"temperature {temperature}: a greedy choice has no log-probability"
-    return _ChosenLogProbs.apply(hidden_ND, head_VD, targets_N, temperature, chunk, operators)
+    return _ChosenLogProbs.apply(hidden_ND, head_VD, targets_N, temperature, operators)
 
 
 class _ChosenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_ND: Tensor,
-        head_VD: Tensor,
-        targets_N: Tensor,
-        temperature: float,
-        chunk: int,
-        operators: Operators,
+        ctx: Any, hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, temperature: float, operators: Operators
     ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(hidden_ND)
         kept_M = (targets_N != IGNORED).nonzero().squeeze(-1)
         head = operators.head(head_VD.to(dtype))
         logp_N = hidden_ND.new_zeros(hidden_ND.shape[0], dtype=torch.float32)
         entropy_N = torch.zeros_like(logp_N)
-        for part in kept_M.split(chunk):
+        for part in kept_M.split(CHUNK):
             logp_MV = processed_log_probs(head(hidden_ND[part].to(dtype)), temperature)
             logp_N[part] = logp_MV.gather(-1, targets_N[part, None]).squeeze(-1)
             entropy_N[part] = -(logp_MV.exp() * logp_MV).sum(-1)
         ctx.save_for_backward(hidden_ND, head_VD, targets_N, kept_M)
-        ctx.dtype, ctx.temperature, ctx.chunk, ctx.operators = dtype, temperature, chunk, operators
+        ctx.dtype, ctx.temperature, ctx.operators = dtype, temperature, operators
         ctx.mark_non_differentiable(entropy_N)
         return logp_N, entropy_N
 
@@ -249,7 +236,7 @@ class _ChosenLogProbs(torch.autograd.Function):
         weight_VD = head_VD.to(ctx.dtype)
         head = ctx.operators.head(weight_VD)
         grad_ND, grad_VD = torch.zeros_like(hidden_ND), torch.zeros_like(head_VD)
-        for part in kept_M.split(ctx.chunk):
+        for part in kept_M.split(CHUNK):
             h_MD = hidden_ND[part].to(ctx.dtype)
             probs_MV = processed_log_probs(head(h_MD), ctx.temperature).exp_()
             # d log p / d logits = (onehot − p) / temperature
@@ -257,4 +244,4 @@ class _ChosenLogProbs(torch.autograd.Function):
             delta_MV = probs_MV.mul_(-g_M1).scatter_add_(-1, targets_N[part, None], g_M1).to(ctx.dtype)
             grad_ND[part] = (delta_MV @ weight_VD).to(grad_ND.dtype)
             grad_VD.addmm_(delta_MV.T.to(grad_VD.dtype), h_MD.to(grad_VD.dtype))
-        return grad_ND, grad_VD, None, None, None, None
+        return grad_ND, grad_VD, None, None, None

@@ -23,7 +23,7 @@ from torch import Tensor
 from stretto.ops.grouped import Experts, experts, swiglu
 
 Weight = Any
-"""A matrix [F, D] as an operator's ``linear`` takes it: a tensor, or what `stretto.ops.matmul.prepare` made of a tensor."""
+"""A matrix [F, D] as an operator's ``linear`` takes it: a tensor, or a result of `stretto.ops.matmul.prepare`."""
 
 
 def rms_norm_reference(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -237,7 +237,7 @@ class Operators:
 
     def experts(self, x_ND: Tensor, routes: Routes, weights: Experts) -> Tensor:
         """Output of the routed experts [N, D]: `stretto.ops.grouped.experts`."""
-        return experts(x_ND, routes.chosen_NK, routes.gates_NK, *weights)
+        return experts(x_ND, routes.chosen_NK, routes.gates_NK, weights)
 
     def head(self, weight_VD: Tensor) -> Callable[[Tensor], Tensor]:
         """Function from final hidden states […, D] to logits […, V], prepared once and called for many chunks."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ops import exact
-from stretto.ops.grouped import Clamp, ExpertBiases, grouped_swiglu, swiglu
+from stretto.ops.grouped import Experts, grouped_swiglu, swiglu
 from stretto.ops.operators import (
     ORDINARY,
     Operators,
@@ -106,22 +106,16 @@ class RouteRule:
 class ExpertWeights:
     """Weights of a layer's experts, and views of single experts, made once."""
 
-    gate_up_EFD: Tensor
-    down_EDI: Tensor
+    experts: Experts
     gate_ups: tuple[Tensor, ...]
     downs: tuple[Tensor, ...]
     bounds_E: Tensor
     """0 … E − 1, int64."""
-    biases: ExpertBiases | None
-    clamp: Clamp | None
 
     @staticmethod
-    def of(
-        gate_up_EFD: Tensor, down_EDI: Tensor, biases: ExpertBiases | None = None, clamp: Clamp | None = None
-    ) -> ExpertWeights:
-        bounds_E = torch.arange(gate_up_EFD.shape[0], device=gate_up_EFD.device)
-        gate_ups, downs = tuple(gate_up_EFD.unbind(0)), tuple(down_EDI.unbind(0))
-        return ExpertWeights(gate_up_EFD, down_EDI, gate_ups, downs, bounds_E, biases, clamp)
+    def of(experts: Experts) -> ExpertWeights:
+        bounds_E = torch.arange(len(experts.gate_up_EFD), device=experts.gate_up_EFD.device)
+        return ExpertWeights(experts, experts.gate_up_EFD.unbind(0), experts.down_EDI.unbind(0), bounds_E)
 
 
 def norm(x_D: Tensor, weight_D: Tensor, eps: Tensor) -> Tensor:
@@ -293,7 +287,7 @@ def chosen_experts(x_ND: Tensor, routes: Routes, weights: ExpertWeights) -> Tens
     """
     if x_ND.device.type == "cpu" and routes.chosen_NK.numel() <= MAX_PAIRS:
         return _single_experts(x_ND, routes, weights)
-    is_even = not any(width % 8 for width in weights.gate_up_EFD.shape[1:])
+    is_even = not any(width % 8 for width in weights.experts.gate_up_EFD.shape[1:])
     if x_ND.is_cuda and len(x_ND) <= MAX_ALL and not (x_ND.dtype == torch.bfloat16 and is_even):
         return _all_experts(x_ND, routes, weights)
     return _grouped_experts(x_ND, routes, weights)
@@ -301,7 +295,7 @@ def chosen_experts(x_ND: Tensor, routes: Routes, weights: ExpertWeights) -> Tens
 
 def _single_experts(x_ND: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
     """One matrix-vector product per pair: reads the chosen experts only, without a copy."""
-    num_experts, gates_NK = len(weights.downs), routes.gates_NK.to(x_ND.dtype)
+    num_experts, gates_NK, biases = len(weights.downs), routes.gates_NK.to(x_ND.dtype), weights.experts.biases
     pairs = [
         (token, expert, place)
         for place, (token, expert) in enumerate(
@@ -309,16 +303,16 @@ def _single_experts(x_ND: Tensor, routes: Routes, weights: ExpertWeights) -> Ten
         )
         if expert < num_experts
     ]
-    hidden_SF = x_ND.new_empty(gates_NK.numel(), weights.gate_up_EFD.shape[1])
+    hidden_SF = x_ND.new_empty(gates_NK.numel(), weights.experts.gate_up_EFD.shape[1])
     tokens, hidden = x_ND.unbind(0), hidden_SF.unbind(0)
     for token, expert, place in pairs:
         torch.mv(weights.gate_ups[expert], tokens[token], out=hidden[place])
     out_ND, expert_S = torch.zeros_like(x_ND), routes.chosen_NK.flatten().clamp(max=num_experts - 1)
-    if weights.biases is not None:
-        hidden_SF += weights.biases.gate_up_EF[expert_S]
-        bias_NKD = weights.biases.down_ED[expert_S].view(*gates_NK.shape, -1)
+    if biases is not None:
+        hidden_SF += biases.gate_up_EF[expert_S]
+        bias_NKD = biases.down_ED[expert_S].view(*gates_NK.shape, -1)
         out_ND += (bias_NKD * gates_NK[..., None]).sum(1)
-    inner = swiglu(hidden_SF, weights.clamp).mul_(gates_NK.view(-1, 1)).unbind(0)
+    inner = swiglu(hidden_SF, weights.experts.clamp).mul_(gates_NK.view(-1, 1)).unbind(0)
     sums = out_ND.unbind(0)
     for token, expert, place in pairs:
         sums[token].addmv_(weights.downs[expert], inner[place])
@@ -329,12 +323,13 @@ def _all_experts(x_ND: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor
     """All experts for all tokens; experts that were not chosen have a gate of 0."""
     gates_NE = x_ND.new_zeros(len(x_ND), len(weights.downs) + 1)  # the last column is for expert E
     gates_EN1 = gates_NE.scatter_(1, routes.chosen_NK, routes.gates_NK.to(x_ND.dtype))[:, :-1].t()[..., None]
-    hidden_ENF = x_ND @ weights.gate_up_EFD.transpose(1, 2)
-    if weights.biases is not None:
-        hidden_ENF += weights.biases.gate_up_EF[:, None]
-    inner_ENI = swiglu(hidden_ENF, weights.clamp) * gates_EN1
-    y_ND = (inner_ENI @ weights.down_EDI.transpose(1, 2)).sum(0)
-    return y_ND if weights.biases is None else y_ND + gates_EN1[..., 0].t() @ weights.biases.down_ED
+    gate_up_EFD, down_EDI, biases, clamp = weights.experts
+    hidden_ENF = x_ND @ gate_up_EFD.transpose(1, 2)
+    if biases is not None:
+        hidden_ENF += biases.gate_up_EF[:, None]
+    inner_ENI = swiglu(hidden_ENF, clamp) * gates_EN1
+    y_ND = (inner_ENI @ down_EDI.transpose(1, 2)).sum(0)
+    return y_ND if biases is None else y_ND + gates_EN1[..., 0].t() @ biases.down_ED
 
 
 def _grouped_experts(x_ND: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
@@ -343,7 +338,7 @@ def _grouped_experts(x_ND: Tensor, routes: Routes, weights: ExpertWeights) -> Te
     expert_S, order_S = routes.chosen_NK.view(-1).sort(stable=True)
     ends_E = torch.searchsorted(expert_S, weights.bounds_E, right=True, out_int32=True)
     x_SD = x_ND.index_select(0, order_S.div(num_chosen, rounding_mode="floor"))
-    y_SD = grouped_swiglu(x_SD, ends_E, weights.gate_up_EFD, weights.down_EDI, None, weights.biases, weights.clamp)
+    y_SD = grouped_swiglu(x_SD, ends_E, weights.experts)
     place_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(num_pairs, device=order_S.device))
     place_NK = place_S.view(num_tokens, num_chosen)
     # rows after the last group were never written and may hold NaN, which a gate of 0 would not remove

@@ -50,15 +50,15 @@ def fastest_threads(measure: Callable[[], float]) -> dict[int, float]:
     Tries `thread_counts` in order, until a smaller number is slower. The default stays unless another is faster by `MARGIN`.
     """
     default, *others = thread_counts()
-    found = {default: measure()}
+    seconds = {default: measure()}
     for num in others:
         torch.set_num_threads(num)
-        found[num] = measure()
-        if found[num] > min(found.values()):
+        seconds[num] = measure()
+        if seconds[num] > min(seconds.values()):
             break
-    best = min(found, key=lambda num: found[num])
-    torch.set_num_threads(best if found[default] > MARGIN * found[best] else default)
-    return found
+    best = min(seconds, key=lambda num: seconds[num])
+    torch.set_num_threads(best if seconds[default] > MARGIN * seconds[best] else default)
+    return seconds
 
 
 def rough_products(device: torch.device, width: int) -> torch.autocast:

@@ -17,6 +17,7 @@ from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sa
 from stretto.model.spec import ClampedSwiGlu, LatentAttention, ModelConfig, RopeScaling, Subnet
 from stretto.model.transformer import Transformer, build
 from stretto.text.tokenizer import Tokenizer, train_tokenizer
+from tests.engine.scheduler_loop import check_pages
 
 CONFIG = ModelConfig(
     vocab_size=288, hidden_size=32, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=8, num_experts=8, top_k=3,
@@ -128,7 +129,7 @@ def run(subject: Engine, steps: int = 10_000) -> dict[tuple[str, int], Completio
 
 def check_idle(subject: Engine) -> None:
     """Nothing is held by anyone."""
-    subject.allocator.check([])
+    check_pages(subject.allocator, [])
     stats = subject.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_free_pages) == (0, 0, stats.num_pages)
 

@@ -5,7 +5,8 @@ It keeps for every slot of the cache what was written there last: token, Subnet 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from stretto.engine.cache import PageAllocator
@@ -44,6 +45,21 @@ def sequence(
     return SequenceState(request, tuple(map(TABLE.number, subnets)), index)
 
 
+def check_pages(allocator: PageAllocator, tables: Iterable[Sequence[int]] | None = None) -> None:
+    """Every page is in exactly one state and, if all ``tables`` are given, only they reference pages."""
+    references, hashes = allocator._num_references, allocator._hash_by_page
+    referenced = {page: num for page, num in enumerate(references) if num > 0}
+    assert min(references) >= 0, f"negative references: {references}"
+    everything = Counter([*allocator._free, *allocator._idle, *referenced])
+    assert everything == Counter(range(allocator.num_pages)), f"lost or doubled: {everything}"
+    assert {page: digest for digest, page in allocator._page_by_hash.items()} == hashes, "hashes disagree"
+    assert all(page in hashes for page in allocator._idle), "an unreferenced page without a hash is not free"
+    assert not any(page in hashes for page in allocator._free), "a free page has a hash"
+    if tables is not None:
+        expected = Counter(page for table in tables for page in table)
+        assert referenced == dict(expected), f"references {referenced}, in tables {dict(expected)}"
+
+
 def next_token(tokens: Sequence[int]) -> int:
     """What the network says: a function of all tokens so far."""
     return hash(tuple(tokens)) % 3
@@ -70,7 +86,7 @@ class Loop:
     def step(self) -> StepPlan | None:
         held = [seq for seq in self.scheduler.waiting if self.is_held(seq)]
         plan = self.scheduler.plan()
-        self.scheduler.allocator.check([seq.pages for seq in self.scheduler.running])
+        check_pages(self.scheduler.allocator, [seq.pages for seq in self.scheduler.running])
         if plan is None:
             assert not self.scheduler.waiting and not self.scheduler.running
             return None

@@ -42,6 +42,7 @@ from tests.engine.engines import (
     run,
     tokenizer,
 )  # fmt: skip
+from tests.engine.scheduler_loop import check_pages
 
 MODEL = network()
 """Of those tests that leave weights alone."""
@@ -109,7 +110,7 @@ def test_aborts_between_steps_disturb_nobody() -> None:
             for completion in subject.abort(name):
                 assert completion.finish_reason == "abort"
                 found[name] = completion
-        subject.allocator.check()
+        check_pages(subject.allocator)
     assert len(found) == 20
     aborted = [name for name, completion in found.items() if completion.finish_reason == "abort"]
     assert 2 < len(aborted) < 18

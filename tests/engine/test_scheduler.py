@@ -20,6 +20,7 @@ from tests.engine.scheduler_loop import (
     Loop,
     abort,
     alone,
+    check_pages,
     chunk_sizes,
     make,
     run_until_preemption,
@@ -155,7 +156,7 @@ def test_aborting_frees_pages_wherever_the_sequence_is() -> None:
     run_until_preemption(loop)
     for seq in (waiting, preempted, running, running):
         abort(loop, seq)
-        loop.scheduler.allocator.check([other.pages for other in loop.scheduler.running])
+        check_pages(loop.scheduler.allocator, [other.pages for other in loop.scheduler.running])
         assert seq.finish_reason == "abort"
     assert loop.step() is None and loop.scheduler.allocator.num_free == 5
 
@@ -318,7 +319,7 @@ def test_any_load_is_finished_in_order_without_a_leak(
     for seq in loop.finished:
         num_new = min(seq.request.sampling.max_tokens, 20 - seq.num_prompt)
         assert seq.output == alone(list(seq.request.prompt), num_new), "a token depends on who else was there"
-    loop.scheduler.allocator.check([])
+    check_pages(loop.scheduler.allocator, [])
     assert loop.scheduler.allocator.num_free == num_pages
     assert not loop.scheduler._leaders
 

@@ -102,11 +102,11 @@ def route_tokens_reference(x_ND: Tensor, gate_ED: Tensor, rule: RouteRule, bias_
 def chosen_experts_reference(x_ND: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
     """Each token's sum over its choices of gate · down(swiglu(gate_up(x))), in the order it chose; expert E adds nothing."""
     out_ND = torch.zeros_like(x_ND)
-    num_experts = len(weights.downs)
+    gate_up_EFD, down_EDI, biases, clamp = weights.experts
     for token in range(len(x_ND)):
         for expert, gate in zip(routes.chosen_NK[token].tolist(), routes.gates_NK[token], strict=True):
-            if expert < num_experts:
-                bias_F, bias_D = (None, None) if weights.biases is None else (each[expert] for each in weights.biases)
-                hidden_I = swiglu(F.linear(x_ND[token], weights.gate_up_EFD[expert], bias_F), weights.clamp)
-                out_ND[token] += F.linear(hidden_I, weights.down_EDI[expert], bias_D) * gate.to(x_ND.dtype)
+            if expert < len(down_EDI):
+                bias_F, bias_D = (None, None) if biases is None else (each[expert] for each in biases)
+                hidden_I = swiglu(F.linear(x_ND[token], gate_up_EFD[expert], bias_F), clamp)
+                out_ND[token] += F.linear(hidden_I, down_EDI[expert], bias_D) * gate.to(x_ND.dtype)
     return out_ND

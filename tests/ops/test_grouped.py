@@ -16,6 +16,7 @@ from stretto.ops import grouped
 from stretto.ops.grouped import (
     Clamp,
     ExpertBiases,
+    Experts,
     _Combine,
     _Gather,
     experts,
@@ -49,7 +50,7 @@ CHOICES = {
 def test_equals_the_reference(name: str, close: Close) -> None:
     chosen = CHOICES[name]
     x, gates, gate_up, down = inputs = _inputs(chosen, 6)
-    actual = experts(x, chosen, gates, gate_up, down)
+    actual = experts(x, chosen, gates, Experts(gate_up, down))
     expected = experts_reference(x, chosen, gates, gate_up, down)
     terms = 8 * chosen.numel()
     close(actual, expected, terms)
@@ -72,7 +73,7 @@ def test_groups_that_are_filled_up_give_what_the_others_give(
     wanted = torch.autograd.grad(expected, inputs, upstream)
     for multiple in (1, 4, 16):
         monkeypatch.setattr(grouped, "group_multiple", lambda *_, multiple=multiple: multiple)
-        actual = experts(x, chosen, gates, gate_up, down)
+        actual = experts(x, chosen, gates, Experts(gate_up, down))
         close(actual, expected, 8 * chosen.numel())
         for ours, theirs in zip(torch.autograd.grad(actual, inputs, upstream), wanted, strict=True):
             close(ours, theirs, 8 * chosen.numel())
@@ -87,7 +88,8 @@ def test_widths_that_torchs_kernel_does_not_take(
     chosen = CHOICES[name]
     inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in _inputs(chosen, 6, hidden, width)]
     x, gates, gate_up, down = inputs
-    actual, expected = (function(x, chosen, gates, gate_up, down) for function in (experts, experts_reference))
+    actual = experts(x, chosen, gates, Experts(gate_up, down))
+    expected = experts_reference(x, chosen, gates, gate_up, down)
     close(actual, expected, 8 * chosen.numel())
     found, wanted = (torch.autograd.grad(y.sum(), inputs) for y in (actual, expected))
     for ours, theirs in zip(found, wanted, strict=True):
@@ -109,7 +111,7 @@ def test_biases_and_clamps_equal_the_reference(
     more = (biases if biased else None, Clamp(alpha=1.7, limit=0.5))
     expected = experts_reference(x, chosen, gates, gate_up, down, *more)
     monkeypatch.setattr(grouped, "group_multiple", lambda *_: multiple)
-    actual = experts(x, chosen, gates, gate_up, down, *more)
+    actual = experts(x, chosen, gates, Experts(gate_up, down, *more))
     close(actual, expected, 8 * chosen.numel())
     upstream = torch.randn_like(actual)
     found, wanted = (torch.autograd.grad(y, inputs, upstream) for y in (actual, expected))
@@ -131,7 +133,7 @@ def test_frozen_experts_cost_neither_the_work_nor_the_memory_of_a_gradient() -> 
             return 2 * a[0] * a[1] * b[-1]
 
         with FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: multiply}) as counter:
-            experts(x, chosen, gates, gate_up, down).sum().backward()
+            experts(x, chosen, gates, Experts(gate_up, down)).sum().backward()
         products[frozen], largest[frozen] = counter.get_total_flops(), max(sizes[2:])
         assert x.grad is not None and gates.grad is not None and (gate_up.grad is None) == (down.grad is None) == frozen
     assert 3 * products[True] == 2 * products[False]
@@ -168,7 +170,7 @@ def test_bf16_experts_equal_those_that_are_not_filled_up(monkeypatch: pytest.Mon
     for name, multiple in (("filled", group_multiple), ("exact", lambda *_: 1)):
         monkeypatch.setattr(grouped, "group_multiple", multiple)
         with torch.autocast("cpu", torch.bfloat16):
-            actual = experts(inputs[0], chosen, *inputs[1:])
+            actual = experts(inputs[0], chosen, inputs[1], Experts(*inputs[2:]))
         found = (actual, *torch.autograd.grad(actual, inputs, upstream.to(actual.dtype)))
         errors[name] = [
             float((ours.detach() - theirs).norm() / theirs.norm()) for ours, theirs in zip(found, wanted, strict=True)
@@ -180,7 +182,7 @@ def test_bf16_experts_equal_those_that_are_not_filled_up(monkeypatch: pytest.Mon
 def test_an_empty_expert_has_a_gradient_of_zero() -> None:
     chosen = CHOICES["empty experts"]
     x, gates, gate_up, down = _inputs(chosen, 6)
-    experts(x, chosen, gates, gate_up, down).square().sum().backward()
+    experts(x, chosen, gates, Experts(gate_up, down)).square().sum().backward()
     for weight in (gate_up, down):
         assert weight.grad is not None
         assert weight.grad[[1, 5]].any(-1).any(-1).all()
@@ -202,18 +204,18 @@ def test_gradients_of_gathers_are_those_of_finite_differences(name: str) -> None
 def test_a_token_does_not_feel_its_neighbours(close: Close) -> None:
     chosen = CHOICES["even"]
     x, gates, gate_up, down = _inputs(chosen, 6)
-    together = experts(x, chosen, gates, gate_up, down)
+    together = experts(x, chosen, gates, Experts(gate_up, down))
     for token in range(len(chosen)):
         part = slice(token, token + 1)
-        close(experts(x[part], chosen[part], gates[part], gate_up, down)[0], together[token], 8)
+        close(experts(x[part], chosen[part], gates[part], Experts(gate_up, down))[0], together[token], 8)
 
 
 def test_gates_of_slots_multiply_their_outputs(close: Close) -> None:
     torch.manual_seed(0)
     x, gates = torch.randn(6, 8), torch.randn(6)
     gate_up, down, ends = torch.randn(2, 8, 8), torch.randn(2, 8, 4), torch.tensor([2, 6], dtype=torch.int32)
-    plain = grouped_swiglu(x, ends, gate_up, down)
-    close(grouped_swiglu(x, ends, gate_up, down, gates), plain * gates[:, None], 8)
+    plain = grouped_swiglu(x, ends, Experts(gate_up, down))
+    close(grouped_swiglu(x, ends, Experts(gate_up, down), gates), plain * gates[:, None], 8)
 
 
 @settings(deadline=None, max_examples=50)

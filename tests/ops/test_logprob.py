@@ -36,10 +36,13 @@ def _teacher(width: int) -> Teacher:
 
 @pytest.mark.parametrize(("width", "ce_weight"), [(None, 1.0), (D, 0.5), (20, 0.3), (20, 0.0), (20, 1.0)])
 @pytest.mark.parametrize("chunk", [1, 8, 37, 1024])
-def test_equals_the_reference(width: int | None, ce_weight: float, chunk: int, close: Close) -> None:
+def test_equals_the_reference(
+    width: int | None, ce_weight: float, chunk: int, close: Close, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.ops.logprob.CHUNK", chunk)
     hidden, head, targets = _inputs()
     teacher = None if width is None else _teacher(width)
-    loss, nll = head_loss(hidden, head, targets, teacher, ce_weight, chunk)
+    loss, nll = head_loss(hidden, head, targets, teacher, ce_weight)
     expected = head_loss_reference(hidden, head, targets, teacher, ce_weight)
     close(loss, expected, N + V)
     close(nll, -chosen_logprobs_reference(hidden, head, targets)[0], V)
@@ -53,15 +56,20 @@ def test_equals_the_reference(width: int | None, ce_weight: float, chunk: int, c
 
 def _kept(top_k: int, width: int = 20) -> TopLogProbs:
     teacher = _teacher(width)
-    return top_log_probs(teacher.hidden_ND.detach(), teacher.head_VD, top_k, chunk=8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stretto.ops.logprob.CHUNK", 8)
+        return top_log_probs(teacher.hidden_ND.detach(), teacher.head_VD, top_k)
 
 
 @pytest.mark.parametrize("top_k", [1, 7, V])
 @pytest.mark.parametrize("ce_weight", [0.0, 0.3])
-def test_what_was_kept_of_a_teacher_equals_the_reference(top_k: int, ce_weight: float, close: Close) -> None:
+def test_what_was_kept_of_a_teacher_equals_the_reference(
+    top_k: int, ce_weight: float, close: Close, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hidden, head, targets = _inputs()
     kept = _kept(top_k)
-    loss, nll = head_loss(hidden, head, targets, kept, ce_weight, 8)
+    monkeypatch.setattr("stretto.ops.logprob.CHUNK", 8)
+    loss, nll = head_loss(hidden, head, targets, kept, ce_weight)
     expected = head_loss_reference(hidden, head, targets, kept, ce_weight)
     close(loss, expected, N + V)
     close(nll, -chosen_logprobs_reference(hidden, head, targets)[0], V)
@@ -182,9 +190,12 @@ def test_without_gradients_it_is_the_same_loss() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 @pytest.mark.parametrize("chunk", [1, 8, 33, 1024])
-def test_chosen_log_probs_equal_the_reference(temperature: float, chunk: int, close: Close) -> None:
+def test_chosen_log_probs_equal_the_reference(
+    temperature: float, chunk: int, close: Close, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.ops.logprob.CHUNK", chunk)
     hidden, head, targets = _inputs()
-    logp, entropy = chosen_logprobs(hidden, head, targets, temperature, chunk)
+    logp, entropy = chosen_logprobs(hidden, head, targets, temperature)
     expected, expected_entropy = chosen_logprobs_reference(hidden, head, targets, temperature)
     close(logp, expected, V + D)
     close(entropy, expected_entropy, V + D)

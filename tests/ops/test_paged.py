@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stretto.ops.grouped import Clamp, ExpertBiases
+from stretto.ops.grouped import Clamp, ExpertBiases, Experts
 from stretto.ops.operators import (
     MASKED,
     ORDINARY,
@@ -214,7 +214,7 @@ def test_experts(num_tokens: int, dropped: bool, biased: bool, width: int, close
     torch.manual_seed(0)
     biases = ExpertBiases(torch.randn(9, 2 * width), torch.randn(9, 8)) if biased else None
     clamp = Clamp(1.7, 2.0) if biased else None
-    weights = ExpertWeights.of(torch.randn(9, 2 * width, 8), torch.randn(9, 8, width), biases, clamp)
+    weights = ExpertWeights.of(Experts(torch.randn(9, 2 * width, 8), torch.randn(9, 8, width), biases, clamp))
     chosen = torch.rand(num_tokens, 9).argsort(-1)[:, :4].contiguous()
     gates = torch.rand(num_tokens, 4)
     if dropped:

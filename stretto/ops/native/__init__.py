@@ -81,7 +81,7 @@ def load(environment: Mapping[str, str] | None = None) -> Library:
 def _compiled(environment: Mapping[str, str]) -> Library:
     if sys.platform != "linux":
         return Library(None, f"not supported on {sys.platform}")
-    name = environment.get("CXX") or next((found for found in ("g++", "clang++") if shutil.which(found)), None)
+    name = environment.get("CXX") or next((name for name in ("g++", "clang++") if shutil.which(name)), None)
     compiler = name and shutil.which(name)
     if not compiler:
         return Library(None, f"no C++ compiler {name!r}" if name else "no C++ compiler")
@@ -90,11 +90,13 @@ def _compiled(environment: Mapping[str, str]) -> Library:
         folder = cache / "stretto" / "native"
         folder.mkdir(parents=True, exist_ok=True)
         for level, forbidden in ((folder.parent, 0o022), (folder, 0o077)):
-            found = level.stat()
-            if found.st_uid != os.geteuid():
-                return Library(None, f"{level} belongs to user {found.st_uid}; set XDG_CACHE_HOME to a folder of yours")
-            if found.st_mode & forbidden:
-                level.chmod(found.st_mode & 0o777 & ~forbidden)
+            status = level.stat()
+            if status.st_uid != os.geteuid():
+                return Library(
+                    None, f"{level} belongs to user {status.st_uid}; set XDG_CACHE_HOME to a folder of yours"
+                )
+            if status.st_mode & forbidden:
+                level.chmod(status.st_mode & 0o777 & ~forbidden)
         path = folder / f"{_key(compiler)}.so"
         if not _is_ours(path) and (problem := _compile(compiler, path)):
             return Library(None, problem)
@@ -105,7 +107,7 @@ def _compiled(environment: Mapping[str, str]) -> Library:
 
 def _is_ours(path: Path) -> bool:
     """Whether the library exists, belongs to this user and is writable for nobody else."""
-    return path.exists() and (found := path.stat()).st_uid == os.geteuid() and not found.st_mode & 0o022
+    return path.exists() and (status := path.stat()).st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
 def _key(compiler: str) -> str:
