@@ -408,8 +408,9 @@ class Logbook:
     async def _evaluate_beside(self, step: int) -> None:
         try:
             await self._evaluate(step)
-        except UserError as error:
-            self._say(f"step {step:>5,}  held-out reward not measured: {error}")
+        except Exception as error:  # the run continues without this reward
+            why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            self._say(f"step {step:>5,}  held-out reward not measured: {why}")
 
     async def _evaluate(self, step: int) -> list[Group]:
         num = self._recipe.train.eval_prompts

@@ -137,3 +137,16 @@ def test_a_status_file_that_cannot_be_made_is_told_and_the_run_goes_on(monkeypat
     monkeypatch.setattr(Logbook, "_write_status", broken)
     asyncio.run(book._watch())
     assert said == ["status file: ZeroDivisionError: no roles; stretto top shows nothing newer of this run"]
+
+
+def test_an_evaluation_that_breaks_is_told_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    book = Logbook.__new__(Logbook)
+    book._say = said.append
+
+    async def broken(self: Logbook, step: int) -> None:
+        raise ZeroDivisionError("no prompts")
+
+    monkeypatch.setattr(Logbook, "_evaluate", broken)
+    asyncio.run(book._evaluate_beside(3))
+    assert said == ["step     3  held-out reward not measured: ZeroDivisionError: no prompts"]
