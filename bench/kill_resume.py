@@ -1,10 +1,13 @@
 """``kill -9`` at random moments, then resume: the final weights against those of an uninterrupted run.
 
-    python -m bench.kill_resume [--kills N] [--seed S]
+    python -m bench.kill_resume [--kills N] [--seed S] [--stage sft|rl|elasticize|demo]
 
 A small real pre-training (anchors, depth, top-k and row widths, layers ranked anew half-way) runs in a process of its
 own, which is killed by its id: in turns at a random moment of a step, and while a snapshot is being written. The text
 is the interpreter's standard library. Every life imports the package anew: an edit meanwhile makes the results differ.
+
+With ``--stage`` a command is killed at random times. The table shows the work lost, in seconds between the newest snapshot and
+the kill. If a life wrote no snapshot, the seconds count since it resumed; a first life's start counts too.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import Any
 
 from rich.table import Table
 
+from bench.common.killing import RECIPE as RL_RECIPE
 from bench.common.measure import wide_console
 from stretto.base.track import progress
 from stretto.data.demo_text import demo_documents
@@ -41,6 +45,15 @@ SNAPSHOT_EVERY = 6
 STEPS_A_LIFE = (1, 14)
 """A process is killed after so many steps: some die before their first snapshot."""
 POLL_S = 0.002
+STAGES = {
+    "sft": (["sft", "recipe.toml"], 0.1, (40.0, 70.0)),
+    "rl": (["rl", "recipe.toml"], 0.1, (50.0, 90.0)),
+    "elasticize": (["elasticize", "start", "--data", "text.txt"], 0.1, (40.0, 70.0)),
+    "demo": (["demo"], 3.0, (20.0, 400.0)),
+}
+"""By stage: its command, the interval of its snapshots in minutes, and the seconds after which a life is killed."""
+WRITING_S = 5.0
+"""Seconds beyond the interval: for the step in progress and for writing the snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +93,71 @@ def main() -> None:
     parser.add_argument("--tokens", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--stage", choices=STAGES, help="kill this command instead, and measure the work lost by time")
     options = parser.parse_args()
+    if options.stage:
+        with tempfile.TemporaryDirectory() as temporary:
+            kept = _kill_stage(Path(temporary), options.stage, options.kills, random.Random(options.seed))
+        raise SystemExit(0 if kept else 1)
     if options.worker:
         _train(options.worker, options.tokens, options.steps, options.resume)
         return
     with tempfile.TemporaryDirectory() as temporary:
         same = _compare(Path(temporary), options.kills, random.Random(options.seed))
     raise SystemExit(0 if same else 1)
+
+
+def _kill_stage(folder: Path, stage: str, num_kills: int, rng: random.Random) -> bool:
+    """Kill the command of ``stage`` at random times. Returns whether each kill lost at most the interval of its snapshots."""
+    command, minutes, life_s = STAGES[stage]
+    (folder / "recipe.toml").write_text(RL_RECIPE)
+    (folder / "text.txt").write_text("\n\n".join(each.text for each in demo_documents(TEXT_CHARS, 0)))
+    if stage == "elasticize":
+        subprocess.run(_stretto("sft", "recipe.toml", "-o", "start"), cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    if stage != "demo":
+        steps = "start.steps" if stage == "sft" else "train.steps"
+        command = [
+            *command,
+            "--set",
+            f"{steps}=100000",
+            "--set",
+            f"train.snapshot_minutes={minutes}",
+            "--device",
+            "cpu",
+        ]
+    table = Table(title=f"kill -9 of stretto {stage}: snapshots every {60 * minutes:g} s")
+    for heading in ("kill", "seconds lived", "resumed from step", "newest snapshot", "seconds lost"):
+        table.add_column(heading, justify="right")
+    run, losses, step = folder / "run", list[float](), 0
+    with progress("kills", num_kills) as advance:
+        for number in range(1, num_kills + 1):
+            options = ["--resume"] if step and stage != "demo" else []
+            started_s, length_s, before = time.time(), rng.uniform(*life_s), step
+            begun_s = None if options else started_s  # when the command continued its work
+            with (folder / "output").open("wb") as output:
+                process = subprocess.Popen(
+                    _stretto(*command, "-o", "run", *options), cwd=folder, stdout=output, stderr=subprocess.STDOUT
+                )
+                while time.time() < started_s + length_s:
+                    told = (folder / "output").read_text()
+                    if process.poll() is not None:
+                        raise SystemExit(f"the process ended by itself, {process.returncode}:\n{told}")
+                    begun_s = begun_s or (time.time() if "resumes after step" in told else None)
+                    time.sleep(0.1)
+                process.kill()
+                process.wait()
+            killed_s, snapshots = time.time(), [*run.rglob("snapshots/step-*")]
+            step = max([int(path.name.removeprefix("step-")) for path in snapshots], default=0)
+            saved = [path.stat().st_mtime for path in (*snapshots, *run.rglob("checkpoint/config.json"))]
+            losses.append(killed_s - max([begun_s or killed_s, *saved]))
+            table.add_row(str(number), f"{length_s:.0f}", str(before), str(step), f"{losses[-1]:.1f}")
+            advance(1, f"lost {losses[-1]:.1f} s")
+    wide_console().print(table)
+    return max(losses) <= 60 * minutes + WRITING_S
+
+
+def _stretto(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "stretto", *arguments]
 
 
 def _compare(folder: Path, num_kills: int, rng: random.Random) -> bool:
