@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
@@ -166,10 +167,9 @@ class AgentRole:
         """Sample and verify ``task`` outside the run: nothing is logged or stored, and no routes are recorded. Raises as `run_group`."""
         return await self._within_lease(task, None, temperature)
 
-    async def forget(self, ordinals: Sequence[int]) -> None:
-        """Delete the logs of ordinals that have ended."""
-        for ordinal in ordinals:
-            remove_logs(self._folder / LOGS, ordinal)
+    async def forget(self, ordinal: int) -> None:
+        """Delete the logs of an ordinal that has ended."""
+        remove_logs(self._folder / LOGS, ordinal)
 
     async def waits(self) -> tuple[Wait, ...]:
         """All samples in flight and what each waits for."""
@@ -375,13 +375,8 @@ class AgentRole:
     async def _reply(self, group: _InFlight, sample: Sample, own: OwnSession) -> None:
         """Append the environment's reply to a turn without tool calls, or finish the sample if there is none."""
         started_s, messages = time.time(), self._messages(group, sample)
-        text = await self._in_slot(
-            self._reply_slots,
-            sample,
-            "its environment",
-            "environment",
-            lambda: own.ask(lambda session: session.reply(messages), lambda: messages, "reply()"),
-        )
+        ask = partial(own.ask, lambda session: session.reply(messages), lambda: messages, "reply()")
+        text = await self._in_slot(self._reply_slots, sample, "its environment", "environment", ask)
         if text is None or len(sample.turns()) >= self._recipe.rollout.max_turns:
             await self._finish(group, sample, "stop" if text is None else "turns")
             return
@@ -424,8 +419,8 @@ class AgentRole:
     async def _reach(self, group: _InFlight, sample: Sample, own: OwnSession) -> None:
         """Restore the sample's session before the model continues, so that a lost state shows before more is sampled."""
         if not own.is_reached:
-            work = lambda: own.reach(lambda: self._messages(group, sample))  # noqa: E731
-            await self._in_slot(self._tool_slots, sample, "its session", "session", work)
+            restore = partial(own.reach, partial(self._messages, group, sample))
+            await self._in_slot(self._tool_slots, sample, "its session", "session", restore)
 
     def _restart(self, group: _InFlight, sample: Sample, error: Diverged) -> None:
         """Restart a sample whose session state is lost. Raises InfraError: after ``max_attempts`` restarts."""
@@ -450,37 +445,34 @@ class AgentRole:
 
     async def _rewarded(self, group: _InFlight, samples: Sequence[Sample]) -> Group:
         """The finished group, with rewards that depend on the whole group."""
-        task, config = group.task, self._recipe.rewards.get(group.task.source)
-        trajectories, texts = [each.trajectory() for each in samples], [self._text(each) for each in samples]
+        task, problem, config = group.task, group.problem, self._recipe.rewards.get(group.task.source)
+        trajectories = [sample.trajectory() for sample in samples]
+        verdicts: Sequence[Verdict] = [each.verdict for each in trajectories]
         if _is_compared(group, samples[0]):
             requests = [self._request(group, each) for each in samples]
 
             async def ask() -> list[Verdict]:
-                verdicts = await self._rewards.compare(requests)
-                return [self._checked(each, verdict) for each, verdict in zip(samples, verdicts, strict=True)]
+                compared = await self._rewards.compare(requests)
+                return [self._checked(each, verdict) for each, verdict in zip(samples, compared, strict=True)]
 
             for sample in samples:
                 _wait(sample, "a verdict on its group")
-            verdicts = await self._retrying("verifier", ask, _MAX_VERIFICATIONS)
+            compared = await self._retrying("verifier", ask, _MAX_VERIFICATIONS)
             latency_s = time.time() - samples[0].since_s
-            trajectories = [
-                replace(each, verdict=replace(verdict, latency_s=latency_s))
-                for each, verdict in zip(trajectories, verdicts, strict=True)
-            ]
+            verdicts = [replace(verdict, latency_s=latency_s) for verdict in compared]
         if config is not None:
             answers = [
-                Written(text, each.num_sampled, each.verdict) for text, each in zip(texts, trajectories, strict=True)
+                Written(self._text(each), each.num_sampled, verdict)
+                for each, verdict in zip(samples, verdicts, strict=True)
             ]
-            prompt = "\n".join(str(message.get("content") or "") for message in group.problem.messages)
+            prompt = "\n".join(str(message.get("content") or "") for message in problem.messages)
             # a verifiable problem asks for the gold answer, so copying it is no fault
-            reference = "" if group.source.is_verifiable else group.problem.gold
-            verdicts = list(group_rewards(config, prompt, reference, answers))
-            trajectories = [replace(each, verdict=new) for each, new in zip(trajectories, verdicts, strict=True)]
-        prompts = {
-            name: dialogue.prompt(group.problem.messages, group.schemas)
-            for name, dialogue in self._teachers.get(task.source, {}).items()
-        }
-        return Group(task, tuple(trajectories), prompts)
+            reference = "" if group.source.is_verifiable else problem.gold
+            verdicts = group_rewards(config, prompt, reference, answers)
+        dialogues = self._teachers.get(task.source, {})
+        prompts = {name: dialogue.prompt(problem.messages, group.schemas) for name, dialogue in dialogues.items()}
+        judged = (replace(each, verdict=verdict) for each, verdict in zip(trajectories, verdicts, strict=True))
+        return Group(task, tuple(judged), prompts)
 
     def _request(self, group: _InFlight, sample: Sample) -> RewardRequest:
         """Request to verify ``sample``."""

@@ -256,7 +256,7 @@ class Roles:
     def forget(self, ordinal: int) -> None:
         """Delete the token logs of a group that is stored."""
         if agent := next(filter(self._is_alive, self.agents.handles()), None):
-            self.runtime.cast(agent, "forget", (ordinal,))
+            self.runtime.cast(agent, "forget", ordinal)
 
     async def mend(self) -> None:
         """Restart verifiers with threads that hang in a task, and engines that failed inside.

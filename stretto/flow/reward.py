@@ -15,9 +15,8 @@ from dataclasses import dataclass, field, replace
 from stretto.base.errors import InfraError, one_line
 from stretto.base.trajectory import Outcome, Verdict
 from stretto.flow.clients import RewardRequest, Threads, infra
-from stretto.tasks.task import Answer, Problem, Score, TaskSource, score_fault
+from stretto.tasks.task import Answer, Score, TaskSource, score_fault
 
-_Judge = Callable[[TaskSource, Problem, Sequence[Answer]], Sequence[Score]]
 _MAX_DETAIL = 300
 """Largest number of characters of a verdict's detail."""
 
@@ -50,13 +49,13 @@ class RewardRole:
     async def score(self, request: RewardRequest) -> Verdict:
         """The verdict on a sample. INFRA, with the reason, for an unknown source, a task that raises or hangs, and a
         reward that is not a finite number."""
-        return (await self._verdicts([request], _score))[0]
+        return (await self._verdicts([request], False))[0]
 
     async def compare(self, requests: Sequence[RewardRequest]) -> tuple[Verdict, ...]:
         """The verdicts on the samples of a group, which the task judges together. INFRA as in `score`."""
-        return await self._verdicts(requests, _compare)
+        return await self._verdicts(requests, True)
 
-    async def _verdicts(self, requests: Sequence[RewardRequest], judge: _Judge) -> tuple[Verdict, ...]:
+    async def _verdicts(self, requests: Sequence[RewardRequest], compares: bool) -> tuple[Verdict, ...]:
         name, stats = requests[0].source, self._stats
         source = self._sources.get(name)
         if source is None:
@@ -66,7 +65,7 @@ class RewardRole:
             stats.num_waiting += 1
             try:
                 async with self._turns[name]:
-                    verdicts = await self._judge(source, requests, judge)
+                    verdicts = await self._judge(source, requests, compares)
             finally:
                 stats.num_waiting -= 1
         stats.outcomes.update(verdict.outcome.value for verdict in verdicts)
@@ -78,11 +77,13 @@ class RewardRole:
     async def close(self) -> None:
         self._threads.close()
 
-    async def _judge(self, source: TaskSource, requests: Sequence[RewardRequest], judge: _Judge) -> tuple[Verdict, ...]:
+    async def _judge(
+        self, source: TaskSource, requests: Sequence[RewardRequest], compares: bool
+    ) -> tuple[Verdict, ...]:
         started_s = time.perf_counter()
         self._stats.num_judged += 1
         try:
-            return await self._threads.run(lambda: _verdicts(source, requests, judge), self._deadline_s, "score")
+            return await self._threads.run(lambda: _verdicts(source, requests, compares), self._deadline_s, "score")
         except InfraError as trouble:
             self._stats.num_stuck += 1
             return tuple(infra(request, str(trouble)) for request in requests)
@@ -91,19 +92,15 @@ class RewardRole:
             self._stats.busy_s += time.perf_counter() - started_s
 
 
-def _score(source: TaskSource, problem: Problem, answers: Sequence[Answer]) -> Sequence[Score]:
-    return [source.score(problem, answer) for answer in answers]
-
-
-def _compare(source: TaskSource, problem: Problem, answers: Sequence[Answer]) -> Sequence[Score]:
-    return source.compare(problem, answers)
-
-
-def _verdicts(source: TaskSource, requests: Sequence[RewardRequest], judge: _Judge) -> tuple[Verdict, ...]:
+def _verdicts(source: TaskSource, requests: Sequence[RewardRequest], compares: bool) -> tuple[Verdict, ...]:
+    """Verdicts on answers to one problem, which the task ``compares`` or scores one by one. INFRA if the task raises."""
     started_s = time.perf_counter()
     try:
         problem = source.problem(requests[0].item)
-        scores = list(judge(source, problem, [Answer(each.text, each.messages, each.seed) for each in requests]))
+        answers = [Answer(each.text, each.messages, each.seed) for each in requests]
+        scores = (
+            list(source.compare(problem, answers)) if compares else [source.score(problem, each) for each in answers]
+        )
         if len(scores) != len(requests):
             raise ValueError(f"compare() gave {len(scores)} scores for {len(requests)} answers")
     except Exception as error:  # tasks are foreign code that may raise anything

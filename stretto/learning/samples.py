@@ -165,20 +165,17 @@ class Sample:
         num_wanted = self.num_tokens + len(part.segment.tokens) - 1 - self.num_rows
         if part.routes is not None and len(part.routes) != num_wanted:
             raise InfraError(f"{len(part.routes)} rows of routes were returned, {num_wanted} belong to the tokens")
-        self._write(_Next(self.number, self.num_tokens, self.num_rows, part), part.segment.is_sampled)
-        self._take(part)
+        self._record(_Next(self.number, self.num_tokens, self.num_rows, part), part.segment.is_sampled)
 
     def close(self, finish_reason: str, verdict: Verdict) -> None:
         """Finish the sample. The outcome of ``verdict`` is not INFRA."""
         assert self.verdict is None and verdict.outcome is not Outcome.INFRA, f"{self.verdict}, {verdict}"
-        self._write(_End(self.number, finish_reason, verdict), True)
-        self.finish_reason, self.verdict = finish_reason, verdict
+        self._record(_End(self.number, finish_reason, verdict), True)
 
     def begin_anew(self, why: str) -> None:
         """Restart the sample. The log keeps its parts and the reason ``why``."""
         assert self.verdict is None, "it is closed"
-        self._write(_Anew(self.number, why), True)
-        self._forget()
+        self._record(_Anew(self.number, why), True)
 
     def tokens(self) -> np.ndarray:
         """int32 [num_tokens]."""
@@ -201,40 +198,34 @@ class Sample:
         ids = (self.task.ordinal, self.number, self.attempt)
         return Trajectory(*ids, self.segments(), routes, self.finish_reason, self.verdict)
 
-    def _write(self, record: _Record, is_due: bool) -> None:
-        """Append to the log in one write. Frames before the first sampled token are delayed, unless the write ``is_due``."""
-        if self.log is None:
-            return
-        content = self._unwritten + _frame(record)
-        if not is_due and not self.num_sampled:
-            self._unwritten = content
-            return
-        with writing(self.log), self.log.open("ab", buffering=0) as file:
-            if file.write(content) < len(content):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._unwritten = b""
+    def _record(self, record: _Record, is_due: bool) -> None:
+        """Append ``record`` to the log in one write, and apply it. Frames before the first sampled token are written later, unless
+        this one ``is_due``."""
+        content = self._unwritten + _frame(record) if self.log is not None else b""
+        if self.log is not None and (is_due or self.num_sampled):
+            with writing(self.log), self.log.open("ab", buffering=0) as file:
+                if file.write(content) < len(content):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            content = b""
+        self._unwritten = content
+        self.apply(record)
 
-    def _take(self, part: Part) -> None:
-        self.parts.append(part)
-        self.num_tokens += len(part.segment.tokens)
-        self.num_sampled += len(part.segment.tokens) if part.segment.is_sampled else 0
-        self.num_rows += 0 if part.routes is None else len(part.routes)
-
-    def _forget(self) -> None:
-        self.parts, self.num_tokens, self.num_sampled, self.num_rows, self.num_resumed = [], 0, 0, 0, 0
-        self.num_lost += 1
-
-    def _replay(self, record: _Record) -> bool:
-        """Apply a record from a file. Returns False if it does not continue this sample, because another process wrote it."""
+    def apply(self, record: _Record) -> bool:
+        """Change the sample by a record. Returns False if it does not continue this sample, because another process wrote it."""
         if self.verdict is not None:
             return False
         if isinstance(record, _End):
             self.finish_reason, self.verdict = record.finish_reason, record.verdict
             self.routes = unpack_routes(record.routes) if record.routes else None
         elif isinstance(record, _Next) and (record.num_tokens, record.num_rows) == (self.num_tokens, self.num_rows):
-            self._take(record.part)
+            segment, routes = record.part.segment, record.part.routes
+            self.parts.append(record.part)
+            self.num_tokens += len(segment.tokens)
+            self.num_sampled += len(segment.tokens) if segment.is_sampled else 0
+            self.num_rows += 0 if routes is None else len(routes)
         elif isinstance(record, _Anew):
-            self._forget()
+            self.parts, self.num_tokens, self.num_sampled, self.num_rows, self.num_resumed = [], 0, 0, 0, 0
+            self.num_lost += 1
         else:
             return False
         return True
@@ -258,7 +249,7 @@ def _read(content: bytes) -> tuple[_Start | None, tuple[Sample, ...], list[bytes
     good, lost = [], set[int]()
     for record, after in found:
         number = len(samples) if isinstance(record, _Start) else record.sample  # a second start is never valid
-        if number not in lost and number < len(samples) and samples[number]._replay(record):
+        if number not in lost and number < len(samples) and samples[number].apply(record):
             good.append(content[end:after])
         else:
             lost.add(number)

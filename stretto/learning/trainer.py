@@ -28,7 +28,7 @@ from stretto.base.records import Meter, Receipt, new_run_id
 from stretto.base.trajectory import Group, GroupRef, WeightVersion
 from stretto.data.pack import IGNORED, PADDING
 from stretto.learning.algorithms import Streams, TokenCredit, give_credit, load_algorithm, unroll
-from stretto.learning.batch import by_sample, credited, pack
+from stretto.learning.batch import Batch, by_sample, credited, pack
 from stretto.learning.distillation import (
     DistillObjective,
     Lesson,
@@ -122,11 +122,15 @@ class _Update:
     passes: list[Pass]
 
 
+def _of_targets(batches: Sequence[Batch], name: str) -> NDArray[Any]:
+    """Array ``name`` of ``batches`` at the targets [N], in the order of the batches."""
+    return np.concatenate([getattr(each, name)[each.targets_BT != IGNORED] for each in batches])
+
+
 def _sources(update: _Update) -> NDArray[np.str_]:
     """Source of each target [N], in the order of the batches."""
     names = np.array([sample.source for group in update.samples for sample in group])
-    batches = [each.batch for each in update.passes]
-    return np.concatenate([names[each.samples_BT[each.targets_BT != IGNORED]] for each in batches])
+    return names[_of_targets([each.batch for each in update.passes], "samples_BT")]
 
 
 class TrainerRole:
@@ -437,13 +441,12 @@ class TrainerRole:
     def _update(self, update: Sequence[Pass]) -> StepResult:
         recipe, model = self._recipe, self._model
         set_learning_rate(self._optimizers, learning_rate(recipe.optim, self.version, recipe.train.steps))
+        subnet, temperature = model.config.full(), recipe.rollout.temperature
+        batches = [micro_batch(each, recipe.loss, temperature, subnet, recipe.distill) for each in update]
         result = optimisation_step(
             model,
             self._optimizers,
-            [
-                micro_batch(each, recipe.loss, recipe.rollout.temperature, model.config.full(), recipe.distill)
-                for each in update
-            ],
+            batches,
             self._ranks,
             clip_norm=recipe.optim.clip_norm,
             balance_rate=recipe.train.balance_rate,
@@ -472,13 +475,12 @@ class TrainerRole:
         before = [each.scores["policy"] for each in passes if "policy" in each.scores]
         before_N = self._gathered(passes, before) if before else streams["logp"]
         batches, num_samples = [each.batch for each in passes], sum(len(group.trajectories) for group in groups)
-        firsts = [number * num_samples for number, update in enumerate(updates) for _ in update.passes]
-        behaviour_N = np.concatenate([each.behaviour_BT[each.targets_BT != IGNORED] for each in batches])
-        ages_N = np.concatenate([version - each.versions_BT[each.targets_BT != IGNORED] for each in batches])
-        samples_N = np.concatenate(
-            [first + each.samples_BT[each.targets_BT != IGNORED] for first, each in zip(firsts, batches, strict=True)]
+        behaviour_N = _of_targets(batches, "behaviour_BT").astype(np.float64)
+        updates_N = np.repeat(
+            range(len(updates)), [sum(each.batch.num_targets for each in update.passes) for update in updates]
         )
-        scalars = mismatch(before_N, behaviour_N.astype(np.float64), ages_N, samples_N)
+        samples_N = _of_targets(batches, "samples_BT") + num_samples * updates_N  # numbers are within the update
+        scalars = mismatch(before_N, behaviour_N, version - _of_targets(batches, "versions_BT"), samples_N)
         scalars |= update_scalars(streams) | sample_scalars(groups) | staleness(groups, version)
         if recipe.distill is not None:
             sources_N, taught = np.concatenate([*map(_sources, updates)]), sorted(recipe.distill.teacher_of())

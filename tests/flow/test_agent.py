@@ -317,7 +317,8 @@ def test_evaluation_leaves_no_trace(tmp_path: Path) -> None:
 def test_logs_are_forgotten(tmp_path: Path) -> None:
     draw(tmp_path)
     assert len(list((tmp_path / LOGS).iterdir())) == 1
-    asyncio.run(agent(tmp_path, [Spoken([np.zeros(1, np.int32)])]).forget([TASK.ordinal, 99]))
+    for ordinal in (99, TASK.ordinal):
+        asyncio.run(agent(tmp_path, [Spoken([np.zeros(1, np.int32)])]).forget(ordinal))
     assert not list((tmp_path / LOGS).iterdir())
 
 

@@ -109,7 +109,7 @@ class Agent:
             return await self._world.on_group(task, attempt)
         return ref(task.ordinal, attempt, version=oldest)
 
-    async def forget(self, ordinals: tuple[int, ...]) -> None: ...
+    async def forget(self, ordinal: int) -> None: ...
 
     async def waits(self) -> tuple[Wait, ...]:
         return self._world.waits
