@@ -70,6 +70,10 @@ class Wait:
     """Seconds since this wait began."""
     num_sampled: int
 
+    def __str__(self) -> str:
+        what = f"has waited for {self.waits_for} for {self.seconds:,.0f} s"
+        return f"sample {self.sample} of group {self.ordinal} {what} ({self.num_sampled} tokens so far)"
+
 
 @dataclass(slots=True)
 class AgentStats:

@@ -245,8 +245,7 @@ class Driver:
                 self._dispatch()
                 await self._roles.mend()
                 if stuck := self._watchdog.report():
-                    for wait in (await self._roles.waits())[:1]:
-                        stuck += f"; sample {wait.sample} of group {wait.ordinal} has waited for {wait.waits_for} for {wait.seconds:.0f} s"
+                    stuck = "; ".join([stuck, *map(str, (await self._roles.waits())[:1])])
                     stuck += f"; the last attempt was lost by {self._last_loss}" if self._last_loss else ""
                     raise UserError(f"run: {stuck}; see `stretto top`, then continue with --resume")
             except Exception as error:

@@ -147,11 +147,9 @@ class Trace:
 
     def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = path = folder / SPANS_FILE
-        is_torn = path.is_file() and not path.read_bytes().endswith(b"\n")
-        self._file = path.open("a", encoding="utf-8")
-        if is_torn:
-            self._file.write("\n")
+        self._path = folder / SPANS_FILE
+        self._file = self._path.open("a", encoding="utf-8")
+        self._file.write("\n")  # ends a line that a kill has torn
         self._lanes: dict[str, list[bool]] = {}
         self.busy_s: dict[str, float] = defaultdict(float)
         """By role and name, joined by a slash."""
@@ -185,11 +183,11 @@ class Trace:
 
 
 def read_spans(folder: Path) -> list[Span]:
-    """The spans of a run; [] if there are none. A torn line is skipped."""
+    """The spans of a run; [] if there are none. Empty and torn lines are skipped."""
     path = folder / SPANS_FILE
     spans = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        with suppress(ValueError, TypeError):  # torn by a kill; the next line is complete
+        with suppress(ValueError, TypeError):
             spans.append(Span(*json.loads(line)))
     return spans
 
@@ -448,7 +446,6 @@ class Logbook:
             await asyncio.sleep(STATUS_EVERY_S)
 
     async def _write_status(self, state: str) -> None:
-        waits = (await self._roles.waits())[:_SHOWN_WAITS]
         status = RunStatus(
             updated_s=time.time(),
             step=self._controller.version,
@@ -458,10 +455,7 @@ class Logbook:
             metrics=self._metrics,
             rewards=self._rewards,
             roles=await self._rows(),
-            waits=[
-                f"group {wait.ordinal}, sample {wait.sample}: {wait.waits_for}, {wait.seconds:,.1f} s, {wait.num_sampled} tokens so far"
-                for wait in waits
-            ],
+            waits=[str(wait) for wait in (await self._roles.waits())[:_SHOWN_WAITS]],
         )
         await asyncio.to_thread(write_status, self._folder, status)
 

@@ -12,8 +12,9 @@ Shape letters: G samples of a group, S inputs of a sample, L MoE layers of the m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -157,23 +158,14 @@ def overlong_penalty(num_tokens: int, max_tokens: int, share: float) -> float:
 
 def unroll(groups: Sequence[Group], overlong_share: float = 0.0) -> list[list[Streams]]:
     """Streams by group and sample, numbered over the update."""
-    result: list[list[Streams]] = []
-    number = 0
-    for group in groups:
-        outcomes = {trajectory.verdict.outcome for trajectory in group.trajectories}
-        assert Outcome.INFRA not in outcomes, f"ordinal {group.task.ordinal}: an infrastructure error has a reward"
-        samples = []
-        for trajectory in group.trajectories:
-            penalty = overlong_penalty(trajectory.num_sampled, group.task.max_tokens, overlong_share)
-            streams = _streams(trajectory, number, trajectory.verdict.reward - penalty)
-            samples.append(replace(streams, source=group.task.source, prompts=group.prompts))
-            number += 1
-        result.append(samples)
-    return result
+    numbers = count()
+    return [[_streams(group, each, next(numbers), overlong_share) for each in group.trajectories] for group in groups]
 
 
-def _streams(trajectory: Trajectory, number: int, reward: float) -> Streams:
-    segments = trajectory.segments
+def _streams(group: Group, trajectory: Trajectory, number: int, overlong_share: float) -> Streams:
+    segments, verdict = trajectory.segments, trajectory.verdict
+    assert verdict.outcome is not Outcome.INFRA, f"ordinal {trajectory.ordinal}: an infrastructure error has a reward"
+    reward = verdict.reward - overlong_penalty(trajectory.num_sampled, group.task.max_tokens, overlong_share)
     tokens, logprobs, versions = (
         np.concatenate([getattr(segment, name) for segment in segments]) for name in ("tokens", "logprobs", "versions")
     )
@@ -182,14 +174,14 @@ def _streams(trajectory: Trajectory, number: int, reward: float) -> Streams:
     spans = [slice(*starts[place : place + 2]) for place, segment in enumerate(segments) if segment.is_sampled]
     for turn, span in enumerate(spans):
         turns[span] = turn
-    for step in trajectory.verdict.steps:
+    for step in verdict.steps:
         span = spans[step.turn]
         length = span.stop - span.start
         steps[span.start + min(max(step.end or length, 1), length) - 1] += step.reward
     mask_S = turns[1:] >= 0
     assert mask_S.any(), f"ordinal {trajectory.ordinal}, sample {trajectory.sample}: not one sampled token"
-    routes = trajectory.routes
-    return Streams(number, trajectory, reward, tokens, logprobs[1:], versions[1:], routes, mask_S, turns[1:], steps[1:])
+    streams = (tokens, logprobs[1:], versions[1:], trajectory.routes, mask_S, turns[1:], steps[1:])
+    return Streams(number, trajectory, reward, *streams, group.task.source, group.prompts)
 
 
 def give_credit(
