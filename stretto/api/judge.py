@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from hashlib import blake2b
 from pathlib import Path
 
@@ -17,12 +17,13 @@ from torch import Tensor
 from stretto.base.config import validate
 from stretto.base.endpoint import served_name
 from stretto.base.errors import UserError
-from stretto.base.numbers import percent
+from stretto.base.numbers import duration, percent
 from stretto.base.paths import checkpoint_folder, remove, replacing
-from stretto.base.track import progress
+from stretto.base.track import progress, say
 from stretto.evals.ranker import (
     FEATURES,
     JUDGE_FILE,
+    SCOPE,
     JudgeRecord,
     Reader,
     features,
@@ -34,11 +35,11 @@ from stretto.evals.ranker import (
 )
 from stretto.evals.scores import Interval
 from stretto.model.parallel import join
-from stretto.post.calibrate import Trust, calibrate
+from stretto.post.calibrate import Trust, calibrate, num_comparisons
 from stretto.report.page import Cell, Table
 from stretto.server.judge import judge_server
 from stretto.server.server import open_socket
-from stretto.tasks.judge import EndpointConfig, EndpointJudge
+from stretto.tasks.judge import EndpointConfig, EndpointJudge, JudgeFailed
 from stretto.tasks.task import Problem
 from stretto.text.passages import Part, Passage, damaged, passages
 
@@ -96,7 +97,7 @@ def train_command(
     record = save_judge(out, reader, head, part, seed, found, read_KNSF)
     remove(kept)
     said = f"{out}: judge {record.name}, of {len(found)} passages by {len(record.authors)} authors"
-    sys.stdout.write(f"{said}\nnext: stretto judge calibrate {out}\n")
+    sys.stdout.write(f"{said}\nA local judge {SCOPE}.\nnext: stretto judge calibrate {out}\n")
     return record
 
 
@@ -116,11 +117,23 @@ def calibrate_command(
                     problem = Problem(0, ({"role": "user", "content": prompt},), "", {"rubric": [_CRITERION]})
                     return asked.prefer(problem, first, second, time.monotonic() + config.verdict_s)
 
+                _announce(prefer, found, config.at_once)
                 trust = calibrate(prefer, found, damages, config.at_once)
     else:
-        trust = calibrate(open_judge(Path(judge), join(device).device).first_wins, found, damages)
+        first_wins = open_judge(Path(judge), join(device).device).first_wins
+        _announce(first_wins, found)
+        trust = calibrate(first_wins, found, damages)
     rich.print(trust_table(trust, judge))
     return trust
+
+
+def _announce(prefer: Callable[[str, str, str], float], found: Sequence[Passage], at_once: int = 1) -> None:
+    """Print the expected time of `calibrate`, from one comparison."""
+    start_s = time.perf_counter()
+    with suppress(JudgeFailed):  # counted by `calibrate`
+        prefer(found[0].prompt, found[0].text, found[0].text)
+        num = num_comparisons(len(found))
+        say(f"{num:,} comparisons, about {duration((time.perf_counter() - start_s) * num / at_once)}")
 
 
 def trust_table(trust: Trust, judge: str) -> Table:
@@ -140,7 +153,8 @@ def trust_table(trust: Trust, judge: str) -> Table:
         row("itself", trust.itself, "half"),
         row("shown first", trust.position, "half"),
     ]
-    note = f"It contradicted itself in {percent(trust.contradicted)} of pairs; {trust.num_infra} comparisons were not made."
+    note = f"It contradicted itself in {percent(trust.contradicted)} of pairs; {trust.num_infra} comparisons were not made. "
+    note += "Detection of damage says nothing about agreement with readers: bench/rated_stories.py measures that."
     return Table(f"How far to trust {judge}", ("What", "Wins", "A fair judge"), tuple(rows), (), note)
 
 
@@ -149,6 +163,7 @@ def serve_command(judge: Path, host: str, port: int, device: str = "auto") -> No
     listening = open_socket(host, port)
     opened = open_judge(judge, join(device).device)
     url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1"
-    sys.stdout.write(f'judge serving at {url}\njudge = {{ url = "{url}", model = "{opened.record.name}" }}\n')
+    table = f'judge = {{ url = "{url}", model = "{opened.record.name}" }}'
+    sys.stdout.write(f"judge serving at {url}\n{table}\nA local judge {SCOPE}.\n")
     sys.stdout.flush()
     judge_server(opened).run(sockets=[listening])

@@ -18,6 +18,7 @@ from stretto.base.config import read_recipe, source_name
 from stretto.base.errors import UserError, user_errors
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress, say
+from stretto.evals.ranker import SCOPE
 from stretto.flow.launch import Job, SourceTables
 from stretto.flow.run import Result, has_begun, run_rl, start_of
 from stretto.learning.algorithms import load_algorithm
@@ -26,7 +27,7 @@ from stretto.learning.teachers import check_teachers
 from stretto.model.parallel import join
 from stretto.post.distill import STAGE as DISTILL
 from stretto.post.distill import gaps, parent_settings, teacher_settings
-from stretto.post.panel import EVALUATES
+from stretto.post.panel import EVALUATES, REWARDS
 from stretto.post.sft import sft
 from stretto.report.page import Plot
 from stretto.report.rl import panels, read_rl_run, report_rl_run, reward
@@ -213,6 +214,8 @@ def _run(
     console = rich.get_console()
     for name, source in recipe.sources.items():
         judge = source.args.get("judge")
+        if isinstance(judge, dict) and str(judge.get("model")).startswith(REWARDS):
+            console.print(escape(f"warning: sources.{name}: judge: the local judge {judge['model']} {SCOPE}."))
         if isinstance(judge, dict) and str(judge.get("model")).startswith(EVALUATES):
             raise UserError(
                 f"sources.{name}: judge: {judge['model']} was trained for evaluation, which would be biased if it also rewarded; use a judge "

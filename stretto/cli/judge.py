@@ -12,7 +12,9 @@ from stretto.base.errors import UserError
 from stretto.cli.options import Device
 
 judge = typer.Typer(
-    help="Local rating model for writing: train, calibrate, serve.", no_args_is_help=True, rich_markup_mode=None
+    help="Local detector of damaged text (no measure of quality): train, calibrate, serve.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 Books = Annotated[
@@ -36,9 +38,10 @@ def train(
     seed: Seed = 0,
     device: Device = "auto",
 ) -> None:
-    """Train a rating model that tells passages of books from perturbed copies, on a network's hidden states.
+    """Train a detector that tells passages of books from perturbed copies, on a network's hidden states.
 
-    Reads a checkpoint and books; writes a judge folder.
+    Reads a checkpoint and books; writes a judge folder. The scores do not follow readers' ratings of stories: use an LLM judge to improve
+    or compare writing.
     """
     from stretto.api.judge import train_command
 
@@ -69,7 +72,7 @@ def serve(
     port: Annotated[int, Option(help="Port; 0: any free port.")] = 8100,
     device: Device = "auto",
 ) -> None:
-    """Serve a judge to recipes and evaluations at an OpenAI-compatible URL."""
+    """Serve a detector of damaged text to recipes and evaluations at an OpenAI-compatible URL."""
     from stretto.api.judge import serve_command
 
     serve_command(judge, host, port, device)

@@ -64,6 +64,11 @@ _MOST_DIRECTIONS = 32
 _DECAY, _DECAY_TOLD = 12.0, 0.01
 """Of the weights of states and of the others, by passages learnt from: the others tell most alone, and states are many."""
 
+SCOPE = (
+    "detects damaged text (reordered, looping, cut off, off-topic, padded, copied); its scores do not follow readers' ratings. "
+    "To improve or compare writing, use an LLM judge"
+)
+"""What a local judge is for; measured by bench/rated_stories.py."""
 TIE = 0.1
 """Log odds that say nothing: 52 to 48 (ours)."""
 

@@ -13,7 +13,7 @@ from stretto.base.errors import UserError
 from stretto.base.track import progress
 from stretto.evals.scores import MOST_INFRA, Interval, mean_interval
 from stretto.tasks.judge import JudgeFailed
-from stretto.text.passages import Passage, bulleted, sentences, spaced
+from stretto.text.passages import DAMAGES, Passage, bulleted, sentences, spaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,11 @@ class Trust:
     """Share of pairs with contradictory verdicts in the two orders."""
     num_infra: int
     """Number of comparisons without a verdict."""
+
+
+def num_comparisons(num_passages: int) -> int:
+    """Comparisons that `calibrate` makes: six perturbations, two layouts, the first half and the text itself, in both orders."""
+    return 2 * num_passages * (len(DAMAGES) + 4)
 
 
 def calibrate(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tokenizers import decoders
 
 from stretto.base.errors import UserError
-from stretto.text.stream import BYTE_OF_CHARACTER, REPLACEMENT
+from stretto.text.stream import BYTE_OF_CHARACTER, REPLACEMENT, bytes_of_token
 from stretto.text.tokenizer import Tokenizer
 
 _NOT_UTF8 = re.compile("([\udc80-\udcff]+)")
@@ -40,10 +40,9 @@ class Spelling:
 
     def bytes_of(self, token: int) -> bytes:
         """Bytes of a token, never empty: an id without a token is U+FFFD."""
-        spelling = self.added.get(token) or self._rust.id_to_token(token) or REPLACEMENT
-        if token in self.added or not all(map(BYTE_OF_CHARACTER.__contains__, spelling)):
-            return spelling.encode()
-        return bytes(map(BYTE_OF_CHARACTER.__getitem__, spelling))
+        if token in self.added:
+            return self.added[token].encode()
+        return bytes_of_token(self._rust.id_to_token(token) or REPLACEMENT)
 
     def ids_of(self, data: bytes) -> list[int]:
         """Tokens that spell ``data``: encoded as text; byte by byte where it is not text, or where encoding would change it (NFC)."""

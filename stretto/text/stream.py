@@ -27,6 +27,14 @@ BYTE_OF_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {
 """Byte for each character of a byte-level vocabulary (GPT-2): the character's own code if it is printable, else codes from 256 up."""
 
 
+def bytes_of_token(token: str) -> bytes:
+    """Bytes of a token of a byte-level vocabulary. A token that is not spelled in bytes, such as an added one, is its own text."""
+    try:
+        return bytes(map(BYTE_OF_CHARACTER.__getitem__, token))
+    except KeyError:
+        return token.encode()
+
+
 class Detokenizer:
     """Text of one sequence, token by token.
 
@@ -63,14 +71,8 @@ class Detokenizer:
         return self._flush(is_last=True) if self._utf8 is None else self._utf8.decode(b"", final=True)
 
     def _bytes(self, token_id: int) -> bytes:
-        """Bytes of a byte-level token. A token that is not spelled in bytes, such as an added one, is its own text."""
         token = self._rust.id_to_token(token_id)
-        if token is None:  # a row of the embedding without a token
-            return b""
-        try:
-            return bytes([BYTE_OF_CHARACTER[character] for character in token])
-        except KeyError:
-            return str(token).encode()
+        return b"" if token is None else bytes_of_token(token)  # None: a row of the embedding without a token
 
     def _is_byte(self, token_id: int) -> bool:
         return _BYTE_TOKEN.fullmatch(self._rust.id_to_token(token_id) or "") is not None

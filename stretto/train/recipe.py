@@ -264,10 +264,7 @@ class ElasticizeRecipe(Config):
         elastic = _completed(self.elastic, model, presets, self.train)
         if self.cached_logits is not None and self.cached_logits > model.vocab_size:
             raise UserError(f"cached_logits: {self.cached_logits} exceeds the vocabulary of {model.vocab_size}")
-        if not _only_ranks(model):
-            return self.replace(elastic=elastic)
-        elastic = elastic.replace(balance_rate=0.0, balance_final_rate=0.0)
-        return self.replace(elastic=elastic, optim=_routers_kept(self.optim))
+        return self.replace(elastic=elastic, optim=_optim_for(self.optim, model))
 
     def mixture_at(self, model: ModelConfig, step: int) -> MixtureConfig:
         """The mixture of ``step`` (0-based). Axes that start later stay full."""
@@ -299,7 +296,9 @@ Mixture = TypeVar("Mixture", bound=MixtureConfig)
 def _completed(
     elastic: Mixture, model: ModelConfig, presets: Mapping[str, SubnetChoice], train: TrainConfig
 ) -> Mixture:
-    """``elastic`` with anchors by name, and bounds that fit them. Raises `UserError`: they do not fit ``model``."""
+    """``elastic`` with anchors by name, bounds that fit them, and no balance steps if routers only rank. Raises `UserError`: it does
+    not fit ``model``.
+    """
     anchors = elastic.anchors or dict(presets) or default_anchors(model)
     if not anchors:
         raise UserError(
@@ -316,7 +315,7 @@ def _completed(
         check_fit(elastic, train, model)
     except ValueError as error:
         raise UserError(str(error)) from None
-    return elastic
+    return elastic.replace(balance_rate=0.0, balance_final_rate=0.0) if _only_ranks(model) else elastic
 
 
 def _only_ranks(model: ModelConfig) -> bool:
@@ -324,9 +323,9 @@ def _only_ranks(model: ModelConfig) -> bool:
     return bool(model.num_moe_layers) and model.top_k_by_layer == model.experts_by_layer
 
 
-def _routers_kept(optim: OptimConfig) -> OptimConfig:
-    """``optim`` with frozen routers, unless the recipe sets another learning rate for routers than the default."""
-    return optim if optim.router_lr_factor != 1.0 else optim.replace(router_lr_factor=0.0)
+def _optim_for(optim: OptimConfig, model: ModelConfig) -> OptimConfig:
+    """``optim``; with frozen routers if they only rank, unless the recipe sets another learning rate for routers than the default."""
+    return optim.replace(router_lr_factor=0.0) if _only_ranks(model) and optim.router_lr_factor == 1.0 else optim
 
 
 class SftRecipe(Config):
@@ -359,12 +358,8 @@ class SftRecipe(Config):
             raise UserError(
                 f"train.seq_len: {self.train.seq_len} exceeds the network's {model.max_positions} positions"
             )
-        elastic, optim = self.elastic, self.optim
-        if elastic is not None:
-            elastic = _completed(elastic, model, presets, self.train)
-        if _only_ranks(model):
-            optim = _routers_kept(optim)
-        if not _only_ranks(model) and self.lora is None:
-            return self.replace(elastic=elastic, optim=optim)
-        elastic = elastic.replace(balance_rate=0.0, balance_final_rate=0.0) if elastic is not None else None
-        return self.replace(elastic=elastic, optim=optim, balance_rate=0.0)
+        elastic = None if self.elastic is None else _completed(self.elastic, model, presets, self.train)
+        if elastic is not None and self.lora is not None:
+            elastic = elastic.replace(balance_rate=0.0, balance_final_rate=0.0)
+        rate = 0.0 if self.lora is not None or _only_ranks(model) else self.balance_rate
+        return self.replace(elastic=elastic, optim=_optim_for(self.optim, model), balance_rate=rate)

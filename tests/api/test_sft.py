@@ -249,7 +249,7 @@ def test_what_cannot_be_done_is_refused(base: Path, data: Path, tmp_path: Path) 
     with pytest.raises(UserError, match=r"train.seq_len: 4096 exceeds the network's 512 positions"):
         run(base, data, tmp_path / "b", "train.seq_len=4096")
     (tmp_path / "text.txt").write_text("plain text " * 100)
-    with pytest.raises(UserError, match=r"text.txt: plain text, and records are needed"):
+    with pytest.raises(UserError, match=r"text.txt: plain text, but records are needed"):
         run(base, tmp_path / "text.txt", tmp_path / "c")
     with pytest.raises(UserError, match=r"step [23]: the (loss|gradient) of full is not finite"):
         run(

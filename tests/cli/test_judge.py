@@ -67,6 +67,15 @@ def test_what_is_refused(stretto: Run, library: Path, tmp_path: Path) -> None:
     assert not out.exists() and not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("judge", "is_warned"), [("reward-1", True), ("qwen", False)])
+def test_a_local_judge_as_a_reward_is_warned_of(stretto: Run, tmp_path: Path, judge: str, is_warned: bool) -> None:
+    settings = ("--set", f"sources.writing.args.judge.model={judge}", "--set", "loss.advantage=no_module:name")
+    recipe, model = RECIPES / "writing.toml", network(tmp_path)
+    done = stretto("online", recipe, "--model", model, "--out", tmp_path / "run", *settings)
+    refused(done, "loss.advantage")
+    assert ("do not follow readers' ratings" in " ".join(done.out.split())) == is_warned, done.out
+
+
 @pytest.mark.slow
 def test_train_calibrate_reward_and_be_refused_as_a_judge(
     stretto: Run, library: Path, finished: Path, tmp_path: Path
@@ -77,9 +86,11 @@ def test_train_calibrate_reward_and_be_refused_as_a_judge(
             "judge", "train", model, "--data", library, "-o", tmp_path / part, "--part", part, "--passages", 16
         )
         assert done.code == 0 and f"judge {part}-" in done.out, done.err
+        assert "do not follow readers' ratings" in " ".join(done.out.split()), done.out
     assert not (tmp_path / "reward.states").exists()
     done = stretto("judge", "calibrate", tmp_path / "reward", "--data", library, "--passages", 4)
     assert done.code == 0 and "whole against shuffled" in " ".join(done.out.split()), done.err
+    assert "80 comparisons, about " in done.out + done.err, done
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f"{json.dumps({'prompt': f'the {word} watched'})}\n" for word in "abcdefgh"))
     run = tmp_path / "run"

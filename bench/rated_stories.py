@@ -1,0 +1,109 @@
+"""Verdicts of local judges on texts that people rated, beside length and compression as baselines.
+
+    python -m bench.rated_stories RATED --judge JUDGE [--judge JUDGE] [--device cuda]
+
+RATED: JSONL, CSV or Parquet with the fields prompt, text, author (a person or a model) and rating, or HANNA's annotations (Prompt, Story,
+Model and six criteria; https://github.com/dig-team/hanna-benchmark-asg). Ratings of one text by several people are averaged. JUDGE: a folder
+of `stretto judge train`. Prints rank correlations with the ratings, over all texts and within authors, with 95 % bootstrap intervals over
+prompts (all texts of a prompt are resampled together), and the paired differences of each judge to the baselines. Exits with 1 unless a judge
+beats both baselines: all four differences above 0, intervals included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+from scipy import stats
+
+from bench.common.measure import table, wide_console
+from stretto.base.track import progress
+from stretto.data.sources import Rows, read_files
+from stretto.evals.ranker import open_judge
+from stretto.text.similar import compression, words
+
+CRITERIA = ("Relevance", "Coherence", "Empathy", "Surprise", "Engagement", "Complexity")
+BASELINES = ("words", "zlib ratio")
+MEASURES = ("Spearman", "Kendall", "Spearman within authors")
+DRAWS = 1000
+
+
+def read_rated(path: Path) -> list[tuple[str, str, str, float]]:
+    """Prompt, text, author and mean rating of each text."""
+    rows, ratings = Rows(), dict[tuple[str, str, str], list[float]]()
+    for _ in read_files([path], rows):
+        pass
+    for record, _ in rows:
+        is_hanna = "Story" in record
+        names = ("Prompt", "Story", "Model") if is_hanna else ("prompt", "text", "author")
+        rating = np.mean([float(record[name]) for name in (CRITERIA if is_hanna else ("rating",))])
+        ratings.setdefault(tuple(str(record[name]) for name in names), []).append(float(rating))  # type: ignore[arg-type]
+    return [(*key, float(np.mean(values))) for key, values in ratings.items()]
+
+
+def correlations(scores_N: np.ndarray, ratings_N: np.ndarray, authors_N: np.ndarray) -> list[float]:
+    """One value for each of `MEASURES`; within authors: the mean weighted by the number of texts."""
+    within, sizes = [], []
+    for author in np.unique(authors_N):
+        own_N = authors_N == author
+        if own_N.sum() > 2 and len(set(ratings_N[own_N])) > 1 and len(set(scores_N[own_N])) > 1:
+            within.append(stats.spearmanr(scores_N[own_N], ratings_N[own_N]).statistic)
+            sizes.append(own_N.sum())
+    overall = stats.spearmanr(scores_N, ratings_N).statistic, stats.kendalltau(scores_N, ratings_N).statistic
+    return [*overall, np.average(within, weights=sizes) if within else np.nan]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rated", type=Path)
+    parser.add_argument("--judge", type=Path, action="append", required=True)
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args(arguments)
+    prompts, texts, authors, ratings = zip(*read_rated(options.rated), strict=True)
+    scores = {"words": [len(words(text)) for text in texts], "zlib ratio": [compression(text) for text in texts]}
+    for folder in options.judge:
+        judge = open_judge(folder, options.device)
+        with progress(f"{folder.name}: texts", len(texts)) as advance:
+            scores[folder.name] = []
+            for asked in zip(prompts, texts, strict=True):
+                scores[folder.name].append(float(judge.scores([asked])[0]))
+                advance(1)
+    scores_N = {name: np.array(values) for name, values in scores.items()}
+    ratings_N, authors_N = np.array(ratings), np.array(authors)
+    of_prompt = [np.flatnonzero(np.array(prompts) == prompt) for prompt in dict.fromkeys(prompts)]
+    rng = np.random.default_rng(0)
+    draws = [np.arange(len(texts))]
+    draws += [
+        np.concatenate([of_prompt[at] for at in rng.integers(0, len(of_prompt), len(of_prompt))]) for _ in range(DRAWS)
+    ]
+    found = {
+        name: np.array([correlations(values_N[draw], ratings_N[draw], authors_N[draw]) for draw in draws])
+        for name, values_N in scores_N.items()
+    }
+    compared = {
+        f"{judge.name} − {name}": found[judge.name] - found[name] for judge in options.judge for name in BASELINES
+    }
+    num_authors = len(set(authors))
+    title = f"{options.rated.name}: {len(texts)} texts, {len(of_prompt)} prompts, {num_authors} authors or models"
+    shown = table(title, "", *MEASURES)
+    for name, values in chain(found.items(), compared.items()):
+        low, high = np.nanquantile(values[1:], (0.025, 0.975), axis=0)
+        shown.add_row(name, *(f"{v:+.2f} ({a:+.2f} to {b:+.2f})" for v, a, b in zip(values[0], low, high, strict=True)))
+    wide_console().print(shown)
+    beaten = [
+        all(
+            (np.nanquantile(compared[f"{judge.name} − {name}"][1:], 0.025, axis=0)[[0, 2]] > 0).all()
+            for name in BASELINES
+        )
+        for judge in options.judge
+    ]
+    print(f"a judge beats both baselines: {'yes' if any(beaten) else 'no'}")
+    sys.exit(not any(beaten))
+
+
+if __name__ == "__main__":
+    main()
