@@ -94,7 +94,7 @@ def train_command(
     kept = out.with_name(f"{out.name}.states")
     found, _, read_KNSF = passage_states(reader, read_books(data), part, num, kept, seed)
     head = train_head(read_KNSF[0], read_KNSF[1:])
-    record = save_judge(out, reader, head, part, seed, found, read_KNSF)
+    record = save_judge(out, reader, head, part, seed, found, read_KNSF[0])
     remove(kept)
     said = f"{out}: judge {record.name}, of {len(found)} passages by {len(record.authors)} authors"
     sys.stdout.write(f"{said}\nA local judge {SCOPE}.\nnext: stretto judge calibrate {out}\n")

@@ -1,7 +1,7 @@
 """Held-out loss of Subnets, and KL to the full network.
 
-Candidates are compared by loss and by KL to the full network, never by a multiple-choice score: at small sizes those
-sit at chance and rank at random.
+Candidate Subnets are compared by loss and by KL to the full network, not by multiple-choice scores: small networks score at
+chance level, so their ranking would be random.
 
 Shape letters: B rows, T positions, N tokens that carry a loss, D hidden, V vocabulary.
 """
@@ -23,12 +23,12 @@ from stretto.model.transformer import Context, Transformer
 from stretto.ops.logprob import IGNORED, Teacher, head_loss
 
 GRAM_ROWS = 1 << 14
-"""Of the head, widened to fp32 at a time: the whole of a large vocabulary would take gigabytes."""
+"""Rows of the head that are converted to fp32 at a time; the whole head of a large vocabulary would take gigabytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvalBatch:
-    """A batch on the device where it is computed; a held-out one again and again."""
+    """A batch on its device. Held-out batches are used many times."""
 
     ids_BT: Tensor
     """Token ids, int64."""
@@ -38,7 +38,7 @@ class EvalBatch:
 
     @staticmethod
     def of(batch: Batch, device: torch.device | str) -> EvalBatch:
-        """The loader's ``batch``, moved to ``device``."""
+        """The loader's ``batch`` on ``device``."""
         ids_BT, targets_BT, documents_BT, positions_BT = (
             torch.from_numpy(array).to(device=device, dtype=torch.int64, non_blocking=True)
             for array in (batch.tokens_BT, batch.targets_BT, batch.documents_BT, batch.positions_BT)
@@ -47,7 +47,7 @@ class EvalBatch:
 
     @property
     def real_BT(self) -> Tensor:
-        """Which tokens belong to a document, and are no padding; bool."""
+        """Mask of the tokens that belong to a document, bool; padding is False."""
         documents_BT = self.ctx.documents_BT
         return torch.ones_like(self.ids_BT, dtype=torch.bool) if documents_BT is None else documents_BT >= 0
 
@@ -59,15 +59,15 @@ class LossReport:
     nll: float
     """Mean negative log-likelihood, nats per token."""
     num_tokens: int
-    """Tokens that carry a loss."""
+    """Number of target tokens."""
     kl: float | None = None
-    """Mean KL(full ‖ Subnet), nats per token; None where it was not asked for."""
+    """Mean KL(full ‖ Subnet), nats per token; None unless requested."""
     logit_error: float | None = None
-    """Squared distance of the logits to the full network's over the squared size of those; None as above."""
+    """Squared distance of the logits to the full network's, divided by the squared norm of the latter; None unless requested."""
 
 
 def evaluate(model: Transformer, subnet: Subnet, batches: Sequence[EvalBatch]) -> LossReport:
-    """Loss of ``subnet`` over ``batches``, each token weighing the same."""
+    """Loss of ``subnet`` over ``batches``, mean over tokens."""
     return evaluate_many(model, [subnet], batches)[0]
 
 
@@ -80,19 +80,19 @@ def evaluate_many(
     against_full: bool = False,
     advance: Callable[[int], None] = lambda num: None,
 ) -> list[LossReport]:
-    """Loss of each of ``subnets`` over the same batches, in the dtype of the weights or the one that autocast says.
+    """Losses of ``subnets`` over the same batches, in the dtype of the weights or of autocast.
 
     Args:
-        against_full: also the distance of each to the full network, which runs once a batch.
-        advance: called with 1 after each Subnet and batch, ``len(subnets) * len(batches)`` times in all.
+        against_full: also measure KL and logit error to the full network, which runs once per batch.
+        advance: called with 1 after each Subnet and batch, ``len(subnets) * len(batches)`` times in total.
 
     Raises:
-        UserError: a Subnet lies outside the network, or no token of the batches carries a loss.
+        UserError: a Subnet that does not fit the network, or batches without a target token.
     """
     for subnet in subnets:
         check_subnet(model.config, subnet)
     sums: list[dict[str, float]] = [defaultdict(float) for _ in subnets]
-    head_VD = model.head_VD.detach()  # a leaf that wants a gradient would make head_loss compute one
+    head_VD = model.head_VD.detach()  # otherwise head_loss would compute its gradient
     gram_DD = logit_gram(head_VD) if against_full else None
     num_tokens, full_size = 0, 0.0
     for batch in batches:
@@ -113,7 +113,7 @@ def evaluate_many(
                 total["error"] += logit_size(hidden_ND - full_ND, gram_DD)
             advance(1)
     if num_tokens == 0:
-        raise UserError("held-out data: no token carries a loss; give longer documents or more of them")
+        raise UserError("held-out data: contains no target token; give longer documents or more of them")
     return [
         LossReport(
             nll=total["nll"] / num_tokens,
@@ -126,7 +126,7 @@ def evaluate_many(
 
 
 def logit_gram(head_VD: Tensor) -> Tensor:
-    """WᵀW of the head: |W·d|² = dᵀ(WᵀW)d, so that the [N, V] logits of a difference are never formed."""
+    """WᵀW of the head, in fp32. With |W·d|² = dᵀ(WᵀW)d, norms of logits need no [N, V] tensor."""
     gram_DD = torch.zeros(head_VD.shape[1], head_VD.shape[1], device=head_VD.device)
     with torch.autocast(head_VD.device.type, enabled=False):
         for rows_VD in head_VD.split(GRAM_ROWS):
@@ -135,7 +135,7 @@ def logit_gram(head_VD: Tensor) -> Tensor:
 
 
 def logit_size(hidden_ND: Tensor, gram_DD: Tensor) -> float:
-    """Sum over tokens of the squared length of the logits of ``hidden_ND``."""
+    """Sum over tokens of the squared norm of the logits of ``hidden_ND``."""
     with torch.autocast(gram_DD.device.type, enabled=False):
         wide_ND = hidden_ND.float()
         return float(((wide_ND @ gram_DD) * wide_ND).double().sum())
@@ -144,7 +144,7 @@ def logit_size(hidden_ND: Tensor, gram_DD: Tensor) -> float:
 def held_out_losses(
     model: Transformer, presets: Mapping[str, SubnetChoice], batches: Sequence[EvalBatch], ranks: Ranks
 ) -> dict[str, float]:
-    """Loss of the full network and of every preset, by name, over all ranks: each has ``batches`` of its own."""
+    """Losses of the full network and of every preset by name, over the ``batches`` of all ranks."""
     subnets = named_subnets(model.config, presets)
     reports = evaluate_many(model, list(subnets.values()), batches)
     sums = torch.tensor([[report.nll * report.num_tokens, report.num_tokens] for report in reports])
@@ -153,5 +153,5 @@ def held_out_losses(
 
 
 def without_layers(config: ModelConfig, dropped: set[int]) -> Subnet:
-    """The full network less some layers."""
+    """The full network without the layers ``dropped``."""
     return config.full(layer for layer in range(config.num_layers) if layer not in dropped)

@@ -1,5 +1,6 @@
-"""What the neurons of a dense network do on text: which of them every token needs, which work together, and which linear router
-tells beforehand. That is what a dense network's experts are made by (`stretto.model.upcycle`).
+"""Plans for splitting the feed-forward networks of a dense model into experts, from the activity of their neurons on text.
+
+A plan divides the neurons of a layer into shared ones and clusters, and fits a linear router (`stretto.model.upcycle` applies it).
 
 Shape letters: N tokens, D hidden, W neurons of a feed-forward network, F = 2·W, I neurons of a part, E routed parts (or clusters),
 M members to be clustered, X features of a member.
@@ -28,20 +29,18 @@ from stretto.ops.operators import ORDINARY
 T = TypeVar("T")
 
 FEATURE_TOKENS = 4096
-"""Tokens that neurons are compared on, or that are themselves clustered (ours)."""
+"""Largest number of tokens on which neurons are compared, or that are clustered themselves (our choice)."""
 TOKENS_AT_ONCE = 1024
-"""So many tokens' neurons are in memory at once."""
+"""Number of tokens whose neuron activations are in memory at once."""
 TIERS = 2
-"""Routed neurons are cut into so many tiers by what they write, and clustered within (ours). Where activations are hardly sparse,
-as after training with SwiGLU, clusters of all neurons at once would mix strong and weak ones: routers then found less to choose
-than a plain order by strength."""
+"""Number of tiers by output energy into which routed neurons are divided before clustering (our choice). Activations of SwiGLU networks are
+hardly sparse, so clusters over all neurons would mix strong and weak ones; routers then performed worse than with an order by strength."""
 ASSIGNED_AT_ONCE = 336
-"""Members that one assignment problem deals out (ours). It takes the cube of their number, and a random few hundred of them stand
-for all."""
+"""Number of members in one assignment problem (our choice); its cost is cubic."""
 ROUNDS = 6
-"""Of assigning members and moving centres (ours): later ones move a per cent of them."""
+"""Number of k-means rounds (our choice); later rounds move about 1 % of the members."""
 RIDGE = 0.01
-"""Shrinkage of the router's regression, as a share of the inputs' mean square (ours)."""
+"""Ridge penalty of the router's regression, as a share of the inputs' mean square (our choice)."""
 
 
 @torch.no_grad()
@@ -53,10 +52,10 @@ def plan_network(
     hold: Hold = lambda part: nullcontext(),
     advance: Callable[[int], None] = lambda num: None,
 ) -> list[LayerPlan]:
-    """The plan of every layer of the dense ``model``, from what its feed-forward networks are given on ``batches``.
+    """The plan of every layer of the dense ``model``, from the inputs of its feed-forward networks on ``batches``.
 
-    ``hold`` and ``advance`` are those of `stretto.evals.order.survey`, which walks the layers. What neurons write is computed as
-    autocast says, clusters and routers in fp32. Raises `UserError`: there are fewer tokens than a router has inputs.
+    Activations are computed in the dtype of autocast, clusters and routers in fp32. ``hold`` and ``advance``: as of
+    `stretto.evals.order.survey`. Raises `UserError`: fewer tokens than a router has inputs.
     """
     num_tokens = sum(int(batch.real_BT.sum()) for batch in batches)
     if num_tokens < model.config.hidden_size:
@@ -78,8 +77,8 @@ def each_layer(
     hold: Hold = lambda part: nullcontext(),
     advance: Callable[[int], None] = lambda num: None,
 ) -> list[T]:
-    """What ``find`` makes, for each layer of the dense ``model``, of its number, its feed-forward network and what that is given on
-    ``batches`` [N, D], real tokens only; it is called while the layer is held. The rest is as in `plan_network`.
+    """Results of ``find`` for each layer of the dense ``model``. ``find`` gets the layer's index, its feed-forward network, and the inputs
+    [N, D] of that network on ``batches`` without padding, while the layer's weights are in memory.
     """
     found: dict[int, T] = {}
 
@@ -91,7 +90,7 @@ def each_layer(
                 yield
                 return
             mlp, inputs, masks = model.blocks[int(layer)].mlp, list[Tensor](), cycle(batch.real_BT for batch in batches)
-            assert isinstance(mlp, SwiGlu), f"layer {layer} is no dense one"
+            assert isinstance(mlp, SwiGlu), f"layer {layer} is not dense"
 
             def note(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
                 inputs.append(arguments[0][next(masks)])
@@ -108,9 +107,10 @@ def each_layer(
 
 
 def plan_layer(layer: int, gate_up_FD: Tensor, down_DW: Tensor, x_ND: Tensor | None, how: Upcycling) -> LayerPlan:
-    """The plan of one layer from its weights and, where there is text, from what it is given there; any float dtype.
+    """The plan of one layer from its weights and, if available, its inputs ``x_ND`` on text; any float dtype.
 
-    Without text a split goes by weights and its router prefers the same experts for every token; the router of copies is random.
+    Without inputs, neurons are divided by their weights and the router prefers the same experts for every token; the router of copies is
+    random.
     """
     generator = torch.Generator().manual_seed(how.seed * 65_537 + layer)
     gate_up_FD, down_DW = gate_up_FD.float(), down_DW.float()
@@ -138,35 +138,35 @@ def plan_layer(layer: int, gate_up_FD: Tensor, down_DW: Tensor, x_ND: Tensor | N
 
 
 def _ranks(num_experts: int) -> list[int]:
-    """Rank, in the network's nested order, of each expert by id."""
+    """Rank of each expert in the network's nested order."""
     order = interleaved_order(num_experts)
     return sorted(range(num_experts), key=order.__getitem__)
 
 
 def _plan_copies(hidden: int, x_ND: Tensor | None, how: Upcycling, generator: torch.Generator) -> LayerPlan:
-    """Copies are all alike: the router sends tokens that resemble each other to the same ones, equally many to each."""
+    """Plan of a layer whose experts are equal copies: the router sends similar tokens to the same copy, equally many to each."""
     if x_ND is None:
         gate_ED = 0.5 / hidden**0.5 * torch.randn(how.experts, hidden, generator=generator)
         return LayerPlan(None, gate_ED, torch.zeros(how.experts))
-    x_ND = _spaced(x_ND, FEATURE_TOKENS).float()
+    x_ND = _spaced(x_ND).float()
     x_ND = x_ND[: len(x_ND) // how.experts * how.experts]
     alike_ND = F.normalize(x_ND - x_ND.mean(0), dim=1)
     cluster_N = balanced_clusters(alike_ND, how.experts, generator)
     return LayerPlan(None, *fit_router(x_ND, F.one_hot(cluster_N, how.experts).float(), 1.0))
 
 
-def _spaced(x_ND: Tensor, most: int) -> Tensor:
-    """At most ``most`` rows, evenly spaced."""
-    return x_ND[:: -(-len(x_ND) // most)]
+def _spaced(x_ND: Tensor) -> Tensor:
+    """At most `FEATURE_TOKENS` rows, evenly spaced."""
+    return x_ND[:: -(-len(x_ND) // FEATURE_TOKENS)]
 
 
 def activity(gate_up_FD: Tensor, down_DW: Tensor, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean squared share of each neuron in what is written [W], and the direction of its shares over tokens [W, N]."""
+    """Energy of each neuron (mean squared share in the layer's output) [W], and unit vectors of its shares over tokens [W, N]."""
     length_D = down_DW.norm(dim=0)
     shares_WN = torch.cat(
         [
             F.normalize(ORDINARY.swiglu(part_ND.float() @ gate_up_FD.T).float().abs_() * length_D, dim=1).T
-            for part_ND in _spaced(x_ND, FEATURE_TOKENS).split(TOKENS_AT_ONCE)
+            for part_ND in _spaced(x_ND).split(TOKENS_AT_ONCE)
         ],
         dim=1,
     )
@@ -174,14 +174,14 @@ def activity(gate_up_FD: Tensor, down_DW: Tensor, x_ND: Tensor) -> tuple[Tensor,
 
 
 def _of_weights(gate_up_FD: Tensor, down_DW: Tensor) -> tuple[Tensor, Tensor]:
-    """The same guessed from weights: squared product of a neuron's lengths [W]; the direction of its gate [W, D] (2110.01786)."""
+    """As `activity`, estimated from weights: squared product of a neuron's norms [W], and its unit gate vectors [W, D] (2110.01786)."""
     gate_WD, up_WD = gate_up_FD.chunk(2)
     energy_W = (gate_WD.norm(dim=1) * up_WD.norm(dim=1) * down_DW.norm(dim=0)).square()
     return energy_W, F.normalize(gate_WD, dim=1)
 
 
 def _shares(gate_up_FD: Tensor, down_DW: Tensor, x_ND: Tensor, parts_EI: Tensor) -> Tensor:
-    """Length of each part's output as a share of all parts' (root of the sum of squares is 1): [N, E]."""
+    """Norm of each part's output as a share of all parts' [N, E]; squares sum to 1."""
     inner_NW = ORDINARY.swiglu(x_ND @ gate_up_FD.T)
     return F.normalize(
         torch.stack([(inner_NW[:, part] @ down_DW[:, part].T).float().norm(dim=1) for part in parts_EI], 1), dim=1
@@ -190,10 +190,10 @@ def _shares(gate_up_FD: Tensor, down_DW: Tensor, x_ND: Tensor, parts_EI: Tensor)
 
 @torch.autocast("cpu", enabled=False)
 def balanced_clusters(features_MX: Tensor, num: int, generator: torch.Generator) -> Tensor:
-    """k-means with clusters of one size: the cluster of each member [M], int64. ``num`` divides M.
+    """k-means with ``num`` clusters of equal size: cluster of each member [M], int64. ``num`` divides M.
 
-    Members are dealt out a few hundred at a time, equally many to every cluster, by a linear assignment that minimises the squared
-    distances to the centres.
+    Members are assigned in random groups of a few hundred, equally many to every cluster, by a linear assignment that minimises the
+    squared distances to the centres.
     """
     members = len(features_MX)
     assert members % num == 0, f"{members} members do not make {num} equal clusters"
@@ -211,11 +211,11 @@ def balanced_clusters(features_MX: Tensor, num: int, generator: torch.Generator)
 
 @torch.autocast("cpu", enabled=False)
 def fit_router(x_ND: Tensor, worth_NE: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Router rows [E, D] and selection bias [E] whose scores put experts in the order of ``worth`` as well as a ridge regression
-    can; logits have the standard deviation ``scale``.
+    """Router rows [E, D] and selection bias [E], from a ridge regression of ``worth_NE`` on the inputs; logits have standard deviation
+    ``scale``.
 
-    What all experts have in common plays no part in choosing and is left out. The intercept becomes the bias: near 0 a sigmoid
-    rises by a quarter of its logit.
+    The mean over experts does not affect the choice and is subtracted. The intercept, divided by 4, becomes the bias, because the slope
+    of a sigmoid at 0 is one quarter.
     """
     worth_NE = worth_NE - worth_NE.mean(1, keepdim=True)
     mean_D, mean_E = x_ND.float().mean(0), worth_NE.mean(0)

@@ -1,9 +1,8 @@
 """Rankings of experts and layers by measurements on text: the order in which they are dropped.
 
-One walk through the layers measures all of it. The hidden states of all tokens are carried from layer to layer, so each
-layer's weights are needed once: `Hold` brings them from disk where a network does not fit in memory. Carrying also the
-states of the networks that lack one layer makes leave-one-out half as dear as a pass for every layer: what comes before
-the missing layer is shared.
+One walk through the layers takes all measurements. It carries the hidden states of all tokens from layer to layer, so each layer's
+weights are needed once; `Hold` loads them from disk if the network does not fit in memory. The walk also carries the states of the
+networks that lack one layer. This halves the cost of leave-one-out, because the layers before the missing one are shared.
 
 Shape letters: B rows, T positions, N tokens, D hidden, V vocabulary, E experts, K chosen.
 """
@@ -31,19 +30,20 @@ from stretto.ops.logprob import IGNORED
 from stretto.ops.operators import ORDINARY, Operators, Routes
 
 Hold = Callable[[str], AbstractContextManager[object]]
-"""Holds the weights of a part (``embedding``, ``blocks.3``, ``norm``, ``head``) in memory while it is open."""
+"""Context manager that keeps the weights of a part (``embedding``, ``blocks.3``, ``norm``, ``head``) in memory."""
 ExpertRule = Literal["removal", "reap", "frequency"]
-"""How experts are compared: see `expert_order`."""
+"""Criterion for ranking experts: order of `removal_order`, saliency (REAP), or load."""
 SUPER_QUANTILE, SUPER_SHARE, SUPER_DEPTH, SUPER_TIMES = 0.995, 0.1, 0.75, 10.0
-"""A super expert writes an element above this quantile of all experts' largest and above this share of the largest of all, in
-the leading share of the layers (2507.23279; numbers as in REAP's published code), and above so many times their median (ours: of
-a hundred experts one is always above the quantile, and keeping it for that cost more than it saved). Losing one wrecks a network."""
+"""Definition of a super expert, without which a network fails (2507.23279; numbers as in REAP's published code). Its largest output
+element exceeds the quantile ``SUPER_QUANTILE`` of all experts' peaks, the share ``SUPER_SHARE`` of the largest peak, and ``SUPER_TIMES``
+times the median peak, and it is in the first ``SUPER_DEPTH`` of the layers. The median is our addition: among a hundred experts one
+always exceeds the quantile, and keeping it for that reason increased the loss."""
 CARRIED_BYTES = 1 << 30
-"""Hidden states carried at once for leave-one-out (ours): with every layer's variant, a few thousand tokens of a large network."""
+"""Largest size of the hidden states carried for leave-one-out (our choice): a few thousand tokens of a large network."""
 REMOVAL_TOKENS = 4096
-"""That `removal_order` looks at in a layer, at most (ours)."""
+"""Largest number of tokens per layer that `removal_order` uses (our choice)."""
 REMOVAL_ELEMENTS = 1 << 26
-"""Of the products of experts' outputs, [N, E, E], that `removal_order` holds in fp32 (ours)."""
+"""Largest number of fp32 elements in the products [N, E, E] of `removal_order` (our choice)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,33 +51,33 @@ class LayerRanking:
     """Importance of the layers, each measured by leaving it out of the full network."""
 
     order: tuple[int, ...]
-    """Layers from first kept to first dropped: fits `ModelConfig.layer_order`."""
+    """Layers from most to least important, as in `ModelConfig.layer_order`."""
     logit_error: dict[int, float]
-    """By layer that may be dropped: normalised mean squared error of the final logits without it."""
+    """Normalised mean squared error of the final logits without the layer, by droppable layer."""
     flops: int
-    """What measuring it cost."""
+    """FLOPs of the measurement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What one walk found; written by `survey`."""
+    """Measurements of one walk. Written by `survey`."""
 
     experts: tuple[LayerRouting, ...]
-    """By MoE row; empty where experts were not watched."""
+    """Statistics of every MoE layer; empty without ``watched``."""
     removal: tuple[tuple[int, ...], ...]
-    """By MoE row, as `removal_order` gives it; empty where it was not asked for."""
+    """Result of `removal_order` for every MoE layer; empty without ``removal``."""
     influence: dict[int, float]
-    """By layer: one minus the mean cosine of the residual stream before and after it (ShortGPT's block influence, 2403.03853)."""
+    """One minus the mean cosine of the residual stream before and after the layer, by layer (block influence of ShortGPT, 2403.03853)."""
     logit_error: dict[int, float]
-    """As in `LayerRanking`; empty where no batch was left for it."""
+    """As in `LayerRanking`; empty without ``left_out``."""
     flops: int
-    """Of the forward passes, as a receipt counts them, and of `removal_order`."""
+    """FLOPs of the forward passes, counted as in receipts, and of `removal_order`."""
 
 
 def rank_layers(model: Transformer, batches: Sequence[EvalBatch]) -> LayerRanking:
     """Rank layers by leave-one-out normalised MSE on the final logits (Nemotron Elastic, 2511.16664).
 
-    The first and last two layers come first, whatever their error. Raises `UserError`: no token of the batches carries a loss.
+    The first and last two layers come first, whatever their error. Raises `UserError`: the batches contain no target token.
     """
     cut = [piece for batch in batches for piece in pieces(batch, model.config)]
     found = survey(model, cut, left_out=len(cut), watched=False, side_by_side=1)
@@ -85,12 +85,12 @@ def rank_layers(model: Transformer, batches: Sequence[EvalBatch]) -> LayerRankin
 
 
 def rank_experts(model: Transformer, batches: Sequence[EvalBatch]) -> tuple[tuple[int, ...], ...]:
-    """Per MoE layer, experts from the most to the least salient (REAP): fits `ModelConfig.expert_order`."""
+    """Experts of each MoE layer from the most to the least salient (REAP), as in `ModelConfig.expert_order`."""
     return expert_orders(model.config, survey(model, batches, side_by_side=1), "reap")
 
 
 def layer_order(config: ModelConfig, worth: Mapping[int, float]) -> tuple[int, ...]:
-    """Layers by falling ``worth``, after those that are never dropped."""
+    """Layers that are never dropped, then the others by decreasing ``worth``."""
     return (
         *fixed_layers(config.num_layers),
         *sorted(droppable_layers(config), key=lambda layer: (-worth[layer], layer)),
@@ -98,7 +98,7 @@ def layer_order(config: ModelConfig, worth: Mapping[int, float]) -> tuple[int, .
 
 
 def expert_orders(config: ModelConfig, found: Survey, rule: ExpertRule) -> tuple[tuple[int, ...], ...]:
-    """Per MoE layer, experts from first kept to first dropped, super experts before all others."""
+    """Experts of each MoE layer from most to least important; super experts come first."""
     above_all = super_experts(config, found.experts)
     return tuple(
         expert_order(_worth(found, layer, rule), above_all[layer.row], config.expert_groups) for layer in found.experts
@@ -106,10 +106,7 @@ def expert_orders(config: ModelConfig, found: Survey, rule: ExpertRule) -> tuple
 
 
 def _worth(found: Survey, layer: LayerRouting, rule: ExpertRule) -> Sequence[float]:
-    """Of each expert.
-
-    ``reap`` takes the saliency, ``removal`` `removal_order`, ``frequency`` the load.
-    """
+    """Worth of each expert of a layer under ``rule``."""
     if rule == "removal":
         order = found.removal[layer.row]
         return [-order.index(expert) for expert in range(len(order))]
@@ -117,10 +114,10 @@ def _worth(found: Survey, layer: LayerRouting, rule: ExpertRule) -> Sequence[flo
 
 
 def expert_order(worth: Sequence[float], protected: Collection[int], groups: int = 1) -> tuple[int, ...]:
-    """Experts by falling ``worth``, those ``protected`` first.
+    """The ``protected`` experts, then the others by decreasing ``worth``.
 
-    With ``groups`` the order takes one expert of every group in turn, so that each multiple of them is a network of equal
-    groups, as group-routed networks must be.
+    With ``groups`` the order takes one expert of each group in turn, so that every multiple of ``groups`` experts has groups of equal size,
+    as group-limited routing requires.
     """
     ranking = sorted(range(len(worth)), key=lambda expert: (expert not in protected, -worth[expert], expert))
     size = len(worth) // groups
@@ -130,7 +127,7 @@ def expert_order(worth: Sequence[float], protected: Collection[int], groups: int
 
 
 def super_experts(config: ModelConfig, layers: Iterable[LayerRouting]) -> dict[int, frozenset[int]]:
-    """By MoE row, the experts that are kept before all others: see `SUPER_QUANTILE`."""
+    """Super experts of each MoE layer, see `SUPER_QUANTILE`."""
     layers = tuple(layers)
     peaks = torch.tensor([peak for layer in layers for peak in layer.peak], dtype=torch.float64)
     if not len(peaks):
@@ -152,15 +149,15 @@ def super_experts(config: ModelConfig, layers: Iterable[LayerRouting]) -> dict[i
 
 @dataclass(slots=True)
 class _Carried:
-    """One batch on its way through the layers."""
+    """State of one batch during the walk."""
 
     batch: EvalBatch
     geometry: Geometry
     x_BTD: Tensor
     measured: bool
-    """Whether the networks that lack one layer are carried too."""
+    """Whether the networks without one layer are carried too."""
     without: dict[int, Tensor] = field(default_factory=dict)
-    """By layer left out: the residual stream of that network."""
+    """Residual stream of the network without a layer, by layer."""
 
 
 @torch.no_grad()
@@ -175,27 +172,27 @@ def survey(
     side_by_side: int | None = None,
     advance: Callable[[int], None] = lambda num: None,
 ) -> Survey:
-    """Walk ``batches`` through the full network, in the dtype of its weights or the one that autocast says.
+    """Walk ``batches`` through the full network, in the dtype of its weights or of autocast.
 
     Args:
-        hold: brings in the weights of one part at a time; ``model`` may have none otherwise.
-        left_out: so many of the batches, from the first, measure every layer that may be dropped by leaving it out.
-        watched: note what experts are given and write.
-        removal: and compute `removal_order` for each layer, on as many of the tokens as its memory allows.
-        side_by_side: batches carried at once; None: all, so that every part is held once.
-        advance: called with 1 after each layer and batch, ``num_layers * len(batches)`` times in all.
+        hold: loads the weights of one part at a time; outside of it ``model`` may have no weights.
+        left_out: number of batches, from the first, on which every droppable layer is measured by leaving it out.
+        watched: record statistics of the experts.
+        removal: also compute `removal_order` for each layer.
+        side_by_side: number of batches carried at once; None: all, so that every part is loaded once.
+        advance: called with 1 after each layer and batch, ``num_layers * len(batches)`` times in total.
 
     Raises:
-        UserError: ``left_out`` batches of which no token carries a loss.
+        UserError: the ``left_out`` batches contain no target token.
     """
-    assert not removal or side_by_side is None, "experts are removed on all tokens at once"
+    assert not removal or side_by_side is None, "removal_order needs all tokens of a layer at once"
     config, sums = model.config, _Sums()
     watch = Watch(config, batches[0].ids_BT.device) if watched and config.num_moe_layers else None
     if isinstance(model, FSDPModule):
         token = batches[0].ids_BT[:1, :1]
-        # FSDP takes for the whole what runs first: it must not be a block
+        # FSDP takes the module that runs first for the root, so a block must not run first
         model(token, config.full(), Context.plain(token))
-        model.unshard()  # what lies outside the blocks; those gather their own
+        model.unshard()  # parameters outside the blocks; blocks gather their own
     step = side_by_side or len(batches)
     removed: dict[int, tuple[int, ...]] = {}
     for first in range(0, len(batches), step):
@@ -220,7 +217,7 @@ def survey(
             with hold("norm"), hold("embedding" if model.head is None else "head"):
                 _compare(model, [carried for carried in group if carried.measured], sums)
     if left_out and not sums.num_compared:
-        raise UserError("held-out data: no token carries a loss; give longer documents or more of them")
+        raise UserError("held-out data: contains no target token; give longer documents or more of them")
     return Survey(
         experts=tuple(watch.noted(row) for row in range(config.num_moe_layers)) if watch is not None else (),
         removal=tuple(removed[row] for row in range(config.num_moe_layers)) if removal and watch is not None else (),
@@ -232,7 +229,7 @@ def survey(
 
 @dataclass(slots=True)
 class _Sums:
-    """What adds up over batches."""
+    """Sums over batches."""
 
     num_tokens: int = 0
     num_compared: int = 0
@@ -243,7 +240,7 @@ class _Sums:
 
 
 def _through(model: Transformer, layer: int, carried: _Carried, watch: Watch | None, sums: _Sums) -> None:
-    """Carry a batch, and the networks that lack an earlier layer, through ``layer``."""
+    """Carry a batch through ``layer``, in the full network and in the networks without an earlier layer."""
     config, batch = model.config, carried.batch
     block, geometry = model.blocks[layer], carried.geometry
     alone = config.full([layer])
@@ -264,13 +261,13 @@ def _through(model: Transformer, layer: int, carried: _Carried, watch: Watch | N
 
 
 def _layer_flops(config: ModelConfig, layer: int, num_tokens: int, length: int) -> int:
-    """Forward FLOPs of one layer by itself; like the trainer, masked attention computes every score."""
+    """Forward FLOPs of one layer. Masked attention computes every score, as in training."""
     head = 2 * num_tokens * config.vocab_size * config.hidden_size
     return count(config, config.full([layer])).forward_flops(num_tokens, length) - head
 
 
 def _compare(model: Transformer, group: Sequence[_Carried], sums: _Sums) -> None:
-    """Final logits of the networks that lack a layer against the full network's."""
+    """Compare the final logits of the networks without one layer with the full network's."""
     gram_DD = logit_gram(model.head_VD.detach())
     for carried in group:
         kept_BT = carried.batch.targets_BT != IGNORED
@@ -283,8 +280,8 @@ def _compare(model: Transformer, group: Sequence[_Carried], sums: _Sums) -> None
 
 
 def pieces(batch: EvalBatch, config: ModelConfig) -> list[EvalBatch]:
-    """``batch`` in groups of rows for which leave-one-out stays within `CARRIED_BYTES`, a row at least; the same for all ranks,
-    whose batches have one shape.
+    """``batch`` in groups of rows, at least one row each, for which leave-one-out stays within `CARRIED_BYTES`. The groups are the same
+    on all ranks, because their batches have the same shape.
     """
     num_rows, length = batch.ids_BT.shape
     variants = 1 + len(droppable_layers(config))
@@ -311,7 +308,7 @@ def pieces(batch: EvalBatch, config: ModelConfig) -> list[EvalBatch]:
 
 
 class _Scored(Operators):
-    """The ordinary operators, for tokens whose router logits are known."""
+    """The ordinary operators with given router logits."""
 
     def __init__(self, logits_NE: Tensor) -> None:
         self._logits_NE = logits_NE
@@ -321,7 +318,7 @@ class _Scored(Operators):
 
 
 def _routes(layer: MoeLayer, logits_NE: Tensor, allowed_NE: Tensor) -> Routes:
-    """What the router of ``layer`` chooses among the experts that each token may use."""
+    """Choices of the router of ``layer`` among the experts that each token may use."""
     num = len(logits_NE)
     branch_N = torch.zeros(num, dtype=torch.int64, device=logits_NE.device)
     widths = RowWidths(branch_N, allowed_NE[:, layer.rank_E.argsort()], torch.zeros_like(branch_N, dtype=torch.bool))
@@ -347,51 +344,51 @@ def _products(layer: MoeLayer, x_ND: Tensor) -> Tensor:
 
 
 def _every(num_tokens: int, num_experts: int) -> int:
-    """Of so many tokens, `removal_order` looks at one in this many."""
-    most = max(1, min(REMOVAL_TOKENS, REMOVAL_ELEMENTS // num_experts**2))
-    return -(-num_tokens // most)
+    """Stride with which `removal_order` takes tokens of a layer."""
+    return -(-num_tokens // max(1, min(REMOVAL_TOKENS, REMOVAL_ELEMENTS // num_experts**2)))
 
 
 def removal_flops(layer: MoeLayer, num_tokens: int) -> int:
-    """Of `removal_order` for so many inputs: every expert's output for those it looks at, and their products."""
+    """FLOPs of `removal_order` for ``num_tokens`` inputs: every expert's output for the tokens that it uses, and their products."""
     num_experts, hidden = layer.gate.shape
-    looked_at = -(-num_tokens // _every(num_tokens, num_experts))
-    return 2 * looked_at * (layer.gate_up.numel() + layer.down.numel() + num_experts**2 * hidden)
+    num_used = -(-num_tokens // _every(num_tokens, num_experts))
+    return 2 * num_used * (layer.gate_up.numel() + layer.down.numel() + num_experts**2 * hidden)
 
 
 def removal_order(layer: MoeLayer, x_ND: Tensor) -> tuple[int, ...]:
-    """Experts of ``layer`` in the reverse of the order in which they are taken away, one at a time: always the one whose absence
-    changes the layer's output least (squared length of the change, mean over tokens), given those that are gone.
+    """Experts of ``layer`` in the reverse order of a greedy removal. Each step removes the expert whose absence changes the layer's output
+    least (mean squared norm of the change), given the experts that were removed before.
 
-    Unlike a score of each expert alone it sees what the router does then: the next best expert steps in, and gates are
-    renormalised. What an absence changes for tokens that did not choose the expert is not weighed: under a softmax whose gates are
-    not renormalised it raises theirs, and a group may be chosen for an expert that is not. Groups lose an expert each in turn.
-    ``x_ND`` are inputs of the layer; of more than `REMOVAL_TOKENS`, or than `REMOVAL_ELEMENTS` allow, as many are taken, evenly
-    spaced.
+    Unlike a score of each expert alone, this includes the reaction of the router: the next best expert is chosen, and gates are
+    renormalised. Changes for tokens that did not choose the expert are ignored, although a softmax without renormalisation raises
+    their gates, and another group may be chosen. Groups lose one expert each in turn.
+
+    Args:
+        x_ND: inputs of the layer. If there are more than `REMOVAL_TOKENS` and `REMOVAL_ELEMENTS` allow, evenly spaced ones are used.
     """
     config, num_experts = layer.config, len(layer.gate)
     x_ND = x_ND[:: _every(len(x_ND), num_experts)]
     top_k = config.top_k_by_layer[layer.row]
     logits_NE, products_NEE = ORDINARY.router_logits(x_ND, layer.gate, layer.gate_bias), _products(layer, x_ND)
     kept_E = torch.ones(num_experts, dtype=torch.bool, device=x_ND.device)
-    whole = _routes(layer, logits_NE, kept_E.expand_as(logits_NE))
+    full = _routes(layer, logits_NE, kept_E.expand_as(logits_NE))
 
     def choose(rows_N: Tensor, allowed_NE: Tensor) -> tuple[Tensor, Tensor]:
         """Choices [N, K] of the tokens ``rows_N``, and the squared change of their outputs."""
         routes = _routes(layer, logits_NE[rows_N], allowed_NE)
-        ids_NS = torch.cat((routes.chosen_NK, whole.chosen_NK[rows_N]), dim=1)  # what is written now, and what was
-        signed_NS = torch.cat((routes.gates_NK, -whole.gates_NK[rows_N]), dim=1)
+        ids_NS = torch.cat((routes.chosen_NK, full.chosen_NK[rows_N]), dim=1)  # the output now minus the full layer's
+        signed_NS = torch.cat((routes.gates_NK, -full.gates_NK[rows_N]), dim=1)
         products_NSS = products_NEE[rows_N[:, None, None], ids_NS[:, :, None], ids_NS[:, None, :]]
         return routes.chosen_NK, torch.einsum("ns,nst,nt->n", signed_NS, products_NSS, signed_NS).double()
 
     chosen_NK = torch.zeros(len(x_ND), top_k, dtype=torch.int64, device=x_ND.device)
     rise_NK = torch.zeros(len(x_ND), top_k, dtype=torch.float64, device=x_ND.device)
     used_NKE = torch.zeros(len(x_ND), top_k, num_experts, dtype=torch.bool, device=x_ND.device)
-    # all kept experts share one sum, or lift their group's score: who is chosen does not tell whom an absence touches
+    # with a shared sum or group scores, a removal may change tokens that did not choose the expert
     is_shared = (config.router == "softmax" and not config.normalize_gates) or config.expert_groups > 1
     stale_N, gone = torch.ones(len(x_ND), dtype=torch.bool, device=x_ND.device), list[int]()
     while num_experts - len(gone) > config.holding(0, top_k):
-        rows_N = stale_N.nonzero().squeeze(1)  # tokens that the last removal changed anything for
+        rows_N = stale_N.nonzero().squeeze(1)  # tokens that the last removal affected
         allowed_NE = kept_E.expand(len(rows_N), -1)
         chosen_NK[rows_N], before_N = choose(rows_N, allowed_NE)
         for slot in range(top_k):

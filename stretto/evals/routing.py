@@ -1,6 +1,6 @@
 """Load and saliency of every expert on held-out batches.
 
-Shape letters: B rows, T positions, N = B·T tokens, K chosen, S = N·K slots, P places of slots sorted by expert, D hidden,
+Shape letters: B rows, T positions, N = B·T tokens, K chosen experts, S = N·K slots, P slots sorted by expert, D hidden,
 I expert width, F = 2·I, E experts.
 """
 
@@ -26,23 +26,22 @@ class LayerRouting:
     """Routing of one MoE layer over real tokens (padding excluded)."""
 
     row: int
-    """Place of the layer among the MoE layers of the maximum network."""
+    """Index of the layer among the MoE layers of the maximum network."""
     load: tuple[int, ...]
-    """How many times each expert was chosen."""
+    """Number of tokens routed to each expert."""
     saliency: tuple[float, ...]
-    """REAP's, of the expert's output: see `Watch`; 0 for one never chosen."""
+    """Saliency of each expert (REAP, see `Watch`); 0 for an expert that was never chosen."""
     peak: tuple[float, ...]
-    """Largest element, by size, that an expert wrote before its gate; 0 for one never chosen."""
+    """Largest absolute element of each expert's output before the gate; 0 for an expert that was never chosen."""
 
 
 class Watch(Operators):
-    """The ordinary operators, to the bit, and a note of what the experts of every layer write.
+    """The ordinary operators with identical results, which also record statistics of every expert's output.
 
-    Saliency is REAP's S_j = mean over tokens routed to j of gate_j · ‖f_j‖₂ (2510.13999). The gates are a softmax of the router's
-    logits (renormalised over the chosen experts where the network's gates are), as in the published code, whatever the router
-    is: a sigmoid's differ too little. Tokens that chose an expert for its selection bias alone do not count. They have small gates,
-    and the bias sends them to experts that would otherwise be used too little; with them the mean ranks experts by how little
-    the router had to be pushed (bench/keep_half.py). The published code counts tokens that the bias has sent elsewhere, too.
+    Saliency is REAP's S_j = mean over tokens routed to j of gate_j · ‖f_j‖₂ (2510.13999). As in the published code, gates are a softmax of
+    the router's logits, renormalised over the chosen experts if the network does so, for sigmoid routers too: sigmoid gates differ
+    too little between experts. Tokens that were routed to an expert by its selection bias alone are left out, unlike in the published
+    code: their gates are small, so with them the mean would rank experts by the size of the bias (bench/keep_half.py).
     """
 
     def __init__(self, config: ModelConfig, device: torch.device | str) -> None:
@@ -55,24 +54,24 @@ class Watch(Operators):
         self._row, self._logits_NE = 0, torch.empty(0)
         self._real_N = torch.empty(0)
         self.inputs: list[Tensor] | None = None
-        """What layers are given, real tokens only, [N, D] a call; kept only where a caller puts a list here."""
+        """Inputs [N, D] of the layers, without padding, one tensor per call; recorded only if the caller sets a list."""
 
     def over(self, batch: EvalBatch) -> Context:
-        """The context in which a pass over ``batch`` is watched, until the next call."""
+        """Context of a forward pass over ``batch`` with recording; valid until the next call."""
         self._real_N = batch.real_BT.reshape(-1)
-        return replace(batch.ctx, operators=self, routing=self._asked)
+        return replace(batch.ctx, operators=self, routing=self._note_row)
 
-    def _asked(self, row: int, own_BTK: Tensor) -> Tensor:
-        """A layer asks for its routes right before it computes its experts: which layer that is."""
+    def _note_row(self, row: int, own_BTK: Tensor) -> Tensor:
+        """Record the layer, which requests its routes right before it computes its experts."""
         self._row = row
         return own_BTK
 
     def router_scores(self, logits_NE: Tensor, softmax: bool) -> Tensor:
-        self._logits_NE = logits_NE  # without the experts that may not be chosen
+        self._logits_NE = logits_NE  # experts outside the Subnet are masked
         return super().router_scores(logits_NE, softmax)
 
     def _weighed(self, chosen_NK: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether each choice would have been one without the selection bias, and its weight in the saliency."""
+        """For each choice: whether it would be chosen without the selection bias, and its weight in the saliency."""
         config, (_, top_k) = self._config, chosen_NK.shape
         groups = config.expert_groups, config.top_groups
         scores_NE, is_softmax = self._logits_NE.softmax(-1), config.router == "softmax"
@@ -95,7 +94,7 @@ class Watch(Operators):
             expert_P, gate_P, is_free_P, weight_P = (
                 each_NK.reshape(-1)[slots.order_P] for each_NK in (chosen_NK, gates_NK, is_free_NK, weight_NK)
             )
-            once_P = gate_P.clamp_min(TINY)  # what is seen has its gate in it
+            once_P = gate_P.clamp_min(TINY)  # y_PD includes the gate
             length_P = y_PD.float().norm(dim=-1) / once_P * weight_P * (real_P & is_free_P)
             self._load_E[row].index_add_(0, expert_P, real_P.long())
             self._num_E[row].index_add_(0, expert_P, (real_P & is_free_P).long())
@@ -108,7 +107,7 @@ class Watch(Operators):
         return experts(x_ND, chosen_NK, gates_NK, weights, note)
 
     def noted(self, row: int) -> LayerRouting:
-        """What was seen of MoE layer ``row``."""
+        """Statistics of MoE layer ``row``."""
         saliency_E = self._weight_E[row] / self._num_E[row].clamp_min(1)
         return LayerRouting(
             row,
@@ -126,7 +125,7 @@ def routing(
     *,
     advance: Callable[[int], None] = lambda num: None,
 ) -> list[LayerRouting]:
-    """Load and saliency of the experts of every kept MoE layer, in depth order. ``advance(1)`` after each batch."""
+    """Load and saliency of the experts of every MoE layer of ``subnet``, by depth. ``advance(1)`` is called after each batch."""
     check_subnet(model.config, subnet)
     watch = Watch(model.config, model.embedding.weight.device)
     for batch in batches:

@@ -18,35 +18,35 @@ from stretto.evals.diversity import vendi
 from stretto.text.similar import clusters_N, compression, distinct, ngrams, words
 
 SAME_AT = 0.8
-"""Cosine of embeddings from which two answers are one (ours: 0.9 between paraphrases, 0.5 between two stories to one prompt)."""
+"""Smallest cosine of two answers of one cluster (our choice: paraphrases have 0.9, two stories for one prompt 0.5)."""
 _RUN = 4
-"""Words: a text that says as many in the same order again repeats itself."""
+"""Length in words of a repeated run."""
 _MARK = re.compile(r"^[ \t]*(?:#|[-*+>] |---|\*\*\*|•|\d{1,3}[.)] )", re.MULTILINE)
 _PRIOR = 0.5
-"""Occurrences that every n-gram is given on both sides before rates are compared."""
-_OVERUSED_N, _MOST_OVERUSED = 3, 12
-"""Words of an overused n-gram, and how many of these are told."""
-_OFTEN, _ANSWERS = 3, 0.02
-"""An overused n-gram occurs so often at least, and in so many of the answers."""
+"""Occurrences that are added to every n-gram's count before rates are compared."""
+_OVERUSED_N, _MAX_OVERUSED = 3, 12
+"""Words of an overused n-gram, and largest number of them that is reported."""
+_MIN_COUNT, _MIN_ANSWERS = 3, 0.02
+"""Smallest number of occurrences of an overused n-gram, and smallest share of answers that contain it."""
 
 Similarity = Callable[[Sequence[str]], np.ndarray]
-"""From texts to how alike each two are: [N, N], 1 on the diagonal."""
+"""Pairwise similarities of texts: [N, N], 1 on the diagonal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overused:
-    """An n-gram that answers have more often than people do. Written by `overused`."""
+    """An n-gram that is more frequent in answers than in human texts. Written by `overused`."""
 
     ngram: str
     answers: float
-    """Times in ten thousand words of the answers."""
+    """Occurrences per 10,000 words of the answers."""
     people: float
-    """The same of the human corpus."""
+    """Occurrences per 10,000 words of the human texts."""
 
 
 def distinct_k(alike_NN: np.ndarray) -> int:
-    """How many different answers there are: each is compared with the first of every class so far, and opens one of its own if it is
-    like none of them (NoveltyBench, 2504.05228, whose likeness is a trained classifier's)."""
+    """Number of different answers (NoveltyBench, 2504.05228, with a similarity in place of its classifier): each answer is compared with
+    the first answer of every class so far, and starts a new class if it is similar to none of them."""
     firsts = list[int]()
     for at in range(len(alike_NN)):
         if not any(alike_NN[at, first] >= SAME_AT for first in firsts):
@@ -55,7 +55,7 @@ def distinct_k(alike_NN: np.ndarray) -> int:
 
 
 def group_measures(texts: Sequence[str], alike_NN: np.ndarray) -> dict[str, float]:
-    """Of the answers to one prompt."""
+    """Measures of the answers to one prompt."""
     return {
         "distinct_k": float(distinct_k(alike_NN)),
         "vendi": vendi(alike_NN),
@@ -65,21 +65,21 @@ def group_measures(texts: Sequence[str], alike_NN: np.ndarray) -> dict[str, floa
 
 
 def text_measures(text: str) -> dict[str, float]:
-    """Of one answer: bytes of zlib over its own, the share of its words in runs that it has said before, its words, and how much of
-    its lines is layout."""
-    said, lines = words(text), [line for line in text.splitlines() if line.strip()]
-    runs = ngrams(said, _RUN)
+    """Measures of one answer: compressed size / size (zlib), share of runs of words that are repetitions, number of words, and layout
+    marks per line."""
+    own, lines = words(text), [line for line in text.splitlines() if line.strip()]
+    runs = ngrams(own, _RUN)
     return {
         "zlib": compression(text),
         "repeats": 1 - len(set(runs)) / len(runs) if runs else 0.0,
-        "words": float(len(said)),
+        "words": float(len(own)),
         "layout": marked(text) / max(1, len(lines)),
     }
 
 
 def chapter_measures(chapters: Sequence[str]) -> list[dict[str, float]]:
-    """Of each of a text's ``chapters``: the words, the share of different word pairs, of words in runs that it has said before, and in runs
-    that chapters before it have."""
+    """Measures of each chapter: number of words, share of different word pairs, share of runs repeated within the chapter, and share of
+    runs that earlier chapters contain."""
     found, before = list[dict[str, float]](), set[tuple[str, ...]]()
     for text in chapters:
         runs = ngrams(words(text), _RUN)
@@ -93,24 +93,24 @@ def chapter_measures(chapters: Sequence[str]) -> list[dict[str, float]]:
 
 
 def marked(text: str) -> int:
-    """Lines that begin as headings, list items or rules, and spans of emphasis."""
+    """Number of lines that begin as headings, list items or rules, plus number of emphasised spans."""
     return len(_MARK.findall(text)) + text.count("**") // 2
 
 
 def overused(texts: Sequence[str], people: Iterable[str]) -> list[Overused]:
-    """The n-grams of words of ``texts`` whose rates are the most times those of ``people``, in several of the texts each. Raises
-    `UserError`: nobody has written anything."""
+    """The word n-grams whose rate in ``texts`` is the largest multiple of their rate in ``people``. Raises `UserError`: ``people`` is
+    empty."""
     runs = [ngrams(words(text), _OVERUSED_N) for text in texts]
     here, among = Counter(run for own in runs for run in own), Counter(run for own in runs for run in set(own))
     there, num_there = Counter[tuple[str, ...]](), 0
     for text in people:
         own = ngrams(words(text), _OVERUSED_N)
         num_there += len(own)
-        there.update(run for run in own if run in here)  # nothing else is looked up: a corpus may be large
+        there.update(run for run in own if run in here)  # other n-grams are not needed, and a corpus may be large
     if not num_there:
-        raise UserError("--human: no text to compare with; name a corpus of what people have written")
-    num_here, least = max(1, here.total()), max(2, math.ceil(_ANSWERS * len(texts)))
-    often = [run for run, num in here.items() if num >= _OFTEN and among[run] >= least]
+        raise UserError("--human: contains no text; name a corpus of human-written texts")
+    num_here, least = max(1, here.total()), max(2, math.ceil(_MIN_ANSWERS * len(texts)))
+    often = [run for run, num in here.items() if num >= _MIN_COUNT and among[run] >= least]
     rates = {run: (here[run] / num_here, (there[run] + _PRIOR) / (num_there + _PRIOR)) for run in often}
-    worst = sorted(rates, key=lambda run: -(here[run] + _PRIOR) / num_here / rates[run][1])[:_MOST_OVERUSED]
+    worst = sorted(rates, key=lambda run: -(here[run] + _PRIOR) / num_here / rates[run][1])[:_MAX_OVERUSED]
     return [Overused(" ".join(run), 1e4 * rates[run][0], 1e4 * there[run] / num_there) for run in worst]

@@ -30,7 +30,7 @@ def judge(folder: Path, out: Path, num: int = 12) -> tuple[JudgeRecord, Reader, 
     reader, found = open_reader(folder), passages(books(), "reward", num)
     read_KNSF = features(reader, found, damaged(found, "reward"))
     return (
-        save_judge(out, reader, train_head(read_KNSF[0], read_KNSF[1:]), "reward", 0, found, read_KNSF),
+        save_judge(out, reader, train_head(read_KNSF[0], read_KNSF[1:]), "reward", 0, found, read_KNSF[0]),
         reader,
         found,
     )

@@ -91,7 +91,7 @@ def test_padding_cannot_change_the_loss(make_model, batches):
 def test_no_target_is_refused(make_model, batches):
     model = make_model()
     blank = replace(batches[0], targets_BT=torch.full_like(batches[0].targets_BT, IGNORED))
-    with pytest.raises(UserError, match="no token carries a loss"):
+    with pytest.raises(UserError, match="contains no target token"):
         evaluate(model, model.config.full(), [blank])
 
 

@@ -120,7 +120,7 @@ def test_a_long_answer_is_as_good_as_its_worst_window(local: LocalJudge, made: M
     one = made[3][0]
     long = " ".join([one.text] * 40)
     parts = windows(long, made[2].tokenizer)
-    assert len(parts) == ranker._MOST_WINDOWS and parts[0][0] is None and long.endswith(parts[-1][1])
+    assert len(parts) == ranker._MAX_WINDOWS and parts[0][0] is None and long.endswith(parts[-1][1])
     assert all(len(made[2].tokenizer.encode(f" {part}")) <= ranker.WINDOW for _, part in parts)
     assert all(sentences(part) and part.endswith(".") for _, part in parts)
     each = [local.scores([(before or one.prompt, part)])[0] for before, part in parts]
@@ -151,7 +151,7 @@ def test_a_prompt_in_an_unknown_script_is_refused_and_an_answer_in_one_is_worth_
     local: LocalJudge, made: Made
 ) -> None:
     with pytest.raises(
-        UserError, match=r"^judge reward-[0-9a-f]{8}: a prompt written in CJK, of which it has read nothing"
+        UserError, match=r"^judge reward-[0-9a-f]{8}: a prompt in the script CJK, on which it was not trained"
     ):
         local.scores([("写一个关于河的故事。", made[3][0].text)])
     texts = ["从前有一个老人住在山里。", f"{made[3][0].text} 从前"]

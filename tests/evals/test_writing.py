@@ -37,7 +37,7 @@ def test_what_is_overused() -> None:
         "a testament to",
         "testament to the",
     }  # others are not in several answers, often
-    with pytest.raises(UserError, match="--human: no text to compare with"):
+    with pytest.raises(UserError, match="--human: contains no text"):
         overused(texts, [])
 
 
