@@ -1,18 +1,17 @@
 """Merging of checkpoints of one network, tensor by tensor, with one layer of each in memory.
 
-The methods are mergekit's, with its defaults, applied to the tensors that a checkpoint stores: each projection of each expert
-by itself. δ is a parent's tensor less the base's, w its weight:
+The methods are mergekit's, with its defaults, applied to every stored tensor: each projection of each expert separately. δ is a parent's
+tensor minus the base's, w the parent's weight:
 
 - ``average``: Σ w·parent / Σ w (2203.05482).
 - ``task-arithmetic``: base + λ·Σ w·δ (2212.04089).
-- ``ties``: of each δ the largest ``density`` by magnitude are kept; where the sum of w·δ has a sign, the others of that place
-  are left out; base + λ·Σ w·δ / Σ w, sums over those that are left (2306.01708).
-- ``dare``: of each δ so many are kept at random, and scaled up to the size it had; then as task arithmetic (2311.03099).
-- ``dare-ties``: the same, with the vote on signs of ``ties``, and not divided by Σ w.
-- ``slerp``: two parents, at a share ``t`` of the arc between them; on a straight line where they point the same way.
+- ``ties``: the share ``density`` of the elements of each δ with the largest magnitude is kept; elements whose sign differs from the
+  sign of Σ w·δ are removed; base + λ·Σ w·δ / Σ w over the remaining elements (2306.01708).
+- ``dare``: a random share ``density`` of the elements of each δ is kept and rescaled; then as task arithmetic (2311.03099).
+- ``dare-ties``: as ``dare``, with the sign vote of ``ties``, without division by Σ w.
+- ``slerp``: point at the share ``t`` of the arc between two parents; linear interpolation if they are nearly parallel.
 
-What the vote and the magnitudes mean is a matter of weights that were trained by gradients. Balance biases are not: they answer
-the load that their own router saw, so in every method they are their weighted mean.
+Balance biases are averaged in every method: they are not trained by gradients, so magnitudes and signs have no meaning for them.
 """
 
 from __future__ import annotations
@@ -42,20 +41,21 @@ from stretto.model.streamed import StreamedState
 from stretto.text.tokenizer import load_tokenizer
 
 Method = Literal["average", "task-arithmetic", "ties", "dare", "dare-ties", "slerp"]
-_STRAIGHT, _TINY = 0.9995, 1e-8
-"""From which cosine on two tensors count as parallel; and the least length that has a direction. mergekit's."""
+_PARALLEL, _TINY = 0.9995, 1e-8
+"""slerp: smallest cosine of parallel tensors, and smallest norm of a tensor with a direction (mergekit's values)."""
 _SHARD_BYTES = 10**9
-"""Of files: one is in memory at a time."""
+"""Largest size of a weight file; one file is in memory at a time."""
 
 
 class _Rule(NamedTuple):
-    """How differences from the base are put together."""
+    """Combination of the differences from the base."""
 
     keeps: Literal["all", "largest", "random"]
+    """Elements of each difference that are kept."""
     votes: bool
-    """On the sign of each element."""
+    """Whether elements with a minority sign are removed."""
     divides: bool
-    """By the sum of weights."""
+    """Whether the sum is divided by the sum of weights."""
 
 
 _RULES: Final[Mapping[str, _Rule]] = {
@@ -71,9 +71,9 @@ class MergeOptions(Config):
 
     method: Method
     weights: tuple[float, ...] = ()
-    """Weight of each parent; none: 1 each."""
+    """Weight of each parent; empty: 1 each."""
     scale: float = 1.0
-    """λ."""
+    """λ of the methods with a base."""
     density: float = Field(default=0.5, gt=0, le=1)
     """ties and dare: share of each difference that is kept."""
     t: float = Field(default=0.5, ge=0, le=1)
@@ -84,19 +84,19 @@ class MergeOptions(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.weights and self.method in ("average", "ties") and sum(self.weights) == 0:
-            raise ValueError(f"weights {list(self.weights)} add up to 0, and {self.method} divides by that")
+            raise ValueError(f"weights {list(self.weights)} sum to 0, and {self.method} divides by the sum")
         return self
 
 
 def merge(parents: Sequence[Path], base: Path | None, out: Path, options: MergeOptions) -> Path:
-    """Merge ``parents``, runs or checkpoints that began with ``base``, into the checkpoint ``out``; returns it.
+    """Merge ``parents``, runs or checkpoints that were trained from ``base``, into the checkpoint ``out`` and return it.
 
-    Tokenizer, presets, orders, family and dtype are the base's, or the first parent's where a method takes none; they must be
-    the same network. Weights are computed in fp32.
+    Tokenizer, presets, orders, family and dtype are those of the base, or of the first parent if the method has no base. Weights are
+    computed in fp32.
 
     Raises:
-        UserError: too few parents, no base where the method needs one, other networks, tokenizers or expert orders than its,
-            parents that have no start in common, or a folder that holds something else.
+        UserError: too few parents, no base although the method needs one, different networks, tokenizers or expert orders, or parents
+            without a common ancestor.
     """
     folders, method = [checkpoint_folder(parent) for parent in parents], options.method
     if len(folders) < 2 or (method == "slerp" and len(folders) != 2):
@@ -107,11 +107,11 @@ def merge(parents: Sequence[Path], base: Path | None, out: Path, options: MergeO
             f"--base: missing: {method} adds differences to a common base; name the checkpoint from which all models were trained"
         )
     if options.weights and len(options.weights) != len(folders):
-        raise UserError(f"--weights: {len(options.weights)} of them for {len(folders)} checkpoints; give one each")
+        raise UserError(f"--weights: {len(options.weights)} weights for {len(folders)} checkpoints; give one for each")
     origin = folders[0] if base is None else checkpoint_folder(base)
-    with ExitStack() as held:
-        each_once = dict.fromkeys([origin, *folders])
-        opened = {folder: held.enter_context(StreamedState(folder, torch.float32)) for folder in each_once}
+    with ExitStack() as stack:
+        distinct = dict.fromkeys([origin, *folders])
+        opened = {folder: stack.enter_context(StreamedState(folder, torch.float32)) for folder in distinct}
         first, meter = opened[origin], Meter("merge", device_name(torch.device("cpu")))
         for state in opened.values():
             _check_same(first, state)
@@ -119,9 +119,9 @@ def merge(parents: Sequence[Path], base: Path | None, out: Path, options: MergeO
         num_bytes = sum(file.stat().st_size for folder in opened for file in folder.glob("model*.safetensors"))
 
         def lineage(_: Mapping[Path, str]) -> Lineage:
-            # a multiply-add an element and parent: what every method does at least
+            # one multiply-add per element and parent, a lower bound for every method
             meter.add(flops=2 * len(folders) * counts.total_params, bytes_read=num_bytes)
-            told = {"base": str(base) if base else None, "merged": [str(folder) for folder in folders]}
+            merged = {"base": str(base) if base else None, "merged": [str(folder) for folder in folders]}
             return new_lineage(
                 name=out.name,
                 stage="merge",
@@ -130,10 +130,10 @@ def merge(parents: Sequence[Path], base: Path | None, out: Path, options: MergeO
                 active_params=counts.active_params,
                 receipt=meter.receipt(),
                 tokenizer_hash=load_tokenizer(origin).fingerprint(),
-                config=options.model_dump(mode="json") | told,
+                config=options.model_dump(mode="json") | merged,
             )
 
-        family, dtype = first.description.family, held.enter_context(StreamedState(origin)).dtype
+        family, dtype = first.description.family, stack.enter_context(StreamedState(origin)).dtype
         num_elements = sum(math.prod(stored.shape) for stored in stored_tensors(first.config, family))
         with meter, progress("merge", num_elements * dtype.itemsize) as advance:
             write_checkpoint(
@@ -152,19 +152,19 @@ def merge(parents: Sequence[Path], base: Path | None, out: Path, options: MergeO
 
 
 def _check_same(first: StreamedState, state: StreamedState) -> None:
-    """Raises `UserError`: a place in one is not the same place in the other."""
+    """Raises `UserError`: the elements of the two networks do not correspond."""
     orders = {"expert_order", "layer_order"}
-    told, other = (each.config.model_dump(mode="json", exclude=orders) for each in (first, state))
-    for field, (before, after) in differences(told, other).items():
+    one, other = (each.config.model_dump(mode="json", exclude=orders) for each in (first, state))
+    for field, (before, after) in differences(one, other).items():
         raise UserError(
             f"{state.folder}: {field}: {after}, and {before} in {first.folder}; merge copies of one network"
         )
     for field, ranking in (("expert_order", "expert_orders"), ("layer_order", "layer_ranking")):
         if getattr(state.config, ranking) != getattr(first.config, ranking):
-            what = field.partition("_")[0]
+            part = field.partition("_")[0]
             raise UserError(
-                f"{state.folder}: {field}: its smaller sizes keep other {what}s than those of {first.folder}: those of the merge would "
-                "mix what was trained with what was not; merge before the orders are changed"
+                f"{state.folder}: {field}: differs from that of {first.folder}, so the smaller sizes keep different {part}s and a merge would "
+                "mix trained with untrained ones; merge before the orders are changed"
             )
     if load_tokenizer(state.folder).fingerprint() != load_tokenizer(first.folder).fingerprint():
         raise UserError(
@@ -173,24 +173,24 @@ def _check_same(first: StreamedState, state: StreamedState) -> None:
 
 
 def _lineages(folders: Iterable[Path]) -> tuple[Lineage, ...]:
-    """Of those that have one. Raises `UserError`: two of them never were one network: an expert of one is none of the other."""
+    """Lineages of the folders that have one. Raises `UserError`: two of them have no common ancestor, so their experts do not correspond."""
     found = {folder: read_lineage(folder) for folder in folders if (folder / LINEAGE_FILE).is_file()}
     runs = {folder: {stage.run_id for stage in history(lineage)} for folder, lineage in found.items()}
     for folder, own in runs.items():
         first = next(iter(runs))
         if not own & runs[first]:
             raise UserError(
-                f"{folder}: has no stage in common with {first}: their experts have no common order, so that a merge would "
-                "mix unrelated experts; merge checkpoints that were trained from the same one"
+                f"{folder}: has no ancestor in common with {first}, so a merge would mix unrelated experts; merge checkpoints that "
+                "were trained from the same one"
             )
     return tuple(found.values())
 
 
 class MergedState(Mapping[str, Tensor]):
-    """The state dict of a merge, computed when it is asked for, in the order of the layers."""
+    """State dict of a merge. Each tensor is computed on access; iteration follows the order of the layers."""
 
     def __init__(self, parents: Sequence[StreamedState], base: StreamedState, options: MergeOptions) -> None:
-        """``base``: where differences are counted from; of methods without a base it says the order of names alone."""
+        """``base``: network from which differences are taken; methods without a base use only its names."""
         self._parents, self._base, self._options = parents, base, options
         self._weights = options.weights or (1.0,) * len(parents)
         self._parts: dict[str, list[tuple[int | slice, ...]]] = defaultdict(list)
@@ -221,7 +221,7 @@ class MergedState(Mapping[str, Tensor]):
 
 
 def average(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Their weighted mean."""
+    """Weighted mean of ``tensors``."""
     total = torch.zeros_like(tensors[0])
     for tensor, weight in zip(tensors, weights, strict=True):
         total.add_(tensor, alpha=weight)
@@ -231,7 +231,7 @@ def average(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 def add_differences(
     base: Tensor, tensors: Sequence[Tensor], weights: Sequence[float], options: MergeOptions, draw: torch.Generator
 ) -> Tensor:
-    """``base`` and what each of ``tensors`` has learnt since, by the rule of the method."""
+    """``base`` plus the combined differences of ``tensors`` from it, by the method's `_Rule`."""
     rule = _RULES[options.method]
     deltas = torch.stack([_kept(tensor - base, rule, options.density, draw) for tensor in tensors])
     shares = torch.tensor(weights, dtype=deltas.dtype).view(-1, *[1] * base.dim())
@@ -247,7 +247,7 @@ def add_differences(
 
 
 def _kept(delta: Tensor, rule: _Rule, density: float, draw: torch.Generator) -> Tensor:
-    """``delta`` with all but a share ``density`` of its elements at 0."""
+    """``delta`` with all but the share ``density`` of its elements set to 0."""
     if rule.keeps == "all" or density >= 1:
         return delta
     if rule.keeps == "largest":
@@ -255,17 +255,17 @@ def _kept(delta: Tensor, rule: _Rule, density: float, draw: torch.Generator) -> 
         best = flat.abs().argsort(descending=True)[: max(1, int(density * flat.numel()))]
         return torch.zeros_like(flat).index_copy(0, best, flat[best]).view_as(delta)
     kept = delta * torch.bernoulli(torch.full_like(delta, density), generator=draw)
-    # mergekit's scale: the sum of magnitudes that was, where the paper divides by the density
+    # as mergekit: rescaled to the former sum of magnitudes; the paper divides by the density
     before, after = delta.abs().sum(), kept.abs().sum()
     return kept if min(before, after) < 1e-7 else kept * (before / after)
 
 
 def slerp(first: Tensor, second: Tensor, t: float) -> Tensor:
-    """At a share ``t`` of the arc from ``first`` to ``second``, both seen as one vector each."""
+    """Point at the share ``t`` of the arc from ``first`` to ``second``, each flattened to one vector."""
     sizes = [torch.linalg.vector_norm(tensor) for tensor in (first, second)]
     units = [tensor / size if size > _TINY else tensor for tensor, size in zip((first, second), sizes, strict=True)]
     cosine = (units[0] * units[1]).sum().clamp(-1, 1)
-    if cosine.abs() > _STRAIGHT:
+    if cosine.abs() > _PARALLEL:
         return (1 - t) * first + t * second
     angle = torch.acos(cosine)
     return (torch.sin((1 - t) * angle) * first + torch.sin(t * angle) * second) / torch.sin(angle)

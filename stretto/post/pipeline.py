@@ -1,9 +1,8 @@
 """Recipe of a whole post-training: stages in order, and the complete recipe of each. Imports no torch.
 
-SFT → an expert for each domain, side by side → one student that they all teach → online RL → what each of them can do, beside
-reinforcement learning without experts that drew as many samples. Every
-stage is a command of its own, and what a pipeline says of it is what its own recipe would say: over ``[common]``, which all
-stages of reinforcement learning share, with the sources of the domains. All recipes are complete before the first stage starts.
+The stages are SFT, one expert per domain, distillation of all experts into one student, online RL, control runs with as many samples, and
+an evaluation of all results. Every stage is one command. Its recipe is the stage's table merged over ``[common]``, which all RL stages
+share, with the sources of the domains. All recipes are complete before the first stage starts.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from stretto.train.recipe import SftRecipe
 StageName = Literal["sft", "experts", "distill", "online", "controls", "evaluate"]
 STAGES: tuple[StageName, ...] = get_args(StageName)
 COMPARISON_FILE = "comparison.json"
-"""What `stretto compare` leaves in its folder, when it is done."""
+"""Result file of `stretto compare`."""
 EVALUATED = "evaluate"
-"""Its folder in a pipeline's."""
+"""Folder of the evaluation within a pipeline's folder."""
 Table = dict[str, Any]
 
 
@@ -40,10 +39,10 @@ class DomainConfig(Config):
 
 
 class SftConfig(Config):
-    """The SFT stage, from whose checkpoint experts and student begin."""
+    """The SFT stage. Experts and student are trained from its checkpoint."""
 
     data: tuple[str, ...] = ()
-    """Conversations, ``PATH`` or ``PATH@WEIGHT``; none: the tasks' own answers."""
+    """Conversations, ``PATH`` or ``PATH@WEIGHT``; empty: demonstrations of the tasks."""
     recipe: Table = Field(default_factory=dict)
     """A `SftRecipe` with ``data``; an `RlRecipe` with ``start`` without ``data``."""
 
@@ -97,12 +96,12 @@ class PipelineRecipe(Config):
     def _check(self) -> Self:
         seen: dict[str, str] = {}
         for domain, config in self.domains.items():
-            if not re.fullmatch(r"[\w-]+", domain):  # a folder is called so
-                raise ValueError(f"domains.{domain}: letters, digits, _ and - make a name; choose another")
+            if not re.fullmatch(r"[\w-]+", domain):  # the name of a folder
+                raise ValueError(f"domains.{domain}: a name has letters, digits, _ and - only; choose another")
             for source in config.sources:
                 if source in seen:
                     raise ValueError(
-                        f"domains.{domain}.sources.{source}: domain {seen[source]!r} has a source of that name; choose another"
+                        f"domains.{domain}.sources.{source}: domain {seen[source]!r} has a source with this name; choose another"
                     )
                 seen[source] = domain
         if self.distill is not None and self.experts is None:
@@ -115,7 +114,7 @@ class PipelineRecipe(Config):
 
     @property
     def sources(self) -> Table:
-        """Of all domains, as plain data. What the last stage asks, no other trains on."""
+        """Sources of all domains as plain data. The problems of the evaluation are held out of training."""
         tables = (config.sources.items() for config in self.domains.values())
         least = self.evaluate.problems if self.evaluate is not None else 0
         return {
@@ -126,8 +125,8 @@ class PipelineRecipe(Config):
 
 
 MODEL, RECIPE = "{model}", "{recipe}"
-"""In a step's arguments: the checkpoint that the pipeline begins with, and the file of the step's recipe. ``{NAME}`` there, and in
-its recipe, is the checkpoint of the step NAME."""
+"""Placeholders in a step's arguments: the checkpoint that the pipeline starts from, and the file of the step's recipe. ``{NAME}``, also
+in the recipe, is the checkpoint of the step NAME."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,22 +135,22 @@ class Step:
 
     stage: StageName
     name: str
-    """``sft``, ``experts/math``…: its folder within the pipeline's."""
+    """Name and folder within the pipeline's folder: ``sft``, ``experts/math``."""
     arguments: tuple[str, ...]
-    """Of stretto, but for ``--out``, ``--device`` and ``--resume``."""
+    """Command-line arguments without ``--out``, ``--device`` and ``--resume``."""
     recipe: RlRecipe | SftRecipe
     result: str = CHECKPOINT
-    """What is there in its folder when it is done."""
+    """File or folder that exists in the step's folder once the step has finished."""
 
     @property
     def num_samples(self) -> int:
-        """That reinforcement learning or distillation draws."""
-        assert isinstance(self.recipe, RlRecipe), "no other stage draws any"
+        """Number of samples that the step generates."""
+        assert isinstance(self.recipe, RlRecipe), f"{self.name} generates no samples"
         return self.recipe.train.steps * self.recipe.train.prompts * self.recipe.rollout.group
 
     @property
     def num_tokens(self) -> int:
-        """That are trained on, at most."""
+        """Largest number of tokens that the step trains on."""
         recipe = self.recipe
         if isinstance(recipe, SftRecipe):
             return recipe.train.steps * recipe.train.rows * recipe.train.seq_len
@@ -163,13 +162,12 @@ class Step:
 
 
 def plan(recipe: PipelineRecipe, source: str) -> tuple[Step, ...]:
-    """The steps of ``recipe`` in order; ``source`` is its file. Raises `UserError`: the recipe of a stage is impossible; the line
-    names the stage."""
+    """The steps of ``recipe``, which was read from the file ``source``, in order. Raises `UserError`: an impossible recipe of a stage."""
     return tuple(_steps(recipe, source))
 
 
 def _steps(recipe: PipelineRecipe, source: str) -> Iterator[Step]:
-    start, results, teachers, taught = MODEL, [MODEL], dict[str, str](), list[Step]()
+    start, results, teachers, sampling = MODEL, [MODEL], dict[str, str](), list[Step]()
     if recipe.sft is not None:
         step = _sft(recipe, recipe.sft, source)
         yield step
@@ -179,29 +177,28 @@ def _steps(recipe: PipelineRecipe, source: str) -> Iterator[Step]:
     if recipe.experts is not None:
         for name, domain in recipe.domains.items():
             own = {"sources": {key: recipe.sources[key] for key in domain.sources}}
-            told = _complete(
-                RlRecipe, source, f"experts, {name}", recipe.common, recipe.experts.recipe, domain.expert, own
-            )
+            tables = (recipe.common, recipe.experts.recipe, domain.expert, own)
+            complete = _complete(RlRecipe, source, f"experts, {name}", *tables)
             teachers[name] = f"{{experts/{name}}}"
-            taught.append(Step("experts", f"experts/{name}", ("rl", RECIPE, "--model", start), told))
-        yield from taught
+            sampling.append(Step("experts", f"experts/{name}", ("rl", RECIPE, "--model", start), complete))
+        yield from sampling
     if recipe.distill is not None:
         names = {
             name: {"checkpoint": place, "domains": list(recipe.domains[name].sources)}
             for name, place in teachers.items()
         }
         own = {"sources": recipe.sources, "distill": {"teachers": names}}
-        told = _complete(RlRecipe, source, "distill", recipe.common, recipe.distill, own)
-        taught.append(Step("distill", "distill", ("distill", RECIPE, "--model", start), told))
-        yield taught[-1]
+        complete = _complete(RlRecipe, source, "distill", recipe.common, recipe.distill, own)
+        sampling.append(Step("distill", "distill", ("distill", RECIPE, "--model", start), complete))
+        yield sampling[-1]
         last = "{distill}"
         results.append(last)
     if recipe.online is not None:
-        told = _complete(RlRecipe, source, "online", recipe.common, {"sources": recipe.sources}, recipe.online)
-        yield Step("online", "online", ("online", RECIPE, "--model", last), told)
+        complete = _complete(RlRecipe, source, "online", recipe.common, {"sources": recipe.sources}, recipe.online)
+        yield Step("online", "online", ("online", RECIPE, "--model", last), complete)
         results.append("{online}")
     if recipe.controls is not None:
-        controls = list(_controls(recipe, recipe.controls, start, taught, source))
+        controls = list(_controls(recipe, recipe.controls, start, sampling, source))
         yield from controls
         last_of = {step.name.split("/")[1]: f"{{{step.name}}}" for step in controls}
         results += last_of.values()
@@ -212,35 +209,35 @@ def _steps(recipe: PipelineRecipe, source: str) -> Iterator[Step]:
 def _sft(recipe: PipelineRecipe, config: SftConfig, source: str) -> Step:
     if config.data:
         data = tuple(each for path in config.data for each in ("--data", path))
-        told = _complete(SftRecipe, source, "sft", config.recipe)
-        return Step("sft", "sft", ("sft", RECIPE, "--model", MODEL, *data), told)
+        complete = _complete(SftRecipe, source, "sft", config.recipe)
+        return Step("sft", "sft", ("sft", RECIPE, "--model", MODEL, *data), complete)
     own = _complete(RlRecipe, source, "sft", recipe.common, config.recipe, {"sources": recipe.sources})
     if own.start is None:
         raise UserError(
-            f"{source}: sft: neither data nor recipe.start; name conversations in data, or describe the training on the tasks' own answers in recipe.start"
+            f"{source}: sft: neither data nor recipe.start; name conversations in data, or describe training on the tasks' demonstrations in recipe.start"
         )
     return Step("sft", "sft", ("sft", RECIPE, *(("--model", MODEL) if own.start.model is None else ())), own, START)
 
 
 def _controls(
-    recipe: PipelineRecipe, config: ControlsConfig, start: str, taught: Sequence[Step], source: str
+    recipe: PipelineRecipe, config: ControlsConfig, start: str, sampling: Sequence[Step], source: str
 ) -> Iterator[Step]:
-    """``taught``: the steps whose samples they match."""
+    """The control runs. ``sampling``: the steps whose number of samples ``mixed`` matches."""
     if config.mixed is not None:
         own: Table = {"sources": recipe.sources}
-        told = _complete(RlRecipe, source, "controls, mixed", recipe.common, config.mixed, own)
+        complete = _complete(RlRecipe, source, "controls, mixed", recipe.common, config.mixed, own)
         if "steps" not in config.mixed.get("train", {}):
-            a_step = told.train.prompts * told.rollout.group
-            own["train"] = {"steps": -(-sum(step.num_samples for step in taught) // a_step)}
-            told = _complete(RlRecipe, source, "controls, mixed", recipe.common, config.mixed, own)
-        yield Step("controls", "controls/mixed", ("rl", RECIPE, "--model", start), told)
+            samples_per_step = complete.train.prompts * complete.rollout.group
+            own["train"] = {"steps": -(-sum(step.num_samples for step in sampling) // samples_per_step)}
+            complete = _complete(RlRecipe, source, "controls, mixed", recipe.common, config.mixed, own)
+        yield Step("controls", "controls/mixed", ("rl", RECIPE, "--model", start), complete)
     if config.cascade is not None and recipe.experts is not None:
         for name, domain in recipe.domains.items():
             own = {"sources": {key: recipe.sources[key] for key in domain.sources}}
             tables = (recipe.common, recipe.experts.recipe, domain.expert, config.cascade, own)
             step = f"controls/cascade/{name}"
-            told = _complete(RlRecipe, source, f"controls, cascade, {name}", *tables)
-            yield Step("controls", step, ("rl", RECIPE, "--model", start), told)
+            complete = _complete(RlRecipe, source, f"controls, cascade, {name}", *tables)
+            yield Step("controls", step, ("rl", RECIPE, "--model", start), complete)
             start = f"{{{step}}}"
 
 
@@ -252,22 +249,22 @@ def _evaluate(
     teachers: Mapping[str, str],
     source: str,
 ) -> Step:
-    """All stages' results, each domain beside its teacher, set against the checkpoint ``start`` that all of these began with. The
-    online stage's own sources are domains too."""
+    """Comparison of all ``results`` with the checkpoint ``start`` and with the teacher of each domain. Sources that only the online stage
+    has are domains too."""
     online = recipe.online or {}
     own = {name: each for name, each in online.get("sources", {}).items() if name not in recipe.sources}
     tables = {"sources": recipe.sources | own, "rollout": online.get("rollout", {})}
-    told = _complete(RlRecipe, source, "evaluate", recipe.common, tables)
+    complete = _complete(RlRecipe, source, "evaluate", recipe.common, tables)
     pairs = [(name, key) for name, domain in recipe.domains.items() for key in domain.sources if name in teachers]
-    taught = [each for name, key in pairs for each in ("--teacher", f"{key}={teachers[name]}")]
+    taught_by = [each for name, key in pairs for each in ("--teacher", f"{key}={teachers[name]}")]
     numbers = ("--samples", str(config.samples), "--limit", str(config.problems))
-    at_once = ("--max-batch", str(told.rollout.max_batch))
-    arguments = ("compare", *results, "--reference", start, *taught, "--suite", RECIPE, *numbers, *at_once)
-    return Step("evaluate", EVALUATED, arguments, told, COMPARISON_FILE)
+    batch = ("--max-batch", str(complete.rollout.max_batch))
+    arguments = ("compare", *results, "--reference", start, *taught_by, "--suite", RECIPE, *numbers, *batch)
+    return Step("evaluate", EVALUATED, arguments, complete, COMPARISON_FILE)
 
 
 def merged(*tables: Mapping[str, Any]) -> Table:
-    """Later tables over earlier ones, key by key."""
+    """Nested merge of ``tables``; values of later tables replace those of earlier ones."""
     result: Table = {}
     for table in tables:
         for key, value in table.items():

@@ -1,9 +1,8 @@
-"""Supervised training on conversations, and on the tasks' own answers as the start of an RL run.
+"""Supervised fine-tuning (SFT) on conversations, and on the tasks' demonstrations as the start of an RL run.
 
-The loss is cross-entropy on what the model is to write, the end of its turn included; prompts and tools' answers carry none.
-Rows hold whole examples, which do not see each other. Conversations come from disk by the loader's order; demonstrations are
-made one after the other, in the order of the problems, and are what an agent loop will ask for: the same prompts, the same
-turns (`stretto.flow.agent`).
+The loss is cross-entropy on the model's turns, including the end of the turn; prompts and tool results have no loss. Rows contain whole
+examples, which do not attend to each other. Conversations are read from disk in the loader's order. Demonstrations are generated in
+the order of the problems, with the prompts and turns of the agent loop (`stretto.flow.agent`).
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ from stretto.train.snapshot import Snapshots
 
 STAGE = "sft"
 _TOKENIZER_PROBLEMS = 2000
-"""Per source: what the tokenizer is learnt from."""
+"""Number of problems per source from which a tokenizer is trained."""
 _TOKENIZER_DEMONSTRATIONS = 500
-"""The same where there are tools, whose calls are made."""
+"""Number of demonstrations per source with tools from which a tokenizer is trained; their tool calls are executed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,30 +53,30 @@ class Example:
     """One sample. Written by `examples`."""
 
     tokens: np.ndarray
-    """int64 [T]."""
-    is_written: np.ndarray
-    """bool [T]: the token is learnt: the model is to write it, unless prompts are learnt too."""
+    """Token ids, int64 [T]."""
+    is_learnt: np.ndarray
+    """Whether a token has a loss, bool [T]: tokens of the model's turns, or all tokens with ``learns_prompts``."""
 
 
 def sft_conversations(
     recipe: SftRecipe, job: Job, origin: Path, *, adapters: Path | None = None, keep: Path | None = None
 ) -> Trained:
-    """Train the checkpoint ``origin`` on conversations. With ``recipe.lora`` adapters are trained, and merged at the end.
+    """Train the checkpoint ``origin`` on conversations. With ``recipe.lora``, adapters are trained and merged into the weights at the end.
 
     Args:
         recipe: complete for this network (`SftRecipe.for_network`).
-        job: its loader is `open_conversations`'.
-        adapters: a folder of peft's to begin with; None: new ones.
-        keep: where they are also written by themselves, in peft's form.
+        job: job whose loader was made by `open_conversations`.
+        adapters: folder of peft adapters to start from; None: new adapters.
+        keep: folder to which the adapters are also written, in peft's format.
 
     Raises:
-        UserError: as `stretto.train.loop.finetune`; or adapters that do not fit.
+        UserError: as `stretto.train.loop.finetune`, or adapters that do not fit.
         NonFiniteError: a loss or gradient is not finite.
     """
     family, lora = read_family(origin), recipe.lora
     if lora is not None and job.ranks.world > 1:
         raise UserError(
-            "lora: adapters are trained in one process, because a rank holds parts of a weight only; start one process"
+            "lora: adapters are trained in one process only, because ranks hold parts of each weight; start one process"
         )
 
     def adapt(model: Transformer) -> None:
@@ -99,33 +98,33 @@ def sft_conversations(
 
 
 def open_conversations(mixture: Mixture, recipe: SftRecipe, ranks: Ranks) -> Loader:
-    """The loader of a run: rows of whole conversations, shared out between sources, or between domains first.
+    """The loader of a run: rows of whole conversations, divided between sources, or between domains if the recipe has ``domains``.
 
     Raises:
-        UserError: a conversation is too long, or ``domains`` and the data's own are not the same.
+        UserError: a conversation is too long, or ``domains`` differ from those of the data.
     """
-    train, told = recipe.train, recipe.domains
+    train, shares = recipe.train, recipe.domains
     data = mixture.open()
-    held = [[domain for domain in each.manifest.domains if len(each.of_domain(domain))] for each in data]
-    if told:
-        known = {domain for domains in held for domain in domains}
-        if missing := sorted(told.keys() - known):
+    domains_of = [[domain for domain in each.manifest.domains if len(each.of_domain(domain))] for each in data]
+    if shares:
+        known = {domain for domains in domains_of for domain in domains}
+        if missing := sorted(shares.keys() - known):
             raise UserError(
                 f"domains.{missing[0]}: no conversation has this domain; the data has {', '.join(sorted(known))}"
             )
-        if unshared := sorted(known - told.keys()):
+        if unshared := sorted(known - shares.keys()):
             raise UserError(f"domains: {unshared[0]} is in the data and has no share; add one")
     parts: list[Fitted] = []
     weights: list[float] = []
-    for each, domains, weight in zip(data, held, mixture.weights, strict=True):
-        for domain in domains if told else [None]:
+    for each, domains, weight in zip(data, domains_of, mixture.weights, strict=True):
+        for domain in domains if shares else [None]:
             parts.append(Fitted(each, train.seq_len, recipe.long, domain))
-            beside = sum(other for other, names in zip(mixture.weights, held, strict=True) if domain in names)
-            weights.append(weight if domain is None else told[domain] * weight / beside)
+            total = sum(other for other, names in zip(mixture.weights, domains_of, strict=True) if domain in names)
+            weights.append(weight if domain is None else shares[domain] * weight / total)
     if (num_long := sum(part.num_long for part in parts)) and ranks.is_first:
         num, num_left_out = (sum(getattr(part, name) for part in parts) for name in ("num_before", "num_left_out"))
         say(
-            f"longer than train.seq_len {train.seq_len}: {num_long:,} of {num:,} conversations, the longest of "
+            f"longer than train.seq_len {train.seq_len}: {num_long:,} of {num:,} conversations, the longest has "
             f"{max(part.longest for part in parts):,} tokens; {num_long - num_left_out:,} cut, {num_left_out:,} left out"
         )
     return Loader(parts, weights, train.micro_rows, train.seq_len, train.seed, ranks.rank, ranks.world)
@@ -140,25 +139,25 @@ def sft(
     tokenizer: Tokenizer | None = None,
     ranks: Ranks | None = None,
 ) -> Path:
-    """Train ``recipe.start`` and write it as the checkpoint folder ``out``, with its tokenizer. Killed, it goes on from its
-    last snapshot, in ``{out}.run``.
+    """Train the start of an RL run (``recipe.start``) and write the checkpoint folder ``out`` with its tokenizer. If it was interrupted, it
+    resumes from the last snapshot in ``{out}.run``.
 
     Args:
-        sources: by their names in the recipe.
-        origin: checkpoint that is trained further, where the start describes no network; its tokenizer is kept.
-        tokenizer: of a new network; None: a byte-level one is learnt from the sources' texts.
+        sources: task sources by their names in the recipe.
+        origin: checkpoint to train further if the start describes no network; its tokenizer is used.
+        tokenizer: tokenizer of a new network; None: a byte-level tokenizer is trained on the sources' texts.
 
     Raises:
-        UserError: the recipe has no start, or one of another network than ``origin``; an example is longer than
-            ``train.seq_len``, or that than the network's positions; or the tokenizer does not fit.
+        UserError: the recipe has no start, or both a new network and ``origin``; an example is longer than ``train.seq_len``, or
+            ``train.seq_len`` than the network's positions; or the tokenizer does not fit.
         NonFiniteError: a loss or gradient is not finite.
     """
     start, ranks = recipe.start, ranks or join()
     if start is None:
         raise UserError("recipe: start: missing; add one, or give a checkpoint with --model")
     prompts = plan_prompts(recipe, {name: source.num_items for name, source in sources.items()})
-    begun = _beginning(recipe, start, origin)
-    config = begun.config
+    initial = _initial(recipe, start, origin)
+    config = initial.config
     if tokenizer is None:
         tokenizer = load_tokenizer(origin) if origin else learn_tokenizer(sources, prompts, config.vocab_size)
     if tokenizer.vocab_size > config.vocab_size:
@@ -168,7 +167,7 @@ def sft(
     torch.set_num_threads(recipe.train.threads)
     out = Path(out)
     run, tool_chars = out.with_name(f"{out.name}.run"), recipe.rollout.tool_chars
-    plan = _plan_of(recipe, start).for_network(config, begun.presets or {})
+    plan = _plan_of(recipe, start).for_network(config, initial.presets or {})
     job = Job(
         run=run,
         loader=Demonstrations(
@@ -181,7 +180,7 @@ def sft(
         ranks=ranks,
         resume=Snapshots(run / "snapshots", 1).latest() is not None,
     )
-    trained = finetune(plan, job, begun.read, {})
+    trained = finetune(plan, job, initial.read, {})
     files = out.with_name(f"{out.name}.tokenizer")
     if ranks.is_first:
         tokenizer.save(files)
@@ -194,9 +193,9 @@ def sft(
         stage=STAGE,
         config=recipe.model_dump(mode="json"),
         tokenizer_dir=files,
-        family=begun.family,
-        presets=begun.presets if plan.elastic is None else plan.elastic.anchors,
-        parents=begun.parents,
+        family=initial.family,
+        presets=initial.presets if plan.elastic is None else plan.elastic.anchors,
+        parents=initial.parents,
         run_id=trained.run_id,
     )
     if ranks.is_first:
@@ -205,8 +204,8 @@ def sft(
 
 
 @dataclass(frozen=True, slots=True)
-class _Beginning:
-    """The network that a start trains, and what its checkpoint hands on. Written by `_beginning`."""
+class _Initial:
+    """Initial network of a start, and the properties that its checkpoint inherits."""
 
     config: ModelConfig
     read: Callable[[], Transformer]
@@ -215,16 +214,16 @@ class _Beginning:
     parents: tuple[Lineage, ...] = ()
 
 
-def _beginning(recipe: RlRecipe, start: StartConfig, origin: Path | None) -> _Beginning:
+def _initial(recipe: RlRecipe, start: StartConfig, origin: Path | None) -> _Initial:
     """The checkpoint ``origin``, or random weights."""
     model, seed = start.model, recipe.train.seed
     if origin is None:
         if model is None:
             raise UserError("recipe: start.model: missing; describe a network, or name one with --model")
-        return _Beginning(model, lambda: load_state(skeleton(model), initial_state(model, seed), "cpu"))
+        return _Initial(model, lambda: load_state(skeleton(model), initial_state(model, seed), "cpu"))
     if model is not None:
         raise UserError(f"recipe: start.model: describes a new network, and --model names {origin}; leave one out")
-    return _Beginning(
+    return _Initial(
         config=read_config(origin),
         read=lambda: read_checkpoint(origin, dtype=torch.float32).model,
         family=read_family(origin),
@@ -234,7 +233,7 @@ def _beginning(recipe: RlRecipe, start: StartConfig, origin: Path | None) -> _Be
 
 
 def _plan_of(recipe: RlRecipe, start: StartConfig) -> SftRecipe:
-    """The start of an RL recipe as a stage."""
+    """The start of an RL recipe as the recipe of an SFT stage."""
     train = recipe.train
     num = next(
         num for num in range(1, start.rows + 1) if start.rows % num == 0 and start.rows // num <= train.micro_rows
@@ -253,7 +252,7 @@ def _plan_of(recipe: RlRecipe, start: StartConfig) -> SftRecipe:
 
 
 class Demonstrations:
-    """Micro-batches of examples that are made as they are needed, in their order: `stretto.train.loop.Batches`."""
+    """Micro-batches of generated examples, in order. Implements `stretto.train.loop.Batches`."""
 
     def __init__(self, stream: Callable[[], Iterator[Example]], train: TrainConfig, ranks: Ranks) -> None:
         self._stream, self._train, self._ranks = stream, train, ranks
@@ -267,7 +266,7 @@ class Demonstrations:
         return {"taken": self._taken}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Make the examples again that were taken before."""
+        """Return to ``state`` by generating the earlier examples again."""
         steps = fill_rows(self._stream(), self._train.rows, self._train.seq_len)
         self._batches = (batch for rows in steps for batch in micro_batches(rows, self._train.micro_rows, self._ranks))
         self._taken = 0
@@ -276,8 +275,8 @@ class Demonstrations:
 
 
 def learn_tokenizer(sources: Mapping[str, TaskSource], prompts: Prompts, vocab_size: int) -> Tokenizer:
-    """A byte-level BPE over problems and their answers, with the ChatML template; where there are tools, over all that it writes:
-    a schema that was never seen is a token a byte, in every prompt."""
+    """Train a byte-level BPE with the ChatML template on problems and answers. For sources with tools it is trained on whole
+    conversations, because an unknown tool schema would take one token per byte in every prompt."""
     num_tasks = len(sources) * _TOKENIZER_PROBLEMS
     num_demonstrations = len(sources) * _TOKENIZER_DEMONSTRATIONS
 
@@ -288,8 +287,8 @@ def learn_tokenizer(sources: Mapping[str, TaskSource], prompts: Prompts, vocab_s
             if not (offered := schemas(source, problem)):
                 yield "\n".join([*(str(message["content"]) for message in problem.messages), problem.gold])
             elif number < num_demonstrations:
-                told = render(CHATML, [*problem.messages, *source.demonstration(problem)], offered)
-                yield told.replace(TURN_START, "\n").replace(TURN_END, "\n")
+                text = render(CHATML, [*problem.messages, *source.demonstration(problem)], offered)
+                yield text.replace(TURN_START, "\n").replace(TURN_END, "\n")
 
     return train_tokenizer(texts(), vocab_size, CHATML)
 
@@ -302,8 +301,12 @@ def examples(
     learns_prompts: bool = False,
     tool_chars: int = MAX_TEXT,
 ) -> Iterator[Example]:
-    """Endless, the same each time; ``tool_chars`` as of `RolloutConfig`. A share ``noise`` of answers is another problem's of the
-    same source. Raises `UserError`: the chat template refuses a conversation.
+    """Endless deterministic stream of examples. Raises `UserError`: the chat template refuses a conversation.
+
+    Args:
+        noise: share of examples with the answer of another problem of the same source.
+        learns_prompts: whether prompts have a loss too.
+        tool_chars: as of `RolloutConfig`.
     """
     dialogue, number = Dialogue(tokenizer, tool_chars), 0
     while True:
@@ -315,8 +318,8 @@ def examples(
             size = prompts.sizes[prompts.names.index(task.source)]
             shift = 1 + int(rng.integers(1 << 20 if size is None else max(1, size - 1)))
             answered = source.problem(task.item + shift if size is None else (task.item + shift) % size)
-        made = example(dialogue, problem, source.demonstration(answered), schemas(source, problem))
-        yield replace(made, is_written=np.ones_like(made.is_written)) if learns_prompts else made
+        one = example(dialogue, problem, source.demonstration(answered), schemas(source, problem))
+        yield replace(one, is_learnt=np.ones_like(one.is_learnt)) if learns_prompts else one
         number += 1
 
 
@@ -326,7 +329,7 @@ def example(
     turns: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> Example:
-    """``problem`` with ``turns`` after it, as tokens."""
+    """Tokens of the conversation that consists of ``problem`` and ``turns``."""
     tokenizer = dialogue.tokenizer
     if tokenizer.chat_template is not None:
         chat = tokenise_chat(tokenizer, dialogue.shortened([*problem.messages, *turns]), tools)
@@ -339,21 +342,19 @@ def example(
             else:
                 parts.append((tokenizer.encode(f"\n{turn['content']}\n"), False))
         tokens = np.array([token for part, _ in parts for token in part], np.int64)
-        mask = np.concatenate([np.full(len(part), is_written) for part, is_written in parts])
-    end = int(np.flatnonzero(mask)[-1]) + 1  # what the template writes behind the last turn, nobody samples
+        mask = np.concatenate([np.full(len(part), is_learnt) for part, is_learnt in parts])
+    end = int(np.flatnonzero(mask)[-1]) + 1  # tokens of the template after the last turn are never sampled
     return Example(tokens[:end], mask[:end])
 
 
 def fill_rows(stream: Iterator[Example], num_rows: int, seq_len: int) -> Iterator[list[list[Example]]]:
-    """Rows of whole examples for step after step; nothing is left out. Raises `UserError`: an example that no row can
-    hold.
-    """
+    """Rows of whole examples, ``num_rows`` per step; no example is left out. Raises `UserError`: an example longer than a row."""
     rows: list[list[Example]] = [[]]
     room = seq_len
     for each in stream:
         length = len(each.tokens) - 1
         if length > seq_len:
-            raise UserError(f"train.seq_len: {seq_len} is less than the {length} of an example; raise it")
+            raise UserError(f"train.seq_len: {seq_len} is less than the {length} tokens of an example; raise it")
         if length > room:
             if len(rows) == num_rows:
                 yield rows
@@ -365,10 +366,10 @@ def fill_rows(stream: Iterator[Example], num_rows: int, seq_len: int) -> Iterato
 
 
 def micro_batches(rows: Sequence[Sequence[Example]], micro_rows: int, ranks: Ranks) -> Iterator[Batch]:
-    """One step's rows as this rank's micro-batches, cut to the longest row of each."""
+    """This rank's micro-batches of one step's rows, each as long as its longest row."""
     for start in range(0, len(rows), micro_rows):
-        some = rows[start : start + micro_rows]
-        yield _micro_batch([*some, *[[]] * (-len(some) % ranks.world)], ranks)
+        part = rows[start : start + micro_rows]
+        yield _micro_batch([*part, *[[]] * (-len(part) % ranks.world)], ranks)
 
 
 def _micro_batch(rows: Sequence[Sequence[Example]], ranks: Ranks) -> Batch:
@@ -376,7 +377,7 @@ def _micro_batch(rows: Sequence[Sequence[Example]], ranks: Ranks) -> Batch:
     plan = [tuple(Piece(at, 0, len(each.tokens) - 1, False) for at, each in enumerate(row)) for row in rows]
     longest = max(sum(piece.length for piece in row) for row in plan)
     packed = pack.fill_rows(
-        plan, longest, lambda row, at: rows[row][at].tokens, lambda row, at: rows[row][at].is_written
+        plan, longest, lambda row, at: rows[row][at].tokens, lambda row, at: rows[row][at].is_learnt
     )
     mine = ranks.rows(len(rows))
     num_mine, num_all = (int((each != pack.IGNORED).sum()) for each in (packed.targets_BT[mine], packed.targets_BT))

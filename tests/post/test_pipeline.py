@@ -123,11 +123,11 @@ def test_what_the_online_stage_has_of_its_own_is_evaluated_as_well() -> None:
         ({"sft": {}}, "p.toml: sft: neither data nor recipe.start"),
         ({"experts": None}, "distill: its teachers are the experts"),
         ({"experts": None, "distill": None, "controls": {}}, "controls: they draw as many samples as the experts"),
-        ({"domains": {"a/b": {"sources": {"one": SOURCE}}}}, "domains.a/b: letters, digits"),
+        ({"domains": {"a/b": {"sources": {"one": SOURCE}}}}, "domains.a/b: a name has letters, digits"),
         ({"distill": {"distill": {"form": "top_kk"}}}, "p.toml: distill: distill.form"),
         (
             {"domains": {"a": {"sources": {"one": SOURCE}}, "b": {"sources": {"one": SOURCE}}}},
-            "domains.b.sources.one: domain 'a' has a source of that name",
+            "domains.b.sources.one: domain 'a' has a source with this name",
         ),
     ],
 )
@@ -158,5 +158,5 @@ def test_the_shipped_recipe_has_room_for_its_examples(monkeypatch: pytest.Monkey
         tokenizer = learn_tokenizer(sources, prompts, told.start.model.vocab_size)
         some = list(islice(examples(sources, prompts, tokenizer, told.start.noise), 600))
     assert list(fill_rows(iter(some), told.start.rows, told.train.seq_len))
-    too_long = sum(each.is_written.sum() > told.rollout.max_tokens for each in some)
+    too_long = sum(each.is_learnt.sum() > told.rollout.max_tokens for each in some)
     assert too_long <= 0.02 * len(some)

@@ -79,7 +79,7 @@ def test_an_example_is_the_agents_prompt_and_a_turn_that_ends(
     made = example(dialogue, problem, sources["flip"].demonstration(problem))
     prompt = dialogue.prompt(problem.messages)
     assert np.array_equal(made.tokens[: len(prompt)], prompt)
-    assert made.is_written.tolist() == [False] * len(prompt) + [True] * (len(made.tokens) - len(prompt))
+    assert made.is_learnt.tolist() == [False] * len(prompt) + [True] * (len(made.tokens) - len(prompt))
     assert made.tokens[-1] in dialogue.stop_ids
     assert dialogue.text(made.tokens[len(prompt) :]) == problem.gold
 
@@ -92,7 +92,7 @@ def test_a_plain_turn_of_the_user_is_not_learnt(sources: dict[str, TaskSource], 
         {"role": "assistant", "content": "15"},
     ]
     made = example(Dialogue(plain), sources["flip"].problem(0), turns)
-    written = [plain.decode([token]) for token in made.tokens[made.is_written]]
+    written = [plain.decode([token]) for token in made.tokens[made.is_learnt]]
     assert "".join(written) == f"call{plain.eos_token}15{plain.eos_token}"
     assert "\n7\n" in plain.decode(made.tokens.tolist())
 
@@ -125,7 +125,7 @@ def test_prompts_are_learnt_where_a_start_says_so(
     answers, all_of_it = (list(islice(examples(sources, prompts, tokenizer, 0.0, told), 20)) for told in (False, True))
     for one, other in zip(answers, all_of_it, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
-        assert not one.is_written.all() and other.is_written.all()
+        assert not one.is_learnt.all() and other.is_learnt.all()
 
 
 def test_rows_hold_every_example_once_and_learn_only_what_is_written(
@@ -138,7 +138,7 @@ def test_rows_hold_every_example_once_and_learn_only_what_is_written(
     assert all(len(rows) == 2 and sum(len(each.tokens) - 1 for each in row) <= 64 for rows in steps for row in rows)
     batches = list(micro_batches(steps[0], 1, join("cpu")))
     learnt = [token for batch in batches for token in batch.targets_BT[batch.targets_BT != IGNORED].tolist()]
-    assert learnt == [t for row in steps[0] for each in row for t in each.tokens[each.is_written].tolist()]
+    assert learnt == [t for row in steps[0] for each in row for t in each.tokens[each.is_learnt].tolist()]
     assert sum(batch.global_target_tokens for batch in batches) == len(learnt)
 
 
@@ -166,7 +166,7 @@ def test_the_start_is_a_checkpoint_that_has_learnt_the_form(start: Path, sources
     with torch.no_grad():
         logp = checkpoint.model.logits(torch.from_numpy(made.tokens)[None, :-1])[0].log_softmax(-1)
     picked = logp.gather(-1, torch.from_numpy(made.tokens)[1:, None])[:, 0]
-    assert picked[torch.from_numpy(made.is_written[1:])].mean() > -2.5  # untrained: −ln 280 = −5.6
+    assert picked[torch.from_numpy(made.is_learnt[1:])].mean() > -2.5  # untrained: −ln 280 = −5.6
 
 
 def test_a_start_without_a_network_trains_an_existing_one_further(
@@ -299,7 +299,7 @@ def test_a_demonstration_of_many_turns_is_what_the_agent_loop_makes_of_it(tmp_pa
     plan = plan_prompts(recipe(), {"flip": None})
     one = next(examples({"flip": source}, plan, made, 0.0))
     problem = source.problem(plan.task(SUPERVISED).item)
-    ends = np.flatnonzero(np.diff(np.r_[False, one.is_written, False]))
+    ends = np.flatnonzero(np.diff(np.r_[False, one.is_learnt, False]))
     turns = [one.tokens[start:end] for start, end in ends.reshape(-1, 2)]
     assert len(turns) == 4 and all([turn[-1] in Dialogue(made).stop_ids for turn in turns])
     limits = {**agents.LONG, "max_len": 2500, "max_turns": 6}
@@ -310,5 +310,5 @@ def test_a_demonstration_of_many_turns_is_what_the_agent_loop_makes_of_it(tmp_pa
     assert [segment.is_sampled for segment in done.segments] == [False, True] * 4
     assert (
         np.concatenate([np.full(len(each.tokens), each.is_sampled) for each in done.segments]).tolist()
-        == one.is_written.tolist()
+        == one.is_learnt.tolist()
     )
