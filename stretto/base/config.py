@@ -165,6 +165,18 @@ def validate(kind: type[ConfigT], tree: Mapping[str, Any], source: str) -> Confi
         raise UserError(": ".join(filter(None, (source, problem.field, problem.message)))) from None
 
 
+def read_versioned(path: Path, kind: type[ConfigT], version: int) -> ConfigT:
+    """Read a JSON file with a field ``schema_version``. Raises `UserError`: the file is damaged or of another version."""
+    tree = read_json(path)
+    found = tree.get("schema_version") if isinstance(tree, dict) else None
+    if found is None:
+        raise UserError(f"{path}: schema_version: missing; the file is damaged, or Stretto did not write it")
+    if found != version:
+        problem = f"{found} cannot be read, this Stretto reads {version}"
+        raise UserError(f"{path}: schema_version: {problem}; use the version that wrote it")
+    return validate(kind, tree, str(path))
+
+
 def check_unchanged(
     old: Mapping[str, Any], new: Mapping[str, Any], where: Path | str, free: Sequence[str] = ()
 ) -> None:

@@ -22,9 +22,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field
 
-from stretto.base.config import Config, validate
+from stretto.base.config import Config, read_versioned
 from stretto.base.errors import UserError
-from stretto.base.paths import read_json, write_json
+from stretto.base.paths import write_json
 
 LINEAGE_FILE = "lineage.json"
 SCHEMA = 1
@@ -138,15 +138,7 @@ def read_lineage(folder: Path | str) -> Lineage:
     path = Path(folder) / LINEAGE_FILE
     if not path.is_file():
         raise UserError(f"{path}: no such file; {folder} is not a checkpoint that Stretto wrote")
-    tree = read_json(path)
-    version = tree.get("schema_version") if isinstance(tree, dict) else None
-    if version is None:
-        raise UserError(f"{path}: schema_version: missing; the file is damaged, or Stretto did not write it")
-    if version != SCHEMA:
-        raise UserError(
-            f"{path}: schema_version: {version} cannot be read, this Stretto reads {SCHEMA}; use the version that wrote it"
-        )
-    return validate(Lineage, tree, source=str(path))
+    return read_versioned(path, Lineage, SCHEMA)
 
 
 def file_sha256(path: Path) -> str:

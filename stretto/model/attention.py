@@ -143,16 +143,11 @@ class Mla(nn.Module):
         self.eps, self.scale, self.num_heads = latent.norm_eps, config.attention_scale, heads
         self.kv_rank, self.rope_dim, self.value_dim = latent.kv_rank, latent.rope_dim, latent.value_dim
         self.head_dim, self.nope_dim = config.head_dim, config.head_dim - latent.rope_dim
-        self.q: nn.Linear | None = None
-        self.q_down: nn.Linear | None = None
-        self.q_down_norm: nn.Parameter | None = None
-        self.q_up: nn.Linear | None = None
-        if latent.query_rank is None:
-            self.q = nn.Linear(hidden, heads * config.head_dim, bias=False)
-        else:
-            self.q_down = nn.Linear(hidden, latent.query_rank, bias=config.attention_bias)
-            self.q_down_norm = nn.Parameter(torch.ones(latent.query_rank))
-            self.q_up = nn.Linear(latent.query_rank, heads * config.head_dim, bias=False)
+        rank, width = latent.query_rank, heads * config.head_dim
+        self.q = nn.Linear(hidden, width, bias=False) if rank is None else None
+        self.q_down = None if rank is None else nn.Linear(hidden, rank, bias=config.attention_bias)
+        self.q_down_norm = None if rank is None else nn.Parameter(torch.ones(rank))
+        self.q_up = None if rank is None else nn.Linear(rank, width, bias=False)
         self.kv_down = nn.Linear(hidden, latent.kv_rank + latent.rope_dim, bias=config.attention_bias)
         self.kv_down_norm = nn.Parameter(torch.ones(latent.kv_rank))
         self.kv_up = nn.Linear(latent.kv_rank, heads * (self.nope_dim + latent.value_dim), bias=False)

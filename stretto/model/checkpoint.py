@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stretto.base.config import Config, validate
+from stretto.base.config import Config, read_versioned
 from stretto.base.errors import UserError
 from stretto.base.paths import read_json, replacing, write_json
 from stretto.base.records import LINEAGE_FILE, Lineage, file_sha256, hash_files, read_lineage, write_lineage
@@ -45,7 +45,7 @@ from stretto.model.families import (
 )
 from stretto.model.families.quantisation import quantisation
 from stretto.model.gguf_read import GgufFile, gguf_file
-from stretto.model.quantised import Dequantised, TensorSource
+from stretto.model.quantised import AGAIN, Dequantised, TensorSource, damaged, require_shape
 from stretto.model.spec import ModelConfig, SubnetChoice
 from stretto.model.transformer import MoeLayer, Transformer, skeleton
 from stretto.text.tokenizer import TURN_END, load_tokenizer
@@ -78,7 +78,7 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _STORED_DTYPES = {**_DTYPES, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8}
 """Supported dtypes, with those of quantised weights and their scales."""
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_AGAIN = "copy or fetch the checkpoint again"
+
 _SHARD_BYTES = 5 * 10**9
 """Largest size of a file of weights; also transformers' default."""
 _MAX_FILE_NAME = 255
@@ -265,13 +265,7 @@ def describe(folder: Path) -> StrettoFile:
     if not ours.is_file():
         config, family = from_hf(tree, str(path))
         return StrettoFile(family=family, config=config)
-    ours_tree = read_json(ours)
-    version = ours_tree.get("schema_version") if isinstance(ours_tree, dict) else None
-    if version != SCHEMA:
-        raise UserError(
-            f"{ours}: schema_version: {version} cannot be read, this Stretto reads {SCHEMA}; use the version that wrote it"
-        )
-    description = validate(StrettoFile, ours_tree, str(ours))
+    description = read_versioned(ours, StrettoFile, SCHEMA)
     parse_family(str(tree.get("model_type")), f"{path}: model_type")
     check_family(description.config, description.family)
     field = differing_field(tree, to_hf(description.config, description.family, "float32"))
@@ -343,9 +337,7 @@ def _place(stored: Stored, files: TensorSource, folder: Path) -> Alias | None:
     if place is None:
         if stored.ours is None or stored.is_copy:
             return None
-        raise UserError(
-            f"{folder}: {stored.name}: missing from the weights, and config.json needs it; fetch the checkpoint again"
-        )
+        raise damaged(folder, stored.name, "missing from the weights, and config.json needs it")
     if stored.ours is None and files.is_empty(place.name):
         return None  # transformers stores a shared expert of width 0 if ``n_shared_experts`` is 0
     return place
@@ -392,10 +384,8 @@ def _refuse_unexpected(files: TensorSource, tensors: list[Stored], config: Model
         if layer is not None and layer >= config.num_layers:
             if layer in mtp_layers:
                 continue
-            raise UserError(
-                f"{files.path(name)}: {name}: a layer more than the {config.num_layers} (num_hidden_layers) of config.json;"
-                f" the files do not belong together, {_AGAIN}"
-            )
+            problem = f"a layer more than the {config.num_layers} (num_hidden_layers) of config.json"
+            raise damaged(files.path(name), name, f"{problem}; the files do not belong together")
         raise UserError(
             f"{files.path(name)}: {name}: this architecture has no such tensor; use a checkpoint of the plain text model"
         )
@@ -523,27 +513,26 @@ class TensorFiles(ExitStack):
         tree = read_json(index)
         weight_map = tree.get("weight_map") if isinstance(tree, dict) else None
         if not isinstance(weight_map, dict):
-            raise UserError(f"{index}: weight_map: missing; {_AGAIN}")
+            raise damaged(index, "weight_map", "missing")
         for name, shard in weight_map.items():
             if not isinstance(shard, str) or Path(shard).name != shard or len(shard) > _MAX_FILE_NAME:
-                raise UserError(f"{index}: weight_map.{name}: {shard!r} is not a file of this folder; {_AGAIN}")
+                raise damaged(index, f"weight_map.{name}", f"{shard!r} is not a file of this folder")
         names = {shard: self._open(folder / shard) for shard in sorted(set(weight_map.values()))}
         for name, shard in weight_map.items():
             if name not in names[shard]:
-                raise UserError(f"{folder / shard}: {name}: missing, and the index names this file for it; {_AGAIN}")
+                raise damaged(folder / shard, name, "missing, and the index names this file for it")
             self._path_of[name] = folder / shard
 
     def _open(self, path: Path) -> frozenset[str]:
         if not path.is_file():
-            remedy = "only checkpoints in safetensors can be read" if path.name == WEIGHTS_FILE else _AGAIN
+            remedy = "only checkpoints in safetensors can be read" if path.name == WEIGHTS_FILE else AGAIN
             raise UserError(f"{path}: no such file; {remedy}")
         try:
             # pread: pages of a memory-mapped file would stay in memory until it is closed
             file = self.enter_context(safe_open(path, framework="pt", backend="pread"))
         except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"{path}: not readable as safetensors: {error}; the file is truncated or damaged, {_AGAIN}"
-            ) from None
+            problem = f"not readable as safetensors: {error}; the file is truncated or damaged"
+            raise UserError(f"{path}: {problem}, {AGAIN}") from None
         self._files[path] = file
         return frozenset(file.keys())
 
@@ -558,13 +547,11 @@ class TensorFiles(ExitStack):
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of ``name`` on disk. Raises `UserError`: it is missing, or its dtype is not fp32, bf16 or fp16."""
         if name not in self._path_of:
-            raise UserError(f"{self._folder}: {name}: missing from the weights; {_AGAIN}")
-        path = self._path_of[name]
+            raise damaged(self._folder, name, "missing from the weights")
         stored = self._slice(name).get_dtype()
         if stored not in _DTYPES:
-            raise UserError(
-                f"{path}: {name}: dtype {stored} is not supported; convert the checkpoint to one of {', '.join(_DTYPES)}"
-            )
+            remedy = f"convert the checkpoint to one of {', '.join(_DTYPES)}"
+            raise UserError(f"{self.path(name)}: {name}: dtype {stored} is not supported; {remedy}")
         return _DTYPES[stored]
 
     @property
@@ -596,11 +583,7 @@ class TensorFiles(ExitStack):
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Check a tensor's header. Raises `UserError`: it is missing, of another shape, or its dtype is not fp32, bf16 or fp16."""
         self.dtype(name)
-        stored = self.stored_as(name)[1]
-        if stored != shape:
-            raise UserError(
-                f"{self.path(name)}: {name}: shape {list(stored)} where config.json gives {list(shape)}; the files do not belong together, {_AGAIN}"
-            )
+        require_shape(self.path(name), name, self.stored_as(name)[1], shape)
 
 
 def _write_weights(

@@ -171,10 +171,11 @@ class GgufFile(ExitStack):
         found = architecture_of(name, bool(self.metadata.get(f"{name}.expert_count", 0)))
         if found is None:
             known = ", ".join(dict.fromkeys(each.name for each in ARCHITECTURES))
-            raise UserError(
-                f"{self.file}: general.architecture: {name!r} is not supported; use a model of one of {known}"
-            )
+            raise self._problem("general.architecture", f"{name!r} is not supported; use a model of one of {known}")
         return found
+
+    def _problem(self, key: str, text: str) -> UserError:
+        return UserError(f"{self.file}: {key}: {text}")
 
     # --- config.json --------------------------------------------------------------------------------------------------
 
@@ -194,18 +195,15 @@ class GgufFile(ExitStack):
         }
         for key, value in own.items():
             if key in (*names, "rope.dimension_count", *OF_LATENT) and not isinstance(value, int | float):
-                raise UserError(
-                    f"{self.file}: {prefix}{key}: {str(value)[:40]!r} is not a number; use a model that has one for all layers"
-                )
+                text = f"{str(value)[:40]!r} is not a number; use a model that has one for all layers"
+                raise self._problem(prefix + key, text)
             if key in architecture.given and value != architecture.given[key]:
-                raise UserError(
-                    f"{self.file}: {prefix}{key}: {value!r} is not supported; {architecture.name} has {architecture.given[key]!r}"
-                )
+                text = f"{value!r} is not supported; {architecture.name} has {architecture.given[key]!r}"
+                raise self._problem(prefix + key, text)
             is_known = key in names or (architecture.is_latent and key in OF_LATENT)
             if not is_known and key not in architecture.given and key not in _HARMLESS:
-                raise UserError(
-                    f"{self.file}: {prefix}{key}: an unknown setting of {architecture.name}; use the original checkpoint"
-                )
+                text = f"an unknown setting of {architecture.name}; use the original checkpoint"
+                raise self._problem(prefix + key, text)
         tree: dict[str, Any] = {
             "architectures": [architecture.class_name],
             "model_type": architecture.family,
@@ -263,10 +261,8 @@ class GgufFile(ExitStack):
         if self.architecture.family == "glm4_moe":
             tree["partial_rotary_factor"] = 1.0 if rotated is None or not head_dim else rotated / head_dim
         elif rotated is not None and rotated != head_dim and not self.architecture.is_latent:
-            raise UserError(
-                f"{self.file}: rope.dimension_count: {rotated} of {head_dim} channels is not supported for {self.architecture.name}; use the"
-                " original checkpoint"
-            )
+            text = f"{rotated} of {head_dim} channels is not supported for {self.architecture.name}"
+            raise self._problem("rope.dimension_count", f"{text}; use the original checkpoint")
         kind = scaling.pop("type", "none")
         if kind != "none":
             tree["rope_scaling"] = self._scaling(kind, scaling)
@@ -284,17 +280,14 @@ class GgufFile(ExitStack):
                 "yarn_beta_slow": "beta_slow",
             }
         elif kind != "linear":
-            raise UserError(
-                f"{self.file}: rope.scaling.type: {kind!r} is not supported; use a model with linear, yarn or none"
+            raise self._problem(
+                "rope.scaling.type", f"{kind!r} is not supported; use a model with linear, yarn or none"
             )
+        neutral = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0}
         for key, value in given.items():
-            is_default = key == "finetuned" or (
-                key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor") and value == 1.0
-            )
-            if key not in names and not is_default:
-                raise UserError(
-                    f"{self.file}: rope.scaling.{key}: {value!r} is not supported; use the original checkpoint"
-                )
+            if key not in (*names, "finetuned") and value != neutral.get(key):
+                text = f"{value!r} is not supported; use the original checkpoint"
+                raise self._problem(f"rope.scaling.{key}", text)
         own = {"truncate": False} if self.architecture.family == "gpt_oss" else {}  # GGUF has no key for it
         return {"rope_type": kind, **own, **{field: given[key] for key, field in names.items() if key in given}}
 
@@ -374,7 +367,7 @@ class GgufFile(ExitStack):
 
     def _place(self, name: str) -> _Place:
         if name not in self._places:
-            raise UserError(f"{self.file}: {name}: missing from the weights; {_AGAIN}")
+            raise self._problem(name, f"missing from the weights; {_AGAIN}")
         return self._places[name]
 
     def path(self, name: str) -> Path:

@@ -26,6 +26,21 @@ _IGNORED = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".outpu
 """Scales of activations, which do not apply to stored weights."""
 
 
+AGAIN = "copy or fetch the checkpoint again"
+
+
+def damaged(path: Path, name: str, problem: str) -> UserError:
+    """The error for the tensor (or field) ``name`` of a file that is damaged or belongs to another checkpoint."""
+    return UserError(f"{path}: {name}: {problem}; {AGAIN}")
+
+
+def require_shape(path: Path, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Raises `UserError`: the tensor ``name`` has another shape than the network in config.json."""
+    if shape != expected:
+        problem = f"shape {list(shape)} where config.json gives {list(expected)}"
+        raise damaged(path, name, f"{problem}; the files do not belong together")
+
+
 class TensorSource(Protocol):
     """Interface of the weights of a checkpoint: dequantised tensors by name."""
 
@@ -123,11 +138,8 @@ class Dequantised:
         return name in self._packed or (name in self._names and self._inner.stored_as(name)[0] == _FP8)
 
     def _need_scales(self, name: str) -> None:
-        if name + self._how.scales not in self._inner.names:
-            raise UserError(
-                f"{self.path(name)}: {name}: quantised, and its scales {name}{self._how.scales} are missing from the weights;"
-                " copy or fetch the checkpoint again"
-            )
+        if (scales := name + self._how.scales) not in self._inner.names:
+            raise damaged(self.path(name), name, f"quantised, and its scales {scales} are missing from the weights")
 
     def _read_fp8(self, name: str, shape: tuple[int, ...], experts: tuple[int | slice, ...]) -> Tensor:
         """A scale applies to the tensor, a matrix, a row or a block; the last block of a dimension may be smaller."""
@@ -155,12 +167,7 @@ class Dequantised:
         return torch.ldexp(values[codes_RG32], exponents_RG[..., None]).flatten(-2).mT
 
     def _compare(self, name: str, expected: tuple[int, ...]) -> None:
-        stored = self._inner.stored_as(name)[1]
-        if stored != expected:
-            raise UserError(
-                f"{self._inner.path(name)}: {name}: shape {list(stored)} where config.json gives {list(expected)}; the files"
-                " do not belong together, copy or fetch the checkpoint again"
-            )
+        require_shape(self._inner.path(name), name, self._inner.stored_as(name)[1], expected)
 
 
 def from_fp8(values: Tensor) -> Tensor:
