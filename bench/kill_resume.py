@@ -45,11 +45,17 @@ SNAPSHOT_EVERY = 6
 STEPS_A_LIFE = (1, 14)
 """A process is killed after so many steps: some die before their first snapshot."""
 POLL_S = 0.002
+MINUTES = 0.1
+"""Interval of snapshots by time in the stages whose recipe is set here."""
 STAGES = {
-    "sft": (["sft", "recipe.toml"], 0.1, (40.0, 70.0)),
-    "rl": (["rl", "recipe.toml"], 0.1, (50.0, 90.0)),
-    "elasticize": (["elasticize", "start", "--data", "text.txt"], 0.1, (40.0, 70.0)),
-    "demo": (["demo"], 3.0, (20.0, 400.0)),
+    "sft": ("sft recipe.toml --set start.steps=100000", MINUTES, (40.0, 70.0)),
+    "rl": ("rl recipe.toml --set train.steps=100000 --set train.snapshot_every=100000", MINUTES, (50.0, 90.0)),
+    "elasticize": (
+        "elasticize start/sft --data text.txt --set train.steps=100000 --set train.snapshot_every=100000 --set train.seq_len=64",
+        MINUTES,
+        (40.0, 70.0),
+    ),
+    "demo": ("demo", 3.0, (20.0, 400.0)),
 }
 """By stage: its command, the interval of its snapshots in minutes, and the seconds after which a life is killed."""
 WRITING_S = 5.0
@@ -114,17 +120,9 @@ def _kill_stage(folder: Path, stage: str, num_kills: int, rng: random.Random) ->
     (folder / "text.txt").write_text("\n\n".join(each.text for each in demo_documents(TEXT_CHARS, 0)))
     if stage == "elasticize":
         subprocess.run(_stretto("sft", "recipe.toml", "-o", "start"), cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    arguments = command.split()
     if stage != "demo":
-        steps = "start.steps" if stage == "sft" else "train.steps"
-        command = [
-            *command,
-            "--set",
-            f"{steps}=100000",
-            "--set",
-            f"train.snapshot_minutes={minutes}",
-            "--device",
-            "cpu",
-        ]
+        arguments += ["--set", f"train.snapshot_minutes={minutes}", "--device", "cpu"]
     table = Table(title=f"kill -9 of stretto {stage}: snapshots every {60 * minutes:g} s")
     for heading in ("kill", "seconds lived", "resumed from step", "newest snapshot", "seconds lost"):
         table.add_column(heading, justify="right")
@@ -136,7 +134,7 @@ def _kill_stage(folder: Path, stage: str, num_kills: int, rng: random.Random) ->
             begun_s = None if options else started_s  # when the command continued its work
             with (folder / "output").open("wb") as output:
                 process = subprocess.Popen(
-                    _stretto(*command, "-o", "run", *options), cwd=folder, stdout=output, stderr=subprocess.STDOUT
+                    _stretto(*arguments, "-o", "run", *options), cwd=folder, stdout=output, stderr=subprocess.STDOUT
                 )
                 while time.time() < started_s + length_s:
                     told = (folder / "output").read_text()
