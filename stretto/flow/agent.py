@@ -24,7 +24,7 @@ import numpy as np
 
 from stretto.base.errors import InfraError, UserError
 from stretto.base.trajectory import Group, GroupRef, Outcome, Task, Verdict
-from stretto.flow.clients import Clients, Forgotten, GenerateRequest, RewardRequest, Threads, Unavailable
+from stretto.flow.clients import Clients, Forgotten, GenerateRequest, RewardRequest, Threads, Unavailable, within
 from stretto.flow.group_reward import Written, group_rewards
 from stretto.flow.own_session import History, OwnSession
 from stretto.learning.dialogue import Dialogue, ToolCall, Trees, teacher_dialogues
@@ -213,7 +213,7 @@ class AgentRole:
         trouble: InfraError | None = None
         num_before = 0
         try:
-            async with asyncio.timeout(lease_s) as lease:
+            async with within(lease_s, f"not finished within its lease of {lease_s:g} s"):
                 await self._open_problem(group)
                 group.prompt = self._dialogue.prompt(group.problem.messages, group.schemas)
                 if attempt is None:
@@ -227,11 +227,6 @@ class AgentRole:
                 trouble = next(filter(None, [run.result() for run in runs]), None)
                 if trouble is None:
                     return await self._rewarded(group, group.samples)
-        except TimeoutError as error:
-            if not lease.expired():
-                raise
-            trouble = InfraError(f"not finished within its lease of {lease_s:g} s")
-            trouble.__cause__ = error
         except InfraError as error:
             trouble = error
         except ExceptionGroup as several:  # prefer a user's mistake to an error of the code

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -36,6 +37,18 @@ class Unavailable(InfraError):  # noqa: N818 - data, not a fault
 
 class Forgotten(InfraError):  # noqa: N818
     """The engine lacks tokens that the request expects it to have: it was restarted or dropped them. Send all tokens."""
+
+
+@asynccontextmanager
+async def within(deadline_s: float, message: str) -> AsyncIterator[None]:
+    """Context with a deadline. Raises InfraError with ``message`` when the deadline passes."""
+    try:
+        async with asyncio.timeout(deadline_s) as limit:
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise  # an error of the context's body
+        raise InfraError(message) from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -219,13 +232,8 @@ class Threads:
 
     async def run(self, work: Callable[[], T], deadline_s: float, what: str) -> T:
         """Result of ``work``, called ``what`` in errors. Raises InfraError: no result within ``deadline_s``; errors of ``work``."""
-        result = self.start(work, what)
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(result), deadline_s)
-        except TimeoutError as error:
-            if result.done() and not result.cancelled() and isinstance(result.exception(), TimeoutError):
-                raise  # the error of ``work`` itself
-            raise InfraError(f"{what}: no answer within {deadline_s:g} s") from error
+        async with within(deadline_s, f"{what}: no answer within {deadline_s:g} s"):
+            return await asyncio.wrap_future(self.start(work, what))
 
     def start(self, work: Callable[[], T], what: str) -> Future[T]:
         """Start ``work`` without waiting for it."""

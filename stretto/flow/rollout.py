@@ -18,7 +18,7 @@ from stretto.engine.async_engine import AsyncEngine, Closed, EngineFailed
 from stretto.engine.engine import Engine
 from stretto.engine.loading import open_engine
 from stretto.engine.request import Completion, EngineConfig, EngineStats, Phases, QueueFull, Request, Sampling
-from stretto.flow.clients import Forgotten, Generated, GenerateRequest, Unavailable
+from stretto.flow.clients import Forgotten, Generated, GenerateRequest, Unavailable, within
 from stretto.learning.recipe import RlRecipe
 from stretto.learning.weights import fetch
 from stretto.model.spec import Subnet
@@ -97,14 +97,11 @@ class EngineRole:
             InfraError: the queue is full, the deadline has passed, or the output is not finite.
             UserError: the network cannot process the request.
         """
+        late = f"{self.name}: request {request.id}: not done within {request.deadline_s:g} s"
         try:
-            async with asyncio.timeout(request.deadline_s) as deadline:
+            async with within(request.deadline_s, late):
                 await self._is_ready.wait()
                 return await self._generate(request)
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise
-            raise InfraError(f"{self.name}: request {request.id}: not done within {request.deadline_s:g} s") from error
         except (EngineFailed, Closed) as error:
             raise Unavailable(f"{self.name}: {error}") from error
         except QueueFull as error:

@@ -161,7 +161,7 @@ def test_a_verifier_that_comes_to_another_state_has_judged_nothing() -> None:
     async def work() -> None:
         rewards = RewardRole(lambda: {"toy": source})
         verdict = await rewards.score(RewardRequest("toy", 3, "done", turns))
-        assert verdict.outcome is Outcome.INFRA and "raised Diverged: add: gave 'at 1'" in verdict.detail
+        assert verdict.outcome is Outcome.INFRA and "raised Diverged: add: returned 'at 1'" in verdict.detail
         await rewards.close()
 
     asyncio.run(work())
