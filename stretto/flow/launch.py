@@ -338,7 +338,9 @@ async def start_roles(
     ]
     rewards: dict[str, ElasticPool] = {}
     by_source: dict[str, ElasticPool] = {}
+    most = (recipe.staleness + 1) * recipe.train.prompts + recipe.train.eval_prompts  # groups in flight
     if is_together:
+        agent_placement, agent_limits = Placement.ASYNC, Limits(min=1, max=1, slots=most)
         for num in sorted(set(at_once.values())):  # sources with equal numbers share a pool
             names = [source for source, each in at_once.items() if each == num]
             name, sizes = "reward" if num == 1 else f"reward-x{num}", limits(config.rewards, num)
@@ -346,6 +348,8 @@ async def start_roles(
             rewards[name] = pool(factories.reward(names), name=name, placement=where, limits=sizes)
             by_source |= dict.fromkeys(names, rewards[name])
     else:
+        slots = max(_AGENT_GROUPS, -(-most // config.agents.max))
+        agent_placement, agent_limits = Placement.PROCESS, limits(config.agents, slots)
         verifier = factories.reward(tuple(at_once))
         names = [f"reward-{number}" for number in range(config.rewards.max)]
         work += [spawn(verifier, name=name, placement=Placement.PROCESS, restarts=again) for name in names]
@@ -353,13 +357,8 @@ async def start_roles(
         started = await _together(*work, *map(stack.enter_async_context, rewards.values()))
         trainer, *others = started[: len(work)]
         engines, fixed = tuple(others[: len(factories.engines)]), tuple(others[len(factories.engines) :])
-        most = (recipe.staleness + 1) * recipe.train.prompts + recipe.train.eval_prompts  # groups in flight
-        agent = factories.agent(engines, by_source if is_together else fixed)
-        placement, sizes = Placement.ASYNC, Limits(min=1, max=1, slots=most)
-        if not is_together:
-            placement = Placement.PROCESS
-            sizes = limits(config.agents, max(_AGENT_GROUPS, -(-most // config.agents.max)))
-        agents = pool(agent, name="agent", placement=placement, limits=sizes, drain_s=recipe.failures.lease_s)
+        agent, drain_s = factories.agent(engines, by_source if is_together else fixed), recipe.failures.lease_s
+        agents = pool(agent, name="agent", placement=agent_placement, limits=agent_limits, drain_s=drain_s)
         await stack.enter_async_context(agents)
         yield Roles(runtime, trainer, {handle.name: handle for handle in engines}, agents, rewards, fixed)
 
