@@ -180,8 +180,8 @@ def make_factories(job: Job, tables: SourceTables, tokenizer: Tokenizer) -> Fact
         return partial(AgentRole, recipe, job.folder, tokenizer, tables, clients)
 
     def reward(names: Collection[str]) -> Callable[[], Any]:
-        some = SourceTables({name: tables.sources[name] for name in names}, tables.sandbox)
-        return partial(RewardRole, some, deadline_s)
+        part = SourceTables({name: tables.sources[name] for name in names}, tables.sandbox)
+        return partial(RewardRole, part, deadline_s)
 
     own, others = spread(job.devices, recipe.rollout.engines)
     engines = [partial(_engine, job, f"engine-{number}", device) for number, device in enumerate(others)]

@@ -127,10 +127,10 @@ def load_algorithm(name: str) -> Algorithm:
     """The function named by ``loss.advantage``. Raises UserError: it does not exist or is not callable."""
     if name in ALGORITHMS:
         return ALGORITHMS[name]
-    found = load_named(name, "loss.advantage")
-    if not callable(found):
+    function = load_named(name, "loss.advantage")
+    if not callable(function):
         raise UserError(f"loss.advantage: {name!r} is no function; name one after the colon")
-    algorithm: Algorithm = found
+    algorithm: Algorithm = function
     return algorithm
 
 

@@ -145,16 +145,16 @@ class PolicyObjective:
             assert config.icepop_range is not None, "checked by the recipe"
             correction_M = icepop_weights(proximal_M, behaviour_M, *config.icepop_range)
         loss_M = correction_M * policy.loss_N
-        found = {"ratio": policy.ratio_N, "clipped": policy.clipped_N, "correction": correction_M}
-        found["cut"] = (correction_M != (proximal_M - behaviour_M).exp()) & (config.correction != "none")
+        values = {"ratio": policy.ratio_N, "clipped": policy.clipped_N, "correction": correction_M}
+        values["cut"] = (correction_M != (proximal_M - behaviour_M).exp()) & (config.correction != "none")
         if config.kl_weight:
             assert self.reference_BT is not None, "a KL needs the reference's log-probabilities"
             reference_M, stale_M = self.reference_BT.flatten()[kept_N], kl_weights(logp_M, behaviour_M)
             loss_M = loss_M + config.kl_weight * stale_M * kl_k2(logp_M, reference_M)
             delta_M = reference_M - logp_M.detach()
-            found["kl_reference"] = stale_M * (torch.expm1(delta_M) - delta_M)
-        streams_N = {name: torch.zeros_like(entropy_N) for name in found}
-        for name, value_M in found.items():
+            values["kl_reference"] = stale_M * (torch.expm1(delta_M) - delta_M)
+        streams_N = {name: torch.zeros_like(entropy_N) for name in values}
+        for name, value_M in values.items():
             streams_N[name][kept_N] = value_M.float()
         streams_N |= {"logp": all_N.detach(), "entropy": entropy_N}
         return Measured((weights_M * loss_M).sum(), -all_N.detach(), streams_N)

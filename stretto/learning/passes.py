@@ -57,14 +57,14 @@ def place(batch: Batch, ranks: Ranks, arithmetic: Arithmetic, *, replays: bool) 
 
 
 @torch.no_grad()
-def score(model: Transformer, each: Pass, temperature: float, routing: Routing | None = None) -> Tensor:
+def score(model: Transformer, micro: Pass, temperature: float, routing: Routing | None = None) -> Tensor:
     """Log-probabilities [B, T] of the targets under ``model``, 0 elsewhere. ``routing`` None: the model's own routes."""
-    tokens_BT, ctx = each.mine["tokens_BT"], replace(each.ctx, routing=routing)
+    tokens_BT, ctx = micro.mine["tokens_BT"], replace(micro.ctx, routing=routing)
     output = model(tokens_BT, model.config.full(), ctx)
     logp_N, _ = chosen_logprobs(
         output.hidden_BTD.flatten(0, 1),
         model.head_VD,
-        each.mine["targets_BT"].flatten(),
+        micro.mine["targets_BT"].flatten(),
         temperature,
         operators=ctx.operators,
     )

@@ -241,33 +241,33 @@ def _joined(run: list[Segment]) -> Segment:
 
 def _read(content: bytes) -> tuple[_Start | None, tuple[Sample, ...], list[bytes]]:
     """The first frame of a file (None: the file has none), its samples, and the bytes of the further valid frames."""
-    found = frames(content)
-    start, end = next(found, (None, 0))
+    records = frames(content)
+    start, end = next(records, (None, 0))
     if not isinstance(start, _Start):
         return None, (), []
     samples = tuple(Sample(start.task, number, start.attempt) for number in range(start.task.group))
-    good, lost = [], set[int]()
-    for record, after in found:
+    valid, ended = [], set[int]()
+    for record, next_end in records:
         number = len(samples) if isinstance(record, _Start) else record.sample  # a second start is never valid
-        if number not in lost and number < len(samples) and samples[number].apply(record):
-            good.append(content[end:after])
+        if number not in ended and number < len(samples) and samples[number].apply(record):
+            valid.append(content[end:next_end])
         else:
-            lost.add(number)
-        end = after
-    return start, samples, good
+            ended.add(number)
+        end = next_end
+    return start, samples, valid
 
 
 def open_samples(folder: Path, task: Task, attempt: int) -> tuple[Sample, ...]:
     """All samples of ``attempt``, resumed from the log of this or the latest earlier attempt if there is one.
     Raises UserError: the log is of another task, or the disk is full."""
     paths = (log_path(folder, task.ordinal, number) for number in range(attempt, -1, -1))
-    found = next((path for path in paths if path.exists()), None)
-    start, samples, good = _read(found.read_bytes()) if found else (None, (), [])
+    previous = next((path for path in paths if path.exists()), None)
+    start, samples, valid = _read(previous.read_bytes()) if previous else (None, (), [])
     if start is not None and start.task != task:
-        raise UserError(f"{found}: task: these logs are of another run or recipe; choose an empty run folder")
+        raise UserError(f"{previous}: task: these logs are of another run or recipe; choose an empty run folder")
     own = log_path(folder, task.ordinal, attempt)
     with replacing(own) as partial:
-        partial.write_bytes(b"".join((_frame(_Start(task, attempt)), *good)))
+        partial.write_bytes(b"".join((_frame(_Start(task, attempt)), *valid)))
     samples = samples or tuple(Sample(task, number, attempt) for number in range(task.group))
     for sample in samples:
         sample.attempt, sample.log, sample.num_resumed = attempt, own, sample.num_sampled

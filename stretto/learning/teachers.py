@@ -93,12 +93,12 @@ def check_teachers(recipe: RlRecipe, start: Path) -> None:
             folder = checkpoint_folder(config.checkpoint)
         except UserError as error:
             raise UserError(f"{where}.checkpoint: {error}") from None
-        found = describe(folder)
-        subnet = parse_subnet(config.subnet, found.config, found.presets, f"{where}.subnet")
-        if _translation(recipe, name, start, folder) is None and found.config.vocab_size != own.vocab_size:
-            problem = f"a vocabulary of {found.config.vocab_size}, the student's is {own.vocab_size}"
+        teacher = describe(folder)
+        subnet = parse_subnet(config.subnet, teacher.config, teacher.presets, f"{where}.subnet")
+        if _translation(recipe, name, start, folder) is None and teacher.config.vocab_size != own.vocab_size:
+            problem = f"a vocabulary of {teacher.config.vocab_size}, the student's is {own.vocab_size}"
             raise UserError(f"{where}: {problem}; choose another")
-        is_like = distill is not None and distill.kl_floor > 0 and subnet == found.config.full() == own.full()
+        is_like = distill is not None and distill.kl_floor > 0 and subnet == teacher.config.full() == own.full()
         if is_like and known_hash(folder) == known_hash(start):
             raise UserError(
                 f"{where}: {folder} holds the student's own weights: there is nothing to learn; name another checkpoint or a "
@@ -170,7 +170,7 @@ def give_lessons(
     """
     samples, owners = [sample for group in groups for sample in group], distill.teacher_of()
     lessons: list[list[Lesson]] = [[] for _ in passes]
-    places = [target_places(each.batch, samples)[ranks.rows(len(each.batch.tokens_BT))].ravel() for each in passes]
+    places = [target_places(micro.batch, samples)[ranks.rows(len(micro.batch.tokens_BT))].ravel() for micro in passes]
     flops = 0
     for name, teacher in sorted(teachers.items()):
         is_own = [owners.get(sample.source) == name for sample in samples]
@@ -178,27 +178,34 @@ def give_lessons(
             continue
         numbers = dict(zip(np.flatnonzero(is_own).tolist(), range(len(samples)), strict=False))
         own = [
-            [as_read(each, name, numbers[each.number]) for each in group if each.number in numbers] for group in groups
+            [as_read(sample, name, numbers[sample.number]) for sample in group if sample.number in numbers]
+            for group in groups
         ]
         scores = teacher.score([group for group in own if group])
         flops += scores.flops
         is_own_N = np.repeat(is_own, [int(sample.mask_S.sum()) for sample in samples])
         own_N = np.append(np.where(is_own_N, np.cumsum(is_own_N) - 1, -1), -1)  # the last: index −1, without a target
-        for each, places_N, given in zip(passes, places, lessons, strict=True):
+        for micro, places_N, given in zip(passes, places, lessons, strict=True):
             here = np.flatnonzero(own_N[places_N] >= 0)
-            at = torch.from_numpy(here).to(each.mine["tokens_BT"].device)
+            at = torch.from_numpy(here).to(micro.mine["tokens_BT"].device)
             given.append(scores.lesson(at, own_N[places_N[here]]))
-    for each, given in zip(passes, lessons, strict=True):
-        each.lessons = tuple(given)
+    for micro, given in zip(passes, lessons, strict=True):
+        micro.lessons = tuple(given)
     return flops
 
 
-def target_logprobs(lesson: Lesson, each: Pass) -> Tensor:
+def target_logprobs(lesson: Lesson, micro: Pass) -> Tensor:
     """The teacher's log-probabilities [M] of the targets of ``lesson``, a lesson of the pass, or of their spans."""
     if isinstance(lesson.scores, Tensor):
         return lesson.scores
-    targets_M = each.mine["targets_BT"].flatten()[lesson.places_M]
-    return chosen_logprobs(lesson.scores.hidden_ND, lesson.scores.head_VD, targets_M, operators=each.ctx.operators)[0]
+    targets_M = micro.mine["targets_BT"].flatten()[lesson.places_M]
+    return chosen_logprobs(lesson.scores.hidden_ND, lesson.scores.head_VD, targets_M, operators=micro.ctx.operators)[0]
+
+
+def read_network(folder: Path, ranks: Ranks) -> Checkpoint:
+    """A checkpoint with its network in fp32, distributed over the ranks. Raises UserError: it cannot be read."""
+    checkpoint = read_checkpoint(folder, dtype=torch.float32)
+    return replace(checkpoint, model=spread(checkpoint.model, ranks))
 
 
 class LocalTeacher:
@@ -209,35 +216,31 @@ class LocalTeacher:
         assert config.checkpoint is not None and recipe.distill is not None
         self._folder, self._train, self._ranks = checkpoint_folder(config.checkpoint), recipe.train, ranks
         self._arithmetic, self._gives_hidden = arithmetic, recipe.distill.form != "sampled"
-        found = self._read()
-        self.lineage, self._shape = found.lineage, found.config
-        self._subnet = parse_subnet(config.subnet, found.config, found.presets)
-        self._model = None if config.residence == "swapped" else found.model
-
-    def _read(self) -> Checkpoint:
-        found = read_checkpoint(self._folder, dtype=torch.float32)
-        return replace(found, model=spread(found.model, self._ranks).requires_grad_(False))
+        checkpoint = read_network(self._folder, ranks)
+        self.lineage, self._shape = checkpoint.lineage, checkpoint.config
+        self._subnet = parse_subnet(config.subnet, checkpoint.config, checkpoint.presets)
+        self._model = None if config.residence == "swapped" else checkpoint.model.requires_grad_(False)
 
     @torch.no_grad()
     def score(self, groups: Groups) -> Scores:
         """Forward pass over the samples. Gives hidden states, or log-probabilities of the targets for the form ``sampled``."""
-        model, ranks, train = self._model or self._read().model, self._ranks, self._train
+        model, ranks, train = self._model or read_network(self._folder, self._ranks).model, self._ranks, self._train
         samples = [sample for group in groups for sample in group]
         longest = max(train.seq_len, *(sample.num_inputs for sample in samples))  # the teacher's prompts may be longer
         total = sum(int(sample.mask_S.sum()) for sample in samples)
         values_M = torch.zeros(total, *[self._shape.hidden_size] * self._gives_hidden, device=ranks.device)
         counts, flops = count(self._shape, executed(self._shape, self._subnet)), 0
         for batch in pack(groups, longest, train.micro_rows, share=ranks.world, with_routes=False):
-            each = place(batch, ranks, self._arithmetic, replays=False)
-            hidden_BTD = model(each.mine["tokens_BT"], self._subnet, each.ctx).hidden_BTD
+            micro = place(batch, ranks, self._arithmetic, replays=False)
+            hidden_BTD = model(micro.mine["tokens_BT"], self._subnet, micro.ctx).hidden_BTD
             mine_N = target_places(batch, samples)[ranks.rows(len(batch.tokens_BT))].ravel()
             at, to = (
                 torch.from_numpy(part).to(ranks.device) for part in (np.flatnonzero(mine_N >= 0), mine_N[mine_N >= 0])
             )
             value_M = hidden_BTD.flatten(0, 1)[at]
             if not self._gives_hidden:
-                targets_M = each.mine["targets_BT"].flatten()[at]
-                value_M = chosen_logprobs(value_M, model.head_VD, targets_M, operators=each.ctx.operators)[0]
+                targets_M = micro.mine["targets_BT"].flatten()[at]
+                value_M = chosen_logprobs(value_M, model.head_VD, targets_M, operators=micro.ctx.operators)[0]
             values_M[to] = value_M
             flops += counts.forward_flops(batch.tokens_BT.size, batch.tokens_BT.shape[1])
         ranks.sum(values_M)

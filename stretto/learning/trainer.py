@@ -45,11 +45,11 @@ from stretto.learning.objective import PolicyObjective
 from stretto.learning.passes import Pass, place, score
 from stretto.learning.recipe import ADVANTAGES, SNAPSHOTS, STEERING, WEIGHTS, DistillConfig, LossConfig, RlRecipe
 from stretto.learning.samples import load_group, packed_bytes
-from stretto.learning.teachers import give_lessons, open_teachers, target_logprobs
+from stretto.learning.teachers import give_lessons, open_teachers, read_network, target_logprobs
 from stretto.learning.weights import is_quantised, pack_state, publish, retire
-from stretto.model.checkpoint import Checkpoint, known_hash, read_checkpoint
+from stretto.model.checkpoint import known_hash
 from stretto.model.elastic import load_balance
-from stretto.model.parallel import Ranks, device_name, full_state, join, spread
+from stretto.model.parallel import Ranks, device_name, full_state, join
 from stretto.model.spec import Subnet, count
 from stretto.model.transformer import Context, Recorder, Replay, Transformer
 from stretto.ops.logprob import Teacher, chosen_logprobs
@@ -70,42 +70,42 @@ _PROGRESS = "distill"
 """Key of the sources' `Progress` in a snapshot, beside the controller's cut."""
 
 
-def recompute(model: Transformer, each: Pass, temperature: float, replay: str) -> None:
+def recompute(model: Transformer, micro: Pass, temperature: float, replay: str) -> None:
     """Score the pass with the current policy, and count differences between its routes and the engine's.
 
     With R2 the update replays the policy's routes, which were also used for these scores.
     """
-    recorder = Recorder(model.config, each.mine["tokens_BT"], each.ctx.routing)
-    each.scores["policy"] = score(model, each, temperature, recorder)
-    recorded_BTLK, own_BTLK = each.mine.get("routes_BTLK"), recorder.own_BTLK
+    recorder = Recorder(model.config, micro.mine["tokens_BT"], micro.ctx.routing)
+    micro.scores["policy"] = score(model, micro, temperature, recorder)
+    recorded_BTLK, own_BTLK = micro.mine.get("routes_BTLK"), recorder.own_BTLK
     if recorded_BTLK is not None:
-        is_known_BTL = (recorded_BTLK[..., 0] >= 0) & (each.mine["documents_BT"] != PADDING)[..., None]
+        is_known_BTL = (recorded_BTLK[..., 0] >= 0) & (micro.mine["documents_BT"] != PADDING)[..., None]
         is_other_BTL = (own_BTLK.sort(-1).values != recorded_BTLK.sort(-1).values).any(-1)
-        each.num_flips, each.num_recorded = int((is_other_BTL & is_known_BTL).sum()), int(is_known_BTL.sum())
+        micro.num_flips, micro.num_recorded = int((is_other_BTL & is_known_BTL).sum()), int(is_known_BTL.sum())
     if replay == "r2":
-        each.ctx = replace(each.ctx, routing=Replay(own_BTLK))
+        micro.ctx = replace(micro.ctx, routing=Replay(own_BTLK))
 
 
-def give_pass_credit(each: Pass, credits: Sequence[TokenCredit], ranks: Ranks) -> None:
+def give_pass_credit(micro: Pass, credits: Sequence[TokenCredit], ranks: Ranks) -> None:
     """Write the samples' advantages and weights into the pass; ``credits`` by the samples' numbers."""
-    each.batch = credited(each.batch, credits)
-    rows = ranks.rows(len(each.batch.tokens_BT))
+    micro.batch = credited(micro.batch, credits)
+    rows = ranks.rows(len(micro.batch.tokens_BT))
     for name in ("advantages_BT", "weights_BT"):
-        each.mine[name] = torch.from_numpy(getattr(each.batch, name)[rows]).to(ranks.device)
+        micro.mine[name] = torch.from_numpy(getattr(micro.batch, name)[rows]).to(ranks.device)
 
 
 def micro_batch(
-    each: Pass, loss: LossConfig, temperature: float, subnet: Subnet, distill: DistillConfig | None = None
+    micro: Pass, loss: LossConfig, temperature: float, subnet: Subnet, distill: DistillConfig | None = None
 ) -> MicroBatch:
     """The pass as input of the optimisation step."""
-    mine, ctx = each.mine, each.ctx
-    proximal_BT = each.scores["policy"] if loss.proximal == "recompute" else mine["behaviour_BT"]
-    policy = PolicyObjective(loss, temperature, mine, proximal_BT, each.scores.get("reference"), ctx.operators)
+    mine, ctx = micro.mine, micro.ctx
+    proximal_BT = micro.scores["policy"] if loss.proximal == "recompute" else mine["behaviour_BT"]
+    policy = PolicyObjective(loss, temperature, mine, proximal_BT, micro.scores.get("reference"), ctx.operators)
     objective: Objective = policy
     if distill is not None:
         has_policy = distill.has_policy_loss or loss.kl_weight > 0
-        objective = DistillObjective(distill, each.lessons, policy, has_policy)
-    tokens_BT, targets_BT, num_targets = mine["tokens_BT"], mine["targets_BT"], each.batch.num_targets
+        objective = DistillObjective(distill, micro.lessons, policy, has_policy)
+    tokens_BT, targets_BT, num_targets = mine["tokens_BT"], mine["targets_BT"], micro.batch.num_targets
     return MicroBatch("policy", tokens_BT, targets_BT, ctx, subnet, num_targets, objective=objective)
 
 
@@ -130,7 +130,7 @@ def _of_targets(batches: Sequence[Batch], name: str) -> NDArray[Any]:
 def _sources(update: _Update) -> NDArray[np.str_]:
     """Source of each target [N], in the order of the batches."""
     names = np.array([sample.source for group in update.samples for sample in group])
-    return names[_of_targets([each.batch for each in update.passes], "samples_BT")]
+    return names[_of_targets([micro.batch for micro in update.passes], "samples_BT")]
 
 
 class TrainerRole:
@@ -158,7 +158,7 @@ class TrainerRole:
             )
         torch.set_num_threads(train.threads)
         self._arithmetic = Arithmetic(recipe.precision.train, recipe.precision.batch_invariant)
-        self._origin = self._read(self._start)
+        self._origin = read_network(self._start, self._ranks)
         self._model = self._origin.model
         self._optimizers = build_optimizers(recipe.optim, self._model)
         load_algorithm(recipe.loss.advantage)  # a missing function is refused before the first step
@@ -193,7 +193,7 @@ class TrainerRole:
             groups = [load_group(ref.location, *shape) for ref in refs]
             scores = self._scores_before(step, groups)
             updates = self._plan(groups)
-            flat = [each for update in updates for each in update.passes]
+            flat = [micro for update in updates for micro in update.passes]
             loaded = time.perf_counter()
             for update in updates:
                 self._score(update, scores)
@@ -204,7 +204,7 @@ class TrainerRole:
             except NonFiniteError as error:
                 raise NonFiniteError(f"step {step + 1}: {error} in a new run, or try --resume") from None
             updated = time.perf_counter()
-            shapes, counts = [each.batch.tokens_BT.shape for each in flat], count(config, config.full())
+            shapes, counts = [micro.batch.tokens_BT.shape for micro in flat], count(config, config.full())
             flops = sum(counts.forward_flops(rows * length, length) for rows, length in shapes)
             self._meter.add(flops=(scores + len(self._teachers)) * flops)
             num_samples, num_tokens = sum(ref.num_samples for ref in refs), sum(ref.num_tokens for ref in refs)
@@ -294,16 +294,16 @@ class TrainerRole:
         samples, train = unroll(groups), self._recipe.train
         total, num = torch.zeros((), device=self._ranks.device), 0
         for batch in pack(samples, train.seq_len, train.micro_rows, share=self._ranks.world, with_routes=False):
-            each = place(batch, self._ranks, self._arithmetic, replays=False)
+            micro = place(batch, self._ranks, self._arithmetic, replays=False)
             own_ND, start_ND = (
-                model(each.mine["tokens_BT"], model.config.full(), each.ctx).hidden_BTD.flatten(0, 1)
+                model(micro.mine["tokens_BT"], model.config.full(), micro.ctx).hidden_BTD.flatten(0, 1)
                 for model in (self._model, start)
             )
-            targets_N = each.mine["targets_BT"].flatten()
+            targets_N = micro.mine["targets_BT"].flatten()
             at_M = (targets_N != IGNORED).nonzero()[:, 0]
             lesson = Lesson(at_M, Teacher(start_ND[at_M], start.head_VD))
             weights_N, head_VD = torch.ones_like(targets_N, dtype=torch.float32), self._model.head_VD
-            kl, _ = taught_loss(own_ND, head_VD, targets_N, weights_N, [lesson], DistillConfig(), each.ctx.operators)
+            kl, _ = taught_loss(own_ND, head_VD, targets_N, weights_N, [lesson], DistillConfig(), micro.ctx.operators)
             total += kl
             num += batch.num_targets
         return float(self._ranks.sum(total)) / num
@@ -340,14 +340,9 @@ class TrainerRole:
         is_new = any(group.task.source in taught - self._progress.keys() for group in groups)
         return recipe.train.minibatches > 1 or may_be_read or is_new or step % FLIPS_EVERY == 0
 
-    def _read(self, folder: Path) -> Checkpoint:
-        """A checkpoint with its network distributed over the ranks. Raises UserError: it cannot be read."""
-        found = read_checkpoint(folder, dtype=torch.float32)
-        return replace(found, model=spread(found.model, self._ranks))
-
     def _teacher(self, name: str, folder: Path) -> Transformer:
         """The frozen network in ``folder``. Raises UserError: there is no checkpoint, or it has another vocabulary."""
-        model = self._read(folder).model.requires_grad_(False)
+        model = read_network(folder, self._ranks).model.requires_grad_(False)
         sizes = model.config.vocab_size, self._model.config.vocab_size
         if sizes[0] != sizes[1]:
             raise UserError(f"teachers.{name}: a vocabulary of {sizes[0]}, the policy's is {sizes[1]}; choose another")
@@ -369,16 +364,16 @@ class TrainerRole:
     def _score(self, update: _Update, scores: bool) -> None:
         """Score ``update`` by all networks (by the policy if ``scores``), and compute its advantages and weights."""
         temperature = self._recipe.rollout.temperature
-        for each in update.passes:
+        for micro in update.passes:
             if scores:
-                recompute(self._model, each, temperature, self._recipe.replay)
+                recompute(self._model, micro, temperature, self._recipe.replay)
             for name, teacher in self._teachers.items():
-                each.scores[name] = score(teacher, each, temperature)
+                micro.scores[name] = score(teacher, micro, temperature)
         samples = [sample for group in update.samples for sample in group]
         lengths = [sample.num_inputs for sample in samples]
         for name in update.passes[0].scores:
-            values = [self._all_rows(each, each.scores[name]) for each in update.passes]
-            streams = by_sample([each.batch for each in update.passes], values, lengths)
+            values = [self._all_rows(micro, micro.scores[name]) for micro in update.passes]
+            streams = by_sample([micro.batch for micro in update.passes], values, lengths)
             for sample, stream_S in zip(samples, streams, strict=True):
                 sample.scores[name] = stream_S
         credits = self._credits(update.samples)
@@ -387,8 +382,8 @@ class TrainerRole:
             self._meter.add(flops=flops)
             if scores and self._distill.kl_floor:
                 self._check_floor(update)
-        for each in update.passes:
-            give_pass_credit(each, credits, self._ranks)
+        for micro in update.passes:
+            give_pass_credit(micro, credits, self._ranks)
 
     @property
     def _distill(self) -> DistillConfig:
@@ -397,36 +392,40 @@ class TrainerRole:
 
     def _credits(self, groups: Sequence[Sequence[Streams]]) -> list[TokenCredit]:
         """By the samples' numbers: advantages of rewards, and weights by the recipe's normaliser or its balance of sources."""
-        loss, distill, samples = self._recipe.loss, self._recipe.distill, [each for group in groups for each in group]
+        loss, distill, samples = (
+            self._recipe.loss,
+            self._recipe.distill,
+            [sample for group in groups for sample in group],
+        )
         if distill is None or distill.outcome_weight:
             max_tokens = self._recipe.rollout.max_tokens
             credits = give_credit(groups, loss.advantage, loss.normaliser, max_tokens, loss.overlong_filter)
             advantages = [each.advantages_S for each in credits]
         else:
-            advantages = [np.zeros(each.num_inputs, np.float32) for each in samples]
+            advantages = [np.zeros(sample.num_inputs, np.float32) for sample in samples]
         if distill is None:
             return credits
         weights = source_weights(
-            [each.source for each in samples],
-            [int(each.mask_S.sum()) for each in samples],
+            [sample.source for sample in samples],
+            [int(sample.mask_S.sum()) for sample in samples],
             distill.balance,
             {name: source.weight for name, source in self._recipe.sources.items()},
             self._progress,
         )
         return [
-            TokenCredit(distill.outcome_weight * advantages_S, (weight * each.mask_S).astype(np.float32))
-            for advantages_S, each, weight in zip(advantages, samples, weights, strict=True)
+            TokenCredit(distill.outcome_weight * advantages_S, (weight * sample.mask_S).astype(np.float32))
+            for advantages_S, sample, weight in zip(advantages, samples, weights, strict=True)
         ]
 
     @torch.no_grad()
     def _check_floor(self, update: _Update) -> None:
         """Raises UserError: at the first step of a source, the student and its teacher are too similar."""
         kls = []
-        for each in update.passes:
-            kls.append(torch.zeros(each.mine["tokens_BT"].numel(), device=self._ranks.device))
-            for lesson in each.lessons:
-                own_M = each.scores["policy"].flatten()[lesson.places_M]
-                kls[-1][lesson.places_M] = lesson.estimate(target_logprobs(lesson, each) - lesson.summed(own_M))
+        for micro in update.passes:
+            kls.append(torch.zeros(micro.mine["tokens_BT"].numel(), device=self._ranks.device))
+            for lesson in micro.lessons:
+                own_M = micro.scores["policy"].flatten()[lesson.places_M]
+                kls[-1][lesson.places_M] = lesson.estimate(target_logprobs(lesson, micro) - lesson.summed(own_M))
         kl_N, sources_N = self._gathered(update.passes, kls), _sources(update)
         for source, name in self._distill.teacher_of().items():
             here_N = sources_N == source
@@ -442,7 +441,7 @@ class TrainerRole:
         recipe, model = self._recipe, self._model
         set_learning_rate(self._optimizers, learning_rate(recipe.optim, self.version, recipe.train.steps))
         subnet, temperature = model.config.full(), recipe.rollout.temperature
-        batches = [micro_batch(each, recipe.loss, temperature, subnet, recipe.distill) for each in update]
+        batches = [micro_batch(micro, recipe.loss, temperature, subnet, recipe.distill) for micro in update]
         result = optimisation_step(
             model,
             self._optimizers,
@@ -469,15 +468,15 @@ class TrainerRole:
     ) -> dict[str, float]:
         """All scalars of the step that just ended; the same on every rank."""
         version, recipe = self.version - 1, self._recipe
-        passes = [each for update in updates for each in update.passes]
+        passes = [micro for update in updates for micro in update.passes]
         by_pass = [streams for result in results for streams in result.streams_N]
         streams = {name: self._gathered(passes, [each[name] for each in by_pass]) for name in by_pass[0]}
-        before = [each.scores["policy"] for each in passes if "policy" in each.scores]
+        before = [micro.scores["policy"] for micro in passes if "policy" in micro.scores]
         before_N = self._gathered(passes, before) if before else streams["logp"]
-        batches, num_samples = [each.batch for each in passes], sum(len(group.trajectories) for group in groups)
+        batches, num_samples = [micro.batch for micro in passes], sum(len(group.trajectories) for group in groups)
         behaviour_N = _of_targets(batches, "behaviour_BT").astype(np.float64)
         updates_N = np.repeat(
-            range(len(updates)), [sum(each.batch.num_targets for each in update.passes) for update in updates]
+            range(len(updates)), [sum(micro.batch.num_targets for micro in update.passes) for update in updates]
         )
         samples_N = _of_targets(batches, "samples_BT") + num_samples * updates_N  # numbers are within the update
         scalars = mismatch(before_N, behaviour_N, version - _of_targets(batches, "versions_BT"), samples_N)
@@ -486,7 +485,9 @@ class TrainerRole:
             sources_N, taught = np.concatenate([*map(_sources, updates)]), sorted(recipe.distill.teacher_of())
             self._progress = progressed(self._progress, streams, sources_N, taught)
             scalars |= source_scalars(streams, sources_N, taught)
-        flips = torch.tensor([[each.num_flips, each.num_recorded] for each in passes], device=self._ranks.device).sum(0)
+        flips = torch.tensor(
+            [[micro.num_flips, micro.num_recorded] for micro in passes], device=self._ranks.device
+        ).sum(0)
         num_flips, num_recorded = self._ranks.sum(flips).tolist()
         if num_recorded:
             scalars["routes/flips"] = num_flips / num_recorded
@@ -509,13 +510,13 @@ class TrainerRole:
     def _gathered(self, passes: Sequence[Pass], mine: Sequence[Tensor]) -> np.ndarray:
         """Values of all targets, from the rows of all ranks, in the order of the batches: fp64 [N]."""
         values = [
-            self._all_rows(each, value)[each.batch.targets_BT != IGNORED]
-            for each, value in zip(passes, mine, strict=True)
+            self._all_rows(micro, value)[micro.batch.targets_BT != IGNORED]
+            for micro, value in zip(passes, mine, strict=True)
         ]
         return np.concatenate(values).astype(np.float64)
 
-    def _all_rows(self, each: Pass, mine: Tensor) -> np.ndarray:
+    def _all_rows(self, micro: Pass, mine: Tensor) -> np.ndarray:
         """Rows [B, T] of all ranks, from ``mine``, the values of this rank's rows."""
-        rows_BT = torch.zeros(each.batch.tokens_BT.shape, device=self._ranks.device)
+        rows_BT = torch.zeros(micro.batch.tokens_BT.shape, device=self._ranks.device)
         rows_BT[self._ranks.rows(len(rows_BT))] = mine.view(-1, rows_BT.shape[1])
         return self._ranks.sum(rows_BT).cpu().numpy()

@@ -53,10 +53,10 @@ def fetch(version: WeightVersion) -> dict[str, Tensor]:
         raise UserError(f"{path}: no such file; {_AGAIN}, or keep more of them") from None
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: not readable as safetensors: {error}; {_AGAIN}") from None
-    found = state_checksum(state)
-    if found != version.checksum:
+    checksum = state_checksum(state)
+    if checksum != version.checksum:
         raise UserError(
-            f"{path}: checksum: is {found}, version {version.number} was announced with {version.checksum}; {_AGAIN}"
+            f"{path}: checksum: is {checksum}, version {version.number} was announced with {version.checksum}; {_AGAIN}"
         )
     return unpack_state(state)
 
