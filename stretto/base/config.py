@@ -27,6 +27,10 @@ from stretto.base.plugin import name_of
 
 _MAX_NAME_CHARS = 80
 """Longer names from the data are cut in error messages."""
+_MAX_SHOWN = 40
+"""Longest invalid value, in characters of its Python form, that a message repeats."""
+_INPUT = "Input should be"
+"""Start of pydantic's messages about a value; ours say "must be"."""
 _RECIPE_MODULES = ("stretto.train.recipe", "stretto.learning.recipe", "stretto.post.pipeline")
 """Modules that define recipes; imported only to say which command a rejected recipe belongs to."""
 
@@ -241,7 +245,7 @@ class Problem:
 
 def first_problem(error: ValidationError, kind: type[BaseModel], noun: str = "field") -> Problem:
     """The first problem that pydantic found while it validated a ``kind``; ``noun``: the word for a field in the message."""
-    found = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    found = error.errors(include_url=False, include_context=False)[0]
     *above, last = found["loc"] or (None,)
     is_unknown = found["type"] == "extra_forbidden"
     path: list[str] = []
@@ -256,9 +260,17 @@ def first_problem(error: ValidationError, kind: type[BaseModel], noun: str = "fi
             types = [member for each in types for member in _members(_type_at(each, part))]
     if not is_unknown:
         message = "missing; add it" if found["type"] == "missing" else found["msg"].removeprefix("Value error, ")
+        if message.startswith(_INPUT):
+            message = message.replace(_INPUT, "must be", 1).partition(", unable to parse")[0] + _shown(found["input"])
         return Problem(".".join(path) or None, message)
     known = [field.alias or name for each in types if _is_model(each) for name, field in each.model_fields.items()]
     return Problem(".".join([*path, _printable(str(last))]), f"unknown {noun}{nearest(str(last), known)}", True)
+
+
+def _shown(value: Any) -> str:
+    """``, is 0`` for a short value; empty for a long one or one with parts."""
+    is_short = isinstance(value, bool | int | float | str) and len(repr(value)) <= _MAX_SHOWN
+    return f", is {value!r}" if is_short else ""
 
 
 def _type_at(annotation: Any, part: int | str) -> Any:

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import charset_normalizer
 
 from stretto.base.errors import UserError, nearest, one_line
+from stretto.base.track import say
 from stretto.data.files import COMPRESSIONS, JSON_LINES, RECORDS, SPLITS, TABLES, TEXT, LeftOut, find_files, kind_of
 
 MAX_TEXT_CHARS = 4 << 20
@@ -322,7 +323,11 @@ def _read_parquet(file: Path, form: Form) -> Iterator[Document]:
 
 def _open_dataset(name: str, form: Form, on_disk: bool) -> Source:
     import datasets  # seconds to import, and only needed here
+    from huggingface_hub.utils import logging
 
+    logging.set_verbosity_error()  # one message of our own instead of one per attempt to reach the Hub
+    if not on_disk:
+        say(f"{name}: looking for a dataset of this name on the Hub")
     try:
         if on_disk:
             loaded = datasets.load_from_disk(name)

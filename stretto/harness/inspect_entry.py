@@ -1,7 +1,5 @@
-"""Entry point for inspect_ai: registers the model provider ``stretto/`` and the sandbox ``stretto``.
-
-Every `inspect` command imports this file, so the functions import the implementations only when they are used.
-"""
+"""What inspect_ai finds of us by its entry point: the model provider ``stretto/`` and the sandbox ``stretto``. Both are loaded
+when asked for: every `inspect` command imports this file, whatever its model is."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -173,10 +174,17 @@ def tokenise_data(
 
 def _own_tokenizer(folder: Path, sources: Sequence[Source], weights: Sequence[float], vocab_size: int) -> Path:
     """The tokenizer that an earlier attempt left in ``folder``, else one that is trained now. Raises `UserError`: the existing
-    tokenizer is too large.
+    tokenizer is too large, or there is no text.
     """
     if not (folder / "tokenizer.json").is_file():
-        learn_tokenizer(_weighted(sources, weights), vocab_size).save(folder)
+        documents = _weighted(sources, weights)
+        if (first := next(documents, None)) is None:
+            for source in sources:
+                deque(
+                    source.read("train"), maxlen=0
+                )  # raises an error that names the file, unless a folder has blank files only
+            raise UserError(f"--data: {', '.join(source.name for source in sources)}: no text; name files with text")
+        learn_tokenizer(chain([first], documents), vocab_size).save(folder)
     elif (size := load_tokenizer(folder).vocab_size) > vocab_size:
         raise UserError(
             f"{folder}: has {size} tokens, more than the {vocab_size} asked for; "

@@ -88,12 +88,12 @@ def test_a_bad_override_is_one_line(recipe: Path, override: str, message: str) -
         ({"q\nz": 1}, r"'q\nz'", "unknown field", True),
         ({"x" * 5000: 1}, "x" * 80 + "…", "unknown field", True),
         ({"maybe": {"stesp": 1}}, "maybe.stesp", "unknown field (did you mean 'steps'?)", True),
-        ({"maybe": {"steps": 0}}, "maybe.steps", "Input should be greater than 0", False),
-        ({"either": {"str": 1}}, "either", "Input should be a valid string", False),
+        ({"maybe": {"steps": 0}}, "maybe.steps", "must be greater than 0, is 0", False),
+        ({"either": {"str": 1}}, "either", "must be a valid string", False),
         ({"several": [{}, {"schem": 1, "steps": 1}]}, "several.1.schem", "unknown field", True),
-        ({"by_number": {"7": {"name": 1}}}, "by_number.7.name", "Input should be a valid string", False),
-        ({"by_number": {"x": {}}}, "by_number.x", "Input should be a valid integer, unable to parse string as an integer", False),
-        ([], None, "Input should be a valid dictionary or instance of Whole", False),
+        ({"by_number": {"7": {"name": 1}}}, "by_number.7.name", "must be a valid string, is 1", False),
+        ({"by_number": {"x": {}}}, "by_number.x", "must be a valid integer, is 'x'", False),
+        ([], None, "must be a valid dictionary or instance of Whole", False),
     ],
 )  # fmt: skip
 def test_a_problem_names_its_field(tree: object, field: str | None, message: str, is_unknown: bool) -> None:

@@ -57,6 +57,7 @@ def test_bad_data(stretto: Run, recipe: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty.txt"
     empty.write_text("")
     refused(pretrain(empty), "empty.txt")
+    assert not (tmp_path / "run").exists(), "a tokenizer of no text is not left behind"
     binary = tmp_path / "binary.txt"
     binary.write_bytes(bytes(range(256)) * 10)
     refused(pretrain(binary), "binary.txt")

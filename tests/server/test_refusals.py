@@ -52,7 +52,7 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
     ("changes", "param", "problem"),
     [
         ({"messages": []}, "messages", "at least 1"),
-        ({"messages": [{"role": "king", "content": ""}]}, "messages.0.role", "Input should be"),
+        ({"messages": [{"role": "king", "content": ""}]}, "messages.0.role", "must be"),
         ({"messages": [{"role": "user"}]}, "messages.0.content", "missing"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},

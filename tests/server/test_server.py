@@ -69,7 +69,7 @@ def test_our_client(service: AsyncEngine, served: ServedModel) -> None:
         with pytest.raises(ApiFailure) as caught:
             await client.get("/v1/models/y")
         assert (caught.value.status, caught.value.code) == (404, "model_not_found")
-        with pytest.raises(ApiFailure, match="n: Input should be greater"):
+        with pytest.raises(ApiFailure, match="n: must be greater"):
             [piece async for piece in client.stream_completion("a", n=0)]
         assert (await client.get("/health"))["status"] == "ok"
 
