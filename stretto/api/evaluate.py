@@ -229,9 +229,7 @@ def compare(
     wanted = parse_suites([suites] if isinstance(suites, str) else suites)
     kinds = [source.kind for suite in wanted.values() for source in suite.sources.values()]
     if battle and wanted and not any(kind == "judged" or ":" in kind for kind in kinds):
-        raise UserError(
-            "--battle: no suite has a judged source; add --suite writing, or a suite of your own with a judge"
-        )
+        raise UserError("--battle: no suite has a judged source; add --suite writing, or a suite of your own")
     if unknown := [domain for domain in taught if wanted and not only_domains(wanted, {domain})]:
         raise UserError(f"--teacher {unknown[0]}: no such domain in --suite")
     places: dict[str, Path] = {}
@@ -328,9 +326,7 @@ def _evaluated(text: str, suites: Mapping[str, SuiteConfig], folder: Path, optio
         return Path(text)
     path, subnet = sized(text)
     if not suites:
-        raise UserError(
-            f"{text}: contains no evaluation; name the --suite to evaluate it with, or run `stretto eval` before"
-        )
+        raise UserError(f"{text}: contains no evaluation; name the --suite, or run `stretto eval` before")
     place = "-".join(part for part in (*path.parts[-3:], subnet) if part not in ("/", "", CHECKPOINT))
     _evaluate(path, suites, folder / place, options, subnet or None, device)
     return folder / place

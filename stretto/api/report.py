@@ -275,9 +275,8 @@ def _load(checkpoint: Checkpoint, name: str, subnet: Subnet, batches: tuple[Eval
     for row, layer in enumerate(config.moe_layers):
         load = by_row.get(row, (0,) * config.experts_by_layer[row])
         total = sum(load) or 1
-        shares.append(
-            tuple(num / total if there else None for num, there in zip(load, kept.experts[layer], strict=True))
-        )
+        pairs = zip(load, kept.experts[layer], strict=True)
+        shares.append(tuple(num / total if is_kept else None for num, is_kept in pairs))
     return Load(name, config.moe_layers, tuple(shares))
 
 
@@ -294,9 +293,8 @@ def _family(models: Sequence[tuple[Path, Lineage]]) -> Family | None:
     recipes = {run: recipe for run, stage in stages.items() if (recipe := _recipe_of(stage)) is not None}
     if len(origins) != 1 or not sizes or not isinstance(first := recipes.get(origins[0].run_id), Recipe):
         return None
-    positions = sum(
-        recipe.train.num_positions for run, recipe in recipes.items() if run in shared | {origins[0].run_id}
-    )
+    together = shared | {origins[0].run_id}
+    positions = sum(recipe.train.num_positions for run, recipe in recipes.items() if run in together)
     shapes = [first.model, *(read_config(folder) for folder, _ in sizes)]
     alone = [Alone(_ordinary_flops(shape, first.train, positions), "computed") for shape in shapes]
     return family([origins[0], *(lineage for _, lineage in sizes)], alone)

@@ -131,9 +131,8 @@ def plan_layer(layer: int, gate_up_FD: Tensor, down_DW: Tensor, x_ND: Tensor | N
     if x_ND is None:
         place_E = torch.tensor(_ranks(how.num_routed), dtype=torch.float32)
         return LayerPlan(neurons_W, torch.zeros(how.num_routed, len(gate_up_FD[0])), -ROUTER_SCALE * place_E)
-    shares_NE = torch.cat(
-        [_shares(gate_up_FD, down_DW, part_ND.float(), parts_EI) for part_ND in x_ND.split(TOKENS_AT_ONCE)]
-    )
+    parts_ND = x_ND.split(TOKENS_AT_ONCE)
+    shares_NE = torch.cat([_shares(gate_up_FD, down_DW, part_ND.float(), parts_EI) for part_ND in parts_ND])
     return LayerPlan(neurons_W, *fit_router(x_ND, shares_NE, ROUTER_SCALE))
 
 
@@ -183,9 +182,8 @@ def _of_weights(gate_up_FD: Tensor, down_DW: Tensor) -> tuple[Tensor, Tensor]:
 def _shares(gate_up_FD: Tensor, down_DW: Tensor, x_ND: Tensor, parts_EI: Tensor) -> Tensor:
     """Norm of each part's output as a share of all parts' [N, E]; squares sum to 1."""
     inner_NW = ORDINARY.swiglu(x_ND @ gate_up_FD.T)
-    return F.normalize(
-        torch.stack([(inner_NW[:, part] @ down_DW[:, part].T).float().norm(dim=1) for part in parts_EI], 1), dim=1
-    )
+    norms = [(inner_NW[:, part] @ down_DW[:, part].T).float().norm(dim=1) for part in parts_EI]
+    return F.normalize(torch.stack(norms, 1), dim=1)
 
 
 @torch.autocast("cpu", enabled=False)

@@ -91,10 +91,8 @@ def rank_experts(model: Transformer, batches: Sequence[EvalBatch]) -> tuple[tupl
 
 def layer_order(config: ModelConfig, worth: Mapping[int, float]) -> tuple[int, ...]:
     """Layers that are never dropped, then the others by decreasing ``worth``."""
-    return (
-        *fixed_layers(config.num_layers),
-        *sorted(droppable_layers(config), key=lambda layer: (-worth[layer], layer)),
-    )
+    order = sorted(droppable_layers(config), key=lambda layer: (-worth[layer], layer))
+    return *fixed_layers(config.num_layers), *order
 
 
 def expert_orders(config: ModelConfig, found: Survey, rule: ExpertRule) -> tuple[tuple[int, ...], ...]:

@@ -175,9 +175,7 @@ class Reader:
         prompts = [ids[-PROMPT:] for ids in self.tokenizer.encode_batch([prompt for prompt, _ in asked])]
         needed, limit = WINDOW + PROMPT + 1, self.model.config.max_positions
         if needed > limit:
-            raise UserError(
-                f"{self.folder}: has positions for {limit} tokens, but a judge needs {needed}; choose another network"
-            )
+            raise UserError(f"{self.folder}: has {limit} positions, but a judge needs {needed}; choose another network")
         own, density = self._encoded([text for _, text in asked])
         others = [_reorders(text) for _, text in asked]
         reordered, _ = self._encoded([text for each in others for text in each])
@@ -214,9 +212,8 @@ class Reader:
             for row, span in enumerate(spans):
                 targets_BT[row, span.start - 1 : span.stop - 1] = ids_BT[row, span]
             middle_BTD, last_BTD = self._states(ids_BT.to(self.device))
-            logp_N, _ = chosen_logprobs(
-                last_BTD.flatten(0, 1), self.model.head_VD, targets_BT.flatten().to(self.device)
-            )
+            hidden_ND, targets_N = last_BTD.flatten(0, 1), targets_BT.flatten().to(self.device)
+            logp_N, _ = chosen_logprobs(hidden_ND, self.model.head_VD, targets_N)
             surprise_BT = -logp_N.view(ids_BT.shape).cpu()
             for row, (at, span) in enumerate(zip(batch, spans, strict=True)):
                 surprisals[at] = surprise_BT[row, span.start - 1 : span.stop - 1]
@@ -429,9 +426,7 @@ def open_judge(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
     record = read_judge(folder)
     reader = open_reader(record.network, device, dtype)
     if reader.weights != record.weights:
-        raise UserError(
-            f"{folder / JUDGE_FILE}: network: {record.network} has other weights now; train the judge again"
-        )
+        raise UserError(f"{folder / JUDGE_FILE}: network: {record.network} has changed; train the judge again")
     try:
         head = Head(**load_file(folder / HEAD_FILE))
     except Exception as error:

@@ -213,11 +213,10 @@ def _ratios(
         weights_RP = resampling_weights(num + 1, RESAMPLINGS, (seed, crc32(name.encode())))
         weights_RP[0, num] = 0.0  # the estimate has no unseen problem
         ends = [
-            [weights_RP @ np.append(each, value) for each, value in zip(measures, pair, strict=True)] for pair in unseen
+            [weights_RP @ np.append(each, one) for each, one in zip(measures, pair, strict=True)] for pair in unseen
         ]
-        ratios[name] = np.stack(
-            [np.divide(a_R, b_R, out=np.full_like(a_R, np.nan), where=b_R > 0) for a_R, b_R in ends]
-        )
+        quotients = [np.divide(a_R, b_R, out=np.full_like(a_R, np.nan), where=b_R > 0) for a_R, b_R in ends]
+        ratios[name] = np.stack(quotients)
     return ratios
 
 

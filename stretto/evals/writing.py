@@ -84,10 +84,8 @@ def chapter_measures(chapters: Sequence[str]) -> list[dict[str, float]]:
     for text in chapters:
         runs = ngrams(words(text), _RUN)
         again = sum(run in before for run in runs) / max(1, len(runs))
-        single = text_measures(text)
-        found.append(
-            {"words": single["words"], "distinct_2": distinct(text), "repeats": single["repeats"], "again": again}
-        )
+        one = text_measures(text)
+        found.append({"words": one["words"], "distinct_2": distinct(text), "repeats": one["repeats"], "again": again})
         before.update(runs)
     return found
 

@@ -54,11 +54,9 @@ class Gap:
 
 def gaps(folder: Path, config: DistillConfig) -> list[Gap]:
     """KL and share of every taught source, from the metrics of a run. Raises UserError: there are no metrics."""
-    rows, found = read_metrics(folder), []
+    rows, found, kinds = read_metrics(folder), [], ("kl", "share")
     for source, teacher in config.teacher_of().items():
-        kls, shares = (
-            [row[name] for row in rows if (name := f"distill/{kind}/{source}") in row] for kind in ("kl", "share")
-        )
+        kls, shares = ([row[key] for row in rows if (key := f"distill/{kind}/{source}") in row] for kind in kinds)
         if kls:
             found.append(Gap(source, teacher, kls[0], kls[-1], sum(shares) / len(shares)))
     return found

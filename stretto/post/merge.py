@@ -157,7 +157,7 @@ def _check_same(first: StreamedState, state: StreamedState) -> None:
     one, other = (each.config.model_dump(mode="json", exclude=orders) for each in (first, state))
     for field, (before, after) in differences(one, other).items():
         raise UserError(
-            f"{state.folder}: {field}: {after}, and {before} in {first.folder}; merge copies of one network"
+            f"{state.folder}: {field}: {after}, but {before} in {first.folder}; merge copies of one network"
         )
     for field, ranking in (("expert_order", "expert_orders"), ("layer_order", "layer_ranking")):
         if getattr(state.config, ranking) != getattr(first.config, ranking):

@@ -107,9 +107,7 @@ class PipelineRecipe(Config):
         if self.distill is not None and self.experts is None:
             raise ValueError("distill: its teachers are the experts; add [experts], or leave [distill] out")
         if self.controls is not None and self.experts is None:
-            raise ValueError(
-                "controls: they draw as many samples as the experts; add [experts], or leave [controls] out"
-            )
+            raise ValueError("controls: they draw as many samples as the experts; add [experts], or remove [controls]")
         return self
 
     @property
@@ -183,10 +181,8 @@ def _steps(recipe: PipelineRecipe, source: str) -> Iterator[Step]:
             sampling.append(Step("experts", f"experts/{name}", ("rl", RECIPE, "--model", start), complete))
         yield from sampling
     if recipe.distill is not None:
-        names = {
-            name: {"checkpoint": place, "domains": list(recipe.domains[name].sources)}
-            for name, place in teachers.items()
-        }
+        domains = {name: list(recipe.domains[name].sources) for name in teachers}
+        names = {name: {"checkpoint": place, "domains": domains[name]} for name, place in teachers.items()}
         own = {"sources": recipe.sources, "distill": {"teachers": names}}
         complete = _complete(RlRecipe, source, "distill", recipe.common, recipe.distill, own)
         sampling.append(Step("distill", "distill", ("distill", RECIPE, "--model", start), complete))

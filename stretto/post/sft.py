@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +87,17 @@ def sft_conversations(
             load_adapters(adapters, model, family, lora)
 
     presets = recipe.elastic.anchors if recipe.elastic is not None else read_presets(origin)
-    trained = finetune(
-        recipe, job, lambda: read_checkpoint(origin, dtype=torch.float32).model, presets, adapt if lora else None
-    )
+    trained = finetune(recipe, job, partial(_read_network, origin), presets, adapt if lora else None)
     if lora is None:
         return trained
     if keep is not None:
         write_adapters(keep, trained.model, family, lora, str(origin))
     merge(trained.model)
     return trained
+
+
+def _read_network(folder: Path) -> Transformer:
+    return read_checkpoint(folder, dtype=torch.float32).model
 
 
 def open_conversations(mixture: Mixture, recipe: SftRecipe, ranks: Ranks) -> Loader:
@@ -109,9 +112,7 @@ def open_conversations(mixture: Mixture, recipe: SftRecipe, ranks: Ranks) -> Loa
     if shares:
         known = {domain for domains in domains_of for domain in domains}
         if missing := sorted(shares.keys() - known):
-            raise UserError(
-                f"domains.{missing[0]}: no conversation has this domain; the data has {', '.join(sorted(known))}"
-            )
+            raise UserError(f"domains.{missing[0]}: not in the data, which has {', '.join(sorted(known))}")
         if unshared := sorted(known - shares.keys()):
             raise UserError(f"domains: {unshared[0]} is in the data and has no share; add one")
     parts: list[Fitted] = []
@@ -225,7 +226,7 @@ def _initial(recipe: RlRecipe, start: StartConfig, origin: Path | None) -> _Init
         raise UserError(f"recipe: start.model: describes a new network, and --model names {origin}; leave one out")
     return _Initial(
         config=read_config(origin),
-        read=lambda: read_checkpoint(origin, dtype=torch.float32).model,
+        read=partial(_read_network, origin),
         family=read_family(origin),
         presets=read_presets(origin),
         parents=(read_lineage(origin),) if (origin / LINEAGE_FILE).is_file() else (),
@@ -235,9 +236,8 @@ def _initial(recipe: RlRecipe, start: StartConfig, origin: Path | None) -> _Init
 def _plan_of(recipe: RlRecipe, start: StartConfig) -> SftRecipe:
     """The start of an RL recipe as the recipe of an SFT stage."""
     train = recipe.train
-    num = next(
-        num for num in range(1, start.rows + 1) if start.rows % num == 0 and start.rows // num <= train.micro_rows
-    )
+    fits = range(-(-start.rows // train.micro_rows), start.rows + 1)
+    num = next(num for num in fits if start.rows % num == 0)
     loop = TrainConfig(
         steps=start.steps,
         rows=start.rows,

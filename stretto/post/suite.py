@@ -246,7 +246,7 @@ def parse_suites(named: Sequence[str], beside: Collection[str] = ()) -> dict[str
         if not is_file and name not in tree:
             known = [*tree, *beside]
             raise UserError(
-                f"--suite {name}: no such suite{nearest(name, known)}; one of {', '.join(known)}, or FILE.toml"
+                f"--suite {name}: no such suite{nearest(name, known)}; use {', '.join(known)}, or FILE.toml"
             )
         if not tree:
             raise UserError(f"--suite {name}: contains no suite; add a table [NAME.sources.DOMAIN]")

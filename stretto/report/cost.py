@@ -62,10 +62,10 @@ def ledger_table(ledger: Ledger) -> Table:
     roles = {"parent": "parent", "own": "this model"}
     rows = tuple(_elsewhere(name, adopted) for name, adopted in ledger.adopted)
     rows += tuple(line(row.receipt.stage, roles[row.role], row.receipt, row.name) for row in ledger.rows)
-    whole = "With its parent, known part" if ledger.adopted else "With its parent"
+    label = "With its parent, known part" if ledger.adopted else "With its parent"
     totals = [line("This model alone", "", ledger.alone)]
     if _has_parent(ledger):
-        totals.append(line(whole, "", ledger.with_parents))
+        totals.append(line(label, "", ledger.with_parents))
     shown = in_columns((*rows, *totals), None, None, _flops_alike, numbers.si_alike, numbers.durations_alike)
     columns = ("Stage", "Counts as", "FLOPs", "Tokens", "Device time", "Peak memory")
     return Table("Cost by stage", columns, shown[: len(rows)], shown[len(rows) :], num_words=2)
@@ -101,10 +101,10 @@ def family_table(family: Family) -> Table:
         return Cell(name), _flops(own), _flops(alone, basis), share
 
     rows = tuple(line(row.name, row.own_flops, row.alone.flops, row.alone.basis) for row in family.rows)
-    whole = f"All {len(rows)} together" if len(rows) > 1 else "Together"
+    label = f"All {len(rows)} together" if len(rows) > 1 else "Together"
     totals = (
         (Cell("Parent", note=ORDINARY[family.parent_basis]), _flops(family.parent_flops), NOTHING, NOTHING),
-        line(whole, family.family_flops, family.alone_flops, family.basis),
+        line(label, family.family_flops, family.alone_flops, family.basis),
     )
     shown = in_columns((*rows, *totals), None, _flops_alike, _flops_alike)
     columns = ("Size", "From the parent", "Trained alone", "Share")
@@ -167,9 +167,9 @@ def cost_bars(ledger: Ledger | None, family: Family | None) -> Figure:
 
 def adopted_sentence(name: str, adopted: Elsewhere) -> str:
     """Training cost of a checkpoint before its adoption, one sentence."""
-    told = [numbers.si(adopted.flops, "FLOPs")] if adopted.flops is not None else []
-    told += [f"{numbers.si(adopted.tokens)} tokens"] if adopted.tokens is not None else []
-    return f"Not included: the training of {name} before its adoption, {numbers.listed(told) + ', as published' if told else UNKNOWN}."
+    known = [numbers.si(adopted.flops, "FLOPs")] if adopted.flops is not None else []
+    known += [f"{numbers.si(adopted.tokens)} tokens"] if adopted.tokens is not None else []
+    return f"Not included: the training of {name} before its adoption, {numbers.listed(known) + ', as published' if known else UNKNOWN}."
 
 
 def elasticity_sentence(elasticity: Elasticity) -> str:
@@ -196,13 +196,13 @@ def _control_words(control: Control) -> str:
 def cost_caption(ledger: Ledger | None, family: Family | None, elasticity: Elasticity | None = None) -> str:
     text = []
     if ledger is not None:
-        alone, whole = (numbers.si(receipt.flops, "FLOPs") for receipt in (ledger.alone, ledger.with_parents))
-        said = f"This model cost {alone}; it has no parent."
+        alone, total = (numbers.si(receipt.flops, "FLOPs") for receipt in (ledger.alone, ledger.with_parents))
+        sentence = f"This model cost {alone}; it has no parent."
         if _has_parent(ledger):
-            said = f"With its parent this model cost {whole}; the stages after the parent cost {alone}"
+            sentence = f"With its parent this model cost {total}; the stages after the parent cost {alone}"
             flops = ledger.with_parents.flops
-            said += f", {numbers.percent(ledger.alone.flops / flops)} of it." if flops else "."
-        text.append(said + "".join(f" {adopted_sentence(name, adopted)}" for name, adopted in ledger.adopted))
+            sentence += f", {numbers.percent(ledger.alone.flops / flops)} of it." if flops else "."
+        text.append(sentence + "".join(f" {adopted_sentence(name, adopted)}" for name, adopted in ledger.adopted))
     if family is not None:
         text.append(family_sentence(family))
     if elasticity is not None:

@@ -132,9 +132,8 @@ def panel_table(found: Sequence[Panel]) -> Table:
         for each in found
     ]
     note = "distinct-k, Vendi, clusters and distinct-2 compare the answers to one prompt; the other measures are means over answers."
-    return Table(
-        "Writing", ("Domain", *(name.replace("_", "-") for name in names), "Constraints kept"), tuple(rows), (), note
-    )
+    columns = ("Domain", *(name.replace("_", "-") for name in names), "Constraints kept")
+    return Table("Writing", columns, tuple(rows), (), note)
 
 
 def overused_table(found: Panel) -> Table:
@@ -160,9 +159,8 @@ def chapters_table(domain: str, found: Chapters) -> Table:
     ]
     num = len(next(iter(found.measures.values()), []))
     note = f"Means over answers with all chapters; {found.num_short} answers have fewer."
-    return Table(
-        f"Chapters of {domain}", ("Chapter", *map(str, range(1, num + 1)), "Last − first"), tuple(rows), (), note
-    )
+    columns = ("Chapter", *map(str, range(1, num + 1)), "Last − first")
+    return Table(f"Chapters of {domain}", columns, tuple(rows), (), note)
 
 
 def baseline_table(found: Evaluation) -> Table:
@@ -181,9 +179,8 @@ def place_table(found: Evaluation) -> Table:
     for name, result in found.domains.items():
         for place, each in result.places.items():
             shares = Cell(percent(each.chosen), each.chosen), Cell(percent(each.right), each.right)
-            rows.append(
-                (Cell(name), Cell(place), *shares, NOTHING if each.recall is None else Cell(percent(each.recall)))
-            )
+            recall = NOTHING if each.recall is None else Cell(percent(each.recall))
+            rows.append((Cell(name), Cell(place), *shares, recall))
         if result.places:
             moved = sum(abs(each.chosen - each.right) for each in result.places.values()) / 2
             biases.append(f"{name} {percent(moved)}")
@@ -235,12 +232,12 @@ def score_bars(found: Evaluation) -> Figure:
     axes.set_yticks(range(len(names)), names, fontsize=LABEL_PT, color=INK, parse_math=False)
     axes.invert_yaxis()
     axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
-    told = [
+    legend = [
         f"line: {percent(LEVEL)} confidence interval",
         "◂ pass^k: all samples correct, ▸ pass@k: any sample correct",
         "orange: best trivial baseline",
     ]
-    style.subtitle(axes, told)
+    style.subtitle(axes, legend)
     return figure
 
 
@@ -316,10 +313,8 @@ class Comparison:
     @property
     def worst(self) -> list[str]:
         """Domain with the smallest difference to the reference, one per model."""
-        return [
-            min(self.differences, key=lambda name: self.differences[name][place].value)
-            for place in range(len(self.models))
-        ]
+        gains = self.differences
+        return [min(gains, key=lambda name: gains[name][place].value) for place in range(len(self.models))]
 
 
 def compare(
@@ -434,14 +429,14 @@ def _check_asked(name: str, first: Evaluation, other: Evaluation) -> None:
 
 def comparison_table(found: Comparison) -> Table:
     """Scores by domain (rows) and model (columns), with the domain's teacher and the trivial baseline."""
-    reference, whole = found.reference, found.models[found.reference]
+    reference, reference_name = found.reference, found.models[found.reference]
     beside = {"Teacher": found.teachers, "Trivial baseline": found.baselines}
-    beside = {title: told for title, told in beside.items() if told}
+    beside = {title: scores for title, scores in beside.items() if scores}
     rest = [NOTHING] * len(beside)
     rows = []
     for name, scores in found.scores.items():
         notes = _gains(found, found.differences[name], found.p_values[name])
-        last = [_share(told[name][1], told[name][0]) if name in told else NOTHING for told in beside.values()]
+        last = [_share(each[name][1], each[name][0]) if name in each else NOTHING for each in beside.values()]
         rows.append((Cell(name), *map(_share, scores, notes), *last))
 
     def total(label: str, note: str, cells: Iterable[Cell]) -> tuple[Cell, ...]:
@@ -451,7 +446,7 @@ def comparison_table(found: Comparison) -> Table:
 
     totals = [
         (Cell("Mean of domains"), *map(_share, found.means, _gains(found, found.mean_differences)), *rest),
-        total("Retention", f"of {whole}'s score, mean of domains", map(_share, found.kept)),
+        total("Retention", f"of {reference_name}'s score, mean of domains", map(_share, found.kept)),
         total("Worst domain", "by its difference", map(Cell, found.worst)),
     ]
     if any(found.norms):
@@ -460,7 +455,7 @@ def comparison_table(found: Comparison) -> Table:
     totals.append((Cell("FLOPs per task"), *[Cell(si(each, "FLOPs"), each) for each in found.flops_per_task], *rest))
     totals.append((Cell("Infra errors"), *[Cell(f"{num}", num) for num in found.num_infra], *rest))
     columns = ("Domain", *found.models, *beside)
-    note = f"{_INTERVALS} {_INFRA} Differences are paired, in points, to {whole}; {_STAR}: significant (permutation test, Holm)."
+    note = f"{_INTERVALS} {_INFRA} Differences are paired, in points, to {reference_name}; {_STAR}: significant (permutation test, Holm)."
     return Table("Scores by domain", columns, tuple(rows), tuple(totals), f"{note} {found.refusal}".strip())
 
 
@@ -516,8 +511,8 @@ def losses(found: Comparison) -> str:
 
 def _gains(found: Comparison, gains: Sequence[Interval], p_values: Sequence[float] = ()) -> list[str]:
     stars = [f" {_STAR}" if p < 1 - LEVEL else "" for p in p_values] or [""] * len(gains)
-    told = [f"{_signed(gain)}{star}" for gain, star in zip(gains, stars, strict=True)]
-    return ["" if place == found.reference else text for place, text in enumerate(told)]
+    texts = [f"{_signed(gain)}{star}" for gain, star in zip(gains, stars, strict=True)]
+    return ["" if place == found.reference else text for place, text in enumerate(texts)]
 
 
 def battle_table(found: Battles) -> Table:
@@ -527,12 +522,12 @@ def battle_table(found: Battles) -> Table:
         (Cell(name), _elo(strength), *map(_share, rates), *([_elo(even[at])] if even else []))
         for at, (name, strength, rates) in enumerate(zip(found.models, found.strengths, found.rates, strict=True))
     ]
-    told = found.verdicts
-    note = f"{told.num} comparisons over {found.num_problems} problems, each in both orders"
-    note += f"; {percent(told.contradicted)} contradictory verdicts, counted as ties"
+    verdicts = found.verdicts
+    note = f"{verdicts.num} comparisons over {found.num_problems} problems, each in both orders"
+    note += f"; {percent(verdicts.contradicted)} contradictory verdicts, counted as ties"
     if found.itself:
         note += f"; win rate of the reference against itself {percent(found.itself.value)} ({_range(found.itself)})"
-    note += f"; {told.num_infra} infrastructure errors. Strength: Bradley-Terry in Elo points; 400 points are a win rate of 10 to 1."
+    note += f"; {verdicts.num_infra} infrastructure errors. Strength: Bradley-Terry in Elo points; 400 points are a win rate of 10 to 1."
     if even:
         worth = ", ".join(f"{name} {each.value:+.0f}".replace("-", "−") for name, each in found.effects.items())
         note += f" Controlled: strength after controlling for length and layout; effect on this judge: {worth} points."

@@ -28,7 +28,7 @@ from stretto.report.style import DPI
 REPORT_FOLDER = "report"
 PAGE = "report.html"
 WORDS_WIDTH = 16
-"""Characters that a column of words has at least on a console, if its words are that long."""
+"""Smallest width, in characters, to which a column of words is narrowed on a console."""
 T = TypeVar("T")
 Rows = tuple[tuple["Cell", ...], ...]
 
@@ -37,33 +37,30 @@ Rows = tuple[tuple["Cell", ...], ...]
 class Cell:
     text: str
     value: float | int | None = None
-    """The exact number behind ``text``; the page carries it beside the rounded one."""
+    """Exact value of the number in ``text``; the page contains it too."""
     note: str = ""
     """Second line in a smaller font."""
 
 
 NOTHING = Cell("–")
-"""Not measured, or it does not apply."""
-
-
-def alike(cells: Sequence[Cell], form: Callable[[list[float]], list[str]]) -> list[Cell]:
-    """The numbers of a column in one form, which ``form`` gives all of them together; cells without a number stay."""
-    texts = iter(form([cell.value for cell in cells if cell.value is not None]))
-    return [cell if cell.value is None else replace(cell, text=next(texts)) for cell in cells]
+"""Cell of a value that was not measured or does not apply."""
 
 
 def in_columns(rows: Rows, *forms: Callable[[list[float]], list[str]] | None) -> Rows:
-    """``rows`` with the numbers of each column in one form; None: the column stays as it is."""
+    """``rows`` with the numbers of each column formatted together, so that they have one unit. None: the column is unchanged."""
     columns = [list(column) for column in zip(*rows, strict=True)]
     for place, form in enumerate(forms):
         if form is not None:
-            columns[place] = alike(columns[place], form)
+            texts = iter(form([cell.value for cell in columns[place] if cell.value is not None]))
+            columns[place] = [
+                cell if cell.value is None else replace(cell, text=next(texts)) for cell in columns[place]
+            ]
     return tuple(zip(*columns, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table as data, shown alike on the console and on the page."""
+    """A table as data, for the console and the page."""
 
     title: str
     columns: tuple[str, ...]
@@ -75,10 +72,10 @@ class Table:
     num_words: int = 1
     """Number of leading columns with words; the other columns are right-aligned."""
     optional: tuple[str, ...] = ()
-    """Columns that a narrow console leaves out, the first one first; then it leaves out the last ones."""
+    """Columns that a narrow console omits, in this order; after them it omits columns from the right."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """As rich prints it. On a console that is too narrow, wide notes are left out first, then columns: nothing is broken."""
+        """Rendering for rich. A console that is too narrow omits wide notes, then columns, so that no cell is broken."""
         kept, leaving = list(range(len(self.columns))), self._leaving()
         has_notes = not self._has_wide_notes() or self._width(kept, True) <= options.max_width
         while leaving and self._width(kept, has_notes) > options.max_width:
@@ -87,11 +84,11 @@ class Table:
         if not has_notes:
             left_out.insert(0, "the smaller figures")
         notes = [self.note] if self.note else []
-        notes += [f"Left out on this narrow console: {', '.join(left_out)}."] if left_out else []
+        notes += [f"Omitted on this narrow console: {', '.join(left_out)}."] if left_out else []
         yield self._shown(kept, has_notes, " ".join(notes))
 
     def _leaving(self) -> list[int]:
-        """Places of the columns that may be left out, the first to go first."""
+        """Indices of the columns that may be omitted, in the order in which they are."""
         named = [self.columns.index(name) for name in self.optional]
         return named + [place for place in reversed(range(self.num_words, len(self.columns))) if place not in named]
 
@@ -99,7 +96,7 @@ class Table:
         return [row[place] for row in (*self.rows, *self.totals)]
 
     def _has_wide_notes(self) -> bool:
-        """Whether there are notes that make a column of numbers wider than its numbers do."""
+        """Whether notes make a column of numbers wider than its numbers."""
         for place in range(self.num_words, len(self.columns)):
             cells = self._cells(place)
             widest = max(map(cell_len, (self.columns[place], *(cell.text for cell in cells))))
@@ -111,7 +108,7 @@ class Table:
         return 1 + sum(self._least_width(place, has_notes) + 3 for place in kept)
 
     def _least_width(self, place: int, has_notes: bool) -> int:
-        """Characters of a column: numbers and headings stand on one line, words may take several."""
+        """Smallest width of a column in characters. Numbers and headings need one line, words may wrap."""
         shows_notes = has_notes or place < self.num_words
         cells = self._cells(place)
         texts = [self.columns[place], *(cell.text for cell in cells), *(cell.note for cell in cells if shows_notes)]
@@ -121,7 +118,7 @@ class Table:
         return max(min(longest, WORDS_WIDTH), *(cell_len(word) for text in texts for word in (text.split() or [""])))
 
     def _shown(self, kept: Sequence[int], has_notes: bool, caption: str) -> rich.table.Table:
-        # Names are text, never markup.
+        # names are plain text, not markup
         shown = rich.table.Table(
             title=Text(self.title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD,
             caption=Text(caption, style="dim") if caption else None, caption_justify="left",
@@ -216,7 +213,7 @@ class Page:
 def to_png(figure: Figure) -> bytes:
     """The figure as a PNG on white."""
     buffer = BytesIO()
-    # without a date or version inside, the same data gives the same bytes
+    # without date and version, equal data gives equal bytes
     figure.savefig(buffer, format="png", dpi=DPI, facecolor="white", metadata={"Software": None})
     return buffer.getvalue()
 
@@ -238,7 +235,7 @@ class Plot:
 
 
 def render(page: Page, pngs: Mapping[str, bytes]) -> str:
-    """The page as text. Everything from the run is escaped; nothing in it is fetched from anywhere."""
+    """The page as HTML. Text from the run is escaped, and the page loads nothing from elsewhere."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(files("stretto.report").joinpath("page.html").read_text(encoding="utf-8"))
     images = {slug: base64.b64encode(png).decode("ascii") for slug, png in pngs.items()}
@@ -247,9 +244,9 @@ def render(page: Page, pngs: Mapping[str, bytes]) -> str:
 
 
 def write_page(page: Page, run: Path) -> Path:
-    """Write ``report/`` in the folder ``run``, all of it or nothing, and return its page.
+    """Write ``report/`` in the folder ``run`` atomically and return its page.
 
-    The page needs no other file: pictures and style are inside it. The same pictures lie beside it as PNG files.
+    The page contains its pictures and styles. The pictures are also written as PNG files beside it.
 
     Raises:
         UserError: the folder cannot be written.

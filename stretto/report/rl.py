@@ -170,9 +170,7 @@ def headline(data: RlData) -> str:
         text += f": reward from {rewards[0]:.3f} to {rewards[-1]:.3f}"
     text += "."
     if ages:
-        text += (
-            f" Largest staleness of a trained token: {counted(int(max(ages)), 'version')}; the bound is {data.bound}."
-        )
+        text += f" Largest staleness of a trained token: {counted(int(max(ages)), 'version')} (bound {data.bound})."
     return text
 
 

@@ -165,15 +165,9 @@ def _trainer_bar(axes: Axes, span: Span, colour: dict[int, str], row: tuple[floa
     if span.name == "step":
         look = {"facecolor": colour.get(_step(span), PALE), "edgecolor": "white", "linewidth": 1.2}
         if _step(span) in colour:
-            words: dict[str, Any] = {
-                "ha": "center",
-                "va": "center",
-                "fontsize": 10.5,
-                "color": INK,
-                "fontweight": "bold",
-            }
+            words: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 10.5, "fontweight": "bold"}
             middle = (span.started_s + span.seconds / 2, row[0] + row[1] / 2)
-            axes.text(*middle, f"step {_step(span)}", path_effects=[HALO], clip_on=True, zorder=4, **words)
+            axes.text(*middle, f"step {_step(span)}", color=INK, path_effects=[HALO], clip_on=True, zorder=4, **words)
     elif span.name == "wait":
         look |= {"facecolor": ABSENT, "hatch": "////", "edgecolor": MUTED}
     axes.broken_barh([(span.started_s, span.seconds)], row, zorder=3, **look)

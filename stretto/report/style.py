@@ -1,6 +1,6 @@
 """Style of all figures: colours, axes, labels that do not overlap.
 
-Figures are built without pyplot and without rcParams, so drawing one changes nothing for anyone else.
+Figures are built without pyplot and rcParams, so they do not change the state of matplotlib.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ MUTED = "#667080"
 FAINT = "#e3e6ea"
 ABSENT = "#f0f1f3"
 PALE = "#c9ced6"
-"""Colour of areas of which only the size matters."""
+"""Colour of areas that are not highlighted."""
 SERIES = BLUE, ORANGE, GREEN, PINK, SKY, SAND = "#0072b2", "#d55e00", "#009e73", "#b0538c", "#2f9fd8", "#b07d00"
-"""Okabe and Ito's colours for all kinds of colour vision, the pale ones darkened so that text in them can be read."""
+"""Okabe and Ito's colours for all kinds of colour vision; pale ones are darkened so that text in them is legible."""
 LOAD_COLOURS = LinearSegmentedColormap.from_list("load", ["#08407e", "#6aa6d6", "#f7f7f7", "#f0a35e", "#9c3d00"])
 TIME_COLOURS = LinearSegmentedColormap.from_list("time", ["#123a63", "#1f78a8", "#4fb3a5", "#c2d65b", "#f6c945"])
 
@@ -48,7 +48,7 @@ Form = Callable[[float], str]
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each size: ink for the full network, then the series in order."""
+    """Colour of each size: `INK` for the full network, then `SERIES` in order."""
     others = [name for name in dict.fromkeys(names) if name != "full"]
     return {"full": INK} | {name: SERIES[place % len(SERIES)] for place, name in enumerate(others)}
 
@@ -61,7 +61,7 @@ def blank(width_in: float, height_in: float) -> Figure:
 
 
 def dress(axes: Axes, title: str, x: str, y: str, grid: str | None = "both") -> Axes:
-    """Title, axis labels with their units, and no more lines than needed."""
+    """Set title, axis labels with units, ticks, spines and grid of ``axes``."""
     axes.set_title(title, loc="left", pad=14, **_TITLE)
     axes.set_xlabel(x, fontsize=LABEL_PT, color=INK, labelpad=8)
     axes.set_ylabel(y, fontsize=LABEL_PT, color=INK, labelpad=8)
@@ -82,7 +82,7 @@ def write(axes: Axes, text: str, at: tuple[float, float], offset_pt: tuple[float
 
 
 def subtitle(axes: Axes, parts: Sequence[str]) -> None:
-    """Explanations in a muted colour between title and axes."""
+    """Write explanations in a muted colour between title and axes."""
     place = axes.get_subplotspec()
     assert place is not None
     lines, line_chars = [""], 118 // place.get_gridspec().ncols
@@ -91,19 +91,19 @@ def subtitle(axes: Axes, parts: Sequence[str]) -> None:
         lines[-1:] = [joined] if len(joined) <= line_chars else [lines[-1], part]
     style = {"fontsize": 10.5, "color": MUTED, "linespacing": 1.4}
     note = write(axes, "\n".join(lines), (0, 1), (0, 9), xycoords="axes fraction", **style)
-    note.set_in_layout(False)  # or a long line would squeeze the axes
+    note.set_in_layout(False)  # otherwise a long line would shrink the axes
     axes.set_title(axes.get_title(loc="left"), loc="left", pad=16 + 16 * len(lines), **_TITLE)
 
 
 def ticks(axis: Axis, form: Form, most: int | None = None, **steps: Any) -> None:
-    """Write values by ``form``; with ``most``, at so many places at most, ``steps`` apart as `MaxNLocator` takes them."""
+    """Format tick labels by ``form``. ``most``: largest number of ticks; ``steps``: arguments of `MaxNLocator`."""
     if most is not None:
         axis.set_major_locator(MaxNLocator(most, **steps))
     axis.set_major_formatter(lambda value, _: numbers.trimmed(form(value)))
 
 
 def log_ticks(axes: Axes, low: float, high: float) -> None:
-    """A logarithmic x axis over ``low``..``high`` with round ticks, also where it spans less than a decade."""
+    """Logarithmic x axis over ``low``..``high`` with round ticks, also if it spans less than a decade."""
     margin = max(1.5 if low == high else 1.12, (high / low) ** 0.12)
     axes.set_xscale("log")
     axes.set_xlim(low / margin, high * margin)
@@ -141,7 +141,7 @@ class Label:
 
 
 _LEADER_PT = 40.0
-"""A label farther from its point than this is tied to it by a thin line."""
+"""Distance in points from which a label is connected with its point by a thin line."""
 _TRIES = [
     (reach * dx, reach * dy)
     for reach in (10.0, 18.0, 30.0, 46.0, 64.0, 84.0)
@@ -150,11 +150,8 @@ _TRIES = [
 
 
 def place_labels(axes: Axes, labels: Sequence[Label], marks: Sequence[tuple[float, float, float]] = ()) -> None:
-    """Write each label where it hides neither a mark nor another label; the first ones choose first.
-
-    ``marks`` are (x, y, radius in points). Texts already on the axes are kept clear as well. Where nothing is free, a
-    label stands where it hides least.
-    """
+    """Write each label beside its point so that it overlaps neither marks, nor other labels, nor texts on the axes, as far as possible.
+    Earlier labels are placed first. ``marks`` are (x, y, radius in points)."""
     canvas = _laid_out(axes)
     renderer, pixels = canvas.get_renderer(), canvas.figure.dpi / 72.0
     frame = axes.get_window_extent(renderer)
@@ -175,18 +172,18 @@ def place_labels(axes: Axes, labels: Sequence[Label], marks: Sequence[tuple[floa
 
 
 def _move(note: Annotation, offset: tuple[float, float], renderer: RendererAgg) -> Bbox:
-    """Put the words at an offset in points, aligned so that they grow away from their point; returns where they are."""
+    """Move the text to an offset in points, aligned so that it extends away from its point. Returns its bounding box."""
     dx, dy = offset
     across = "left" if dx > 0 else "right" if dx < 0 else "center"
     note.set(position=offset, ha=across, va="center" if dy == 0 else "bottom" if dy > 0 else "top")
     assert note.arrow_patch is not None
     note.arrow_patch.set_visible(math.hypot(dx, dy) > _LEADER_PT)
     note.update_positions(renderer)
-    return Text.get_window_extent(note, renderer)  # of the words, without the leader
+    return Text.get_window_extent(note, renderer)  # of the text without the connecting line
 
 
 def spread(values: Sequence[float], gap: float) -> list[float]:
-    """Positions as near as may be to ``values`` and at least ``gap`` apart: for labels at the ends of curves."""
+    """Positions at least ``gap`` apart that are nearest to ``values`` (least squares), for labels at the ends of curves."""
     order = np.argsort(values, kind="stable")
     steps = gap * np.arange(len(values))
     placed = np.empty(len(values))
@@ -195,13 +192,13 @@ def spread(values: Sequence[float], gap: float) -> list[float]:
 
 
 Ends = tuple[Axes, Sequence[Label]]
-"""A panel and the names of its curves, at their ends."""
+"""A panel and the labels at the ends of its curves."""
 
 
 def name_ends(*panels: Ends) -> None:
-    """Name curves at their right ends, outside the axes, pushed apart where they end close together.
+    """Write labels at the right ends of curves, outside the axes, moved apart if curves end close together.
 
-    All panels of a figure at once, once all are drawn: it is laid out once for them all.
+    Call it once per figure, with all panels, after everything is drawn: the layout is computed once.
     """
     canvas = _laid_out(panels[0][0])
     gap = 1.35 * TEXT_PT * canvas.figure.dpi / 72.0
@@ -211,14 +208,14 @@ def name_ends(*panels: Ends) -> None:
         frame = axes.get_window_extent(canvas.get_renderer())
         ends = [float(axes.transData.transform((label.x, label.y))[1]) for label in labels]  # pixels, on any scale
         placed = spread(ends, gap)
-        lift = max(0.0, frame.y0 + 0.2 * gap - min(placed))  # clear of the ticks below
+        lift = max(0.0, frame.y0 + 0.2 * gap - min(placed))  # above the tick labels of the x axis
         for label, y in zip(labels, placed, strict=True):
             at = (1.0, (y + lift - frame.y0) / frame.height)
             label.write(axes, at, (8, 0), xycoords="axes fraction", va="center", annotation_clip=False)
 
 
 def _laid_out(axes: Axes) -> FigureCanvasAgg:
-    """The canvas of the figure, with everything on it in its place."""
+    """The canvas of the figure after its layout was computed."""
     canvas = axes.figure.canvas
     assert isinstance(canvas, FigureCanvasAgg), canvas
     canvas.figure.draw_without_rendering()

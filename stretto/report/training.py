@@ -347,9 +347,8 @@ def curves_caption(data: ReportData) -> str:
         if curve is data.pretraining:
             ends = [f"{name} {numbers.loss(curve.series(f'loss/{name}')[1][-1])}" for name in curve.held_out()]
             at = curve.series(f"loss/{curve.held_out()[0]}")[0][-1]
-            text.append(
-                f"Held-out loss after {numbers.si(at)} tokens of {STAGES.get(data.stage, 'training')}: {', '.join(ends)}."
-            )
+            stage = STAGES.get(data.stage, "training")
+            text.append(f"Held-out loss after {numbers.si(at)} tokens of {stage}: {', '.join(ends)}.")
         elif values := curve.series("loss/full")[1]:
             first = f"from {numbers.loss(values[0])} at its first evaluation to " if len(values) > 1 else "to "
             mark = ", on other held-out rows than pre-training: not comparable with it" if curve.is_other_text else ""

@@ -66,9 +66,9 @@ class Turn:
     flops: float | None
     """None: not reported by the server."""
     is_cut: bool = False
-    """Whether a limit truncated the turn."""
+    """Whether the turn reached a limit and was truncated."""
     is_draft: bool = False
-    """Whether another size rewrote the answer."""
+    """Whether another size rewrote this answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Source:
     id: str
     title: str
     text: str
-    """Text; empty: never opened, or no such document."""
+    """Text; empty: the document was never opened, or does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Run:
 
 
 def spent(turns: Sequence[Turn]) -> float | None:
-    """FLOPs; None: not reported by the server."""
+    """FLOPs of ``turns``; None: not reported by the server."""
     known = [turn.flops for turn in turns if turn.flops is not None]
     return sum(known) if known else None
 
@@ -122,20 +122,19 @@ def phase_table(runs: Sequence[Run]) -> Table:
     turns = [turn for run in runs for turn in run.turns]
     phases = {name: [turn for turn in turns if turn.phase == name] for name in ("think", "answer")}
     rows = tuple(row(name, some) for name, some in phases.items() if some)
-    columns = ("Phase", "Turns", "Read", "of it cached", "Written", "FLOPs")
-    return Table(
-        "What it took", columns, rows, (row("All", turns),), "Tokens. Of FLOPs, what was cached is not computed again."
-    )
+    columns = ("Phase", "Turns", "Read", "Cached", "Written", "FLOPs")
+    note = "Numbers of tokens. FLOPs do not include cached tokens."
+    return Table("Cost by phase", columns, rows, (row("All", turns),), note)
 
 
 def write_transcript(path: Path, question: str, model: str, runs: Sequence[Run], chosen: Run, num_agreed: int) -> None:
-    """Write the page of ``runs``, of which ``chosen`` has the answer that ``num_agreed`` of them give. Raises `UserError`: it
-    cannot be written."""
-    said = [f"{len(runs)} runs, {num_agreed} of one answer"] if len(runs) > 1 else []
-    said += [NO_SOURCE] if chosen.num_opened == 0 else []
+    """Write the page of ``runs``. ``chosen`` is the run whose answer was returned, and ``num_agreed`` runs gave that answer. Raises
+    `UserError`: the page cannot be written."""
+    facts = [f"{len(runs)} runs, {num_agreed} with this answer"] if len(runs) > 1 else []
+    facts += [NO_SOURCE] if chosen.num_opened == 0 else []
     sections = [
         Section("question", "Question", text=question),
-        Section("cost", "What it took", tables=(phase_table(runs),)),
+        Section("cost", "Cost", tables=(phase_table(runs),)),
         *(_turn(number, turn, chosen) for number, turn in enumerate(chosen.turns, start=1)),
         *(
             Section(
@@ -150,7 +149,7 @@ def write_transcript(path: Path, question: str, model: str, runs: Sequence[Run],
     page = Page(
         name="Transcript",
         headline=_linked(chosen.text or NO_ANSWER[chosen.ended], chosen),
-        facts=(f"asked of {model}", *said),
+        facts=(f"model: {model}", *facts),
         sections=tuple(sections),
         environment="",
         recipe="",
@@ -177,14 +176,14 @@ def _turn(number: int, turn: Turn, run: Run) -> Section:
     written = "\n\n".join(filter(None, (turn.thought, turn.text)))
     samples: list[tuple[str, str, str]] = [("Written", "", _linked(written, run))] if written else []
     for call in turn.calls:
-        told = call.arguments
-        asked = "arguments that cannot be read" if told is None else json.dumps(dict(told), ensure_ascii=False)
-        samples.append((f"{call.name} ({call.outcome}, {call.seconds:.2f} s)", f"{asked}\n\n", call.result))
+        arguments = "arguments that are not a JSON object"
+        if call.arguments is not None:
+            arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
+        samples.append((f"{call.name} ({call.outcome}, {call.seconds:.2f} s)", f"{arguments}\n\n", call.result))
     kind = ", ".join(call.name for call in turn.calls) or ("draft of the answer" if turn.is_draft else "answer")
     size = f" at {turn.size}" if turn.size else ""
-    return Section(
-        f"turn-{number}", f"Turn {number}: {kind}", text=f"{turn.num_written} tokens{size}", samples=tuple(samples)
-    )
+    heading, text = f"Turn {number}: {kind}", f"{turn.num_written} tokens{size}"
+    return Section(f"turn-{number}", heading, text=text, samples=tuple(samples))
 
 
 def _anchor(run: Run, document: str) -> str:

@@ -167,14 +167,14 @@ def test_judges_have_names_of_their_own_and_other_weights_are_refused(tmp_path: 
     weights.write_bytes(
         weights.read_bytes()[:-1] + b"\x00" if weights.read_bytes()[-1] else weights.read_bytes()[:-1] + b"\x01"
     )
-    with pytest.raises(UserError, match=r"judge\.json: network: .* has other weights now; train the judge again"):
+    with pytest.raises(UserError, match=r"judge\.json: network: .* has changed; train the judge again"):
         open_judge(tmp_path / "other")
     with pytest.raises(UserError, match="no such file; `stretto judge train"):
         open_judge(tmp_path / "nowhere")
 
 
 def test_too_few_positions(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has positions for 64 tokens, but a judge needs"):
+    with pytest.raises(UserError, match="has 64 positions, but a judge needs"):
         open_reader(network(tmp_path, 64)).read([("a", "b")])
 
 

@@ -27,15 +27,15 @@ def test_no_line_is_wider_than_the_console_and_no_number_is_broken(width: int) -
     text = shown(width)
     assert max(map(len, text.splitlines())) <= width
     for place, column in enumerate(TABLE.columns[1:], 1):
-        if column in text.split("Left out")[0]:
+        if column in text.split("Omitted")[0]:
             assert all(row[place].text in text for row in ROWS), f"{column} at {width} columns:\n{text}"
 
 
 def test_the_optional_column_is_left_out_first_and_named() -> None:
-    assert "KV" in shown(80) and "Left out" not in shown(80)
+    assert "KV" in shown(80) and "Omitted" not in shown(80)
     narrow = " ".join(shown(50).split())
     assert "Healed" in narrow and "768 B" not in narrow
-    assert "Left out on this narrow console: KV." in narrow
+    assert "Omitted on this narrow console: KV." in narrow
 
 
 def test_the_last_columns_follow() -> None:
@@ -54,4 +54,4 @@ def test_wide_notes_are_left_out_before_columns() -> None:
     file = StringIO()
     Console(width=60, file=file).print(Table("Domains", ("Domain", "sft", "distill", "online", "teacher"), rows))
     text = " ".join(file.getvalue().split())
-    assert "teacher" in text and "…" not in text and "Left out on this narrow console: the smaller figures." in text
+    assert "teacher" in text and "…" not in text and "Omitted on this narrow console: the smaller figures." in text

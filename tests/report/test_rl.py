@@ -106,7 +106,7 @@ def test_every_picture_is_in_the_folder_and_on_the_page(page: Path) -> None:
 
 def test_the_numbers_are_those_of_the_rows() -> None:
     assert headline(DATA).startswith("12 steps: held-out reward from 0.100 to 0.600. ")
-    assert "Largest staleness of a trained token: 3 versions; the bound is 4." in headline(DATA)
+    assert "Largest staleness of a trained token: 3 versions (bound 4)." in headline(DATA)
     table = {cells[0].text: cells[1] for cells in summary(DATA).rows}
     assert table["samples trained"].value == 32 * 2 * STEPS
     assert table["trainer idle"].value == pytest.approx(0.25)
