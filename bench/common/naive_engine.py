@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.engine.request import Phases, Sampling
-from stretto.engine.sampling import process, sample
+from stretto.engine.sampling import Row, process, sample
 from stretto.model.attention import Geometry
 from stretto.model.spec import Subnet
 from stretto.model.transformer import Block, SwiGlu, Transformer
@@ -53,7 +53,7 @@ def generate_naive(
     while len(logprobs) < sampling.max_tokens:
         subnets = subnets_by_position(tokens, len(prompt), phases)
         logits_1V = logits_naive(model, tokens, subnets)[-1:]
-        logp_1V = process(logits_1V, [row], [tokens], [len(prompt)], end_ids=end_ids)
+        logp_1V = process(logits_1V, [Row(row, tokens, len(prompt))], end_ids=end_ids)
         tokens.append(int(sample(logp_1V, [row], [len(tokens)])))
         logprobs.append(float(logp_1V[0, tokens[-1]]))
         if tokens[-1] in ends and len(logprobs) >= sampling.min_tokens:

@@ -28,7 +28,7 @@ from stretto.engine.forward_torch import KvPool
 from stretto.engine.grammar import GrammarState
 from stretto.engine.request import VERSIONS, Completion, EngineConfig, EngineStats, Event, QueueFull, Request
 from stretto.engine.runner import MAX_NATIVE_TOKENS, Runner, WeightSource, pages_within, read_weights
-from stretto.engine.sampling import SamplerCache, process, sample, top_log_probs
+from stretto.engine.sampling import Row, SamplerCache, process, sample, top_log_probs
 from stretto.engine.scheduler import Scheduler
 from stretto.engine.sequence import NOT_FINITE, Admission, Chunk, SequenceState, StepPlan, SubnetTable
 from stretto.model.spec import count, executed
@@ -385,18 +385,10 @@ class _Chooser:
 
     def _by_torch(self, sequences: Sequence[SequenceState], logits_MV: Tensor) -> dict[SequenceState, _Choice]:
         """Choice by `stretto.engine.sampling`, for all parameters."""
-        rows = [seq.sampling for seq in sequences]
-        logp_MV = process(
-            logits_MV,
-            rows,
-            [seq.tokens for seq in sequences],
-            [seq.num_prompt for seq in sequences],
-            [seq.mask for seq in sequences],
-            end_ids=self._end_ids,
-            counts=[seq.counts for seq in sequences],
-            cache=self._cache,
-        )
-        ids_M = sample(logp_MV, rows, [len(seq.tokens) for seq in sequences], cache=self._cache)
+        rows = [Row(seq.sampling, seq.tokens, seq.num_prompt, seq.mask, seq.counts) for seq in sequences]
+        logp_MV = process(logits_MV, rows, end_ids=self._end_ids, cache=self._cache)
+        samplings, positions = [row.sampling for row in rows], [len(row.tokens) for row in rows]
+        ids_M = sample(logp_MV, samplings, positions, cache=self._cache)
         logprobs = logp_MV.gather(1, ids_M[:, None])[:, 0].tolist()
         return {
             seq: _Choice(token, logprob, logp_MV[at : at + 1] if seq.sampling.top_logprobs else None)

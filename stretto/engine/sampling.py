@@ -23,6 +23,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import is_
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -157,43 +158,44 @@ def _build_filters(rows: tuple[Sampling, ...], vocab: int, device: torch.device)
     )
 
 
+class Row(NamedTuple):
+    """Everything that the processed log-probabilities of one row depend on."""
+
+    sampling: Sampling
+    """The cache works only if a sequence has the same object in every step."""
+    tokens: Sequence[int] = ()
+    """Prompt and output before the new token; read only for penalties and ``min_tokens``."""
+    num_prompt: int = 0
+    """Number of prompt tokens in ``tokens``."""
+    mask: np.ndarray | None = None
+    """Tokens that a grammar allows, in the format of `stretto.engine.grammar.GrammarState.mask`; None: all."""
+    counts: TokenCounts | None = None
+    """Token counts of the sequence, which `process` updates; None: counted from the start."""
+
+
 def process(
-    logits_MV: Tensor,
-    rows: Sequence[Sampling],
-    tokens_so_far: Sequence[Sequence[int]],
-    num_prompt: Sequence[int],
-    masks: Sequence[np.ndarray | None] | None = None,
-    *,
-    end_ids: tuple[int, ...] = (),
-    counts: Sequence[TokenCounts | None] | None = None,
-    cache: SamplerCache | None = None,
+    logits_MV: Tensor, rows: Sequence[Row], *, end_ids: tuple[int, ...] = (), cache: SamplerCache | None = None
 ) -> Tensor:
     """Processed log-probabilities [M, V] (fp32, nats) from which tokens are drawn; -inf for excluded tokens.
 
     Args:
         logits_MV: fp32; not changed.
-        rows: sampling parameters of each row. The cache works only if a sequence has the same object in every step.
-        tokens_so_far: prompt and output before the token of each row; read only for rows with penalties or ``min_tokens``.
-        num_prompt: number of prompt tokens of each row.
-        masks: tokens that a grammar allows, in the format of `stretto.engine.grammar.GrammarState.mask`; None: all.
         end_ids: end tokens of the tokenizer, excluded before ``min_tokens`` unless ``ignore_eos``; a row's ``stop_ids`` are too.
-        counts: token counts of the rows' sequences, which this function updates; None: counted from the start.
         cache: the engine's cache; None: no cache.
     """
     assert logits_MV.dtype == torch.float32, f"logits are {logits_MV.dtype}; the sampler works in fp32"
-    assert len(rows) == len(tokens_so_far) == len(num_prompt) == len(logits_MV), (
-        f"{len(logits_MV)} rows of logits, {len(rows)} of settings, {len(tokens_so_far)} of tokens, {len(num_prompt)}"
-    )
-    batch = (cache or SamplerCache()).batch(rows, logits_MV.shape[1], logits_MV.device, end_ids)
+    assert len(rows) == len(logits_MV), f"{len(logits_MV)} rows of logits for {len(rows)} sequences"
+    samplings = [row.sampling for row in rows]
+    batch = (cache or SamplerCache()).batch(samplings, logits_MV.shape[1], logits_MV.device, end_ids)
     x_MV = logits_MV
-    has_grammar = masks is not None and any([mask is not None for mask in masks])
+    has_grammar = any([row.mask is not None for row in rows])
     if has_grammar or batch.bias is not None or batch.penalised or batch.too_short:
         x_MV = logits_MV.clone()
-        _mask(x_MV, batch, masks or [None] * len(rows), tokens_so_far, num_prompt)
+        _mask(x_MV, batch, rows)
         if batch.bias is not None:
             x_MV.index_put_(batch.bias[:2], batch.bias[2], accumulate=True)
         if batch.penalised:
-            _penalise(x_MV, batch, tokens_so_far, num_prompt, counts or [None] * len(rows))
+            _penalise(x_MV, batch, rows)
     if batch.temperature_M1 is not None:
         x_MV = x_MV / batch.temperature_M1
     logp_MV = x_MV.log_softmax(-1)
@@ -207,7 +209,7 @@ def process(
 
 def sample(
     logp_MV: Tensor,
-    rows: Sequence[Sampling],
+    samplings: Sequence[Sampling],
     positions: Sequence[int] | np.ndarray,
     *,
     cache: SamplerCache | None = None,
@@ -220,8 +222,10 @@ def sample(
     Args:
         positions: index of the chosen token in the sequence of each row, including the prompt.
     """
-    assert len(rows) == len(positions) == len(logp_MV), f"{len(logp_MV)}, {len(rows)} and {len(positions)} rows"
-    batch = (cache or SamplerCache()).batch(rows, logp_MV.shape[1], logp_MV.device)
+    assert len(samplings) == len(positions) == len(logp_MV), (
+        f"{len(logp_MV)}, {len(samplings)} and {len(positions)} rows"
+    )
+    batch = (cache or SamplerCache()).batch(samplings, logp_MV.shape[1], logp_MV.device)
     if batch.drawn_M is None:
         return _argmax(logp_MV)
     uniform_M = uniform(batch.seeds_M, np.asarray(positions))
@@ -251,55 +255,43 @@ def top_log_probs(logp_MV: Tensor, num: int) -> list[tuple[TopLogprob, ...]]:
     ]
 
 
-def _mask(
-    x_MV: Tensor,
-    batch: Batch,
-    masks: Sequence[np.ndarray | None],
-    tokens_so_far: Sequence[Sequence[int]],
-    num_prompt: Sequence[int],
-) -> None:
+def _mask(x_MV: Tensor, batch: Batch, rows: Sequence[Row]) -> None:
     """Set to -inf, in place, tokens that a grammar excludes, and end tokens before ``min_tokens``."""
-    allowed = {row: mask for row, mask in enumerate(masks) if mask is not None}
+    allowed = {place: row.mask for place, row in enumerate(rows) if row.mask is not None}
     barred: list[tuple[int, int]] = []
-    for row, min_tokens, ends in batch.too_short:
-        if len(tokens_so_far[row]) - num_prompt[row] >= min_tokens:
+    for place, min_tokens, ends in batch.too_short:
+        if len(rows[place].tokens) - rows[place].num_prompt >= min_tokens:
             continue
-        if row not in allowed:
-            barred += [(row, token) for token in ends]
+        if place not in allowed:
+            barred += [(place, token) for token in ends]
             continue
-        longer = allowed[row].copy()
+        longer = allowed[place].copy()
         for token in ends:
             longer.view(np.uint8)[token // 8] &= ~(1 << token % 8) & 0xFF
         if longer.any():
-            allowed[row] = longer
+            allowed[place] = longer
     if barred:
-        rows, ids = torch.tensor(barred, device=x_MV.device).unbind(-1)
-        x_MV[rows, ids] = -math.inf
+        places, ids = torch.tensor(barred, device=x_MV.device).unbind(-1)
+        x_MV[places, ids] = -math.inf
     if allowed:
         # bit b of word w is token 32·w + b; tokens beyond the words are not allowed
         words_RW, vocab = np.stack(list(allowed.values())), x_MV.shape[1]
         bits_RV = np.unpackbits(words_RW.view(np.uint8), axis=1, count=vocab, bitorder="little")
-        rows = torch.tensor(list(allowed), device=x_MV.device)
-        x_MV[rows] = x_MV[rows].masked_fill_(torch.from_numpy(bits_RV == 0).to(x_MV.device), -math.inf)
+        places = torch.tensor(list(allowed), device=x_MV.device)
+        x_MV[places] = x_MV[places].masked_fill_(torch.from_numpy(bits_RV == 0).to(x_MV.device), -math.inf)
 
 
-def _penalise(
-    x_MV: Tensor,
-    batch: Batch,
-    tokens_so_far: Sequence[Sequence[int]],
-    num_prompt: Sequence[int],
-    counts: Sequence[TokenCounts | None],
-) -> None:
+def _penalise(x_MV: Tensor, batch: Batch, rows: Sequence[Row]) -> None:
     """Apply repetition, then frequency and presence penalty, in place, to the tokens that occur in each row's sequence."""
     tables = []
-    for row in batch.penalised:
-        known = counts[row] or TokenCounts(tokens_so_far[row], num_prompt[row])
-        known.extend(tokens_so_far[row])
-        tables.append(known.table)
-    rows = np.repeat(batch.penalised, [len(table) for table in tables])
-    row_P = torch.from_numpy(rows).to(x_MV.device)
+    for row in [rows[place] for place in batch.penalised]:
+        counts = row.counts or TokenCounts(row.tokens, row.num_prompt)
+        counts.extend(row.tokens)
+        tables.append(counts.table)
+    places = np.repeat(batch.penalised, [len(table) for table in tables])
+    row_P = torch.from_numpy(places).to(x_MV.device)
     id_P, in_output_P = torch.from_numpy(np.concatenate(tables)).to(x_MV.device).unbind(-1)
-    repetition_P, presence_P, frequency_P = torch.from_numpy(batch.penalties_M3[rows]).to(x_MV.device).unbind(-1)
+    repetition_P, presence_P, frequency_P = torch.from_numpy(batch.penalties_M3[places]).to(x_MV.device).unbind(-1)
     x_P = x_MV[row_P, id_P]
     x_P = torch.where(x_P > 0, x_P / repetition_P, x_P * repetition_P)
     x_MV[row_P, id_P] = x_P - frequency_P * in_output_P - presence_P * (in_output_P > 0)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from stretto.base.errors import UserError
 from stretto.engine.grammar import MASK_PATIENCE_S, MASK_S, MAX_CHARS, GrammarCompiler, GrammarState
 from stretto.engine.request import Grammar, QueueFull, Sampling
-from stretto.engine.sampling import process, sample
+from stretto.engine.sampling import Row, process, sample
 from stretto.text.stream import Detokenizer
 from stretto.text.tokenizer import TURN_END, Tokenizer, train_tokenizer
 
@@ -110,7 +110,7 @@ def generate(state: GrammarState, tokenizer: Tokenizer, seed: int, end_ids: tupl
     bias_1V = torch.zeros(1, tokenizer.vocab_size)
     bias_1V[0, [tokenizer.encode(piece)[0] for piece in ('"', "}", ":", "]")]] = 4.0  # or strings would go on and on
     while len(ids) < 300:
-        logp_1V = process(bias_1V, [row], [ids], [0], [state.mask()])
+        logp_1V = process(bias_1V, [Row(row, ids, 0, state.mask())])
         token = int(sample(logp_1V, [row], [len(ids)]))
         assert state.accept(token)
         if token in end_ids:

@@ -20,6 +20,7 @@ from stretto.base.errors import UserError
 from stretto.engine.request import MAX_IDS, Sampling
 from stretto.engine.sampling import (
     LARGEST,
+    Row,
     SamplerCache,
     draw,
     process,
@@ -35,6 +36,21 @@ END = 0
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 NEAR = 1e-5
 """Cases in which a token lies this close to a threshold are left out: fp32 may put it on either side."""
+
+
+def processed(
+    logits_MV: Tensor,
+    samplings: Sequence[Sampling],
+    tokens: Sequence[Sequence[int]],
+    num_prompt: Sequence[int],
+    masks: Sequence[np.ndarray | None] = (),
+    counts: Sequence[TokenCounts | None] = (),
+    **options: Any,
+) -> Tensor:
+    """`process` of rows given by column."""
+    none = [None] * len(samplings)
+    rows = zip(samplings, tokens, num_prompt, masks or none, counts or none, strict=True)
+    return process(logits_MV, [Row(*row) for row in rows], **options)
 
 
 def reference(
@@ -118,7 +134,7 @@ Case = tuple[list[float], Sampling, list[int], int, set[int] | None]
 
 
 def run(cases: Sequence[Case], cache: SamplerCache | None = None) -> Tensor:
-    return process(
+    return processed(
         torch.tensor([case[0] for case in cases]).reshape(-1, VOCAB),
         [case[1] for case in cases],
         [case[2] for case in cases],
@@ -159,13 +175,13 @@ def test_large_rows_do_not_depend_on_their_number_or_on_threads(vocab: int) -> N
     logits_MV = torch.randn(9, vocab, generator=generator) * 2
     kinds = [{}, {"top_p": 0.95}, {"top_k": 40, "top_p": 0.9}, {"min_p": 0.05}, {"top_p": 0.2, "temperature": 0.7}]
     rows = [Sampling(seed=index, **kinds[index % len(kinds)]) for index in range(9)]
-    logp_MV = process(logits_MV, rows, [()] * 9, [0] * 9)
+    logp_MV = processed(logits_MV, rows, [()] * 9, [0] * 9)
     chosen = sample(logp_MV, rows, range(9))
     num_threads = torch.get_num_threads()
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for index, row in enumerate(rows):
-            alone_1V = process(logits_MV[index : index + 1], [row], [()], [0])
+            alone_1V = processed(logits_MV[index : index + 1], [row], [()], [0])
             assert torch.equal(alone_1V[0], logp_MV[index])
             assert sample(alone_1V, [row], [index])[0] == chosen[index]
     torch.set_num_threads(num_threads)
@@ -179,7 +195,7 @@ def test_filters_of_a_large_vocabulary_equal_a_sort(vocab: int, scale: float) ->
     rows = [
         Sampling(seed=0, top_p=p, top_k=k) for p, k in [(0.9, 0), (0.5, 0), (0.99, 0), (0.9, 290), (1, 7), (0.5, 7)]
     ]
-    logp_MV = process(logits_MV, rows, [()] * 6, [0] * 6)
+    logp_MV = processed(logits_MV, rows, [()] * 6, [0] * 6)
     for logits_V, row, logp_V in zip(logits_MV, rows, logp_MV, strict=True):
         probs_V = logits_V.double().softmax(-1)
         if row.top_k:
@@ -214,14 +230,14 @@ def test_counts_kept_from_step_to_step_equal_counting_anew(steps: list[list[int]
         other.append(len(tokens) % VOCAB)
         for order in ([0, 1], [1, 0], [0]):  # the composition of a batch changes
             args = ([rows[i] for i in order], [[tokens, other][i] for i in order], [len(prompt)] * len(order))
-            got_MV = process(logits_MV[order], *args, counts=[counts[i] for i in order], cache=cache)
-            assert torch.equal(got_MV, process(logits_MV[order], *args))
+            got_MV = processed(logits_MV[order], *args, counts=[counts[i] for i in order], cache=cache)
+            assert torch.equal(got_MV, processed(logits_MV[order], *args))
 
 
 def test_greedy_takes_the_lowest_id_of_equals_and_reports_temperature_one() -> None:
     logits_MV = torch.tensor([[0.0, 2.0, 2.0, 1.0]]).expand(3, -1)
     rows = [Sampling(temperature=0, top_k=1), Sampling(temperature=0, top_p=0.1), Sampling(temperature=1, seed=1)]
-    logp_MV = process(logits_MV, rows, [()] * 3, [0] * 3)
+    logp_MV = processed(logits_MV, rows, [()] * 3, [0] * 3)
     chosen = sample(logp_MV, rows, [0, 1, 2])
     assert chosen.tolist()[:2] == [1, 1]
     assert logp_MV[[0, 1], chosen[:2]].tolist() == pytest.approx([float(logits_MV[0].log_softmax(-1)[1])] * 2)
@@ -229,7 +245,7 @@ def test_greedy_takes_the_lowest_id_of_equals_and_reports_temperature_one() -> N
 
 def test_alternatives_are_ordered_and_possible() -> None:
     rows = [Sampling(temperature=0), Sampling(seed=1, top_k=2)]
-    logp_MV = process(torch.tensor([[1.0, 3.0, 2.0, 3.0]] * 2), rows, [()] * 2, [0] * 2)
+    logp_MV = processed(torch.tensor([[1.0, 3.0, 2.0, 3.0]] * 2), rows, [()] * 2, [0] * 2)
     first, second = top_log_probs(logp_MV, 3)
     assert [entry.token for entry in first] == [1, 3, 2]
     assert [entry.token for entry in second] == [1, 3]
@@ -237,7 +253,7 @@ def test_alternatives_are_ordered_and_possible() -> None:
 
 
 def test_a_step_without_logits_is_empty() -> None:
-    logp_MV = process(torch.empty(0, VOCAB), [], [], [])
+    logp_MV = processed(torch.empty(0, VOCAB), [], [], [])
     assert sample(logp_MV, [], []).tolist() == []
 
 
@@ -245,7 +261,7 @@ def test_logits_are_left_as_they_were() -> None:
     logits_MV = torch.randn(2, VOCAB)
     before_MV = logits_MV.clone()
     rows = [Sampling(seed=1, logit_bias={1: 2.0}, repetition_penalty=2.0, min_tokens=3, temperature=0.5, top_k=3)] * 2
-    process(logits_MV, rows, [[1, 2]] * 2, [1] * 2, [pack({1, 2}), None], end_ids=(END,))
+    processed(logits_MV, rows, [[1, 2]] * 2, [1] * 2, [pack({1, 2}), None], end_ids=(END,))
     assert torch.equal(logits_MV, before_MV)
 
 
@@ -310,10 +326,10 @@ def test_every_value_in_range_gives_a_token(fields: dict[str, Any], scale: float
     row, other = Sampling(**{"seed": 1, **fields}), Sampling(seed=3, temperature=0.7, top_p=0.9)
     logits_MV = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(5)) * scale + shift
     tokens = [[1, 1, 2, 2, 3], [4]]
-    logp_MV = process(logits_MV, [row, other], tokens, [2, 1], end_ids=(END,))
+    logp_MV = processed(logits_MV, [row, other], tokens, [2, 1], end_ids=(END,))
     ids = sample(logp_MV, [row, other], [5, 1])
     assert torch.isfinite(logp_MV[range(2), ids]).all(), (fields, logp_MV)
-    alone_1V = process(logits_MV[1:], [other], tokens[1:], [1], end_ids=(END,))
+    alone_1V = processed(logits_MV[1:], [other], tokens[1:], [1], end_ids=(END,))
     assert torch.equal(alone_1V[0], logp_MV[1]) and sample(alone_1V, [other], [1]) == ids[1]
 
 
@@ -330,7 +346,7 @@ def test_every_value_in_range_gives_a_token(fields: dict[str, Any], scale: float
 def test_draws_follow_the_processed_distribution(row: Sampling, vary: str) -> None:
     num = 5_000
     logits_1V = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3))
-    logp_1V = process(logits_1V, [row], [[1, 2, 2]], [1])
+    logp_1V = processed(logits_1V, [row], [[1, 2, 2]], [1])
     rows = [row.replace(seed=seed) for seed in range(num)] if vary == "seed" else [row] * num
     positions = [7] * num if vary == "seed" else range(num)
     chosen = sample(logp_1V.expand(num, -1), rows, positions)

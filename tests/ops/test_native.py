@@ -22,7 +22,7 @@ from stretto.base.errors import UserError
 from stretto.engine.forward_cpu import NativeForward
 from stretto.engine.forward_torch import KvPool
 from stretto.engine.request import Sampling
-from stretto.engine.sampling import process, sample
+from stretto.engine.sampling import Row, process, sample
 from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import MoeLayer, Transformer, build
@@ -410,7 +410,7 @@ def test_one_token_a_row_as_torch_chooses(library: ctypes.CDLL, vocab: int) -> N
     num = 300
     rows = [Sampling(temperature=(0.0, 0.7, 1.0)[index % 3], seed=index * 7919) for index in range(num)]
     logits_MV, positions = logits(num, vocab), list(range(num))
-    logp_MV = process(logits_MV, rows, [[]] * num, [0] * num)
+    logp_MV = process(logits_MV, [Row(row) for row in rows])
     theirs = sample(logp_MV, rows, positions)
     seeds = [row.seed or 0 for row in rows]
     ours = choose(library, logits_MV, positions, [row.temperature for row in rows], seeds)
