@@ -27,11 +27,11 @@ from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.attention import Attention, Mla, rotary_frequencies
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Block, MoeLayer, SwiGlu, Transformer, clamp_of
-from stretto.ops import exact, paged
+from stretto.ops import paged
 from stretto.ops.grouped import ExpertBiases, Experts
 from stretto.ops.latent import LatentWeights, latent_attention
 from stretto.ops.matmul import Arithmetic, ArithmeticOperators, ExpertMatrices, prepare
-from stretto.ops.operators import MASKED, Weight, rotary_tables
+from stretto.ops.operators import MASKED, Operators, Weight
 from stretto.ops.paged import ExpertWeights, Group, Heads, RouteRule, Spans
 
 _MAX_KNOWN = 1024
@@ -119,17 +119,13 @@ class Planner:
     """Builds layouts for one network and caches the choices of Subnets. A copy of the balance biases is in it, so new weights need
     a new planner or `refresh`."""
 
-    def __init__(self, model: Transformer, subnets: SubnetTable, page_size: int, batch_invariant: bool):
+    def __init__(self, model: Transformer, subnets: SubnetTable, page_size: int, operators: Operators):
         config, embedding_VD = model.config, model.embedding.weight
         self._config, self._subnets, self._page_size = config, subnets, page_size
         self._device, self._dtype = embedding_VD.device, embedding_VD.dtype
         self._moe = [block.mlp for block in model.blocks if isinstance(block.mlp, MoeLayer)]
-        frequencies_R, magnitude = rotary_frequencies(config, self._device), config.rope_magnitude
-        if batch_invariant:
-            cos_PR, sin_PR = exact.rotary_tables(config.max_positions, frequencies_R, magnitude)
-        else:
-            positions = torch.arange(config.max_positions, device=self._device)
-            cos_PR, sin_PR = rotary_tables(positions, frequencies_R, magnitude)
+        positions, frequencies_R = torch.arange(config.max_positions), rotary_frequencies(config, self._device)
+        cos_PR, sin_PR = operators.rotary_tables(positions.to(self._device), frequencies_R, config.rope_magnitude)
         halves = (torch.cat((cos_PR, cos_PR), -1), torch.cat((-sin_PR, sin_PR), -1))
         self._rotary_P2R = torch.stack(halves, 1).to(self._device, self._dtype)
         self._choices: dict[int, Choices] = {}
@@ -400,7 +396,7 @@ class TorchForward:
         )
         self._keys_LPZGC, self._values_LPZGC, self._routes_PZLK = pool.keys_LPZGC, pool.values_LPZGC, pool.routes_PZLK
         self._no_expert = 0 if pool.routes_PZLK is None else torch.iinfo(pool.routes_PZLK.dtype).max
-        self.planner = Planner(model, subnets, pool.keys_LPZGC.shape[2], arithmetic.batch_invariant)
+        self.planner = Planner(model, subnets, pool.keys_LPZGC.shape[2], self._operators)
         rows = {layer: row for row, layer in enumerate(model.config.moe_layers)}
         self._embedding_VD = model.embedding.weight.detach()
         self._layers = [self._layer(block, rows.get(place, -1)) for place, block in enumerate(model.blocks)]
