@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,12 +42,13 @@ from stretto.report.transcript import (
 )
 from stretto.runtime.runtime import to_end
 from stretto.sandbox.isolate import Sandbox
+from stretto.sandbox.tools import calculate, run_python
 from stretto.server.client import ApiFailure, Client
-from stretto.tasks.corpus import Corpus, Reader, citations, read_documents, without_citations
+from stretto.tasks.corpus import Corpus, Document, Reader, citations, read_documents, without_citations
 from stretto.tasks.math import as_number
 from stretto.tasks.session import arguments_of, use
 from stretto.tasks.task import AnswerFormat, Tool, find_answer
-from stretto.tasks.tools import calculator_tool, python_tool
+from stretto.tasks.tools import text_tool
 from stretto.tasks.worlds.search import RULES
 
 TOOLS = ("search", "python", "calculator")
@@ -382,9 +384,9 @@ def _desks(names: str) -> Iterator[Callable[[], Desk]]:
             if name == "search":
                 corpus = Corpus(read_documents(Path(folder)))
             elif name == "python":
-                plain.append(python_tool(resources.enter_context(Sandbox())))
+                plain.append(text_tool("python", partial(run_python, resources.enter_context(Sandbox()))))
             else:
-                plain.append(calculator_tool())
+                plain.append(text_tool("calculator", calculate))
 
         def new_desk() -> Desk:
             reader = None if corpus is None else Reader(corpus, _NUM_HITS, _SNIPPET_WORDS)
@@ -395,12 +397,6 @@ def _desks(names: str) -> Iterator[Callable[[], Desk]]:
 
 def _sources(run: Run, reader: Reader) -> tuple[Source, ...]:
     """The documents that the answer cites; with their text if they were opened."""
-    documents = reader.corpus.documents
-    return tuple(
-        Source(
-            cited,
-            documents[cited].title if cited in documents else "no such document",
-            documents[cited].text if cited in reader.opened else "",
-        )
-        for cited in citations(run.text)
-    )
+    unknown = Document("", "no such document", "")
+    found = [(each, reader.corpus.documents.get(each, unknown)) for each in citations(run.text)]
+    return tuple(Source(name, each.title, each.text if name in reader.opened else "") for name, each in found)

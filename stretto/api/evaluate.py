@@ -364,7 +364,7 @@ def _ask_harnesses(
     with claimed(out):
         flags = ["--device", device, "--subnet", subnet or "full"]  # otherwise environment variables may choose a size
         with (out / "server.txt").open("w") as log, serving(source, *flags, log=log) as (url, _):
-            found = {suite: ask(suite, url, out / suite, budget) for suite in suites}
+            found = {suite: ask(suite, url, out / suite, budget, options.baselines) for suite in suites}
         domains = {
             name: _result(suite, name, one, samples, options.seed)
             for suite in suites
@@ -385,21 +385,29 @@ def _ask_harnesses(
 
 def _result(suite: str, name: str, judged: Judged, num_samples: int, seed: int) -> DomainResult:
     """Result of a domain from a harness, which reports no texts and no probabilities."""
-    ids = sorted(judged.values)
-    value_PS = np.full((len(ids), num_samples), np.nan)
-    for row, problem in enumerate(ids):
-        values = [np.nan if value is None else value for value in judged.values[problem]]
-        value_PS[row, : len(values)] = values
+    value_PS = _table(judged.values, num_samples)
     is_graded = bool((np.nan_to_num(value_PS) % 1).any())
     return DomainResult(
         **scored(name, value_PS, [] if is_graded else sorted({1, num_samples}), seed),
         suite=suite,
         is_graded=is_graded,
-        items=[crc32(problem.encode()) for problem in ids],
+        items=[crc32(problem.encode()) for problem in sorted(judged.values)],
+        baselines={
+            rule: scored(name, _table(values, 1), [], seed)["score"] for rule, values in judged.baselines.items()
+        },
         num_tokens=judged.num_sampled / max(1, judged.finishes.total()),
         finishes=dict(judged.finishes),
         num_infra=len(judged.failures),
     )
+
+
+def _table(values: Mapping[str, Sequence[float | None]], num_samples: int) -> np.ndarray:
+    """Scores [P, S] by problem, in the order of the problems' ids; NaN: an infrastructure error."""
+    value_PS = np.full((len(values), num_samples), np.nan)
+    for row, problem in enumerate(sorted(values)):
+        scores = [np.nan if value is None else value for value in values[problem]]
+        value_PS[row, : len(scores)] = scores
+    return value_PS
 
 
 def _cost(counts: Counts, domains: Sequence[Judged], seconds: float) -> Cost:

@@ -1,8 +1,9 @@
-"""Runs in BFCL's own environment (`stretto.harness.suites` makes it) and imports nothing of ours: asks a server its single-turn
-questions through its own handler of OpenAI's API, and has its own checker judge the calls.
+"""Script for BFCL's own environment (`stretto.harness.suites` creates it): runs BFCL's single-turn questions on a server.
 
-BFCL's command writes a failed request into the answer, which its checker then judges: no call of a function is just what
-`irrelevance` wants, so that a dead server gets 100 % there. Here it is no answer.
+The requests go through BFCL's handler of OpenAI's API, and BFCL's checker judges the calls. The script imports nothing of Stretto.
+
+BFCL's own command would write a failed request into the answer and judge it. In `irrelevance`, where no call is the correct answer, a
+dead server would then get 100 %. This script reports a failed request as an infrastructure error.
 """
 
 import json
@@ -15,8 +16,8 @@ from typing import Any
 MODEL = "served"
 
 
-def main(told: dict[str, Any], path: str) -> None:
-    # Its table of models imports every vendor's client. Ours has the one model; the name it is called by is the server's.
+def main(settings: dict[str, Any], path: str) -> None:
+    # BFCL's table of models imports the clients of all vendors. This one has a single model.
     table = types.ModuleType("bfcl_eval.constants.model_config")
     sys.modules[table.__name__] = table
     vars(table)["MODEL_CONFIG_MAPPING"] = {MODEL: types.SimpleNamespace(underscore_to_dot=True)}
@@ -29,49 +30,53 @@ def main(told: dict[str, Any], path: str) -> None:
 
     class Handler(OpenAICompletionsHandler):
         def _build_client_kwargs(self) -> dict[str, Any]:
-            return {"base_url": f"{told['url']}/v1", "api_key": "none", "timeout": told["sample_s"], "max_retries": 0}
+            return {
+                "base_url": f"{settings['url']}/v1",
+                "api_key": "none",
+                "timeout": settings["sample_s"],
+                "max_retries": 0,
+            }
 
         def _query_FC(self, inference_data: dict[str, Any]) -> Any:
-            fields = {"model": name, "temperature": self.temperature, "max_tokens": told["max_tokens"]}
+            fields = {"model": name, "temperature": self.temperature, "max_tokens": settings["max_tokens"]}
             return self.generate_with_backoff(
                 messages=inference_data["message"], tools=inference_data["tools"], **fields
             )
 
-    name = OpenAI(base_url=f"{told['url']}/v1", api_key="none").models.list().data[0].id
-    handler = Handler(model_name=name, temperature=told["temperature"], registry_name=MODEL, is_fc_model=True)
+    name = OpenAI(base_url=f"{settings['url']}/v1", api_key="none").models.list().data[0].id
+    handler = Handler(model_name=name, temperature=settings["temperature"], registry_name=MODEL, is_fc_model=True)
     lock, failed = threading.Lock(), list[str]()
 
     def judge(category: str, entry: dict[str, Any], truth: dict[str, Any]) -> None:
-        line: dict[str, Any] = {"category": category, "id": entry["id"]}
-        line |= {"value": None, "why": "", "prompt": 0, "sampled": 0}
-        if len(failed) > told["most_infra"] * total:
-            line["why"] = f"not asked any more: {failed[-1]}"
+        line = {"category": category, "id": entry["id"], "value": None, "why": "", "prompt": 0, "sampled": 0}
+        if len(failed) > settings["most_infra"] * total:
+            line["why"] = f"not asked, after too many failures: {failed[-1]}"
         else:
             try:
-                # the handler changes what it is given
-                said, meta = handler.inference(json.loads(json.dumps(entry)), False, False)
+                # a copy, because the handler changes its argument
+                answer, meta = handler.inference(json.loads(json.dumps(entry)), False, False)
             except Exception as error:
                 line["why"] = f"{type(error).__name__}: {error}"[:300]
                 failed.append(line["why"])
             else:
                 if category == "irrelevance":
-                    verdict = _evaluate_single_relevance_entry(handler, entry["id"], said, entry, MODEL, category)
+                    verdict = _evaluate_single_relevance_entry(handler, entry["id"], answer, entry, MODEL, category)
                 else:
                     rest = entry, MODEL, category, Language.PYTHON, ReturnFormat.PYTHON, False
-                    verdict = _evaluate_single_ast_entry(handler, entry["id"], said, truth["ground_truth"], *rest)
+                    verdict = _evaluate_single_ast_entry(handler, entry["id"], answer, truth["ground_truth"], *rest)
                 line["value"] = float(verdict["valid"])
                 line |= {"prompt": meta["input_token_count"], "sampled": meta["output_token_count"]}
         with lock, open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     work = []
-    for category in told["categories"]:
+    for category in settings["categories"]:
         entries = load_dataset_entry(category)
         truths = entries if category == "irrelevance" else load_ground_truth_entry(category)
-        pairs = list(zip(entries, truths, strict=True))[: told["limit"]]
-        work += [(category, *pair) for pair in pairs for _ in range(told["samples"])]
+        pairs = list(zip(entries, truths, strict=True))[: settings["limit"]]
+        work += [(category, *pair) for pair in pairs for _ in range(settings["samples"])]
     total = len(work)
-    with ThreadPoolExecutor(told["at_once"]) as pool:
+    with ThreadPoolExecutor(settings["at_once"]) as pool:
         list(pool.map(lambda each: judge(*each), work))
 
 

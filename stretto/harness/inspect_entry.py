@@ -1,5 +1,7 @@
-"""What inspect_ai finds of us by its entry point: the model provider ``stretto/`` and the sandbox ``stretto``. Both are loaded
-when asked for: every `inspect` command imports this file, whatever its model is."""
+"""Entry point for inspect_ai: registers the model provider ``stretto/`` and the sandbox ``stretto``.
+
+Every `inspect` command imports this file, so the functions import the implementations only when they are used.
+"""
 
 from __future__ import annotations
 

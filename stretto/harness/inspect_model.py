@@ -1,12 +1,12 @@
-"""inspect_ai's model provider ``stretto/``: a checkpoint that is opened here, or a server's address, at any size.
+"""inspect_ai's model provider ``stretto/``: a checkpoint that is loaded in inspect's process, or the address of a server, at any size.
 
     inspect eval TASK --model stretto/runs/s:corner
     inspect eval TASK --model stretto/http://127.0.0.1:8000:corner --extra-body '{"elastic": {"top_k": 1}}'
 
-Both are spoken to as a server, through inspect's own client for such; a checkpoint's application only needs no socket. What
-is special is failure. inspect turns an exception of a model into a sample's error, but an agent may catch it: tau2's loop
-prints every exception, goes on, and has the untouched data base scored. So whatever no answer of the model is ends the sample
-from outside, too, where no task can catch it; by inspect's default that is also the end of the evaluation.
+inspect's own client for OpenAI-compatible servers sends the requests, for a loaded checkpoint without a socket. Failed requests need care.
+inspect turns a model's exception into an error of the sample, but an agent may catch it: tau2's loop prints every exception, continues, and
+has the unchanged data base scored. This provider therefore also ends the sample from outside, where no task can catch it. By inspect's
+default that ends the evaluation, too.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from stretto.server.elastic import ServedModel
 from stretto.server.server import ServeSettings, create_app
 
 MAX_TOKENS = 1024
-"""Of an answer where nobody says how long it may be (a task's simulated user inherits no limit): else it may fill the context."""
+"""Largest number of tokens of an answer for which no limit is given, for example of a task's simulated user."""
 CALL_S = 600.0
-"""For one answer, queueing included."""
+"""Time limit of one request, queueing included, seconds."""
 _URL = re.compile(r"(https?://[^/:]+(?::\d+)?)/?(?::(.+))?")
-_COME_BACK = (429, 503)
+_RETRY_STATUSES = (429, 503)
 
 
 class _Arguments(Config):
-    """Of a path, by ``-M``."""
+    """Arguments of a loaded checkpoint (``-M``)."""
 
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -59,8 +59,8 @@ class _Arguments(Config):
 
 
 class StrettoAPI(OpenAICompatibleAPI):
-    """``model_name``: PATH, PATH:PRESET, or a server's address in place of the path. Arguments (``-M``) of a path: those of
-    `_Arguments`. ``elastic`` of ``--extra-body`` is the server's field of that name."""
+    """``model_name``: PATH or PATH:PRESET; a server's address may stand in place of the path. A path takes the arguments (``-M``) in
+    `_Arguments`. The field ``elastic`` of ``--extra-body`` is that of the server's API."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class StrettoAPI(OpenAICompatibleAPI):
         base_url: str | None = None,
         api_key: str | None = None,
         config: GenerateConfig = GenerateConfig(),  # noqa: B008 - inspect's own signature
-        **told: Any,
+        **arguments: Any,
     ) -> None:
         self._app: Starlette | None = None
         api_key = api_key or os.environ.get("STRETTO_API_KEY")
@@ -84,16 +84,16 @@ class StrettoAPI(OpenAICompatibleAPI):
             url = "http://127.0.0.1"
             path, preset = sized(model_name)
             try:
-                told = validate(_Arguments, told, "-M").model_dump(exclude_unset=True)
-                self._app, names = _opened(str(path), **told)
+                checked = validate(_Arguments, arguments, "-M").model_dump(exclude_unset=True)
+                self._app, names = _opened(str(path), **checked)
             except UserError as error:
                 raise PrerequisiteError(str(error)) from None
-            told = {}
+            arguments = {}
         self._served = f"{names[0]}:{preset}" if preset else names[0]
-        if self._served not in names:
-            raise PrerequisiteError(
-                f"{model_name}: no preset {preset!r}{nearest(self._served, names)}; known: {', '.join(names)}"
-            )
+        if preset and self._served not in names:
+            presets = [name.removeprefix(f"{names[0]}:") for name in names[1:]]
+            near = nearest(preset, presets)
+            raise PrerequisiteError(f"{model_name}: no preset {preset!r}{near}; known: {', '.join(presets)}")
         super().__init__(
             model_name=model_name,
             base_url=f"{url}/v1",
@@ -102,14 +102,14 @@ class StrettoAPI(OpenAICompatibleAPI):
             service="stretto",
             strict_tools=False,
             client_timeout=CALL_S,
-            max_retries=0,  # what may be tried again, `should_retry` says
-            **told,
+            max_retries=0,  # `should_retry` decides
+            **arguments,
         )
 
     async def generate(
         self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
     ) -> tuple[ModelOutput | Exception, ModelCall]:
-        """Raises what was no answer of the model."""
+        """The model's answer. Raises the error of a failed request, after ending the sample."""
         try:
             output, call = await super().generate(input, tools, tool_choice, config)  # type: ignore[misc]
         except Exception as error:
@@ -117,7 +117,6 @@ class StrettoAPI(OpenAICompatibleAPI):
                 await _end_sample(error)
             raise
         is_first = not any(message.role == "assistant" for message in input)
-        # nothing was asked yet
         if is_first and isinstance(output, ModelOutput) and output.stop_reason == "model_length":
             output = RuntimeError(f"{self.model_name}: {output.completion}")
         if isinstance(output, Exception):
@@ -128,8 +127,8 @@ class StrettoAPI(OpenAICompatibleAPI):
         return output, call
 
     def should_retry(self, ex: BaseException) -> RetryDecision:
-        """A server that is full or just stopping says to come back; one that cannot be reached is gone."""
-        is_full = isinstance(ex, APIStatusError) and ex.status_code in _COME_BACK
+        """Retry only where the server asks for it: it is full or shutting down."""
+        is_full = isinstance(ex, APIStatusError) and ex.status_code in _RETRY_STATUSES
         return RetryDecision.rate_limit() if is_full else RetryDecision.no()
 
     def service_model_name(self) -> str:
@@ -150,8 +149,8 @@ class StrettoAPI(OpenAICompatibleAPI):
 
 
 async def _end_sample(error: Exception) -> None:
-    """What inspect's own display does for a sample that a person gives up: it is an error, and never scored. Takes effect here, for
-    an agent that catches ``error`` may never wait for anything again; so ``error`` is written into the log first."""
+    """End the running sample as an error without a score, as inspect's display does when a person cancels it. ``error`` goes into the log.
+    `checkpoint` lets the cancellation take effect at once, because an agent that catches ``error`` may never wait again."""
     if (sample := sample_active()) is not None:
         transcript().info(str(error), source="stretto")
         sample.interrupt("error")
@@ -162,8 +161,8 @@ async def _end_sample(error: Exception) -> None:
 def _opened(
     path: str, device: str = "cpu", dtype: str | None = None, max_len: int | None = None, max_batch: int = 32
 ) -> tuple[Starlette, list[str]]:
-    """An application over the checkpoint, and the names it answers to. inspect makes a provider for each role and each
-    configuration of a model: they share one engine, which lives as long as the process. Raises `UserError`."""
+    """The server application of a checkpoint, and its model names. inspect creates a provider for each role and configuration of a
+    model; all of them share one engine, which lives as long as the process. Raises `UserError`."""
     folder = checkpoint_folder(path)
     config = EngineConfig(max_len=max_len, max_batch=max_batch)
     opened = open_engine(folder, config, device=device, dtype=None if dtype is None else getattr(torch, dtype))

@@ -1,11 +1,11 @@
-"""inspect_ai's sandbox ``stretto``: namespaces of this machine instead of containers, nothing to install or to pull.
+"""inspect_ai's sandbox ``stretto``: Linux namespaces in place of containers, without images.
 
-    inspect eval TASK --sandbox stretto            # refuses a machine that gives no full isolation
-    inspect eval TASK --sandbox stretto:limits     # takes what the machine gives
+    inspect eval TASK --sandbox stretto            # refuses a machine without full isolation
+    inspect eval TASK --sandbox stretto:limits     # accepts weaker isolation
 
-A sample's files are an archive that this process holds. Each command gets it unpacked in a new, empty room (the system's own
-programs, read-only; no network), and what it leaves behind is the archive of the next. So one that is ended by a limit has changed
-nothing, and nothing runs on between two commands. Images, networks and long-living processes are refused in one line.
+This process holds the files of a sample as a tar archive. Each command runs in a new, empty namespace (system programs read-only, no
+network) where the archive is unpacked; the files that the command leaves are the archive for the next one. A command that a limit ends
+therefore changes nothing, and no process continues between two commands. Images, networks and background processes are not supported.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from stretto.sandbox.outcome import Limits
 from stretto.sandbox.walls import WORK, base_python
 
 LIMITS: Final = Limits(wall_s=120.0, cpu_s=120.0, memory_bytes=2 << 30, processes=64)
-"""Of a command without a time of its own (ours)."""
+"""Limits of a command for which the task gives no timeout. Our own choice."""
 _COMMANDS: Final = ("/bin", "/usr/bin", "/usr/local/bin", os.path.dirname(base_python()))
 _WORKERS: Final = 4
-# Runs inside: unpacks the archive, runs the command, says how it ended, packs what is there then. It lies under the command's
-# own user, who may kill it or write to its output: what it says is believed as far as it can be read.
+# Runs in the namespace: unpacks the archive, runs the command, prints its exit code and output, and packs the files. The command's user
+# can kill this script or write to its output, so `exec` checks what it prints.
 _INSIDE: Final = """
 import io, json, os, subprocess, sys, tarfile
-told = json.loads(sys.stdin.buffer.readline())
-stdin = sys.stdin.buffer.read(told["stdin"])
+job = json.loads(sys.stdin.buffer.readline())
+stdin = sys.stdin.buffer.read(job["stdin"])
 with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
     archive.extractall(".", filter="tar")
-os.makedirs(told["cwd"], exist_ok=True)
-command = told["command"]
+os.makedirs(job["cwd"], exist_ok=True)
+command = job["command"]
 command[0] = sys.executable if command[0] in ("python", "python3") else command[0]
 try:
-    done = subprocess.run(command, input=stdin, capture_output=True, cwd=told["cwd"], env={**os.environ, **told["env"]})
+    done = subprocess.run(command, input=stdin, capture_output=True, cwd=job["cwd"], env={**os.environ, **job["env"]})
     code, out, err = done.returncode, done.stdout, done.stderr
 except (FileNotFoundError, PermissionError) as error:
     code, out, err = 127 if isinstance(error, FileNotFoundError) else 126, b"", f"{error.filename}: {error.strerror}".encode()
@@ -64,7 +64,7 @@ sys.stdout.buffer.write(json.dumps([code, len(out), len(err)]).encode() + b"\\n"
 
 
 class StrettoSandbox(SandboxEnvironment):
-    """The files of one sample, and how commands are run on them."""
+    """The files of one sample, and commands that run on them."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class StrettoSandbox(SandboxEnvironment):
     async def sample_cleanup(
         cls, task_name: str, config: Any, environments: dict[str, SandboxEnvironment], interrupted: bool
     ) -> None:
-        """Nothing is left of a sample but the objects in ``environments``."""
+        """Nothing to do: a sample has no state outside of ``environments``."""
 
     @classmethod
     def default_concurrency(cls) -> int | None:
@@ -105,12 +105,12 @@ class StrettoSandbox(SandboxEnvironment):
             raise SandboxUserUnsupportedError(f"sandbox stretto: user {user}: there is one user, which is nobody")
         stdin = input.encode() if isinstance(input, str) else input or b""
         path = os.pathsep.join((*_COMMANDS[-1:], *_COMMANDS[:-1]))
-        told = {"command": cmd, "stdin": len(stdin), "cwd": _inside(cwd or "."), "env": {"PATH": path, **(env or {})}}
+        job = {"command": cmd, "stdin": len(stdin), "cwd": _inside(cwd or "."), "env": {"PATH": path, **(env or {})}}
         most = SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE
         limits = replace(LIMITS, output_bytes=LIMITS.file_bytes + 2 * most)
         if timeout is not None:
             limits = replace(limits, wall_s=timeout, cpu_s=LIMITS.processes * timeout)
-        packed = json.dumps(told).encode() + b"\n" + stdin + self._archive
+        packed = json.dumps(job).encode() + b"\n" + stdin + self._archive
         done = await to_thread.run_sync(lambda: self._sandbox.run(_INSIDE, packed, limits=limits))
         if done.outcome is Outcome.INFRA:
             raise SandboxUnavailableError(f"sandbox stretto: {done.why}")
@@ -155,19 +155,19 @@ class StrettoSandbox(SandboxEnvironment):
         return data.decode() if text else data
 
     def _members(self) -> dict[str, tarfile.TarInfo]:
-        """By path in the work folder; of several of one path the last."""
+        """Members of the archive by their path in the work folder. Of several with one path, the last one counts."""
         with tarfile.open(fileobj=io.BytesIO(self._archive)) as archive:
             return {os.path.normpath(member.name): member for member in archive.getmembers()}
 
 
 @lru_cache
 def _shared(is_strict: bool) -> Sandbox:
-    """All samples of the process share the keepers, each command a room of its own."""
+    """The process's sandbox. All samples share its workers; each command has its own namespace."""
     return Sandbox(LIMITS, strict=is_strict, workers=_WORKERS, shown=_COMMANDS)
 
 
 def _inside(file: str) -> str:
-    """Of a path as a task writes it, the one in the work folder. Raises PermissionError where it lies elsewhere."""
+    """A task's path relative to the work folder. Raises PermissionError for a path outside of it."""
     path = os.path.normpath(PurePosixPath(WORK) / file)
     if path != WORK and not path.startswith(f"{WORK}/"):
         raise PermissionError(f"sandbox stretto: {file}: only the work folder, {WORK}, can be read and written")
@@ -175,7 +175,7 @@ def _inside(file: str) -> str:
 
 
 def _packed(files: dict[str, bytes], archive: bytes = b"") -> bytes:
-    """``archive`` with ``files`` in it."""
+    """``archive`` with ``files`` added."""
     buffer = io.BytesIO(archive)
     with tarfile.open(fileobj=buffer, mode="a" if archive else "w") as packed:
         for name, data in files.items():

@@ -1,8 +1,8 @@
-"""Suites that other harnesses ask, of a server of ours: started, read, and judged whole.
+"""Suites of other harnesses (tau2 by inspect_ai, BFCL): run against a server of Stretto, with trivial baselines by the same harness.
 
-Each runs in a process of its own, under budgets of turns, tokens and time. What it says of a sample is taken over only where the
-model was really asked: a sample in whose log one call of a model failed is an infrastructure error, whatever score stands beside it,
-and where more than `MOST_INFRA` of a domain are, or the server is gone, there is no score at all.
+Each harness runs in its own process with budgets of turns, tokens and time. A sample in whose log a request to the model failed is an
+infrastructure error, whatever score the harness gives. A domain with more than `MOST_INFRA` such samples has no score, and neither has a
+suite whose server died.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import IO, Final
 
 import httpx
@@ -36,37 +38,50 @@ _BFCL_NEEDS: Final = (
     "mpmath==1.3.0", "filelock==3.20.0", "openai", "pydantic", "python-dotenv", "overrides", "pandas", "requests", "tenacity", "tqdm",
 )
 # fmt: on
-"""Of what it asks for, all that single turns want; the rest is every vendor's client, and torch."""
+"""The part of BFCL's requirements that its single-turn categories need. The rest are clients of model vendors, and torch."""
+BASELINES: Final = ("empty", "calls")
+"""Trivial baselines: a model that ends every conversation at once; one that calls the first tool without arguments."""
+_STOP: Final = "###STOP###"
+"""Text with which tau2's simulated customer ends a conversation. BFCL reads it as an answer without a call."""
 TAU: Final = ("airline", "retail", "telecom", "banking")
 
 
 class Budget(Config):
-    """What one harness may ask for."""
+    """Limits of one run of a harness."""
 
     limit: int | None = Field(default=None, gt=0)
-    """Problems of each domain; None: all."""
+    """Number of problems of each domain; None: all."""
     samples: int = Field(default=1, gt=0)
+    """Number of samples per problem."""
     temperature: float = Field(default=0.0, ge=0)
     at_once: int = Field(default=8, gt=0)
+    """Number of samples that run concurrently."""
     max_tokens: int = Field(default=512, gt=0)
-    """Of one turn, of the simulated user, too."""
+    """Largest number of tokens of one turn, also of the simulated user's."""
     turns: int = Field(default=20, gt=0)
-    """Of a conversation: a simulator that never stops is ended there."""
+    """Largest number of turns of a conversation."""
     sample_tokens: int = Field(default=100_000, gt=0)
+    """Largest number of tokens of a sample."""
     sample_s: int = Field(default=900, gt=0)
+    """Time limit of a sample, seconds."""
 
 
 @dataclass(slots=True)
 class Judged:
-    """What a harness said of one domain. Written by `ask`."""
+    """Scores of one domain by its harness. Written by `ask`."""
 
     values: dict[str, list[float | None]] = field(default_factory=dict)
-    """By problem, of each sample; None: an infrastructure error."""
+    """Score of each sample by problem; None: an infrastructure error."""
     failures: list[str] = field(default_factory=list)
-    """One of each such sample: why."""
+    """Reason of each infrastructure error."""
     finishes: Counter[str] = field(default_factory=Counter)
+    """Number of samples by the reason why they ended."""
     num_prompt: int = 0
+    """Number of prompt tokens."""
     num_sampled: int = 0
+    """Number of generated tokens."""
+    baselines: dict[str, dict[str, list[float | None]]] = field(default_factory=dict)
+    """``values`` of trivial baselines, by their names."""
 
     def add(self, problem: str, value: float | None, why: str = "", finish: str = "") -> None:
         self.values.setdefault(problem, []).append(value)
@@ -76,7 +91,7 @@ class Judged:
             self.finishes[finish] += 1
 
     def refuse(self, name: str) -> None:
-        """Raises `UserError`: too much of it is no answer of the model."""
+        """Raises `UserError` if there are no samples, or too many infrastructure errors."""
         num, num_failed = sum(map(len, self.values.values())), len(self.failures)
         if num == 0 or num_failed > MOST_INFRA * num:
             last = f", the last one: {self.failures[-1]}" if self.failures else ""
@@ -85,13 +100,13 @@ class Judged:
 
 
 def harness_names(named: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Of what ``--suite`` was given: the suites of other harnesses, and the rest."""
+    """Values of ``--suite``, split into suites of other harnesses and the rest."""
     parts = [part for each in named for part in each.split(",")]
     return [part for part in parts if part in SUITES], [part for part in parts if part not in SUITES]
 
 
 def check_installed(suites: Collection[str]) -> None:
-    """Raises `UserError`: the harness of one of ``suites`` is not there, and cannot be made."""
+    """Raises `UserError` if the harness of one of ``suites`` is not installed and cannot be."""
     if "tau" in suites:
         for package in ("inspect_ai", "inspect_evals", "openai"):
             if importlib.util.find_spec(package) is None:
@@ -102,32 +117,85 @@ def check_installed(suites: Collection[str]) -> None:
         )
 
 
-def ask(suite: str, url: str, folder: Path, budget: Budget) -> dict[str, Judged]:
-    """Have the harness of ``suite`` ask the server at ``url``; what it writes goes to ``folder``.
+def ask(suite: str, url: str, folder: Path, budget: Budget, has_baselines: bool = True) -> dict[str, Judged]:
+    """Run the harness of ``suite`` on the model behind ``url``. The harness writes into ``folder``. ``has_baselines``: run it on the
+    trivial baselines before, with one sample per problem.
+
+    Returns:
+        The scores by domain.
 
     Raises:
-        UserError: no such suite, a harness that is not installed or fails, or a domain that has no score.
+        UserError: no such suite, a harness that is not installed or fails, or a domain without a score.
     """
     if suite not in SUITES:
         raise UserError(f"--suite {suite}: no harness{nearest(suite, SUITES)}; known: {', '.join(SUITES)}")
+    trivial: dict[str, dict[str, Judged]] = {}
+    for rule in BASELINES if has_baselines else ():
+        with trivial_server(rule) as address:
+            trivial[rule] = SUITES[suite](address, folder / f"baseline-{rule}", budget.replace(samples=1))
     found = SUITES[suite](url, folder, budget)
     for name, judged in found.items():
         judged.refuse(name)
+        judged.baselines = {rule: domains[name].values for rule, domains in trivial.items()}
     try:
         httpx.get(f"{url}/health", timeout=60.0, trust_env=False).raise_for_status()
     except httpx.HTTPError as error:
-        raise UserError(f"{suite}: no score: the server died under it: {error}; evaluate again") from None
+        raise UserError(f"{suite}: no score: the server died: {error}; evaluate again") from None
     return found
 
 
+@contextmanager
+def trivial_server(rule: str) -> Iterator[str]:
+    """A server of OpenAI's chat API that answers by one of `BASELINES`; yields its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(
+                {"object": "list", "data": [{"id": rule, "object": "model", "created": 0, "owned_by": "stretto"}]}
+            )
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            message: dict[str, object] = {"role": "assistant", "content": _STOP}
+            if rule == "calls" and body.get("tools") and body["messages"][-1]["role"] != "tool":
+                function = {"name": body["tools"][0]["function"]["name"], "arguments": "{}"}
+                message |= {"content": None, "tool_calls": [{"id": "call-0", "type": "function", "function": function}]}
+            choice = {
+                "index": 0,
+                "message": message,
+                "finish_reason": "tool_calls" if "tool_calls" in message else "stop",
+            }
+            usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+            head = {"id": rule, "object": "chat.completion", "created": 0, "model": rule}
+            self._answer({**head, "choices": [choice], "usage": usage})
+
+        def _answer(self, body: object) -> None:
+            data = json.dumps(body).encode()
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            """No line for each request."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
 def ask_inspect(url: str, folder: Path, budget: Budget, tasks: Mapping[str, str], *flags: str) -> dict[str, Judged]:
-    """Tasks of inspect_ai by the name of their domain, through our provider. Raises `UserError`: it is not installed, or a task
-    gave no log."""
+    """Run tasks of inspect_ai, given by the names of their domains, with the model provider of `inspect_model`. Raises `UserError` if
+    inspect is not installed or writes no log of a task."""
     check_installed(("tau",))
     from inspect_ai.log import list_eval_logs, read_eval_log, read_eval_log_samples
     from inspect_ai.scorer import value_to_float
 
-    told = {
+    settings = {
         "model": f"stretto/{url}",
         "log-dir": str(folder),
         "log-format": "eval",
@@ -139,11 +207,11 @@ def ask_inspect(url: str, folder: Path, budget: Budget, tasks: Mapping[str, str]
         "max-tasks": 1,
         "token-limit": budget.sample_tokens,
         "time-limit": budget.sample_s,
-        "fail-on-error": MOST_INFRA + 1e-9,  # inspect stops at the share, we above it
+        "fail-on-error": MOST_INFRA + 1e-9,  # inspect stops at this share, `Judged.refuse` above it
         "display": "none",
         **({} if budget.limit is None else {"limit": budget.limit}),
     }
-    options = ["--no-log-realtime", *(f"--{name}={value}" for name, value in told.items()), *flags]
+    options = ["--no-log-realtime", *(f"--{name}={value}" for name, value in settings.items()), *flags]
     command = [sys.executable, "-m", "inspect_ai", "eval", *tasks.values(), *options]
     _run(command, folder / "console.txt", f"inspect: {', '.join(tasks)}")
     logs = {(log := read_eval_log(path, header_only=True)).eval.task: log for path in list_eval_logs(str(folder))}
@@ -153,14 +221,14 @@ def ask_inspect(url: str, folder: Path, budget: Budget, tasks: Mapping[str, str]
     as_number, found = value_to_float(), {}
     for name, task in tasks.items():
         log, judged = logs[task], Judged()
-        # One at a time: tau2's whole data base is in every one, several times
+        # One at a time: each sample of tau2 holds the whole data base several times.
         samples = read_eval_log_samples(log.location, all_samples_required=False, exclude_fields={"messages", "store"})
         for sample in samples:
-            # An agent may have caught it, and gone on as if nothing had been said
+            # An agent may have caught the exception and continued, so the score alone does not show the failure.
             failed = [event.error for event in sample.events if event.event == "model" and event.error]
-            whys = [str(each.data) for each in sample.events if each.event == "info" and each.source == "stretto"]
-            whys = [sample.attachments.get(each.removeprefix("attachment://"), each) for each in whys]
-            error = next(iter([*whys, *([sample.error.message] if sample.error else []), *failed]), "")
+            notes = [str(each.data) for each in sample.events if each.event == "info" and each.source == "stretto"]
+            notes = [sample.attachments.get(each.removeprefix("attachment://"), each) for each in notes]
+            error = next(iter([*notes, *([sample.error.message] if sample.error else []), *failed]), "")
             scores = list((sample.scores or {}).values())
             value = None if error or not scores else as_number(scores[0].value)
             finish = sample.limit.type if sample.limit else "stop"
@@ -170,27 +238,27 @@ def ask_inspect(url: str, folder: Path, budget: Budget, tasks: Mapping[str, str]
             judged.num_sampled += sum(use.output_tokens for use in uses)
         if log.status != "success":
             ended = log.error.message.splitlines()[0][:300] if log.error else log.status
-            why = judged.failures[-1] if judged.failures else ended
+            last = judged.failures[-1] if judged.failures else ended
             counted = f"{len(judged.failures)} infrastructure errors in {sum(map(len, judged.values.values()))} samples"
-            raise UserError(f"{name}: no score: {counted}, the last one: {why}; mend that and evaluate again")
+            raise UserError(f"{name}: no score: {counted}, the last one: {last}; mend that and evaluate again")
         found[name] = judged
     return found
 
 
 def ask_tau(url: str, folder: Path, budget: Budget, domains: Sequence[str] = TAU) -> dict[str, Judged]:
-    """tau2: the model is the agent, and the customer as well."""
+    """Run tau2. The model plays both the agent and the customer."""
     tasks = {f"tau2_{name}": f"inspect_evals/tau2_{name}" for name in domains}
     return ask_inspect(url, folder, budget, tasks, "-T", f"message_limit={budget.turns}", "-T", "shuffle=false")
 
 
 def ask_bfcl(url: str, folder: Path, budget: Budget) -> dict[str, Judged]:
-    """BFCL v4, single turns, by its own questions and its own checker."""
+    """Run the single-turn categories of BFCL v4 with BFCL's own questions and checker."""
     categories = ("simple_python", "multiple", "parallel", "irrelevance")
-    told = {"url": url, "categories": categories, **budget.model_dump(), "most_infra": MOST_INFRA}
+    settings = {"url": url, "categories": categories, **budget.model_dump(), "most_infra": MOST_INFRA}
     script = Path(__file__).with_name("bfcl_inside.py")
     lines, found = folder / "bfcl.jsonl", {f"bfcl_{name}": Judged() for name in categories}
     folder.mkdir(parents=True, exist_ok=True)
-    command = [str(bfcl_python()), "-I", str(script), json.dumps(told), str(lines)]
+    command = [str(bfcl_python()), "-I", str(script), json.dumps(settings), str(lines)]
     code = _run(command, folder / "console.txt", "bfcl", BFCL_PROJECT_ROOT=str(folder))
     for line in lines.read_text(encoding="utf-8").splitlines() if lines.is_file() else ():
         each = json.loads(line)
@@ -203,8 +271,8 @@ def ask_bfcl(url: str, folder: Path, budget: Budget) -> dict[str, Judged]:
 
 
 def bfcl_python() -> Path:
-    """The interpreter of BFCL's own environment, which is made where it is missing: it pins a numpy that nothing else here takes.
-    Raises `UserError`: this Python is too new for it, or pip fails."""
+    """The interpreter of BFCL's own virtual environment, which is created at first use because BFCL pins an old numpy. Raises
+    `UserError` if this Python is too new for that numpy, or pip fails."""
     check_installed(("bfcl",))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stretto"
     folder = cache / f"{BFCL.replace('==', '-')}-py{sys.version_info.major}{sys.version_info.minor}"
@@ -220,16 +288,16 @@ def bfcl_python() -> Path:
 
 
 SUITES: Final[Mapping[str, Callable[[str, Path, Budget], dict[str, Judged]]]] = {"tau": ask_tau, "bfcl": ask_bfcl}
-"""By the name that `stretto eval --suite` takes."""
+"""Suites by their names in `stretto eval --suite`."""
 
 
 def _run(command: list[str], log: Path, label: str, **environ: str) -> int:
-    """A command to its end, its exit code; it goes with us when we are stopped."""
+    """Run a command to its end and return its exit code."""
     log.parent.mkdir(parents=True, exist_ok=True)
     offline = {"HF_HUB_OFFLINE": "1", "NO_PROXY": "*", "TOKENIZERS_PARALLELISM": "false"}
     with log.open("ab") as file, progress(label):
-        told = {**os.environ, **offline, **environ}
-        return subprocess.run(command, stdout=file, stderr=file, env=told, check=False).returncode
+        environment = {**os.environ, **offline, **environ}
+        return subprocess.run(command, stdout=file, stderr=file, env=environment, check=False).returncode
 
 
 @contextmanager
@@ -240,19 +308,19 @@ def serving(
     environ: Mapping[str, str] | None = None,
     log: IO[str] | None = None,
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """``stretto serve`` on any free port of this machine, until the block ends: its address and its process.
+    """Run ``stretto serve`` on a free port of this machine until the block ends; yields its address and its process.
 
     Args:
-        program: what Python runs with the command's arguments.
-        environ: set beside what this process has, of which it gets no keys.
-        log: takes what the server writes to stderr; None: stderr of this process.
+        program: arguments of Python before those of the command.
+        environ: environment variables beside those of this process. The server does not inherit the variables of keys.
+        log: file for the server's stderr; None: stderr of this process.
 
     Raises:
-        UserError: it did not start.
+        UserError: the server did not start.
     """
     command = [sys.executable, *program, "serve", str(source), "--port", "0", *flags]
-    kept = {name: value for name, value in os.environ.items() if name not in ("STRETTO_API_KEYS", "STRETTO_ADMIN_KEY")}
-    environment = kept | dict(environ or {})
+    keys = ("STRETTO_API_KEYS", "STRETTO_ADMIN_KEY")
+    environment = {name: value for name, value in os.environ.items() if name not in keys} | dict(environ or {})
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as process:
         try:
             assert process.stdout is not None

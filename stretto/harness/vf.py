@@ -1,10 +1,10 @@
-"""Our sources as a task set of `verifiers` (its v1 stack), for its `vf-eval`, its training and its dashboards.
+"""Stretto's task sources as a task set of `verifiers` (v1), for its `vf-eval`, training and dashboards.
 
     vf-eval stretto_vf --env.taskset.kind service -m NAME --client.base-url http://127.0.0.1:8000/v1
 
-The agent loop is ours, as verifiers allows: it runs in the process of the rollout and asks the model through their endpoint, so that their
-trace, budgets and log have every turn. Tools and users are those of the problem's session. The reward repeats the calls in the trace, as
-a verifier of ours does anywhere.
+The agent loop is Stretto's. It runs in the process of the rollout and sends its requests to the endpoint of verifiers, whose trace, budgets
+and log so contain every turn. Tools and simulated users are those of the problem's session. The reward repeats the calls of the trace, as
+everywhere in Stretto.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["LocalEnv", "SessionLoop", "SourceTaskset"]
 
 
 class SourceData(vf.TaskData):
-    """A problem by its number; what it asks is its prompt."""
+    """A problem, by its source and number. Its messages are the prompt."""
 
     kind: str
     args: dict[str, Any]
@@ -43,15 +43,15 @@ class SourceData(vf.TaskData):
 class SourceTask(vf.Task[SourceData, vf.State, vf.TaskConfig]):
     @vf.reward
     async def verdict(self, trace: Any) -> float:
-        """What the source gives; raises where it could not judge, which is no reward of 0."""
+        """The source's reward. Raises RuntimeError for an infrastructure error, which is not a reward of 0."""
         data = self.data
         source = opened(data.kind, json.dumps(data.args))
         problem = source.problem(data.item)
         turns = [_turn(message) for message in trace.messages[len(problem.messages) :]]
         text = str(turns[-1].get("content") or "") if turns else ""
-        # what a call gave that ended the episode was never sent, so no trace has it
-        called = [call for turn in turns[-1:] for call in turn.get("tool_calls") or ()]
-        turns += [{"role": "tool", "name": call["function"]["name"]} for call in called]
+        # The result of a call that ends the episode is never sent, so the trace lacks it.
+        calls = [call for turn in turns[-1:] for call in turn.get("tool_calls") or ()]
+        turns += [{"role": "tool", "name": call["function"]["name"]} for call in calls]
         score = await asyncio.to_thread(source.score, problem, Answer(text, tuple(turns)))
         if score.outcome is Outcome.INFRA:
             raise RuntimeError(f"{data.kind}: item {data.item} could not be judged: {score.detail}")
@@ -60,15 +60,15 @@ class SourceTask(vf.Task[SourceData, vf.State, vf.TaskConfig]):
 
 class SourceTasksetConfig(vf.TasksetConfig):
     kind: str = "gym"
-    """As in a recipe: docs/RL.md lists them."""
+    """Kind of source, as in a recipe (docs/RL.md)."""
     args: dict[str, Any] = Field(default_factory=dict)
     first: int | None = None
-    """Item to begin with; None: the first, or of a source without end one that no run trains on."""
+    """Number of the first item; None: 0, or for an endless source the first number that no run trains on."""
 
 
 class SourceTaskset(vf.Taskset[SourceTask, SourceTasksetConfig]):
     INFINITE = True
-    """Of those with an end, all that there are."""
+    """Stands for finite sources, too: they then yield all their items."""
 
     def load(self) -> Any:
         kind, args = self.config.kind, self.config.args
@@ -81,7 +81,7 @@ class SourceTaskset(vf.Taskset[SourceTask, SourceTasksetConfig]):
 
 
 class SessionLoop(vf.Harness[vf.HarnessConfig]):
-    """Asks the model, calls its tools, lets the problem's user answer, until one of them ends it or a budget does."""
+    """The agent loop: turns of the model, its tools and the problem's user, until one of them or a budget ends the episode."""
 
     APPENDS_SYSTEM_PROMPT, EXECUTES_CODE, NEEDS_CONTAINER = True, False, False
 
@@ -93,21 +93,21 @@ class SessionLoop(vf.Harness[vf.HarnessConfig]):
         headers = {"Authorization": f"Bearer {secret}"}
         with closing(source.open(problem)) as session:
             offered = {"tools": [tool.schema() for tool in session.tools]} if session.tools else {}
-            # their budgets end it
+            # no timeout: the budgets of verifiers end the episode
             async with httpx.AsyncClient(headers=headers, timeout=None, trust_env=False) as http:
                 while True:
-                    told = {"model": ctx.model, "messages": [*problem.messages, *map(_wire, turns)], **offered}
-                    answer = await http.post(f"{endpoint}/chat/completions", json=told)
-                    if answer.is_error:  # of a budget that is used up, too: then their trace says so
+                    body = {"model": ctx.model, "messages": [*problem.messages, *map(_wire, turns)], **offered}
+                    answer = await http.post(f"{endpoint}/chat/completions", json=body)
+                    if answer.is_error:  # also of a used-up budget, which the trace of verifiers reports
                         return ProgramResult(1, "", f"{answer.status_code}: {excerpt(answer)}")
-                    turns.append(said := answer.json()["choices"][0]["message"])
-                    for call in said.get("tool_calls") or ():
+                    turns.append(turn := answer.json()["choices"][0]["message"])
+                    for call in turn.get("tool_calls") or ():
                         done = await asyncio.to_thread(tool_turn, session, _call(call))
                         turns.append({**done, "tool_call_id": call["id"]})
                         if session.is_over:
                             return ProgramResult(0, "", "")
-                    if not said.get("tool_calls"):
-                        reply = await asyncio.to_thread(session.reply, [_turn(turn) for turn in turns])
+                    if not turn.get("tool_calls"):
+                        reply = await asyncio.to_thread(session.reply, list(map(_turn, turns)))
                         if reply is None:
                             return ProgramResult(0, "", "")
                         turns.append({"role": "user", "content": reply})
@@ -115,41 +115,38 @@ class SessionLoop(vf.Harness[vf.HarnessConfig]):
 
 class LocalConfig(vf.SingleAgentEnvConfig):
     agent: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())
-    """Here: the loop runs no program, and verifiers' default is a rented machine."""
+    """A local subprocess, because the loop runs no program. The default of verifiers is a rented machine."""
 
 
 class LocalEnv(vf.SingleAgentEnv, vf.Env[LocalConfig]):
-    """One agent over a problem."""
+    """Environment of one agent that solves one problem."""
 
 
 @lru_cache
 def opened(kind: str, args: str) -> TaskSource:
-    """The source, opened once a process. Raises `UserError`."""
-    told = SourceConfig(kind=kind, args=json.loads(args))
-    return SourceTables({"vf": told}, SandboxConfig())()["vf"]
+    """The source, opened once per process. Raises `UserError`."""
+    return SourceTables({"vf": SourceConfig(kind=kind, args=json.loads(args))}, SandboxConfig())()["vf"]
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a call as OpenAI writes it."""
+    """Name and arguments of a call in OpenAI's form."""
     function = call["function"]
     return {"name": function["name"], "arguments": arguments_of(function["arguments"])}
 
 
 def _wire(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """A turn as the endpoint takes it."""
-    return {
-        name: turn[name]
-        for name in ("role", "content", "tool_calls", "tool_call_id", "name")
-        if turn.get(name) is not None
-    }
+    """A turn in the endpoint's form."""
+    names = ("role", "content", "tool_calls", "tool_call_id", "name")
+    return {name: turn[name] for name in names if turn.get(name) is not None}
 
 
 def _turn(message: Any) -> dict[str, Any]:
-    """A turn as our sources read it, from the endpoint's form or that of a trace."""
-    told = message if isinstance(message, dict) else message.model_dump(exclude_none=True)
-    turn = {name: told[name] for name in ("role", "content", "name") if name in told}
-    turn["content"] = turn.get("content") or ""
-    calls: Sequence[Any] = told.get("tool_calls") or ()
+    """A turn as task sources read it, from the form of the endpoint or of a trace."""
+    fields = message if isinstance(message, dict) else message.model_dump(exclude_none=True)
+    turn = {name: fields[name] for name in ("role", "name") if name in fields} | {
+        "content": fields.get("content") or ""
+    }
+    calls: Sequence[Any] = fields.get("tool_calls") or ()
     if calls:
         turn["tool_calls"] = [{"function": _call(call if "function" in call else {"function": call})} for call in calls]
     return turn

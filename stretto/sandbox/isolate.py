@@ -133,7 +133,10 @@ class Sandbox:
         self.workers = workers
         self._room = walls.Room.of(str(Path(python or walls.base_python()).resolve()), shown)
         self._numbers = itertools.count(1)
-        self._groups, self._polled = _delegated()
+        try:
+            self._groups, self._polled = cgroup.delegated(), ""
+        except cgroup.GroupError as problem:
+            self._groups, self._polled = None, str(problem)
         self._idle: queue.LifoQueue[Keeper | None] = queue.LifoQueue()
         """One entry per idle worker; None: its keeper is not started yet."""
         for _ in range(workers - 1):
@@ -289,7 +292,13 @@ class Keeper:
             "has_group": self._group is not None,
         }
         try:
-            greeting = self._introduce(plan)
+            with contextlib.suppress(OSError):  # if the keeper has ended, its standard error has the reason
+                self._send(plan)
+                if self._group is not None:
+                    socket.send_fds(self._socket, [b"0"], [self._group.entry, self._group.end])
+            greeting = self._receive(_Greeting, time.monotonic() + START_S)
+            if greeting.problem:
+                raise KeeperError(greeting.problem)
         except KeeperError:
             self.close()
             raise
@@ -299,16 +308,6 @@ class Keeper:
         while level > Level.LIMITS and (inner := children(self.pid)):
             self.pid = inner[-1]  # bubblewrap and the processes that wait outside have one child each
         self._spare_tasks = self._count_spare_tasks()
-
-    def _introduce(self, plan: Mapping[str, Any]) -> _Greeting:
-        with contextlib.suppress(OSError):  # if the keeper has ended, its standard error has the reason
-            self._send(plan)
-            if self._group is not None:
-                socket.send_fds(self._socket, [b"0"], [self._group.entry, self._group.end])
-        greeting = self._receive(_Greeting, time.monotonic() + START_S)
-        if greeting.problem:
-            raise KeeperError(greeting.problem)
-        return greeting
 
     def _count_spare_tasks(self) -> int:
         """Number to add to the limit on processes, because RLIMIT_NPROC counts all processes of the user."""
@@ -338,10 +337,15 @@ class Keeper:
         if self._group is not None:
             self._group.limit(limits.memory_bytes + limits.file_bytes, limits.processes)
         watch = _Watch(self.pid, limits, self._group)
+
+        def look() -> None:
+            if watch.order is None and watch.must_end():
+                self._send({"stop": True})
+
         try:
             self._send(job, [stdin, source, *files.values()])
             self._send({"nonce": nonce})
-            reply = self._receive(_Reply, watch.start + watch.longest_s + LATE_S, lambda: self._look(watch))
+            reply = self._receive(_Reply, watch.start + watch.longest_s + LATE_S, look)
             if reply.nonce != nonce or len(reply.sizes) != 2 or max(reply.sizes) > limits.output_bytes:
                 raise KeeperError("it answered another job")
             stdout, stderr = (self._read(size, time.monotonic() + LATE_S) for size in reply.sizes)
@@ -350,10 +354,6 @@ class Keeper:
         outcome, why = _judge(reply, watch.order or watch.kernels_order(), limits, stderr)
         exit_code, number = (reply.code, None) if reply.code >= 0 else (None, -reply.code)
         return Finished(outcome, why, exit_code, number, stdout, stderr, **reply.used.model_dump())
-
-    def _look(self, watch: _Watch) -> None:
-        if watch.order is None and watch.must_end():
-            self._send({"stop": True})
 
     def _send(self, header: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> None:
         self._socket.settimeout(LATE_S)
@@ -490,14 +490,6 @@ def _judge(reply: _Reply, order: tuple[Outcome, str] | None, limits: Limits, std
 def one_line(text: str) -> str:
     """``text`` of an untrusted program with blanks in place of unprintable characters."""
     return "".join(each if each.isprintable() else " " for each in text)
-
-
-def _delegated() -> tuple[Path | None, str]:
-    """The control group in which groups can be created, or None and the reason."""
-    try:
-        return cgroup.delegated(), ""
-    except cgroup.GroupError as problem:
-        return None, str(problem)
 
 
 def _outer_id(number: int) -> int | None:

@@ -21,18 +21,19 @@ from stretto.base.track import progress
 SERVING = "serving at "
 """Beginning of the line in which `stretto serve` prints its address."""
 PERCENTILES = (50, 95, 99)
+"""Percentiles of the times in a `LoadResult`."""
 _NO_LIMIT = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 
 
 @dataclass(eq=False)
-class ApiFailure(RuntimeError):  # noqa: N818 - what the server says, not our fault
+class ApiFailure(RuntimeError):  # noqa: N818 - an answer of the server, not an error of this client
     """The server answered with an error."""
 
     status: int
     message: str
     code: str | None = None
     retry_after_s: float | None = None
-    """When to come back; None: the server does not say."""
+    """Seconds until the server asks to retry; None: not given."""
 
     def __str__(self) -> str:
         return f"{self.status}: {self.message}"
@@ -40,7 +41,7 @@ class ApiFailure(RuntimeError):  # noqa: N818 - what the server says, not our fa
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One choice's part of a chunk of a stream. Written by `Client.stream`."""
+    """The part of a stream's chunk that belongs to one choice. Written by `Client.stream`."""
 
     text: str
     token_ids: tuple[int, ...] = ()
@@ -51,7 +52,7 @@ class Piece:
 
 
 class Client:
-    """Speaks to one server. Use it as a context manager."""
+    """Client of one server. Use it as a context manager."""
 
     def __init__(
         self, url: str, api_key: str | None = None, *, transport: httpx.AsyncBaseTransport | None = None
@@ -60,36 +61,36 @@ class Client:
             base_url=url,
             headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
             timeout=httpx.Timeout(600.0, connect=10.0),
-            limits=_NO_LIMIT,  # a load generator must not queue inside itself
+            limits=_NO_LIMIT,  # a load generator must not queue requests inside itself
             transport=transport,
-            trust_env=False,  # a proxy has no business between this and a local server
+            trust_env=False,  # no proxy between this client and a local server
         )
 
     async def get(self, path: str) -> Any:
-        """The JSON at ``path``. Raises `ApiFailure` for an error, httpx.TransportError where nobody answers."""
+        """The JSON at ``path``. Raises `ApiFailure` for an error, httpx.TransportError if the server cannot be reached."""
         return _check(await self._http.get(path)).json()
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The JSON answer to ``body``; raises as `get` does."""
+        """The JSON answer to ``body``. Raises as `get` does."""
         return _check(await self._http.post(path, json=body)).json()
 
     async def chat(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The chat API's answer to ``body``, which has a message; raises as `get` does, and `ApiFailure` where there is none."""
+        """The chat completion for ``body``. Raises as `get` does, and `ApiFailure` for an answer without a message."""
         try:
-            told = await self.post("/v1/chat/completions", body)
-            message = told["choices"][0]["message"]
+            answer = await self.post("/v1/chat/completions", body)
+            message = answer["choices"][0]["message"]
         except (ValueError, KeyError, TypeError, IndexError):
             message = None
         if not isinstance(message, dict):
-            raise ApiFailure(502, "what answers is no chat API: there is no message in its answer")
-        return told
+            raise ApiFailure(502, "the server has no chat API: its answer contains no message")
+        return answer
 
     def stream_completion(self, prompt: str | Sequence[int], **fields: Any) -> AsyncIterator[Piece]:
-        """A completion as it comes; the last piece carries the usage."""
+        """Pieces of a completion as they arrive. The last piece carries the usage."""
         return self.stream("/v1/completions", {"prompt": prompt, **fields})
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Piece]:
-        """Pieces of a streamed answer; raises `ApiFailure` at once or in the midst. Closing the iterator aborts the request."""
+        """Pieces of a streamed answer. Raises `ApiFailure`, possibly after some pieces. Closing the iterator aborts the request."""
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         async with self._http.stream("POST", path, json=body) as response:
             if response.status_code >= 400:
@@ -137,38 +138,38 @@ def _check(response: httpx.Response) -> httpx.Response:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What to send."""
+    """Description of a load."""
 
     num_requests: int
     concurrency: int
-    """Requests open at once; the next starts when one ends."""
+    """Number of open requests; the next one starts when one ends."""
     prompts: Sequence[Sequence[int]]
-    """Token ids, taken in turn."""
+    """Prompts as token ids, used in turn."""
     max_tokens: int
     rate: float | None = None
-    """Arrivals a second (Poisson) instead of a fixed concurrency; None: as fast as ``concurrency`` allows."""
+    """Arrivals per second (Poisson), within ``concurrency``; None: each request starts as soon as ``concurrency`` allows."""
     model: str | None = None
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one client saw. Written by `run_load`."""
+    """Times of one request. Written by `run_load`."""
 
     first_token_s: float
     gaps_s: tuple[float, ...]
-    """Between tokens; tokens that came in one chunk share its time."""
+    """Times between tokens; the tokens of one chunk share its time."""
     num_tokens: int
     total_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """What all clients saw. Written by `run_load`."""
+    """Measurements of a load. Written by `run_load`."""
 
     seen: tuple[Seen, ...]
     errors: Mapping[str, int]
-    """Message -> how often."""
+    """Number of failed requests by their error message."""
     wall_s: float
 
     @property
@@ -180,16 +181,16 @@ class LoadResult:
         return len(self.seen) / self.wall_s
 
     def first_token_ms(self) -> list[float]:
-        """At `PERCENTILES`."""
+        """Times to first token in milliseconds, at `PERCENTILES`."""
         return _percentiles_ms([each.first_token_s for each in self.seen])
 
     def between_tokens_ms(self) -> list[float]:
-        """At `PERCENTILES`."""
+        """Times between tokens in milliseconds, at `PERCENTILES`."""
         return _percentiles_ms([gap for each in self.seen for gap in each.gaps_s])
 
 
 async def run_load(client: Client, load: Load) -> LoadResult:
-    """Send ``load`` and wait for all answers; a failed request is counted, not raised."""
+    """Send ``load`` and wait for all answers. Failed requests are counted, not raised."""
     places = asyncio.Semaphore(load.concurrency)
     seen: list[Seen] = []
     errors: Counter[str] = Counter()
@@ -221,10 +222,10 @@ async def _complete(client: Client, load: Load, number: int) -> Seen:
         return_token_ids=True,
     )
     start = time.perf_counter()
-    came = [(time.perf_counter(), num) async for piece in pieces if (num := len(piece.token_ids))]
-    gaps = [(now - last) / num for (last, _), (now, num) in pairwise(came) for _ in range(num)]
-    first_s = came[0][0] - start if came else 0.0
-    return Seen(first_s, tuple(gaps), sum(num for _, num in came), time.perf_counter() - start)
+    chunks = [(time.perf_counter(), num) async for piece in pieces if (num := len(piece.token_ids))]
+    gaps = [(now - last) / num for (last, _), (now, num) in pairwise(chunks) for _ in range(num)]
+    first_s = chunks[0][0] - start if chunks else 0.0
+    return Seen(first_s, tuple(gaps), sum(num for _, num in chunks), time.perf_counter() - start)
 
 
 def _percentiles_ms(seconds: Sequence[float]) -> list[float]:

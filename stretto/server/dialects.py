@@ -1,10 +1,9 @@
 """Formats in which models write tool calls and reasoning, one per family: parsers and grammars.
 
-Chat templates write calls in a handful of dialects. `DIALECTS` has a row for each: the marks, how a call between them
-is read, and how one is spelt, which is also the grammar of a call that is forced. A checkpoint that brings a
-``response_template`` (transformers 5) is read by that instead.
+`DIALECTS` has a row for each format: the marks around a call, a parser of the text between them, and the spelling of a call, from which
+the grammar of forced calls is made. For a checkpoint with a ``response_template`` (transformers 5), that template replaces marks and parser.
 
-Marks may be special tokens, which are no part of other answers' text; `marks` says which must stay.
+Marks may be special tokens, which are usually removed from the text of answers; `marks` lists those that must stay.
 """
 
 from __future__ import annotations
@@ -25,34 +24,35 @@ from stretto.server.schemas import Schema, alone, argument, constants, kinds, pr
 from stretto.text.chat import tool_form
 
 Schemas = Mapping[str, Mapping[str, Any]]
-"""JSON schemas of the parameters of the tools on offer, by their names."""
+"""JSON schemas of the parameters of the offered tools, by the tools' names."""
 Found = Sequence[tuple[str, Any]]
-"""Calls that were read: names and arguments."""
+"""Calls in a text: names and arguments."""
 Read = Callable[[str, Mapping[str, str], Schemas], Found]
-"""From what stands between the marks, and the groups that the opening one captured, to calls. Raises ValueError if it is not a call."""
+"""Parser of calls. Input: the text between the marks, the groups that the opening mark captured, and the schemas. Raises ValueError for a
+text that is not a call."""
 Pattern = Any
-"""Of the ``regex`` package, whose matches may be partial: `re` cannot say that more text could complete a mark."""
-# Spacing of json.dumps, which is what templates render and models have seen.
+"""A pattern of the ``regex`` package. Unlike `re`, it finds partial matches, which show that more text could complete a mark."""
+# Spacing of json.dumps, which chat templates render and models are trained on.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TEXT = "/(?s:.*)/"
 MAX_DEPTH = 128
-"""Of JSON, as most parsers allow: templates, schemas and messages are walked by functions that call themselves."""
+"""Deepest nesting of JSON, as in most parsers. Templates, schemas and messages are processed by recursive functions."""
 _SURROGATE = regex.compile("[\ud800-\udfff]")
 
 
 class Slot(Enum):
-    """What is not literal in the spelling of a call."""
+    """Variable parts in the spelling of a call."""
 
     NAME = "name"
     ARGUMENTS = "arguments"
-    """One JSON object, or `Dialect.argument` for each where that is given."""
+    """One JSON object, or `Dialect.argument` for each argument if that is set."""
     KEY = "key"
     VALUE = "value"
-    """A string stands for itself where a literal follows that ends it; everything else is JSON."""
+    """A string without quotes if a literal that ends it follows; otherwise JSON."""
     SPACE = "space"
-    """A blank, a line break or nothing: templates of one family differ."""
+    """A blank, a line break or nothing. Templates of one family differ here."""
     LINE = "line"
-    """A line break or nothing, which is no part of a value beside it."""
+    """A line break or nothing; not a part of the value beside it."""
 
 
 NAME, ARGUMENTS, KEY, VALUE, SPACE, LINE = Slot
@@ -86,32 +86,36 @@ Piece = str | Thought | Call
 
 @dataclass(frozen=True)
 class Dialect:
-    """How calls are written. A row of `DIALECTS`."""
+    """Format of calls. A row of `DIALECTS`."""
 
     name: str
     open: Pattern
-    """Begins a call; what its group ``no`` matches is a mark, too, and begins none."""
+    """Mark that begins a call. A match of its group ``no`` is removed from the text, too, but begins no call."""
     close: Pattern | None
-    """Ends it. None: all that follows ``open`` belongs to the calls."""
+    """Mark that ends a call. None: the calls extend to the end of the answer."""
     read: Read
     call: Spelling
+    """Spelling of a call; empty: calls cannot be forced."""
     argument: Spelling = ()
+    """Spelling of one argument; empty: the arguments are one JSON object."""
     comma: str = ""
-    """Between two arguments."""
+    """Text between two arguments."""
     begin: Spelling = ()
+    """Text before all calls."""
     between: Spelling = (SPACE,)
+    """Text between two calls."""
     end: Spelling = ()
-    """Around all calls, and between two."""
+    """Text after all calls."""
     is_first: bool = False
-    """Without a mark of its own: a call is one only where the answer begins."""
+    """Whether a call is recognised only at the beginning of an answer, because the format has no mark of its own."""
     asked: str = ""
-    """Templates that say this ask for it, whatever they make of earlier calls."""
+    """Text in the system prompt of a chat template that asks for this format, even if the template renders earlier calls in another."""
     frames: bool = False
-    """Its marks stand around answers without calls, too."""
+    """Whether the marks surround answers without calls, too."""
 
     @cached_property
     def spelt(self) -> str:
-        """Every mark, wherever it stands."""
+        """The spellings of all marks, one per line."""
         parts = (*self.begin, *self.call, *self.between, *self.argument, *self.end)
         patterns = [each.pattern for each in (self.open, self.close) if each is not None]
         return "\n".join([*(part for part in parts if isinstance(part, str)), *map(_unescaped, patterns)])
@@ -124,7 +128,7 @@ class Think:
     open: str
     close: str
     sign: str = ""
-    """What of them only templates with reasoning have; empty: ``close``, for some leave the other to the model."""
+    """Text by which a template with reasoning is recognised; empty: ``close``, because some templates do not contain ``open``."""
 
     def opening(self) -> Pattern:
         return regex.compile(rf"\s*{regex.escape(self.open)}\s?")
@@ -140,12 +144,11 @@ THINKS = (
     Think("<seed:think>", "</seed:think>"),
     Think(_ANALYSIS, "<|end|>", _ANALYSIS),
 )
-"""Known marks; a template names the closing one where it can."""
+"""Known marks of reasoning."""
 
 
 def parse_json(text: str) -> Any:
-    """The JSON that ``text`` spells; ValueError where it is none. NaN is none, and half a surrogate pair, which no
-    answer could carry, is replaced."""
+    """``text`` as JSON. Raises ValueError for anything else, NaN included. Lone surrogates, which no answer can contain, are replaced."""
     try:
         tree = strict_json(text)
         spelt = json.dumps(tree, ensure_ascii=False)
@@ -155,7 +158,7 @@ def parse_json(text: str) -> Any:
 
 
 def strict_json(text: str) -> Any:
-    """JSON without NaN (ValueError), with lists and objects in each other at most `MAX_DEPTH` times (RecursionError)."""
+    """``text`` as JSON. Raises ValueError for NaN and RecursionError for more than `MAX_DEPTH` nested lists and objects."""
 
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is not JSON")
@@ -171,7 +174,7 @@ def strict_json(text: str) -> Any:
 
 
 def _tree_calls(tree: Any) -> Found:
-    """Of ``{"name": …, "arguments": {…}}``, a list of such, or OpenAI's nesting of it; Llama says ``parameters``."""
+    """Calls of the form ``{"name": …, "arguments": {…}}`` (Llama: ``parameters``), alone, in a list, or nested as in OpenAI's API."""
     if isinstance(tree, list) and tree:
         return [call for each in tree for call in _tree_calls(each)]
     tree = tree.get("function", tree) if isinstance(tree, dict) else None
@@ -185,13 +188,13 @@ def _json_calls(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found
 
 
 def _json_sequence(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found:
-    """Calls one after the other, by semicolons."""
+    """Calls that are separated by semicolons."""
     parts = regex.split(r"(?<=\})\s*;\s*(?=\{)", groups.get("lead", "") + body)
     return [call for part in parts for call in _json_calls(part, {}, schemas)]
 
 
 def _named(head: str, tail: str = "", between: str | None = None) -> Read:
-    """Calls of which ``head`` captures the name, followed by the arguments as JSON and by ``tail``."""
+    """A parser of calls that consist of ``head``, which captures the name, the arguments as JSON, and ``tail``."""
     form = regex.compile(rf"\s*{head}(?P<arguments>.*?){tail}\s*", regex.DOTALL)
 
     def read(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found:
@@ -204,7 +207,8 @@ def _named(head: str, tail: str = "", between: str | None = None) -> Read:
 
 
 def _tagged(head: str, pair: str) -> Read:
-    """Calls of which ``head`` captures the name, and ``pair`` the ``key`` and the ``value`` of each argument."""
+    """A parser of calls that consist of ``head``, which captures the name, and one ``pair`` for each argument, which captures its ``key``
+    and ``value``."""
     form, pairs = regex.compile(rf"\s*{head}", regex.DOTALL), regex.compile(rf"\s*{pair}\s*", regex.DOTALL)
 
     def read(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found:
@@ -225,7 +229,8 @@ def _tagged(head: str, pair: str) -> Read:
 
 
 def _typed(text: str, known: Sequence[Schema]) -> Any:
-    """The value that a tag's ``text`` stands for: a string where its schema, one of ``known``, has one there, else JSON where it is."""
+    """Value of the unquoted ``text`` of an argument whose schema is one of ``known``: a string if the schema allows one, otherwise JSON if
+    ``text`` is JSON."""
     named = {kind for way in known for kind in kinds(way)}
     if named == {"string"} or any(text in constants(way) for way in known):
         return text
@@ -244,8 +249,8 @@ _STRING_OR_NAME = regex.compile(
 
 
 def _python_calls(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found:
-    """Of ``[name(key=value, …), …]``: Python's literals, and JSON's names for three of them. What is called and the keys may be no
-    names in Python: ``from``, ``max-results``."""
+    """Calls of the form ``[name(key=value, …), …]``. Values are Python's literals or ``true``, ``false``, ``null``. Names of functions and
+    keys that Python does not allow (``from``, ``max-results``) are replaced by numbered names before parsing."""
     names: list[str] = []
 
     def numbered(match: Any) -> str:
@@ -279,12 +284,12 @@ def _literal_value(node: ast.expr) -> Any:
 
 
 def _channel_call(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found:
-    """Of the arguments as JSON; the name stands in the mark."""
+    """A call whose name is part of the opening mark; the body is the arguments as JSON."""
     return [(groups["name"], parse_json(body.removesuffix("<|call|>")))]
 
 
 def _bare_call(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found:
-    """Of ``call:name{key:<|"|>text<|"|>,…}``: JSON, but for the quotes."""
+    """Calls of the form ``call:name{key:<|"|>text<|"|>,…}``: JSON with other quotes."""
     match = regex.fullmatch(r"\s*call:(?P<name>[\w.-]+)(?P<arguments>\{.*\})\s*", body, regex.DOTALL)
     if match is None:
         raise ValueError("no call")
@@ -395,7 +400,7 @@ DIALECTS = (
             None,
         ),
         _channel_call,
-        (" to=functions.", NAME, "<|channel|>commentary json<|message|>", ARGUMENTS, "<|call|>"),  # which ends the turn
+        (" to=functions.", NAME, "<|channel|>commentary json<|message|>", ARGUMENTS, "<|call|>"),  # this ends the turn
         between=(),
         frames=True,
     ),
@@ -403,17 +408,17 @@ DIALECTS = (
         "gemma-4",
         *_marks(r"<\|tool_call>", r"<tool_call\|>"),
         _bare_call,
-        (),  # not forced: quotes that are marks stand within values, too
+        (),  # calls cannot be forced: the marks that quote strings may occur within values
         argument=(KEY, ':<|"|>', VALUE, '<|"|>'),
     ),
-    HERMES,  # Hermes, Qwen 2.5 and 3, ERNIE 4.5, our own
+    HERMES,  # Hermes, Qwen 2.5 and 3, ERNIE 4.5, Stretto's own template
 )
-"""In which a template's calls are looked for, in turn. What a template does not write itself is written in the last."""
+"""Formats, in the order in which `dialect_of` tries them. The last one is used for templates that do not render calls."""
 
 
 def dialect_of(template: str, response_template: Mapping[str, Any] | None = None) -> Dialect | None:
-    """The dialect in which a chat template writes calls, which is the first that can read one of them; None: none can. Raises
-    `UserError` for a template that is not valid, or a ``response_template`` that transformers refuses."""
+    """The format in which a chat template writes calls: the first in `DIALECTS` that can read a call rendered by the template; None: none
+    can. Raises `UserError` for an invalid template, or a ``response_template`` that transformers refuses."""
     form = tool_form(template)
     if not form.shows_calls:
         return HERMES
@@ -428,8 +433,8 @@ def _reads(dialect: Dialect, call: str) -> bool:
 
 
 def _declared(response_template: Mapping[str, Any], known: Dialect | None) -> Dialect | None:
-    """As the checkpoint declares it; ``known`` spells forced calls, if what it spells can be read."""
-    # Half a second, for the few that have one.
+    """The format that the checkpoint declares. The spelling of forced calls is that of ``known``, if the declared format can read it."""
+    # Imported here because the import takes half a second and few checkpoints need it.
     from transformers.utils.chat_parsing.content_parsers import process_field
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
@@ -467,7 +472,7 @@ def _all_typed(arguments: Any, schema: Mapping[str, Any]) -> Any:
 
 
 def _example(dialect: Dialect) -> str:
-    """A call of ``f`` with ``{"a": "b"}``."""
+    """The spelling of a call of ``f`` with ``{"a": "b"}``."""
     fill = {KEY: "a", VALUE: "b" if _ending(dialect.argument) else '"b"', NAME: "f", SPACE: "", LINE: ""}
     inner = "".join(part if isinstance(part, str) else fill[part] for part in dialect.argument)
     fill[ARGUMENTS] = inner or '{"a": "b"}'
@@ -476,7 +481,7 @@ def _example(dialect: Dialect) -> str:
 
 
 def think_of(template: str, response_template: Mapping[str, Any] | None = None) -> Think | None:
-    """The marks of reasoning in a chat template; None where it has none."""
+    """The marks of reasoning in a chat template; None: it has none."""
     fields = (response_template or {}).get("fields") or {}
     declared = fields.get("reasoning_content") or fields.get("thinking") or {}
     match declared:
@@ -486,13 +491,13 @@ def think_of(template: str, response_template: Mapping[str, Any] | None = None) 
 
 
 def marks(added: Mapping[str, int], dialect: Dialect | None, think: Think | None) -> dict[str, int]:
-    """The ``added`` tokens of a tokenizer, ids by spelling, that are marks."""
-    spelt = (dialect.spelt if dialect else "") + ("" if think is None else f"\n{think.open}\n{think.close}")
-    return {text: token for text, token in added.items() if text in spelt and text.strip()}
+    """The tokens among ``added`` (ids by spelling) that are marks of ``dialect`` or ``think``."""
+    spellings = (dialect.spelt if dialect else "") + ("" if think is None else f"\n{think.open}\n{think.close}")
+    return {text: token for text, token in added.items() if text in spellings and text.strip()}
 
 
 class AnswerReader:
-    """Splits streamed text into content, reasoning and calls; holds back what may be the beginning of a mark."""
+    """Splits streamed text into content, reasoning and calls. Holds back text that may be the beginning of a mark."""
 
     def __init__(
         self,
@@ -506,26 +511,26 @@ class AnswerReader:
         Args:
             dialect: None: no calls are read.
             think: None: no reasoning is read.
-            is_thinking: the prompt has opened the reasoning already.
-            max_calls: later ones are left out, with their marks.
+            is_thinking: the prompt ends with an opened block of reasoning.
+            max_calls: number of calls after which further ones are left out; None: no limit.
         """
         self._dialect, self._schemas, self._calls_left = dialect, schemas or {}, max_calls
         self._think = None if think is None else (think.opening(), think.closing())
         self._is_thinking = is_thinking and think is not None
-        self._may_think = not self._is_thinking  # nothing but white space was written so far
-        self._is_first = True  # no content was written so far
-        self._opened: Any = None  # the mark of the call that is being written
+        self._may_think = not self._is_thinking  # only white space so far
+        self._is_first = True  # no content so far
+        self._opened: Any = None  # match of the opening mark of the current call
         self._held = ""
-        self._searched = 0  # in the held call: before it no mark closes a call that can be read
+        self._searched = 0  # place in the held text of a call where the search for the closing mark continues
 
     def push(self, text: str) -> list[Piece]:
-        """What is certain now: pieces of content and of reasoning, and finished calls, in order."""
+        """The pieces that ``text`` completes, in order: content, reasoning and calls."""
         self._held += text
         return self._read(is_last=False)
 
     def finish(self, is_cut: bool = False) -> list[Piece]:
-        """The rest. A call that was not finished is text, unless the answer was cut: then nothing is told of it, nor of
-        half a mark."""
+        """The remaining pieces at the end of the answer. An unfinished call becomes text; if the answer was cut, it is left out, and so is
+        a part of a mark."""
         marks = [*(self._think or ()), *([self._dialect.open] if self._dialect else [])]
         halves = [pattern.search(self._held, partial=True) for pattern in marks if is_cut and self._opened is None]
         self._held = self._held[: min([half.start() for half in halves if half and half.partial], default=None)]
@@ -543,7 +548,7 @@ class AnswerReader:
         return found
 
     def _step(self, found: list[Piece], is_last: bool) -> bool:
-        """Go on by one mark; False where more text is needed."""
+        """Continue to the next mark. False: more text is needed."""
         if self._opened is not None:
             return self._take_call(found, is_last)
         if self._is_thinking:
@@ -559,12 +564,12 @@ class AnswerReader:
         return self._take_content(found, is_last)
 
     def _find(self, pattern: Pattern, is_last: bool, is_first: bool = False) -> Any:
-        """The next match in what is held; False: there is none; None: more text must tell."""
+        """The next match in the held text; False: there is none; None: more text is needed to decide."""
         look = pattern.match if is_first else pattern.search
         match = look(self._held, self._searched, partial=not is_last)
         if match is None:
             return False
-        # A mark that ends where the text ends may go on (an optional part); nearly always another token comes.
+        # A match at the end of the text may still grow by an optional part of the pattern.
         if is_last or not (match.partial or match.end() == len(self._held)):
             return match
         self._searched = 0 if is_first else match.start()
@@ -597,7 +602,7 @@ class AnswerReader:
         return bool(mark)
 
     def _split(self, pattern: Pattern, is_last: bool) -> tuple[str, Any]:
-        """Text before the next mark, and the mark if it is there; what may begin one stays."""
+        """Text before the next mark, and the mark if it is complete. Text that may begin a mark is held back."""
         match = pattern.search(self._held, partial=not is_last)
         if match is None:
             content, self._held = self._held, ""
@@ -610,7 +615,7 @@ class AnswerReader:
         return content, None
 
     def _take_call(self, found: list[Piece], is_last: bool) -> bool:
-        # A closing mark within a string of the arguments does not close the call: what is before it cannot be read yet.
+        # A closing mark within a string of the arguments does not end the call: the text before it cannot be parsed.
         assert self._dialect is not None
         close = self._dialect.close
         while True:
@@ -636,7 +641,7 @@ class AnswerReader:
 
 
 def _call(name: str, arguments: Any) -> Call:
-    """Some models write the object as a string of JSON."""
+    """A call with a new id. Some models write the arguments as a string that contains JSON."""
     if isinstance(arguments, str):
         try:
             arguments = parse_json(arguments)
@@ -651,7 +656,7 @@ def _call_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A whole answer, read. Written by `read_answer`."""
+    """A whole answer, split into its parts. Written by `read_answer`."""
 
     content: str
     reasoning: str
@@ -659,7 +664,7 @@ class Said:
 
 
 def read_answer(reader: AnswerReader, text: str, is_cut: bool = False) -> Said:
-    """A whole answer; white space around calls is no content."""
+    """The parts of a whole answer. White space around calls is not content."""
     pieces = [*reader.push(text), *reader.finish(is_cut)]
     calls = tuple(piece for piece in pieces if isinstance(piece, Call))
     content = "".join(piece for piece in pieces if isinstance(piece, str))
@@ -681,13 +686,12 @@ def answer_rules(
     """The Lark grammar of an answer that calls one of the tools, or where there are none follows a schema.
 
     Args:
-        marked: as of `marks`. The library takes special tokens, and any in angle brackets, for nothing but themselves: it
-            would have a model spell them.
-        parallel: several calls may follow each other.
-        beside: the schema of an answer that is allowed instead of calls.
-        thinks: the answer begins with reasoning; without ``is_thinking``, it may.
-        is_thinking: the prompt has opened it.
-        is_free: text is allowed before calls, and instead of them; what begins as a call must go on as one.
+        marked: see `marks`. llguidance needs their ids; it would have the model spell them character by character.
+        parallel: whether several calls may follow each other.
+        beside: schema of a JSON answer that is allowed in place of calls.
+        thinks: marks of reasoning with which the answer may begin.
+        is_thinking: the prompt has opened the reasoning, so the answer begins with it.
+        is_free: text is allowed before calls and in place of them. Text that begins like a call must continue as one.
     """
     spell = _Speller(marked)
     choices, rules, lead = [], [], ""
@@ -713,13 +717,13 @@ def answer_rules(
 
 
 def _beside_text(dialect: Dialect, spell: _Speller) -> tuple[Dialect, str, list[str]]:
-    """Of an answer that may be text: the dialect without the mark that begins its calls; what leads up to them, that mark
-    included; and the rules of that and of text that holds none."""
-    if dialect.is_first:  # what begins as a call does is none of the text
+    """For answers that may be text: the dialect without the mark that begins its calls, the name of the rule for text up to and including
+    that mark, and the rules."""
+    if dialect.is_first:  # text must not begin like a call
         (first, *_) = (*dialect.begin, *dialect.call)
         assert isinstance(first, str)
         return dialect, "", [f"text: TEXT\nTEXT: {_TEXT} & ~/(?s:\\s*{_escaped(first[0])}.*)/"]
-    # some open at a later mark, too, which a model may begin with: <function= without <tool_call>
+    # Some formats also open at a later mark, with which a model may begin: <function= without <tool_call>.
     found = [dialect.open.search(part) for part in (*dialect.begin, *dialect.call) if isinstance(part, str)]
     opening = [match.group() for match in found if match and not match.groupdict().get("no")]
     if dialect.begin:
@@ -737,12 +741,12 @@ def _beside_text(dialect: Dialect, spell: _Speller) -> tuple[Dialect, str, list[
 
 
 def _escaped(text: str) -> str:
-    """As a regular expression between slashes."""
+    """A regular expression for exactly this text, for use between slashes."""
     return regex.escape(text).replace("/", r"\/").replace("\n", r"\n")
 
 
 class _Speller:
-    """Spellings as right-hand sides of Lark rules."""
+    """Converts spellings to right-hand sides of Lark rules."""
 
     def __init__(self, marked: Mapping[str, int]) -> None:
         self._marked = marked
@@ -759,27 +763,27 @@ class _Speller:
         return " ".join(f"<[{self._marked[piece]}]>" if self.is_token(piece) else _quoted(piece) for piece in pieces)
 
     def _pieces(self, text: str) -> list[str]:
-        """Marks that are tokens, and what is between them."""
+        """``text`` split into marks that are tokens and the text between them."""
         return [each for each in ([text] if self._split is None else self._split.split(text)) if each]
 
     def is_token(self, mark: str) -> bool:
-        """One token for itself, which no text spells."""
+        """Whether a mark is a token of its own."""
         return mark in self._marked
 
     def cut(self, parts: Spelling) -> tuple[str, Spelling]:
-        """The mark that ``parts`` begin with, and the rest."""
+        """The first mark of ``parts``, and the rest."""
         assert isinstance(parts[0], str)
         mark, *rest = self._pieces(parts[0])
         return mark, (*rest, *parts[1:])
 
     def text_without(self, *marks: str) -> str:
-        """Any text in which none of ``marks`` is, as a terminal."""
+        """Terminal for text that contains none of ``marks``."""
         return " & ".join(
             [_TEXT, *(f"~/(?s:.*{_escaped(mark)}.*)/" for mark in dict.fromkeys(marks) if not self.is_token(mark))]
         )
 
     def text_up_to(self, end: str, rule: str, text: str = _TEXT) -> str:
-        """The rule of ``text``, a terminal, and the ``end`` of it."""
+        """Definition of ``rule``: the terminal ``text`` followed by the literal ``end``."""
         terminal = f"TEXT_{rule.upper()}"
         if self.is_token(end):
             return f"{rule}: {terminal} <[{self._marked[end]}]>\n{terminal}: {text}"
@@ -795,7 +799,7 @@ def _json_rule(schema: Mapping[str, Any]) -> str:
 
 
 def _call_rules(dialect: Dialect, name: str, schema: Schema, spell: _Speller, number: str) -> Iterator[str]:
-    """Rules of the call of one tool."""
+    """Rules for a call of the tool ``name``."""
     arguments = f"arguments{number}"
     yield f"call{number}: {spell(dialect.call, {NAME: _quoted(name), ARGUMENTS: arguments})}"
     if not dialect.argument:
@@ -823,10 +827,10 @@ def _call_rules(dialect: Dialect, name: str, schema: Schema, spell: _Speller, nu
 def _argument_rules(
     dialect: Dialect, key: str, values: Sequence[Schema], root: Schema, spell: _Speller, rule: str
 ) -> Iterator[str]:
-    """One argument, whose value follows one of ``values``; ``key``: a literal or a terminal."""
+    """Rules for one argument whose value follows one of the schemas ``values``. ``key``: a literal or a terminal."""
     parts, ending, value = dialect.argument, _ending(dialect.argument), f"value_{rule}"
     exact: list[str] = []
-    texts: list[str] = []  # the same, where one of them is a string: it stands for itself up to the mark that ends it
+    texts: list[str] = []  # used instead of ``exact`` if a string is allowed: unquoted text up to the mark that ends it
     is_text = False
     for way in values:
         if ending and (known := _listed_values(way)):
@@ -842,21 +846,24 @@ def _argument_rules(
         yield f"{rule}: {spell(parts, {KEY: key, VALUE: value})}"
         yield f"{value}: {' | '.join(exact)}"
         return
-    until = (*parts[: parts.index(VALUE) + 1], *parts[parts.index(ending) + 1 :])  # the rule of the text takes it along
+    until = (
+        *parts[: parts.index(VALUE) + 1],
+        *parts[parts.index(ending) + 1 :],
+    )  # the value's rule includes the ending
     yield f"{rule}: {spell(until, {KEY: key, VALUE: value})}"
     yield spell.text_up_to(ending, value, _TEXT if _TEXT in texts else " | ".join(f"({text})" for text in texts))
 
 
 def _listed_values(way: Schema) -> list[str]:
-    """What may stand for a value where its schema lists them all; else nothing."""
-    told = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in constants(way)]
-    if not told and kinds(way) and kinds(way) <= {"boolean", "null"}:
-        told = ["true", "false", "True", "False"] * ("boolean" in kinds(way)) + ["null"] * ("null" in kinds(way))
-    return told
+    """Spellings of all values of a schema that lists them; otherwise empty."""
+    values = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in constants(way)]
+    if not values and kinds(way) and kinds(way) <= {"boolean", "null"}:
+        values = ["true", "false", "True", "False"] * ("boolean" in kinds(way)) + ["null"] * ("null" in kinds(way))
+    return values
 
 
 def _text_of(way: Schema) -> str:
-    """The text that the schema of a string allows, as a terminal, and the line breaks that templates put around it."""
+    """Terminal for the texts that the schema of a string allows, with the line breaks that templates put around them."""
     found, (least, most) = [], (way.get(name) for name in ("minLength", "maxLength"))
     if isinstance(pattern := way.get("pattern"), str):
         before, after = "" if pattern.startswith("^") else "(?s:.*)", "" if pattern.endswith("$") else "(?s:.*)"
@@ -868,19 +875,19 @@ def _text_of(way: Schema) -> str:
 
 
 def _ending(argument: Spelling) -> str:
-    """The literal that ends a value; empty where none does."""
+    """The literal that ends a value; empty if there is none."""
     if VALUE not in argument:
         return ""
     return next((part for part in argument[argument.index(VALUE) :] if isinstance(part, str)), "")
 
 
 def _listed(required: Sequence[str], optional: Sequence[str], other: str, comma: str) -> str:
-    """All that is required, in order, then what is optional, then any number of the ``other``, if there is one."""
+    """Right-hand side for the ``required`` rules in order, then the ``optional`` ones, then ``other`` any number of times."""
     mark = f"{_quoted(comma)} " if comma else ""
     later = [f"({mark}{rule})?" for rule in optional] + ([f"({mark}{other})*"] if other else [])
     if required or not comma:
         return " ".join([f" {mark}".join(required), *later])
-    # one of them comes first, without a comma
+    # the first of them has no comma before it
     firsts = [" ".join([rule, *later[place + 1 :]]) for place, rule in enumerate(optional)]
     firsts += [f"{other} {later[-1]}"] if other else []
     return f"({' | '.join(firsts)})?" if firsts else '""'

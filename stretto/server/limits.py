@@ -39,16 +39,17 @@ IGNORED = (
 )
 """Fields accepted without effect: labels, hints about price, caching and effort, and defaults that clients spell out."""
 MAX_BODY_BYTES = 4 << 20
+"""Largest size of one body."""
 MAX_HELD_BYTES = 256 << 20
-"""Of all bodies that are arriving or being worked on. As Python objects they take a multiple of it."""
+"""Largest size of all bodies that are arriving or being processed. As Python objects they take a multiple of it."""
 BODY_TIMEOUT_S = 30.0
-"""For a body to arrive."""
+"""Time limit for a body to arrive, seconds."""
 _LINGER_S = 20.0
-"""For the rest of a body that is too large to arrive, after its answer."""
+"""Time for which the rest of a body that is too large is still read after the answer, seconds."""
 _REQUEST = re.compile(r"^request \S+: ")
-"""How the engine's messages begin; its number means nothing to a client."""
-_LONGEST = 2000
-"""Characters of a message: many repeat what the client sent, which may be megabytes."""
+"""Beginning of the engine's messages; a client does not know this number."""
+_MAX_MESSAGE_CHARS = 2000
+"""Longest error message. Many repeat a part of the request, which may have megabytes."""
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -65,7 +66,9 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        message = self.message if len(self.message) <= _LONGEST else f"{self.message[:_LONGEST]}…"
+        message = self.message
+        if len(message) > _MAX_MESSAGE_CHARS:
+            message = f"{message[:_MAX_MESSAGE_CHARS]}…"
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
@@ -74,8 +77,8 @@ class ApiError(Exception):
 
 
 class LingeringResponse(JSONResponse):
-    """An answer that is sent before the request's body has been read. The rest of the body is then read and discarded for a
-    while: a connection that is closed with unread bytes is reset, and the client might never read the answer."""
+    """An answer that is sent before the whole body was read. It then reads and discards the rest of the body for a while: closing a
+    connection with unread bytes resets it, and the client might never read the answer."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -88,16 +91,16 @@ class LingeringResponse(JSONResponse):
 
 
 def overloaded(message: str, retry_after_s: float, status: int = 429) -> ApiError:
-    """An answer that says when to come back."""
+    """An error that asks the client to retry after ``retry_after_s`` seconds."""
     return ApiError(status, message, code="overloaded", headers={"Retry-After": str(max(1, round(retry_after_s)))})
 
 
 class GoneError(ConnectionError):
-    """The client is no longer there, or has stopped reading: nothing can be answered."""
+    """The client has closed the connection or stopped reading, so no answer can be sent."""
 
 
 KNOWN_ERRORS = (ApiError, UserError, QueueFull, Closed, EngineFailed, GoneError)
-"""What ends a request with an answer of its own; anything else is our fault."""
+"""Errors that have an answer of their own. Any other exception is a bug, answered with status 500 and logged."""
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -119,32 +122,28 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(500, str(error), code="engine_failed")
         case GoneError():
             return ApiError(499, "gone")
-    # What went wrong is in the log (the server raises on); a stranger is told nothing of our inside.
+    # The details are in the log only: the server re-raises the exception.
     return ApiError(500, "internal error; see the server's log")
 
 
 def check_key(authorization: str | None, keys: Sequence[SecretStr]) -> None:
-    """Raises `ApiError` 401 unless there are no ``keys``, or ``authorization`` bears one of them.
-
-    It takes the same time whatever is wrong with a key.
-    """
+    """Raises `ApiError` 401 if there are ``keys`` and the header ``authorization`` holds none of them. Takes the same time for every
+    wrong key."""
 
     def digest(key: str) -> bytes:
         return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
     scheme, _, offered = (authorization or "").partition(" ")
     known = [digest(key.get_secret_value()) for key in keys]
-    matches = [hmac.compare_digest(digest(offered.strip()), each) for each in known]  # all of them, always
+    matches = [hmac.compare_digest(digest(offered.strip()), each) for each in known]  # no early end: constant time
     if keys and (scheme.lower() != "bearer" or not any(matches)):
         problem = "no valid API key: send the header Authorization: Bearer KEY"
         raise ApiError(401, problem, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 def check_host(header: str | None, allowed: Sequence[str] | None) -> None:
-    """Raises `ApiError` 403 for a Host header that is not ``allowed``; None allows all.
-
-    Starlette's TrustedHostMiddleware answers a plain 400 that OpenAI's clients cannot read.
-    """
+    """Raises `ApiError` 403 for a Host header that is not ``allowed``; None allows all. Starlette's TrustedHostMiddleware would answer
+    in a form that OpenAI's clients cannot read."""
     name = (header or "").lower()
     if name.rpartition(":")[2].isdecimal() and not name.endswith("]"):
         name = name.rpartition(":")[0]
@@ -155,13 +154,12 @@ def check_host(header: str | None, allowed: Sequence[str] | None) -> None:
 
 
 CLIENT = "stretto.client"
-"""Key of a request's scope: `client_of` it."""
+"""Key of an ASGI scope under which `client_of` is stored."""
 
 
 def client_of(scope: Scope, has_keys: bool) -> str:
-    """Who shares one turn in the queue: the holders of an API key where the server has keys, else the clients at one address. Without
-    keys the header counts for nothing: a client could invent a new one for every request.
-    """
+    """Name of the client for fair scheduling: its API key (hashed) if the server has keys, else its network address. Without keys the
+    header is ignored, because a client could send another one with every request."""
     given = Headers(scope=scope).get("authorization")
     if has_keys and given:
         return hashlib.sha256(given.encode("utf-8", "surrogateescape")).hexdigest()
@@ -169,26 +167,26 @@ def client_of(scope: Scope, has_keys: bool) -> str:
 
 
 class Gate:
-    """Who is worked for, and how much of what they sent is held; closes for good when the server drains."""
+    """Admission of requests: limits the number of open requests and the bytes of their bodies, and refuses all while draining."""
 
     def __init__(self, max_open: int, max_body_bytes: int = MAX_HELD_BYTES) -> None:
         self.num_open = 0
         self.num_body_bytes = 0
-        """Of bodies that are arriving or being worked on."""
+        """Bytes of bodies that are arriving or being processed."""
         self.is_draining = False
         self._max_open = max_open
         self._max_body_bytes = max_body_bytes
 
     @asynccontextmanager
     async def admit(self, http: Request) -> AsyncIterator[tuple[Any, Callable[[], None]]]:
-        """The body as JSON, and then a place for its request: who sends slowly holds none. What is called gives the place
-        back before the end: a client that has read its whole answer may ask again at once.
+        """Read the body, then admit the request. Yields the body as JSON, and a function that ends the admission early: a client that
+        has read its whole answer may send the next request at once.
 
         Raises:
-            ApiError: 503 while draining, 429 where all places are taken or too much is held, and what `read_json` raises.
+            ApiError: 503 while draining, 429 with too many open requests or bytes, and the errors of `read_json`.
             GoneError: the client went away.
         """
-        self._check()  # who cannot have a place need not send
+        self._check()  # before the body is read
         with self._held() as hold:
             tree = await read_json(http, hold)
             with self.enter() as leave:
@@ -196,8 +194,8 @@ class Gate:
 
     @contextmanager
     def enter(self) -> Iterator[Callable[[], None]]:
-        """Hold a place for one request, until what is given is called or the end. Raises `ApiError`: 503 while draining,
-        429 where all places are taken."""
+        """Count one open request until the yielded function is called or the block ends. Raises `ApiError`: 503 while draining, 429
+        with too many open requests."""
         self._check()
         self.num_open += 1
         is_open = True
@@ -221,7 +219,7 @@ class Gate:
 
     @contextmanager
     def _held(self) -> Iterator[Callable[[int], None]]:
-        """A function that counts bytes of one body, raising `ApiError` 429 where that makes too many."""
+        """A function that counts bytes of one body until the block ends. It raises `ApiError` 429 if all bodies become too large."""
         num_held = 0
 
         def hold(num: int) -> None:
@@ -243,10 +241,10 @@ async def read_json(
     max_bytes: int = MAX_BODY_BYTES,
     timeout_s: float = BODY_TIMEOUT_S,
 ) -> Any:
-    """The body as JSON; it is parsed only when all of it has arrived and is not too large. ``hold`` hears of each piece.
+    """The body as JSON. ``hold`` is called with the size of each piece.
 
     Raises:
-        ApiError: 415 not announced as JSON, 413 too large, 408 too slow, 400 no JSON. GoneError: the client went away.
+        ApiError: 415 without a content type of JSON, 413 too large, 408 too slow, 400 no JSON. GoneError: the client went away.
     """
     if not announces_json(request.headers):
         kind = request.headers.get("content-type") or "none"
@@ -261,7 +259,7 @@ async def read_json(
 
 
 def announces_json(headers: Headers) -> bool:
-    """A web page may post any other type across sites without asking; this one makes its browser ask first."""
+    """Whether the content type is JSON. Browsers let web pages post other types across sites without a CORS preflight."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     return kind == "application/json" or kind.endswith("+json")
 
@@ -287,8 +285,7 @@ async def _read(request: Request, hold: Callable[[int], None], max_bytes: int) -
 
 
 def parse_json(raw: bytes) -> Any:
-    """Strict JSON: UTF-8, no NaN, no lone surrogates, no depth that overflows the stack of whoever walks it. Else raises
-    `ApiError` 400."""
+    """Strict JSON: UTF-8, no NaN, no lone surrogates, at most `MAX_DEPTH` levels. Raises `ApiError` 400 for anything else."""
     try:
         text = raw.decode("utf-8")
         tree = strict_json(text)
@@ -326,7 +323,7 @@ def from_validation(error: ValidationError, kind: type[BaseModel]) -> FieldError
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` and return its result; cancel it as soon as the client goes away, and raise `GoneError`."""
+    """Result of ``work``. Cancels ``work`` and raises `GoneError` as soon as the client disconnects."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -345,23 +342,22 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 def cut_connection(send: Send) -> None:
-    """Drop the connection behind uvicorn's ``send`` with all that waits in its buffer.
+    """Drop the connection behind uvicorn's ``send``, with the data in its buffer.
 
-    ASGI has no message for it: raising makes uvicorn close the transport, which first waits for the buffer to empty,
-    for ever where the client does not read. Behind another server there is nothing to reach, and nothing is done.
+    ASGI has no message for it. If the application raised, uvicorn would close the transport after its buffer is empty, which never happens
+    with a client that does not read. Does nothing behind other servers.
     """
     transport = getattr(getattr(send, "__self__", None), "transport", None)
     if isinstance(transport, asyncio.WriteTransport):
         connection = transport.get_extra_info("socket")
-        if connection is not None:  # reset: the kernel, too, forgets what it holds for this client
+        if connection is not None:  # reset, so that the kernel discards its buffer, too
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         transport.abort()
 
 
 def bounded(send: Send, timeout_s: float, cut: Callable[[Send], None] = cut_connection) -> Send:
-    """``send`` that gives a client ``timeout_s`` to take what is in its way, then cuts the connection and raises
-    `GoneError`. The server buffers a little (64 KiB), so this bounds the memory of a client that stops reading.
-    """
+    """``send`` with a time limit: if a client does not read for ``timeout_s`` seconds, calls ``cut`` and raises `GoneError`. The server
+    buffers 64 KiB per connection, so this limits the memory of a client that stops reading."""
 
     async def send_bounded(message: Any) -> None:
         try:

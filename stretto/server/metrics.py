@@ -1,6 +1,6 @@
 """Prometheus metrics: requests and times measured by the server, and the engine's counters.
 
-Every app has a registry of its own, so that two of them in one process (tests) do not add up.
+Every application has its own registry, so that two applications in one process (tests) do not share counters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from stretto.engine.request import Completion, EngineStats
 from stretto.server.elastic import Given, LoadControl
 from stretto.server.limits import Gate
 
-# From a token on a GPU to a queue on a laptop; each step about doubles.
+# Buckets from the time of a token on a GPU to that of a queue on a laptop, each about twice the one before.
 _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0)
 _COUNTERS = {
     "prompt_tokens": "Prompt tokens computed, prefix-cache hits excluded",
@@ -38,7 +38,7 @@ _GAUGES = {
 
 
 class Metrics(Collector):
-    """Counters and histograms of one app, and a collector of the engine's."""
+    """Counters and histograms of one application, and a collector of the engine's counters."""
 
     def __init__(self, gate: Gate, control: LoadControl) -> None:
         self._stats: EngineStats | None = None
@@ -68,11 +68,11 @@ class Metrics(Collector):
         self._token_s = seconds("token", "Time between tokens, mean of a choice")
 
     def started(self, given: Given) -> None:
-        """Note a request and the Subnet it got."""
+        """Count a request with its Subnet."""
         self._given.labels(_label(given), given.reason).inc()
 
     def finished(self, given: Given, done: Completion) -> None:
-        """Note a finished choice."""
+        """Count a finished choice."""
         use = done.usage
         self._flops.labels(_label(given)).inc(use.flops)
         self._tokens.labels(_label(given)).inc(use.output_tokens)
@@ -89,7 +89,7 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry: the engine's state as `render` was told it."""
+        """The engine's counters that were passed to `render`. Called by the registry."""
         for kind, texts in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
             for name, text in texts.items() if self._stats is not None else ():
                 plain = name.removeprefix("num_") if kind is CounterMetricFamily else name
@@ -97,5 +97,5 @@ class Metrics(Collector):
 
 
 def _label(given: Given) -> str:
-    """Presets only: any axes a client may send as a label would let it grow our memory."""
+    """Label of a size: a preset's name, else ``other``. Clients can send arbitrary axes, and each label takes memory."""
     return given.name if given.name.isidentifier() else "other"

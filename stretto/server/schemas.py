@@ -1,6 +1,6 @@
 """JSON schemas of tool parameters: the schema of one argument, and the closed schema of a strict function.
 
-They come from clients, so nothing is taken for granted: what is no schema says nothing.
+Schemas come from clients and may be malformed. A value that is no schema counts as a schema without constraints.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from stretto.base.errors import UserError
 Schema = Mapping[str, Any]
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
-"""Keywords whose values are schemas by name."""
+"""Keywords whose values are mappings from names to schemas."""
 _DATA = ("enum", "const", "default", "examples")
-"""Those whose values are no schemas."""
+"""Keywords whose values are data, not schemas."""
 _UNIONS = ("anyOf", "oneOf")
-_MOST_STEPS = 256
-"""From a schema to what it refers to or is made of: references may go round."""
+_MAX_STEPS = 256
+"""Largest number of references, unions and intersections that are resolved for one schema: references may be circular."""
 
 
 def properties(schema: Schema) -> Mapping[str, Any]:
@@ -33,22 +33,22 @@ def required(schema: Schema) -> list[str]:
 
 
 def kinds(schema: Schema) -> set[str]:
-    """The types that it names."""
+    """The JSON types that ``schema`` allows; empty: all."""
     named = schema.get("type")
     return {each for each in ([named] if isinstance(named, str) else _list(schema, "type")) if isinstance(each, str)}
 
 
 def constants(schema: Schema) -> Sequence[Any]:
-    """The values that are allowed, where it lists them."""
+    """The allowed values, if ``schema`` lists them."""
     return [schema["const"]] if "const" in schema else _list(schema, "enum")
 
 
 def ways(schema: Any, root: Schema) -> list[Schema]:
-    """The schemas of which a value has to follow one to follow ``schema``, which is a part of ``root``: none of them is a reference, a
-    union or several at once. Raises `UserError`: that takes more than `_MOST_STEPS`."""
+    """Alternatives of ``schema``, a part of ``root``: a value follows ``schema`` if it follows one of them. They contain no reference, union
+    or intersection at their top. Raises `UserError` if this takes more than `_MAX_STEPS` steps."""
     found: list[Schema] = []
     waiting = [schema]
-    for _ in range(_MOST_STEPS):
+    for _ in range(_MAX_STEPS):
         if not waiting:
             return found
         each = waiting.pop(0)
@@ -62,13 +62,13 @@ def ways(schema: Any, root: Schema) -> list[Schema]:
             waiting[:0] = [_both(_without(each, name), part) for part in _list(each, name)]
         else:
             found.append(each)
-    problem = f"resolving a schema of their parameters takes more than {_MOST_STEPS} steps"
+    problem = f"resolving a schema of their parameters takes more than {_MAX_STEPS} steps"
     raise UserError(f"tools: {problem}; remove references that lead back to themselves, or allow fewer alternatives")
 
 
 def argument(schema: Schema, name: str) -> list[Schema]:
-    """`ways` of one argument of a call whose parameters follow ``schema``; empty: it says nothing of it, or cannot be followed to its
-    end, and a call that was made is read all the same."""
+    """`ways` of the argument ``name`` of a call whose parameters follow ``schema``. Empty if the schema does not mention the argument or is
+    too complex: a call that was made is read all the same."""
     try:
         known = [properties(way).get(name) for way in ways(schema, schema)]
         return [each for part in known if part is not None for each in ways(part, schema)]
@@ -77,7 +77,7 @@ def argument(schema: Schema, name: str) -> list[Schema]:
 
 
 def alone(part: Schema, root: Schema) -> Schema:
-    """``part`` of ``root`` as a schema of its own, whose references still lead to where they led."""
+    """``part`` of ``root`` as a schema of its own, with the references changed so that they still resolve."""
 
     def moved(schema: Any) -> Any:
         schema = _each(schema, moved)
@@ -89,16 +89,16 @@ def alone(part: Schema, root: Schema) -> Schema:
 
 
 def closed(schema: Schema) -> dict[str, Any]:
-    """The parameters of a strict function: no object has properties that its schema does not name, unless that says so itself."""
-    budget = iter(range(_MOST_STEPS))
+    """The parameters of a strict function: objects have no properties beyond those in their schema, unless the schema itself allows them."""
+    budget = iter(range(_MAX_STEPS))
 
     def close(part: Any) -> Any:
         if isinstance(part, dict) and _is_several(part) and next(budget, None) is not None:
-            # each for itself would allow nothing of what the others name
+            # closed one by one, each part of an intersection would forbid the properties of the others
             several = [dict(way) for way in ways(part, schema)]
             if any(map(properties, several)):
-                told = {key: part[key] for key in ("$defs", "definitions") if key in part}
-                return _each(told, close) | ({"anyOf": list(map(close, several))} if several[1:] else close(several[0]))
+                kept = {key: part[key] for key in ("$defs", "definitions") if key in part}
+                return _each(kept, close) | ({"anyOf": list(map(close, several))} if several[1:] else close(several[0]))
         found = _each(part, close)
         return (
             {"additionalProperties": False, **found}
@@ -112,13 +112,13 @@ def closed(schema: Schema) -> dict[str, Any]:
 
 
 def _is_several(schema: Schema) -> bool:
-    """Made of several that all hold."""
+    """Whether ``schema`` is an intersection of several schemas."""
     num = len(_list(schema, "allOf")) + ("$ref" in schema) + any(_list(schema, name) for name in _UNIONS)
     return num + bool(properties(schema)) > 1
 
 
 def _each(schema: Any, change: Callable[[Any], Any]) -> Any:
-    """``schema`` with every schema directly in it changed."""
+    """``schema`` with ``change`` applied to each schema directly inside."""
     if isinstance(schema, list):
         return [change(each) for each in schema]
     if not isinstance(schema, dict):
@@ -141,7 +141,7 @@ def _referred(reference: Any, root: Schema) -> Any:
 
 
 def _both(first: Schema, second: Any) -> Schema:
-    """A schema of what follows both; where they are two unions or references, one of them waits in ``allOf``."""
+    """The intersection of two schemas. Of two unions or references, one is kept in ``allOf``."""
     if not isinstance(second, Mapping):
         return first
     waiting = [*_list(first, "allOf"), *_list(second, "allOf")]

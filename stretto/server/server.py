@@ -52,9 +52,9 @@ from stretto.server.openapi import document
 from stretto.server.responses import read_response
 
 PLAYGROUND = Path(__file__).parent / "playground"
-"""The page; the files that lie there at the start are served by name, and no others."""
+"""Folder of the playground. The server serves the files that are there at its start."""
 CONTENT_POLICY = "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; img-src 'self' data:"
-"""Pages load nothing from elsewhere and run no inline script."""
+"""Content-Security-Policy: pages load nothing from other sites and run no inline scripts."""
 _HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -62,12 +62,12 @@ _HEADERS = {
 }
 _PAGE_HEADERS = {"cache-control": "no-cache"}
 _HEAD_S = 30
-"""For the head of a request to be whole, after its connection was made or the last answer ended."""
+"""Time limit for the head of a request, from the opening of the connection or the end of the last answer, seconds."""
 _MAX_HEAD_BYTES = 1 << 16
-_MOST_FILES = 1 << 16
-"""Asked of the system."""
+_MAX_FILES = 1 << 16
+"""Number of open files that the process requests from the system."""
 DRAIN_S = 60.0
-"""For open requests to finish after SIGTERM."""
+"""Time limit for open requests after SIGTERM, seconds."""
 _ERRORS_ONLY = logging.getLogger("uvicorn.error.connections")
 """Log of connections without uvicorn's warnings: clients could fill the log with malformed requests."""
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
@@ -76,32 +76,33 @@ _ORIGIN = re.compile(r"\*|https?://([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5}
 
 
 class ServeSettings(Config):
-    """What a server is told before it starts."""
+    """Settings of a server."""
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
-    """0: any free one."""
+    """0: any free port."""
     api_keys: tuple[SecretStr, ...] = ()
-    """None: whoever reaches the port may ask."""
+    """Keys of the API; empty: no key is needed."""
     admin_key: SecretStr | None = None
-    """Opens /admin; without one there is no such path."""
+    """Key of the paths below /admin; None: these paths do not exist."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names in Host headers that are answered, beside the loopback names. None given: on a loopback address only the loopback
-    names (against DNS rebinding: a web page must not reach the server under a name of its own), on another address all."""
+    """Accepted names in Host headers, beside the loopback names. If empty, a server on a loopback address accepts the loopback names only
+    (against DNS rebinding, by which a web page could reach it), and a server on another address accepts all names."""
     cors_origins: tuple[str, ...] = ()
+    """Web origins whose pages may call the API."""
     max_open: int = Field(default=2048, gt=0)
-    """HTTP requests worked on at once; a further one is told to come back. Connections may be twice as many."""
+    """Largest number of open HTTP requests; further ones get status 429. There may be twice as many connections."""
     max_wait_s: float = Field(default=120.0, gt=0)
-    """For the engine to take a request whose body is there; then it is told to come back."""
+    """Time limit for the engine to accept a request, from the arrival of the body, seconds; then the status is 503."""
     send_timeout_s: float = Field(default=30.0, gt=0)
-    """For a client to take what was sent; then its request is aborted."""
+    """Time limit for a client to read what was sent, seconds; then its request is aborted."""
     tool_chars: int | None = Field(default=None, ge=100)
-    """Characters shown to the model of what a tool gave, its beginning and its end; None: all, and what does not fit is refused."""
+    """Number of characters of a tool result that the model sees: its beginning and its end. None: all of it."""
     floor: str | None = None
-    """Smallest Subnet under load: a preset or ``layers=…,experts=…,top_k=…``. None: no elasticity under load."""
+    """Smallest Subnet under load: a preset or ``layers=…,experts=…,top_k=…``. None: the size does not depend on the load."""
     first_token_s: float = Field(default=2.0, gt=0)
-    """With a floor: times to first token above it shrink new requests' Subnets; on the floor, who would wait longer is
-    refused."""
+    """Time to first token above which, with a floor, new requests get smaller Subnets, seconds. At the floor, requests that would wait
+    longer are refused."""
 
     @field_validator("allowed_hosts")
     @classmethod
@@ -116,17 +117,16 @@ class ServeSettings(Config):
     def _check_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
         for origin in origins:
             if not _ORIGIN.fullmatch(origin):
-                raise ValueError(
-                    f"{origin!r} is not an origin; write scheme and host: https://example.org, or * for all"
-                )
+                known = "write scheme and host: https://example.org, or * for all"
+                raise ValueError(f"{origin!r} is not an origin; {known}")
         return origins
 
     def hosts(self) -> tuple[str, ...] | None:
-        """Host names answered (without port), or None for all."""
+        """Accepted host names without port; None: all."""
         return (*_LOOPBACK, *self.allowed_hosts) if self.allowed_hosts or self.host in _LOOPBACK else None
 
     def exposure(self) -> str | None:
-        """A warning for a server that other machines reach without a key; None for any other server."""
+        """A warning if other machines can use the API without a key; else None."""
         if self.host in _LOOPBACK or self.api_keys:
             return None
         names = "" if self.allowed_hosts else " under any host name"
@@ -137,8 +137,8 @@ class ServeSettings(Config):
 
 
 def create_app(service: AsyncEngine, model: ServedModel, settings: ServeSettings) -> Starlette:
-    """The application over a running ``service``; its `Gate` is ``app.state.gate``. Raises `UserError` for a default
-    Subnet or a floor that is none of this network."""
+    """The application of a running engine. Its `Gate` is ``app.state.gate``. Raises `UserError` for a default Subnet or a floor that the
+    network does not have."""
     gate = Gate(settings.max_open)
     resolver = Resolver(model, settings.floor, settings.first_token_s)
     metrics = Metrics(gate, resolver.control)
@@ -157,7 +157,7 @@ def create_app(service: AsyncEngine, model: ServedModel, settings: ServeSettings
     ]
     paths = [route.path for route in routes]
     middleware = [Middleware(entrance, hosts=settings.hosts(), pages=pages, paths=paths, metrics=metrics)]
-    if origins := settings.cors_origins:  # before keys: a browser asks without one whether it may send it
+    if origins := settings.cors_origins:  # outside of `key_holders`: CORS preflights carry no key
         middleware.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
     middleware.append(Middleware(key_holders, settings=settings, pages=pages))
     app = Starlette(
@@ -172,11 +172,11 @@ def create_app(service: AsyncEngine, model: ServedModel, settings: ServeSettings
 def entrance(
     app: ASGIApp, hosts: Sequence[str] | None, pages: Collection[str], paths: Collection[str], metrics: Metrics
 ) -> ASGIApp:
-    """The outermost layer: host, headers for browsers, and the count of answers."""
+    """The outermost middleware: checks the host, adds headers for browsers, and counts the answers."""
 
     async def enter(scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
-        known = path if path in paths else "other"  # a label must not grow with what clients make up
+        known = path if path in paths else "other"  # clients must not create labels of the metrics
 
         async def send_counted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -197,13 +197,13 @@ def entrance(
 
 
 def key_holders(app: ASGIApp, settings: ServeSettings, pages: Collection[str]) -> ASGIApp:
-    """The innermost layer: lets in who shows a key (``pages`` and /health need none), and answers for what breaks."""
+    """The innermost middleware: checks keys (``pages`` and /health need none) and answers unexpected errors."""
     admin_keys = [settings.admin_key] if settings.admin_key else []
 
     async def enter(scope: Scope, receive: Receive, send: Send) -> None:
         path, has_begun = scope["path"], False
 
-        async def send_noted(message: Message) -> None:
+        async def send_observed(message: Message) -> None:
             nonlocal has_begun
             has_begun = True
             await send(message)
@@ -213,9 +213,9 @@ def key_holders(app: ASGIApp, settings: ServeSettings, pages: Collection[str]) -
                 given = Headers(scope=scope).get("authorization")
                 check_key(given, admin_keys if path.startswith("/admin/") else settings.api_keys)
                 scope[CLIENT] = client_of(scope, bool(settings.api_keys))
-            await app(scope, receive, send_noted)
+            await app(scope, receive, send_observed)
         except Exception as error:
-            # Here and not in Starlette's own outermost layer, which neither counts nor knows what browsers want.
+            # Here, because Starlette's own error middleware lies outside of `entrance` and its headers and counts.
             if not has_begun:
                 await as_api_error(error).response()(scope, receive, send)
             if not isinstance(error, KNOWN_ERRORS):
@@ -225,7 +225,7 @@ def key_holders(app: ASGIApp, settings: ServeSettings, pages: Collection[str]) -
 
 
 async def failed(http: HttpRequest, error: Exception) -> Response:
-    """The answer to what a handler raises."""
+    """The answer to an exception that a handler raises."""
     if isinstance(error, HTTPException):
         known = {404: f"there is no {http.url.path} here", 405: f"{http.method} is not for {http.url.path}"}
         error = ApiError(error.status_code, known.get(error.status_code, error.detail), headers=error.headers)
@@ -233,8 +233,8 @@ async def failed(http: HttpRequest, error: Exception) -> Response:
 
 
 class DrainingServer(uvicorn.Server):
-    """A uvicorn that, told to stop, first lets open requests finish while new ones get a 503; told twice, it stops. With
-    a dead engine it stops at once."""
+    """A uvicorn server that drains: after the first signal, open requests finish and new ones get status 503. After a second signal, or if
+    the engine is dead, it stops at once."""
 
     def __init__(self, config: uvicorn.Config, gate: Gate, service: AsyncEngine) -> None:
         super().__init__(config)
@@ -250,7 +250,7 @@ class DrainingServer(uvicorn.Server):
             self._deadline_s = time.monotonic() + DRAIN_S
 
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn ten times a second; whether to stop."""
+        """Whether to stop. Called by uvicorn ten times a second."""
         is_done = self._gate.is_draining and (self._gate.num_open == 0 or time.monotonic() > self._deadline_s)
         if is_done or self._service.error is not None:
             self.should_exit = True
@@ -258,23 +258,23 @@ class DrainingServer(uvicorn.Server):
 
 
 class PatientConnection(HttpToolsProtocol):
-    """uvicorn's connection, made for clients that open many and say nothing, or begin a request and never end it.
+    """uvicorn's connection with limits for idle clients and for requests that never end.
 
-    The head of a request has to be whole in time and has a largest size (uvicorn waits for ever once a byte has come, and
-    keeps all that comes), and where there are too many connections, the one that has been idle for longest makes room.
+    The head of a request has a time limit and a largest size; uvicorn has neither once a byte has arrived. If there are too many
+    connections, the one that has been idle for longest is closed.
     """
 
-    def __init__(self, *, idle: dict[PatientConnection, float], most: int, **given: Any) -> None:
-        """``idle``: connections on which no request is being answered, and since when, oldest first; all share it."""
-        super().__init__(**given)
+    def __init__(self, *, idle: dict[PatientConnection, float], max_connections: int, **options: Any) -> None:
+        """``idle``: the connections without a request, and since when, oldest first. All connections share this table."""
+        super().__init__(**options)
         self.logger = _ERRORS_ONLY
-        self._idle, self._most = idle, most
-        self._num_head_bytes: int | None = None  # of a head that is not whole yet
+        self._idle, self._max_connections = idle, max_connections
+        self._num_head_bytes: int | None = None  # of an incomplete head
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._rest()
-        if len(self.connections) > self._most:
+        if len(self.connections) > self._max_connections:
             oldest = next(iter(self._idle))
             del self._idle[oldest]
             oldest.transport.abort()
@@ -299,7 +299,7 @@ class PatientConnection(HttpToolsProtocol):
                 self.transport.abort()
         if self.cycle is not None and not self.cycle.response_complete:
             self._idle.pop(self, None)
-        elif self in self._idle and not self.transport.is_closing():  # what has come does not extend the time
+        elif self in self._idle and not self.transport.is_closing():  # further bytes do not extend the time limit
             self._close_at(self._idle[self] + _HEAD_S)
 
     def on_response_complete(self) -> None:
@@ -318,48 +318,49 @@ class PatientConnection(HttpToolsProtocol):
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A listening socket, opened before a checkpoint is read so that a taken port is told at once (`UserError`)."""
+    """A listening socket. Open it before the checkpoint is read, so that a port in use is reported at once (`UserError`)."""
     is_ipv6 = ":" in host
     family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
     try:
-        made = socket.create_server((host, port), family=family, backlog=2048, dualstack_ipv6=is_ipv6)
+        opened = socket.create_server((host, port), family=family, backlog=2048, dualstack_ipv6=is_ipv6)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise UserError(f"--port {port}: in use on {host}; choose another, or 0 for any free one") from None
         raise UserError(f"--host {host}, --port {port}: cannot listen there: {error}; choose another") from None
-    # That function leaves the protocol open, connections inherit it, and asyncio sets TCP_NODELAY only where it says TCP.
-    return socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=made.detach())
+    # `create_server` sets no protocol number, and asyncio sets TCP_NODELAY only on sockets whose protocol is TCP.
+    return socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=opened.detach())
 
 
 def make_server(app: Starlette) -> DrainingServer:
-    """The process's server around ``app``; ``run(sockets=[…])`` returns when open requests have finished, or the engine
-    is dead (`AsyncEngine.error` says so)."""
+    """The server process of ``app``. ``run(sockets=[…])`` returns when the open requests have finished, or when the engine is dead
+    (`AsyncEngine.error`)."""
     settings: ServeSettings = app.state.settings
 
     async def outermost(scope: Scope, receive: Receive, send: Send) -> None:
-        # Outside of all middleware: only here is ``send`` the one of uvicorn itself.
+        # Outside of all middleware, because `bounded` needs uvicorn's own ``send``.
         await app(scope, receive, bounded(send, settings.send_timeout_s))
 
     config = uvicorn.Config(
         outermost,
-        http=partial(PatientConnection, idle={}, most=min(2 * settings.max_open, _free_files() // 2)),  # type: ignore[arg-type]
+        http=partial(PatientConnection, idle={}, max_connections=min(2 * settings.max_open, _file_limit() // 2)),  # type: ignore[arg-type]
         ws="none",
         log_level="warning",
         access_log=False,
         server_header=False,
         proxy_headers=False,
         lifespan="off",
-        timeout_graceful_shutdown=5,  # what is still open when the drain has ended is cut
+        timeout_graceful_shutdown=5,  # seconds after the drain, before open connections are cut
     )
     _ERRORS_ONLY.setLevel(logging.ERROR)  # after the configuration, which resets the levels of uvicorn's loggers
     return DrainingServer(config, app.state.gate, app.state.service)
 
 
-def _free_files() -> int:
-    """How many files and connections this process may have open, after asking for as many as it is allowed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        return wanted
-    return _MOST_FILES if soft == resource.RLIM_INFINITY else soft
+def _file_limit() -> int:
+    """Number of files and connections that this process may open, after raising its limit as far as allowed."""
+    soft, hard = (
+        _MAX_FILES if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    wanted = max(soft, min(hard, _MAX_FILES))
+    if wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return wanted

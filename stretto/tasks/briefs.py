@@ -26,20 +26,7 @@ _TOPICS: Final = (
     "a stranger at the table", "a key that fits nothing", "a night train", "the bakery before dawn", "an unfinished map",
     "a flood and a piano", "a lighthouse keeper's guest", "a promise kept too long", "a garden under snow", "a boy who counts birds",
 )  # fmt: skip
-_WORDS = (
-    "lantern",
-    "copper",
-    "thimble",
-    "orchard",
-    "ladder",
-    "harbour",
-    "velvet",
-    "compass",
-    "kettle",
-    "ribbon",
-    "gravel",
-    "mirror",
-)
+_WORDS = words("lantern copper thimble orchard ladder harbour velvet compass kettle ribbon gravel mirror")
 _LENGTHS: Final = ((30, 60), (50, 90), (80, 130))
 
 

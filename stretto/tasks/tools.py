@@ -23,8 +23,12 @@ from stretto.tasks.session import calling
 from stretto.tasks.task import Answer, AnswerFormat, Problem, Score, TaskSource, Tool, find_answer
 
 ToolKind = Literal["calculator", "python", "database"]
-_FIELDS: Mapping[ToolKind, str] = {"calculator": "expression", "python": "code", "database": "query"}
-"""Argument of each tool."""
+_TOOLS: Mapping[ToolKind, tuple[str, str, str]] = {
+    "calculator": ("expression", "for example 12 * (3 + 4)", "Evaluates an arithmetic expression."),
+    "python": ("code", "the whole program", "Runs a Python program and gives what it prints."),
+    "database": ("query", "one SELECT", "Reads the table cities(name, country, population, area) with SQL."),
+}
+"""Name and description of each tool's argument, and description of the tool."""
 _COUNTRIES = ("Ardal", "Belmora", "Corvia", "Dunmar", "Estrel")
 _NAMES = ("Al", "Bri", "Cor", "Del", "Fen", "Gar", "Hol", "Is", "Jor", "Kel"), ("ford", "mere", "ton", "vik", "wick")
 
@@ -91,7 +95,7 @@ class ToolsSource(TaskSource):
         if not self.args.offered:
             return ({"role": "assistant", "content": problem.gold},)
         kind = self._kind(problem.item)
-        arguments = {_FIELDS[kind]: self._task(problem.item).argument}
+        arguments = {_TOOLS[kind][0]: self._task(problem.item).argument}
         result = self._tools[kind].call(arguments)
         assert result.outcome is Outcome.OK, f"{kind} on its own demonstration: {result}"
         return (
@@ -112,32 +116,21 @@ class ToolsSource(TaskSource):
 
     def _tool(self, kind: ToolKind) -> Tool:
         if kind == "calculator":
-            return calculator_tool()
+            return text_tool(kind, calculate)
         if kind == "python":
             if self.sandbox is None:
                 raise UserError(f"sources.{self.name}: tools: python runs programs; open it with a sandbox")
-            return python_tool(self.sandbox)
+            return text_tool(kind, partial(run_python, self.sandbox))
         rows = ", ".join(str(tuple(city)) for city in self._cities)
         table = "cities (name TEXT PRIMARY KEY, country TEXT, population INTEGER, area INTEGER)"
-        text = "Reads the table cities(name, country, population, area) with SQL."
-        run = TableTool(f"CREATE TABLE {table}; INSERT INTO cities VALUES {rows};")
-        return text_tool(kind, text, _FIELDS[kind], "one SELECT", run)
+        return text_tool(kind, TableTool(f"CREATE TABLE {table}; INSERT INTO cities VALUES {rows};"))
 
 
-def calculator_tool() -> Tool:
-    what = "for example 12 * (3 + 4)"
-    return text_tool("calculator", "Evaluates an arithmetic expression.", _FIELDS["calculator"], what, calculate)
-
-
-def python_tool(sandbox: Sandbox) -> Tool:
-    text = "Runs a Python program and gives what it prints."
-    return text_tool("python", text, _FIELDS["python"], "the whole program", partial(run_python, sandbox))
-
-
-def text_tool(name: str, text: str, field: str, what: str, run: Callable[[str], ToolResult]) -> Tool:
-    """A tool with one string argument ``field``. ``text`` describes the tool, ``what`` the argument."""
+def text_tool(kind: ToolKind, run: Callable[[str], ToolResult]) -> Tool:
+    """The tool ``kind``, which has one string argument; ``run`` gets its value."""
+    field, what, description = _TOOLS[kind]
     fields = {field: {"type": "string", "description": what}}
-    return string_tool(name, text, fields, lambda arguments: run(arguments[field]), additionalProperties=False)
+    return string_tool(kind, description, fields, lambda arguments: run(arguments[field]), additionalProperties=False)
 
 
 def string_tool(

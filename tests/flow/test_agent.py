@@ -22,7 +22,8 @@ from stretto.learning.dialogue import Dialogue, ToolCall
 from stretto.learning.recipe import GROUPS, LOGS
 from stretto.learning.samples import load_group
 from stretto.sandbox.outcome import ToolResult
-from stretto.tasks.tools import calculator_tool
+from stretto.sandbox.tools import calculate
+from stretto.tasks.tools import text_tool
 from stretto.text.chat import CHATML, render, tokenise_chat
 from stretto.text.tokenizer import train_tokenizer
 from tests.engine.engines import FULL, full_routes, network
@@ -428,7 +429,7 @@ def test_reads_turns() -> None:
 def test_arguments_without_quotes_are_of_the_kind_that_the_tool_wants() -> None:
     """A calculator's 12 is a text, which a call between tags does not say."""
     made = tokenizer(TEMPLATES["glm"])
-    dialogue, tools = Dialogue(made), [calculator_tool().schema()]
+    dialogue, tools = Dialogue(made), [text_tool("calculator", calculate).schema()]
     written = "<tool_call>calculator\n<arg_key>expression</arg_key>\n<arg_value>12</arg_value>\n</tool_call>"
     turn = np.array(made.encode_rendered(written))
     assert dialogue.calls(turn, tools) == (ToolCall("calculator", {"expression": "12"}),)

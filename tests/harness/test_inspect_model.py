@@ -100,7 +100,8 @@ def test_a_task_longer_than_the_context_is_an_error(checkpoint: Path, tmp_path: 
 
 def test_what_cannot_be_opened_is_told_in_a_line(checkpoint: Path, tmp_path: Path) -> None:
     for name, problem in {
-        f"{checkpoint}:smal": "no preset 'smal'",
+        f"{checkpoint}:smal": "no preset 'smal' \\(did you mean 'small'\\?\\); known: full, small",
+        f"{checkpoint}:nosuch": "no preset 'nosuch'; known: full, small",
         "http://127.0.0.1:9": "no server of models answers there",
         f"{written(tmp_path, None)}": "chat_template: the tokenizer has none",
         f"{tmp_path / 'nowhere'}:small": "nowhere",

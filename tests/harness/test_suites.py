@@ -7,12 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from stretto.api.evaluate import _result
 from stretto.base.errors import UserError
 from stretto.harness import suites
 from stretto.harness.suites import Budget, Judged, ask, bfcl_python, harness_names, serving
+from stretto.post.suite import Cost, Evaluation
+from stretto.report.evals import evaluation_page
 
 
 def judged(num: int, num_failed: int) -> Judged:
@@ -34,8 +37,8 @@ def test_above_a_twentieth_there_is_no_score() -> None:
 
 def test_a_server_that_is_gone_gives_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suites, "SUITES", {"x": lambda *_: {"d": judged(10, 0)}})
-    with pytest.raises(UserError, match="x: no score: the server died under it"):
-        ask("x", "http://127.0.0.1:9", tmp_path, Budget())
+    with pytest.raises(UserError, match="x: no score: the server died"):
+        ask("x", "http://127.0.0.1:9", tmp_path, Budget(), has_baselines=False)
 
 
 def test_what_cannot_be_asked_is_told_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +50,47 @@ def test_what_cannot_be_asked_is_told_in_a_line(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(sys, "version_info", (3, 13, 0))
     with pytest.raises(UserError, match="needs numpy"):
         bfcl_python()
+
+
+@pytest.mark.parametrize("has_baselines", [True, False])
+def test_a_suite_has_the_scores_of_trivial_baselines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_baselines: bool
+) -> None:
+    """A suite like BFCL's irrelevance, where no call is the correct answer, and its opposite."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+
+    def suite(url: str, folder: Path, budget: Budget) -> dict[str, Judged]:
+        found = {"calls": Judged(), "irrelevance": Judged()}
+        assert httpx.get(f"{url}/v1/models").json()["data"]
+        for name, one in found.items():
+            for number in range(4):
+                body = {"model": "m", "messages": [{"role": "user", "content": "?"}], "tools": tools}
+                answer = httpx.post(f"{url}/v1/chat/completions", json=body).json()
+                called = answer["choices"][0]["message"].get("tool_calls") is not None
+                one.add(f"p{number}", float(called == (name == "calls")), finish="stop")
+        return found
+
+    monkeypatch.setattr(suites, "SUITES", {"x": suite})
+    with suites.trivial_server("empty") as url:  # stands for a model that calls nothing
+        monkeypatch.setattr(httpx.Response, "raise_for_status", lambda self: self)
+        found = ask("x", url, tmp_path, Budget(), has_baselines)
+    results = {name: _result("x", name, one, 1, seed=0) for name, one in found.items()}
+    scores = {name: {rule: each.value for rule, each in result.baselines.items()} for name, result in results.items()}
+    expected = {"calls": {"empty": 0.0, "calls": 1.0}, "irrelevance": {"empty": 1.0, "calls": 0.0}}
+    assert scores == (expected if has_baselines else {"calls": {}, "irrelevance": {}})
+    assert results["irrelevance"].score.value == 1.0
+    if has_baselines:
+        cost = Cost(1, 1, 1, 1, 1, 1.0)
+        page = evaluation_page(
+            Evaluation(
+                "m",
+                {"prompt": "chat", "suites": {"x": Budget().model_dump() | {"sources": dict.fromkeys(results, "x")}}},
+                results["irrelevance"].score,
+                results,
+                cost,
+            )
+        )
+        assert "Not clearly above the trivial baseline: calls, irrelevance" in page.headline
 
 
 @pytest.mark.slow

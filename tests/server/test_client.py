@@ -81,5 +81,5 @@ def test_what_is_no_chat_api_is_a_failure(answer: str) -> None:
         async with Client("http://test", transport=transport) as client:
             return await client.chat({"messages": []})
 
-    with pytest.raises(ApiFailure, match="502: what answers is no chat API"):
+    with pytest.raises(ApiFailure, match="502: the server has no chat API"):
         asyncio.run(ask())

@@ -154,16 +154,9 @@ class SearchSource(SessionSource):
             calls = (("search", text, ""), *(("open", each, "") for each in documents))
             question = _Question(text, str(record["answer"] or UNKNOWN), documents, calls)
         cited = [f"[{each}]" for each in question.documents if question.answer != UNKNOWN]
-        return Problem.of(
-            item,
-            f"{question.text} {RULES}",
-            " ".join([question.answer, *cited]),
-            self.args.format,
-            answer=question.answer,
-            documents=list(question.documents),
-            calls=list(question.calls),
-            note=question.note,
-        )
+        payload = question._asdict() | {"documents": list(question.documents), "calls": list(question.calls)}
+        text, gold = f"{payload.pop('text')} {RULES}", " ".join([question.answer, *cited])
+        return Problem.of(item, text, gold, self.args.format, **payload)
 
     def open(self, problem: Problem, seed: int | None = None) -> SearchSession:
         corpus = self._corpus or self._world(problem.item // self.args.per_corpus).corpus
