@@ -130,12 +130,6 @@ class Think:
     sign: str = ""
     """Text by which a template with reasoning is recognised; empty: ``close``, because some templates do not contain ``open``."""
 
-    def opening(self) -> Pattern:
-        return regex.compile(rf"\s*{regex.escape(self.open)}\s?")
-
-    def closing(self) -> Pattern:
-        return regex.compile(rf"\s?{regex.escape(self.close)}\s*")
-
 
 _ANALYSIS = "<|channel|>analysis<|message|>"
 THINKS = (
@@ -243,9 +237,12 @@ def _typed(text: str, known: Sequence[Schema]) -> Any:
     return text if "string" in named and value is not None else value
 
 
-_STRING_OR_NAME = regex.compile(
-    r"""("{3}(?s:.*?)"{3}|'{3}(?s:.*?)'{3}|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|([^\s"'()\[\]{},:=]+)(?=\s*[(=])"""
+_PARTS = regex.compile(
+    r"""("{3}(?s:.*?)"{3}|'{3}(?s:.*?)'{3}|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
+    r"""|([^\s"'()\[\]{},:=]+)(?=\s*[(=])|(?<![\w.])(true|false|null)(?![\w.])"""
 )
+"""Strings, names of functions and keys, and JSON's constants, in calls in Python's syntax."""
+_CONSTANTS = {"true": "True", "false": "False", "null": "None"}
 
 
 def _python_calls(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found:
@@ -254,33 +251,22 @@ def _python_calls(body: str, groups: Mapping[str, str], schemas: Schemas) -> Fou
     names: list[str] = []
 
     def numbered(match: Any) -> str:
-        if match[1]:
-            return str(match[1])
+        if match[1] or match[3]:
+            return match[1] or _CONSTANTS[match[3]]
         names.append(match[2])
         return f"_{len(names) - 1}"
 
     def read(node: ast.expr) -> tuple[str, Any]:
         assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args
-        arguments = {names[int(each.arg[1:])]: _literal_value(each.value) for each in node.keywords if each.arg}
+        arguments = {names[int(each.arg[1:])]: ast.literal_eval(each.value) for each in node.keywords if each.arg}
         return names[int(node.func.id[1:])], parse_json(json.dumps(arguments))
 
     try:
-        tree = ast.parse(_STRING_OR_NAME.sub(numbered, groups.get("lead", "") + body.strip()), mode="eval").body
+        tree = ast.parse(_PARTS.sub(numbered, groups.get("lead", "") + body.strip()), mode="eval").body
         assert isinstance(tree, ast.List) and tree.elts
         return [read(node) for node in tree.elts]
     except (SyntaxError, TypeError, AssertionError, RecursionError, MemoryError) as error:
         raise ValueError from error
-
-
-def _literal_value(node: ast.expr) -> Any:
-    known = {"true": True, "false": False, "null": None}
-    names = {name: ast.Constant(value) for name, value in known.items()}
-
-    class Named(ast.NodeTransformer):
-        def visit_Name(self, name: ast.Name) -> ast.expr:
-            return names.get(name.id, name)
-
-    return ast.literal_eval(Named().visit(node))
 
 
 def _channel_call(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found:
@@ -515,7 +501,8 @@ class AnswerReader:
             max_calls: number of calls after which further ones are left out; None: no limit.
         """
         self._dialect, self._schemas, self._calls_left = dialect, schemas or {}, max_calls
-        self._think = None if think is None else (think.opening(), think.closing())
+        marks = None if think is None else (regex.escape(think.open), regex.escape(think.close))
+        self._think = marks and (regex.compile(rf"\s*{marks[0]}\s?"), regex.compile(rf"\s?{marks[1]}\s*"))
         self._is_thinking = is_thinking and think is not None
         self._may_think = not self._is_thinking  # only white space so far
         self._is_first = True  # no content so far
@@ -603,16 +590,11 @@ class AnswerReader:
 
     def _split(self, pattern: Pattern, is_last: bool) -> tuple[str, Any]:
         """Text before the next mark, and the mark if it is complete. Text that may begin a mark is held back."""
-        match = pattern.search(self._held, partial=not is_last)
-        if match is None:
-            content, self._held = self._held, ""
-            return content, None
-        content = self._held[: match.start()]
-        if is_last or not (match.partial or match.end() == len(self._held)):
-            self._held = self._held[match.end() :]
-            return content, match
-        self._held = self._held[match.start() :]
-        return content, None
+        mark = self._find(pattern, is_last)
+        start = len(self._held) if mark is False else mark.start() if mark else self._searched
+        content, self._held = self._held[:start], self._held[mark.end() if mark else start :]
+        self._searched = 0
+        return content, mark or None
 
     def _take_call(self, found: list[Piece], is_last: bool) -> bool:
         # A closing mark within a string of the arguments does not end the call: the text before it cannot be parsed.
@@ -866,12 +848,30 @@ def _text_of(way: Schema) -> str:
     """Terminal for the texts that the schema of a string allows, with the line breaks that templates put around them."""
     found, (least, most) = [], (way.get(name) for name in ("minLength", "maxLength"))
     if isinstance(pattern := way.get("pattern"), str):
-        before, after = "" if pattern.startswith("^") else "(?s:.*)", "" if pattern.endswith("$") else "(?s:.*)"
-        inner = regex.sub(r"(?<!\\)/", r"\/", pattern.removeprefix("^").removesuffix("$")).replace("\n", r"\n")
-        found.append(f"{before}(?:{inner}){after}")
+        ways = ["".join(_anchored(pieces)) for pieces in _alternatives(pattern)]
+        found.append(f"(?:{'|'.join(ways)})")
     if type(least) is int or type(most) is int:
         found.append(f"(?s:.{{{least if type(least) is int else 0},{most if type(most) is int else ''}}})")
     return " & ".join(f"/\\n?{each}\\n?/" for each in found) or _TEXT
+
+
+def _alternatives(pattern: str) -> list[list[str]]:
+    """The alternatives of a regular expression at its top level, each split into characters, escapes and classes."""
+    found, depth = [[]], 0
+    for piece in regex.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", pattern, regex.DOTALL):
+        depth += (piece == "(") - (piece == ")")
+        if piece == "|" and not depth:
+            found.append([])
+        else:
+            found[-1].append(piece)
+    return found
+
+
+def _anchored(pieces: list[str]) -> list[str]:
+    """An alternative for Lark's terminals, which match whole texts: any text in place of the anchor that it lacks."""
+    start, end = pieces[:1] == ["^"], pieces[-1:] == ["$"]
+    inner = ["(?s:.*)"] * (not start) + pieces[start : len(pieces) - end] + ["(?s:.*)"] * (not end)
+    return [regex.sub(r"(?<!\\)/", r"\/", piece).replace("\n", r"\n") for piece in inner]
 
 
 def _ending(argument: Spelling) -> str:

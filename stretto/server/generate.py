@@ -446,11 +446,14 @@ class Generate:
         self.backend.metrics.started(job.given)
         batches = merged([self._watched(stream, job.given, ticket) for stream in streams])
         if job.body.stream:
-            batches = await begun(batches)
+            first = await anext(batches)  # before the head of the response: a failure here still has its own status
+            for event in first:
+                if isinstance(event, Completion):
+                    raise_for(event)
             # `stream_response`, because calling the response (or sse-starlette's) would also listen for disconnects, as
             # `while_connected` does already. sse-starlette's would end streams at shutdown, where this server drains them.
             headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx would buffer the chunks
-            response = StreamingResponse(_frames(answer, batches), 200, headers, "text/event-stream")
+            response = StreamingResponse(_frames(answer, first, batches), 200, headers, "text/event-stream")
             await response.stream_response(send)
         else:
             await JSONResponse(answer.whole(await _collect(job, batches)))(http.scope, http.receive, send)
@@ -466,21 +469,6 @@ class Generate:
                 if isinstance(event, Completion):
                     self.backend.metrics.finished(given, event)
             yield events
-
-
-async def begun(batches: AsyncIterator[list[Event]]) -> AsyncIterator[list[Event]]:
-    """``batches``, after waiting for the first. Raises if the request failed there: its status can still be sent."""
-    first = await anext(batches)
-    for event in first:
-        if isinstance(event, Completion):
-            raise_for(event)
-
-    async def with_first() -> AsyncIterator[list[Event]]:
-        yield first
-        async for events in batches:
-            yield events
-
-    return with_first()
 
 
 async def merged(sources: Sequence[AsyncIterator[list[Event]]]) -> AsyncIterator[list[Event]]:
@@ -513,9 +501,9 @@ async def _collect(job: Job, batches: AsyncIterator[list[Event]]) -> list[Comple
     return done
 
 
-async def _frames(answer: Answer, batches: AsyncIterator[list[Event]]) -> AsyncIterator[bytes]:
+async def _frames(answer: Answer, first: Sequence[Event], batches: AsyncIterator[list[Event]]) -> AsyncIterator[bytes]:
     try:
-        yield b"".join(answer.start())
+        yield b"".join([*answer.start(), *(frame for event in first for frame in answer.push(event))])
         async for events in batches:  # one write for each batch
             if frames := b"".join(frame for event in events for frame in answer.push(event)):
                 yield frames

@@ -13,7 +13,7 @@ import re
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
@@ -198,17 +198,12 @@ class Gate:
         with too many open requests."""
         self._check()
         self.num_open += 1
-        is_open = True
+        with ExitStack() as stack:
+            stack.callback(self._leave)
+            yield stack.close
 
-        def leave() -> None:
-            nonlocal is_open
-            self.num_open -= is_open
-            is_open = False
-
-        try:
-            yield leave
-        finally:
-            leave()
+    def _leave(self) -> None:
+        self.num_open -= 1
 
     def _check(self) -> None:
         if self.is_draining:
@@ -220,19 +215,18 @@ class Gate:
     @contextmanager
     def _held(self) -> Iterator[Callable[[int], None]]:
         """A function that counts bytes of one body until the block ends. It raises `ApiError` 429 if all bodies become too large."""
-        num_held = 0
+        with ExitStack() as stack:
 
-        def hold(num: int) -> None:
-            nonlocal num_held
-            if self.num_body_bytes + num > self._max_body_bytes:
-                raise overloaded(f"the server holds {self.num_body_bytes:,} bytes of bodies; try again later", 1.0)
-            num_held += num
-            self.num_body_bytes += num
+            def hold(num: int) -> None:
+                if self.num_body_bytes + num > self._max_body_bytes:
+                    raise overloaded(f"the server holds {self.num_body_bytes:,} bytes of bodies; try again later", 1.0)
+                self.num_body_bytes += num
+                stack.callback(self._release, num)
 
-        try:
             yield hold
-        finally:
-            self.num_body_bytes -= num_held
+
+    def _release(self, num: int) -> None:
+        self.num_body_bytes -= num
 
 
 async def read_json(

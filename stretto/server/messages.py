@@ -10,7 +10,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -158,23 +158,17 @@ class JsonSchema(Body):
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+class PlainFormat(Body):
+    type: Literal["text", "json_object"]
+    json_schema: None = None
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "if": {"properties": {"type": {"const": "json_schema"}}},
-            "then": {"required": ["json_schema"], "properties": {"json_schema": {"type": "object"}}},
-            "else": {"properties": {"json_schema": {"type": "null"}}},
-        }
-    )
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema must be given for the type json_schema, and for no other")
-        return self
+class SchemaFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
 
 
 class Returned(BaseModel):

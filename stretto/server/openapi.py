@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
+from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 
 from stretto.engine.request import Sampling
@@ -25,24 +26,21 @@ _SAME = {"logprobs": "top_logprobs", "stop_token_ids": "stop_ids"}
 """Fields of bodies that `Sampling` has under another name."""
 BEYOND_SCHEMA = (UNPROCESSABLE, CONTEXT_LENGTH, SUBNET)
 """Codes of refusals for conditions that no schema can state."""
-_ERROR = {
-    "type": "object",
-    "description": "Every answer other than 2xx. A body that follows this document gets status 400 only with one of the codes "
-    f"{', '.join(BEYOND_SCHEMA)}.",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"], "description": "Field at fault."},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
+
+
+class Problem(BaseModel):
+    message: str
+    type: str
+    param: str | None = Field(description="Field at fault.")
+    code: str | None = Field(
+        description=f"With status 400, {', '.join(BEYOND_SCHEMA)} say that the body follows this document."
+    )
+
+
+class Error(BaseModel):
+    """Every answer other than 2xx."""
+
+    error: Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +87,10 @@ def document(with_admin: bool) -> dict[str, Any]:
     """The document (OpenAPI 3.1) of a server with or without the administrator's paths."""
     offered = [endpoint for endpoint in ENDPOINTS if with_admin or not endpoint.is_admin]
     bodies = [endpoint.body for endpoint in offered if endpoint.body is not None]
-    _, defined = models_json_schema([(body, "validation") for body in bodies], ref_template=_SCHEMAS + "{model}")
-    schemas = defined["$defs"] | {"Error": _ERROR}
+    _, defined = models_json_schema(
+        [(model, "validation") for model in (*bodies, Error)], ref_template=_SCHEMAS + "{model}"
+    )
+    schemas = defined["$defs"]
     for body in bodies:
         _complete(schemas[body.__name__], issubclass(body, Generation | ShortChatBody))
     return {

@@ -13,10 +13,10 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any
 
 import uvicorn
-from pydantic import Field, SecretStr, field_validator
+from pydantic import AfterValidator, Field, SecretStr
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -75,6 +75,18 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]")
 _ORIGIN = re.compile(r"\*|https?://([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?")
 
 
+def _check_host_name(name: str) -> str:
+    if not _HOST_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not a host name; write it without scheme and port: api.example.org")
+    return name.lower()
+
+
+def _check_origin(origin: str) -> str:
+    if not _ORIGIN.fullmatch(origin):
+        raise ValueError(f"{origin!r} is not an origin; write scheme and host: https://example.org, or * for all")
+    return origin
+
+
 class ServeSettings(Config):
     """Settings of a server."""
 
@@ -85,10 +97,10 @@ class ServeSettings(Config):
     """Keys of the API; empty: no key is needed."""
     admin_key: SecretStr | None = None
     """Key of the paths below /admin; None: these paths do not exist."""
-    allowed_hosts: tuple[str, ...] = ()
+    allowed_hosts: tuple[Annotated[str, AfterValidator(_check_host_name)], ...] = ()
     """Accepted names in Host headers, beside the loopback names. If empty, a server on a loopback address accepts the loopback names only
     (against DNS rebinding, by which a web page could reach it), and a server on another address accepts all names."""
-    cors_origins: tuple[str, ...] = ()
+    cors_origins: tuple[Annotated[str, AfterValidator(_check_origin)], ...] = ()
     """Web origins whose pages may call the API."""
     max_open: int = Field(default=2048, gt=0)
     """Largest number of open HTTP requests; further ones get status 429. There may be twice as many connections."""
@@ -103,23 +115,6 @@ class ServeSettings(Config):
     first_token_s: float = Field(default=2.0, gt=0)
     """Time to first token above which, with a floor, new requests get smaller Subnets, seconds. At the floor, requests that would wait
     longer are refused."""
-
-    @field_validator("allowed_hosts")
-    @classmethod
-    def _check_hosts(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        for name in names:
-            if not _HOST_NAME.fullmatch(name):
-                raise ValueError(f"{name!r} is not a host name; write it without scheme and port: api.example.org")
-        return tuple(name.lower() for name in names)
-
-    @field_validator("cors_origins")
-    @classmethod
-    def _check_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
-        for origin in origins:
-            if not _ORIGIN.fullmatch(origin):
-                known = "write scheme and host: https://example.org, or * for all"
-                raise ValueError(f"{origin!r} is not an origin; {known}")
-        return origins
 
     def hosts(self) -> tuple[str, ...] | None:
         """Accepted host names without port; None: all."""

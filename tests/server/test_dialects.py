@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
+from pydantic import TypeAdapter
 
 from stretto.base.errors import UserError
 from stretto.engine.grammar import GrammarCompiler
@@ -29,7 +30,7 @@ from stretto.server.dialects import (
     read_answer,
     think_of,
 )
-from stretto.server.messages import Message, Prompts, ResponseFormat, Tool, tool_use
+from stretto.server.messages import Message, PlainFormat, Prompts, ResponseFormat, SchemaFormat, Tool, tool_use
 from stretto.text.chat import CHATML, Arguments, render, tool_form
 from stretto.text.tokenizer import Tokenizer, train_tokenizer
 from tests.server.templates import MARKS, TEMPLATES
@@ -206,6 +207,8 @@ HELD: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]
     "a choice of anything": (schema({"u": {"enum": ["a", 1, None]}}), [{"u": "a"}, {"u": 1}, {"u": None}], [{"u": 3}]),
     "a pattern": (schema({"u": {"type": "string", "pattern": "^[A-Z]{3}$"}}), [{"u": "ABC"}], [{"u": "abc"}]),
     "a part that matches": (schema({"u": {"type": "string", "pattern": "/[0-9]"}}), [{"u": "a/1"}], [{"u": "a1"}]),
+    "a pattern of two": (schema({"u": {"type": "string", "pattern": "^a|[/|]b$"}}), [{"u": "ax"}, {"u": "x|b"}], [{"u": "xax"}]),
+    "a dollar": (schema({"u": {"type": "string", "pattern": "[(]c\\$"}}), [{"u": "a (c$ 5"}], [{"u": "(c"}]),
     "an optional pattern": (
         schema({"u": {"anyOf": [{"type": "string", "pattern": "^[A-Z]+$"}, {"type": "null"}]}}),
         [{"u": "ABC"}, {"u": None}],
@@ -490,7 +493,7 @@ def test_a_checkpoint_may_declare_its_own_dialect() -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_grammars_are_what_the_library_reads(name: str, form: dict | None, parallel: bool, thinking: bool) -> None:
     prompts = Prompts(tokenizer_of(TEMPLATES[name], True))
-    shape = None if form is None else ResponseFormat.model_validate(form)
+    shape = None if form is None else TypeAdapter(ResponseFormat).validate_python(form)
     grammar = prompts.grammar(tool_use(TOOLS, "auto" if form else "required"), shape, parallel, thinking)
     assert grammar is not None and grammar.kind == "lark"
     compiler_of(TEMPLATES[name], True).compile(grammar)
@@ -501,7 +504,7 @@ def test_grammars_are_what_the_library_reads(name: str, form: dict | None, paral
 def test_a_shape_is_asked_of_what_follows_the_reasoning(special: bool) -> None:
     tokenizer = tokenizer_of(TEMPLATES["hermes"], special)
     prompts = Prompts(tokenizer)
-    shape = ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}})
+    shape = SchemaFormat.model_validate({"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}})
     grammar = prompts.grammar(tool_use([], None), shape, True, is_thinking=True)
     assert grammar is not None
     compiler = compiler_of(TEMPLATES["hermes"], special)
@@ -513,11 +516,11 @@ def test_a_shape_is_asked_of_what_follows_the_reasoning(special: bool) -> None:
 
 def test_a_format_without_tools_is_a_schema() -> None:
     none, prompts = tool_use([], None), Prompts(tokenizer_of(CHATML, False))
-    assert prompts.grammar(none, ResponseFormat(type="json_object"), True).kind == "json_object"  # type: ignore[union-attr]
-    shape = ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}})
+    assert prompts.grammar(none, PlainFormat(type="json_object"), True).kind == "json_object"  # type: ignore[union-attr]
+    shape = SchemaFormat.model_validate({"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}})
     grammar = prompts.grammar(none, shape, True)
     assert grammar is not None and json.loads(grammar.text) == {"type": "integer"}
-    assert prompts.grammar(none, ResponseFormat(type="text"), True) is None
+    assert prompts.grammar(none, PlainFormat(type="text"), True) is None
 
 
 # Templates as they are on the hub: those that TRL ships, where it is installed

@@ -106,7 +106,7 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"elastic": {"thinking": "full"}}, "elastic.thinking", "has no </think>"),
         ({"regex": "("}, None, "regex"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}}, None, "schema"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "for the type json_schema, and for no other"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing; add it"),
         ({"response_format": {"type": "json_object"}, "regex": "a"}, "grammar", "only one of"),
         ({"tools": [FUNCTION, FUNCTION]}, "tools", "same name"),
         ({"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),
