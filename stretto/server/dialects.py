@@ -857,7 +857,8 @@ def _text_of(way: Schema) -> str:
 
 def _alternatives(pattern: str) -> list[list[str]]:
     """The alternatives of a regular expression at its top level, each split into characters, escapes and classes."""
-    found, depth = [[]], 0
+    found: list[list[str]] = [[]]
+    depth = 0
     for piece in regex.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", pattern, regex.DOTALL):
         depth += (piece == "(") - (piece == ")")
         if piece == "|" and not depth:

@@ -87,9 +87,8 @@ def document(with_admin: bool) -> dict[str, Any]:
     """The document (OpenAPI 3.1) of a server with or without the administrator's paths."""
     offered = [endpoint for endpoint in ENDPOINTS if with_admin or not endpoint.is_admin]
     bodies = [endpoint.body for endpoint in offered if endpoint.body is not None]
-    _, defined = models_json_schema(
-        [(model, "validation") for model in (*bodies, Error)], ref_template=_SCHEMAS + "{model}"
-    )
+    models: list[type[BaseModel]] = [*bodies, Error]
+    _, defined = models_json_schema([(model, "validation") for model in models], ref_template=_SCHEMAS + "{model}")
     schemas = defined["$defs"]
     for body in bodies:
         _complete(schemas[body.__name__], issubclass(body, Generation | ShortChatBody))

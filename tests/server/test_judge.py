@@ -161,7 +161,7 @@ def test_what_a_local_judge_refuses(tmp_path: Path, address: str, local: LocalJu
 
     with pytest.raises(UserError, match=r"the judge refuses: 404: .*no model 'judge' here: the judge is 'reward-"):
         scored("judge")
-    with pytest.raises(UserError, match=r"the judge refuses: 422: .*a prompt written in CJK"):
+    with pytest.raises(UserError, match=r"the judge refuses: 422: .*a prompt in the script CJK"):
         scored(local.record.name, "写一个故事。")
     assert httpx.get(f"{address}/models").json()["data"][0]["id"] == local.record.name
     said = httpx.post(
