@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stretto.base.errors import UserError
 from stretto.data.pack import IGNORED, PADDING, Piece, plan_rows
-from stretto.learning.algorithms import Streams, TokenCredit
+from stretto.learning.algorithms import Streams
 from stretto.learning.samples import signed_routes
 
 _ROUND = 8
@@ -46,10 +45,6 @@ class Batch:
     """Number of the sample within the update, over all its batches; −1 at padding and shared prefixes."""
     behaviour_BT: NDArray[np.float32]
     """Processed log-probability recorded at sampling; 0 without a target."""
-    advantages_BT: NDArray[np.float32]
-    """0 without a target, and before `credited`."""
-    weights_BT: NDArray[np.float32]
-    """Weight of the loss, normalised over the whole update, so that losses are summed; 0 like ``advantages_BT``."""
     versions_BT: NDArray[np.int32]
     """Version of the weights with which the target was sampled; −1 without a target."""
     routes_BTLK: NDArray[np.int16] | None
@@ -70,16 +65,12 @@ class Batch:
         return replace(self, **{name: value[part] for name, value in arrays.items() if value is not None})
 
 
-def credited(batch: Batch, credits: Sequence[TokenCredit]) -> Batch:
-    """``batch`` with advantages and weights from ``credits``, which are indexed by the samples' numbers."""
+def at_targets(batch: Batch, values: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """``values``, one array [S] per sample by number, at the targets of ``batch`` [B, T], 0 elsewhere. Inverse of `by_sample`."""
     kept_BT = batch.targets_BT != IGNORED
-    at_N = _flat_places(batch, kept_BT, [len(each.weights_S) for each in credits])
-    streams: dict[str, Any] = {}
-    for name in ("advantages", "weights"):
-        value_BT = np.zeros(kept_BT.shape, np.float32)
-        value_BT[kept_BT] = np.concatenate([getattr(each, f"{name}_S") for each in credits])[at_N]
-        streams[f"{name}_BT"] = value_BT
-    return replace(batch, **streams)
+    value_BT = np.zeros(kept_BT.shape, np.float32)
+    value_BT[kept_BT] = np.concatenate(values)[_flat_places(batch, kept_BT, [*map(len, values)])]
+    return value_BT
 
 
 def by_sample(
@@ -209,8 +200,6 @@ def _fill(rows: Sequence[Sequence[_Bundle]], length: int) -> Batch:
         shared_BT2=np.zeros((*shape, 2), np.int64),
         samples_BT=np.full(shape, -1, np.int64),
         behaviour_BT=np.zeros(shape, np.float32),
-        advantages_BT=np.zeros(shape, np.float32),
-        weights_BT=np.zeros(shape, np.float32),
         versions_BT=np.full(shape, -1, np.int32),
         routes_BTLK=None if routes_SLK is None else np.full((*shape, *routes_SLK.shape[1:]), -1, np.int16),
     )

@@ -25,7 +25,7 @@ class Pass:
     batch: Batch
     """All ranks' rows."""
     mine: dict[str, Tensor]
-    """Arrays of this rank's rows, on the device, by their names in `Batch`."""
+    """Arrays of this rank's rows, on the device, by their names in `Batch`, and the loss's ``advantages_BT`` and ``weights_BT``."""
     ctx: Context
     """Context of every forward pass of the policy, with the routes to replay."""
     scores: dict[str, Tensor] = field(default_factory=dict)

@@ -28,7 +28,7 @@ from stretto.base.records import Meter, Receipt, new_run_id
 from stretto.base.trajectory import Group, GroupRef, WeightVersion
 from stretto.data.pack import IGNORED, PADDING
 from stretto.learning.algorithms import Streams, TokenCredit, give_credit, load_algorithm, unroll
-from stretto.learning.batch import Batch, by_sample, credited, pack
+from stretto.learning.batch import Batch, at_targets, by_sample, pack
 from stretto.learning.distillation import (
     DistillObjective,
     Lesson,
@@ -88,10 +88,10 @@ def recompute(model: Transformer, micro: Pass, temperature: float, replay: str) 
 
 def give_pass_credit(micro: Pass, credits: Sequence[TokenCredit], ranks: Ranks) -> None:
     """Write the samples' advantages and weights into the pass; ``credits`` by the samples' numbers."""
-    micro.batch = credited(micro.batch, credits)
     rows = ranks.rows(len(micro.batch.tokens_BT))
-    for name in ("advantages_BT", "weights_BT"):
-        micro.mine[name] = torch.from_numpy(getattr(micro.batch, name)[rows]).to(ranks.device)
+    for name in ("advantages", "weights"):
+        value_BT = at_targets(micro.batch, [getattr(each, f"{name}_S") for each in credits])
+        micro.mine[f"{name}_BT"] = torch.from_numpy(value_BT[rows]).to(ranks.device)
 
 
 def micro_batch(

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Group, Trajectory
 from stretto.data.pack import IGNORED, PADDING
 from stretto.learning.algorithms import Streams, TokenCredit, give_credit, unroll
-from stretto.learning.batch import Batch, by_sample, credited, pack
+from stretto.learning.batch import Batch, at_targets, by_sample, pack
 from tests.flow.samples import equal, group, trajectory
 
 ROUTES = (3, 2, 8)
@@ -24,7 +25,15 @@ def packed(groups: list[Group], seq_len: int = 24, rows: int = 4, **extra: Any) 
     return pack(unroll(groups), seq_len, rows, **extra)
 
 
-def check_sample(batch: Batch, row: int, number: int, sample: Trajectory, streams: Streams, credit: TokenCredit) -> int:
+def check_sample(
+    batch: Batch,
+    advantages_BT: NDArray[np.float32],
+    row: int,
+    number: int,
+    sample: Trajectory,
+    streams: Streams,
+    credit: TokenCredit,
+) -> int:
     """Its own columns behind those it shares are the sample, in every stream; returns how many it shares."""
     own = np.flatnonzero(batch.documents_BT[row] == number)
     assert (np.diff(own) == 1).all(), "a sample lies in one piece"
@@ -41,8 +50,7 @@ def check_sample(batch: Batch, row: int, number: int, sample: Trajectory, stream
     assert np.array_equal(batch.positions_BT[row, at], np.arange(len(at)))
     assert np.array_equal(batch.behaviour_BT[row, at], np.where(mask, logprobs[1:], 0))
     assert np.array_equal(batch.versions_BT[row, at], np.where(mask, versions[1:], -1))
-    assert np.array_equal(batch.advantages_BT[row, at], credit.advantages_S)
-    assert np.array_equal(batch.weights_BT[row, at], credit.weights_S)
+    assert np.array_equal(advantages_BT[row, at], credit.advantages_S)
     assert batch.routes_BTLK is None or np.array_equal(batch.routes_BTLK[row, at], sample.routes)
     return int(end - first)
 
@@ -67,7 +75,9 @@ def test_all_streams_follow_the_tokens(seed: int, num: int, seq_len: int, rows: 
     back = by_sample(batches, [batch.behaviour_BT for batch in batches], [each.num_inputs for each in streams])
     for one, found_S in zip(streams, back, strict=True):
         assert np.array_equal(found_S, np.where(one.mask_S, one.logprobs_S, 0))
-    for batch in (credited(batch, credits) for batch in batches):
+    for batch in batches:
+        advantages_BT = at_targets(batch, [each.advantages_S for each in credits])
+        assert not advantages_BT[batch.targets_BT == IGNORED].any()
         B, T = batch.tokens_BT.shape
         assert rows >= B and seq_len >= T and (batch.routes_BTLK is None) is not with_routes
         padding = batch.documents_BT == PADDING
@@ -81,7 +91,8 @@ def test_all_streams_follow_the_tokens(seed: int, num: int, seq_len: int, rows: 
                 index = int(batch.samples_BT[row, batch.documents_BT[row] == number][0])
                 if index >= 0:
                     seen.append(index)
-                    num_shared += check_sample(batch, row, number, samples[index], streams[index], credits[index])
+                    sample = (samples[index], streams[index], credits[index])
+                    num_shared += check_sample(batch, advantages_BT, row, number, *sample)
     assert sorted(seen) == list(range(len(samples)))
     assert num_inputs < sum(sample.num_tokens - 1 for sample in samples) or not num_shared
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from stretto.base.trajectory import Group
 from stretto.data.pack import IGNORED
 from stretto.learning.algorithms import give_credit, unroll
-from stretto.learning.batch import credited, pack
+from stretto.learning.batch import at_targets, pack
 from stretto.learning.metrics import mismatch
 from stretto.learning.objective import (
     PolicyObjective,
@@ -233,16 +233,17 @@ def test_a_preset_is_its_papers_formula(preset: str) -> None:
     config, most = LossConfig(preset=preset), groups[0].task.max_tokens
     samples = unroll(groups, config.overlong_share)
     credits = give_credit(samples, config.advantage, config.normaliser, most)
-    (packed,) = pack(samples, 400, 8, with_routes=False)
-    batch = credited(packed, credits)
+    (batch,) = pack(samples, 400, 8, with_routes=False)
     torch.manual_seed(6)
     targets_BT, positions_BT = torch.from_numpy(batch.targets_BT), torch.from_numpy(batch.positions_BT)
     logits_BTV = (2 * torch.randn(*targets_BT.shape, VOCAB)).requires_grad_()
     logp_BT = logits_BTV.log_softmax(-1).gather(-1, targets_BT.clamp_min(0)[..., None])[..., 0]
     names = ("behaviour", "centre", "reference")
     others = {name: logp_BT.detach() + 0.5 * torch.randn(targets_BT.shape) for name in names}
-    streams = {name: torch.from_numpy(getattr(batch, name)) for name in ("advantages_BT", "weights_BT", "samples_BT")}
-    streams["behaviour_BT"] = others["behaviour"]
+    streams = {"samples_BT": torch.from_numpy(batch.samples_BT), "behaviour_BT": others["behaviour"]}
+    for name in ("advantages", "weights"):
+        values = [getattr(each, f"{name}_S") for each in credits]
+        streams[f"{name}_BT"] = torch.from_numpy(at_targets(batch, values))
     centre_BT = others["centre"] if config.proximal == "recompute" else others["behaviour"]
     objective = PolicyObjective(config, 1.0, streams, centre_BT, others["reference"])
     measured = objective(logits_BTV.flatten(0, 1), torch.eye(VOCAB), targets_BT.flatten())
