@@ -7,7 +7,7 @@ own, which is killed by its id: in turns at a random moment of a step, and while
 is the interpreter's standard library. Every life imports the package anew: an edit meanwhile makes the results differ.
 
 With ``--stage`` a command is killed at random times. The table shows the work lost, in seconds between the newest snapshot and
-the kill. If a life wrote no snapshot, the seconds count since it resumed; a first life's start counts too.
+the kill, or between the start of training and the kill if a life wrote no snapshot.
 """
 
 from __future__ import annotations
@@ -48,16 +48,23 @@ POLL_S = 0.002
 MINUTES = 0.1
 """Interval of snapshots by time in the stages whose recipe is set here."""
 STAGES = {
-    "sft": ("sft recipe.toml --set start.steps=100000", MINUTES, (40.0, 70.0)),
-    "rl": ("rl recipe.toml --set train.steps=100000 --set train.snapshot_every=100000", MINUTES, (50.0, 90.0)),
+    "sft": ("sft recipe.toml --set start.steps=100000", MINUTES, (40.0, 70.0), "sft …"),
+    "rl": (
+        "rl recipe.toml --set train.steps=100000 --set train.snapshot_every=100000",
+        MINUTES,
+        (50.0, 90.0),
+        "held-out reward",
+    ),
     "elasticize": (
         "elasticize start/sft --data text.txt --set train.steps=100000 --set train.snapshot_every=100000 --set train.seq_len=64",
         MINUTES,
         (40.0, 70.0),
+        "elasticize …",
     ),
-    "demo": ("demo", 3.0, (20.0, 400.0)),
+    "demo": ("demo", 3.0, (20.0, 400.0), "pretrain …"),
 }
-"""By stage: its command, the interval of its snapshots in minutes, and the seconds after which a life is killed."""
+"""By stage: its command, the interval of its snapshots in minutes, the seconds after which a life is killed, and the output with
+which training begins (or "resumes after step")."""
 WRITING_S = 5.0
 """Seconds beyond the interval: for the step in progress and for writing the snapshot."""
 
@@ -115,7 +122,7 @@ def main() -> None:
 
 def _kill_stage(folder: Path, stage: str, num_kills: int, rng: random.Random) -> bool:
     """Kill the command of ``stage`` at random times. Returns whether each kill lost at most the interval of its snapshots."""
-    command, minutes, life_s = STAGES[stage]
+    command, minutes, life_s, marker = STAGES[stage]
     (folder / "recipe.toml").write_text(RL_RECIPE)
     (folder / "text.txt").write_text("\n\n".join(each.text for each in demo_documents(TEXT_CHARS, 0)))
     if stage == "elasticize":
@@ -130,8 +137,7 @@ def _kill_stage(folder: Path, stage: str, num_kills: int, rng: random.Random) ->
     with progress("kills", num_kills) as advance:
         for number in range(1, num_kills + 1):
             options = ["--resume"] if step and stage != "demo" else []
-            started_s, length_s, before = time.time(), rng.uniform(*life_s), step
-            begun_s = None if options else started_s  # when the command continued its work
+            started_s, length_s, before, begun_s = time.time(), rng.uniform(*life_s), step, None
             with (folder / "output").open("wb") as output:
                 process = subprocess.Popen(
                     _stretto(*arguments, "-o", "run", *options), cwd=folder, stdout=output, stderr=subprocess.STDOUT
@@ -140,7 +146,8 @@ def _kill_stage(folder: Path, stage: str, num_kills: int, rng: random.Random) ->
                     told = (folder / "output").read_text()
                     if process.poll() is not None:
                         raise SystemExit(f"the process ended by itself, {process.returncode}:\n{told}")
-                    begun_s = begun_s or (time.time() if "resumes after step" in told else None)
+                    if begun_s is None and (marker in told or "resumes after step" in told):
+                        begun_s = time.time()
                     time.sleep(0.1)
                 process.kill()
                 process.wait()
