@@ -390,7 +390,7 @@ class FailureConfig(Config):
     """Deadlines and retries."""
 
     lease_s: float = Field(default=300.0, gt=0)
-    """Seconds after which an unfinished group is dispatched again."""
+    """Seconds that an agent has for a group, without the wait for a free agent; an unfinished group is then dispatched again."""
     max_attempts: int = Field(default=5, gt=0)
     restarts: int = Field(default=100, ge=0)
     """Largest number of restarts of one role, over the run."""

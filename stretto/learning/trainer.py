@@ -392,11 +392,8 @@ class TrainerRole:
 
     def _credits(self, groups: Sequence[Sequence[Streams]]) -> list[TokenCredit]:
         """By the samples' numbers: advantages of rewards, and weights by the recipe's normaliser or its balance of sources."""
-        loss, distill, samples = (
-            self._recipe.loss,
-            self._recipe.distill,
-            [sample for group in groups for sample in group],
-        )
+        loss, distill = self._recipe.loss, self._recipe.distill
+        samples = [sample for group in groups for sample in group]
         if distill is None or distill.outcome_weight:
             max_tokens = self._recipe.rollout.max_tokens
             credits = give_credit(groups, loss.advantage, loss.normaliser, max_tokens, loss.overlong_filter)
