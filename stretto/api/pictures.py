@@ -1,4 +1,4 @@
-"""`stretto enhance`, `stretto paint` and `stretto studio`: requests written out as prompts, painted, and talked about."""
+"""Functions behind `stretto enhance`, `stretto paint` and `stretto studio`."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ _SIZE = re.compile(r"(\d{1,5})[x×](\d{1,5})")
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Width and height of ``1024x768``. Raises `UserError`: it is none."""
+    """Width and height in ``1024x768``. Raises `UserError`: the text has another form."""
     found = _SIZE.fullmatch(text.strip().lower())
     if found is None or 0 in (size := (int(found[1]), int(found[2]))):
-        raise UserError(f"--size: {text!r} is no width and height in pixels; write 1024x1024")
+        raise UserError(f"--size: {text!r} is not a width and height in pixels; write 1024x1024")
     return size
 
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Who writes a request out, and how. Neither a model nor a server: nobody does."""
+    """The model or server that enhances requests, and its sampling options. With neither, requests stay as they are."""
 
     model: Path | None = None
     server: str | None = None
@@ -60,7 +60,7 @@ class Writer:
 
     def __post_init__(self) -> None:
         if self.model is not None and self.server is not None:
-            raise UserError("who writes: name either --model FOLDER or --server URL, not both")
+            raise UserError("--model and --server: name one of the two, not both")
         if self.server is not None:
             check_url(self.server, "--server")
 
@@ -69,11 +69,11 @@ class Writer:
         return self.model is not None or self.server is not None
 
     def enhanced(self, prompt: str, size: tuple[int, int]) -> Enhanced:
-        """Raises UserError: bad input, or a server that refuses or does not answer."""
+        """Enhance a prompt. Raises `UserError`: invalid input, or a server that refuses or does not answer."""
         try:
             return to_end(self._enhanced(prompt, size))
         except httpx.TransportError as error:
-            problem = f"nobody answers there ({type(error).__name__}); check the address"
+            problem = f"no answer ({type(error).__name__}); check the address"
             raise UserError(f"--server {self.server}: {problem}") from None
         except ApiFailure as failure:
             raise UserError(f"{self.model or self.server}: {failure.message}; see docs/PICTURES.md") from None
@@ -90,22 +90,27 @@ class Writer:
 
 
 def enhance_command(prompt: str, size: tuple[int, int], writer: Writer, *, as_json: bool = False) -> None:
-    """Print the prompt that ``prompt`` was written out as, and what was put right; or all of it as JSON.
+    """Print the enhanced ``prompt`` and the notes about replacements; or everything as JSON.
 
     Raises:
-        UserError: as `Writer.enhanced`.
+        UserError: As `Writer.enhanced`.
     """
     check_text(prompt, "prompt")
     readable(prompt)  # before a model is loaded
     if not writer.is_there:
-        raise UserError("stretto enhance: name either --model FOLDER or --server URL")
-    made = writer.enhanced(prompt, size)
+        raise UserError("stretto enhance: name --model FOLDER or --server URL")
+    enhanced = writer.enhanced(prompt, size)
     if as_json:
-        told = {"prompt": made.prompt, "fields": made.fields, "notes": made.notes, "subnet": made.subnet}
-        print(json.dumps(told | {"ms": round(1e3 * made.seconds)}, ensure_ascii=False))  # noqa: T201
+        result = {
+            "prompt": enhanced.prompt,
+            "fields": enhanced.fields,
+            "notes": enhanced.notes,
+            "subnet": enhanced.subnet,
+        }
+        print(json.dumps(result | {"ms": round(1e3 * enhanced.seconds)}, ensure_ascii=False))  # noqa: T201
         return
-    print(made.prompt)  # noqa: T201
-    for note in made.notes:
+    print(enhanced.prompt)  # noqa: T201
+    for note in enhanced.notes:
         rich.get_console().print(escape(note), style="dim")
 
 
@@ -121,15 +126,15 @@ def paint_command(
     as_is: bool = False,
     is_sized: bool = True,
 ) -> Version:
-    """Paint ``request`` until the picture shows what it asks for, or ``images`` times; the best is written to ``out``.
+    """Paint ``request`` until a picture passes the checks, at most ``images`` times, and write the best picture to ``out``.
 
     Args:
-        verifier: as `open_verifier`.
-        as_is: the prompt is not read, whatever language it is in, and the picture held against nothing.
-        is_sized: the request has a size of its own; else that of the prompt is taken, where it says one.
+        verifier: As in `open_verifier`.
+        as_is: Send the prompt unchanged, in any language, and check nothing.
+        is_sized: Whether the caller chose the size of the request. If not, a size in the prompt takes precedence.
 
     Raises:
-        UserError: bad input, or a backend that cannot do this.
+        UserError: Invalid input, or a request that the backend does not support.
     """
     check_text(request.prompt, "prompt")
     ledger = Ledger() if as_is else readable(request.prompt)
@@ -137,31 +142,31 @@ def paint_command(
         raise UserError(f"-o {out}: this is a folder; name a file in it")
     if ledger.size is not None and ledger.size != (request.width, request.height):
         if is_sized:
-            said = "x".join(map(str, ledger.size))
+            asked = "x".join(map(str, ledger.size))
             raise UserError(
-                f"--size {request.width}x{request.height}: the prompt asks for {said}; leave one of them away"
+                f"--size {request.width}x{request.height}: the prompt asks for {asked}; remove one of the two"
             )
         request = replace(request, width=ledger.size[0], height=ledger.size[1])
     with open_verifier(verifier) as judge, closing(open_backend(backend, device)) as painter:
         check_request(painter, request)
         order = replace(request, prompt=_written(writer, request.prompt, (request.width, request.height)))
         with progress("paint", 100) as advance:
-            told = 0
+            shown = 0
 
             def tell(done: float) -> None:
-                nonlocal told
-                advance(round(100 * done) - told)
-                told = round(100 * done)
+                nonlocal shown
+                advance(round(100 * done) - shown)
+                shown = round(100 * done)
 
             try:
                 version = painted(ledger, order, painter, judge, images, tell)
-            except RuntimeError as error:  # the painter's, on the way
-                raise UserError(f"it could not be painted: {one_line(error)}") from error
+            except RuntimeError as error:  # the backend failed while it painted
+                raise UserError(f"painting failed: {one_line(error)}") from error
     with replacing(out) as path:
         version.picture.save(path, format="PNG")
     console = rich.get_console()
     console.print(escape(f"{out}: {version.prompt}"))
-    if unchecked := "nobody has checked the picture" if as_is else version.verdict.unchecked:
+    if unchecked := "the picture was not checked" if as_is else version.verdict.unchecked:
         console.print(escape(unchecked), style="dim")
     for fault in version.verdict.faults:
         console.print(escape(f"after {version.num_images} pictures: {fault.says}"), style="red")
@@ -174,7 +179,7 @@ def _written(writer: Writer, prompt: str, size: tuple[int, int]) -> str:
 
 @contextmanager
 def open_verifier(named: str | None) -> Iterator[Verifiers]:
-    """Shapes and words are judged here, the rest by a model at ``URL`` or ``MODEL@URL``. Raises `UserError`: nobody is there."""
+    """Verifiers of shapes and words, and of the rest by a vision model at ``URL`` or ``MODEL@URL``. Raises `UserError`: no server answers."""
     here = ShapesVerifier(), TextVerifier()
     if named is None:
         yield Verifiers(*here)
@@ -184,11 +189,11 @@ def open_verifier(named: str | None) -> Iterator[Verifiers]:
 
 
 def open_backend(named: str, device: str) -> Backend:
-    """``renderer``, ``diffusers:FOLDER`` or ``comfy:URL``. Raises `UserError`: there is no such one, or what it needs is not installed."""
+    """The backend ``renderer``, ``diffusers:FOLDER`` or ``comfy:URL``. Raises `UserError`: unknown backend, or a package is missing."""
     kind, _, place = named.partition(":")
     if kind not in BACKENDS or (kind == "renderer") == bool(place):
         known = "renderer, diffusers:FOLDER, comfy:http://127.0.0.1:8188"
-        raise UserError(f"--backend {named}: no such painter{nearest(kind, BACKENDS)}; one of {known}")
+        raise UserError(f"--backend {named}: unknown backend{nearest(kind, BACKENDS)}; one of {known}")
     if kind == "renderer":
         return Renderer()
     try:
@@ -203,26 +208,26 @@ def open_backend(named: str, device: str) -> Backend:
 
 
 def parse_lora(text: str) -> Lora:
-    """``NAME`` or ``NAME@WEIGHT``. Raises `UserError`: the weight is no number."""
+    """The adapter ``NAME`` or ``NAME@WEIGHT``. Raises `UserError`: the weight is not a number."""
     name, _, weight = text.rpartition("@") if "@" in text else (text, "", "1")
     try:
         if not math.isfinite(number := float(weight)):
             raise ValueError
         return Lora(name, number)
     except ValueError:
-        raise UserError(f"--lora {text}: {weight!r} is no weight; write NAME or NAME@0.8") from None
+        raise UserError(f"--lora {text}: {weight!r} is not a weight; write NAME or NAME@0.8") from None
 
 
 def parse_control(text: str) -> Control:
-    """``KIND=FILE``. Raises `UserError`: no kind, or no picture there."""
+    """The reference picture ``KIND=FILE``. Raises `UserError`: the kind is missing, or the file is not a picture."""
     kind, _, file = text.partition("=")
     if not kind or not file:
-        raise UserError(f"--control {text}: no kind and picture; write canny=reference.png")
+        raise UserError(f"--control {text}: kind or file is missing; write canny=reference.png")
     try:
         with Image.open(file) as image:
             return Control(kind, image.convert("RGB"))
     except (OSError, Image.DecompressionBombError) as error:
-        problem = getattr(error, "strerror", None) or "it cannot be read as a picture"
+        problem = getattr(error, "strerror", None) or "not a picture that can be read"
         raise UserError(f"--control {text}: {file}: {problem}; name a PNG or JPEG file") from None
 
 
@@ -240,7 +245,7 @@ def studio_command(
     """Serve the studio on this machine until stopped.
 
     Raises:
-        UserError: bad input, a port that is taken, or a folder that cannot be written or holds a conversation already.
+        UserError: Invalid input, a port in use, or a folder that cannot be written or contains a conversation.
     """
     options = PaintOptions(width=size[0], height=size[1], images=images, seed=seed)
     writer = Writer(server=server)
@@ -251,7 +256,7 @@ def studio_command(
         closing(open_backend(backend, device)) as painter,
     ):
         if out is not None and (out / CONVERSATION_FILE).exists():
-            raise UserError(f"{out}: it holds a conversation already; name another folder")
+            raise UserError(f"{out}: the folder contains a conversation; name another folder")
         check_request(painter, PaintRequest("a picture", *size, seed))
 
         def write(ledger: Ledger) -> str:

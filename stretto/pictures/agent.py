@@ -1,9 +1,9 @@
-"""A conversation about a picture: every turn changes the ledger, the ledger becomes a prompt, the picture is held against the ledger.
+"""Conversations about a picture: a turn changes the ledger, the ledger becomes a prompt, and the painted picture is checked against the ledger.
 
-Nothing is remembered but ledgers and versions. A turn that contradicts what stands is answered with a question and changes nothing;
-a turn that takes back shows the picture of then. A picture that shows something else than was asked is painted again, until one is
-right or the budget of the turn is spent; then the one with the fewest faults is shown, and they are told. Where the backend can change a
-part of a picture, what is right in it stays, in the picture of the turn before too.
+The state of a dialogue is its ledgers and pictures. A turn that contradicts the ledger leads to a question and changes nothing; undo shows the
+earlier picture again. A picture with faults is painted again, until one has none or the budget of the turn is spent; then the picture with the fewest
+faults is shown, and its faults are reported. Where the backend can repaint a part of a picture, parts that are right stay, also those of the
+previous turn's picture.
 """
 
 from __future__ import annotations
@@ -21,53 +21,53 @@ from stretto.tasks.shapes.ledger import Ledger, describe
 from stretto.tasks.shapes.turns import Conversation, tell
 
 _MARGIN = 2
-"""Pixels around what stays, so that nothing new touches it."""
+"""Margin in pixels around parts that stay, so that new objects do not touch them."""
 
 
 class PaintOptions(Config):
-    """How pictures of a conversation are painted."""
+    """Options for painting the pictures of a conversation."""
 
     width: int = Field(default=512, gt=0)
-    """Pixels; a size named in the conversation counts instead. As ``height``."""
+    """Pixels. A size named in the conversation takes precedence, for the height too."""
     height: int = Field(default=512, gt=0)
     images: int = Field(default=4, gt=0)
-    """A turn, at most."""
+    """Largest number of pictures per turn."""
     seed: int = 0
-    """Of the first picture of every turn, so that what is not spoken of stays; each further one has the next."""
+    """Seed of the first picture of every turn, so that unchanged parts look alike; further pictures get the following numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A picture that was shown. Written by `respond`."""
+    """A picture that was shown to the user. Written by `respond`."""
 
     ledger: Ledger
     prompt: str
     picture: Image.Image
     verdict: Verdict
     num_images: int
-    """Painted for it."""
+    """Number of pictures that were painted for this version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """All that is remembered."""
+    """State of a dialogue."""
 
     conversation: Conversation = field(default_factory=Conversation)
     versions: tuple[Version, ...] = ()
 
     @property
     def shown(self) -> Version | None:
-        """The version of what stands now."""
+        """The newest version that was painted for the current ledger; None: there is none."""
         return next((each for each in reversed(self.versions) if each.ledger == self.conversation.now), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a turn came to."""
+    """Result of a turn."""
 
     dialogue: Dialogue
     said: str
-    """To the user: what was done, what is asked, or what the picture lacks."""
+    """Message to the user: what was done, a question, or the faults of the picture."""
     is_question: bool = False
 
 
@@ -83,12 +83,12 @@ def respond(
     """The dialogue after a user's turn.
 
     Args:
-        write: the prompt of a ledger.
-        progress: how much of the budget is used, 0 to 1.
+        write: Writes the prompt of a ledger.
+        progress: Called with the share of the budget that is spent, 0 to 1.
 
     Raises:
-        UserError: the turn is empty, in another language or takes back too much, or the backend refuses. The dialogue stands as it
-            stood. What ``backend`` and ``verifier`` raise passes.
+        UserError: The turn is empty, in another language or undoes too much, or the backend refuses. The caller's dialogue is unchanged.
+            Errors of ``backend`` and ``verifier`` pass through.
     """
     told = tell(dialogue.conversation, text)
     if told.questions:
@@ -96,19 +96,19 @@ def respond(
     after = replace(dialogue, conversation=told.conversation)
     done = "; ".join(told.notes)
     if not (told.conversation.now.things or told.conversation.now.texts):
-        return Reply(after, f"{done}: nothing is asked for")
+        return Reply(after, f"{done}: the picture has no content yet")
     if after.shown is None:
         now = told.conversation.now
         width, height = now.size or (options.width, options.height)
-        order = PaintRequest(write(now), width, height, options.seed)
+        request = PaintRequest(write(now), width, height, options.seed)
         before = None if dialogue.shown is None else dialogue.shown.picture
-        made = painted(now, order, backend, verifier, options.images, progress, before)
-        after = replace(after, versions=(*after.versions, made))
+        version = painted(now, request, backend, verifier, options.images, progress, before)
+        after = replace(after, versions=(*after.versions, version))
     shown = after.shown
     assert shown is not None
-    lacking = "; ".join(fault.says for fault in shown.verdict.faults)
-    if lacking:
-        done += f". Not right yet after {shown.num_images} pictures: {lacking}"
+    faults = "; ".join(fault.says for fault in shown.verdict.faults)
+    if faults:
+        done += f". Not right yet after {shown.num_images} pictures: {faults}"
     return Reply(after, ". ".join(filter(None, (done, shown.verdict.unchecked))))
 
 
@@ -121,12 +121,13 @@ def painted(
     progress: Callable[[float], None] = lambda done: None,
     before: Image.Image | None = None,
 ) -> Version:
-    """The first picture of an ``order`` that shows what is asked for, or of so many, with a seed each, the one with the fewest faults.
-    Where a backend fails behind the first, so many were all, and that is told. Raises as `respond`.
+    """The first picture without faults, or the one with the fewest of ``images`` pictures with consecutive seeds.
+
+    If the backend fails after the first picture, the best one so far is returned, and the verdict reports the failure. Raises as `respond`.
 
     Args:
-        before: what was shown until now. It, and then the best so far, is changed where it is wrong, if the backend can and
-            something in it is right; after a change that mended nothing a new picture is painted.
+        before: Picture that was shown until now. If the backend supports edits, this picture, and then the best one so far, is changed where
+            it has faults; after a change that removed no fault, a new picture is painted.
     """
     best: Version | None = None
     base: tuple[Image.Image, Verdict] | None = None
@@ -158,7 +159,7 @@ def painted(
 
 
 def _wrong_part(picture: Image.Image, verdict: Verdict, multiple: int) -> Image.Image | None:
-    """White but for what is right, whole squares of ``multiple`` pixels; None: nothing is right, or nowhere is room."""
+    """Mask of an edit: black over the parts that are right, in squares of ``multiple`` pixels. None: no part is right, or no room is left."""
     width, height = picture.size
     mask = Image.new("L", (width, height), 255)
     for left, top, right, bottom in verdict.right:
@@ -169,4 +170,5 @@ def _wrong_part(picture: Image.Image, verdict: Verdict, multiple: int) -> Image.
 
 
 def _part(progress: Callable[[float], None], at: int, num: int) -> Callable[[float], None]:
+    """Progress of picture ``at`` of ``num`` as progress of the turn."""
     return lambda done: progress((at + done) / num)

@@ -1,4 +1,4 @@
-"""Who paints: one request, one picture. Backends are given prompts; none of them sees the ledger."""
+"""Interface of image generators: one request in, one picture out. A backend sees the prompt only, never the ledger."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from PIL import Image
 from stretto.base.errors import UserError
 
 MOST_PIXELS = 4096
-"""Of a side."""
+"""Largest width or height of a picture, in pixels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """An adapter, by the name or path that the backend knows it under."""
+    """A LoRA adapter, under the name or path by which the backend finds it."""
 
     name: str
     weight: float = 1.0
@@ -25,52 +25,52 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """A picture that steers the new one: its edges, depths or poses."""
+    """A ControlNet reference: a picture whose edges, depths or poses the new picture follows."""
 
     kind: str
-    """``canny``, ``depth``, … as the backend names it."""
+    """Kind of the ControlNet in the backend's words: ``canny``, ``depth``, …"""
     image: Image.Image
     strength: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class PaintRequest:
-    """What is to be painted. Written by the agent or the command line."""
+    """A request for one picture. Written by `stretto.pictures.agent` or the command line."""
 
     prompt: str
     width: int
-    """Pixels; a multiple of `Backend.multiple`, as ``height``."""
+    """Pixels. ``width`` and ``height`` are multiples of `Backend.multiple`."""
     height: int
     seed: int
     negative: str = ""
     steps: int | None = None
-    """Of sampling; None: the backend's own. As ``guidance``."""
+    """Number of sampling steps; None: the backend's default. None means the same for ``guidance``."""
     guidance: float | None = None
     loras: tuple[Lora, ...] = ()
     controls: tuple[Control, ...] = ()
     base: Image.Image | None = None
-    """To be changed where ``mask`` is white, and nowhere else; of the same size. Only where `Backend.edits`."""
+    """Picture to change where ``mask`` is white, and nowhere else. All three sizes are equal. Only for backends with `Backend.edits`."""
     mask: Image.Image | None = None
 
 
 def png(image: Image.Image) -> bytes:
-    """As a file of that format."""
-    held = io.BytesIO()
-    image.save(held, format="PNG")
-    return held.getvalue()
+    """The image as the bytes of a PNG file."""
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
 
 
 class Backend(Protocol):
-    """Paints, one request at a time. `closing` ends what it holds."""
+    """An image generator. It handles one request at a time; `close` releases models and connections."""
 
     @property
     def name(self) -> str:
-        """As messages call it: ``renderer``, ``diffusers:FOLDER``, ``comfy:URL``."""
+        """Name in messages: ``renderer``, ``diffusers:FOLDER``, ``comfy:URL``."""
         ...
 
     @property
     def multiple(self) -> int:
-        """Width and height are multiples of it: how much smaller latents are."""
+        """Divisor of width and height: the factor by which latents are smaller than the picture."""
         ...
 
     @property
@@ -79,14 +79,14 @@ class Backend(Protocol):
         ...
 
     def paint(self, request: PaintRequest, tell: Callable[[float], None] = lambda done: None) -> Image.Image:
-        """The picture, RGB and of the size asked for. Blocks until it is painted.
+        """The picture, in RGB and of the requested size. Blocks until it is painted.
 
         Args:
-            tell: how much of it is done, 0 to 1, now and then.
+            tell: Called with the share that is done, 0 to 1.
 
         Raises:
-            UserError: it cannot paint this: size, adapter, control, or nobody is there. Nothing was started.
-            RuntimeError: it failed on the way.
+            UserError: The backend does not support the size, adapter or control, or no server answers. Nothing was started.
+            RuntimeError: Painting started and failed.
         """
         ...
 
@@ -94,9 +94,9 @@ class Backend(Protocol):
 
 
 def check_request(backend: Backend, request: PaintRequest) -> None:
-    """What every backend refuses. Raises `UserError`."""
+    """Raises `UserError` for a request that no backend accepts, and for an edit where ``backend`` has no `Backend.edits`."""
     if not request.prompt.strip():
-        raise UserError("prompt: it is empty; say what is to be painted")
+        raise UserError("prompt: it is empty; describe the picture")
     for field, pixels in (("width", request.width), ("height", request.height)):
         if pixels > MOST_PIXELS:
             raise UserError(f"--size: {field} {pixels} is more than {MOST_PIXELS}; ask for a smaller picture")
@@ -106,11 +106,11 @@ def check_request(backend: Backend, request: PaintRequest) -> None:
     if abs(request.seed) >= 2**63:
         raise UserError(f"--seed: {request.seed} has more than 64 bits; give a smaller number")
     if (request.base is None) != (request.mask is None):
-        raise UserError("an edit wants a picture and a mask of where to change it; give both")
+        raise UserError("edit: a base picture and a mask are needed; give both")
     if request.base is not None:
         if not backend.edits:
-            raise UserError(f"{backend.name}: it cannot change a part of a picture; paint a new one")
+            raise UserError(f"{backend.name}: this backend cannot change a part of a picture; paint a new one")
         assert request.mask is not None
         sizes = {request.base.size, request.mask.size, (request.width, request.height)}
         if len(sizes) > 1:
-            raise UserError(f"an edit keeps the size, and these differ: {sorted(sizes)}; give one size")
+            raise UserError(f"edit: base, mask and request must have one size, and have {sorted(sizes)}; give one size")

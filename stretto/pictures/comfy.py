@@ -1,9 +1,9 @@
-"""Painting by a ComfyUI server, over HTTP alone.
+"""Backend that paints with a ComfyUI server, over HTTP.
 
-What is asked for has one id, made here out of its graph. Before a graph is sent the server is asked whether it has that id already: in its
-queue, in its history, or as a saved picture, which outlives the server. So nothing is lost and nothing painted twice when a reply gets lost,
-the server is killed, or this process is. Sockets tell how far it is and nothing else: they stall, so that the server is also asked now and then, by
-``/queue`` first and ``/history`` after it (a prompt moves that way, and ``/history/{id}`` is ``{}`` of a running prompt as of an unknown one).
+Every request has an id that is computed from its graph. Before a graph is sent, the server is asked whether it has this id already: in its
+queue, in its history, or as a saved picture, which outlives the server. A lost reply, a killed server or a killed client therefore costs no second
+picture. The websocket reports progress only. It can stall, so the server is also polled: ``/queue`` first and ``/history`` after it, because a
+prompt moves from one to the other, and because ``/history/{id}`` is ``{}`` for a running prompt as well as for an unknown one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stretto.pictures.comfy_graph import Graph, Kinds, choose, fit, read_kinds, 
 
 _NAMESPACE: Final = uuid.UUID("8f6b1c9e-6f63-4f8e-9a57-0d3b6b6f5a11")
 _SENDS: Final = 5
-"""Times that one graph is sent to a server that forgets it, before it is taken for what kills the server."""
+"""Number of times that a graph is sent to a server that loses it. After that, the graph is taken for the reason why the server dies."""
 _REPAIRS: Final = 3
 _ENDED: Final = ("execution_success", "execution_error", "execution_interrupted")
 _T = TypeVar("_T")
@@ -38,53 +38,57 @@ _OPTIONS: Final = ("template", "checkpoint", "queue")
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long to wait for what."""
+    """Time-outs, in seconds."""
 
     request_s: float = 30.0
-    """For one reply."""
+    """For one reply of the server."""
     away_s: float = 60.0
-    """For a server that went away while it painted."""
+    """For a server that stopped answering while it painted."""
     poll_s: float = 1.0
-    """Between two looks, where the socket says nothing."""
+    """Between two polls, while the websocket is silent."""
 
 
 @dataclass(slots=True)
 class _Job:
-    """One graph on its way."""
+    """A graph that is being painted, and how often it was sent and repaired."""
 
     graph: Graph
     sends: int = 0
     repairs: int = 0
 
 
-class Away(RuntimeError):  # noqa: N818 - data, not a fault
-    """No reply, or one that says nothing about the request."""
+class Away(RuntimeError):  # noqa: N818 - a state of the server, not a bug
+    """The server did not answer, or a proxy answered in its place."""
 
 
 class Comfy:
     """The backend ``comfy:URL``; ``URL`` may end in ``?template=…&checkpoint=…&queue=…``."""
 
     multiple = 16
-    """Latents are at most so much smaller."""
+    """Largest factor by which the latents of a supported model are smaller than its pictures."""
     edits = False
 
     def __init__(self, url: str, patience: Patience = Patience()) -> None:
         """
         Raises:
-            UserError: the address is none, or has an option that there is not.
+            UserError: The URL is not valid, or has an unknown option.
         """
         try:
             address = httpx.URL(url)
         except httpx.InvalidURL:
             address = httpx.URL()
         if address.scheme not in ("http", "https") or not address.host:
-            raise UserError(f"--backend comfy:{url}: no address of a server; write comfy:http://127.0.0.1:8188")
+            raise UserError(
+                f"--backend comfy:{url}: this is not the address of a server; write comfy:http://127.0.0.1:8188"
+            )
         options = dict(address.params)
         if unknown := sorted(options.keys() - set(_OPTIONS)):
-            raise UserError(f"--backend comfy:{url}: {unknown[0]}: no such option; there are {', '.join(_OPTIONS)}")
+            raise UserError(
+                f"--backend comfy:{url}: {unknown[0]}: unknown option; the options are {', '.join(_OPTIONS)}"
+            )
         if not options.get("queue", "8").isdecimal():
             raise UserError(
-                f"--backend comfy:{url}: queue: {options['queue']!r} is no number of requests; write queue=8"
+                f"--backend comfy:{url}: queue: {options['queue']!r} is not a number of requests; write queue=8"
             )
         self._base = str(address.copy_with(query=None, fragment=None)).rstrip("/")
         self._template, self._checkpoint = options.get("template", ""), options.get("checkpoint", "")
@@ -105,12 +109,12 @@ class Comfy:
         self._client.close()
 
     def paint(self, request: PaintRequest, tell: Callable[[float], None] = lambda done: None) -> Image.Image:
-        """As `Backend.paint`. The same request to the same server is one picture, however often and by whom it is asked for."""
+        """As `Backend.paint`. Equal requests to one server give one picture, from any number of clients."""
         check_request(self, request)
         return self.run(self._patiently(lambda: self.graph(request)), tell)
 
     def graph(self, request: PaintRequest) -> Graph:
-        """What is sent for ``request``, reference pictures uploaded; checked. Raises as `paint`."""
+        """The checked graph for ``request``. Uploads its reference pictures. Raises as `paint`."""
         kinds = self._kinds()
         _, base = choose(kinds, self._template, self._checkpoint, self.name)
         for control in request.controls:
@@ -121,17 +125,17 @@ class Comfy:
         self._refuse_foreign_loras(graph)
         return graph
 
-    # --- one graph, from the first look to its picture ---
+    # --- one graph, from the first poll to its picture ---
 
     def run(self, graph: Graph, tell: Callable[[float], None] = lambda done: None) -> Image.Image:
-        """The picture of a graph that was checked. Raises as `paint`."""
+        """The picture of a checked graph. Raises as `paint`."""
         job, picture = _Job(graph), None
         while picture is None:
             picture = self._patiently(lambda: self._step(job, tell))
         return picture
 
     def _step(self, job: _Job, tell: Callable[[float], None]) -> Image.Image | None:
-        """Look where it is, and do the one thing that is next."""
+        """Ask the server for the state of the job, and do the next thing: follow, fetch, send or repair. None: not painted yet."""
         key = job_id(job.graph)
         queue = self._get("/queue")
         if any(item[1] == key for part in ("queue_running", "queue_pending") for item in queue.get(part, [])):
@@ -140,16 +144,18 @@ class Comfy:
         entry = self._get(f"/history/{key}").get(key)
         is_done = entry is not None and entry.get("status", {}).get("status_str") == "success"
         if is_done and (picture := self._fetch(entry)) is not None:
-            self._post("/queue", {"delete": [key]})  # a request that got lost may have arrived after all
+            self._post("/queue", {"delete": [key]})  # a request whose reply was lost may still have arrived
             return picture
         if entry is not None and not is_done and job.sends:
             raise RuntimeError(f"{self.name}: {_failure(entry)}")
-        if entry is not None:  # of an earlier run: its file is gone, or it may do better now
+        if entry is not None:  # from an earlier run: its file is gone, or it failed and may succeed now
             self._post("/history", {"delete": [key]})
         elif (picture := self._saved(key)) is not None:
             return picture
         if job.sends == _SENDS:
-            raise RuntimeError(f"{self.name}: it lost the request {job.sends} times; it seems to die of it")
+            raise RuntimeError(
+                f"{self.name}: the server lost the request {job.sends} times; the request seems to crash it"
+            )
         refusal = self._send(job.graph, key)
         if refusal is None:
             job.sends += 1
@@ -159,11 +165,11 @@ class Comfy:
         return None
 
     def _send(self, graph: Graph, key: str) -> Mapping[str, Any] | None:
-        """The server's refusal; None: it has it."""
+        """Send a graph. Returns the server's refusal; None: accepted."""
         queue = self._get("/queue")
         waiting = sum(len(queue.get(part, [])) for part in ("queue_running", "queue_pending"))
         if waiting >= self._most_waiting:
-            problem = f"its queue is full: {waiting} requests wait, {self._most_waiting} are allowed"
+            problem = f"the queue is full: {waiting} requests wait, {self._most_waiting} are allowed"
             raise UserError(f"{self.name}: {problem}; try later, or allow more with ?queue={waiting + 1}")
         body = {"prompt": _named(graph, key), "client_id": self._client_id, "prompt_id": key}
         reply = self._reply(lambda: self._client.post("/prompt", json=body))
@@ -173,9 +179,9 @@ class Comfy:
         if answer.get("prompt_id") != key:
             self._post("/queue", {"delete": [answer.get("prompt_id")]})
             raise UserError(
-                f"{self.name}: it gives requests ids of its own, so that none could be found again; update ComfyUI"
+                f"{self.name}: the server ignores the ids of requests, so their pictures could not be found again; update ComfyUI"
             )
-        if answer.get("node_errors"):  # it would run the rest without these
+        if answer.get("node_errors"):  # the server would run the graph without these nodes
             self._post("/queue", {"delete": [key]})
             return answer
         return None
@@ -183,12 +189,12 @@ class Comfy:
     def _mend(self, graph: Graph, refusal: Mapping[str, Any], attempt: int) -> Graph:
         mended, notes = repair(graph, refusal.get("node_errors") or {})
         if not notes or attempt > _REPAIRS:
-            raise UserError(f"{self.name}: it refuses the graph: {_refusal(refusal)}; choose another template")
+            raise UserError(f"{self.name}: the server refuses the graph: {_refusal(refusal)}; choose another template")
         refuse(mended, self._kinds(), self.name)
         return mended
 
     def _follow(self, key: str, tell: Callable[[float], None]) -> None:
-        """Listen until the prompt ended, or for `Patience.poll_s`."""
+        """Listen to the websocket until the prompt ended, at most for `Patience.poll_s`."""
         until = time.monotonic() + self._patience.poll_s
         try:
             if self._socket is None:
@@ -197,15 +203,15 @@ class Comfy:
                 self._socket = self._open.enter_context(socket)
             while (left_s := until - time.monotonic()) > 0:
                 message = self._socket.recv(timeout=left_s)
-                if isinstance(message, bytes):  # a preview
+                if isinstance(message, bytes):  # a preview picture
                     continue
-                said = json.loads(message)
-                data = said.get("data") or {}
+                event = json.loads(message)
+                data = event.get("data") or {}
                 if data.get("prompt_id") != key:
                     continue
-                if said["type"] == "progress" and data.get("max"):
+                if event["type"] == "progress" and data.get("max"):
                     tell(min(1.0, data["value"] / data["max"]))
-                elif said["type"] in _ENDED or (said["type"] == "executing" and data.get("node") is None):
+                elif event["type"] in _ENDED or (event["type"] == "executing" and data.get("node") is None):
                     return
         except TimeoutError:
             return
@@ -217,13 +223,13 @@ class Comfy:
     # --- pictures and files ---
 
     def _fetch(self, entry: Mapping[str, Any]) -> Image.Image | None:
-        """The picture that a history entry names; None: its file is gone."""
+        """The picture of a history entry; None: its file is gone."""
         files = [file for output in entry.get("outputs", {}).values() for file in output.get("images", [])]
         saved = [file for file in files if file.get("type") == "output"]
         return self._view(saved[0]) if saved else None
 
     def _saved(self, key: str) -> Image.Image | None:
-        """What a server saved that was killed before it could say so."""
+        """The picture that a server saved before it was killed; None: there is none."""
         return self._view({"filename": f"{key}_00001_.png", "subfolder": "stretto", "type": "output"})
 
     def _view(self, file: Mapping[str, str]) -> Image.Image | None:
@@ -232,7 +238,7 @@ class Comfy:
             return None
         try:
             return Image.open(io.BytesIO(reply.content)).convert("RGB")
-        except OSError:  # killed while it wrote
+        except OSError:  # the server was killed while it wrote the file
             return None
 
     def _upload(self, image: Image.Image) -> str:
@@ -244,7 +250,7 @@ class Comfy:
         return f"{answer['subfolder']}/{answer['name']}" if answer.get("subfolder") else str(answer["name"])
 
     def _refuse_foreign_loras(self, graph: Graph) -> None:
-        """The server loads an adapter of another model without a word, and leaves out what does not fit: all of it."""
+        """Raises `UserError` for an adapter of another architecture. The server would load it and skip all of its weights without an error."""
         own = [self._architecture("checkpoints", node, "ckpt_name") for node in graph.values()]
         own += [self._architecture("diffusion_models", node, "unet_name") for node in graph.values()]
         model = next((architecture for architecture in own if architecture), None)
@@ -253,7 +259,7 @@ class Comfy:
             if model and lora and lora.removesuffix("/lora") != model:
                 name = node["inputs"]["lora_name"]
                 raise UserError(
-                    f"{self.name}: lora {name}: it is for {lora.removesuffix('/lora')}, the model is {model}; choose another"
+                    f"{self.name}: lora {name}: this adapter is for {lora.removesuffix('/lora')}, the model is {model}; choose another"
                 )
 
     def _architecture(self, folder: str, node: Mapping[str, Any], field: str) -> str | None:
@@ -267,7 +273,7 @@ class Comfy:
     # --- requests ---
 
     def _patiently(self, ask: Callable[[], _T]) -> _T:
-        """``ask``, again and again while a server is away that was there before."""
+        """The result of ``ask``, which is repeated while a server that answered before does not answer."""
         since: float | None = None
         while True:
             try:
@@ -278,13 +284,15 @@ class Comfy:
                     raise UserError(f"{self.name}: {problem}") from None
                 since = since or time.monotonic()
                 if time.monotonic() - since > self._patience.away_s:
-                    hint = "the same command goes on where it ended"
-                    raise RuntimeError(f"{self.name}: away for {self._patience.away_s:g} s ({error}); {hint}") from None
+                    hint = "run the same command again to resume"
+                    raise RuntimeError(
+                        f"{self.name}: no answer for {self._patience.away_s:g} s ({error}); {hint}"
+                    ) from None
                 time.sleep(self._patience.poll_s)
 
     def _kinds(self) -> Kinds:
         kinds = read_kinds(self._get("/object_info"), self.name)
-        self._has_answered = True  # and it is a ComfyUI: whoever answers anything else there is not waited for
+        self._has_answered = True  # from now on waits for it: it is a ComfyUI server
         return kinds
 
     def _get(self, path: str) -> Any:
@@ -294,7 +302,7 @@ class Comfy:
         self._reply(lambda: self._client.post(path, json=dict(body)))
 
     def _reply(self, send: Callable[[], httpx.Response]) -> httpx.Response:
-        """Raises `Away`: none, or one of somebody between here and there."""
+        """The reply to a request. Raises `Away`: no reply, or one that a proxy or an overloaded server gives."""
         try:
             reply = send()
         except httpx.HTTPError as error:
@@ -305,12 +313,12 @@ class Comfy:
 
 
 def job_id(graph: Graph) -> str:
-    """Of the same graph always the same."""
+    """The id of a graph: a hash, so equal graphs have equal ids."""
     return str(uuid.uuid5(_NAMESPACE, json.dumps(graph, sort_keys=True, ensure_ascii=False)))
 
 
 def _named(graph: Graph, key: str) -> Graph:
-    """Its picture saved under its id."""
+    """A copy of ``graph`` that saves its picture under ``key``."""
     named = {name: {**node, "inputs": dict(node["inputs"])} for name, node in graph.items()}
     for node in named.values():
         if "filename_prefix" in node["inputs"]:
@@ -337,8 +345,8 @@ def _failure(entry: Mapping[str, Any]) -> str:
         if kind == "execution_error":
             return f"it failed at node {about.get('node_id')}: {about.get('exception_type')}: {about.get('exception_message')}".strip()
         if kind == "execution_interrupted":
-            return "somebody stopped it there"
-    return "it failed, and does not say at what"
+            return "the request was interrupted on the server"
+    return "the server reports a failure without a reason"
 
 
 def _refusal(refusal: Mapping[str, Any]) -> str:

@@ -1,8 +1,8 @@
-"""ComfyUI's graphs: a template of its editor made into what its server runs, fitted to a request, and checked before it is sent.
+"""ComfyUI graphs: a template of ComfyUI's editor is converted to the server's format, fitted to a request, and checked before it is sent.
 
-The server takes node ids to ``{"class_type", "inputs"}``, an input being a value or a link ``[node id, output]``. Templates (of the
-package comfyui-workflow-templates-json, MIT) are in the editor's format: values by position, links by number, groups of nodes as
-subgraphs. ``/object_info`` says what each kind of node takes and gives; all here is a function of that, a template and a request.
+The server's format maps node ids to ``{"class_type", "inputs"}``; an input is a value or a link ``[node id, output]``. Templates (of the package
+comfyui-workflow-templates-json, MIT) are in the editor's format: values by position, links by number, groups of nodes as subgraphs.
+``/object_info`` lists the inputs and outputs of every kind of node. All functions here depend on that list, a template and a request only.
 Written from ComfyUI's documentation (docs.comfy.org); its code, under the GPL, is neither imported nor copied.
 """
 
@@ -35,13 +35,13 @@ TEMPLATES: Final = (
     "sd3.5_simple_example",
     "image_sdxl_simple",
 )
-"""Text to picture, the first that a server can run first. The last runs with any checkpoint that holds its own text encoder."""
+"""Text-to-image templates in order of preference. The last one runs with any checkpoint that contains a text encoder."""
 _PLAIN: Final = TEMPLATES[-1]
 
 _WIDGETS: Final = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
-"""Kinds that hold values. All others are sockets."""
+"""Types of inputs that take a value in the editor. All other types take links only."""
 _SEED_CONTROLS: Final = ("fixed", "increment", "decrement", "randomize")
-"""Follows a seed among a node's values; the server never sees it."""
+"""Values that the editor stores after a seed and does not send to the server."""
 _MUTED, _BYPASSED = 2, 4
 _NOTES, _THROUGH = ("Note", "MarkdownNote"), "Reroute"
 _CONSTANTS: Final = (
@@ -52,16 +52,16 @@ _CONSTANTS: Final = (
     "PrimitiveStringMultiline",
 )
 _SEEDS: Final = ("seed", "noise_seed")
-_NO_PLACE: Final = "this template has no place for it; leave it out, or choose another template"
+_NO_PLACE: Final = "this template has no input for it; leave it out, or choose another template"
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """What one input of a node takes. Written by `read_kinds`."""
+    """An input of a kind of node. Written by `read_kinds`."""
 
     name: str
     kind: str
-    """``COMBO`` where ``options`` are all it takes; ``*``: anything; several are joined by commas."""
+    """Type. ``COMBO``: one of ``options``; ``*``: any type; alternatives are joined by commas."""
     is_required: bool
     options: tuple[Any, ...] = ()
     least: float = -math.inf
@@ -69,13 +69,13 @@ class Field:
     step: float | None = None
     default: Any = None
     is_upload: bool = False
-    """Names a file that clients bring: what is not among ``options`` may be there all the same."""
+    """Whether the value names an uploaded file, which need not be among ``options``."""
     has_control: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of node that a server has. Written by `read_kinds`."""
+    """A kind of node that a server has. Written by `read_kinds`."""
 
     fields: Mapping[str, Field]
     outputs: tuple[str, ...]
@@ -86,7 +86,7 @@ Kinds = Mapping[str, Kind]
 
 
 def read_kinds(info: Any, where: str) -> dict[str, Kind]:
-    """Of the answer to ``/object_info``. Raises `UserError`: it is no such answer."""
+    """The kinds of node in an answer of ``/object_info``. Raises `UserError`: the answer has another form."""
     try:
         return {name: _kind(entry) for name, entry in info.items()}
     except (AttributeError, KeyError, TypeError, IndexError, ValueError) as error:
@@ -120,48 +120,48 @@ def _field(name: str, spec: Sequence[Any], is_required: bool) -> Field:
     )
 
 
-# --- from the editor's format ---------------------------------------------------------------------------------------------------
+# --- conversion from the editor's format ---------------------------------------------------------------------------------------------------
 
 
 def read_template(name: str) -> dict[str, Any]:
-    """A workflow of the templates' package. Raises `UserError`: no package, no such template."""
+    """A workflow of the templates' package. Raises `UserError`: the package or the template is missing."""
     try:
         folder = resources.files("comfyui_workflow_templates_json") / "templates"
     except ModuleNotFoundError:
         raise UserError("comfyui-workflow-templates-json is not installed; pip install 'stretto[pictures]'") from None
     known = {entry.name.removesuffix(".json"): entry for entry in folder.iterdir() if entry.name.endswith(".json")}
     if name not in known:
-        raise UserError(f"template={name}: the templates' package has none of that name{nearest(name, known)}")
+        raise UserError(f"template={name}: the templates' package has no template of that name{nearest(name, known)}")
     workflow = json.loads(known[name].read_text(encoding="utf-8"))
     if not isinstance(workflow, dict) or "nodes" not in workflow:
-        raise UserError(f"template={name}: this is no workflow; choose another")
+        raise UserError(f"template={name}: the file is not a workflow; choose another")
     return workflow
 
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """Stands at the end of a link whose origin only holds a value."""
+    """Origin of a link that is a constant of the editor, and no node for the server."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class _Scope:
-    """A workflow, or one use of a subgraph inside it."""
+    """A workflow, or one instance of a subgraph inside it."""
 
     prefix: str
     nodes: Mapping[int, Mapping[str, Any]]
     links: Mapping[int, tuple[int, int]]
-    """Number to the node and output it starts from."""
+    """Link number → node and output where the link starts."""
     definition: Mapping[str, Any] | None = None
     around: _Scope | None = None
     node: Mapping[str, Any] = field(default_factory=dict)
-    """What stands for it in the scope ``around``."""
+    """The node in the scope ``around`` that this instance expands."""
 
 
 def flatten(workflow: Mapping[str, Any], kinds: Kinds) -> Graph:
-    """The nodes of ``workflow``, those of its subgraphs among them as ``outer:inner``, notes, detours and the editor's own nodes
-    resolved. Nodes of a kind that ``kinds`` lacks keep their links alone."""
+    """The graph of a workflow in the server's format, without notes, reroutes and other nodes of the editor. Nodes of subgraphs are named
+    ``outer:inner``. Nodes of a kind that ``kinds`` lacks keep their links only."""
     subgraphs = {entry["id"]: entry for entry in workflow.get("definitions", {}).get("subgraphs", [])}
     links = {link[0]: (link[1], link[2]) for link in workflow["links"]}
     graph: Graph = {}
@@ -192,7 +192,7 @@ def _walk(scope: _Scope, subgraphs: Mapping[str, Any], kinds: Kinds, graph: Grap
 
 
 def _source(scope: _Scope, link: int, subgraphs: Mapping[str, Any]) -> list[Any] | _Value | None:
-    """Where a link starts, through all that the server knows nothing of. None: nowhere, a value of the node's own counts."""
+    """Origin of a link behind reroutes, bypassed nodes and subgraph borders. None: no origin, so that the node's own value applies."""
     if link not in scope.links:
         return None
     origin, slot = scope.links[link]
@@ -217,7 +217,7 @@ def _source(scope: _Scope, link: int, subgraphs: Mapping[str, Any]) -> list[Any]
 
 
 def _widget_values(node: Mapping[str, Any], kind: Kind | None) -> dict[str, Any]:
-    """Values by their fields' names: the editor keeps them by position, those that a link overrides among them."""
+    """A node's values by field name. The editor stores them by position, including those that a link overrides."""
     values = node.get("widgets_values") or []
     if isinstance(values, Mapping) or kind is None:
         return dict(values) if isinstance(values, Mapping) else {}
@@ -231,7 +231,7 @@ def _widget_values(node: Mapping[str, Any], kind: Kind | None) -> dict[str, Any]
 
 
 def _fold(graph: Graph) -> None:
-    """Constants go where they are used, and a switch gives way to the branch it takes: what nobody asks for needs no model file."""
+    """Replace links to constants by the constants, and links to switches by the active branch, so that unused branches need no model files."""
     for _ in graph:
         for node in graph.values():
             for name, value in node["inputs"].items():
@@ -253,10 +253,10 @@ def is_link(value: Any) -> bool:
 
 
 def base_graph(template: str, kinds: Kinds, checkpoint: str = "") -> Graph:
-    """What ``template`` paints its picture with, and nothing else; not yet checked.
+    """The nodes of ``template`` on which its picture depends. The graph is not checked yet.
 
     Raises:
-        UserError: no such template, or it does not sample and save exactly one picture.
+        UserError: The template does not exist, or does not sample and save exactly one picture.
     """
     where = f"template={template}"
     editor = _Editor(flatten(read_template(template), kinds), kinds, where)
@@ -264,10 +264,10 @@ def base_graph(template: str, kinds: Kinds, checkpoint: str = "") -> Graph:
     _fold(graph)
     positive = editor.encoder("positive")
     for name in editor.fields(positive, "STRING"):
-        graph[positive]["inputs"][name] = ""  # and with what was there goes the template's own enhancer
+        graph[positive]["inputs"][name] = ""  # this also cuts off the prompt enhancer of a template
     saves = [key for key in graph if editor.fields(key, "IMAGE") and "filename_prefix" in graph[key]["inputs"]]
     if len(saves) != 1:
-        raise UserError(f"{where}: on this server it saves {len(saves)} pictures, not one; choose another")
+        raise UserError(f"{where}: the template saves {len(saves)} pictures on this server, not one; choose another")
     kept, todo = set(saves), list(saves)
     while todo:
         origins = {value[0] for value in graph[todo.pop()]["inputs"].values() if is_link(value)}
@@ -280,16 +280,16 @@ def base_graph(template: str, kinds: Kinds, checkpoint: str = "") -> Graph:
 
 
 def choose(kinds: Kinds, template: str, checkpoint: str, where: str) -> tuple[str, Graph]:
-    """The template that this server can run, by name, and its graph.
+    """Name and graph of the first template that the server can run.
 
     Raises:
-        UserError: it has the models of none, or not those of the one asked for.
+        UserError: The server lacks the models of the requested template, or of all of them.
     """
     loader = kinds.get("CheckpointLoaderSimple")
     known = [] if loader is None else [str(name) for name in loader.fields["ckpt_name"].options]
     if checkpoint and checkpoint not in known:
         raise UserError(
-            f"{where}: checkpoint={checkpoint}: the server has none of that name{nearest(checkpoint, known)}"
+            f"{where}: checkpoint={checkpoint}: the server has no checkpoint of that name{nearest(checkpoint, known)}"
         )
     if template or checkpoint:
         name = template or _PLAIN
@@ -303,18 +303,20 @@ def choose(kinds: Kinds, template: str, checkpoint: str, where: str) -> tuple[st
     if len(known) == 1:
         return choose(kinds, _PLAIN, known[0], where)
     if known:
-        raise UserError(f"{where}: it has {len(known)} checkpoints; say which one: …?checkpoint={known[0]}")
-    raise UserError(f"{where}: it has no checkpoints and the models of no template; put a model into its models folder")
+        raise UserError(f"{where}: the server has {len(known)} checkpoints; choose one: …?checkpoint={known[0]}")
+    raise UserError(
+        f"{where}: the server has no checkpoint, and the models of no template; put a model into its models folder"
+    )
 
 
 def fit(graph: Graph, kinds: Kinds, request: PaintRequest, references: Sequence[str], where: str) -> Graph:
-    """``graph`` painting what ``request`` asks for, with its adapters and controls.
+    """A copy of ``graph`` with the prompt, size, seed, adapters and controls of ``request``.
 
     Args:
-        references: names under which the server has the pictures of ``request.controls``.
+        references: Names of the uploaded pictures of ``request.controls``, in their order.
 
     Raises:
-        UserError: the template has no place for something asked for, or the server does not know a name.
+        UserError: The template has no input for a part of the request, or the server does not know a name.
     """
     editor = _Editor(copy.deepcopy(graph), kinds, where)
     graph = editor.graph
@@ -337,33 +339,35 @@ def fit(graph: Graph, kinds: Kinds, request: PaintRequest, references: Sequence[
 
 @dataclass(frozen=True, slots=True)
 class _Editor:
-    """Changes ``graph`` where it lies; messages begin with ``where``."""
+    """Changes ``graph`` in place. Error messages begin with ``where``."""
 
     graph: Graph
     kinds: Kinds
     where: str
 
     def fields(self, key: str, kind: str) -> list[str]:
-        """Of a node, those that take ``kind`` and nothing else."""
+        """Names of the inputs of a node whose type is exactly ``kind``."""
         entry = self.kinds.get(self.graph[key]["class_type"])
         return [] if entry is None else [name for name, each in entry.fields.items() if each.kind == kind]
 
     def sampler(self) -> dict[str, Any]:
-        """Inputs of the sampler whose latents no other sampler made."""
+        """Inputs of the first sampler: the one whose latents come from no other sampler."""
         sides = {"positive", "negative", "latent_image", "model"}
         samplers = {key: node["inputs"] for key, node in self.graph.items() if sides <= node["inputs"].keys()}
         whole = [inputs for inputs in samplers.values() if all(is_link(inputs[side]) for side in sides)]
         for inputs in whole:
             if self.origin(inputs["latent_image"], "LATENT", stop=samplers)[0] not in samplers:
                 return inputs
-        raise UserError(f"{self.where}: it has no sampler with a positive and a negative side; choose another")
+        raise UserError(
+            f"{self.where}: the template has no sampler with positive and negative conditioning; choose another"
+        )
 
     def encoder(self, side: str) -> str:
-        """The node that makes the conditioning of one side of the first sampler out of text."""
+        """The text encoder of the first sampler's ``side``: positive or negative."""
         return str(self.origin(self.sampler()[side], "CONDITIONING")[0])
 
     def put_texts(self, prompt: str, negative: str) -> None:
-        """Write both prompts over the template's own texts, for every sampler: a template's example must not reach the server."""
+        """Overwrite the template's own texts with both prompts, for every sampler: the example texts must not reach the server."""
         first = self.encoder("positive")
         self.put("prompt", [first], self.fields(first, "STRING"), prompt)
         inputs = [node["inputs"] for node in self.graph.values()]
@@ -371,14 +375,14 @@ class _Editor:
         asked, avoided = ({self.origin(link, "CONDITIONING")[0] for link in links[side]} for side in links)
         for key in asked:
             self.graph[key]["inputs"] |= dict.fromkeys(self.fields(key, "STRING"), prompt)
-        own = avoided - asked  # the other samplers set their prompt's conditioning to zero for the negative side
+        own = avoided - asked  # samplers without a node of their own take the zeroed conditioning of the prompt
         if negative and not any(self.fields(key, "STRING") for key in own):
             raise UserError(f"{self.where}: negative: {_NO_PLACE}")
         for key in own:
             self.graph[key]["inputs"] |= dict.fromkeys(self.fields(key, "STRING"), negative)
 
     def origin(self, link: list[Any], kind: str, stop: Collection[str] = ()) -> list[Any]:
-        """The link that ``link`` leads back to: of the node that makes a ``kind`` out of none."""
+        """Follow ``link`` back through nodes that take and return a ``kind``, to the node that creates it."""
         for _ in self.graph:
             inputs = self.graph[link[0]]["inputs"]
             names = [name for name in self.fields(link[0], kind) if is_link(inputs.get(name))]
@@ -406,7 +410,7 @@ class _Editor:
             node["inputs"] |= {name: list(new) for name, value in node["inputs"].items() if value == old}
 
     def insert_lora(self, key: str, lora: Lora) -> None:
-        """Behind the loader of the model, and of the text encoder where both are one checkpoint."""
+        """Insert an adapter behind the loader of the model, and of the text encoder where one checkpoint contains both."""
         model = self.origin(self.sampler()["model"], "MODEL")
         clip = self.graph[self.encoder("positive")]["inputs"].get("clip")
         clip = self.origin(clip, "CLIP") if is_link(clip) else ["", 0]
@@ -414,9 +418,9 @@ class _Editor:
         known = self.options(loader, "lora_name")
         name = match_name(lora.name, known)
         if name is None:
-            near = nearest(lora.name, [PurePosixPath(option).stem for option in known]) or f" (it has {len(known)})"
+            near = nearest(lora.name, [PurePosixPath(option).stem for option in known]) or f" (of {len(known)})"
             raise UserError(
-                f"{self.where}: lora {lora.name}: the server has none of that name{near}; put it into models/loras"
+                f"{self.where}: lora {lora.name}: the server has no adapter of that name{near}; put the file into models/loras"
             )
         inputs = {"model": model, "lora_name": name, "strength_model": lora.weight}
         self.rewire(model, [key, 0])
@@ -426,13 +430,13 @@ class _Editor:
         self.graph[key] = {"class_type": loader, "inputs": inputs}
 
     def insert_control(self, key: str, control: Control, image: str) -> None:
-        """Between conditioning and sampler. Edges are found on the server; of any other kind the picture is the map itself."""
+        """Insert a ControlNet between conditioning and sampler. For ``canny`` the server finds the edges; for other kinds the picture is the map."""
         known, apply = self.options("ControlNetLoader", "control_net_name"), "ControlNetApplyAdvanced"
         kind = control.kind.casefold()
         self.options(apply, "strength")
         fitting = [name for each in (kind, "union") for name in known if each in name.casefold()]
         if not fitting:
-            problem = f"none of its {len(known)} ControlNets has it in its name"
+            problem = f"none of the server's {len(known)} ControlNets has this word in its name"
             raise UserError(f"{self.where}: control {kind}: {problem}; put one into models/controlnet")
         picture: list[Any] = [f"{key}-image", 0]
         self.graph[f"{key}-image"] = {"class_type": "LoadImage", "inputs": {"image": image}}
@@ -455,7 +459,7 @@ class _Editor:
 
 
 def match_name(name: str, known: Sequence[str]) -> str | None:
-    """The one of ``known`` that ``name`` means: itself, or the only one with that file name or stem, wherever it lies."""
+    """The entry of ``known`` that ``name`` denotes: the same path, or else the only one with this file name or stem. None: there is none."""
     paths = [PurePosixPath(option.replace("\\", "/").casefold()) for option in known]
     wanted = PurePosixPath(name.replace("\\", "/").casefold())
     by_name = [option for option, path in zip(known, paths, strict=True) if path.name == wanted.name]
@@ -468,7 +472,7 @@ def match_name(name: str, known: Sequence[str]) -> str | None:
 
 
 def refuse(graph: Any, kinds: Kinds, where: str) -> None:
-    """Raises `UserError` with the first of `faults`, and how many more there are."""
+    """Raises `UserError` with the first of `faults` and the number of the others."""
     found = faults(graph, kinds)
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -476,14 +480,14 @@ def refuse(graph: Any, kinds: Kinds, where: str) -> None:
 
 
 def faults(graph: Any, kinds: Kinds) -> list[str]:
-    """All for which the server would refuse ``graph``, fail on it later, or silently do something else."""
+    """Reasons why the server would refuse ``graph``, fail on it later, or silently do something else."""
     if not isinstance(graph, dict) or not graph:
         return ["the graph has no nodes"]
     found = []
     for key, node in graph.items():
         inputs = node.get("inputs") if isinstance(node, dict) else None
         if not isinstance(key, str) or not isinstance(inputs, dict) or not isinstance(node.get("class_type"), str):
-            found.append(f"node {key!r}: is no object with class_type and inputs, under a name that is text")
+            found.append(f"node {key!r}: must be an object with class_type and inputs, and its name a string")
         elif node["class_type"] not in kinds:
             found.append(f"node {key}: the server has no {node['class_type']}{nearest(node['class_type'], kinds)}")
     if found:
@@ -491,9 +495,9 @@ def faults(graph: Any, kinds: Kinds) -> list[str]:
     for key, node in graph.items():
         found += [f"node {key} ({node['class_type']}): {problem}" for problem in _node_faults(graph, kinds, node)]
     if not any(kinds[node["class_type"]].is_output for node in graph.values()):
-        found.append("no node gives anything out")
+        found.append("no node is an output node")
     if cycle := _cycle(graph):
-        found.append(f"node {cycle}: it needs its own result")
+        found.append(f"node {cycle}: the node depends on its own result")
     return found
 
 
@@ -503,7 +507,7 @@ def _node_faults(graph: Graph, kinds: Kinds, node: Mapping[str, Any]) -> Iterato
         if entry.is_required and name not in node["inputs"]:
             yield f"{name} is missing"
     for name, value in node["inputs"].items():
-        if name not in fields:  # the server would leave it out without a word
+        if name not in fields:  # the server would ignore it without an error
             yield f"there is no input {name}{nearest(name, fields)}"
             continue
         problem = (
@@ -517,7 +521,7 @@ def _node_faults(graph: Graph, kinds: Kinds, node: Mapping[str, Any]) -> Iterato
 
 def _link_fault(graph: Graph, kinds: Kinds, value: list[Any], entry: Field) -> str | None:
     if not is_link(value):
-        return f"{value!r} is no link [node, output]"
+        return f"{value!r} is not a link [node, output]"
     if value[0] not in graph:
         return f"node {value[0]} does not exist"
     outputs = kinds[graph[value[0]]["class_type"]].outputs
@@ -534,27 +538,27 @@ def _value_fault(kinds: Kinds, value: Any, entry: Field) -> str | None:
         if value in entry.options or (entry.is_upload and isinstance(value, str) and value):
             return None
         if not entry.options:
-            return "the server has nothing to choose from"
+            return "the server has no options for it"
         return f"the server has no {value!r}{nearest(str(value), map(str, entry.options))}"
     if entry.kind in ("STRING", "BOOLEAN"):
         wanted = str if entry.kind == "STRING" else bool
-        return None if isinstance(value, wanted) else f"{value!r} is no {'text' if wanted is str else 'true or false'}"
+        return None if isinstance(value, wanted) else f"{value!r} is not {'text' if wanted is str else 'true or false'}"
     if entry.kind not in ("INT", "FLOAT"):
         is_socket = any(entry.kind in kind.outputs for kind in kinds.values())
         return f"takes {entry.kind} from another node, not a value" if is_socket else None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return f"{value!r} is no number"
+        return f"{value!r} is not a number"
     if entry.kind == "INT" and not isinstance(value, int):
-        return f"{value} is no whole number"
+        return f"{value} is not a whole number"
     if not entry.least <= value <= entry.most:
         return f"{value} is not between {entry.least:g} and {entry.most:g}"
     if entry.step and entry.name in ("width", "height") and value % entry.step:
-        return f"{value} is no multiple of {entry.step:g}"
+        return f"{value} is not a multiple of {entry.step:g}"
     return None
 
 
 def _cycle(graph: Graph) -> str | None:
-    """A node on a cycle."""
+    """A node on a cycle; None: the graph has none."""
     needs = {key: {each[0] for each in node["inputs"].values() if is_link(each)} for key, node in graph.items()}
     try:
         TopologicalSorter(needs).prepare()
@@ -564,10 +568,10 @@ def _cycle(graph: Graph) -> str | None:
 
 
 def repair(graph: Graph, node_errors: Mapping[str, Any]) -> tuple[Graph, list[str]]:
-    """``graph`` with what a server's ``node_errors`` name put right where there is one way to, and what was done, a sentence each.
+    """A copy of ``graph`` in which those ``node_errors`` of a server are corrected that have one correction, and a note for each.
 
-    A file that lies elsewhere by the same name, a number out of a range, a missing value with a default: such things differ between
-    servers' versions. What the request itself asked for (text, size, seed) is never changed.
+    Corrected are a file in another folder of the same name, a number out of range, and a missing value with a default, since these differ
+    between server versions. Text, size and seed of the request are never changed.
     """
     graph, notes = copy.deepcopy(graph), []
     for key, report in node_errors.items():

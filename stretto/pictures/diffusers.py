@@ -1,7 +1,7 @@
-"""Painting by a pipeline of the diffusers library, out of a folder on this machine.
+"""Backend that paints with a pipeline of the diffusers library, loaded from a local folder.
 
-A part of a picture is repainted as RePaint (2201.09865) does in its simplest form: after each step the latents outside of the mask are put
-back to what they were, as noisy as that step leaves them. At the end pixels outside of the mask are the old ones, exactly.
+An edit follows RePaint (arXiv 2201.09865) in its simplest form: after each step, the latents outside of the mask are set back to those of the base
+picture with the noise level of that step. In the finished picture the pixels outside of the mask are copied from the base.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ class Diffusers:
     def __init__(self, folder: Path | str, device: str | None = None) -> None:
         """
         Args:
-            folder: holds ``model_index.json``.
-            device: None: the accelerator, if there is one.
+            folder: Folder with ``model_index.json``.
+            device: None: the accelerator where there is one, else the processor.
 
         Raises:
-            UserError: no pipeline is there, or one that cannot be loaded or takes no prompt.
+            UserError: The folder has no pipeline, or one that cannot be loaded or takes no prompt.
         """
         self._folder = Path(folder)
         if not (self._folder / "model_index.json").is_file():
-            raise UserError(f"{self.name}: model_index.json: no such file; name the folder of a diffusers pipeline")
-        diffusers_logging.set_verbosity_error()  # it warns of the class of a text encoder that its own documentation names
+            raise UserError(f"{self.name}: model_index.json: file not found; name the folder of a diffusers pipeline")
+        diffusers_logging.set_verbosity_error()  # diffusers warns about a text encoder class that its own documentation uses
         diffusers_logging.disable_progress_bar()
         try:
             self._pipeline = DiffusionPipeline.from_pretrained(self._folder, local_files_only=True)
         except (OSError, ValueError, KeyError, AttributeError, RuntimeError, TypeError, ImportError) as error:
             problem = one_line(error, 200)
             raise UserError(
-                f"{self.name}: not loadable ({type(error).__name__}: {problem}); is the folder whole?"
+                f"{self.name}: not loadable ({type(error).__name__}: {problem}); check that the folder is complete"
             ) from None
         self._pipeline.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._pipeline.set_progress_bar_config(disable=True)
         self._takes = inspect.signature(self._pipeline.__call__).parameters
         if missing := [name for name in ("prompt", "height", "width", "generator") if name not in self._takes]:
             raise UserError(
-                f"{self.name}: {type(self._pipeline).__name__} takes no {missing[0]}; choose a text-to-image pipeline"
+                f"{self.name}: {type(self._pipeline).__name__} has no argument {missing[0]}; choose a text-to-image pipeline"
             )
 
     @property
@@ -76,7 +76,7 @@ class Diffusers:
         if request.controls:
             kind = type(self._pipeline).__name__
             raise UserError(
-                f"{self.name}: control {request.controls[0].kind}: {kind} has none; leave it out, or use ComfyUI"
+                f"{self.name}: control {request.controls[0].kind}: {kind} supports no ControlNet; leave it out, or use ComfyUI"
             )
         for what, given, name in (
             ("negative", request.negative, "negative_prompt"),
@@ -84,16 +84,18 @@ class Diffusers:
             ("guidance", request.guidance, "guidance_scale"),
         ):
             if given and name not in self._takes:
-                raise UserError(f"{self.name}: {what}: {type(self._pipeline).__name__} takes none; leave it out")
+                raise UserError(
+                    f"{self.name}: {what}: {type(self._pipeline).__name__} does not support it; leave it out"
+                )
         steps = request.steps
         if steps is None and "num_inference_steps" in self._takes:
             steps = self._takes["num_inference_steps"].default
-        told: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "num_inference_steps": steps,
             "guidance_scale": request.guidance,
             "negative_prompt": request.negative,
+            "use_pe": False,  # the caller has expanded the prompt already, or wants it as it is
         }
-        told["use_pe"] = False  # enhancing a prompt is whose business it is that asks
         keep = self._keeper(request) if request.base is not None else lambda step, latents: latents
 
         def after(_: Any, step: int, __: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -108,7 +110,7 @@ class Diffusers:
                 height=request.height,
                 generator=torch.Generator().manual_seed(request.seed),
                 callback_on_step_end=after,
-                **{name: value for name, value in told.items() if name in self._takes and value is not None},
+                **{name: value for name, value in arguments.items() if name in self._takes and value is not None},
             )
         image: Image.Image = made.images[0].convert("RGB")
         if request.base is not None:
@@ -118,8 +120,10 @@ class Diffusers:
 
     @torch.no_grad()
     def _keeper(self, request: PaintRequest) -> Callable[[int, Tensor], Tensor]:
-        """Puts latents outside of the mask back to those of the base, as noisy as after a step. Latents are those of an ErnieImagePipeline: two
-        by two in a token, scaled by the autoencoder's own statistics."""
+        """The function that sets latents outside of the mask back to those of the base picture, at the noise level after a step.
+
+        Works on the latents of an ErnieImagePipeline: 2x2 patches, normalised by the batch-norm statistics of the autoencoder.
+        """
         assert request.base is not None and request.mask is not None
         vae, pipeline = self._pipeline.vae, self._pipeline
         pixels_HWC = np.asarray(request.base.convert("RGB"), dtype=np.float32) / 127.5 - 1
@@ -129,7 +133,7 @@ class Diffusers:
         clean_BCHW = (latents_BCHW - mean) / torch.sqrt(var + 1e-5)
         noise_BCHW = torch.randn(clean_BCHW.shape, generator=torch.Generator().manual_seed(request.seed)).to(clean_BCHW)
         size = (request.width // self.multiple, request.height // self.multiple)
-        # a token that is touched at all is repainted
+        # a token is repainted if the mask touches it at all
         shrunk = request.mask.convert("L").resize(size, Image.Resampling.BOX)
         free_HW = torch.from_numpy(np.asarray(shrunk) > 0).to(clean_BCHW.device)
 
@@ -142,13 +146,13 @@ class Diffusers:
 
     @contextmanager
     def _adapted(self, loras: tuple[Lora, ...]) -> Iterator[None]:
-        """The pipeline with adapters, and without them afterwards."""
+        """Context in which the pipeline has these adapters."""
         if not loras:
             yield
             return
         if not hasattr(self._pipeline, "load_lora_weights"):
             raise UserError(
-                f"{self.name}: lora {loras[0].name}: {type(self._pipeline).__name__} takes none; leave it out"
+                f"{self.name}: lora {loras[0].name}: {type(self._pipeline).__name__} supports no adapters; leave it out"
             )
         names = [f"lora_{number}" for number in range(len(loras))]
         try:
@@ -163,12 +167,16 @@ class Diffusers:
         where = f"{self.name}: lora {lora.name}"
         path = Path(lora.name)
         if not path.exists():
-            raise UserError(f"{where}: no such file; name a safetensors file or a folder that holds one")
-        told: Mapping[str, Any] = {} if path.is_dir() else {"weight_name": path.name}
+            raise UserError(f"{where}: file not found; name a safetensors file, or a folder that contains one")
+        options: Mapping[str, Any] = {} if path.is_dir() else {"weight_name": path.name}
         try:
-            self._pipeline.load_lora_weights(str(path if path.is_dir() else path.parent), adapter_name=adapter, **told)
-        except Exception as error:  # a dozen kinds, of three libraries
+            self._pipeline.load_lora_weights(
+                str(path if path.is_dir() else path.parent), adapter_name=adapter, **options
+            )
+        except Exception as error:  # about a dozen exception types of three libraries
             problem = one_line(error, 160)
-            raise UserError(f"{where}: it does not fit this model ({problem}); choose one trained for it") from None
+            raise UserError(
+                f"{where}: the adapter does not fit this model ({problem}); choose one trained for it"
+            ) from None
         if adapter not in {name for names in self._pipeline.get_list_adapters().values() for name in names}:
-            raise UserError(f"{where}: none of its weights are for this model; choose one trained for it")
+            raise UserError(f"{where}: none of the adapter's weights are for this model; choose one trained for it")

@@ -1,5 +1,7 @@
-"""The enhancer behind `/api/ernie-5.1/chat`: a last message that is diffusers' input of a prompt enhancer is written out; any other is
-answered by the server as before."""
+"""Prompt enhancer at `/api/ernie-5.1/chat`: handles requests of diffusers' prompt enhancer, and passes all others on to the server.
+
+A request belongs to the enhancer if its last message is the JSON that diffusers sends: ``prompt``, ``width`` and ``height``.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,16 @@ from stretto.server.limits import BODY_TIMEOUT_S, ApiError, announces_json, late
 
 PATH: Final = "/api/ernie-5.1/chat"
 _MOST_BYTES = 1 << 16
-"""Of a body that is looked into: requests for pictures are short."""
+"""Largest body, in bytes, that is searched for a request. Requests for pictures are short."""
 
 
 def open_door(app: Starlette) -> None:
-    """Put the enhancer into ``app``, before it starts: behind all that lets in, counts and answers for failures."""
+    """Add the enhancer to ``app``, which has not started yet, as its innermost middleware: behind access checks, metrics and error handlers."""
     app.user_middleware.append(Middleware(Door))
 
 
 class Door:
-    """The innermost middleware. The model is asked through the routes behind it, so limits and sizes are the server's own."""
+    """ASGI middleware. It asks the model through the server's own routes, so the server's limits and sizes apply."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -40,29 +42,29 @@ class Door:
         if not is_asked or not announces_json(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
-        came: list[Message] = []
+        messages: list[Message] = []
         body = b""
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 while len(body) <= _MOST_BYTES:
-                    came.append(await receive())
-                    body += came[-1].get("body", b"")
-                    if came[-1]["type"] != "http.request" or not came[-1].get("more_body"):
+                    messages.append(await receive())
+                    body += messages[-1].get("body", b"")
+                    if messages[-1]["type"] != "http.request" or not messages[-1].get("more_body"):
                         break
         except TimeoutError:
             raise late_body() from None
         if (asked := _asked(body)) is not None:
-            answer = await while_connected(receive, self._written(*asked))
+            answer = await while_connected(receive, self._enhanced(*asked))
             await answer(scope, receive, send)
             return
-        left = iter(came)
+        left = iter(messages)
 
-        async def again() -> Message:
+        async def replay() -> Message:
             return next(left, None) or await receive()
 
-        await self._app(scope, again, send)
+        await self._app(scope, replay, send)
 
-    async def _written(self, fields: Mapping[str, Any], request: Mapping[str, Any]) -> Response:
+    async def _enhanced(self, fields: Mapping[str, Any], request: Mapping[str, Any]) -> Response:
         async with Client("http://localhost", transport=httpx.ASGITransport(self._app)) as client:
 
             async def ask(body: Mapping[str, Any]) -> Any:
@@ -76,14 +78,14 @@ class Door:
 
 
 def _asked(body: bytes) -> tuple[dict[str, Any], Mapping[str, Any]] | None:
-    """What of a body goes on to the model, and the request for a picture in it; None: there is none."""
+    """Sampling options and the request for a picture in a body; None: the body is not a request of the enhancer."""
     try:
         tree = json.loads(body)
         request = json.loads(tree["messages"][-1]["content"])
-        request["prompt"].encode()  # no half of a surrogate pair, which is no character
-        given = all(type(request[side]) is int for side in ("width", "height"))
+        request["prompt"].encode()  # a lone surrogate is not a character and cannot be encoded
+        has_size = all(type(request[side]) is int for side in ("width", "height"))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return None
-    if not given or len(request) != 3:
+    if not has_size or len(request) != 3:
         return None
     return {name: tree[name] for name in ("temperature", "seed", "elastic") if tree.get(name) is not None}, request

@@ -1,9 +1,9 @@
-"""A request for a picture, written out as a prompt: what was asked for is kept, and style, light, composition, camera and scene are added.
+"""Prompt enhancer: a model adds scene, style, lighting, composition and camera to a request, and the result is checked against the request.
 
-A model writes six fields under a grammar, at any size of the network, behind any server of the chat API. What it writes is held
-against the ledger of the request: a subject that lost something, or bound it to another object, gives way to the user's own words; a
-field that contradicts them gives way to a plain phrase. Words to be rendered are never in the model's hands: its grammar has no
-quotation marks. What was put right is told.
+The model writes six fields under a grammar, at any size of the network, behind any server with the chat API. Each field is compared with the ledger
+of the request. A subject that lost a requirement, or bound it to another object, is replaced by the user's own words; a field that contradicts the
+ledger is replaced by a neutral phrase. The grammar has no quotation marks, so the model cannot change words to be rendered. Every replacement is
+reported in a note.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from stretto.tasks.shapes.ledger import Ledger, contradictions, unkept
 from stretto.tasks.shapes.syntax import understand
 
 _MAX_TOKENS = 1024
-"""More than the longest answer of the grammar: one that is cut was cut by the server."""
+"""Longer than every answer of the grammar, so only the server's own limit can cut one."""
 
 Ask = Callable[[Mapping[str, Any]], Awaitable[Any]]
-"""Posts a body to a chat API's completions and gives its JSON. What it puts into the body counts: model, size, temperature, seed."""
+"""Posts a body to a chat API and returns its JSON. Model, size, temperature and seed that the function adds take precedence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Enhanced:
-    """What came of a request. Written by `enhance`."""
+    """An enhanced prompt. Written by `enhance`."""
 
     prompt: str
     fields: Mapping[str, str]
-    """As they stand in the prompt, by `FIELDS`."""
+    """Fields as they stand in the prompt, in the order of `FIELDS`."""
     notes: tuple[str, ...]
-    """What was put right, a line each."""
+    """Replacements, one line each."""
     written: Mapping[str, str]
-    """As the model wrote them; empty where it wrote nothing that can be read."""
+    """Fields as the model wrote them; empty where its answer is not valid JSON."""
     seconds: float
     subnet: str = ""
-    """Size that wrote it, if the server tells."""
+    """Size (Subnet) of the network that wrote it, if the server reports one."""
 
 
 async def enhance(ask: Ask, prompt: str, width: int, height: int) -> Enhanced:
-    """Write ``prompt`` out.
+    """Enhance ``prompt`` for a picture of ``width`` x ``height`` pixels.
 
     Raises:
-        UserError: the request is empty, in another language, or contradicts itself. What ``ask`` raises passes.
+        UserError: The request is empty, in another language, or contradicts itself. Errors of ``ask`` pass through.
     """
     ledger = readable(prompt)
     body: dict[str, Any] = {
@@ -60,52 +60,52 @@ async def enhance(ask: Ask, prompt: str, width: int, height: int) -> Enhanced:
         "max_tokens": _MAX_TOKENS,
     }
     started_s = time.perf_counter()
-    told = await ask(body)
+    reply = await ask(body)
     seconds = time.perf_counter() - started_s
-    written = fields_of(told["choices"][0]["message"].get("content") or "")
+    written = fields_of(reply["choices"][0]["message"].get("content") or "")
     fields, notes = repaired(ledger, prompt, written)
-    spent = (told.get("usage") or {}).get("elastic") or {}
-    return Enhanced(joined(fields), fields, notes, written, seconds, str(spent.get("subnet", "")))
+    usage = (reply.get("usage") or {}).get("elastic") or {}
+    return Enhanced(joined(fields), fields, notes, written, seconds, str(usage.get("subnet", "")))
 
 
 def readable(prompt: str) -> Ledger:
-    """The ledger of a request. Raises `UserError`: it cannot be read, or contradicts itself."""
+    """The ledger of a request. Raises `UserError`: the request cannot be read, contradicts itself, or names nothing that can be painted."""
     ledger = understand(prompt)
     if asked := contradictions(ledger):
-        raise UserError(f"prompt: it contradicts itself: {asked[0]} Say it once")
+        raise UserError(f"prompt: it contradicts itself: {asked[0]} Remove one of the two")
     if not (ledger.num_constraints or ledger.size):
         raise UserError(f"prompt: {prompt.strip()[:60]!r} names nothing that can be painted; name an object")
     return ledger
 
 
 def repaired(ledger: Ledger, prompt: str, written: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The fields that keep the ``ledger`` of ``prompt``, all six, and what was put right."""
+    """All six fields, corrected so that they keep the ``ledger`` of ``prompt``, and a note for every replacement."""
     notes: list[str] = []
     asked = prompt.strip().rstrip(".")
     fields = {"subject": written.get("subject", "").rstrip(".")}
     if lost := _lost(ledger, fields["subject"]):
         fields["subject"] = asked
-        why = f"subject: put back as it was asked ({'; '.join(lost)})"
-        notes.append(why if written else "the model wrote nothing that can be read")
+        why = f"subject: replaced by the words of the request ({'; '.join(lost)})"
+        notes.append(why if written else "the model's answer is not valid JSON; neutral phrases were added")
     for name, plain in PLAIN.items():
         field = _spoken_of(ledger, written.get(name, "").rstrip("."))
         if not field:
-            wrong = ["it is empty"]
+            wrong = ["empty"]
         elif repeats(field):
-            wrong = ["it repeats itself"]
+            wrong = ["repetitive"]
         else:
             wrong = _lost(ledger, f"{fields['subject']}. {field}")
         fields[name] = plain if wrong else field
         if wrong and written:
             notes.append(f"{name}: {plain!r} instead of {field!r} ({'; '.join(wrong)})")
-    if lost := _lost(ledger, joined(fields)):  # fields that only together contradict it
+    if lost := _lost(ledger, joined(fields)):  # fields that contradict the ledger only together
         fields |= PLAIN
-        notes.append(f"all but the subject: plain words ({'; '.join(lost)})")
+        notes.append(f"all fields but the subject: replaced by neutral phrases ({'; '.join(lost)})")
     return fields, tuple(notes)
 
 
 def _spoken_of(ledger: Ledger, field: str) -> str:
-    """``field`` with "the" before what the request has one of: "a quiet coffee shop" would be another one."""
+    """``field`` with "the" before things of which the request has one: "a quiet coffee shop" would be a second one."""
     for thing in ledger.things:
         if thing.count == 1:
             field = re.sub(rf"\b(?:a|an) (?=(?:[\w-]+ ){{0,2}}{re.escape(thing.noun)}\b)", "the ", field)
@@ -113,6 +113,7 @@ def _spoken_of(ledger: Ledger, field: str) -> str:
 
 
 def _lost(ledger: Ledger, text: str) -> list[str]:
+    """Requirements that ``text`` does not keep, for the user."""
     try:
         return [each.says for each in unkept(ledger, text, understand)]
     except UserError as error:

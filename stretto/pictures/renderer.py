@@ -1,5 +1,4 @@
-"""The exact painter: reads the prompt as `stretto.tasks.shapes` does and draws what it says. For everything that wants a painter
-and no network."""
+"""Backend that draws coloured shapes exactly, without a model: it reads the prompt with `stretto.tasks.shapes.ledger.read`."""
 
 from __future__ import annotations
 
@@ -14,18 +13,18 @@ from stretto.tasks.shapes.draw import Body, draw, drawable, looks_like, place, p
 from stretto.tasks.shapes.ledger import Ledger, read
 
 _TRIES = 200
-"""Places for what is new beside what stays."""
+"""Number of random layouts that are tried for new shapes beside those that stay."""
 
 
 class Renderer:
-    """Draws coloured shapes, wherever nothing else was asked for in the same place for one seed; changes a part of such a picture."""
+    """Draws the shapes of a prompt at places that the seed decides, and can change a part of such a picture."""
 
     name, multiple = "renderer", 1
 
     def __init__(
         self, misread: Callable[[Ledger, int], Ledger] = lambda ledger, seed: ledger, edits: bool = True
     ) -> None:
-        """``misread``: what is drawn for a request and a seed, where a painter is wanted who errs."""
+        """``misread`` changes the ledger before it is drawn, by the seed: for tests that need a backend with errors."""
         self._misread, self.edits = misread, edits
 
     def paint(self, request: PaintRequest, tell: Callable[[float], None] = lambda done: None) -> Image.Image:
@@ -33,7 +32,7 @@ class Renderer:
         for what in ("loras", "controls", "negative", "steps", "guidance"):
             if getattr(request, what):
                 raise UserError(
-                    f"renderer: {what.removesuffix('s')}: it has none; leave it out, or choose another backend"
+                    f"renderer: {what.removesuffix('s')}: the renderer does not support it; leave it out, or choose another backend"
                 )
         ledger = drawable(read(request.prompt))
         meant = self._misread(ledger, request.seed)
@@ -49,8 +48,8 @@ class Renderer:
 
 
 def _edited(ledger: Ledger, meant: Ledger, base: Image.Image, mask: Image.Image, seed: int) -> Image.Image:
-    """``base`` where ``mask`` is black; elsewhere what of ``ledger`` is not there yet, as it was ``meant``, in its place to what stays. Where
-    that has no room it is drawn as if there were nothing else."""
+    """``base`` where ``mask`` is black. Elsewhere, the shapes of ``ledger`` that ``base`` lacks, drawn as in ``meant`` and placed relative to those
+    that stay. If no layout of `_TRIES` fits, the last one is drawn."""
     stays = see(Image.composite(Image.new("RGB", base.size, "white"), base, mask.convert("1")))
     there = {thing.id: tuple(body for body in stays if looks_like(body, thing)) for thing in ledger.things}
     wanted = {thing.id: thing for thing in meant.things} | {each.id: each for each in ledger.things if there[each.id]}

@@ -1,6 +1,6 @@
-"""The studio: a conversation about a picture as a page - what was said, what must be there, versions side by side, undo.
+"""The studio: a web page for a conversation about a picture, with the requirements, all versions side by side, and undo.
 
-One conversation a process, kept by the server; the page shows what ``/state`` says and nothing of its own.
+A process has one conversation. The server keeps it; the page displays ``/state``.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from stretto.server.server import CONTENT_POLICY
 from stretto.tasks.shapes.ledger import Ledger
 
 CONVERSATION_FILE = "conversation.json"
-"""Beside the versions, in the folder that a studio writes to."""
+"""File with the conversation, in the folder of the versions."""
 _PAGE = Path(__file__).parent / "page"
 _MOST_BYTES = 1 << 16
+"""Largest body of a turn, in bytes."""
 
 
 class Studio:
-    """A conversation and who paints. One turn at a time; a second one waits."""
+    """A conversation and the function that answers its turns. A turn waits until the one before it has ended."""
 
     def __init__(self, answer: Callable[..., Reply], out: Path | None = None) -> None:
         """
         Args:
-            answer: `respond`, told already who paints, judges and writes.
-            out: folder that every version is written to, as soon as it is there.
+            answer: `respond` with backend, verifier, options and writer bound.
+            out: Folder to which every version is written at once.
         """
         self._answer, self._out = answer, out
         self._lock = threading.Lock()
@@ -49,11 +50,11 @@ class Studio:
         self._done: float | None = None
 
     def turn(self, text: str) -> None:
-        """A user's turn. Raises as `respond`, or `UserError` where what came of it cannot be written; nothing has changed then."""
+        """Handle a user's turn. Raises as `respond`, and `UserError` where files cannot be written; the conversation is unchanged then."""
         with self._lock:
             self._done = 0.0
             try:
-                reply = self._answer(self._dialogue, text, progress=self._tell)
+                reply = self._answer(self._dialogue, text, progress=self._progress)
             finally:
                 self._done = None
             said = (*self._said, (text, reply))
@@ -62,22 +63,22 @@ class Studio:
                 for number, version in enumerate(reply.dialogue.versions[num_before:], num_before + 1):
                     with replacing(self._out / f"{number:03}.png") as path:
                         version.picture.save(path, format="PNG")
-                write_json(self._out / CONVERSATION_FILE, _told(reply.dialogue, said, None))
+                write_json(self._out / CONVERSATION_FILE, _state_of(reply.dialogue, said, None))
             self._dialogue, self._said = reply.dialogue, said
 
-    def _tell(self, done: float) -> None:
+    def _progress(self, done: float) -> None:
         self._done = done
 
     def state(self) -> dict[str, Any]:
-        """What the page shows; plain JSON values."""
-        return _told(self._dialogue, self._said, self._done)
+        """State of the page as JSON values."""
+        return _state_of(self._dialogue, self._said, self._done)
 
     def picture(self, number: int) -> bytes:
-        """A version as PNG. Raises IndexError: there is none."""
+        """A version as PNG. Raises IndexError: there is no such version."""
         return png(self._dialogue.versions[number].picture)
 
 
-def _told(dialogue: Dialogue, said: Sequence[tuple[str, Reply]], done: float | None) -> dict[str, Any]:
+def _state_of(dialogue: Dialogue, said: Sequence[tuple[str, Reply]], done: float | None) -> dict[str, Any]:
     shown = dialogue.shown
     return {
         "turns": [{"text": text, "reply": reply.said, "question": reply.is_question} for text, reply in said],
@@ -107,7 +108,7 @@ def _lines(ledger: Ledger) -> list[str]:
 
 
 def create_studio(studio: Studio) -> Starlette:
-    """The page and its three routes, for browsers on this machine."""
+    """Application with the page and its three routes. Only requests to 127.0.0.1 and localhost are accepted."""
 
     def picture(request: Request) -> Response:
         try:
@@ -117,15 +118,15 @@ def create_studio(studio: Studio) -> Starlette:
 
     async def turn(request: Request) -> Response:
         try:
-            told = await read_json(request, max_bytes=_MOST_BYTES)
-            if not isinstance(told, dict) or not isinstance(text := told.get("text"), str):
+            body = await read_json(request, max_bytes=_MOST_BYTES)
+            if not isinstance(body, dict) or not isinstance(text := body.get("text"), str):
                 raise ApiError(400, 'send {"text": …}')
             await asyncio.to_thread(studio.turn, text)
         except (ApiError, GoneError, UserError) as error:
             refusal = as_api_error(error)
             return JSONResponse({"error": refusal.message}, refusal.status)
-        except RuntimeError as error:  # the painter's, on the way
-            return JSONResponse({"error": f"it could not be painted: {error}"}, 502)
+        except RuntimeError as error:  # the backend failed while it painted
+            return JSONResponse({"error": f"painting failed: {error}"}, 502)
         return JSONResponse(studio.state())
 
     routes = [
@@ -139,7 +140,7 @@ def create_studio(studio: Studio) -> Starlette:
 
 
 class _Page(StaticFiles):
-    """The files beside this one, which load nothing from elsewhere."""
+    """The page's files, with headers that forbid content from other hosts."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""What a picture shows of what it must show: shapes exactly, words by reading them, the rest by a model that sees, where one is given.
+"""Checks of a picture against its ledger: shapes exactly, words by OCR, other requirements by a vision model where the user names one.
 
-Each verifier judges its part of a ledger and leaves the rest to the next; what nobody has judged is told, and never counts as wrong. A model
-that is down, says no score or one that there is not has judged nothing.
+Each verifier judges its part of a ledger and leaves the rest to the next one. Requirements that no verifier judged are reported as unchecked,
+and never count as failed; neither does a question that a vision model does not answer with a valid score.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from stretto.tasks.shapes.words import plural
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """On a picture. Written by a verifier."""
+    """Result of checking a picture. Written by a verifier."""
 
     faults: tuple[Unkept, ...] = ()
     left: Ledger = field(default_factory=Ledger)
-    """What of the ledger is another's to judge."""
+    """The part of the ledger that this verifier did not judge."""
     right: tuple[Box, ...] = ()
-    """Where something lies that was asked for and is as it should be."""
+    """Boxes of objects that were requested and are right."""
     troubles: tuple[str, ...] = ()
-    """Why something was not judged that could have been, a line each."""
+    """Reasons why requirements could not be judged, one line each."""
 
     @property
     def unchecked(self) -> str:
-        """For people: what nobody has judged, and why; empty: all was."""
-        told = [f"nobody has checked: {describe(self.left).rstrip('.')}"] if self.left.num_constraints else []
-        told += ["words are read with rapidocr: pip install 'stretto[pictures]'"] if self.left.texts else []
-        return "; ".join((*told, *self.troubles))
+        """Message about unchecked requirements, with the reasons; empty: everything was checked."""
+        lines = [f"not checked: {describe(self.left).rstrip('.')}"] if self.left.num_constraints else []
+        lines += ["words are read with rapidocr: pip install 'stretto[pictures]'"] if self.left.texts else []
+        return "; ".join((*lines, *self.troubles))
 
 
 class Verifier(Protocol):
     def judge(self, ledger: Ledger, picture: Image.Image) -> Verdict:
-        """What of ``ledger`` it can; what keeps it from more is among the troubles."""
+        """Check the part of ``ledger`` that this verifier can check. Obstacles are listed in `Verdict.troubles`."""
         ...
 
 
 class Verifiers:
-    """One after the other: each has what those before it left."""
+    """A chain of verifiers: each one gets the part of the ledger that those before it left."""
 
     def __init__(self, *parts: Verifier) -> None:
         self._parts = parts
@@ -73,7 +73,7 @@ class Verifiers:
 
 
 class ShapesVerifier:
-    """Exact, for coloured shapes on white and nothing else."""
+    """Exact check of pictures that consist of coloured shapes on white."""
 
     def judge(self, ledger: Ledger, picture: Image.Image) -> Verdict:
         if not is_of_shapes(ledger):
@@ -83,7 +83,7 @@ class ShapesVerifier:
 
 
 def is_of_shapes(ledger: Ledger) -> bool:
-    """Whether all that is asked for can be drawn and read back exactly."""
+    """Whether every requirement of ``ledger`` can be drawn as a shape and read back exactly."""
     try:
         return drawable(ledger).num_constraints == ledger.num_constraints
     except UserError:
@@ -94,10 +94,10 @@ def is_of_shapes(ledger: Ledger) -> bool:
 
 
 class TextVerifier:
-    """Reads what must be read, with rapidocr (PP-OCR's small networks, which are in its wheel: nothing is fetched).
+    """Check of words by OCR with rapidocr (small PP-OCR networks inside its wheel; nothing is downloaded).
 
-    Words are there if whole words on the picture, line after line, have their letters, figures and signs in their order, whatever the case,
-    spaces and punctuation. One letter more, less or other is wrong.
+    A text passes if consecutive whole words of the picture have its letters, digits and symbols in order. Case, spaces and punctuation are ignored;
+    one wrong, missing or additional letter fails.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class TextVerifier:
         spans = {text: lines_with(text, [line for line, _ in lines]) for text in ledger.texts}
         read = " / ".join(line for line, _ in lines) or "nothing"
         faults = tuple(
-            Unkept("text", f"the words {text!r} are not there; what can be read is {read!r}")
+            Unkept("text", f"the words {text!r} are missing; the picture says {read!r}")
             for text, span in spans.items()
             if span is None
         )
@@ -122,13 +122,13 @@ class TextVerifier:
         return Verdict(faults, replace(ledger, texts=()), right)
 
     def _read(self, image: Image.Image) -> list[tuple[str, Box]]:
-        """Lines from top left to bottom right. Raises ImportError: there is nothing to read with."""
+        """Lines of text and their boxes, from top left to bottom right. Raises ImportError: rapidocr is not installed."""
         with self._lock:
             if self._reader is None:
-                from rapidocr import RapidOCR  # a second, and an extra
+                from rapidocr import RapidOCR  # takes a second to import, and is an optional extra
 
                 self._reader = RapidOCR(params={"Global.log_level": "critical"})
-            pixels_HWC = np.asarray(image.convert("RGB"))[:, :, ::-1]  # it takes blue first
+            pixels_HWC = np.asarray(image.convert("RGB"))[:, :, ::-1]  # rapidocr expects BGR
             made = self._reader(np.ascontiguousarray(pixels_HWC))
         if made.boxes is None or made.txts is None:
             return []
@@ -141,11 +141,11 @@ class TextVerifier:
 
 
 _MARK: Final = r"[\s.,;:!?'\"`´‘’‚“”„«»‹›()\-‐‑–—−…·]"
-"""Spaces and marks, which readers miss and mistake."""
+"""Spaces and punctuation, which OCR confuses."""
 
 
 def lines_with(text: str, lines: Sequence[str]) -> range | None:
-    """The lines on which ``text`` stands; None: it does not."""
+    """Indices of the lines that contain ``text``; None: they do not contain it."""
     read = "\n".join(_folded(line) for line in lines)
     letters = re.sub(_MARK, "", _folded(text)) or _folded(text)
     found = re.search(rf"(?<!\w){rf'{_MARK}*'.join(map(re.escape, letters))}(?!\w)", read)
@@ -156,7 +156,7 @@ def _folded(text: str) -> str:
     return unicodedata.normalize("NFKC", text).casefold()
 
 
-# Whatever else
+# Everything else
 
 
 _ASK: Final = (
@@ -164,7 +164,7 @@ _ASK: Final = (
     'Answer in JSON: {{"seen": what you see of it, in a few words, "score": 0 (certainly false) to {most} (certainly true)}}.'
 )
 _MOST: Final = 10
-"""Score; more than half of it is true."""
+"""Largest score of a statement. More than half of it means true."""
 _SCHEMA: Final = {
     "type": "object",
     "properties": {"seen": {"type": "string"}, "score": {"type": "integer", "enum": list(range(_MOST + 1))}},
@@ -174,29 +174,29 @@ _SCHEMA: Final = {
 _BODY: Final = {"temperature": 0.0, "max_tokens": 256}
 _FORM: Final = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": _SCHEMA, "strict": True}}
 _TIMEOUT_S, _PATIENCE_S = 60.0, 180.0
-"""Of one question; of all about a picture."""
+"""Seconds for one question, and for all questions about a picture."""
 
 
 class EndpointVerifier:
-    """A model behind the chat API that takes pictures, asked about each constraint by itself."""
+    """A vision model behind a chat API, which gets one question per requirement."""
 
     def __init__(self, named: str, calls: int = 16) -> None:
         """
         Args:
-            named: ``URL`` up to and with ``/v1``, or ``MODEL@URL``; the first model that it lists otherwise.
-            calls: questions about one picture, at most; what they leave nobody has checked.
+            named: ``URL``, which ends in ``/v1``, or ``MODEL@URL``. Without a name, the first model that the server lists.
+            calls: Largest number of questions about one picture. Further requirements stay unchecked.
 
         Raises:
-            UserError: that is no address, or nobody says there what is served.
+            UserError: The URL is not valid, or the server does not list its models.
         """
         model, at, address = named.rpartition("@http")
         url = f"http{address}" if at else named
         if not url.startswith(("http://", "https://")):
-            raise UserError(f"--verifier {named}: no address of a server; write http://127.0.0.1:8000/v1")
+            raise UserError(f"--verifier {named}: this is not the address of a server; write http://127.0.0.1:8000/v1")
         model = model or served_name(url)
         self._name, self._calls = f"{model} at {url}", calls
-        told = {"url": url, "model": model, "timeout_s": _TIMEOUT_S, "retries": 1, "body": _BODY}
-        config = validate(ChatConfig, told, "--verifier")
+        settings = {"url": url, "model": model, "timeout_s": _TIMEOUT_S, "retries": 1, "body": _BODY}
+        config = validate(ChatConfig, settings, "--verifier")
         self._strict = Chat(config.replace(body=_BODY | {"response_format": _FORM}), "refused")
         self._plain = Chat(config, "refused")
         self._at_once = config.at_once
@@ -206,22 +206,22 @@ class EndpointVerifier:
         image = f"data:image/png;base64,{base64.b64encode(png(picture)).decode()}"
         stop_s = time.monotonic() + _PATIENCE_S
         with ThreadPoolExecutor(self._at_once) as pool:
-            told = [*pool.map(lambda each: self._asked(each.says, image, stop_s), asked[: self._calls])]
-        told += [f"more than {self._calls} questions about a picture"] * (len(asked) - len(told))
-        pairs = [*zip(asked, told, strict=True)]
+            scores = [*pool.map(lambda each: self._asked(each.says, image, stop_s), asked[: self._calls])]
+        scores += [f"more than {self._calls} questions about a picture"] * (len(asked) - len(scores))
+        pairs = [*zip(asked, scores, strict=True)]
         faults = tuple(
             replace(each, says=f"not so: {each.says} ({self._name}: {score.points:g} of {_MOST}, {score.seen!r})")
             for each, score in pairs
             if isinstance(score, _Score) and score.points <= _MOST / 2
         )
         troubles = []
-        for why in dict.fromkeys(each for each in told if isinstance(each, str)):
+        for why in dict.fromkeys(each for each in scores if isinstance(each, str)):
             unjudged = " ".join(each.says for each, score in pairs if score == why)
-            troubles.append(f"nobody has checked: {unjudged} ({self._name}: {why})")
+            troubles.append(f"not checked: {unjudged} ({self._name}: {why})")
         return Verdict(faults, troubles=tuple(troubles))
 
     def _asked(self, statement: str, image: str, stop_s: float) -> _Score | str:
-        """The score of a statement, or why there is none."""
+        """Score of a statement, or the reason why there is none."""
         parts = [
             {"type": "image_url", "image_url": {"url": image}},
             {"type": "text", "text": _ASK.format(statement=statement, most=_MOST)},
@@ -230,7 +230,9 @@ class EndpointVerifier:
         try:
             try:
                 said = self._strict.said(question, stop_s)
-            except UserError:  # not every server knows the form; what else it refuses it refuses again
+            except (
+                UserError
+            ):  # not every server supports JSON schemas; a request that is wrong for another reason fails again
                 said = self._plain.said(question, stop_s)
         except (UserError, Unanswered) as error:
             return f"it did not answer ({error})"
@@ -248,12 +250,12 @@ class _Score:
 
 
 def _score(said: str) -> _Score | str:
-    """Of an answer; of one that has none, what is wrong with it."""
+    """The score in an answer, or what is wrong with the answer."""
     shown = one_line(said, 80)
-    found = re.search(r"\{.*\}", said, re.S)  # some write a fence around it
+    found = re.search(r"\{.*\}", said, re.S)  # some models put the JSON into a code fence
     tree = arguments_of(found[0]) if found else None
     if tree is None or "score" not in tree:
-        return f"it answered {shown!r}, which is no JSON with a score"
+        return f"it answered {shown!r}, which is not JSON with a score"
     points = tree["score"]
     if isinstance(points, bool) or not isinstance(points, int | float) or not 0 <= points <= _MOST:
         return f"it answered {shown!r}, whose score is not from 0 to {_MOST}"
@@ -261,13 +263,13 @@ def _score(said: str) -> _Score | str:
 
 
 def statements(ledger: Ledger) -> Iterator[Unkept]:
-    """Every constraint as a sentence that is to be true; that there is a thing is part of how many there are."""
+    """Every requirement as a statement about the picture. One statement covers the presence and the number of a thing."""
     for thing in ledger.things:
         bare = replace(thing, count=None if thing.count != 1 else 1, colours=(), qualities=())
-        told: list[tuple[Fault, Thing]] = [("object", bare) if thing.count is None else ("count", thing)]
-        told += [("colour", replace(bare, colours=(each,))) for each in thing.colours]
-        told += [("quality", replace(bare, qualities=(each,))) for each in thing.qualities]
-        for kind, each in told:
+        parts: list[tuple[Fault, Thing]] = [("object", bare) if thing.count is None else ("count", thing)]
+        parts += [("colour", replace(bare, colours=(each,))) for each in thing.colours]
+        parts += [("quality", replace(bare, qualities=(each,))) for each in thing.qualities]
+        for kind, each in parts:
             verb, exactly = "is" if each.count == 1 else "are", "exactly " if kind == "count" else ""
             yield Unkept(kind, f"There {verb} {exactly}{with_number(each)}.", thing.id)
     for relation in ledger.relations:

@@ -65,7 +65,7 @@ def test_a_size_that_is_named_counts() -> None:
 
 def test_what_nobody_can_judge_is_said_and_painted_once() -> None:
     reply = talk("a red circle in a coffee shop")
-    assert "nobody has checked" in reply.said and [each.num_images for each in reply.dialogue.versions] == [1]
+    assert "not checked" in reply.said and [each.num_images for each in reply.dialogue.versions] == [1]
 
 
 class Sign(Renderer):
@@ -75,11 +75,11 @@ class Sign(Renderer):
 
 def test_words_alone_can_be_painted() -> None:
     reply = respond(Dialogue(), 'a poster of "HELLO"', Sign(), ShapesVerifier(), OPTIONS)
-    assert reply.dialogue.shown is not None and "nobody has checked: A poster of the words" in reply.said
+    assert reply.dialogue.shown is not None and "not checked: A poster of the words" in reply.said
 
 
 def test_what_is_left_of_nothing_is_told() -> None:
-    assert "nothing is asked for" in talk("a red circle", "remove the circle").said
+    assert "the picture has no content yet" in talk("a red circle", "remove the circle").said
 
 
 def pixels(picture: Image.Image) -> np.ndarray:

@@ -61,12 +61,16 @@ def test_what_cannot_be_is_refused_in_a_line_and_nothing_is_sent(double):
     before = double.events("accepted") + double.events("refused")
     for query, asked, problem in (
         ("", request(3, controls=(Control("canny", torn),)), "control canny: the reference picture is damaged"),
-        ("", request(3, loras=(Lora("inc"),)), r"lora inc: the server has none of that name \(did you mean 'ink'"),
+        (
+            "",
+            request(3, loras=(Lora("inc"),)),
+            r"lora inc: the server has no adapter of that name \(did you mean 'ink'",
+        ),
         ("", PaintRequest("x", 1000, 64, 0), "width 1000 is no multiple of 16; 992"),
         ("", PaintRequest(" ", 64, 64, 0), "prompt: it is empty"),
-        ("?queue=0", request(3), "its queue is full: 0 requests wait, 0 are allowed"),
-        ("?checkpoint=none", request(3), "checkpoint=none: the server has none"),
-        ("?template=nothing", request(3), "template=nothing: the templates' package has none"),
+        ("?queue=0", request(3), "the queue is full: 0 requests wait, 0 are allowed"),
+        ("?checkpoint=none", request(3), "checkpoint=none: the server has no checkpoint"),
+        ("?template=nothing", request(3), "template=nothing: the templates' package has no template"),
     ):
         with pytest.raises(UserError, match=problem):
             painter(double, query).paint(asked)
@@ -105,7 +109,7 @@ def test_a_server_without_checkpoints_and_one_whose_models_move(tmp_path):
     (tmp_path / "models.json").write_text(json.dumps(empty))
     with DoubleProcess(tmp_path) as double:
         comfy = painter(double)
-        with pytest.raises(UserError, match="no checkpoints and the models of no template; put a model into"):
+        with pytest.raises(UserError, match="no checkpoint, and the models of no template; put a model into"):
             comfy.paint(request(1))
         (tmp_path / "models.json").write_text(json.dumps({**empty, "checkpoints": ["a.safetensors"]}))
         graph = comfy.graph(request(1))
@@ -127,7 +131,7 @@ def test_an_adapter_for_another_model_is_refused(tmp_path):
     (tmp_path / "models.json").write_text(json.dumps({**MODELS, "loras": ["ink.safetensors"], "metadata": about}))
     with DoubleProcess(tmp_path) as double:
         with pytest.raises(
-            UserError, match=r"lora ink.safetensors: it is for stable-diffusion-v1, the model is stable-diff"
+            UserError, match=r"lora ink.safetensors: this adapter is for stable-diffusion-v1, the model is stable-diff"
         ):
             painter(double, "?template=image_sdxl_simple").paint(request(1, loras=(Lora("ink"),)))
         assert double.events("accepted") == []
@@ -142,7 +146,7 @@ def test_silent_sockets_and_lost_replies_change_nothing(tmp_path):
 
 
 def test_a_server_that_knows_no_ids_of_ours_is_refused(tmp_path):
-    refused = pytest.raises(UserError, match="it gives requests ids of its own")
+    refused = pytest.raises(UserError, match="ignores the ids of requests")
     with DoubleProcess(tmp_path, "--own-ids", "--step-s", "0.05") as double, refused:
         painter(double).paint(request(1))
 
@@ -179,7 +183,7 @@ def test_who_stays_away_is_given_up_and_can_be_asked_again(tmp_path):
         comfy = painter(double, patience=Patience(5.0, 0.3, 0.1))
         graph = comfy.graph(request(1))
         threading.Timer(0.4, double.kill).start()
-        with pytest.raises(RuntimeError, match="the same command goes on where it ended"):
+        with pytest.raises(RuntimeError, match="run the same command again to resume"):
             comfy.run(graph)
         double.start()
         assert comfy.run(graph).size == (64, 64)

@@ -134,23 +134,23 @@ def test_malformed_graphs_are_seen(kind):
 
 def test_an_empty_list_of_files_is_a_fault():
     kinds = read_kinds(object_info({**MORE, "checkpoints": []}, []), "comfy")
-    assert "nothing to choose from" in faults(plain(), kinds)[0]
+    assert "has no options for it" in faults(plain(), kinds)[0]
 
 
 @pytest.mark.parametrize(
     ("template", "request_", "problem"),
     [
-        ("image_z_image_turbo", PaintRequest("x", 64, 64, 0, negative="blur"), "negative: this template has no place"),
-        ("sdxl_simple_example", PaintRequest("x", 64, 64, 0, steps=4), "steps: this template has no place"),
+        ("image_z_image_turbo", PaintRequest("x", 64, 64, 0, negative="blur"), "negative: this template has no input"),
+        ("sdxl_simple_example", PaintRequest("x", 64, 64, 0, steps=4), "steps: this template has no input"),
         (
             "image_sdxl_simple",
             PaintRequest("x", 64, 64, 0, loras=(Lora("inc"),)),
-            r"lora inc: the server has none .*ink",
+            r"lora inc: the server has no adapter .*ink",
         ),
         (
             "image_sdxl_simple",
             PaintRequest("x", 64, 64, 0, controls=(Control("pose", BLANK),)),
-            "control pose: none of its 2",
+            "control pose: none of the server.s 2",
         ),
     ],
 )
@@ -179,13 +179,13 @@ def test_the_template_is_the_first_whose_models_are_there():
         name == "image_sdxl_simple"
         and graph[key_of(graph, "CheckpointLoaderSimple")]["inputs"]["ckpt_name"] == "mine.safetensors"
     )
-    with pytest.raises(UserError, match="no checkpoints"):
+    with pytest.raises(UserError, match="no checkpoint"):
         choose(read_kinds(object_info({**bare, "checkpoints": []}, []), "comfy"), "", "", "comfy")
-    with pytest.raises(UserError, match=r"2 checkpoints; say which one: .*checkpoint=a"):
+    with pytest.raises(UserError, match=r"2 checkpoints; choose one: .*checkpoint=a"):
         choose(read_kinds(object_info({**bare, "checkpoints": ["a", "b"]}, []), "comfy"), "", "", "comfy")
     with pytest.raises(UserError, match=r"template=image_sdxl: .*image_sdxl_simple"):
         choose(KINDS, "image_sdxl", "", "comfy")
-    with pytest.raises(UserError, match="checkpoint=min: the server has none"):
+    with pytest.raises(UserError, match="checkpoint=min: the server has no checkpoint"):
         choose(KINDS, "", "min", "comfy")
 
 

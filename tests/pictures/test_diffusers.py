@@ -111,22 +111,25 @@ def test_what_cannot_be_is_refused_in_a_line(backend: Diffusers, folder: Path, t
     (tmp_path / "notes.safetensors").write_text("no adapter")
     foreign = adapter(96, tmp_path / "foreign")
     for request, problem in (
-        (asked(loras=(Lora("nowhere.safetensors"),)), "lora nowhere.safetensors: no such file"),
-        (asked(loras=(Lora(str(tmp_path / "notes.safetensors")),)), "it does not fit this model"),
-        (asked(loras=(Lora(str(foreign)),)), "it does not fit this model .*size mismatch"),
-        (asked(controls=(Control("canny", Image.new("RGB", (8, 8))),)), "control canny: ErnieImagePipeline has none"),
+        (asked(loras=(Lora("nowhere.safetensors"),)), "lora nowhere.safetensors: file not found"),
+        (asked(loras=(Lora(str(tmp_path / "notes.safetensors")),)), "the adapter does not fit this model"),
+        (asked(loras=(Lora(str(foreign)),)), "the adapter does not fit this model .*size mismatch"),
+        (
+            asked(controls=(Control("canny", Image.new("RGB", (8, 8))),)),
+            "control canny: ErnieImagePipeline supports no ControlNet",
+        ),
         (PaintRequest("x", 30, 32, 0), "width 30 is no multiple of 8; 32 is the nearest"),
     ):
         with pytest.raises(UserError, match=problem):
             backend.paint(request)
     assert backend.paint(asked()).size == (32, 32)
-    with pytest.raises(UserError, match=r"model_index.json: no such file; name the folder"):
+    with pytest.raises(UserError, match=r"model_index.json: file not found; name the folder"):
         Diffusers(tmp_path)
     torn = tmp_path / "torn"
     shutil.copytree(folder, torn)
     weights = torn / "transformer/diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:500])
-    with pytest.raises(UserError, match=r"torn: not loadable .*; is the folder whole\?"):
+    with pytest.raises(UserError, match=r"torn: not loadable .*; check that the folder is complete"):
         Diffusers(torn)
 
 

@@ -51,8 +51,8 @@ def test_what_is_kept_stays_as_it_was_written() -> None:
         ("scene", "a field with a green sphere", "another sphere"),
         ("style", "photograph where the sphere is yellow", "blue yellow"),
         ("style", "photograph with a white sphere cover", "white sphere cover"),
-        ("camera", "shot of glass of glass of glass", "repeats itself"),
-        ("camera", "", "it is empty"),
+        ("camera", "shot of glass of glass of glass", "repetitive"),
+        ("camera", "", "empty"),
         ("subject", ".", "it is empty"),
     ],
 )
@@ -81,7 +81,7 @@ def test_an_answer_that_cannot_be_read_leaves_the_users_own_words(content: str) 
         enhanced.prompt.startswith("Two red cubes left of a blue sphere. ")
         and unkept(read(REQUEST), enhanced.prompt) == ()
     )
-    assert enhanced.notes[0] == "the model wrote nothing that can be read"
+    assert enhanced.notes[0] == "the model's answer is not valid JSON; neutral phrases were added"
 
 
 def test_a_size_alone_is_kept_whatever_is_written() -> None:
@@ -91,7 +91,10 @@ def test_a_size_alone_is_kept_whatever_is_written() -> None:
 def test_a_scope_that_is_not_read_stays_word_for_word() -> None:
     enhanced, _ = made(json.dumps(WRITTEN | {"subject": "five ducks"}), "at least five ducks on a pond")
     assert enhanced.prompt.startswith("At least five ducks on a pond. ")
-    assert enhanced.notes[0].startswith("subject: put back as it was asked") and "word for word" in enhanced.notes[0]
+    assert (
+        enhanced.notes[0].startswith("subject: replaced by the words of the request")
+        and "word for word" in enhanced.notes[0]
+    )
 
 
 def test_words_to_be_rendered_are_never_rewritten() -> None:

@@ -70,7 +70,7 @@ def test_words_are_read_from_the_picture(reader: TextVerifier, lines: tuple[str,
     assert len(verdict.right) == (right or 0)
     assert right or repr(lines[0] if lines else "nothing") in verdict.faults[0].says
     assert verdict.left == read("a door with a sign")
-    assert verdict.unchecked.startswith("nobody has checked: A door and a sign")
+    assert verdict.unchecked.startswith("not checked: A door and a sign")
 
 
 @pytest.mark.parametrize(
@@ -161,14 +161,14 @@ def test_a_server_that_refuses_the_form_is_asked_without_it() -> None:
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        ("It looks fine to me.", "no JSON with a score"),
+        ("It looks fine to me.", "not JSON with a score"),
         (scored(11), "score is not from 0 to 10"),
         (scored(-1), "score is not from 0 to 10"),
         (scored("high"), "score is not from 0 to 10"),
         (scored(True), "score is not from 0 to 10"),
-        ('{"seen": "a cat"}', "no JSON with a score"),
+        ('{"seen": "a cat"}', "not JSON with a score"),
         ('{"score": NaN}', "score is not from 0 to 10"),
-        ("", "no JSON with a score"),
+        ("", "not JSON with a score"),
         (400, "400"),
         (503, "503"),
         (None, "Timeout"),
@@ -181,7 +181,7 @@ def test_what_is_no_judgement_is_told_and_never_counts(
     with judging(lambda body: said) as (url, _):
         verdict = EndpointVerifier(url).judge(read("a cat"), BLANK)
     assert verdict.faults == () and told in verdict.unchecked
-    assert verdict.unchecked.startswith("nobody has checked: There is exactly a cat. (double at http")
+    assert verdict.unchecked.startswith("not checked: There is exactly a cat. (double at http")
     assert "\n" not in verdict.unchecked
 
 
@@ -193,7 +193,7 @@ def test_the_budget_of_questions_is_kept_and_what_it_leaves_is_told() -> None:
 
 
 def test_who_is_no_address_or_not_there_is_refused() -> None:
-    for named, problem in (("eyes", "no address"), ("http://127.0.0.1:9/v1", "cannot list its models")):
+    for named, problem in (("eyes", "not the address"), ("http://127.0.0.1:9/v1", "cannot list its models")):
         with pytest.raises(UserError, match=problem):
             EndpointVerifier(named)
 

@@ -1,8 +1,8 @@
-"""Coloured shapes on white: a ledger placed and drawn, any picture of such shapes read back, and both held against each other.
+"""Coloured shapes on white: layout and drawing of a ledger, recognition of the shapes in a picture, and comparison of both.
 
-Reading is exact for what `draw` draws, and bears the blur of a small autoencoder: whatever is not white falls into connected parts,
-each of which has the palette's colour nearest to its core, and the form whose picture, sharp or blurred, is closest to it.
-Shape letters: H rows of pixels, W columns, C red, green and blue.
+Recognition is exact for pictures that `draw` made, and tolerates the blur of a small autoencoder. It finds the connected parts that are not white. Each
+part gets the palette's colour that is nearest to its core, and the form whose picture, sharp or blurred, is nearest to it.
+Shape letters: H rows of pixels, W columns, C colour channels (red, green, blue).
 """
 
 from __future__ import annotations
@@ -29,36 +29,37 @@ FORMS: Final = {
     "square": "square", "cube": "square", "box": "square", "block": "square",
     "triangle": "triangle", "pyramid": "triangle", "cone": "triangle",
 }  # fmt: skip
-"""Nouns that can be drawn, and as what."""
+"""Nouns that can be drawn, and their forms."""
 RELATIONS: Final = ("left of", "right of", "above", "below")
 _WHITE = (255, 255, 255)
 _GROUND = 110.0
-"""Distance from white, of 441, up to which a pixel is ground: half way to the brightest colour of the palette."""
+"""Largest distance from white, in RGB units, of a background pixel: half the distance of the brightest colour of the palette."""
 _LEAST_PIXELS, _LEAST_SHARE = 8, 0.0003
-"""Of a part that is no speck."""
+"""Smallest area of a shape, in pixels and as a share of the picture. Smaller parts are ignored."""
 _FILLS: Final = {"circle": np.pi / 4, "square": 1.0, "triangle": 0.5}
-"""Share of its box that a form covers."""
+"""Share of the bounding box that a form covers."""
 _BLURS: Final = (0.0, 0.7, 1.2)
-"""Pixels, standard deviation: of the pictures that a part is compared with."""
+"""Standard deviations, in pixels, of the blur of the pictures with which a part is compared."""
 _OVERSAMPLED = 4
+"""Factor by which forms are drawn larger and then reduced, for smooth edges."""
 _MOST = 9
-"""Of one kind in a picture."""
+"""Largest number of shapes of one kind in a picture."""
 
 
 Box = tuple[float, float, float, float]
-"""Left, top, right and bottom, as shares of a picture's sides."""
+"""Left, top, right and bottom, as shares of the picture's width and height."""
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """One shape in a picture; places and sizes are shares of the picture's sides."""
+    """A shape in a picture. Positions and sizes are shares of the picture's width and height."""
 
     form: str
     colour: str
     x: float
-    """Of its middle, from the left."""
+    """Centre, from the left."""
     y: float
-    """From the top."""
+    """Centre, from the top."""
     width: float
     height: float
 
@@ -71,21 +72,21 @@ Scene = tuple[Body, ...]
 
 
 def drawable(ledger: Ledger) -> Ledger:
-    """The shapes of a ledger and what is said of them; a scene around them is left out.
+    """The part of a ledger that consists of shapes and their relations, without the scene around them.
 
     Raises:
-        UserError: it has no shape, or one in a colour, number or relation that cannot be drawn.
+        UserError: The ledger has no shape, or a shape with a colour, number or relation that cannot be drawn.
     """
     things = tuple(thing for thing in ledger.things if thing.noun in FORMS)
     if not things:
-        said = ", ".join(thing.noun for thing in ledger.things) or "nothing"
-        raise UserError(f"prompt: {said}: no shape that can be drawn; ask for {', '.join(sorted(set(FORMS)))}")
+        nouns = ", ".join(thing.noun for thing in ledger.things) or "nothing"
+        raise UserError(f"prompt: {nouns}: not a shape that can be drawn; ask for {', '.join(sorted(set(FORMS)))}")
     ids = {thing.id for thing in things}
     relations = tuple(each for each in ledger.relations if {each.subject, each.other} <= ids)
     for thing in things:
         if bad := [colour for colour in thing.colours if colour not in PALETTE]:
             raise UserError(
-                f"prompt: {bad[0]} {thing.noun}: no such colour{nearest(bad[0], PALETTE)}; one of {', '.join(PALETTE)}"
+                f"prompt: {bad[0]} {thing.noun}: unknown colour{nearest(bad[0], PALETTE)}; one of {', '.join(PALETTE)}"
             )
         if len(thing.colours) > 1:
             raise UserError(f"prompt: the {thing.noun} is both {' and '.join(thing.colours)}; give it one colour")
@@ -97,18 +98,17 @@ def drawable(ledger: Ledger) -> Ledger:
 
 
 def place(ledger: Ledger, seed: int) -> Scene:
-    """The bodies of `placed`, one thing after the other."""
+    """The bodies of `placed` in one tuple."""
     return tuple(body for bodies in placed(ledger, seed).values() for body in bodies)
 
 
 def placed(ledger: Ledger, seed: int) -> dict[int, Scene]:
-    """Bodies by thing that keep a `drawable` ledger; where each lies, how large it is and colours that nobody asked for come from the seed.
+    """A layout that keeps a `drawable` ledger: the bodies of every thing, by its id. The seed decides places, sizes and unspecified colours.
 
-    Every thing has a column and a row of its own, in an order that keeps the relations, and its bodies lie in their own part of
-    that cell: nothing touches.
+    Every thing has its own column and row, in an order that keeps the relations. Its bodies lie in separate parts of that cell, so no two bodies touch.
 
     Raises:
-        UserError: as `drawable`, or no order keeps the relations.
+        UserError: As `drawable`, or no order keeps the relations.
     """
     ledger = drawable(ledger)
     rng = random.Random(f"shapes/{seed}")
@@ -122,12 +122,12 @@ def placed(ledger: Ledger, seed: int) -> dict[int, Scene]:
 
 
 def _order(ids: Sequence[int], before: Sequence[Relation], rng: random.Random) -> list[int]:
-    """A random order in which the subject of each relation comes before the other."""
+    """A random order of ``ids`` in which the subject of each relation comes before its object."""
     left, order = list(ids), list[int]()
     while left:
         free = [each for each in left if not any(known.other == each and known.subject in left for known in before)]
         if not free:
-            raise UserError("prompt: its relations contradict each other; say where each shape is once")
+            raise UserError("prompt: its relations contradict each other; name each place once")
         order.append(rng.choice(free))
         left.remove(order[-1])
     return order
@@ -138,7 +138,7 @@ def _bodies(thing: Thing, column: int, row: int, num_cells: int, rng: random.Ran
     side = math.ceil(math.sqrt(count))
     cell = 1 / num_cells / side
     colour = thing.colours[0] if thing.colours else rng.choice(list(PALETTE))
-    made = []
+    bodies = []
     for number in sorted(rng.sample(range(side * side), count)):
         size = cell * rng.uniform(0.6, 0.76)
         slack = (cell - size) / 2 * 0.6
@@ -146,12 +146,12 @@ def _bodies(thing: Thing, column: int, row: int, num_cells: int, rng: random.Ran
         x, y = (
             middle[axis] + place / num_cells + rng.uniform(-slack, slack) for axis, place in enumerate((column, row))
         )
-        made.append(Body(FORMS[thing.noun], colour, x, y, size, size))
-    return made
+        bodies.append(Body(FORMS[thing.noun], colour, x, y, size, size))
+    return bodies
 
 
 def draw(scene: Scene, width: int, height: int) -> Image.Image:
-    """RGB, on white; what is not square is drawn as large as fits."""
+    """The picture of a scene, RGB on white. Forms keep their proportions: a body that is not square is drawn as large as fits."""
     large = Image.new("RGB", (width * _OVERSAMPLED, height * _OVERSAMPLED), _WHITE)
     pen = ImageDraw.Draw(large)
     for body in scene:
@@ -174,8 +174,8 @@ def _draw_form(
 
 
 def see(image: Image.Image) -> Scene:
-    """The bodies of a picture, from top left to bottom right."""
-    from scipy.ndimage import binary_dilation, find_objects, label  # a fifth of a second that only verifiers need
+    """The shapes in a picture, from top left to bottom right."""
+    from scipy.ndimage import binary_dilation, find_objects, label  # takes 0.2 s to import, and only verifiers need it
 
     pixels_HWC = np.asarray(image.convert("RGB"), dtype=np.float32)
     height, width = pixels_HWC.shape[:2]
@@ -206,14 +206,16 @@ def _nearest_colour(pixel_C: np.ndarray) -> str:
 
 
 def _form(covered_HW: np.ndarray) -> tuple[str, float]:
-    """The form whose picture of the same area and middle, sharp or blurred, is closest, and its side in pixels."""
+    """The form whose picture with the same area and centre of mass, sharp or blurred, is nearest; and its side in pixels."""
     area = float(covered_HW.sum())
     rows, columns = np.indices(covered_HW.shape) + 0.5
     x, y = float((columns * covered_HW).sum()) / area, float((rows * covered_HW).sum()) / area
     best: list[tuple[float, str, float]] = []
     for form, fill in _FILLS.items():
         side = (area / fill) ** 0.5
-        top = y - side * (2 / 3 if form == "triangle" else 1 / 2)  # a triangle's middle of mass lies low
+        top = y - side * (
+            2 / 3 if form == "triangle" else 1 / 2
+        )  # a triangle's centre of mass is below the centre of its box
         box = tuple(each * _OVERSAMPLED for each in (x - side / 2, top, x + side / 2, top + side))
         large = Image.new("L", (covered_HW.shape[1] * _OVERSAMPLED, covered_HW.shape[0] * _OVERSAMPLED), 0)
         _draw_form(ImageDraw.Draw(large), form, box, 255)
@@ -225,22 +227,22 @@ def _form(covered_HW: np.ndarray) -> tuple[str, float]:
     return form, side
 
 
-# Judging
+# Comparison
 
 
 def unmet(ledger: Ledger, scene: Scene) -> tuple[Unkept, ...]:
-    """What of a `drawable` ledger a picture does not show, and bodies that nobody asked for. Raises `UserError` as `drawable`."""
+    """Requirements of a `drawable` ledger that a picture does not meet, and shapes that were not requested. Raises as `drawable`."""
     return judged(ledger, scene)[0]
 
 
 def judged(ledger: Ledger, scene: Scene) -> tuple[tuple[Unkept, ...], Scene]:
-    """`unmet`, and the bodies that can stay where they are."""
+    """The faults of `unmet`, and the bodies that are right where they are."""
     ledger = drawable(ledger)
     free, faults = list(scene), list[Unkept]()
     shown: dict[int, list[Body]] = {}
     for thing in sorted(ledger.things, key=lambda each: -len(each.colours)):
         fitting = [body for body in free if looks_like(body, thing)]
-        if not thing.colours and fitting:  # of one colour, whichever
+        if not thing.colours and fitting:  # all of one colour
             fitting = [body for body in fitting if body.colour == fitting[0].colour]
         rivals = [each for each in ledger.things if each.id not in (thing.id, *shown) and _look_alike(each, thing)]
         taken = fitting[: thing.count] if rivals and thing.count else fitting
@@ -256,7 +258,7 @@ def judged(ledger: Ledger, scene: Scene) -> tuple[tuple[Unkept, ...], Scene]:
         if not _holds(relation, shown):
             subject, other = ledger.thing(relation.subject), ledger.thing(relation.other)
             faults.append(Unkept("relation", f"the {subject.name} is not {relation.kind} the {other.name}", subject.id))
-            # there may be no room on the other side of what stays
+            # both move: there may be no room on the other side of a shape that stays
             if shown[relation.subject] and shown[relation.other]:
                 wrong |= {relation.subject, relation.other}
     return tuple(faults), tuple(body for id, bodies in shown.items() if id not in wrong for body in bodies)
@@ -271,7 +273,7 @@ def _look_alike(thing: Thing, other: Thing) -> bool:
 
 
 def _holds(relation: Relation, shown: dict[int, list[Body]]) -> bool:
-    """Whether all bodies of the one are there of all of the other, by a quarter of their sizes at least."""
+    """Whether a relation holds between all bodies of both things, with a distance of at least a quarter of their mean size."""
     subjects, others = shown[relation.subject], shown[relation.other]
     if relation.kind in ("right of", "below"):
         subjects, others = others, subjects

@@ -1,7 +1,7 @@
-"""What a written-out prompt is made of: the subject as it was asked for, and a field for each aspect of a picture besides it.
+"""Fields of an enhanced prompt: the subject as it was requested, and one field for each other aspect of a picture.
 
-A model is asked for them in JSON and may be held to `schema`; a reward counts what that schema would take. One table says which
-words speak of which aspect.
+A model writes them as JSON, if possible under the grammar of `schema`. The reward counts fields that the grammar would accept. A table lists the
+words of which a field needs one to count for its aspect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ASPECTS: Final = {
     "composition": "composition|centered|foreground|symmetrical|balanced|framed|arranged|rule of thirds|negative space|diagonal|layered",
     "camera": "camera|shot|view|close-up|lens|angle|depth of field|focus|macro|perspective|bokeh",
 }  # fmt: skip
-"""Words of which a field has one: what makes it speak of its aspect."""
+"""Aspects, and the words of which a field of that aspect contains one."""
 PLAIN: Final = {
     "scene": "plain background",
     "style": "realistic style",
@@ -28,7 +28,7 @@ PLAIN: Final = {
     "composition": "balanced composition",
     "camera": "eye-level shot",
 }
-"""A field that fits everything."""
+"""Neutral phrase for every aspect."""
 FIELDS: Final = ("subject", *ASPECTS)
 _WORDS = r"[A-Za-z]{1,14}([ -][A-Za-z]{1,14})"
 _PATTERNS: Final = {
@@ -53,7 +53,7 @@ EXAMPLE = (
 
 
 def messages(prompt: str, width: int, height: int) -> list[dict[str, str]]:
-    """What a model is asked; the last one is diffusers' input of a prompt enhancer."""
+    """Messages for the model. The last one has the form that diffusers sends to a prompt enhancer."""
     request = json.dumps({"prompt": prompt, "width": width, "height": height}, ensure_ascii=False)
     return [
         {"role": "system", "content": SYSTEM},
@@ -64,7 +64,7 @@ def messages(prompt: str, width: int, height: int) -> list[dict[str, str]]:
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema of the fields: short, without quotation marks, and each with a word of its aspect."""
+    """JSON schema of the fields: short texts without quotation marks, each with a word of its aspect."""
     return {
         "type": "object",
         "properties": {name: {"type": "string", "pattern": pattern} for name, pattern in _PATTERNS.items()},
@@ -74,7 +74,7 @@ def schema() -> dict[str, Any]:
 
 
 def fields_of(text: str) -> dict[str, str]:
-    """The fields of an answer; none of one that is no such JSON."""
+    """The fields of an answer; empty where it is not valid JSON."""
     tree = arguments_of(text) or {}
     return {
         name: " ".join(tree[name].split()) for name in FIELDS if isinstance(tree.get(name), str) and tree[name].strip()
@@ -82,7 +82,7 @@ def fields_of(text: str) -> dict[str, str]:
 
 
 def spoken(fields: Mapping[str, str]) -> tuple[str, ...]:
-    """The aspects whose field `schema` would take and that is neither the example's nor repeats itself."""
+    """Aspects whose field matches `schema`, differs from the example and is not repetitive."""
     return tuple(
         name
         for name in ASPECTS
@@ -93,11 +93,11 @@ def spoken(fields: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def joined(fields: Mapping[str, str]) -> str:
-    """The prompt of the fields that are there."""
+    """The prompt: one sentence for every field that is there."""
     return " ".join(f"{fields[name][0].upper()}{fields[name][1:]}." for name in FIELDS if name in fields)
 
 
 def repeats(field: str) -> bool:
-    """Whether a quarter of its words have been there before: how small networks write on."""
+    """Whether at least a quarter of the words are repetitions, as in the loops of small networks."""
     words = field.lower().split()
     return len({*words}) <= 0.75 * len(words)

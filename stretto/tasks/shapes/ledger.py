@@ -1,9 +1,9 @@
-"""What a picture must show, kept as a ledger: objects, counts, colours bound to objects, relations, words to be read.
+"""The picture ledger: what a picture must show. Objects, counts, colours bound to objects, relations, words to be read.
 
-`read` makes a ledger of English by rules over closed classes of words (determiners, numbers, colours, prepositions, common verbs);
-every other word is a part of a noun. It knows no dictionary, so "sparkling teddy bear" is an object of that whole name, which is
-enough to see whether a rewritten prompt still says so. `describe` writes what `read` reads back as the same ledger, and `unkept`
-says what a text lost, bound to another object, or added. How a conversation changes a ledger is in `stretto.tasks.shapes.turns`.
+`read` reads a ledger from English by rules over closed classes of words (determiners, numbers, colours, prepositions, common verbs). Every other word
+is part of a noun: "sparkling teddy bear" is an object of that whole name, which suffices to see whether a rewritten prompt still names it.
+`describe` writes a text that `read` reads back as the same ledger, and `unkept` lists the requirements that a text lost, bound to another object, or
+added. `stretto.tasks.shapes.syntax` reads free English with a parser; `stretto.tasks.shapes.turns` changes a ledger in a conversation.
 """
 
 from __future__ import annotations
@@ -58,36 +58,36 @@ _LEAD = re.compile(
     r"add|include|insert|give|(?:paint|make|render|design|show)(?=(?: me| us)? (?:an?|the|some|one|two|three)\b))(?: me| us)?(?=[\s,:]|$)[\s,:]*)+",
     re.I,
 )
-"""How people begin, which names nothing: "please draw me"."""
+"""Openings of requests that name no object: "please draw me"."""
 _WORD = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*|\d+[^\W\d_]*|\S")
 _DIGITS = 6
-"""Of a number that is read."""
+"""Largest number of digits that is read of a number."""
 MOST_CHARS = 8000
-"""Of a text that is read: strangers send megabytes, and models write on."""
+"""Largest length of a text that is read."""
 _OWN_WORDS, _BETWEEN = "As requested: ", " / "
 """What `describe` writes before and between the sentences of `Ledger.unread`."""
 _MARK = "§"
-"""Where quoted words stood."""
+"""Stands for words in quotation marks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Thing:
-    """One object, or several of a kind."""
+    """An object, or several of one kind."""
 
     id: int
-    """In order of appearance; kept through a conversation, never given twice."""
+    """Number in order of appearance. It stays the same in a conversation, and is never used twice."""
     noun: str
-    """Singular, in small letters."""
+    """Singular, in lower case."""
     count: int | None = 1
-    """None: several, no matter how many."""
+    """Number of objects. None: several, in any number."""
     colours: tuple[str, ...] = ()
-    """One, or none asked for; "red and blue" is one. More: they contradict each other."""
+    """Requested colours. "red and blue" is one entry; several entries contradict each other."""
     qualities: tuple[str, ...] = ()
-    """Sorted: sizes, materials, what it does."""
+    """Sizes, materials and actions, sorted."""
 
     @property
     def name(self) -> str:
-        """What it is called where it is spoken of."""
+        """Qualities, colours and noun, in the plural where there are several."""
         noun = self.noun if self.count == 1 else plural(self.noun)
         return " ".join((*self.qualities, *self.colours, noun))
 
@@ -96,20 +96,20 @@ class Thing:
 class Relation:
     subject: int
     kind: str
-    """One of the values of the table of prepositions, or a verb: ``holding``."""
+    """A value of `RELATIONS`, or a verb in -ing: ``holding``."""
     other: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """What was asked for. An immutable state: a conversation is a list of them."""
+    """Requirements on a picture. Immutable: a conversation is a list of ledgers."""
 
     things: tuple[Thing, ...] = ()
     relations: tuple[Relation, ...] = ()
     texts: tuple[str, ...] = ()
-    """Words to be read in the picture, letter by letter."""
+    """Words that must be legible in the picture, letter by letter."""
     absent: tuple[str, ...] = ()
-    """Nouns that must not be there."""
+    """Nouns of objects that must not be in the picture."""
     medium: tuple[str, ...] = ()
     """"oil painting", where the text begins with one."""
     size: tuple[int, int] | None = None
@@ -121,7 +121,7 @@ class Ledger:
         return next(thing for thing in self.things if thing.id == id)
 
     def along(self, kind: str) -> list[Relation]:
-        """Relations of a kind that has an inverse, those of the inverse turned round."""
+        """Relations of ``kind``, and those of its inverse with subject and object exchanged."""
         return [
             each if each.kind == kind else Relation(each.other, kind, each.subject)
             for each in self.relations
@@ -130,7 +130,7 @@ class Ledger:
 
     @property
     def num_constraints(self) -> int:
-        """What can be kept or lost, each counted once."""
+        """Number of requirements that a text can keep or lose."""
         bound = sum(1 + (thing.count is not None) + len(thing.colours) + len(thing.qualities) for thing in self.things)
         rest = (self.relations, self.texts, self.absent, self.medium, self.unread)
         return bound + sum(map(len, rest))
@@ -141,18 +141,18 @@ Fault = Literal["object", "count", "colour", "quality", "relation", "text", "abs
 
 @dataclass(frozen=True, slots=True)
 class Unkept:
-    """A constraint that a text or a picture does not keep."""
+    """A requirement that a text or a picture does not keep."""
 
     kind: Fault
     says: str
-    """For people."""
+    """Message for the user."""
     thing: int | None = None
-    """Whose; None: of the whole."""
+    """Id of the thing that it concerns; None: the whole picture."""
 
 
 @dataclass(slots=True)
 class _Mention:
-    """A noun phrase as it stands in a text."""
+    """A noun phrase of a text."""
 
     noun: str = ""
     count: int | None = 1
@@ -166,11 +166,11 @@ class _Mention:
 
 
 def check_language(text: str) -> None:
-    """Raises `UserError`: empty, too long, or not in English outside of quotation marks."""
+    """Raises `UserError`: the text is empty, too long, or not in English outside of quotation marks."""
     if not text.strip():
-        raise UserError("prompt: it is empty; say what is to be painted")
+        raise UserError("prompt: it is empty; describe the picture")
     if len(text) > MOST_CHARS:
-        raise UserError(f"prompt: {len(text):,} characters are more than {MOST_CHARS:,}; say it in fewer")
+        raise UserError(f"prompt: {len(text):,} characters are more than {MOST_CHARS:,}; write a shorter text")
     bare = QUOTED.sub(" ", text)
     letters = [letter for letter in bare if letter.isalpha()]
     words = [word.lower().replace("’", "'") for word in _WORD.findall(bare)]
@@ -180,19 +180,19 @@ def check_language(text: str) -> None:
     native = sum(word in INDEFINITE | DEFINITE | COPULAS | ENDS | RELATIONS.keys() | NUMBERS.keys() for word in words)
     if sum(not letter.isascii() for letter in letters) > 0.3 * len(letters) or foreign > max(native, 0.5):
         raise UserError(
-            "prompt: what it asks for is read in English only; write it in English, words to be shown in quotation marks"
+            "prompt: only English can be read; write it in English, and words of other languages to be shown in quotation marks"
         )
 
 
 def read(text: str, known: Ledger | None = None, first_id: int = 0) -> Ledger:
-    """What a text asks for.
+    """The ledger of a text, by rules.
 
     Args:
-        known: what was asked for before, which "the cube" may speak of; all of it is in the result.
-        first_id: of its first new thing.
+        known: Earlier requirements, to which "the cube" may refer. The result contains all of them.
+        first_id: Id of the first new thing.
 
     Raises:
-        UserError: it is empty, or in another language.
+        UserError: The text is empty, or in another language.
     """
     check_language(text)
     return _Reader(Request.of(text), known or Ledger(), first_id).ledger()
@@ -266,8 +266,8 @@ class _Reader:
         relations = list(self.known.relations)
         absent = list(self.known.absent)
         medium = list(self.known.medium)
-        subject: int | None = None  # of a relation that follows
-        opener: int | None = None  # the sentence's first subject: "… left of a ball and above a box"
+        subject: int | None = None  # of the relation that follows
+        opener: int | None = None  # first subject of the sentence: "a cube left of a ball and above a box"
         pending: tuple[int, str] | None = None
         after_and = is_absent = False
         unread: list[str] = []
@@ -315,7 +315,7 @@ class _Reader:
                         thing = Thing(self.next_id, mention.noun, mention.count)
                         things.append(thing)
                         self.next_id += 1
-                    # "the quiet shop" of before is quiet now
+                    # "the quiet shop" makes a known shop quiet
                     bind(things, thing.id, mention.colours, mention.qualities)
                     if pending is not None and pending[0] != thing.id:
                         relations.append(Relation(pending[0], pending[1], thing.id))
@@ -333,7 +333,7 @@ class _Reader:
         return self.words[self.at + offset] if self.at + offset < len(self.words) else ""
 
     def _relation(self) -> str | None:
-        """A preposition here, stepped over."""
+        """Consume a preposition; None: there is none here."""
         for length in (5, 4, 3, 2, 1):
             phrase = " ".join(self.words[self.at : self.at + length])
             if phrase in RELATIONS and self.at + length <= len(self.words):
@@ -353,7 +353,7 @@ class _Reader:
         return word in INDEFINITE | DEFINITE | COLOURS or word in NUMBERS or word.isdecimal()
 
     def _predicate(self) -> tuple[list[str], list[str]]:
-        """What follows "is": colours and qualities."""
+        """Consume colours and qualities after a copula."""
         colours: list[str] = []
         qualities: list[str] = []
         while True:
@@ -372,23 +372,23 @@ class _Reader:
         return bool(after) and not self._ends(after) and not self._at_relation(1)
 
     def _colour(self) -> str:
-        """A colour here, stepped over, its shade and what "and" joins to it included; empty: none."""
+        """Consume a colour with its shade and a second colour behind "and"; empty: there is none here."""
         shaded = self._peek() in SHADES and self._peek(1) in COLOURS
         if not shaded and self._peek() not in COLOURS:
             return ""
-        told = [self._peek(), self._peek(1)] if shaded else [self._peek()]
-        self.at += len(told)
+        words = [self._peek(), self._peek(1)] if shaded else [self._peek()]
+        self.at += len(words)
         if self._peek() == "and" and self._peek(1) in COLOURS and self._peek(2) not in ("and", ",", ".", ""):
-            told += ["and", self._peek(1)]
+            words += ["and", self._peek(1)]
             self.at += 2
-        return " ".join(told)
+        return " ".join(words)
 
     def _ends(self, word: str) -> bool:
         """Whether a noun phrase ends before this word."""
         return word in STOPS or not word[-1].isalpha()  # "1960s" is a word
 
     def _phrase(self) -> _Mention | None:
-        """A noun phrase here, stepped over."""
+        """Consume a noun phrase; None: there is none here."""
         start, found = self.at, _Mention()
         determiner = ""
         if self._peek() in ABSENT:
@@ -429,7 +429,7 @@ class _Reader:
                 nouns.append(word)
             self.at += 1
         if not nouns:
-            if found.qualities and not found.colours:  # "the building" where a list took the noun for something else
+            if found.qualities and not found.colours:  # a noun that the tables list as a quality
                 nouns, found.qualities = [found.qualities[-1]], found.qualities[:-1]
             else:
                 self.at = start
@@ -448,7 +448,7 @@ class _Reader:
         return found
 
     def _of(self) -> list[str]:
-        """The rest of "a cup of tea"; nothing where an object of its own follows."""
+        """Consume "of tea" of "a cup of tea"; empty where the words after "of" are an object of their own."""
         taken, place = ["of"], 1
         while (word := self._peek(place)) and not (self._ends(word) or self._at_relation(place) or word in COLOURS):
             taken.append(word)
@@ -459,7 +459,7 @@ class _Reader:
         return taken
 
     def _count(self, determiner: str) -> tuple[int | None, bool]:
-        """How many, and whether that was said; "two more" are two."""
+        """Consume a number: its value, and whether the text names it. "Two more" are two."""
         word = self._peek()
         if word in ("pair", "couple") and self._peek(1) == "of":
             self.at += 2
@@ -485,7 +485,7 @@ class _Reader:
 
 
 def refer(things: Sequence[Thing], noun: str, colours: Iterable[str] = ()) -> Thing | None:
-    """The thing that a phrase speaks of: the last one of that noun (or of that last word of it) with these colours."""
+    """The last thing of ``things`` with this noun, or with its last word, and with these colours; None: there is none."""
     wanted = noun.partition(" of ")[0]
     names, colours = {wanted, singular(wanted)}, {*colours}
 
@@ -499,7 +499,7 @@ def refer(things: Sequence[Thing], noun: str, colours: Iterable[str] = ()) -> Th
 
 
 def bind(things: list[Thing], id: int, colours: Iterable[str], qualities: Iterable[str]) -> None:
-    """Say of the thing ``id``, in its place, what more is known of it."""
+    """Add colours and qualities to the thing ``id``, in its place in the list."""
     at = next(place for place, thing in enumerate(things) if thing.id == id)
     colours = tuple(dict.fromkeys((*things[at].colours, *colours)))
     things[at] = replace(things[at], colours=colours, qualities=tuple(sorted({*things[at].qualities, *qualities})))
@@ -509,7 +509,7 @@ def bind(things: list[Thing], id: int, colours: Iterable[str], qualities: Iterab
 
 
 def describe(ledger: Ledger) -> str:
-    """English that `read` reads back as the same ledger, ids aside; what contradicts itself included."""
+    """English text that `read` reads back as the same ledger, ids aside, also where the ledger contradicts itself."""
     shown = [with_number(thing) for thing in ledger.things] + [f"no {plural(noun)}" for noun in ledger.absent]
     words = [f'the words "{text}"' for text in ledger.texts]
     if ledger.medium and not shown:
@@ -519,8 +519,8 @@ def describe(ledger: Ledger) -> str:
     for relation in ledger.relations:
         subject, other = ledger.thing(relation.subject), ledger.thing(relation.other)
         verb = ("is", "has") if subject.count == 1 else ("are", "have")
-        said_so = verb[1] if relation.kind == "with" else f"{verb[0]} {relation.kind}"
-        sentences.append(f"the {subject.name} {said_so} the {other.name}")
+        predicate = verb[1] if relation.kind == "with" else f"{verb[0]} {relation.kind}"
+        sentences.append(f"the {subject.name} {predicate} the {other.name}")
     sentences += [f"{each} can be read" for each in words]
     written = [f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences]
     return " ".join((*written, _OWN_WORDS + _BETWEEN.join(ledger.unread)) if ledger.unread else written)
@@ -539,11 +539,11 @@ def _with_article(name: str) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
-# Judging
+# Comparison
 
 
 def contradictions(ledger: Ledger) -> tuple[str, ...]:
-    """What cannot be, each as a question to whoever asked for it."""
+    """Contradictions of a ledger, each as a question to the user."""
     asked = [
         f"Is the {thing.noun} to be {' or '.join(thing.colours)}?" for thing in ledger.things if len(thing.colours) > 1
     ]
@@ -556,7 +556,7 @@ def contradictions(ledger: Ledger) -> tuple[str, ...]:
 
 
 def _knot(ledger: Ledger, kind: str) -> Relation | None:
-    """A relation of this kind, or its inverse, from which a chain of others leads back to where it starts."""
+    """A relation of ``kind`` or its inverse that lies on a cycle; None: there is no cycle."""
     turned = ledger.along(kind)
     try:
         before: TopologicalSorter[int] = TopologicalSorter()
@@ -564,14 +564,16 @@ def _knot(ledger: Ledger, kind: str) -> Relation | None:
             before.add(each.other, each.subject)
         before.prepare()
     except CycleError as error:
-        links = {*pairwise(error.args[1])}  # from each thing to one behind it, the first once more at the end
+        links = {*pairwise(error.args[1])}  # the cycle, its first thing once more at the end
         return next(each for each in reversed(turned) if (each.subject, each.other) in links)
     return None
 
 
 def unkept(ledger: Ledger, text: str, reader: Callable[[str], Ledger] = read) -> tuple[Unkept, ...]:
-    """What ``text`` lost of a ledger, bound to another object, or added to its objects. Objects of other nouns may be added: a
-    scene has some."""
+    """Requirements of a ledger that ``text`` lost or bound to another object, and objects of the ledger's nouns that it added.
+
+    Objects with other nouns may be added, since a scene contains some. ``reader`` reads the text.
+    """
     found = reader(text)
     faults: list[Unkept] = []
     partner: dict[int, Thing] = {}
@@ -601,18 +603,18 @@ def unkept(ledger: Ledger, text: str, reader: Callable[[str], Ledger] = read) ->
                 lacks("extra", f"another {other.noun}: {other.name}")
             elif f" {thing.noun} " in f" {other.noun} " and {*other.colours} - {*thing.colours}:  # "a white dog face"
                 lacks("colour", f"{other.name} beside {thing.name}", thing)
-    told = {(each.subject, each.kind, each.other) for each in found.relations}
-    told |= {(each.other, INVERSE[each.kind], each.subject) for each in found.relations if each.kind in INVERSE}
+    stated = {(each.subject, each.kind, each.other) for each in found.relations}
+    stated |= {(each.other, INVERSE[each.kind], each.subject) for each in found.relations if each.kind in INVERSE}
     for relation in ledger.relations:
         ends = partner.get(relation.subject), partner.get(relation.other)
-        if None in ends or (ends[0].id, relation.kind, ends[1].id) not in told:  # type: ignore[union-attr]
+        if None in ends or (ends[0].id, relation.kind, ends[1].id) not in stated:  # type: ignore[union-attr]
             subject, object_ = ledger.thing(relation.subject), ledger.thing(relation.other)
             lacks("relation", f"the {subject.noun} is not {relation.kind} the {object_.noun}", subject)
-    faults += [Unkept("text", f"the words {each!r} are not there") for each in ledger.texts if each not in found.texts]
+    faults += [Unkept("text", f"the words {each!r} are missing") for each in ledger.texts if each not in found.texts]
     faults += [Unkept("absent", f"there is a {each}") for each in ledger.absent if refer(found.things, each)]
     faults += [Unkept("medium", f"it is no {each}") for each in ledger.medium if each not in text.lower()]
     faults += [
-        Unkept("words", f"{each!r} is not there word for word")
+        Unkept("words", f"{each!r} is missing word for word")
         for each in ledger.unread
         if _spelled(each) not in _spelled(text)
     ]

@@ -61,7 +61,7 @@ ENDS = _words(
     " everywhere together here him me us far away instead too again after all asleep awake out whom nothing anywhere somewhere"
 )
 STOPS = ENDS | COPULAS | VERBS.keys() | INDEFINITE | DEFINITE | ABSENT | NUMBERS.keys()
-"""Before which a noun phrase ends."""
+"""Words before which a noun phrase ends."""
 NOUNS_IN_ING = _words(
     "building painting drawing ring king wing string ceiling wedding thing spring morning evening clothing railing dining parking "
     "living washing sewing swimming shopping lighting lettering earring duckling pudding dumpling sapling stocking icing frosting awning "
@@ -70,7 +70,7 @@ NOUNS_IN_ING = _words(
 NAMES = frozenset(
     (("hot", "dog"), ("round", "table"), ("open", "air"), ("stone", "wall"), ("glass", "house"), ("orange", "juice"))
 )
-"""Of objects, though their first word is a quality elsewhere."""
+"""Names of objects whose first word is a quality or colour elsewhere."""
 VACUOUS = _words("visible other real single such actual more second third")
 """Adjectives that restrict nothing: "no visible clouds" are no clouds."""
 _PLACES = _words(
@@ -98,7 +98,7 @@ FOREIGN = _words(  # articles, numbers, places and colours that are no English w
     "preto branco een het twee drie vijf zes zeven tien op met naast onder boven rood rode blauw blauwe groen groene geel gele zwart zwarte"
 )
 BORROWED = _words("le la les el los las il lo de du des di da von van con sur sous noir bleu gauche die")
-"""Half as foreign: they stand in names and borrowed words."""
+"""Words that count half, because they occur in names and borrowed words."""
 ELIDED = ("l'", "d'", "qu'", "dell'", "un'")
 
 
@@ -108,7 +108,7 @@ def names_no_thing(noun: str, is_compound: bool, is_coloured: bool) -> bool:
 
 
 def singular(word: str) -> str:
-    """Of a noun; the word itself where it is none in the plural."""
+    """Singular of a noun; the word itself where it is not a plural."""
     if word in IRREGULAR:
         return IRREGULAR[word]
     if word.endswith("ies") and len(word) > 4:
@@ -121,7 +121,7 @@ def singular(word: str) -> str:
 
 
 def plural(noun: str) -> str:
-    """`singular` undone."""
+    """Plural of a noun in the singular. Of "cup of tea" the first noun changes."""
     head, of, rest = noun.partition(" of ")
     *before, last = head.split()
     known = {single: many for many, single in IRREGULAR.items()}

@@ -58,8 +58,8 @@ def test_things_that_look_alike_are_told_apart_by_number() -> None:
 @pytest.mark.parametrize(
     ("prompt", "said"),
     [
-        ("a dog", "no shape"),
-        ("a pink cube", "no such colour"),
+        ("a dog", "not a shape"),
+        ("a pink cube", "unknown colour"),
         ("a red blue cube", "one colour"),
         ("a red cube behind a blue ball", "behind"),
         ("40 red cubes", "at most"),

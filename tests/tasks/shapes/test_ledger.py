@@ -164,7 +164,7 @@ def test_what_contradicts_itself_becomes_a_question() -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_refused_in_a_line(text: str) -> None:
-    with pytest.raises(UserError, match=r"^prompt: .*; (say|write)") as refused:
+    with pytest.raises(UserError, match=r"^prompt: .*; (describe|write)") as refused:
         read(text)
     assert len(str(refused.value)) < 200 and "\n" not in str(refused.value)
 
