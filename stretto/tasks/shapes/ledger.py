@@ -272,7 +272,7 @@ class _Reader:
         after_and = is_absent = False
         unread: list[str] = []
         while self.at < len(self.words):
-            word = self.words[self.at]
+            word, before = self.words[self.at], self._peek(-1)
             if word in ".;!?":
                 subject = opener = pending = None
                 self.at += 1
@@ -285,6 +285,8 @@ class _Reader:
                 first = opener if after_and and opener is not None else subject
                 pending = (first, kind) if first is not None else None
             elif word in COPULAS and subject is not None:
+                if before not in ("that", "which", "who") and opener is not None:
+                    subject = opener  # "the hat on the wall is red", but "a hat on a wall that is red"
                 self.at += 1
                 bind(things, subject, *self._predicate())
             elif subject is not None and (verb := self._verb()):
@@ -319,7 +321,7 @@ class _Reader:
                     bind(things, thing.id, mention.colours, mention.qualities)
                     if pending is not None and pending[0] != thing.id:
                         relations.append(Relation(pending[0], pending[1], thing.id))
-                    elif pending is None:
+                    elif pending is None and before != "of":  # "the roof of the house is red"
                         opener = thing.id
                     if pending is None or pending[1] != "between":
                         pending = None
@@ -330,7 +332,7 @@ class _Reader:
         return self.request.ledger(self.known, things, relations, absent, medium, unread)
 
     def _peek(self, offset: int = 0) -> str:
-        return self.words[self.at + offset] if self.at + offset < len(self.words) else ""
+        return self.words[self.at + offset] if 0 <= self.at + offset < len(self.words) else ""
 
     def _relation(self) -> str | None:
         """Consume a preposition; None: there is none here."""

@@ -117,7 +117,12 @@ def _told(conversation: Conversation, text: str) -> Told:
     if asked is not None and (answer := _answer(conversation.now, asked, text)) is not None:
         if not answer:
             return Told(conversation, ("left as it is",))
-        return _changed_by(conversation, answer)
+        told = _changed_by(conversation, answer)
+        if (
+            told.questions and answer == asked.yes
+        ):  # without a second question: add the thing, and leave the rest of the turn
+            return _changed_by(conversation, answer.partition("; ")[0])
+        return told
     if _AGREED.fullmatch(text.strip(" .!,")):
         return Told(conversation, ("nothing to change",))
     return _changed_by(conversation, text)
