@@ -330,10 +330,8 @@ class JudgedSource(TaskSource):
         return Problem(item, tuple(dicts), "", payload)
 
     def reply(self, problem: Problem, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        num_written = len(_turns(messages))
-        return (
-            _NEXT.format(number=num_written + 1, num=self.args.chapters) if num_written < self.args.chapters else None
-        )
+        number, num = len(_turns(messages)) + 1, self.args.chapters
+        return _NEXT.format(number=number, num=num) if number <= num else None
 
     def demonstration(self, problem: Problem) -> tuple[Mapping[str, Any], ...]:
         if not problem.gold:

@@ -1,4 +1,4 @@
-"""`stretto agent`: its loop against a server that says what it is told to, and the command on a small random network."""
+"""`stretto agent`: its loop against a server with scripted replies, and the command on a small random network."""
 
 from __future__ import annotations
 

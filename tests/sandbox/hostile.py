@@ -1,4 +1,4 @@
-"""More than forty kinds of program that mean ill: each tries to leave its sandbox, or to stay in it for ever.
+"""More than forty kinds of hostile programs: each tries to leave its sandbox, or to stay in it for ever.
 
 A program prints ``ESCAPED`` and what it got when something worked that must not. It is told of bait on the host, as
 ``BAIT``: a secret file, a folder, a listening port, a process. What happens to the bait is the proof that no print is
@@ -44,13 +44,13 @@ def call(name, *arguments):
 OTHER_CALLS = {"clone": (56, 220), "clone3": (435, 435), "capset": (126, 91)}
 
 ENDED = (Outcome.TIMEOUT, Outcome.CRASH)
-"""It had to be ended, or fell over a limit."""
+"""Outcomes of a program that was ended or exceeded a limit."""
 ANY = (Outcome.OK, *ENDED)
 
 
 @dataclass(frozen=True, slots=True)
 class Hostile:
-    """One kind."""
+    """One kind of hostile program."""
 
     source: str
     ends: tuple[Outcome, ...] = ANY
@@ -190,7 +190,7 @@ HOSTILE: Mapping[str, Hostile] = {
 
 @dataclass(slots=True)
 class Bait:
-    """What the host offers to programs; `damage` says what was taken."""
+    """Targets for hostile programs on the host; `damage` reports which were reached."""
 
     folder: Path
     secret: str
@@ -198,7 +198,7 @@ class Bait:
     listeners: tuple[socket.socket, socket.socket]
 
     def line(self) -> bytes:
-        """For a program's standard input."""
+        """Standard input of a program: the addresses of the targets."""
         tcp, unix = self.listeners
         fields = {"secret": str(self.folder / "secret"), "folder": str(self.folder), "pid": self.victim.pid}
         column = list(ARCHITECTURES).index(os.uname().machine)
@@ -209,7 +209,7 @@ class Bait:
         )
 
     def damage(self, output: bytes) -> list[str]:
-        """What shows that a program got out."""
+        """Evidence that a program left its sandbox."""
         found = []
         if b"ESCAPED" in output:
             found.append(output[output.index(b"ESCAPED") :][:200].decode("utf-8", "replace"))
@@ -230,7 +230,7 @@ class Bait:
 
 @contextmanager
 def many_descriptors(num: int) -> Iterator[None]:
-    """This process holds so many more, which programs are to inherit if they can."""
+    """Open further descriptors in this process, which programs inherit if they can."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, num + 1024)), hard))
     held: list[int] = []
@@ -247,7 +247,7 @@ def many_descriptors(num: int) -> Iterator[None]:
 
 @contextmanager
 def bait() -> Iterator[Bait]:
-    """Lay it out, readable and reachable by everyone on the host."""
+    """Create the targets, readable and reachable by everyone on the host."""
     with tempfile.TemporaryDirectory(prefix="bait-") as temporary:
         folder = Path(temporary)
         folder.chmod(0o777)

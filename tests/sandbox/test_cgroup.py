@@ -1,4 +1,4 @@
-"""Where a cgroup is delegated; elsewhere all but the first are skipped, with the reason."""
+"""Limits by a delegated cgroup; without one, all tests but the first are skipped, with the reason."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def grouped(sandbox: Sandbox) -> Sandbox:
 
 
 def test_memory_of_a_tree_between_two_looks(grouped: Sandbox) -> None:
-    """Each process stays below the limit and all are gone at once; together they were above."""
+    """Each process stays below the limit; together they exceed it, and all are killed at once."""
     source = "import os, time\nfor _ in range(5):\n if not os.fork(): x = bytearray(b'x') * (80 << 20); os._exit(0)\nfor _ in range(5): os.wait()"
     finished = grouped.run(source)
     assert finished.outcome is Outcome.CRASH and finished.why == f"used more than {LIMITS.memory_bytes} bytes of memory"
@@ -55,7 +55,7 @@ def test_groups_go_with_their_keepers(grouped: Sandbox) -> None:
     others = set(grouped._groups.glob("stretto-sandbox-*"))
     with Sandbox(LIMITS, level=grouped.isolation.level, python=grouped._room.python) as sandbox:
         (mine,) = set(grouped._groups.glob("stretto-sandbox-*")) - others
-        left = grouped._groups / "stretto-sandbox-999999999-left"  # by a driver that was killed
+        left = grouped._groups / "stretto-sandbox-999999999-left"  # left by a driver that was killed
         left.mkdir()
         with Sandbox(LIMITS, level=grouped.isolation.level, python=grouped._room.python):
             assert mine.exists() and not left.exists()

@@ -24,7 +24,7 @@ def laid() -> Iterator[Bait]:
 
 
 FIRST = ("fork bomb", "fork bomb that leaves its group", "ignores all signals", "kills everybody", "output flood")
-"""Of those that must be ended, the ones that the fast set has too."""
+"""Programs that must be ended and that also run in the fast set."""
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,9 @@ def test_a_hostile_program_gets_nowhere(sandbox: Sandbox, laid: Bait, name: str)
     hostile = HOSTILE[name]
     finished = sandbox.run(PREAMBLE + hostile.source, stdin=laid.line(), limits=SHORT)
     assert laid.damage(finished.stdout + finished.stderr) == [], finished
-    if "the machine is too busy" not in finished.why:  # then nobody knows, which is not the program's doing
+    if (
+        "the machine is too busy" not in finished.why
+    ):  # otherwise the result is unknown, which is not the program's fault
         assert finished.outcome in (*hostile.ends, Outcome.TIMEOUT), finished
     assert not finished.stderr.startswith(b"Traceback") or b"SyntaxError" not in finished.stderr, finished.stderr
     (pid,) = sandbox.idle_pids
@@ -50,7 +52,7 @@ def test_a_hostile_program_gets_nowhere(sandbox: Sandbox, laid: Bait, name: str)
     "name", ["reads the host", "dot dot", "symlink", "hard link", "network", "kills the bait", "memory files"]
 )
 def test_outside_the_same_program_does_get_there(name: str, tmp_path: object) -> None:
-    """The programs are real: without a sandbox they take the bait."""
+    """Without a sandbox the programs reach their targets."""
     with bait() as laid:
         source = PREAMBLE + HOSTILE[name].source
         done = subprocess.run(
@@ -65,6 +67,6 @@ def test_outside_the_same_program_does_get_there(name: str, tmp_path: object) ->
 
 
 def test_without_the_call_that_closes_descriptors_they_are_found() -> None:
-    """So the kinds that look for them can fail."""
+    """Without close_range, the programs that look for descriptors succeed, so the tests of them can fail."""
     with descriptors_left_open(), Sandbox(LIMITS) as sandbox:
         assert num_escapes(sandbox) == len(OF_DESCRIPTORS)

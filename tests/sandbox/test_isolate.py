@@ -32,7 +32,7 @@ def test_an_honest_program(sandbox: Sandbox) -> None:
 
 
 def test_it_runs_as_a_main_program_does(sandbox: Sandbox, tmp_path: Path) -> None:
-    """Against the reference: the same text given to a new interpreter."""
+    """Compares with the reference: the same text run by a new interpreter."""
     source = (
         "import atexit, sys, threading\n"
         "print(__name__, sys.argv[1:], __builtins__ is not None, len(sys.modules) > 10)\n"
@@ -61,7 +61,7 @@ def test_exit_codes(sandbox: Sandbox, source: str, code: int) -> None:
 
 
 def test_the_standard_library_is_there(sandbox: Sandbox) -> None:
-    """Modules that the keeper has not imported, compiled ones too; multiprocessing needs /dev/shm."""
+    """Modules that the keeper has not imported, also compiled ones; multiprocessing needs /dev/shm."""
     source = "import email, sqlite3, tempfile, xml.dom.minidom\nprint('x'.encode('idna'), tempfile.gettempdir())"
     finished = sandbox.run(source)
     assert finished.outcome == Outcome.OK and finished.stdout.startswith(b"b'x' "), finished
@@ -74,7 +74,7 @@ def test_arguments_and_files(sandbox: Sandbox) -> None:
     files = {"tests/data.txt": "seven", "run.py": "import sys; print(sys.argv, open('tests/data.txt').read())"}
     finished = sandbox.run(["python", "run.py", "x"], files=files)
     assert finished.stdout == b"['run.py', 'x'] seven\n", finished
-    assert sandbox.run("import os; print(sorted(os.listdir()))").stdout == b"[]\n"  # nothing stays
+    assert sandbox.run("import os; print(sorted(os.listdir()))").stdout == b"[]\n"  # no file stays
     missing = sandbox.run(["/no/such/program"])
     assert missing.outcome == Outcome.INFRA and "FileNotFoundError" in missing.why
     for name in ("/etc/x", "../x", "a/../../x", ""):
@@ -108,7 +108,7 @@ def test_the_view_is_small_and_read_only(sandbox: Sandbox) -> None:
 
 
 def test_calls_that_the_filter_refuses_by_their_arguments(sandbox: Sandbox) -> None:
-    """EPERM is the filter's; without it the calls work, or fail in other ways."""
+    """The filter returns EPERM; without it the calls succeed or fail with other errors."""
     if not sandbox.isolation.has_filter and sandbox.isolation.level > Level.LIMITS:
         pytest.skip("no filter of system calls on this machine")
     source = (
@@ -145,7 +145,7 @@ def test_limits_end_a_program(sandbox: Sandbox) -> None:
 
 @contextmanager
 def busy(sandbox: Sandbox, num: int) -> Iterator[None]:
-    """The sandbox's one keeper has to share its processor with so many others, each as entitled as it is."""
+    """Make the sandbox's keeper share its processor with other processes of the same priority."""
     (pid,) = sandbox.idle_pids
     allowed = os.sched_getaffinity(0)
     cpu = min(allowed)
@@ -176,7 +176,7 @@ def test_a_busy_machine_is_not_the_programs_fault() -> None:
     with Sandbox(LIMITS) as sandbox, busy(sandbox, 10):
         right = sandbox.run(SPIN.format(0.06), limits=short)
         starved = sandbox.run("while True: pass", limits=short)
-        longer = replace(LIMITS, wall_s=0.6, cpu_s=0.6)  # it is to fall asleep before
+        longer = replace(LIMITS, wall_s=0.6, cpu_s=0.6)  # it sleeps before the limit
         asleep = sandbox.run("import time; time.sleep(600)", limits=longer)
         many = sandbox.run("import os, time\nfor _ in range(3): os.fork()\ntime.sleep(600)", limits=longer)
     assert right.wall_s > short.wall_s, "the machine was not busy"
@@ -187,9 +187,9 @@ def test_a_busy_machine_is_not_the_programs_fault() -> None:
 
 
 def test_memory_of_a_whole_tree(sandbox: Sandbox) -> None:
-    """Each process is below the limit; together they are above. Pages that forks share count once."""
+    """Each process is below the limit; together they exceed it. Pages that forks share count once."""
     grow = "import os, time\nfor _ in range(5):\n if not os.fork(): x = bytearray(b'x') * (80 << 20); time.sleep(60)\ntime.sleep(60)"
-    hide = "import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\n"  # not dumpable: its pages cannot be looked at
+    hide = "import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\n"  # not dumpable: its pages cannot be read
     for source in (grow, hide + grow):
         finished = sandbox.run(source)
         assert finished.outcome == Outcome.CRASH and "bytes of memory" in finished.why
@@ -232,7 +232,7 @@ def test_a_keeper_that_dies_is_our_fault_and_is_replaced(sandbox: Sandbox) -> No
 
 
 def _reply(nonce: str = "", **changes: object) -> bytes:
-    """What a keeper writes, as far as one can that does not know the nonce."""
+    """A keeper's message, written without knowledge of the nonce."""
     used = {"wall_s": 0.1, "cpu_s": 0.1, "max_rss_bytes": 1, "is_stdout_cut": False, "is_stderr_cut": False}
     reply = {"nonce": nonce, "broken": None, "error": "", "code": 0, "used": used, "sizes": [3, 0], **changes}
     text = json.dumps(reply).encode()
@@ -254,11 +254,11 @@ FORGED = {
     "a long header": b"\xff\xff\xff\xff",
     "half a message": b"\0\0\x10\0{",
 }
-"""What may come over a keeper's socket."""
+"""Invalid messages on a keeper's socket."""
 
 
 def test_a_reply_that_no_keeper_writes_is_a_lost_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a keeper that answers with the text of the program, which stands for a program that got hold of its socket."""
+    """A keeper that answers with the text of the program stands for a program that reached the socket."""
     code = tmp_path / "stretto" / "sandbox"
     shutil.copytree(isolate._CODE, code)
     text = (code / "inside.py").read_text()
@@ -277,7 +277,7 @@ def test_a_reply_that_no_keeper_writes_is_a_lost_keeper(tmp_path: Path, monkeypa
 
 
 def test_no_program_holds_the_word_that_its_reply_is_known_by(sandbox: Sandbox) -> None:
-    """It looks through all that it has of the keeper's for texts of that shape."""
+    """The program searches its copy of the keeper's memory for texts in the form of a nonce."""
     source = (
         "import gc, re\n"
         "def texts(o, depth=4):\n"
@@ -294,7 +294,7 @@ def test_no_program_holds_the_word_that_its_reply_is_known_by(sandbox: Sandbox) 
 
 @pytest.mark.parametrize("has_call", [True, False])
 def test_high_descriptors_are_closed(has_call: bool, tmp_path: Path) -> None:
-    """With the system call and, as before Linux 5.9, without."""
+    """With the system call close_range and without it, as before Linux 5.9."""
     script = (
         "import os, sys\nfrom stretto.sandbox import walls\n"
         f"walls._SYS_CLOSE_RANGE = walls._SYS_CLOSE_RANGE if {has_call} else 9999\n"
@@ -302,11 +302,11 @@ def test_high_descriptors_are_closed(has_call: bool, tmp_path: Path) -> None:
         "print(sorted(int(name) for name in os.listdir('/proc/self/fd'))[-3:])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "[3, 4, 5]\n"  # 5: the listing's own
+    assert done.stdout == "[3, 4, 5]\n"  # 5: the descriptor of the listing
 
 
 def test_the_end_of_the_driver_ends_everything() -> None:
-    """Killed without a chance to clean up, in the midst of a program."""
+    """The driver is killed while a program runs."""
     script = (
         "import threading, time\nfrom stretto.sandbox.isolate import Sandbox, descendants\n"
         "import os\nsandbox = Sandbox()\nthreading.Thread(target=sandbox.run, args=('import time; time.sleep(600)',)).start()\n"

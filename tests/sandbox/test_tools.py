@@ -56,7 +56,7 @@ def test_python_tool(sandbox: Sandbox) -> None:
     failed = tool("print('so far')\n1 / 0")
     assert failed.outcome == Outcome.CRASH and failed.text.startswith("so far\n") and "ZeroDivision" in failed.text
     assert tool("x = 1").text == ""
-    assert "NameError" in tool("print(x)").text  # nothing is kept
+    assert "NameError" in tool("print(x)").text  # no state is kept
     text = tool("print('y' * 9000)").text
     assert len(text) <= MAX_TEXT and text.startswith("yyy") and " characters left out …]\nyyy" in text
 

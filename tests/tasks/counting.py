@@ -1,4 +1,4 @@
-"""A small world: a counter that calls change, made wrong in the ways that worlds are."""
+"""A small world: a counter that calls change, with options for the faults that worlds can have."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class Counter(Session):
 
 
 class Counters(SessionSource):
-    """Problem i starts at i modulo 10, and is to come to 10."""
+    """Problem i starts at i modulo 10; the goal is 10."""
 
     def __init__(self, before: Callable[[Counter], str | None] = lambda session: None, has_digest: bool = True) -> None:
-        """``before``: what a call does besides, and says."""
+        """``before``: a further action of each call, which may return the result."""
         super().__init__("toy", Config())
         self.before, self.has_digest = before, has_digest
         self.sessions: list[Counter] = []
@@ -82,7 +82,7 @@ def calling(*by: Any) -> dict[str, Any]:
 
 
 def once(work: Callable[[], Any], at: int = 1) -> Callable[[Counter], str | None]:
-    """Does ``work`` at one call of all."""
+    """An action that runs ``work`` at call number ``at``, counted over all sessions."""
     numbers, lock = itertools.count(1), threading.Lock()
 
     def before(session: Counter) -> str | None:

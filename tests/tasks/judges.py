@@ -1,4 +1,4 @@
-"""A judge over real HTTP that says what a test tells it to."""
+"""A judge behind real HTTP with scripted replies."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Said = Callable[[dict[str, Any]], str | int | None]
 
 @contextmanager
 def judging(said: Said) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A server on a free port; yields its address and the requests that it got. ``said`` gives an answer's text, a status, or
-    None: no answer for a second."""
+    """A server on a free port; yields its address and the requests that it received. ``said`` returns a reply's text, an error status, or
+    None: no reply for a second."""
     asked: list[dict[str, Any]] = []
     over = threading.Event()
 
@@ -26,7 +26,7 @@ def judging(said: Said) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
         def log_message(self, *_: object) -> None: ...
 
-        def do_GET(self) -> None:  # what it serves
+        def do_GET(self) -> None:  # the list of models
             self._answer(200, {"data": [{"id": "double"}]})
 
         def do_POST(self) -> None:
@@ -57,6 +57,6 @@ def question(body: dict[str, Any]) -> str:
 
 
 def shown(body: dict[str, Any]) -> list[str]:
-    """The texts between marks: the request, then answers."""
+    """The texts between the tags: the request, then the answers."""
     mark = question(body).split("<", 1)[1].split(">", 1)[0]
     return [part.split(f"\n</{mark}>")[0] for part in question(body).split(f"<{mark}>\n")[1:]]

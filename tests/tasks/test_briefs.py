@@ -1,4 +1,4 @@
-"""Constraints by hand, and the source of prompts that have them."""
+"""Constraints on texts, and the source of prompts with constraints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stretto.tasks.task import Answer
     [
         ("I saw a lamp.", {"first": True, "third": False}),
         ("She saw a lamp.", {"first": False, "third": True}),
-        ('"I saw it," she said.', {"first": False, "third": True}),  # quoted speech is nobody's telling
+        ('"I saw it," she said.', {"first": False, "third": True}),  # quoted speech does not count
         ("“Mine,” he said. ‘I know.’", {"first": False, "third": True}),
         ("She thought I was late.", {"first": True, "third": False}),
         ("A lamp.", {"first": False, "third": False}),

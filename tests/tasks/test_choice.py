@@ -1,4 +1,4 @@
-"""Multiple choice: layouts of files, orders of options, and what of an answer is a choice."""
+"""Multiple choice: layouts of files, orders of options, and reading the choice from an answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def source(path: Path, **args: Any) -> ChoiceSource:
 
 
 def pro(tmp_path: Path, num: int = 12) -> Path:
-    """MMLU-Pro's layout, of ten options or fewer."""
+    """MMLU-Pro's layout, with ten options or fewer."""
     records = [
         {
             "question": f"Capital {at}?",
@@ -63,7 +63,7 @@ def test_every_option_stands_in_every_place_once(tmp_path: Path) -> None:
     made = source(pro(tmp_path), rotations=10)
     orders = np.array([[CITIES.index(option) for option in shown(made.problem(item))] for item in range(10)])
     assert (np.sort(orders, 0) == np.arange(10)[:, None]).all() and (np.sort(orders, 1) == np.arange(10)).all()
-    # so that whoever likes a letter is right as often as who guesses
+    # A preference for one letter scores no more than guessing.
     policies = [made.baselines(made.problem(item)) for item in range(10)]
     for letter in "ABCDEFGHIJ":
         texts = [policy[f"always {letter}"][-1]["content"] for policy in policies]

@@ -72,7 +72,7 @@ def test_shortcuts_are_refused(source: CodeSource, text: str) -> None:
 
 
 def test_what_a_program_writes_as_a_value_is_read_with_care() -> None:
-    """Neither a long one nor one that makes Python's reader warn is worth anything; and an honest one is read."""
+    """Values that are very long, or that make Python's parser warn, are wrong; correct values are parsed."""
     script = (
         "from stretto.tasks.code import _equals\n"
         "print(_equals('1if 1else ' * 50 + '1', 1), _equals('1,' * 200_000, 1), _equals('-' * 900 + '1', 1),\n"
@@ -102,7 +102,10 @@ def test_what_tests_expect_is_not_in_the_sandbox(source: CodeSource) -> None:
 def test_shares_are_paid_only_where_the_recipe_says_so(sandbox: Sandbox) -> None:
     source = CodeSource("c", CodeArgs(reward="share"), sandbox)
     score = source.score(source.problem(0), Answer("def digit_sum(n): return 10"))
-    assert (score.reward, score.outcome) == (pytest.approx(1 / 2), Outcome.WRONG)  # of the two that were not shown
+    assert (score.reward, score.outcome) == (
+        pytest.approx(1 / 2),
+        Outcome.WRONG,
+    )  # one of the two tests that the prompt does not show
     assert score.parts["passed"] == pytest.approx(1 / 3)
 
 
@@ -166,7 +169,7 @@ def test_without_a_sandbox_it_does_not_open() -> None:
 
 
 def test_mbpp_itself(sandbox: Sandbox) -> None:
-    """Where a data folder lies beside the repository."""
+    """Runs where a data folder lies beside the repository."""
     paths = [folder / "shared/data/code/mbpp.jsonl" for folder in Path(__file__).parents]
     if not (found := [path for path in paths if path.is_file()]):
         pytest.skip("MBPP is not here")

@@ -19,7 +19,7 @@ def test_generators_validate(dataset: str) -> None:
 def test_seeds_share_no_problem_with_each_other_or_the_corpus() -> None:
     first, second = (GymSource("g", GymArgs(dataset="chain_sum", seed=seed)) for seed in (0, 1))
     assert CORPUS_SEED + 10**6 < _SEED_STRIDE
-    # What the package itself makes of neighbouring seeds, and why ours are not neighbours:
+    # Neighbouring seeds of the package share problems, so this project's seeds are far apart:
     entries = first._dataset
     entries_next = type(entries)(type(entries.config)(seed=entries.seed + 1))
     assert entries[1]["question"] == entries_next[0]["question"]

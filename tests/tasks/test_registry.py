@@ -46,7 +46,7 @@ class Echo(TaskSource):
 
 
 class Table(Config):
-    """As a recipe's."""
+    """A source table of a recipe."""
 
     kind: str
     args: dict[str, object] = Field(default_factory=dict)

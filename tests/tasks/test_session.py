@@ -1,4 +1,4 @@
-"""Sessions: a state that calls change, reached again from what was said."""
+"""Sessions: a state that calls change, and its restoration from messages."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_schemas_are_the_problems_own() -> None:
     assert source.sessions[0].is_closed
 
 
-# What `validate` finds wrong with a world
+# Faults of worlds that `validate` finds
 
 
 def refused(source: TaskSource) -> str:

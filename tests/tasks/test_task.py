@@ -34,7 +34,7 @@ from stretto.tasks.task import (
 
 
 class Doubles(TaskSource):
-    """Right as it is; each bad one below spoils one thing."""
+    """A correct source; each subclass below has one fault."""
 
     def __init__(self) -> None:
         super().__init__("doubles", Config())

@@ -1,4 +1,4 @@
-"""A user who is a model, over real HTTP."""
+"""A simulated user behind real HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Needs the optional package; `test_without_the_package` is what runs elsewhere."""
+"""Task sets of the optional package `verifiers`; without the package only `test_without_the_package` runs."""
 
 from __future__ import annotations
 

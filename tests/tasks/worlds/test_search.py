@@ -1,4 +1,4 @@
-"""Questions about documents: generated and given ones, what is right, and what a citation is worth."""
+"""Questions about generated and given documents: correct answers, citations, and their reward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def source(**args: Any) -> SearchSource:
 
 
 def answered(problem: Problem, demonstration: Any, text: str) -> Answer:
-    """The demonstration's calls, and another last turn."""
+    """The demonstration's calls with another last turn."""
     return Answer(text, (*demonstration[:-1], {"role": "assistant", "content": text}))
 
 
@@ -130,7 +130,7 @@ def test_the_held_out_part_has_other_words() -> None:
 
     train, held_out = words("train"), words("held_out")
     assert train & held_out == {"a", "its", "is"}
-    # but the same syllables, at both places
+    # Both parts have the same syllables at both places.
     assert {word[:2] for word in train} == {word[:2] for word in held_out}
     assert {word[2:] for word in train} == {word[2:] for word in held_out}
 

@@ -1,4 +1,4 @@
-"""The service desk: gold agents are right, and what breaks its policy, or reads none, is not."""
+"""The service world: demonstrations are correct, and agents that break or ignore the policy are not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def source(level: str = "small", part: Part = "train") -> ServiceSource:
 
 
 def judged(desk: ServiceSource, problem: Problem, turns: Turns) -> Score:
-    """Of an agent's turns and the customer's; what tools give is added."""
+    """Score of an agent's and the customer's turns; tool results are added."""
     with closing(desk.open(problem)) as session:
         return desk.score(problem, Answer("", recorded(session, turns)))
 
@@ -42,7 +42,7 @@ def names(turns: Turns) -> list[str]:
 
 
 def cases(level: str = "small", gold: str | None = None) -> Iterator[tuple[ServiceSource, Problem, Turns]]:
-    """Problems, those with one gold answer only, and their demonstrations without what tools gave."""
+    """Problems, optionally with one gold answer, and their demonstrations without tool results."""
     desk = source(level)
     for problem in map(desk.problem, range(NUM)):
         if gold in (None, problem.gold):
@@ -56,7 +56,7 @@ def test_what_it_demonstrates_is_right(level: str, part: Part) -> None:
     desk.validate()
     problems = [desk.problem(item) for item in range(NUM)]
     assert all(judged(desk, problem, desk.demonstration(problem)).ok for problem in problems)
-    # neither is rare, and most do not end by a transfer
+    # No outcome is rare, and most conversations do not end with a transfer.
     shares = {
         gold: sum(problem.gold == gold for problem in problems) / NUM for gold in ("Done.", "decline", "transfer")
     }
@@ -69,7 +69,7 @@ def ids(session: Session) -> list[str]:
 
 
 def words(desk: ServiceSource) -> set[str]:
-    """Names of kinds, fields and states."""
+    """All names of kinds, fields and states."""
     found: set[str] = set()
     for item in range(NUM):
         policy = desk.problem(item).messages[0]["content"]
@@ -123,7 +123,7 @@ def test_an_agent_that_acts_before_it_reads_fails() -> None:
     for desk, problem, turns in cases(gold="Done."):
         reads = [turn for turn in turns if any(name.startswith("get") for name in names([turn]))]
         acts = [turn for turn in turns if names([turn]) and turn not in reads]
-        if not reads or not acts:  # a new record, or a customer who leaves all as it is
+        if not reads or not acts:  # a new record, or a customer who withdraws the request
             continue
         num += 1
         late = [*(turn for turn in turns[:-1] if turn not in reads), *reads, turns[-1]]
@@ -195,7 +195,7 @@ def test_customers_change_their_minds_when_they_are_asked() -> None:
             continue
         seen.add(turns[place]["content"].startswith("No, leave"))
         operation, key = re.findall(r'Shall I (\w+) "?(\w+)', turns[place - 1]["content"])[0]
-        if operation == "cancel":  # what was asked first is done all the same, with a yes that is made up
+        if operation == "cancel":  # the first request is carried out after a forged yes
             forged = {"role": "user", "content": YES}
             stubborn = [*turns[:place], forged, call(names(turns)[0].replace("get", "cancel"), id=key), say("Done.")]
             assert not judged(desk, problem, stubborn).ok

@@ -1,4 +1,4 @@
-"""Spreadsheets: what is right on two workbooks is accepted, what only looks right is not, whatever computes them."""
+"""Spreadsheets: formulas that hold on two workbooks are accepted, constants are not, with each engine."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_formulas_that_reach_out_or_are_none_are_refused(formula: str) -> None:
 
 @pytest.mark.parametrize("text", ["C9:B2", "B9:C2", "C2:B9", "$c$9:b$2"])
 def test_a_range_is_the_same_from_any_of_its_corners(text: str) -> None:
-    """A model wrote such a one, and the run ended with it."""
+    """A model once wrote a range from its last cell to its first, which ended the run."""
     book = Book(("Data",), {})
     assert workbook.area_of(book, text) == workbook.area_of(book, "B2:C9")
     assert filled(book, workbook.area_of(book, text), "=A1").cells["Data", 9, 3] == "=B8"
@@ -232,7 +232,7 @@ def benchmark(folder: Path, *names: str) -> Path:
 
 def test_spreadsheetbench_is_judged_on_all_of_its_workbooks(tmp_path: Path) -> None:
     world = source(path=benchmark(tmp_path, "1-1"))
-    world.validate()  # no office suite has written the answers: their formulas are computed
+    world.validate()  # the answers were saved without values: their formulas are computed
     assert world.num_items == 1
     problem = world.problem(0)
     assert "The answer belongs in 'Data'!C3." in problem.messages[0]["content"]
@@ -289,7 +289,7 @@ def test_what_was_read_is_written_back_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", [(0, 1), (1, 0), (1, 10**9), (1 << 21, 1)])
 def test_what_a_program_says_it_saved_lies_in_a_sheet(place: tuple[int, int]) -> None:
-    """It may print what it likes: a column that has no name was no mistake of the model's, but a fault."""
+    """A program's output is untrusted: a column without a name once raised an error instead of a refusal."""
     told = json.dumps([["Data"], [["Data", *place, 3, False]]])
     with pytest.raises(Refused, match="there is no row"):
         _dumped(Book(("Data",), {}), told)
