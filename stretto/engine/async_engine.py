@@ -239,10 +239,6 @@ class AsyncEngine:
         self._post(run, fail)
         return await asyncio.wrap_future(future)
 
-    async def abort(self, request_id: str) -> None:
-        """End the open choices of a request with reason ``abort``; its stream gets their completions."""
-        await self.call(lambda engine: self._dispatch(engine.abort(request_id)))
-
     async def load_weights(
         self, version: int, source: WeightSource, *, keep_cache: bool = False, checksum: str | None = None
     ) -> None:

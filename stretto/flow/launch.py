@@ -325,7 +325,7 @@ async def start_roles(
     place = Placement.THREAD if config.kind == "local" and config.isolate == "none" else Placement.PROCESS
 
     spawn = partial(runtime.spawn, deadline_s=_START_S)
-    pool = partial(ElasticPool, runtime, deadline_s=_START_S, hangs_whole=True)
+    pool = partial(ElasticPool, runtime, deadline_s=_START_S)
 
     def limits(sizes: PoolConfig, slots: int) -> Limits:
         return Limits(min=sizes.min, max=sizes.max, utilisation=sizes.utilisation, slots=slots)

@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -193,42 +192,32 @@ def attention(
     assert q_BHTC.shape[-1] <= CHUNK, f"head width {q_BHTC.shape[-1]}"
     if mask_B1TS is None:
         mask_B1TS = causal_mask(q_BHTC.shape[2], q_BHTC.device)
+
+    def exact(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSU: Tensor, mask_B1TS: Tensor, *sinks: Tensor) -> Tensor:
+        groups = q_BHTC.shape[1] // k_BGSC.shape[1]
+        q_ints, q_unit = fixed_point(q_BHTC)
+        k_ints, k_unit = (x.repeat_interleave(groups, 1) for x in fixed_point(k_BGSC))
+        v_ints, v_unit = (x.repeat_interleave(groups, 1) for x in fixed_point(v_BGSU, KEY_BITS))
+        scores_BHTS = (q_ints @ k_ints.transpose(-1, -2)) * q_unit * k_unit.transpose(-1, -2)
+        scores_BHTS = scores_BHTS / math.sqrt(q_BHTC.shape[-1]) if scale is None else scores_BHTS * scale
+        scores_BHTS = scores_BHTS.float().masked_fill(~mask_B1TS, -math.inf)
+        most_BHT1 = scores_BHTS.amax(-1, keepdim=True)
+        sinks_H11 = [sinks_H.float().view(-1, 1, 1) for sinks_H in sinks]  # one or none
+        for sink in sinks_H11:
+            most_BHT1 = most_BHT1.maximum(sink)
+        weights_BHTS = exp(scores_BHTS - most_BHT1).double()
+        total_BHT1 = torch.round(weights_BHTS / _WEIGHT_UNIT).sum(-1, keepdim=True) * _WEIGHT_UNIT
+        for sink in sinks_H11:
+            total_BHT1 = total_BHT1 + exp(sink - most_BHT1).double()
+        # the weights absorb the units of the values, so both operands of the product are integers
+        w_ints, w_unit = fixed_point(weights_BHTS * v_unit.transpose(-1, -2), KEY_BITS)
+        return ((w_ints @ v_ints) * w_unit / total_BHT1).float()
+
+    def plain(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSU: Tensor, mask_B1TS: Tensor, *sinks: Tensor) -> Tensor:
+        return attention_reference(q_BHTC, k_BGSC, v_BGSU, mask_B1TS, scale, *sinks)
+
     sinks = () if sinks_H is None else (sinks_H,)
-    ours, plain = (partial(_scaled, function, scale) for function in (_attention, attention_reference))
-    return _Straight.apply(ours, plain, q_BHTC, k_BGSC, v_BGSU, mask_B1TS, *sinks)
-
-
-def _scaled(function: Callable[..., Tensor], scale: float | None, *tensors: Tensor) -> Tensor:
-    """``function`` of queries, keys, values, mask and, as an optional fifth tensor, sinks."""
-    return function(*tensors[:4], scale, *tensors[4:])
-
-
-def _attention(
-    q_BHTC: Tensor,
-    k_BGSC: Tensor,
-    v_BGSU: Tensor,
-    mask_B1TS: Tensor,
-    scale: float | None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    groups = q_BHTC.shape[1] // k_BGSC.shape[1]
-    q_ints, q_unit = fixed_point(q_BHTC)
-    k_ints, k_unit = (x.repeat_interleave(groups, 1) for x in fixed_point(k_BGSC))
-    v_ints, v_unit = (x.repeat_interleave(groups, 1) for x in fixed_point(v_BGSU, KEY_BITS))
-    scores_BHTS = (q_ints @ k_ints.transpose(-1, -2)) * q_unit * k_unit.transpose(-1, -2)
-    scores_BHTS = scores_BHTS / math.sqrt(q_BHTC.shape[-1]) if scale is None else scores_BHTS * scale
-    scores_BHTS = scores_BHTS.float().masked_fill(~mask_B1TS, -math.inf)
-    most_BHT1 = scores_BHTS.amax(-1, keepdim=True)
-    if sinks_H is not None:
-        sinks_H11 = sinks_H.float().view(-1, 1, 1)
-        most_BHT1 = most_BHT1.maximum(sinks_H11)
-    weights_BHTS = exp(scores_BHTS - most_BHT1).double()
-    total_BHT1 = torch.round(weights_BHTS / _WEIGHT_UNIT).sum(-1, keepdim=True) * _WEIGHT_UNIT
-    if sinks_H is not None:
-        total_BHT1 = total_BHT1 + exp(sinks_H11 - most_BHT1).double()
-    # the weights absorb the units of the values, so both operands of the product are integers
-    w_ints, w_unit = fixed_point(weights_BHTS * v_unit.transpose(-1, -2), KEY_BITS)
-    return ((w_ints @ v_ints) * w_unit / total_BHT1).float()
+    return _Straight.apply(exact, plain, q_BHTC, k_BGSC, v_BGSU, mask_B1TS, *sinks)
 
 
 def rotary_tables(num_positions: int, frequencies_R: Tensor, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:

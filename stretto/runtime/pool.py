@@ -127,21 +127,14 @@ class ElasticPool:
         limits: Limits,
         deadline_s: float = START_DEADLINE_S,
         drain_s: float = 60.0,
-        hangs_whole: bool = False,
     ):
-        """
-        Args:
-            drain_s: longest wait for the last calls of a worker that is being ended, in seconds.
-            hangs_whole: treat a passed deadline as a sign that the worker hangs, even with several slots: for roles that
-                enforce the deadlines of their calls themselves.
-        """
+        """``drain_s``: longest wait for the last calls of a worker that is being ended, in seconds."""
         self.name = name
         self.limits = limits
         self.error: Exception | None = None
         """Reason why `lease` fails for all callers; None: it does not."""
         self._runtime = runtime
         self._drain_s = drain_s
-        self._hangs_whole = hangs_whole or limits.slots == 1
         self._spawn = functools.partial(runtime.spawn, role, *args, placement=placement, deadline_s=deadline_s)
         self._opened_s = time.monotonic()
         self._workers: list[_Worker] = []
@@ -184,7 +177,8 @@ class ElasticPool:
     async def lease(self, wait_s: float = _WAIT_S) -> AsyncIterator[Handle]:
         """Context with a slot of a worker, in order of arrival.
 
-        If `RoleDied` or `DeadlinePassed` of this worker leaves the block, the worker is replaced.
+        If `RoleDied` or `DeadlinePassed` of this worker leaves the block, the worker is replaced with all its calls: a worker that
+        works enforces shorter deadlines itself.
 
         Raises:
             DeadlinePassed: no worker is free within ``wait_s``.
@@ -210,7 +204,7 @@ class ElasticPool:
         try:
             yield worker.handle
         except (RoleDied, DeadlinePassed) as error:
-            if error.name == worker.name and (isinstance(error, RoleDied) or self._hangs_whole):
+            if error.name == worker.name:
                 self.replace(worker.handle)
             raise
         finally:

@@ -89,17 +89,6 @@ def test_who_leaves_aborts(how: str) -> None:
     with_service(work)
 
 
-def test_an_abort_by_name_is_told_to_the_reader() -> None:
-    async def work(service: AsyncEngine, subject: Engine) -> None:
-        stream = service.submit(request("x", (5, 6, 7), max_tokens=100, n=2))
-        await anext(stream)
-        await service.abort("x")
-        done = [event async for event in stream if isinstance(event, Completion)]
-        assert [completion.finish_reason for completion in done] == ["abort", "abort"]
-
-    with_service(work)
-
-
 def test_a_refusal_reaches_the_one_who_asked() -> None:
     async def work(service: AsyncEngine, subject: Engine) -> None:
         stream = service.submit(request("x", (5, 999)))
