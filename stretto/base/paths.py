@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import json
@@ -20,6 +21,8 @@ RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 """Folder of the shipped recipes."""
 RUN_FILE, CHECKPOINT = "run.json", "checkpoint"
 """Names in a run folder: the file with the run's recipe, and the folder of its checkpoint."""
+_PARTIAL = ".{name}.{token}.partial"
+"""Name of a file or folder that is being written; the token has 16 digits."""
 LOCK_FILE = ".lock"
 """File in a claimed folder; contains the process and host of its owner."""
 
@@ -45,7 +48,8 @@ def sized(text: str) -> tuple[Path, str]:
 def claimed(folder: Path) -> Iterator[None]:
     """Claim ``folder`` for this process: no other process can claim it meanwhile. The claim also ends when the process is killed.
 
-    A folder that the claim created, and in which nothing was written, is removed.
+    In a run folder, partial files of a killed process are removed. A folder that the claim created is removed if nothing is written
+    into it.
 
     Raises:
         UserError: another process has claimed it, or the folder cannot be written.
@@ -67,11 +71,21 @@ def claimed(folder: Path) -> Iterator[None]:
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}")
         lock.flush()
+        if (folder / RUN_FILE).is_file():
+            _remove_partial(folder)
         try:
             yield
         finally:
             if is_new and [path.name for path in folder.iterdir()] == [LOCK_FILE]:
                 remove(folder)
+
+
+def _remove_partial(folder: Path) -> None:
+    """Remove the partial files of `replacing` in ``folder``, except in folders below it that have a claim of their own."""
+    claimed_below = {lock.parent for lock in folder.rglob(LOCK_FILE)} - {folder}
+    for partial in list(folder.rglob(_PARTIAL.format(name="*", token="?" * 16))):
+        if claimed_below.isdisjoint(partial.parents):
+            remove(partial)
 
 
 @contextmanager
@@ -85,7 +99,7 @@ def replacing(path: Path | str) -> Iterator[Path]:
         UserError: the operating system refuses to write.
     """
     path = Path(path)
-    temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}.partial"
+    temporary = path.parent / _PARTIAL.format(name=path.name, token=secrets.token_hex(8))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
@@ -145,6 +159,8 @@ def _put(temporary: Path, path: Path) -> None:
         return
     if not temporary.is_dir():
         raise IsADirectoryError(errno.EISDIR, "a folder is not replaced by a file", str(path))
+    if _exchange(temporary, path):
+        return  # the old folder is at ``temporary`` now, which `replacing` removes
     old = temporary.with_suffix(".old")  # rename cannot replace a folder that is not empty
     path.rename(old)
     try:
@@ -153,6 +169,18 @@ def _put(temporary: Path, path: Path) -> None:
         old.rename(path)
         raise
     remove(old)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two paths in one step, so that a kill leaves no moment without ``second``. False: only Linux and most of its file systems
+    can do it.
+    """
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2
+    except AttributeError:
+        return False
+    at_cwd, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of linux/fs.h
+    return bool(renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange) == 0)
 
 
 def remove(path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from stretto.base import paths
 from stretto.base.errors import UserError
 from stretto.base.paths import claimed, read_json, replacing, write_json, write_text
 
@@ -25,6 +26,47 @@ def test_a_folder_replaces_a_folder_that_is_not_empty(tmp_path: Path) -> None:
             temporary.mkdir()
             (temporary / text).write_text(text)
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "second"]
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_folder_is_there_at_every_moment_of_its_replacement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+) -> None:
+    """A kill between two renames would leave none; where the system cannot exchange two folders, two renames it is."""
+    rename, moments = Path.rename, []
+
+    def watched(self: Path, target: Path) -> Path:
+        moved = rename(self, target)
+        moments.append((tmp_path / "out").exists())
+        return moved
+
+    monkeypatch.setattr(Path, "rename", watched)
+    if not can_exchange:
+        monkeypatch.setattr(paths, "_exchange", lambda first, second: False)
+    test_a_folder_replaces_a_folder_that_is_not_empty(tmp_path)
+    # the first rename of a folder that is new does not count
+    assert moments == ([] if can_exchange else [False, True])
+
+
+def test_a_claim_removes_what_a_killed_process_left(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\nfrom stretto.base.paths import replacing\n"
+        "with replacing(sys.argv[1]) as partial:\n    partial.mkdir()\n    (partial / 'big').write_text('x')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    run = tmp_path / "run"
+    for path in (run / "snapshots" / "1", run / "search" / "2", run / "3"):
+        subprocess.run([sys.executable, "-c", code, str(path)], check=False)
+    (run / ".mine.partial").write_text("of the user")
+    (run / "search" / ".lock").write_text("another process may write here")
+    left = sorted(run.rglob("*.partial"))
+    assert len(left) == 4
+    with claimed(run):
+        assert sorted(run.rglob("*.partial")) == left, "not a run folder"
+    write_json(run / "run.json", {})
+    with claimed(run):
+        kept = [run / ".mine.partial", *(run / "search").glob(".2.*.partial")]
+        assert sorted(run.rglob("*.partial")) == sorted(kept)
 
 
 def test_two_writers_of_one_process_id_do_not_share_a_temporary_file(tmp_path: Path) -> None:
