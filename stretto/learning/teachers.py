@@ -33,8 +33,8 @@ from stretto.learning.dialogue import translation
 from stretto.learning.distillation import Lesson
 from stretto.learning.passes import Pass, place
 from stretto.learning.recipe import DistillConfig, RlRecipe, TeacherConfig
-from stretto.model.checkpoint import Checkpoint, describe, known_hash, read_checkpoint
-from stretto.model.parallel import Ranks, spread
+from stretto.model.checkpoint import describe, known_hash
+from stretto.model.parallel import Ranks, read_placed
 from stretto.model.spec import count, executed, parse_subnet
 from stretto.ops.logprob import Teacher, chosen_logprobs
 from stretto.ops.matmul import Arithmetic
@@ -202,12 +202,6 @@ def target_logprobs(lesson: Lesson, micro: Pass) -> Tensor:
     return chosen_logprobs(lesson.scores.hidden_ND, lesson.scores.head_VD, targets_M, operators=micro.ctx.operators)[0]
 
 
-def read_network(folder: Path, ranks: Ranks) -> Checkpoint:
-    """A checkpoint with its network in fp32, distributed over the ranks. Raises UserError: it cannot be read."""
-    checkpoint = read_checkpoint(folder, dtype=torch.float32)
-    return replace(checkpoint, model=spread(checkpoint.model, ranks))
-
-
 class LocalTeacher:
     """A checkpoint, or a Subnet of it, in this process."""
 
@@ -216,7 +210,7 @@ class LocalTeacher:
         assert config.checkpoint is not None and recipe.distill is not None
         self._folder, self._train, self._ranks = checkpoint_folder(config.checkpoint), recipe.train, ranks
         self._arithmetic, self._gives_hidden = arithmetic, recipe.distill.form != "sampled"
-        checkpoint = read_network(self._folder, ranks)
+        checkpoint = read_placed(self._folder, ranks)
         self.lineage, self._shape = checkpoint.lineage, checkpoint.config
         self._subnet = parse_subnet(config.subnet, checkpoint.config, checkpoint.presets)
         self._model = None if config.residence == "swapped" else checkpoint.model.requires_grad_(False)
@@ -224,7 +218,7 @@ class LocalTeacher:
     @torch.no_grad()
     def score(self, groups: Groups) -> Scores:
         """Forward pass over the samples. Gives hidden states, or log-probabilities of the targets for the form ``sampled``."""
-        model, ranks, train = self._model or read_network(self._folder, self._ranks).model, self._ranks, self._train
+        model, ranks, train = self._model or read_placed(self._folder, self._ranks).model, self._ranks, self._train
         samples = [sample for group in groups for sample in group]
         longest = max(train.seq_len, *(sample.num_inputs for sample in samples))  # the teacher's prompts may be longer
         total = sum(int(sample.mask_S.sum()) for sample in samples)

@@ -45,11 +45,11 @@ from stretto.learning.objective import PolicyObjective
 from stretto.learning.passes import Pass, place, score
 from stretto.learning.recipe import ADVANTAGES, SNAPSHOTS, STEERING, WEIGHTS, DistillConfig, LossConfig, RlRecipe
 from stretto.learning.samples import load_group, packed_bytes
-from stretto.learning.teachers import give_lessons, open_teachers, read_network, target_logprobs
+from stretto.learning.teachers import give_lessons, open_teachers, target_logprobs
 from stretto.learning.weights import is_quantised, pack_state, publish, retire
 from stretto.model.checkpoint import known_hash
 from stretto.model.elastic import load_balance
-from stretto.model.parallel import Ranks, device_name, full_state, join
+from stretto.model.parallel import Ranks, device_name, full_state, join, read_placed
 from stretto.model.spec import Subnet, count
 from stretto.model.transformer import Context, Recorder, Replay, Transformer
 from stretto.ops.logprob import Teacher, chosen_logprobs
@@ -158,7 +158,7 @@ class TrainerRole:
             )
         torch.set_num_threads(train.threads)
         self._arithmetic = Arithmetic(recipe.precision.train, recipe.precision.batch_invariant)
-        self._origin = read_network(self._start, self._ranks)
+        self._origin = read_placed(self._start, self._ranks)
         self._model = self._origin.model
         self._optimizers = build_optimizers(recipe.optim, self._model)
         load_algorithm(recipe.loss.advantage)  # a missing function is refused before the first step
@@ -342,7 +342,7 @@ class TrainerRole:
 
     def _teacher(self, name: str, folder: Path) -> Transformer:
         """The frozen network in ``folder``. Raises UserError: there is no checkpoint, or it has another vocabulary."""
-        model = read_network(folder, self._ranks).model.requires_grad_(False)
+        model = read_placed(folder, self._ranks).model.requires_grad_(False)
         sizes = model.config.vocab_size, self._model.config.vocab_size
         if sizes[0] != sizes[1]:
             raise UserError(f"teachers.{name}: a vocabulary of {sizes[0]}, the policy's is {sizes[1]}; choose another")

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import cycle
 from pathlib import Path
@@ -358,6 +358,34 @@ def fill(stored: Stored, files: TensorSource, state: Mapping[str, Tensor], folde
         raise UserError(
             f"{files.path(place.name)}: {place.name}: holds weights that have no place in this network; {remedy}"
         )
+
+
+def fill_rows(stored: Stored, files: TensorSource, start: int, rows: Tensor, folder: Path) -> None:
+    """Read the part of ``stored`` that belongs to ``rows``, the rows of our tensor from number ``start`` on. Of an expert or a
+    projection outside these rows nothing is read.
+
+    Raises UserError as `read_checkpoint` does.
+    """
+    place = _place(stored, files, folder)
+    assert place is not None and stored.ours is not None, stored.name
+    stop = start + len(rows)
+    if stored.is_stacked:
+        for expert in range(start, stop):
+            tensor = files.read(place.name, place.shape, (expert,))
+            rows[expert - start].copy_(paired(stored, (tensor.mT if tensor.dim() == 2 else tensor)[None], False)[0])
+        return
+    index, *rest = stored.part or (slice(0, stored.shape[0]),)
+    if isinstance(index, int):  # an expert
+        if start <= index < stop:
+            moved = replace(stored, part=(index - start, *rest))
+            from_stored(moved, files.read(place.name, place.shape, place.part), {stored.ours: rows})
+        return
+    first, last = max(index.start, start), min(index.stop, stop)
+    if first < last:
+        group = stored.neighbours_of or 1  # rows of a group are read together, because they are permuted
+        low, high = (first - index.start) // group * group, -(-(last - index.start) // group) * group
+        values = paired(stored, files.read(place.name, place.shape, (slice(low, high),)), on_disk=False)
+        rows[first - start : last - start].copy_(values[first - index.start - low : last - index.start - low])
 
 
 def _pieces(

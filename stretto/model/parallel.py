@@ -26,9 +26,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from stretto.base.errors import UserError
+from stretto.base.records import LINEAGE_FILE, read_lineage
+from stretto.model.checkpoint import Checkpoint, read_checkpoint
 from stretto.model.spec import ModelConfig
+from stretto.model.streamed import StreamedState
 from stretto.model.transformer import MoeLayer, Transformer, load_state, skeleton
 from stretto.ops.grouped import ExpertBiases, Experts, group_multiple, group_slots, grouped_swiglu
 from stretto.ops.grouped import compute_dtype as product_dtype
@@ -191,6 +195,35 @@ def spread(model: Transformer, ranks: Ranks, dtype: torch.dtype = torch.float32)
     if ranks.world == 1:
         return model.to(ranks.device)
     return placed(model.config, model.state_dict().items(), ranks, dtype)
+
+
+def read_placed(folder: Path, ranks: Ranks) -> Checkpoint:
+    """`read_checkpoint` in fp32, sharded over the ranks. A rank reads and holds its own experts and its own rows of matrices only.
+
+    Raises UserError, on all ranks: as `read_checkpoint` does.
+    """
+    if ranks.world == 1:
+        return read_checkpoint(folder, device=ranks.device, dtype=torch.float32)
+    with StreamedState(folder, torch.float32) as state:
+        ranks.first(state.check_constants)
+        model = _shard(skeleton(state.config), ranks, torch.float32)
+        model.to_empty(device=ranks.device)
+        for layer in (module for module in model.modules() if isinstance(module, MoeLayer)):
+            layer.reset_buffers()
+        with torch.no_grad():
+            for name, tensor in model.state_dict().items():
+                if isinstance(tensor, DTensor):
+                    shape, offset = compute_local_shape_and_global_offset(
+                        tensor.shape, tensor.device_mesh, tensor.placements
+                    )
+                    rows = state.rows(name, offset[0], offset[0] + shape[0])
+                    for dim in range(1, len(shape)):
+                        rows = rows.narrow(dim, offset[dim], shape[dim])
+                    tensor.to_local().copy_(rows)
+                else:
+                    tensor.copy_(state[name] if name.endswith(".bias_WE") else state.rows(name, 0, len(tensor)))
+        lineage = read_lineage(folder) if (folder / LINEAGE_FILE).is_file() else None
+        return Checkpoint(model, state.config, state.description.family, state.description.presets, lineage, folder)
 
 
 def _shard(model: Transformer, ranks: Ranks, dtype: torch.dtype) -> Transformer:

@@ -6,6 +6,7 @@ and renames them.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,7 @@ from stretto.model.checkpoint import (
     describe,
     fill,
     fill_branches,
+    fill_rows,
     open_tensors,
     readable,
 )
@@ -82,6 +84,25 @@ class StreamedState(Mapping[str, Tensor]):
     def part(self, part: str) -> dict[str, Tensor]:
         """All tensors of ``part``. Raises `UserError` as `read_checkpoint` does."""
         return self._read(part, {name for name in self._shapes if part_of(name) == part})
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows ``start`` to ``stop`` of the tensor ``name``; other rows are not read. Not for balance biases."""
+        rows = torch.zeros((stop - start, *self._shapes[name][1:]), dtype=self.dtype)
+        for stored in self._stored[part_of(name)]:
+            if stored.ours == name and not stored.is_copy:
+                fill_rows(stored, self._files, start, rows, self.folder)
+        return rows
+
+    def check_constants(self) -> None:
+        """Check the values that `rows` does not read: constants, copies and padding. Raises `UserError` as `read_checkpoint` does."""
+        for part, tensors in self._stored.items():
+            names = {stored.ours for stored in tensors if stored.ours and (stored.is_copy or self._has_padding(stored))}
+            if names or any(stored.ours is None for stored in tensors):
+                self._read(part, names)
+
+    def _has_padding(self, stored: Stored) -> bool:
+        assert stored.ours is not None
+        return stored.always_fp32 or math.prod(stored.shape) > math.prod(self._shapes[stored.ours])
 
     def _read(self, part: str, names: Collection[str]) -> dict[str, Tensor]:
         """The tensors ``names`` of ``part``. Also checks the constants of the part."""

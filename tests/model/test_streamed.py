@@ -6,7 +6,7 @@ import torch
 from stretto.base.errors import UserError
 from stretto.evals.loss import EvalBatch
 from stretto.evals.order import survey
-from stretto.model.checkpoint import read_checkpoint, weights_hash, write_checkpoint
+from stretto.model.checkpoint import TensorFiles, read_checkpoint, weights_hash, write_checkpoint
 from stretto.model.streamed import StreamedNetwork, StreamedState, part_of
 from stretto.model.transformer import Context
 from tests.model.checkpoints import IDS, NETWORKS, drop, network, put, truncate
@@ -25,6 +25,49 @@ def test_a_streamed_state_is_the_whole_one(tmp_path, name):
         for each in state:
             assert torch.equal(state[each], whole[each]), each
             assert {part_of(held) for held in state._tensors} <= {part_of(each), state._part}
+
+
+def count_bytes(monkeypatch) -> list[int]:
+    """Bytes of each tensor, or part of one, that is read from a safetensors file from now on."""
+    found = []
+
+    def raw(self, name, part=(), read=TensorFiles.raw):
+        tensor = read(self, name, part)
+        found.append(tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(TensorFiles, "raw", raw)
+    return found
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_rows_are_those_of_the_whole_tensor_and_no_others_are_read(tmp_path, name, monkeypatch):
+    family, changes = NETWORKS[name]
+    model = network(**changes)
+    write_checkpoint(tmp_path, model, model.config, family=family, max_shard_bytes=50_000)
+    whole = read_checkpoint(tmp_path).model.state_dict()
+    found = count_bytes(monkeypatch)
+    with StreamedState(tmp_path) as state:
+        for each in (each for each in state if not each.endswith(".bias_WE")):
+            num = len(whole[each])
+            for start, stop in ((0, num), (0, num // 2), (num // 2, num), (num // 3, num // 3 + 1), (num, num)):
+                found.clear()
+                assert torch.equal(state.rows(each, start, stop), whole[each][start:stop]), (each, start, stop)
+                # rows of a head are read together where the family permutes them, at both ends of the range
+                extra = 2 * model.config.head_dim if "attention" in each else 0
+                assert sum(found) <= (stop - start + extra) * whole[each][:1].nbytes, (each, start, stop)
+
+
+def test_padding_and_copies_are_checked_without_reading_the_rest(tmp_path, monkeypatch):
+    model = network(tie_embeddings=True, experts_per_layer=(8, 3, 5, 2))
+    write_checkpoint(tmp_path, model, model.config, family="glm4_moe")
+    found = count_bytes(monkeypatch)
+    with StreamedState(tmp_path) as state:
+        state.check_constants()
+    assert 0 < sum(found) < 0.8 * (tmp_path / "model.safetensors").stat().st_size
+    put("model.safetensors", "lm_head.weight", torch.zeros(300, 64))(tmp_path)
+    with StreamedState(tmp_path) as state, pytest.raises(UserError, match=r"lm_head\.weight: holds weights"):
+        state.check_constants()
 
 
 @pytest.mark.parametrize("name", ["glm", "qwen with biases", "ernie"])
