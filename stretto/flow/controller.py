@@ -28,6 +28,7 @@ p = 0 and W ≤ (η + 1)·P; and when all that are alive are ready, those are at
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -284,30 +285,40 @@ class Controller:
 
 
 class Watchdog:
-    """Open waits of the trainer and, by group, of the agents. `waits` opens or renews a wait, `done` closes it."""
+    """Detects a run that is stuck: the trainer waits for groups, and no group has finished or continued for ``stuck_s``."""
 
     def __init__(self, stuck_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """``stuck_s``: longest wait without progress, in seconds of ``clock``."""
+        """``stuck_s``: seconds of ``clock``."""
         self._stuck_s, self._clock = stuck_s, clock
-        self._waits: dict[tuple[str, int | None], tuple[str, float]] = {}
+        self._since_s = math.inf  # last progress while the trainer waits; inf while it does not wait
+        self._groups: dict[int, tuple[str, float]] = {}
 
-    def waits(self, role: str, waits_for: str, ordinal: int | None = None) -> None:
-        """``role`` starts to wait for ``waits_for``, or has made progress and waits again."""
-        self._waits[role, ordinal] = (waits_for, self._clock())
+    def trainer_waits(self) -> None:
+        """The trainer starts to wait for groups."""
+        self._since_s = self._clock()
 
-    def done(self, role: str, ordinal: int | None = None) -> None:
-        """Close a wait, if it is open."""
-        self._waits.pop((role, ordinal), None)
+    def trainer_works(self) -> None:
+        """The trainer does not wait any more."""
+        self._since_s = math.inf
+
+    def progress(self) -> None:
+        """A group has finished, or has continued in another attempt."""
+        self._since_s = math.inf if self._since_s == math.inf else self._clock()
+
+    def group_waits(self, ordinal: int, waits_for: str) -> None:
+        """A group starts to wait for ``waits_for``."""
+        self._groups[ordinal] = waits_for, self._clock()
+
+    def group_ended(self, ordinal: int) -> None:
+        """An attempt at a group has ended."""
+        self._groups.pop(ordinal, None)
 
     def report(self) -> str | None:
-        """One line about the longest wait and, if it is for a role, about that role's longest wait. None if nothing is stuck."""
+        """One line about the trainer's wait and the longest wait of a group; None if the run is not stuck."""
         now = self._clock()
-        longest_first = sorted(self._waits.items(), key=lambda wait: wait[1][1])
-        if not longest_first or now - longest_first[0][1][1] <= self._stuck_s:
+        if now - self._since_s <= self._stuck_s:
             return None
-        stuck, *others = longest_first
-        causes = [wait for wait in others if wait[0][0] == stuck[1][0]]
-        return "; ".join(
-            f"{role}{'' if ordinal is None else f' (group {ordinal})'} has waited for {waits_for} for {now - since_s:.0f} s"
-            for (role, ordinal), (waits_for, since_s) in [stuck, *causes[:1]]
-        )
+        waits = [f"the trainer has waited for groups for {now - self._since_s:.0f} s"]
+        for ordinal, (waits_for, since_s) in sorted(self._groups.items(), key=lambda group: group[1][1])[:1]:
+            waits.append(f"group {ordinal} has waited for {waits_for} for {now - since_s:.0f} s")
+        return "; ".join(waits)

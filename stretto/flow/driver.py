@@ -104,16 +104,16 @@ class Driver:
     async def _next_batch(self, stop_s: float) -> tuple[GroupRef, ...] | None:
         """Wait for the next batch; None at ``stop_s`` on `time.monotonic`."""
         started_s = time.time()
-        self._watchdog.waits("trainer", "agents")
+        self._watchdog.trainer_waits()
         while self._failure is None:
             if time.monotonic() >= stop_s:
-                self._watchdog.done("trainer")
+                self._watchdog.trainer_works()
                 return None
             self._dispatch()
             refs = self._controller.next_batch()
             if refs is not None:
                 self._trace.add(Span("trainer", "wait", started_s, time.time()))
-                self._watchdog.done("trainer")
+                self._watchdog.trainer_works()
                 return refs
             await self._change(stop_s)
         raise self._failure
@@ -191,22 +191,22 @@ class Driver:
         except Exception as error:  # nothing else awaits this task
             self._fail(error)
         finally:
-            self._watchdog.done("agents", dispatch.task.ordinal)
+            self._watchdog.group_ended(dispatch.task.ordinal)
         self._changed.set()
 
     async def _attempt(self, dispatch: Dispatch) -> None:
         task, attempt = dispatch.task, dispatch.attempt
-        self._watchdog.waits("agents", "an agent", task.ordinal)
+        self._watchdog.group_waits(task.ordinal, "an agent")
         deadline_s = self._recipe.failures.lease_s + CALL_SLACK_S
         try:
             async with self._roles.agents.lease(deadline_s) as agent:
                 self._controller.attempt_begun(task.ordinal, attempt)
-                self._watchdog.waits("agents", agent.name, task.ordinal)
+                self._watchdog.group_waits(task.ordinal, agent.name)
                 call = partial(self._roles.runtime.call, agent, "run_group", deadline_s=deadline_s)
                 with self._trace.span("agents", "group", ordinal=task.ordinal, attempt=attempt):
                     ref: GroupRef = await call(task, attempt, dispatch.is_last)
             if self._controller.group_ready(ref):
-                self._watchdog.waits("trainer", "agents")  # a finished group is progress
+                self._watchdog.progress()
                 self._roles.forget(task.ordinal)
                 self._num_uniform += ref.is_uniform
                 if self._num_uniform > _MAX_UNIFORM * self._recipe.train.prompts:
@@ -219,7 +219,7 @@ class Driver:
             why = failure.message if isinstance(failure, RoleError) else str(failure)
             has_progress = isinstance(failure, RoleError) and failure.kind == GroupUnfinished.__name__
             if has_progress:
-                self._watchdog.waits("trainer", "agents")
+                self._watchdog.progress()
             got_no_agent = isinstance(failure, DeadlinePassed) and failure.method == "lease"
             self._lose(dispatch, why, counts=not (has_progress or got_no_agent or isinstance(failure, RoleDied)))
 

@@ -373,30 +373,26 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_only_waits_without_progress_are_stuck_longest_first(clock: Clock) -> None:
+def test_a_run_is_stuck_when_no_group_makes_progress_while_the_trainer_waits(clock: Clock) -> None:
     watchdog = Watchdog(10.0, clock)
-    watchdog.waits("agent-0", "engine-0", ordinal=7)
-    clock.now = 4.0
-    watchdog.waits("agent-1", "engine-0", ordinal=8)
-    watchdog.waits("agent-1", "reward-0", ordinal=9)
-    clock.now = 10.0
+    watchdog.group_waits(3, "agent-1")
+    watchdog.progress()  # while the trainer works
+    clock.now = 20.0
     assert watchdog.report() is None
-    watchdog.done("agent-1", ordinal=9)
-    clock.now = 14.5
-    assert watchdog.report() == "agent-0 (group 7) has waited for engine-0 for 14 s"
-    watchdog.waits("agent-0", "engine-0", ordinal=7)  # it got some tokens
-    assert watchdog.report() == "agent-1 (group 8) has waited for engine-0 for 10 s"
-    watchdog.done("agent-1", ordinal=8)
+    watchdog.trainer_waits()
+    clock.now = 21.0
+    watchdog.group_waits(7, "agent-2")
+    clock.now = 30.0
     assert watchdog.report() is None
-
-
-def test_a_report_names_the_wait_behind_a_wait(clock: Clock) -> None:
-    watchdog = Watchdog(10.0, clock)
-    watchdog.waits("trainer", "agents")
-    watchdog.waits("agents", "agent-1", ordinal=3)
-    clock.now = 1.0
-    watchdog.waits("agents", "agent-2", ordinal=7)
-    clock.now = 12.0
-    assert watchdog.report() == (
-        "trainer has waited for agents for 12 s; agents (group 3) has waited for agent-1 for 12 s"
-    )
+    clock.now = 31.0
+    assert watchdog.report() == ("the trainer has waited for groups for 11 s; group 3 has waited for agent-1 for 31 s")
+    watchdog.group_ended(3)
+    assert watchdog.report() == "the trainer has waited for groups for 11 s; group 7 has waited for agent-2 for 10 s"
+    watchdog.progress()
+    clock.now = 41.0
+    assert watchdog.report() is None
+    clock.now = 42.0
+    watchdog.group_ended(7)
+    assert watchdog.report() == "the trainer has waited for groups for 11 s"
+    watchdog.trainer_works()
+    assert watchdog.report() is None

@@ -437,6 +437,34 @@ def test_a_trainer_that_raises_is_one_line(tmp_path: Path) -> None:
         drive(tmp_path, World(on_step=fail))
 
 
+def test_a_step_longer_than_the_watchdogs_patience_is_not_stuck(tmp_path: Path) -> None:
+    """Groups finish during the step, and the driver looks for stuck waits for longer than these allow."""
+
+    async def finish_in_the_step(task: Task, attempt: int) -> GroupRef:
+        while task.ordinal > 1 and not any(event[0] == "step" for event in world.events):
+            await asyncio.sleep(0.01)
+        return ref(task.ordinal, attempt)
+
+    def step(step: int) -> None:
+        num_looks = world.num_looks
+        while step == 0 and world.num_looks < num_looks + 12:
+            time.sleep(0.01)
+
+    world = World(on_group=finish_in_the_step, on_step=step)
+    assert len(drive(tmp_path, world, steps=2, staleness=2, stuck_s=2.0)) == 2
+
+
+def test_a_group_longer_than_the_watchdogs_patience_is_not_stuck_while_others_finish(tmp_path: Path) -> None:
+    async def take_long(task: Task, attempt: int) -> GroupRef:
+        while task.ordinal == 1 and world.num_looks < 12:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2 * (task.ordinal > 1))
+        return ref(task.ordinal, attempt, is_uniform=task.ordinal > 1 and world.version == 0)
+
+    world = World(on_group=take_long)
+    assert drive(tmp_path, world, steps=2, staleness=1, stuck_s=2.0)[0] == (1, (0, 1))
+
+
 def test_what_is_stuck_is_named(tmp_path: Path) -> None:
     async def hang(task: Task, attempt: int) -> GroupRef:
         if attempt == 0 and task.ordinal == 1:
