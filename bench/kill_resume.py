@@ -136,7 +136,8 @@ def _kill_stage(folder: Path, stage: str, num_kills: int, rng: random.Random) ->
     run, losses, step = folder / "run", list[float](), 0
     with progress("kills", num_kills) as advance:
         for number in range(1, num_kills + 1):
-            options = ["--resume"] if step and stage != "demo" else []
+            has_begun = step or (run / "groups.sqlite").exists()
+            options = ["--resume"] if has_begun and stage != "demo" else []
             started_s, length_s, before, begun_s = time.time(), rng.uniform(*life_s), step, None
             with (folder / "output").open("wb") as output:
                 process = subprocess.Popen(
