@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -79,19 +79,26 @@ def self_bleu(texts: Sequence[Sequence[str]]) -> float:
     return float(np.mean(scores))
 
 
+def padded_batches(rows: Sequence[Sequence[int]], num_tokens: int) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Batches of about ``num_tokens`` tokens of the non-empty ``rows``, of similar length: indices of the rows, and token ids [B, T].
+    Padding with 0 follows a row's own tokens, which do not attend to it."""
+    order = sorted((place for place, row in enumerate(rows) if len(row)), key=lambda place: len(rows[place]))
+    while order:
+        num = max(1, num_tokens // len(rows[order[-1]]))
+        batch, order = order[-num:], order[:-num]
+        tensors = [torch.tensor(rows[place], dtype=torch.int64) for place in batch]
+        yield batch, torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+
+
 @torch.no_grad()
 def embed(model: Transformer, tokens: Sequence[Sequence[int]], tokens_at_once: int = 4096) -> np.ndarray:
     """Mean over positions of the last hidden states, fp64 [N, D]; zeros for a text without tokens. Texts are truncated to the network's
     positions."""
     device = next(model.parameters()).device
-    rows = [torch.tensor(list(each)[: model.config.max_positions], dtype=torch.int64) for each in tokens]
+    rows = [each[: model.config.max_positions] for each in tokens]
     found_ND = np.zeros((len(rows), model.config.hidden_size))
-    order = sorted((place for place, row in enumerate(rows) if len(row)), key=lambda place: len(rows[place]))
-    while order:
-        num = max(1, tokens_at_once // len(rows[order[-1]]))
-        batch, order = order[-num:], order[:-num]
-        # padding follows a row's own tokens, which do not attend to it
-        ids_BT = torch.nn.utils.rnn.pad_sequence([rows[place] for place in batch], batch_first=True).to(device)
+    for batch, ids_BT in padded_batches(rows, tokens_at_once):
+        ids_BT = ids_BT.to(device)
         hidden_BTD = model(ids_BT, model.config.full(), Context.plain(ids_BT)).hidden_BTD.double()
         for row, place in enumerate(batch):
             found_ND[place] = hidden_BTD[row, : len(rows[place])].mean(0).cpu().numpy()

@@ -98,17 +98,13 @@ def layer_order(config: ModelConfig, worth: Mapping[int, float]) -> tuple[int, .
 def expert_orders(config: ModelConfig, found: Survey, rule: ExpertRule) -> tuple[tuple[int, ...], ...]:
     """Experts of each MoE layer from most to least important; super experts come first."""
     above_all = super_experts(config, found.experts)
-    return tuple(
-        expert_order(_worth(found, layer, rule), above_all[layer.row], config.expert_groups) for layer in found.experts
-    )
-
-
-def _worth(found: Survey, layer: LayerRouting, rule: ExpertRule) -> Sequence[float]:
-    """Worth of each expert of a layer under ``rule``."""
-    if rule == "removal":
-        order = found.removal[layer.row]
-        return [-order.index(expert) for expert in range(len(order))]
-    return layer.saliency if rule == "reap" else layer.load
+    orders = []
+    for layer in found.experts:
+        worth: Sequence[float] = layer.saliency if rule == "reap" else layer.load
+        if rule == "removal":
+            worth = [-found.removal[layer.row].index(expert) for expert in range(len(layer.load))]
+        orders.append(expert_order(worth, above_all[layer.row], config.expert_groups))
+    return tuple(orders)
 
 
 def expert_order(worth: Sequence[float], protected: Collection[int], groups: int = 1) -> tuple[int, ...]:
@@ -328,17 +324,17 @@ def _products(layer: MoeLayer, x_ND: Tensor) -> Tensor:
     """Scalar products of all experts' outputs for each token [N, E, E], fp32."""
     num_experts = len(layer.gate)
     chosen_E = torch.arange(num_experts, device=x_ND.device)
-    made: list[Tensor] = []
+    products: list[Tensor] = []
     for part_ND in x_ND.split(max(1, REMOVAL_ELEMENTS // (8 * num_experts * x_ND.shape[1]))):
         num = len(part_ND)
 
         def note(slots: Slots, y_PD: Tensor, num: int = num) -> None:
             y_NED = y_PD.float()[slots.place_S].view(num, num_experts, -1)
-            made.append(y_NED @ y_NED.transpose(1, 2))
+            products.append(y_NED @ y_NED.transpose(1, 2))
 
         all_NE, ones_NE = chosen_E.expand(num, -1), torch.ones(num, num_experts, device=x_ND.device)
         experts(part_ND, all_NE, ones_NE, layer.experts, note)
-    return torch.cat(made)
+    return torch.cat(products)
 
 
 def _every(num_tokens: int, num_experts: int) -> int:

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
@@ -36,6 +36,7 @@ from stretto.base.paths import read_json, replacing, write_json
 from stretto.base.records import file_sha256
 from stretto.data.files import find_files
 from stretto.data.sources import Rows, read_files
+from stretto.evals.diversity import padded_batches
 from stretto.model.checkpoint import read_checkpoint, weights_hash
 from stretto.model.transformer import Context, Transformer
 from stretto.ops.logprob import IGNORED, chosen_logprobs
@@ -201,12 +202,7 @@ class Reader:
         """States [T, 2 D] of the first ``num_states`` texts, and surprisals [T] of all texts after their prompts; fp32."""
         rows = [[self.tokenizer.eos_id, *prompt, *text] for prompt, text in zip(prompts, own, strict=True)]
         states, surprisals = dict[int, Tensor](), dict[int, Tensor]()
-        order = sorted(range(len(rows)), key=lambda place: len(rows[place]))
-        while order:
-            num = max(1, _TOKENS_AT_ONCE[self.device.type] // len(rows[order[-1]]))
-            batch, order = order[-num:], order[:-num]
-            # padding follows a row's own tokens, which do not attend to it
-            ids_BT = nn.utils.rnn.pad_sequence([torch.tensor(rows[at]) for at in batch], batch_first=True)
+        for batch, ids_BT in padded_batches(rows, _TOKENS_AT_ONCE[self.device.type]):
             targets_BT = torch.full_like(ids_BT, IGNORED)
             spans = [slice(len(rows[at]) - len(own[at]), len(rows[at])) for at in batch]
             for row, span in enumerate(spans):

@@ -46,9 +46,7 @@ def pass_at_k(right_PS: np.ndarray, k: int) -> np.ndarray:
 
     Returns: float64 [P], NaN where fewer than ``k`` samples were judged.
     """
-    judged_P, right_P = _counts(right_PS)
-    pairs = zip(judged_P, right_P, strict=True)
-    return np.array([1 - comb(num - right, k) / comb(num, k) if num >= k else np.nan for num, right in pairs])
+    return 1 - pass_hat_k(1 - right_PS, k)
 
 
 def pass_hat_k(right_PS: np.ndarray, k: int) -> np.ndarray:
@@ -56,13 +54,8 @@ def pass_hat_k(right_PS: np.ndarray, k: int) -> np.ndarray:
 
     Args and result: as of `pass_at_k`.
     """
-    pairs = zip(*_counts(right_PS), strict=True)
-    return np.array([comb(right, k) / comb(num, k) if num >= k else np.nan for num, right in pairs])
-
-
-def _counts(right_PS: np.ndarray) -> tuple[list[int], list[int]]:
-    """Number of judged and of correct samples, by problem."""
-    return (~np.isnan(right_PS)).sum(1).tolist(), np.nansum(right_PS, 1).astype(int).tolist()
+    counts = zip((~np.isnan(right_PS)).sum(1).tolist(), np.nansum(right_PS, 1).astype(int).tolist(), strict=True)
+    return np.array([comb(right, k) / comb(num, k) if num >= k else np.nan for num, right in counts])
 
 
 def majority_at_k(

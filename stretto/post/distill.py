@@ -26,16 +26,16 @@ def teacher_settings(teachers: Sequence[str]) -> list[str]:
         if not (name and equals and place) or "." in name:
             raise UserError(f"--teacher {each}: expected NAME=DIR, NAME=DIR:SUBNET or NAME=URL, NAME without dots")
         if place.startswith(("http://", "https://")):
-            told = {"url": place}
+            fields = {"url": place}
         else:
             folder, subnet = sized(place)
-            told = {"checkpoint": str(folder)} | ({"subnet": subnet} if subnet else {})
-        settings += [f"distill.teachers.{name}.{key}={json.dumps(value)}" for key, value in told.items()]
+            fields = {"checkpoint": str(folder)} | ({"subnet": subnet} if subnet else {})
+        settings += [f"distill.teachers.{name}.{key}={json.dumps(value)}" for key, value in fields.items()]
     return settings
 
 
 def parent_settings(model: Path) -> list[str]:
-    """``--set`` overrides by which ``model`` teaches every source."""
+    """``--set`` overrides that make ``model`` the teacher of every source."""
     return [f"distill.teachers.parent.checkpoint={json.dumps(str(model))}", 'distill.teachers.parent.domains=["*"]']
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +45,10 @@ def _range(found: Interval) -> str:
     if not math.isfinite(found.low + found.high):
         return "undetermined"
     return f"{percent(found.low).removesuffix(' %')} … {percent(found.high)}"
+
+
+def _ends(found: Interval, form: Callable[[float], str]) -> str:
+    return f"{form(found.low)} … {form(found.high)}" if math.isfinite(found.low + found.high) else "undetermined"
 
 
 def _share(found: Interval | None, note: str = "") -> Cell:
@@ -115,7 +119,7 @@ def asked_table(found: Evaluation) -> Table:
     columns = ("Domain", "Prompt", "Problems", "Samples", "Temperature", "Off-format", "Tokens", "FLOPs")
     note = (
         "Samples: per problem. Off-format: answers, correct or not, without the marker that the prompt asks for; their last line is scored. "
-        "Tokens: per answer. FLOPs: per sample. No examples are given in the prompt (0-shot)."
+        "Tokens: per answer. FLOPs: per sample. Prompts of Stretto's own suites are 0-shot."
     )
     return Table("Settings", columns, tuple(rows), note=note, num_words=2, optional=("FLOPs", "Tokens"))
 
@@ -153,7 +157,7 @@ def chapters_table(domain: str, found: Chapters) -> Table:
         (
             Cell(name.replace("_", "-")),
             *(_number(value) for value in values),
-            replace(_number(change.value), note=f"{rounded(change.low)} … {rounded(change.high)}"),
+            Cell(rounded(change.value), change.value, _ends(change, rounded)),
         )
         for (name, values), change in zip(found.measures.items(), found.changes.values(), strict=True)
     ]
@@ -483,7 +487,8 @@ def stage_table(found: Comparison) -> Table:
                 cells.append(NOTHING)
             else:
                 cells.append(Cell(f"{rounded(old)} → {rounded(new)}", new - old))
-        totals.append((Cell(label), *cells))
+        if any(cell is not NOTHING for cell in cells):
+            totals.append((Cell(label), *cells))
     columns = ("Domain", *(f"{found.models[place]} after {found.models[before]}" for place, before in stages))
     note = f"Scores: paired differences to the stage before, in points, with {percent(LEVEL)} confidence intervals."
     rows = tuple(row(name, gains) for name, gains in found.changes.items())
@@ -529,33 +534,28 @@ def battle_table(found: Battles) -> Table:
         note += f"; win rate of the reference against itself {percent(found.itself.value)} ({_range(found.itself)})"
     note += f"; {verdicts.num_infra} infrastructure errors. Strength: Bradley-Terry in Elo points; 400 points are a win rate of 10 to 1."
     if even:
-        worth = ", ".join(f"{name} {each.value:+.0f}".replace("-", "−") for name, each in found.effects.items())
+        worth = ", ".join(f"{name} {_points(each.value)}" for name, each in found.effects.items())
         note += f" Controlled: strength after controlling for length and layout; effect on this judge: {worth} points."
     columns = ("Model", "Strength", *(f"against {name}" for name in found.models), *(["Controlled"] if even else []))
     return Table("Win rates", columns, tuple(rows), (), note)
 
 
 def _elo(found: Interval) -> Cell:
-    value, low, high = (f"{each:+.0f}".replace("-", "−") for each in (found.value, found.low, found.high))
     if not math.isfinite(found.low + found.high):
-        value = low = high = "undetermined"
-    return Cell(value, found.value, f"{low} … {high}" if low != high else "")
+        return Cell("undetermined", found.value)
+    return Cell(_points(found.value), found.value, _ends(found, _points) if found.low != found.high else "")
+
+
+def _points(value: float) -> str:
+    return f"{value:+.0f}".replace("-", "−")
 
 
 def _lead(found: Norm | None) -> Cell:
-    if found is None:
-        return NOTHING
-    mean = found.mean
-    is_known = math.isfinite(mean.low + mean.high)
-    note = f"{rounded(mean.low)} … {rounded(mean.high)}" if is_known else "undetermined"
-    return Cell(rounded(mean.value), mean.value, note)
+    return NOTHING if found is None else Cell(rounded(found.mean.value), found.mean.value, _ends(found.mean, rounded))
 
 
 def _least_lead(found: Norm | None) -> Cell:
-    if found is None:
-        return NOTHING
-    least = found.domains[found.worst].value
-    return Cell(rounded(least), least, found.worst)
+    return NOTHING if found is None else Cell(rounded(found.domains[found.worst].value), note=found.worst)
 
 
 def compared_answers(found: Comparison) -> Table:

@@ -89,7 +89,7 @@ class RlData:
 
 
 def is_rl_run(run: Path) -> bool:
-    """Whether ``stretto rl`` made the folder."""
+    """Whether ``run`` is the folder of an RL run."""
     return (run / RECIPE_FILE).is_file() and (run / JOURNAL_FILE).is_file()
 
 
@@ -316,7 +316,7 @@ def _curve(axes: Axes, kind: str, colour: str, steps: Sequence[float], values: n
     width = 1.9
     if kind == "smooth":
         axes.plot(steps, values, color=colour, linewidth=0.9, alpha=0.28, zorder=2)
-        # on a logarithmic axis the mean of logarithms is what the eye smooths too
+        # on a logarithmic axis, smooth the logarithms
         values = np.exp(smoothed(np.log(values))) if axes.get_yscale() == "log" else smoothed(values)
         width = 2.3
     marker = "o" if len(values) <= _FEW else ""

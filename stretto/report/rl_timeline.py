@@ -40,7 +40,7 @@ def _fact(span: Span, name: str) -> Any:
 
 
 def _step(span: Span) -> int:
-    """Number of the step, as in the metrics: the version of the weights that it made."""
+    """Number of the step as in the metrics, which is also the version of the weights that it produced."""
     return int(_fact(span, "step")) + 1
 
 

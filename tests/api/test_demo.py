@@ -70,7 +70,15 @@ def test_the_demo_and_its_post_training(
     stages = [stage.stage for stage in history(read_lineage(run / "post/online/checkpoint"))]
     assert stages == ["pretrain", "extract", "heal", "sft", "rl", "distill", "online"]
     page = html.unescape((run / "report/report.html").read_text())
-    for words in ("Scores by domain", "Trivial baseline", "Teacher", "sums", "writing", "vendi"):
+    for words in (
+        "Scores by domain",
+        "Change by stage",
+        "online after distill",
+        "Trivial baseline",
+        "Teacher",
+        "sums",
+        "vendi",
+    ):
         assert words in page, words
     assert f"stretto serve {run / 'post/online/checkpoint'}" in page
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*.safetensors")}
