@@ -16,7 +16,7 @@ from typing import Any
 MODEL = "served"
 
 
-def main(settings: dict[str, Any], path: str) -> None:
+def main(job: dict[str, Any], path: str) -> None:
     # BFCL's table of models imports the clients of all vendors. This one has a single model.
     table = types.ModuleType("bfcl_eval.constants.model_config")
     sys.modules[table.__name__] = table
@@ -30,26 +30,21 @@ def main(settings: dict[str, Any], path: str) -> None:
 
     class Handler(OpenAICompletionsHandler):
         def _build_client_kwargs(self) -> dict[str, Any]:
-            return {
-                "base_url": f"{settings['url']}/v1",
-                "api_key": "none",
-                "timeout": settings["sample_s"],
-                "max_retries": 0,
-            }
+            return {"base_url": f"{job['url']}/v1", "api_key": "none", "timeout": job["sample_s"], "max_retries": 0}
 
         def _query_FC(self, inference_data: dict[str, Any]) -> Any:
-            fields = {"model": name, "temperature": self.temperature, "max_tokens": settings["max_tokens"]}
+            fields = {"model": name, "temperature": self.temperature, "max_tokens": job["max_tokens"]}
             return self.generate_with_backoff(
                 messages=inference_data["message"], tools=inference_data["tools"], **fields
             )
 
-    name = OpenAI(base_url=f"{settings['url']}/v1", api_key="none").models.list().data[0].id
-    handler = Handler(model_name=name, temperature=settings["temperature"], registry_name=MODEL, is_fc_model=True)
+    name = OpenAI(base_url=f"{job['url']}/v1", api_key="none").models.list().data[0].id
+    handler = Handler(model_name=name, temperature=job["temperature"], registry_name=MODEL, is_fc_model=True)
     lock, failed = threading.Lock(), list[str]()
 
     def judge(category: str, entry: dict[str, Any], truth: dict[str, Any]) -> None:
         line = {"category": category, "id": entry["id"], "value": None, "why": "", "prompt": 0, "sampled": 0}
-        if len(failed) > settings["most_infra"] * total:
+        if len(failed) > job["most_infra"] * total:
             line["why"] = f"not asked, after too many failures: {failed[-1]}"
         else:
             try:
@@ -70,13 +65,13 @@ def main(settings: dict[str, Any], path: str) -> None:
             file.write(json.dumps(line) + "\n")
 
     work = []
-    for category in settings["categories"]:
+    for category in job["categories"]:
         entries = load_dataset_entry(category)
         truths = entries if category == "irrelevance" else load_ground_truth_entry(category)
-        pairs = list(zip(entries, truths, strict=True))[: settings["limit"]]
-        work += [(category, *pair) for pair in pairs for _ in range(settings["samples"])]
+        pairs = list(zip(entries, truths, strict=True))[: job["limit"]]
+        work += [(category, *pair) for pair in pairs for _ in range(job["samples"])]
     total = len(work)
-    with ThreadPoolExecutor(settings["at_once"]) as pool:
+    with ThreadPoolExecutor(job["at_once"]) as pool:
         list(pool.map(lambda each: judge(*each), work))
 
 

@@ -665,7 +665,7 @@ def answer_rules(
     is_thinking: bool = True,
     is_free: bool = False,
 ) -> str:
-    """The Lark grammar of an answer that calls one of the tools, or where there are none follows a schema.
+    """The Lark grammar of answers that consist of calls of the tools, or of JSON that follows a schema.
 
     Args:
         marked: see `marks`. llguidance needs their ids; it would have the model spell them character by character.
@@ -828,10 +828,7 @@ def _argument_rules(
         yield f"{rule}: {spell(parts, {KEY: key, VALUE: value})}"
         yield f"{value}: {' | '.join(exact)}"
         return
-    until = (
-        *parts[: parts.index(VALUE) + 1],
-        *parts[parts.index(ending) + 1 :],
-    )  # the value's rule includes the ending
+    until = (*parts[: parts.index(VALUE) + 1], *parts[parts.index(ending) + 1 :])  # the value's rule has the ending
     yield f"{rule}: {spell(until, {KEY: key, VALUE: value})}"
     yield spell.text_up_to(ending, value, _TEXT if _TEXT in texts else " | ".join(f"({text})" for text in texts))
 

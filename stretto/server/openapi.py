@@ -32,9 +32,7 @@ class Problem(BaseModel):
     message: str
     type: str
     param: str | None = Field(description="Field at fault.")
-    code: str | None = Field(
-        description=f"With status 400, {', '.join(BEYOND_SCHEMA)} say that the body follows this document."
-    )
+    code: str | None = Field(description=f"{', '.join(BEYOND_SCHEMA)}: the body follows this document all the same.")
 
 
 class Error(BaseModel):
@@ -73,12 +71,7 @@ ENDPOINTS = (
     Endpoint("/detokenize", "Token ids to a text.", DetokenizeBody),
     Endpoint("/tokenizer_info", "The tokenizer's configuration and chat template."),
     Endpoint("/openapi.json", "This document."),
-    Endpoint(
-        "/admin/load_weights",
-        "Replace the weights by other weights of the same network.",
-        LoadWeightsBody,
-        is_admin=True,
-    ),
+    Endpoint("/admin/load_weights", "Replace the weights of the network.", LoadWeightsBody, is_admin=True),
 )
 """Every path except the playground's."""
 

@@ -113,25 +113,30 @@ InputItem = Annotated[
 ]
 
 
-class ResponsesBody(Generation):
+class RepeatedFields(Body):
+    """Fields of a request that its response repeats."""
+
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    parallel_tool_calls: bool = True
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice = "auto"
+    tools: list[FlatTool] = Field(default_factory=list)
+    truncation: Literal["disabled"] = "disabled"
+    store: NoStore = False
+
+
+class ResponsesBody(RepeatedFields, Generation):
     """POST /v1/responses."""
 
     input: Annotated[
         Annotated[str, Tag("text")] | Annotated[list[InputItem], Tag("list"), Field(min_length=1)], TEXT_OR_LIST
     ]
     n: Annotated[int, Allowed((1,), "a response is one answer; use /v1/chat/completions for several")] = 1
-    instructions: str | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1)
-    tools: list[FlatTool] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice = "auto"
-    parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     top_logprobs: int | None = None
     include: list[Annotated[str, _KNOWN_INCLUDES]] = Field(default_factory=list)
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template, as of /v1/chat/completions."""
-    truncation: Literal["disabled"] = "disabled"
-    store: NoStore = False
     background: Annotated[bool, Allowed((False,), _NO_MEMORY)] = False
     previous_response_id: Annotated[Any, Allowed((None,), _NO_MEMORY)] = None
     conversation: Annotated[Any, Allowed((None,), _NO_MEMORY)] = None
@@ -319,15 +324,6 @@ class ResponseAnswer(Answer):
         body, job = self._body, self.job
         done = self._done[0] if self._done else None
         cut = done is not None and done.finish_reason == "length"
-        names = (
-            "instructions",
-            "max_output_tokens",
-            "parallel_tool_calls",
-            "tool_choice",
-            "tools",
-            "truncation",
-            "store",
-        )
         response: dict[str, Any] = {
             "id": job.id,
             "object": "response",
@@ -338,7 +334,7 @@ class ResponseAnswer(Answer):
             "model": job.model,
             "output": list(self._items),
             "previous_response_id": None,
-            **body.model_dump(include=set(names)),
+            **body.model_dump(include=set(RepeatedFields.model_fields)),
             **job.requests[0].sampling.model_dump(include={"temperature", "top_p"}),
             "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
             "usage": None,

@@ -352,10 +352,9 @@ def make_server(app: Starlette) -> DrainingServer:
 
 def _file_limit() -> int:
     """Number of files and connections that this process may open, after raising its limit as far as allowed."""
-    soft, hard = (
-        _MAX_FILES if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
-    )
-    wanted = max(soft, min(hard, _MAX_FILES))
-    if wanted > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return _MAX_FILES if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return wanted
