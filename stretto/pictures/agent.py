@@ -66,7 +66,7 @@ class Reply:
     """Result of a turn."""
 
     dialogue: Dialogue
-    said: str
+    message: str
     """Message to the user: what was done, a question, or the faults of the picture."""
     is_question: bool = False
 
@@ -90,15 +90,15 @@ def respond(
         UserError: The turn is empty, in another language or undoes too much, or the backend refuses. The caller's dialogue is unchanged.
             Errors of ``backend`` and ``verifier`` pass through.
     """
-    told = tell(dialogue.conversation, text)
-    if told.questions:
-        return Reply(replace(dialogue, conversation=told.conversation), " ".join(told.questions), is_question=True)
-    after = replace(dialogue, conversation=told.conversation)
-    done = "; ".join(told.notes)
-    if not (told.conversation.now.things or told.conversation.now.texts):
+    result = tell(dialogue.conversation, text)
+    if result.questions:
+        return Reply(replace(dialogue, conversation=result.conversation), " ".join(result.questions), is_question=True)
+    after = replace(dialogue, conversation=result.conversation)
+    done = "; ".join(result.notes)
+    if not (result.conversation.now.things or result.conversation.now.texts):
         return Reply(after, f"{done}: the picture has no content yet")
     if after.shown is None:
-        now = told.conversation.now
+        now = result.conversation.now
         width, height = now.size or (options.width, options.height)
         request = PaintRequest(write(now), width, height, options.seed)
         before = None if dialogue.shown is None else dialogue.shown.picture

@@ -104,7 +104,7 @@ class Diffusers:
             return {"latents": keep(step, state["latents"])}
 
         with self._adapted(request.loras):
-            made = self._pipeline(
+            output = self._pipeline(
                 prompt=request.prompt,
                 width=request.width,
                 height=request.height,
@@ -112,7 +112,7 @@ class Diffusers:
                 callback_on_step_end=after,
                 **{name: value for name, value in arguments.items() if name in self._takes and value is not None},
             )
-        image: Image.Image = made.images[0].convert("RGB")
+        image: Image.Image = output.images[0].convert("RGB")
         if request.base is not None:
             assert request.mask is not None
             image = Image.composite(image, request.base.convert("RGB"), request.mask.convert("1"))

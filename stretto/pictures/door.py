@@ -71,10 +71,10 @@ class Door:
                 return await client.chat({**body, **fields})
 
             try:
-                made = await enhance(ask, request["prompt"], request["width"], request["height"])
+                enhanced = await enhance(ask, request["prompt"], request["width"], request["height"])
             except ApiFailure as failure:
                 raise ApiError(failure.status, failure.message) from None
-        return JSONResponse({"text": made.prompt})
+        return JSONResponse({"text": enhanced.prompt})
 
 
 def _asked(body: bytes) -> tuple[dict[str, Any], Mapping[str, Any]] | None:

@@ -46,7 +46,7 @@ class Studio:
         self._answer, self._out = answer, out
         self._lock = threading.Lock()
         self._dialogue = Dialogue()
-        self._said: tuple[tuple[str, Reply], ...] = ()
+        self._turns: tuple[tuple[str, Reply], ...] = ()
         self._done: float | None = None
 
     def turn(self, text: str) -> None:
@@ -57,31 +57,31 @@ class Studio:
                 reply = self._answer(self._dialogue, text, progress=self._progress)
             finally:
                 self._done = None
-            said = (*self._said, (text, reply))
+            turns = (*self._turns, (text, reply))
             if self._out is not None:
                 num_before = len(self._dialogue.versions)
                 for number, version in enumerate(reply.dialogue.versions[num_before:], num_before + 1):
                     with replacing(self._out / f"{number:03}.png") as path:
                         version.picture.save(path, format="PNG")
-                write_json(self._out / CONVERSATION_FILE, _state_of(reply.dialogue, said, None))
-            self._dialogue, self._said = reply.dialogue, said
+                write_json(self._out / CONVERSATION_FILE, _state_of(reply.dialogue, turns, None))
+            self._dialogue, self._turns = reply.dialogue, turns
 
     def _progress(self, done: float) -> None:
         self._done = done
 
     def state(self) -> dict[str, Any]:
         """State of the page as JSON values."""
-        return _state_of(self._dialogue, self._said, self._done)
+        return _state_of(self._dialogue, self._turns, self._done)
 
     def picture(self, number: int) -> bytes:
         """A version as PNG. Raises IndexError: there is no such version."""
         return png(self._dialogue.versions[number].picture)
 
 
-def _state_of(dialogue: Dialogue, said: Sequence[tuple[str, Reply]], done: float | None) -> dict[str, Any]:
+def _state_of(dialogue: Dialogue, turns: Sequence[tuple[str, Reply]], done: float | None) -> dict[str, Any]:
     shown = dialogue.shown
     return {
-        "turns": [{"text": text, "reply": reply.said, "question": reply.is_question} for text, reply in said],
+        "turns": [{"text": text, "reply": reply.message, "question": reply.is_question} for text, reply in turns],
         "ledger": _lines(dialogue.conversation.now),
         "versions": [
             {
@@ -104,6 +104,7 @@ def _lines(ledger: Ledger) -> list[str]:
         f"{ledger.thing(each.subject).name} {each.kind} {ledger.thing(each.other).name}" for each in ledger.relations
     ]
     rest = [f"no {noun}" for noun in ledger.absent] + [*ledger.medium] + [f"“{text}”" for text in ledger.texts]
+    rest += [f"in your words, unchecked: {sentence}" for sentence in ledger.unread]
     return things + places + rest + ([] if ledger.size is None else ["{}×{} pixels".format(*ledger.size)])
 
 

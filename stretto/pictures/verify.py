@@ -129,14 +129,14 @@ class TextVerifier:
 
                 self._reader = RapidOCR(params={"Global.log_level": "critical"})
             pixels_HWC = np.asarray(image.convert("RGB"))[:, :, ::-1]  # rapidocr expects BGR
-            made = self._reader(np.ascontiguousarray(pixels_HWC))
-        if made.boxes is None or made.txts is None:
+            result = self._reader(np.ascontiguousarray(pixels_HWC))
+        if result.boxes is None or result.txts is None:
             return []
         share = np.array([image.width, image.height])
-        corners = [np.asarray(box) / share for box in made.boxes]
+        corners = [np.asarray(box) / share for box in result.boxes]
         return [
             (text, (*map(float, each.min(0)), *map(float, each.max(0))))  # type: ignore[misc]
-            for text, each in zip(made.txts, corners, strict=True)
+            for text, each in zip(result.txts, corners, strict=True)
         ]
 
 
@@ -229,14 +229,14 @@ class EndpointVerifier:
         question = [{"role": "user", "content": parts}]
         try:
             try:
-                said = self._strict.said(question, stop_s)
+                answer = self._strict.said(question, stop_s)
             except (
                 UserError
             ):  # not every server supports JSON schemas; a request that is wrong for another reason fails again
-                said = self._plain.said(question, stop_s)
+                answer = self._plain.said(question, stop_s)
         except (UserError, Unanswered) as error:
             return f"it did not answer ({error})"
-        return _score(said)
+        return _score(answer)
 
     def close(self) -> None:
         self._strict.close()
@@ -249,10 +249,10 @@ class _Score:
     seen: str
 
 
-def _score(said: str) -> _Score | str:
+def _score(answer: str) -> _Score | str:
     """The score in an answer, or what is wrong with the answer."""
-    shown = one_line(said, 80)
-    found = re.search(r"\{.*\}", said, re.S)  # some models put the JSON into a code fence
+    shown = one_line(answer, 80)
+    found = re.search(r"\{.*\}", answer, re.S)  # some models put the JSON into a code fence
     tree = arguments_of(found[0]) if found else None
     if tree is None or "score" not in tree:
         return f"it answered {shown!r}, which is not JSON with a score"

@@ -49,12 +49,12 @@ def test_what_is_painted_wrongly_is_painted_again_within_the_budget() -> None:
         bool(each.verdict.faults) for each in versions
     )
     told = next(each for each in alone if each.dialogue.versions[0].verdict.faults)
-    assert (told.dialogue.versions[0].verdict.faults)[0].says in told.said
+    assert (told.dialogue.versions[0].verdict.faults)[0].says in told.message
 
 
 def test_it_asks_only_where_the_ledger_contradicts_itself() -> None:
     reply = talk("a red circle", "make the circle red blue")
-    assert reply.is_question and "red or blue" in reply.said and len(reply.dialogue.versions) == 1
+    assert reply.is_question and "red or blue" in reply.message and len(reply.dialogue.versions) == 1
     assert not talk("a red circle", "add two squares", "put them above the circle", "remove the circle").is_question
 
 
@@ -65,7 +65,7 @@ def test_a_size_that_is_named_counts() -> None:
 
 def test_what_nobody_can_judge_is_said_and_painted_once() -> None:
     reply = talk("a red circle in a coffee shop")
-    assert "not checked" in reply.said and [each.num_images for each in reply.dialogue.versions] == [1]
+    assert "not checked" in reply.message and [each.num_images for each in reply.dialogue.versions] == [1]
 
 
 class Sign(Renderer):
@@ -75,11 +75,11 @@ class Sign(Renderer):
 
 def test_words_alone_can_be_painted() -> None:
     reply = respond(Dialogue(), 'a poster of "HELLO"', Sign(), ShapesVerifier(), OPTIONS)
-    assert reply.dialogue.shown is not None and "not checked: A poster of the words" in reply.said
+    assert reply.dialogue.shown is not None and "not checked: A poster of the words" in reply.message
 
 
 def test_what_is_left_of_nothing_is_told() -> None:
-    assert "the picture has no content yet" in talk("a red circle", "remove the circle").said
+    assert "the picture has no content yet" in talk("a red circle", "remove the circle").message
 
 
 def pixels(picture: Image.Image) -> np.ndarray:

@@ -1,12 +1,12 @@
-// The page of the studio. All that it shows is what /state says; of its own it has only the version that is compared.
+// The page of the studio. It displays /state; its own state is only which version is compared.
 
 const $ = id => document.getElementById(id);
 let compared = null;
 
 function node(tag, fields = {}, ...children) {
-  const made = Object.assign(document.createElement(tag), fields);
-  made.append(...children);
-  return made;
+  const element = Object.assign(document.createElement(tag), fields);
+  element.append(...children);
+  return element;
 }
 
 function figure(state, number) {

@@ -1,1 +1,1 @@
-"""Pictures of coloured shapes: what was asked for, drawn, read back and judged exactly. No torch."""
+"""Pictures of coloured shapes: requests, exact drawing, recognition and comparison. No torch."""

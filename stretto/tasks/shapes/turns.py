@@ -31,7 +31,7 @@ _NUMBER = rf"(?:\d+|{'|'.join(NUMBER_WORDS)})"
 _COLOUR = rf"\b(?:(?:light|dark|pale|deep|bright) )?(?:{'|'.join(sorted(COLOURS))})\b"
 _COLOURS = rf"{_COLOUR}(?: (?:and )?{_COLOUR})*"
 _FIRST_SIGN = 0x13000
-"""Code point of the first Egyptian hieroglyph. One letter that nobody asks for stands for each text in quotation marks."""
+"""Code point of the first Egyptian hieroglyph. One rare letter stands for each text in quotation marks."""
 _VALUES: Final = {word: number for number, word in enumerate(NUMBER_WORDS)}
 _POLITE = re.compile(
     r"^(?:now|then|ok(?:ay)?|well|hm+|please|also|and|but|actually|could you|can you|would you|i (?:want|need) you to|i'd like you to|"
@@ -138,7 +138,7 @@ def _answer(ledger: Ledger, asked: Question, text: str) -> str | None:
         return re.sub(r"^(?:add )?(.*?)\bones?$", rf"add \1{asked.noun}", rest, flags=re.I) if asked.noun else rest
     if asked.noun and re.fullmatch(r"(?:please )?add (?:it|one)", plain, re.I):
         return f"add a {asked.noun}"
-    if _UNDO.fullmatch(plain):
+    if re.fullmatch(r"never mind|cancel|forget it", plain, re.I):
         return ""
     if found := _NO.match(plain):
         plain = plain[found.end() :].strip(" ,.!")
@@ -219,7 +219,7 @@ class _Unclear(Exception):  # noqa: N818 - a question, not an error
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """One clause of a turn, and what it may speak of."""
+    """A clause of a turn, with the state to which it applies."""
 
     ledger: Ledger
     clause: str
@@ -385,9 +385,7 @@ def _slotted(turn: _Turn) -> _Step | None:
         place = _PLACE.search(text, spoken[0].end, spoken[1].start)
         if place is None or re.search(r"\b(?:an?|another)\b", rest, re.I):
             return None
-        moved = Relation(spoken[0].thing.id, RELATIONS[place[0].lower()], spoken[1].thing.id)
-        note = f"{spoken[0].thing.name} {moved.kind} {spoken[1].thing.name}"
-        return _Step(replace(ledger, relations=_latest(ledger.relations, (moved,))), note, moved.subject)
+        return _moved(ledger, Relation(spoken[0].thing.id, RELATIONS[place[0].lower()], spoken[1].thing.id))
     thing = spoken[0].thing
     colours, number = re.search(_COLOURS, rest, re.I), spoken[0].number
     if number is None and (found := re.search(rf"\b{_NUMBER}\b", rest, re.I)):
@@ -428,14 +426,12 @@ def _removed(turn: _Turn, found: re.Match[str]) -> _Step:
             f"Is the {chosen[-1].thing.noun} to go? {found['what']!r} was not understood.",
             f"remove the {chosen[-1].thing.name}",
         )
-    ledger, notes = turn.ledger, list[str]()
+    ledger, gone = turn.ledger, list[Thing]()
     for place, each in enumerate({each.thing.id: each for each in chosen}.values()):
         _the_one(each)
-        ledger, gone = _apart(ledger, each, turn.next_id + place)
-        step = _without(ledger, gone)
-        ledger = step.ledger
-        notes.append(step.note)
-    return _Step(ledger, "; ".join(notes), None)
+        ledger, part = _apart(ledger, each, turn.next_id + place)
+        gone.append(part)
+    return _without(ledger, *gone)
 
 
 def _forbidden(turn: _Turn, found: re.Match[str]) -> _Step | None:
@@ -446,27 +442,13 @@ def _forbidden(turn: _Turn, found: re.Match[str]) -> _Step | None:
     if re.fullmatch(_COLOUR, what, re.I):  # "not black"
         painted = [each for each in turn.ledger.things if what.lower() in each.colours and turn.last in (None, each.id)]
         return _changed(turn.ledger, replace(painted[0], colours=())) if len(painted) == 1 else None
-    ledger, notes = turn.ledger, list[str]()
-    for each in {each.thing.id: each.thing for each in _spoken(ledger, what)}.values():
-        ledger = _without(ledger, each).ledger
-        notes.append(f"removed {each.name}")
     meant = read(f"no {what}")
     if meant.things or meant.unread or not meant.absent:
         return None
-    return _Step(
-        replace(ledger, absent=tuple(dict.fromkeys((*ledger.absent, *meant.absent)))),
-        "; ".join(notes) or f"no {what}",
-        None,
-    )
-
-
-def _or_none(turn: _Turn, found: re.Match[str]) -> _Step | None:
-    """ "Or cars", after "no people"."""
-    return (
-        _forbidden(turn, found)
-        if turn.ledger.absent and turn.states[-1].absent != turn.states[max(0, len(turn.states) - 2)].absent
-        else None
-    )
+    gone = {each.thing.id: each.thing for each in _spoken(turn.ledger, what)}.values()
+    step = _without(turn.ledger, *gone)
+    absent = tuple(dict.fromkeys((*step.ledger.absent, *meant.absent)))
+    return _Step(replace(step.ledger, absent=absent), step.note if gone else f"no {what}", None)
 
 
 def _only(turn: _Turn, found: re.Match[str]) -> _Step | None:
@@ -475,13 +457,7 @@ def _only(turn: _Turn, found: re.Match[str]) -> _Step | None:
     if not kept:
         bare = _without_article(found["what"])
         raise _Unclear(f"There is no {bare}; what is to stay?", phrase=found["what"], noun=bare)
-    ledger, notes = turn.ledger, list[str]()
-    for thing in turn.ledger.things:
-        if thing.id not in kept:
-            step = _without(ledger, thing)
-            ledger = step.ledger
-            notes.append(step.note)
-    return _Step(ledger, "; ".join(notes) or "it is so already", None)
+    return _without(turn.ledger, *(each for each in turn.ledger.things if each.id not in kept))
 
 
 def _cleared(turn: _Turn, found: re.Match[str]) -> _Step:
@@ -586,9 +562,7 @@ def _aside(turn: _Turn, found: re.Match[str]) -> _Step | None:
     for relation in turn.ledger.relations:
         if thing.id in (relation.subject, relation.other) and relation.kind in INVERSE:
             other = relation.other if relation.subject == thing.id else relation.subject
-            moved = Relation(thing.id, kind, other)
-            note = f"{thing.name} {moved.kind} {turn.ledger.thing(other).name}"
-            return _Step(replace(turn.ledger, relations=_latest(turn.ledger.relations, (moved,))), note, thing.id)
+            return _moved(turn.ledger, Relation(thing.id, kind, other))
     return None
 
 
@@ -635,10 +609,18 @@ def _changed(ledger: Ledger, thing: Thing) -> _Step:
     return _Step(replace(ledger, things=things), f"now {thing.count or 'some'} {thing.name}", thing.id)
 
 
-def _without(ledger: Ledger, thing: Thing) -> _Step:
-    things = tuple(each for each in ledger.things if each.id != thing.id)
-    relations = tuple(each for each in ledger.relations if thing.id not in (each.subject, each.other))
-    return _Step(replace(ledger, things=things, relations=relations), f"removed {thing.name}", None)
+def _without(ledger: Ledger, *gone: Thing, last: int | None = None) -> _Step:
+    """The ledger without some things and their relations."""
+    ids = {each.id for each in gone}
+    things = tuple(each for each in ledger.things if each.id not in ids)
+    relations = tuple(each for each in ledger.relations if not ids & {each.subject, each.other})
+    note = "; ".join(f"removed {each.name}" for each in gone) or "it is so already"
+    return _Step(replace(ledger, things=things, relations=relations), note, last)
+
+
+def _moved(ledger: Ledger, relation: Relation) -> _Step:
+    note = f"{ledger.thing(relation.subject).name} {relation.kind} {ledger.thing(relation.other).name}"
+    return _Step(replace(ledger, relations=_latest(ledger.relations, (relation,))), note, relation.subject)
 
 
 def _it(turn: _Turn) -> Thing | None:
@@ -735,7 +717,6 @@ _CHANGES: Final[tuple[tuple[re.Pattern[str], _Change], ...]] = tuple(
         (r"(?P<what>the .+?) (?:should|must|need|is|are|does)(?: not|n['’]t) (?:be )?(?:there|shown|visible|necessary|needed|wanted|required|in it)", _removed),
         (r"i(?:['’]d| would) rather not have (?P<what>the .+)", _removed),
         (r"(?:(?:there (?:should|must|may) be )?(?:no|without|not)|i (?:do not|don['’]t) (?:want|need))(?: any)? (?P<what>.+)", _forbidden),
-        (r"n?or (?P<what>[\w -]+)", _or_none),
         (r"(?:swap|exchange|switch|flip|reverse)(?: (?:them|both|the two))?(?P<colours>(?: their| the)? colou?rs)?|the other way (?:a?round)", _exchanged),
         (r"(?:replace|swap|exchange) (?P<what>.+?) (?:with|by|for) (?P<other>.+)", _replaced),
         (r"(?:change|turn) (?P<what>.+?) into (?P<other>(?:an?|\d+|one|two|three) .+)", _replaced),
