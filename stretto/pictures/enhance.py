@@ -15,12 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from stretto.base.errors import UserError
-from stretto.tasks.shapes.fields import PLAIN, fields_of, joined, messages, repeats, schema
+from stretto.tasks.shapes.fields import PLAIN, at_odds, fields_of, joined, messages, repeats, schema
 from stretto.tasks.shapes.ledger import Ledger, contradictions, unkept
 from stretto.tasks.shapes.syntax import understand
 
 _MAX_TOKENS = 1024
 """Longer than every answer of the grammar, so only the server's own limit can cut one."""
+
+_MAX_WRONG = 2
+"""Number of replaced fields from which the others are replaced too: SmolLM2-135M's other fields are no better then (docs/log/pictures.md)."""
 
 Ask = Callable[[Mapping[str, Any]], Awaitable[Any]]
 """Posts a body to a chat API and returns its JSON. Model, size, temperature and seed that the function adds take precedence."""
@@ -87,20 +90,28 @@ def repaired(ledger: Ledger, prompt: str, written: Mapping[str, str]) -> tuple[d
         fields["subject"] = asked
         why = f"subject: replaced by the words of the request ({'; '.join(lost)})"
         notes.append(why if written else "the model's answer is not valid JSON; neutral phrases were added")
+    num_wrong = 0
     for name, plain in PLAIN.items():
         field = _spoken_of(ledger, written.get(name, "").rstrip("."))
         if not field:
             wrong = ["empty"]
         elif repeats(field):
             wrong = ["repetitive"]
+        elif words := at_odds(asked, field):
+            wrong = [f"{words[0]!r} contradicts the request"]
         else:
             wrong = _lost(ledger, f"{fields['subject']}. {field}")
         fields[name] = plain if wrong else field
+        num_wrong += bool(wrong)
         if wrong and written:
             notes.append(f"{name}: {plain!r} instead of {field!r} ({'; '.join(wrong)})")
-    if lost := _lost(ledger, joined(fields)):  # fields that contradict the ledger only together
+    why = _lost(ledger, joined(fields))  # fields that contradict the ledger only together
+    if num_wrong >= _MAX_WRONG and written:
+        why.append(f"{num_wrong} of them were wrong")
+    if why:
         fields |= PLAIN
-        notes.append(f"all fields but the subject: replaced by neutral phrases ({'; '.join(lost)})")
+        notes.append(f"all fields but the subject: replaced by neutral phrases ({'; '.join(why)})")
+    notes += [f"not understood, and passed on in your own words: {each}" for each in ledger.unread]
     return fields, tuple(notes)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from stretto.base.errors import UserError
 from stretto.pictures.enhance import Enhanced, enhance, repaired
-from stretto.tasks.shapes.fields import EXAMPLE, FIELDS, fields_of
+from stretto.tasks.shapes.fields import EXAMPLE, FIELDS, PLAIN, fields_of
 from stretto.tasks.shapes.ledger import read, unkept
 
 REQUEST = "two red cubes left of a blue sphere"
@@ -65,6 +65,25 @@ def test_what_is_lost_or_bound_to_another_is_put_right_and_told(field: str, text
     assert fields[field] == REQUEST if field == "subject" else fields[field] not in (text, "")
 
 
+@pytest.mark.parametrize(
+    ("prompt", "field", "text"),
+    [
+        ("a crowded beach at noon", "lighting", "sunset light over the water"),
+        ("an oil painting of a cat", "style", "soft watercolor style"),
+        ("a cat in a coffee shop", "scene", "a quiet beach with palms and sky"),
+        ("an aerial view of a city", "camera", "close-up shot"),
+    ],
+)
+def test_a_field_agrees_with_time_place_medium_and_view(prompt: str, field: str, text: str) -> None:
+    fields, notes = repaired(read(prompt), prompt, {"subject": prompt, **PLAIN, field: text})
+    assert fields == {"subject": prompt, **PLAIN} and len(notes) == 1 and "contradicts the request" in notes[0]
+
+
+def test_after_two_wrong_fields_all_are_neutral() -> None:
+    fields, notes = repaired(read(REQUEST), REQUEST, WRITTEN | {"scene": "a green sphere field", "camera": ""})
+    assert fields == {"subject": WRITTEN["subject"], **PLAIN} and "2 of them were wrong" in notes[-1]
+
+
 def test_one_and_the_same_object_is_spoken_of_with_the() -> None:
     fields, notes = repaired(
         read("a cat in a coffee shop"),
@@ -91,10 +110,9 @@ def test_a_size_alone_is_kept_whatever_is_written() -> None:
 def test_a_scope_that_is_not_read_stays_word_for_word() -> None:
     enhanced, _ = made(json.dumps(WRITTEN | {"subject": "five ducks"}), "at least five ducks on a pond")
     assert enhanced.prompt.startswith("At least five ducks on a pond. ")
-    assert (
-        enhanced.notes[0].startswith("subject: replaced by the words of the request")
-        and "word for word" in enhanced.notes[0]
-    )
+    assert enhanced.notes[0].startswith("subject: replaced by the words of the request")
+    assert "word for word" in enhanced.notes[0]
+    assert enhanced.notes[-1] == "not understood, and passed on in your own words: at least five ducks on a pond"
 
 
 def test_words_to_be_rendered_are_never_rewritten() -> None:

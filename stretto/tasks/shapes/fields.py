@@ -22,13 +22,27 @@ ASPECTS: Final = {
 }  # fmt: skip
 """Aspects, and the words of which a field of that aspect contains one."""
 PLAIN: Final = {
-    "scene": "plain background",
-    "style": "realistic style",
-    "lighting": "soft natural light",
+    "scene": "fitting background",
+    "style": "consistent style",
+    "lighting": "fitting light",
     "composition": "balanced composition",
-    "camera": "eye-level shot",
+    "camera": "clear view",
 }
-"""Neutral phrase for every aspect."""
+"""Neutral phrase for every aspect: it agrees with every request, whatever its time, place and medium."""
+EXCLUSIVE: Final = tuple(
+    tuple(frozenset(words.split()) for words in group.split("|"))
+    for group in (
+        "night midnight moonlight moonlit moon stars starry|noon midday daylight sunlight sunny|dawn sunrise morning|dusk sunset evening",
+        "indoors interior inside room kitchen office bedroom shop cafe studio window dinner home|"
+        "outdoors street beach forest field park city desert lake mountain sea ocean sky storm underwater mars",
+        "beach|forest|desert|city street|field|mountain|mars",
+        "photo photograph photography photographic|oil acrylic impressionist|watercolor watercolour|crayon pencil sketch drawing|"
+        "cartoon anime|pixel render 3d|realistic realism",
+        "aerial|close-up macro|eye-level street",
+        "soft|storm stormy",
+    )
+)
+"""Groups of classes of words. A field with a word of one class contradicts a request that has only words of other classes of the group."""
 FIELDS: Final = ("subject", *ASPECTS)
 _WORDS = r"[A-Za-z]{1,14}([ -][A-Za-z]{1,14})"
 _PATTERNS: Final = {
@@ -79,6 +93,16 @@ def fields_of(text: str) -> dict[str, str]:
     return {
         name: " ".join(tree[name].split()) for name in FIELDS if isinstance(tree.get(name), str) and tree[name].strip()
     }
+
+
+def at_odds(request: str, field: str) -> list[str]:
+    """Words of ``field`` about time, place, medium or view that contradict the request."""
+    asked, told = ({*re.findall(r"[a-z0-9-]+", text.lower())} for text in (request, field))
+    found = []
+    for group in EXCLUSIVE:
+        if any(asked & words for words in group):
+            found += sorted(word for words in group if not asked & words for word in told & words)
+    return found
 
 
 def spoken(fields: Mapping[str, str]) -> tuple[str, ...]:
