@@ -105,12 +105,12 @@ def repaired(ledger: Ledger, prompt: str, written: Mapping[str, str]) -> tuple[d
         num_wrong += bool(wrong)
         if wrong and written:
             notes.append(f"{name}: {plain!r} instead of {field!r} ({'; '.join(wrong)})")
-    why = _lost(ledger, joined(fields))  # fields that contradict the ledger only together
+    problems = _lost(ledger, joined(fields))  # fields that contradict the ledger only together
     if num_wrong >= _MAX_WRONG and written:
-        why.append(f"{num_wrong} of them were wrong")
-    if why:
+        problems.append(f"{num_wrong} of them were wrong")
+    if problems:
         fields |= PLAIN
-        notes.append(f"all fields but the subject: replaced by neutral phrases ({'; '.join(why)})")
+        notes.append(f"all fields but the subject: replaced by neutral phrases ({'; '.join(problems)})")
     notes += [f"not understood, and passed on in your own words: {each}" for each in ledger.unread]
     return fields, tuple(notes)
 
