@@ -126,9 +126,7 @@ def super_experts(config: ModelConfig, layers: Iterable[LayerRouting]) -> dict[i
     peaks = torch.tensor([peak for layer in layers for peak in layer.peak], dtype=torch.float64)
     if not len(peaks):
         return {}
-    least = max(
-        float(peaks.quantile(SUPER_QUANTILE)), SUPER_SHARE * float(peaks.max()), SUPER_TIMES * float(peaks.median())
-    )
+    least = float(max(peaks.quantile(SUPER_QUANTILE), SUPER_SHARE * peaks.max(), SUPER_TIMES * peaks.median()))
     early = int(SUPER_DEPTH * config.num_layers)
     return {
         layer.row: frozenset(

@@ -74,10 +74,9 @@ class Watch(Operators):
         """For each choice: whether it would be chosen without the selection bias, and its weight in the saliency."""
         config, (_, top_k) = self._config, chosen_NK.shape
         groups = config.expert_groups, config.top_groups
-        scores_NE, is_softmax = self._logits_NE.softmax(-1), config.router == "softmax"
-        free = route(
-            self._logits_NE, None, None, top_k, softmax=is_softmax, normalize=False, scaling=1.0, groups=groups
-        )
+        logits_NE, softmax = self._logits_NE, config.router == "softmax"
+        scores_NE = logits_NE.softmax(-1)
+        free = route(logits_NE, None, None, top_k, softmax=softmax, normalize=False, scaling=1.0, groups=groups)
         is_free_NE = torch.zeros_like(scores_NE, dtype=torch.bool).scatter_(1, free.chosen_NK, True)
         if config.normalize_gates:
             scores_NE = scores_NE / scores_NE.gather(1, free.chosen_NK).sum(-1, keepdim=True)

@@ -185,11 +185,8 @@ def _control_words(control: Control) -> str:
     same_tokens, same_flops = (abs(ratio - 1.0) < EQUAL for ratio in (control.tokens_ratio, control.flops_ratio))
     tokens = "equal tokens" if same_tokens else f"{control.tokens_ratio:.2f}x its tokens"
     flops = "equal FLOPs" if same_flops else f"{control.flops_ratio:.2f}x its FLOPs"
-    versus = (
-        ""
-        if control.loss_difference is None
-        else f", {numbers.difference(control.loss_difference)} nats of held-out loss"
-    )
+    change = control.loss_difference
+    versus = "" if change is None else f", {numbers.difference(change)} nats of held-out loss"
     return f"against the control {control.name}, at {tokens} and {flops}{versus or ', whose loss was measured on other text'}"
 
 
