@@ -36,7 +36,8 @@ def fuzz(url: str, num_cases: int, seed: int = 0, num_random: int = 60) -> tuple
     of each endpoint. Returns counts, and a request for each kind of difference."""
     counts, samples = Counter[str](), dict[str, str]()
     key = {"Authorization": f"Bearer {KEY}"}
-    options = {"continue-on-failure": True, "headers": key, "generation": {"max-examples": num_random}}
+    generation = {"max-examples": num_random}
+    options = {"continue-on-failure": True, "headers": key, "request-timeout": 120.0, "generation": generation}
 
     def is_difference(context: Any, failure: Any, case: Any, response: Any) -> bool:
         is_refusal = isinstance(failure, RejectedPositiveData) and response.status_code == 400
