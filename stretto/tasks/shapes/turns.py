@@ -190,6 +190,7 @@ def _changed_by(conversation: Conversation, text: str) -> Told:
     if questions := contradictions(ledger):
         return Told(replace(conversation, asked=Question(questions[0], turn=text)), (), questions)
     gone = [each.noun for each in conversation.now.things if each not in ledger.things]
+    gone += [ledger.thing(each.subject).noun for each in ledger.relations if each not in conversation.now.relations]
     before = {*conversation.now.unread}
     unread = tuple(
         each for each in ledger.unread if each not in before or not any(_mentions(each, noun) for noun in gone)

@@ -209,6 +209,10 @@ def dialogue(*turns: str) -> Conversation:
         (("is the cube red?",), "A red cube and a blue sphere."),
         (("the cube should not hold the sphere",), "A red cube and a blue sphere."),
         (("add a cat that is not on the cube", "remove the cat"), "A red cube and a blue sphere."),
+        (
+            ("add a cat that is not on the cube", "put the cat on the cube"),
+            "A red cube, a blue sphere and a cat. The cat is on the red cube.",
+        ),
     ],
 )
 def test_a_question_can_be_answered_and_nothing_is_turned_round(turns: tuple[str, ...], expected: str) -> None:
