@@ -133,10 +133,12 @@ class Sandbox:
         self.workers = workers
         self._room = walls.Room.of(str(Path(python or walls.base_python()).resolve()), shown)
         self._numbers = itertools.count(1)
+        self._groups: Path | None = None
+        self._polled = ""
         try:
-            self._groups, self._polled = cgroup.delegated(), ""
+            self._groups = cgroup.delegated()
         except cgroup.GroupError as problem:
-            self._groups, self._polled = None, str(problem)
+            self._polled = str(problem)
         self._idle: queue.LifoQueue[Keeper | None] = queue.LifoQueue()
         """One entry per idle worker; None: its keeper is not started yet."""
         for _ in range(workers - 1):
