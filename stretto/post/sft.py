@@ -112,7 +112,9 @@ def open_conversations(mixture: Mixture, recipe: SftRecipe, ranks: Ranks) -> Loa
     if shares:
         known = {domain for domains in domains_of for domain in domains}
         if missing := sorted(shares.keys() - known):
-            raise UserError(f"domains.{missing[0]}: not in the data, which has {', '.join(sorted(known))}")
+            raise UserError(
+                f"domains.{missing[0]}: no conversation has this domain; the data has {', '.join(sorted(known))}"
+            )
         if unshared := sorted(known - shares.keys()):
             raise UserError(f"domains: {unshared[0]} is in the data and has no share; add one")
     parts: list[Fitted] = []

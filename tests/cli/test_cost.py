@@ -44,7 +44,7 @@ def test_each_model_once_and_elasticity_beside_its_control(
 
 
 def test_a_token_that_two_passes_train_is_one_in_the_speed_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    window = _Window(started=0.0)
+    window = _Window(started_s=0.0)
     monkeypatch.setattr("stretto.train.loop.time.perf_counter", lambda: 2.0)
     window.tokens_by_kind.update({"full": 100, "corner": 100})
     window.num_tokens += 100

@@ -192,7 +192,7 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     other, *_ = checkpoints(
         tmp_path / "other", num=0, num_layers=2, hidden_size=16, num_experts=4, widths=(4, 2), num_branches=2
     )
-    refused("num_branches: 2, and 4", [other, b], base, out, ties)
+    refused("num_branches: 2, but 4", [other, b], base, out, ties)
     stranger, *_ = checkpoints(tmp_path / "strange", num=0, num_layers=2, hidden_size=16)
     refused("has no ancestor in common", [a, stranger], base, out, ties)
     assert not out.exists()
