@@ -177,25 +177,15 @@ class TokenSet:
 
     def _numbers(self, number: int) -> NDArray[np.unsignedinteger]:
         """The stored numbers of one document, as a view of the file."""
-        shard, row = self._place(number)
-        ends = self._index[shard][:, 0]
+        assert 0 <= number < self.num_documents, f"document {number} of {self.num_documents}"
+        shard = int(np.searchsorted(self._first, number, side="right")) - 1
+        row, ends = int(number - self._first[shard]), self._index[shard][:, 0]
         return self._tokens[shard][int(ends[row - 1]) if row else 0 : int(ends[row])]
-
-    def domain(self, number: int) -> str:
-        """Domain of one document; empty if it has none."""
-        shard, row = self._place(number)
-        return self.manifest.domains[int(self._index[shard][row, 1])]
 
     def of_domain(self, domain: str) -> NDArray[np.int64]:
         """Numbers of the documents of a domain."""
         domains = np.concatenate([index[:, 1] for index in self._index])
         return np.flatnonzero(domains == self.manifest.domains.index(domain))
-
-    def _place(self, number: int) -> tuple[int, int]:
-        """Number of the shard of a document, and its number within the shard."""
-        assert 0 <= number < self.num_documents, f"document {number} of {self.num_documents}"
-        shard = int(np.searchsorted(self._first, number, side="right")) - 1
-        return shard, int(number - self._first[shard])
 
 
 def _files(folder: Path, shard: Shard, settings: Settings) -> dict[Path, int]:

@@ -30,7 +30,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from stretto.base.errors import UserError
-from stretto.text.tokenizer import Tokenizer
+from stretto.text.tokenizer import Tokenizer, spelling
 
 Message = Mapping[str, Any]
 """``{"role": …, "content": …}``, optionally ``tool_calls``, as in TRL's conversational format."""
@@ -136,9 +136,8 @@ class Contents:
 
 def named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
     """Spellings of the special tokens that templates refer to by name (``bos_token`` etc.), as in transformers."""
-    tokens = {name: value for name, value in tokenizer.config.items() if name.endswith("_token")}
-    texts = {name: value["content"] if isinstance(value, dict) else value for name, value in tokens.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
+    tokens = {name: spelling(value) for name, value in tokenizer.config.items() if name.endswith("_token")}
+    return {name: text for name, text in tokens.items() if text is not None}
 
 
 def render(

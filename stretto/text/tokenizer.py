@@ -114,7 +114,7 @@ class Tokenizer:
 
     def named_id(self, name: str) -> int | None:
         """Id of a token named in the configuration (``bos_token``, ``pad_token`` etc.); None if it is not named."""
-        token = _content(self.config.get(name))
+        token = spelling(self.config.get(name))
         return None if token is None else self.rust.token_to_id(token)
 
     def fingerprint(self) -> str:
@@ -154,7 +154,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         raise UserError(f"{place}: not a JSON object; the file is damaged")
     template = _template(folder, config.pop("chat_template", None))
     guesses = (token for token in _KNOWN_ENDS if rust.token_to_id(token) is not None)
-    eos = _content(config.get("eos_token") or next(guesses, None))
+    eos = spelling(config.get("eos_token") or next(guesses, None))
     if eos is None or rust.token_to_id(eos) is None:
         raise UserError(f"{source}: eos_token: no token ends a document; name one in {place}")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **config, "eos_token": eos}
@@ -174,7 +174,7 @@ def _problem_of(source: Path) -> Iterator[None]:
         raise UserError(f"{source}: not a tokenizer.json: {one_line(error, 200)}; {remedy}") from None
 
 
-def _content(token: Any) -> str | None:
+def spelling(token: Any) -> str | None:
     """Spelling of a token in tokenizer_config.json, where it is a string or an object; None if it is neither."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
