@@ -233,6 +233,9 @@ def compare(
     if unknown := [domain for domain in taught if wanted and not only_domains(wanted, {domain})]:
         raise UserError(f"--teacher {unknown[0]}: no such domain in --suite")
     places: dict[str, Path] = {}
+    for text in (*named, *taught.values()):
+        if wanted and not (Path(text) / RESULT_FILE).is_file():
+            checkpoint_folder(sized(text)[0])  # raises an error for a missing model before another one is evaluated
     for text in dict.fromkeys([*named, *taught.values()]):
         # a teacher that is not among the models is evaluated on its domains only
         own = {domain for domain, path in taught.items() if path == text}

@@ -94,6 +94,8 @@ def test_refusals(served_run: Path, suite: Path, tmp_path: Path, stretto: Run) -
     refused(stretto("eval", served_run, *arguments, "--embed", tmp_path), "config.json")
     refused(stretto("compare", served_run, served_run, "-o", tmp_path / "out"), "--suite")
     refused(stretto("compare", "nosuch", served_run, "--suite", suite, "-o", tmp_path / "out"), "nosuch: config.json")
+    refused(stretto("compare", served_run, "nosuch", "--suite", suite, "-o", tmp_path / "out"), "nosuch: config.json")
+    assert not (tmp_path / "out" / "evals").exists(), "no model is evaluated before the missing one is refused"
     theirs = ("--suite", "bfcl", "--right", tmp_path / "right.jsonl", "-o", tmp_path / "out")
     refused(stretto("eval", served_run, *theirs), "--right", "other harnesses")
     refused(stretto("compare", served_run, "--battle", "-o", tmp_path / "out"), "alone has no opponent")
