@@ -184,7 +184,7 @@ paint "ein rotes Haus am See" -o new.png | English
 paint "a red circle" --backend nosuch -o new.png | nosuch
 paint "a red circle" --size 12 -o new.png | size
 judge train run --data nosuch -o new | nosuch
-judge calibrate nosuch --data fields.jsonl | fields.jsonl
+judge calibrate nosuch --data fields.jsonl | author
 judge serve nosuch | nosuch
 nosuchcommand | nosuchcommand
 """

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stretto.pictures.enhance import enhance
 from stretto.server.client import ApiFailure, Client
-from stretto.server.limits import BODY_TIMEOUT_S, ApiError, announces_json, late_body, while_connected
+from stretto.server.limits import BODY_TIMEOUT_S, CLIENT, ApiError, announces_json, late_body, while_connected
 
 PATH: Final = "/api/ernie-5.1/chat"
 _MOST_BYTES = 1 << 16
@@ -54,7 +54,7 @@ class Door:
         except TimeoutError:
             raise late_body() from None
         if (asked := _asked(body)) is not None:
-            answer = await while_connected(receive, self._enhanced(*asked))
+            answer = await while_connected(receive, self._enhanced(scope[CLIENT], *asked))
             await answer(scope, receive, send)
             return
         left = iter(messages)
@@ -64,8 +64,13 @@ class Door:
 
         await self._app(scope, replay, send)
 
-    async def _enhanced(self, fields: Mapping[str, Any], request: Mapping[str, Any]) -> Response:
-        async with Client("http://localhost", transport=httpx.ASGITransport(self._app)) as client:
+    async def _enhanced(self, client_id: str, fields: Mapping[str, Any], request: Mapping[str, Any]) -> Response:
+        """``client_id``: client of the request, in whose turn the model is asked. The access checks that set it are not passed again."""
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._app({**scope, CLIENT: client_id}, receive, send)
+
+        async with Client("http://localhost", transport=httpx.ASGITransport(app)) as client:
 
             async def ask(body: Mapping[str, Any]) -> Any:
                 return await client.chat({**body, **fields})

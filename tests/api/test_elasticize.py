@@ -272,7 +272,9 @@ def test_into_a_new_folder(stretto: Run, adopted: Callable[..., Path], text: Pat
     assert result.code == 0, result.err
     assert sorted(path.relative_to(source) for path in source.rglob("*")) == before
     assert not (out / "adopted").exists() and set(read_presets(out / "checkpoint")) == {"half", "corner"}
-    refused(stretto("elasticize", out, "--data", text, *SMALL), "made by `stretto elasticize` and stays", "-o")
+    refused(
+        stretto("elasticize", out, "--data", text, *SMALL), "made by `stretto elasticize` and is not replaced", "-o"
+    )
     refused(stretto("elasticize", source / "checkpoint", "--data", text, *SMALL), "not a run folder", "-o")
     other = adopted("other")
     refused(stretto("elasticize", other, "-o", out, "--resume", *SMALL), "source: was", str(source), "change it back")

@@ -243,5 +243,5 @@ def test_a_request_for_a_picture_is_written_out_and_anything_else_is_answered(ro
     assert written.json()["text"].count(". ") >= 4 and SYSTEM not in written.text
     for each in (plain, other, wrong):  # five tokens of a random network
         assert each.status_code == 200 and "cube" not in each.json()["text"]
-    for each, said in ((contradiction, "red or blue"), (long, "fewer"), (french, "English")):
+    for each, said in ((contradiction, "red or blue"), (long, "write a shorter text"), (french, "English")):
         assert each.status_code == 400 and said in each.json()["error"]["message"]

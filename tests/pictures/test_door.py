@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from stretto.pictures import door
 from stretto.pictures.door import PATH, Door, open_door
-from stretto.server.limits import GoneError
+from stretto.server.limits import CLIENT, GoneError
 from stretto.server.server import ServeSettings, key_holders
 from stretto.tasks.shapes.fields import EXAMPLE
 from stretto.tasks.shapes.ledger import read, unkept
@@ -31,6 +31,7 @@ def served() -> Starlette:
     """Answers a chat with the example, and anything else with what it was sent."""
 
     async def chat(http: Request) -> JSONResponse:
+        assert http.scope[CLIENT], "the model is asked in the turn of the client whose request it is"
         return JSONResponse({"choices": [{"message": {"content": json.dumps(EXAMPLE[1])}}]})
 
     async def echo(http: Request) -> JSONResponse:
@@ -100,7 +101,8 @@ def test_who_goes_away_is_not_written_for() -> None:
         async def send(message: Message) -> None:
             ended.append("answered")
 
-        scope = {"type": "http", "path": PATH, "method": "POST", "headers": [(b"content-type", b"application/json")]}
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "path": PATH, "method": "POST", "headers": headers, CLIENT: "here"}
         await Door(model)(scope, receive, send)
 
     with pytest.raises(GoneError):
