@@ -96,7 +96,7 @@ Suites = Annotated[
 Samples = Annotated[
     int | None, Option(help="Number of samples per problem. Default: 1 for greedy decoding, otherwise 4.")
 ]
-Limit = Annotated[int | None, Option(help="Number of problems per domain. Default: the suite's own.")]
+Limit = Annotated[int | None, Option(help="Number of problems per domain. Default: the number that the suite sets.")]
 MaxBatch = Annotated[int, Option(help="Batch size: answers generated at once.")]
 
 
@@ -164,7 +164,10 @@ def compare(
         str | None, Option(help="Model that the others are compared with. Default: the first.")
     ] = None,
     battle: Annotated[
-        bool, Option("--battle", help="Also report win rates by the LLM judge of a judged suite.")
+        bool,
+        Option(
+            "--battle", help="Also report win rates. The LLM judge of each suite that has one compares the answers."
+        ),
     ] = False,
     suite: Suites = [],  # noqa: B006
     samples: Samples = None,
