@@ -1,6 +1,6 @@
 """Accuracy of the picture ledger on prompts that people wrote, and of conversations about pictures.
 
-    python -m bench.ledger PROMPTS.tsv [--rules] [--part dev|test|last] [--show]
+    python -m bench.ledger PROMPTS.tsv [--rules] [--part dev|test|last|held] [--show]
 
 PROMPTS.tsv has prompts in its first column, for example PartiPrompts and DrawBench. The labels, written by hand before the reader was tried on their
 prompts, are in ``bench/data/ledger_labels.jsonl``: by the SHA-256 of a prompt, or with the prompt itself where it is our own. Other prompts are ignored.
@@ -190,8 +190,8 @@ def main() -> None:
     parser.add_argument("--rules", action="store_true", help="the rules alone, as without spaCy")
     parser.add_argument(
         "--part",
-        choices=("dev", "test", "last"),
-        help="prompts for writing the reader, for correcting it, or tried last",
+        choices=("dev", "test", "last", "held"),
+        help="prompts for writing the reader, for correcting it, tried last, or labelled before its relations were changed",
     )
     parser.add_argument("--show", action="store_true", help="print all differences from the labels")
     args = parser.parse_args()
