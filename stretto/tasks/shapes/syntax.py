@@ -401,7 +401,8 @@ class _Reader:
             return self._subjects(token, at)
         if (id := self._thing(token)) is not None:
             return [id]
-        if token.head.i != token.i and token.pos_ not in ("NOUN", "PROPN"):
+        is_subject = token.dep_ in ("nsubj", "nsubjpass")  # of its head, which would come back to it
+        if token.head.i != token.i and token.pos_ not in ("NOUN", "PROPN") and not is_subject:
             return self._owners(token.head, at)
         return []
 
