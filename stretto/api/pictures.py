@@ -21,17 +21,18 @@ from rich.markup import escape
 from stretto.api.agent import endpoint
 from stretto.api.serve import ServeOptions, check_text, check_url
 from stretto.base.errors import UserError, nearest, one_line
-from stretto.base.paths import claimed, replacing
+from stretto.base.paths import checkpoint_folder, claimed, replacing
+from stretto.base.records import LINEAGE_FILE, read_lineage
 from stretto.base.track import progress
 from stretto.model.parallel import join
 from stretto.pictures.agent import PaintOptions, Version, painted, respond
 from stretto.pictures.backend import Backend, Control, Lora, PaintRequest, check_request
-from stretto.pictures.enhance import Enhanced, enhance, readable
+from stretto.pictures.enhance import Enhanced, Wording, default_wording, enhance, is_enhancer, readable, suffixed
 from stretto.pictures.renderer import Renderer
 from stretto.pictures.studio import CONVERSATION_FILE, Studio, create_studio
 from stretto.pictures.verify import EndpointVerifier, ShapesVerifier, TextVerifier, Verifiers
 from stretto.runtime.runtime import to_end
-from stretto.server.client import ApiFailure
+from stretto.server.client import ApiFailure, Client
 from stretto.server.server import open_socket
 from stretto.tasks.shapes.ledger import Ledger, describe
 
@@ -49,7 +50,7 @@ def parse_size(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """The model or server that enhances requests, and its sampling options. With neither, requests stay as they are."""
+    """What expands requests: a model or a server with its sampling options, or the fixed suffix."""
 
     model: Path | None = None
     server: str | None = None
@@ -57,16 +58,28 @@ class Writer:
     temperature: float = 0.0
     seed: int = 0
     serving: ServeOptions = field(default_factory=ServeOptions)
+    wording: Wording | None = None
+    """None: the default of the checkpoint."""
 
     def __post_init__(self) -> None:
         if self.model is not None and self.server is not None:
             raise UserError("--model and --server: name one of the two, not both")
+        if self.wording is Wording.MODEL and self.model is None and self.server is None:
+            raise UserError("--writer model: name --model FOLDER or --server URL")
         if self.server is not None:
             check_url(self.server, "--server")
 
     @property
     def is_there(self) -> bool:
-        return self.model is not None or self.server is not None
+        """Whether the user named one; else `paint` and `studio` leave requests as they are."""
+        return self.model is not None or self.server is not None or self.wording is not None
+
+    def says(self, enhanced: Enhanced) -> str:
+        """Whose words stand in ``enhanced``, for the user."""
+        if enhanced.writer is Wording.MODEL:
+            return f"written by {self.model or self.server}"
+        hint = "; --writer model has it written by the model" if self.wording is None and self.is_there else ""
+        return f"the request and the fixed suffix{hint}"
 
     def enhanced(self, prompt: str, size: tuple[int, int]) -> Enhanced:
         """Enhance a prompt. Raises `UserError`: invalid input, or a server that refuses or does not answer."""
@@ -79,14 +92,35 @@ class Writer:
             raise UserError(f"{self.model or self.server}: {failure.message}; see docs/PICTURES.md") from None
 
     async def _enhanced(self, prompt: str, size: tuple[int, int]) -> Enhanced:
+        wording = self.wording
+        if wording is None and self.server is None:
+            wording = default_wording(self.model is not None and _is_enhancer(self.model))
+        if wording is Wording.SUFFIX:
+            return suffixed(prompt)
         async with endpoint(self.model, self.server, self.serving) as asked:
             own = {"model": asked.model, "temperature": self.temperature, "seed": self.seed}
             own |= {"elastic": self.subnet} if self.subnet else {}
+            if wording is None and default_wording(await _serves_enhancer(asked.client)) is Wording.SUFFIX:
+                return suffixed(prompt)
 
             async def ask(body: Mapping[str, Any]) -> Any:
                 return await asked.client.chat({**body, **own})
 
             return await enhance(ask, prompt, *size)
+
+
+def _is_enhancer(model: Path) -> bool:
+    """As `is_enhancer`, of the checkpoint at ``model``. Raises `UserError`: there is none."""
+    folder = checkpoint_folder(model)
+    return (folder / LINEAGE_FILE).is_file() and is_enhancer(read_lineage(folder))
+
+
+async def _serves_enhancer(client: Client) -> bool:
+    """As `is_enhancer`, of the model behind ``client``. Other servers than `stretto serve` do not say it."""
+    try:
+        return bool((await client.get("/api/info"))["is_enhancer"])
+    except (ApiFailure, ValueError, KeyError, TypeError):
+        return False
 
 
 def enhance_command(prompt: str, size: tuple[int, int], writer: Writer, *, as_json: bool = False) -> None:
@@ -97,20 +131,19 @@ def enhance_command(prompt: str, size: tuple[int, int], writer: Writer, *, as_js
     """
     check_text(prompt, "prompt")
     readable(prompt)  # before a model is loaded
-    if not writer.is_there:
-        raise UserError("stretto enhance: name --model FOLDER or --server URL")
     enhanced = writer.enhanced(prompt, size)
     if as_json:
         result = {
             "prompt": enhanced.prompt,
             "fields": enhanced.fields,
             "notes": enhanced.notes,
+            "writer": enhanced.writer,
             "subnet": enhanced.subnet,
         }
         print(json.dumps(result | {"ms": round(1e3 * enhanced.seconds)}, ensure_ascii=False))  # noqa: T201
         return
     print(enhanced.prompt)  # noqa: T201
-    for note in enhanced.notes:
+    for note in (writer.says(enhanced), *enhanced.notes):
         rich.get_console().print(escape(note), style="dim")
 
 
@@ -174,7 +207,12 @@ def paint_command(
 
 
 def _written(writer: Writer, prompt: str, size: tuple[int, int]) -> str:
-    return writer.enhanced(prompt, size).prompt if writer.is_there else prompt
+    """The prompt for the backend. Prints whose words stand in it."""
+    if not writer.is_there:
+        return prompt
+    enhanced = writer.enhanced(prompt, size)
+    rich.get_console().print(escape(writer.says(enhanced)), style="dim")
+    return enhanced.prompt
 
 
 @contextmanager
@@ -235,7 +273,7 @@ def studio_command(
     backend: str,
     size: tuple[int, int],
     images: int,
-    server: str | None,
+    writer: Writer,
     seed: int,
     out: Path | None,
     port: int,
@@ -248,7 +286,6 @@ def studio_command(
         UserError: Invalid input, a port in use, or a folder that cannot be written or contains a conversation.
     """
     options = PaintOptions(width=size[0], height=size[1], images=images, seed=seed)
-    writer = Writer(server=server)
     with (
         nullcontext() if out is None else claimed(out),
         open_verifier(verifier) as judge,

@@ -51,6 +51,7 @@ from stretto.model.transformer import Transformer
 from stretto.ops.memory import free_bytes
 from stretto.ops.tuning import ROUGH_WIDTH, fastest_threads, multiplies_bf16, thread_counts
 from stretto.pictures.door import open_door
+from stretto.pictures.enhance import Wording, default_wording, is_enhancer
 from stretto.runtime.runtime import to_end
 from stretto.server.client import PERCENTILES, SERVING, ApiFailure, Client, Load, LoadResult, run_load
 from stretto.server.dialects import Piece, Thought
@@ -85,15 +86,18 @@ class ServeOptions:
     max_wait_s: float | None = None
     max_step_s: float = 600.0
     fast_prefill: bool = False
+    writer: str | None = None
+    """Who words the prompts for pictures: ``suffix`` or ``model``; None: the checkpoint's default."""
 
 
 def serve_command(source: Path, options: ServeOptions, settings: ServeSettings) -> None:
     """Serve ``source`` until stopped."""
+    wording = Wording.of(options.writer)
     with closing(open_socket(settings.host, settings.port)) as listening:
         opened, model = _open(source, options)
         with closing(AsyncEngine(opened.engine).start()) as service:
             app = create_app(service, model, settings)
-            open_door(app)
+            open_door(app, wording or default_wording(model.is_enhancer))
             host, port = listening.getsockname()[:2]
             if warning := settings.exposure():
                 _warn(warning)
@@ -107,10 +111,11 @@ def serve_command(source: Path, options: ServeOptions, settings: ServeSettings) 
 @contextmanager
 def served_here(source: Path, options: ServeOptions) -> Iterator[tuple[Starlette, ServedModel]]:
     """The server's application over an engine in this process, for clients in the same process. Opens no port."""
+    wording = Wording.of(options.writer)
     opened, model = _open(source, options)
     with closing(AsyncEngine(opened.engine).start()) as service:
         app = create_app(service, model, ServeSettings())
-        open_door(app)
+        open_door(app, wording or default_wording(model.is_enhancer))
         yield app, model
 
 
@@ -259,6 +264,7 @@ def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedMode
         weight_bytes=dtype.itemsize,
         least=least,
         is_chat_tuned=is_chat_tuned(opened),
+        is_enhancer=is_enhancer(opened.lineage),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from stretto.cli.options import Device
-from stretto.cli.serve import Model, ServedDtype, ServedSubnet, Server, Temperature
+from stretto.cli.serve import Model, PromptWriter, ServedDtype, ServedSubnet, Server, Temperature
 
 Prompt = Annotated[str, Argument(help="Description of the picture, in English.", show_default=False)]
 Size = Annotated[str, Option(help="Width and height in pixels.")]
@@ -24,6 +24,7 @@ def enhance(
     size: Size = "1024x1024",
     model: Model = None,
     server: Server = None,
+    writer: PromptWriter = None,
     subnet: ServedSubnet = None,
     as_json: Annotated[
         bool, Option("--json", help="Print fields, corrections and seconds as JSON instead of the prompt.")
@@ -33,16 +34,17 @@ def enhance(
     device: Device = "auto",
     dtype: ServedDtype = None,
 ) -> None:
-    """Expand a request for a picture into a detailed prompt that keeps everything requested.
+    """Expand a request for a picture into a prompt that keeps everything requested: with neutral fixed phrases, or a model's words.
 
-    Reads the request, and a language model with --model or --server; prints the prompt.
+    Reads the request, and the language model of --model or --server where it writes; prints the prompt.
     """
     from stretto.api.pictures import Writer, enhance_command, parse_size
     from stretto.api.serve import ServeOptions
+    from stretto.pictures.enhance import Wording
 
     serving = ServeOptions(device=device, dtype=dtype, max_batch=1)
-    writer = Writer(model, server, subnet, temperature, seed, serving)
-    enhance_command(prompt, parse_size(size), writer, as_json=as_json)
+    author = Writer(model, server, subnet, temperature, seed, serving, Wording.of(writer))
+    enhance_command(prompt, parse_size(size), author, as_json=as_json)
 
 
 def paint(
@@ -68,12 +70,13 @@ def paint(
     ] = False,
     model: Model = None,
     server: Server = None,
+    writer: PromptWriter = None,
     subnet: ServedSubnet = None,
     seed: Annotated[int, Option(help="Random seed of the first picture; later ones count up.")] = 0,
     device: Device = "auto",
     dtype: ServedDtype = None,
 ) -> None:
-    """Paint a picture and check it against the request; --model or --server expands the request first.
+    """Paint a picture and check it against the request; --model, --server or --writer expands the request first.
 
     Reads the request; writes a PNG file.
     """
@@ -81,16 +84,21 @@ def paint(
     from stretto.api.serve import ServeOptions
     from stretto.base.errors import UserError
     from stretto.pictures.backend import PaintRequest
+    from stretto.pictures.enhance import Wording
 
-    if as_is and (model is not None or server is not None):
-        raise UserError("--as-is: a prompt that is not read cannot be written out; leave --model and --server away")
+    author = Writer(
+        model, server, subnet, serving=ServeOptions(device=device, dtype=dtype, max_batch=1), wording=Wording.of(writer)
+    )
+    if as_is and author.is_there:
+        raise UserError(
+            "--as-is: a prompt that is not read cannot be expanded; leave --model, --server and --writer out"
+        )
     if as_is and verifier is not None:
         raise UserError("--as-is: a prompt that is not read cannot be checked; leave --verifier away")
     width, height = parse_size(size or "512x512")
     loras, controls = tuple(map(parse_lora, lora)), tuple(map(parse_control, control))
     request = PaintRequest(prompt, width, height, seed, negative, steps, guidance, loras, controls)
-    writer = Writer(model, server, subnet, serving=ServeOptions(device=device, dtype=dtype, max_batch=1))
-    paint_command(request, backend, writer, images, out, device, verifier, as_is=as_is, is_sized=size is not None)
+    paint_command(request, backend, author, images, out, device, verifier, as_is=as_is, is_sized=size is not None)
 
 
 def studio(
@@ -101,6 +109,7 @@ def studio(
     ] = 4,
     verifier: Verifier = None,
     server: Server = None,
+    writer: PromptWriter = None,
     out: Annotated[
         Path | None, Option("-o", "--out", help="Folder to write every version and the conversation to.")
     ] = None,
@@ -109,6 +118,8 @@ def studio(
     device: Device = "auto",
 ) -> None:
     """Open a web page for a conversation about a picture: requirements, versions side by side, undo."""
-    from stretto.api.pictures import parse_size, studio_command
+    from stretto.api.pictures import Writer, parse_size, studio_command
+    from stretto.pictures.enhance import Wording
 
-    studio_command(backend, parse_size(size), images, server, seed, out, port, device, verifier)
+    author = Writer(server=server, wording=Wording.of(writer))
+    studio_command(backend, parse_size(size), images, author, seed, out, port, device, verifier)

@@ -23,6 +23,13 @@ Memory = Annotated[str | None, Option(help="Memory for weights and cache, for ex
 Temperature = Annotated[float, Option(help="Sampling temperature; 0: greedy decoding.")]
 MaxTokens = Annotated[int, Option(help="Largest number of tokens to generate.")]
 Seed = Annotated[int | None, Option(help="Random seed. Default: a new one each time.")]
+PromptWriter = Annotated[
+    str | None,
+    Option(
+        "--writer",
+        help="Who words prompts for pictures: suffix (neutral fixed phrases) or model. Default: suffix, or model for one trained on shapes.",
+    ),
+]
 ServedDtype = Annotated[
     str | None,
     Option(
@@ -97,6 +104,7 @@ def serve(
             show_default=False,
         ),
     ] = [],  # noqa: B006
+    writer: PromptWriter = None,
     device: Device = "auto",
     dtype: ServedDtype = None,
 ) -> None:

@@ -1,6 +1,7 @@
 """Prompt enhancer at `/api/ernie-5.1/chat`: handles requests of diffusers' prompt enhancer, and passes all others on to the server.
 
-A request belongs to the enhancer if its last message is the JSON that diffusers sends: ``prompt``, ``width`` and ``height``.
+With `Wording.SUFFIX` the model is not asked. A request belongs to the enhancer if its last message is the JSON that diffusers sends:
+``prompt``, ``width`` and ``height``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from starlette.middleware import Middleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stretto.pictures.enhance import enhance
+from stretto.pictures.enhance import Wording, enhance, suffixed
 from stretto.server.client import ApiFailure, Client
 from stretto.server.limits import BODY_TIMEOUT_S, CLIENT, ApiError, announces_json, late_body, while_connected
 
@@ -26,16 +27,16 @@ _MOST_BYTES = 1 << 16
 """Largest body, in bytes, that is searched for a request. Requests for pictures are short."""
 
 
-def open_door(app: Starlette) -> None:
+def open_door(app: Starlette, wording: Wording) -> None:
     """Add the enhancer to ``app``, which has not started yet, as its innermost middleware: behind access checks, metrics and error handlers."""
-    app.user_middleware.append(Middleware(Door))
+    app.user_middleware.append(Middleware(Door, wording=wording))
 
 
 class Door:
     """ASGI middleware. It asks the model through the server's own routes, so the server's limits and sizes apply."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, wording: Wording) -> None:
+        self._app, self._wording = app, wording
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_asked = scope["type"] == "http" and scope["path"] == PATH and scope["method"] == "POST"
@@ -66,6 +67,8 @@ class Door:
 
     async def _enhanced(self, client_id: str, fields: Mapping[str, Any], request: Mapping[str, Any]) -> Response:
         """``client_id``: client of the request, in whose turn the model is asked. The access checks that set it are not passed again."""
+        if self._wording is Wording.SUFFIX:
+            return JSONResponse({"text": suffixed(request["prompt"]).prompt, "writer": self._wording})
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             await self._app({**scope, CLIENT: client_id}, receive, send)
@@ -79,7 +82,7 @@ class Door:
                 enhanced = await enhance(ask, request["prompt"], request["width"], request["height"])
             except ApiFailure as failure:
                 raise ApiError(failure.status, failure.message) from None
-        return JSONResponse({"text": enhanced.prompt})
+        return JSONResponse({"text": enhanced.prompt, "writer": enhanced.writer})
 
 
 def _asked(body: bytes) -> tuple[dict[str, Any], Mapping[str, Any]] | None:

@@ -1,6 +1,9 @@
-"""Prompt enhancer: a model adds scene, style, lighting, composition and camera to a request, and the result is checked against the request.
+"""Prompt enhancer: scene, style, lighting, composition and camera are added to a request, and the result is checked against the request.
 
-The model writes six fields under a grammar, at any size of the network, behind any server with the chat API. Each field is compared with the ledger
+`suffixed` adds the same neutral phrases to every request. `enhance` has a model write them. Small models contradict the request more often than the
+neutral phrases, which never do (docs/log/pictures.md), so `Wording.SUFFIX` is the default for models that were not trained for this task.
+
+A model writes six fields under a grammar, at any size of the network, behind any server with the chat API. Each field is compared with the ledger
 of the request. A subject that lost a requirement, or bound it to another object, is replaced by the user's own words; a field that contradicts the
 ledger is replaced by a neutral phrase. The grammar has no quotation marks, so the model cannot change words to be rendered. Every replacement is
 reported in a note.
@@ -12,9 +15,11 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
-from stretto.base.errors import UserError
+from stretto.base.errors import UserError, nearest
+from stretto.base.records import Lineage, history
 from stretto.tasks.shapes.fields import PLAIN, at_odds, fields_of, joined, messages, repeats, schema
 from stretto.tasks.shapes.ledger import Ledger, contradictions, unkept
 from stretto.tasks.shapes.syntax import understand
@@ -29,9 +34,40 @@ Ask = Callable[[Mapping[str, Any]], Awaitable[Any]]
 """Posts a body to a chat API and returns its JSON. Model, size, temperature and seed that the function adds take precedence."""
 
 
+class Wording(StrEnum):
+    """Whose words follow the subject of an enhanced prompt."""
+
+    SUFFIX = "suffix"
+    """The neutral phrases of `PLAIN`, equal for all requests."""
+    MODEL = "model"
+    """A model's, as far as they agree with the request."""
+
+    @classmethod
+    def of(cls, name: str | None) -> Wording | None:
+        """The value of the option ``--writer``; None: the checkpoint's default. Raises `UserError`: unknown name."""
+        if name is not None and name not in [*cls]:
+            raise UserError(f"--writer {name}: unknown writer{nearest(name, map(str, cls))}; one of {', '.join(cls)}")
+        return None if name is None else cls(name)
+
+
+def default_wording(is_enhancer: bool) -> Wording:
+    """The wording where the user chose none."""
+    return Wording.MODEL if is_enhancer else Wording.SUFFIX
+
+
+def is_enhancer(lineage: Lineage | None) -> bool:
+    """Whether a stage of ``lineage`` was trained on the task kind ``shapes``, as by ``recipes/enhancer.toml``."""
+    for stage in history(lineage) if lineage is not None else ():
+        sources = stage.config.get("sources")
+        for source in sources.values() if isinstance(sources, Mapping) else ():
+            if isinstance(source, Mapping) and source.get("kind") == "shapes":
+                return True
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Enhanced:
-    """An enhanced prompt. Written by `enhance`."""
+    """An enhanced prompt. Written by `enhance` and `suffixed`."""
 
     prompt: str
     fields: Mapping[str, str]
@@ -39,10 +75,19 @@ class Enhanced:
     notes: tuple[str, ...]
     """Replacements, one line each."""
     written: Mapping[str, str]
-    """Fields as the model wrote them; empty where its answer is not valid JSON."""
+    """Fields as the model wrote them; empty where its answer is not valid JSON, and where no model was asked."""
     seconds: float
+    """Time of the model's answer."""
+    writer: Wording = Wording.MODEL
     subnet: str = ""
     """Size (Subnet) of the network that wrote it, if the server reports one."""
+
+
+def suffixed(prompt: str) -> Enhanced:
+    """``prompt`` word for word, followed by the neutral phrases. Raises as `enhance`."""
+    ledger = readable(prompt)
+    fields = {"subject": prompt.strip().rstrip("."), **PLAIN}
+    return Enhanced(joined(fields), fields, _unread(ledger), {}, 0.0, Wording.SUFFIX)
 
 
 async def enhance(ask: Ask, prompt: str, width: int, height: int) -> Enhanced:
@@ -68,7 +113,7 @@ async def enhance(ask: Ask, prompt: str, width: int, height: int) -> Enhanced:
     written = fields_of(reply["choices"][0]["message"].get("content") or "")
     fields, notes = repaired(ledger, prompt, written)
     usage = (reply.get("usage") or {}).get("elastic") or {}
-    return Enhanced(joined(fields), fields, notes, written, seconds, str(usage.get("subnet", "")))
+    return Enhanced(joined(fields), fields, notes, written, seconds, subnet=str(usage.get("subnet", "")))
 
 
 def readable(prompt: str) -> Ledger:
@@ -111,8 +156,11 @@ def repaired(ledger: Ledger, prompt: str, written: Mapping[str, str]) -> tuple[d
     if problems:
         fields |= PLAIN
         notes.append(f"all fields but the subject: replaced by neutral phrases ({'; '.join(problems)})")
-    notes += [f"not understood, and passed on in your own words: {each}" for each in ledger.unread]
-    return fields, tuple(notes)
+    return fields, (*notes, *_unread(ledger))
+
+
+def _unread(ledger: Ledger) -> tuple[str, ...]:
+    return tuple(f"not understood, and passed on in your own words: {each}" for each in ledger.unread)
 
 
 def _spoken_of(ledger: Ledger, field: str) -> str:

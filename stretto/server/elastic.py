@@ -88,6 +88,8 @@ class ServedModel:
     least: Least = Least()
     is_chat_tuned: bool = True
     """Whether the network was trained with its chat template. Otherwise it can only continue texts."""
+    is_enhancer: bool = False
+    """Whether the network was trained to expand requests for pictures."""
 
     def choices(self) -> dict[str, SubnetChoice]:
         """Every preset by name, ``full`` included."""

@@ -127,6 +127,7 @@ class Info:
                 **{name: getattr(config, name) for name in copied},
                 "has_chat_template": has_template,
                 "is_chat_tuned": has_template and model.is_chat_tuned,
+                "is_enhancer": model.is_enhancer,
                 "tools": self._tools() if has_template else None,
                 "kernels": {} if stats is None else stats.kernels,
                 "is_batch_invariant": None if stats is None else stats.is_batch_invariant,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
@@ -16,13 +17,14 @@ from PIL import Image
 from stretto.api.serve import ServeOptions, served_here
 from stretto.base.config import read_recipe
 from stretto.base.paths import RECIPES, claimed
+from stretto.base.records import Receipt, new_lineage, write_lineage
 from stretto.base.track import read_metrics
 from stretto.learning.recipe import RlRecipe
 from stretto.model.checkpoint import write_checkpoint
 from stretto.pictures.door import PATH
 from stretto.pictures.renderer import Renderer
 from stretto.tasks.shapes.draw import see, unmet
-from stretto.tasks.shapes.fields import FIELDS, SYSTEM
+from stretto.tasks.shapes.fields import FIELDS, PLAIN, SYSTEM
 from stretto.tasks.shapes.ledger import read, unkept
 from stretto.text.chat import CHATML
 from stretto.text.tokenizer import train_tokenizer
@@ -31,6 +33,11 @@ from tests.api.conftest import Run as Command
 from tests.engine.engines import network
 from tests.tasks.judges import judging
 from tests.web import serving
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
 
 
 @pytest.fixture(autouse=True)
@@ -53,14 +60,49 @@ def roomy_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_random_network_keeps_everything_and_writes_six_fields(stretto: Command, roomy_run: Path) -> None:
     request = "two red cubes left of a blue sphere"
-    done = stretto("enhance", request, "--model", roomy_run, "--subnet", "corner", "--size", "512x256", "--json")
+    named = ("--model", roomy_run, "--writer", "model", "--subnet", "corner")
+    done = stretto("enhance", request, *named, "--size", "512x256", "--json")
     assert done.code == 0, done
     told = json.loads(done.out)
-    assert list(told["fields"]) == list(FIELDS) and all(told["fields"].values())
+    assert list(told["fields"]) == list(FIELDS) and all(told["fields"].values()) and told["writer"] == "model"
     assert unkept(read(request), told["prompt"]) == ()
     # the subject a random network writes is rubbish, but the grammar gave every other field a word of its aspect
     assert any(note.startswith("subject: replaced") for note in told["notes"])
     assert not any("not valid JSON" in note for note in told["notes"]) and "corner" in told["subnet"]
+
+
+def test_the_suffix_is_the_default_of_a_model_that_was_not_trained_to_write(
+    stretto: Command, roomy_run: Path, tmp_path: Path
+) -> None:
+    request = "a red cube left of a blue sphere"
+    written = stretto("enhance", request, "--json")
+    assert json.loads(written.out)["writer"] == "suffix" and json.loads(written.out)["fields"] == {
+        "subject": request,
+        **PLAIN,
+    }
+    console = stretto("enhance", request, "--model", roomy_run)
+    assert json.loads(written.out)["prompt"] in console.out.replace("\n", " ")
+    assert "the request and the fixed suffix; --writer model" in console.out.replace("\n", " ")
+    trained = tmp_path / "trained"
+    shutil.copytree(roomy_run, trained)
+    receipt = Receipt(stage="online", device="cpu")
+    fields = {"name": "trained", "stage": "online", "total_params": 1, "active_params": 1, "receipt": receipt}
+    write_lineage(trained / "checkpoint", new_lineage(**fields, config={"sources": {"a": {"kind": "shapes"}}}))
+    assert json.loads(stretto("enhance", request, "--model", trained, "--json").out)["writer"] == "model"
+    asked = ("enhance", request, "--model", trained, "--writer", "suffix", "--json")
+    assert json.loads(stretto(*asked).out)["writer"] == "suffix"
+
+
+def test_a_server_says_whether_its_model_was_trained_to_write(stretto: Command, tmp_path: Path) -> None:
+    (tmp_path / "v1").mkdir()
+    (tmp_path / "v1" / "models").write_text('{"data": [{"id": "other"}]}')
+    with serving(partial(QuietHandler, directory=str(tmp_path))) as url:  # no /api/info: another kind of server
+        assert json.loads(stretto("enhance", "a cat", "--server", url, "--json").out)["writer"] == "suffix"
+        (tmp_path / "api").mkdir()
+        (tmp_path / "api" / "info").write_text('{"is_enhancer": true}')
+        refused(
+            stretto("enhance", "a cat", "--server", url), "docs/PICTURES.md"
+        )  # the model is asked; files answer no POST
 
 
 @pytest.mark.parametrize(
@@ -69,7 +111,9 @@ def test_a_random_network_keeps_everything_and_writes_six_fields(stretto: Comman
         (("", "--model", "x"), ("prompt", "empty")),
         (("a red blue cube", "--model", "x"), ("prompt", "red or blue")),
         (("Ein Haus und das Auto mit der Frau", "--model", "x"), ("prompt", "English")),
-        (("a cat",), ("--model", "--server")),
+        (("a cat", "--writer", "model"), ("--model", "--server")),
+        (("a cat", "--writer", "modl"), ("--writer modl", "did you mean 'model'", "suffix, model")),
+        (("a cat", "--model", "x"), ("x", "config.json")),
         (("a cat", "--model", "x", "--server", "http://127.0.0.1:9"), ("not both",)),
         (("a cat", "--model", "x", "--size", "big"), ("--size", "1024x1024")),
         (("a cat", "--server", "http://127.0.0.1:9"), ("--server", "no answer")),
@@ -80,11 +124,10 @@ def test_bad_input(stretto: Command, told: tuple[str, ...], words: tuple[str, ..
     refused(stretto("enhance", *told), *words)
 
 
-def test_a_server_of_another_kind(stretto: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_of_another_kind(stretto: Command, tmp_path: Path) -> None:
     (tmp_path / "v1").mkdir()
     (tmp_path / "v1" / "models").write_text("<html>")
-    monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
-    with serving(partial(SimpleHTTPRequestHandler, directory=str(tmp_path))) as url:
+    with serving(partial(QuietHandler, directory=str(tmp_path))) as url:
         refused(stretto("enhance", "a cat", "--server", url), "--server", "lists no model")
         refused(stretto("paint", "a cat", "--verifier", f"{url}/v1"), "cannot list its models")
 
@@ -96,6 +139,8 @@ def test_a_picture_is_painted_and_shows_what_was_asked(stretto: Command, tmp_pat
     with Image.open(out) as picture:
         assert picture.size == (96, 64) and unmet(read(request), see(picture)) == ()
     assert stretto("paint", f"{request}, 80x72 pixels", "-o", out).code == 0
+    expanded = stretto("paint", request, "--writer", "suffix", "-o", tmp_path / "other.png")
+    assert "the request and the fixed suffix" in expanded.out and "Consistent style." in expanded.out.replace("\n", " ")
     with Image.open(out) as picture:
         assert picture.size == (80, 72)
 
@@ -208,13 +253,13 @@ def test_the_enhancer_is_trained_by_its_recipe(stretto: Command, roomy_run: Path
     assert len(rows) == 2 and all(
         0 <= row[f"reward/part/{part}"] <= 1 for row in rows for part in ("kept", "aspects", "diversity")
     )
-    asked = ("enhance", "a red cube", "--model", tmp_path / "run", "--size", "64x64")
-    assert stretto(*asked).code == 0
+    asked = ("enhance", "a red cube", "--model", tmp_path / "run", "--size", "64x64", "--json")
+    assert json.loads(stretto(*asked).out)["writer"] == "model"  # the run's lineage has the recipe
 
 
 def answers(run: Path, *contents: Any) -> list[httpx.Response]:
     async def ask() -> list[httpx.Response]:
-        with served_here(run, ServeOptions(max_batch=1)) as (app, _):
+        with served_here(run, ServeOptions(max_batch=1, writer="model")) as (app, _):
             async with httpx.AsyncClient(base_url="http://localhost", transport=httpx.ASGITransport(app)) as client:
                 bodies = [{"messages": [{"role": "user", "content": each}], "max_tokens": 5} for each in contents]
                 bodies[0]["elastic"] = "corner"
@@ -239,7 +284,7 @@ def test_a_request_for_a_picture_is_written_out_and_anything_else_is_answered(ro
         asked("cube " * 2000),
         asked("un chat noir dans un café"),
     )
-    assert list(written.json()) == ["text"] and unkept(read(request), written.json()["text"]) == ()
+    assert written.json()["writer"] == "model" and unkept(read(request), written.json()["text"]) == ()
     assert written.json()["text"].count(". ") >= 4 and SYSTEM not in written.text
     for each in (plain, other, wrong):  # five tokens of a random network
         assert each.status_code == 200 and "cube" not in each.json()["text"]

@@ -18,16 +18,17 @@ from starlette.types import Message, Receive, Scope, Send
 
 from stretto.pictures import door
 from stretto.pictures.door import PATH, Door, open_door
+from stretto.pictures.enhance import Wording
 from stretto.server.limits import CLIENT, GoneError
 from stretto.server.server import ServeSettings, key_holders
-from stretto.tasks.shapes.fields import EXAMPLE
+from stretto.tasks.shapes.fields import EXAMPLE, FIELDS, PLAIN
 from stretto.tasks.shapes.ledger import read, unkept
 
 REQUEST = "two red cubes left of a blue sphere"
 ASKED = {"messages": [{"content": json.dumps({"prompt": REQUEST, "width": 64, "height": 64})}]}
 
 
-def served() -> Starlette:
+def served(wording: Wording) -> Starlette:
     """Answers a chat with the example, and anything else with what it was sent."""
 
     async def chat(http: Request) -> JSONResponse:
@@ -40,12 +41,16 @@ def served() -> Starlette:
     routes = [Route("/v1/chat/completions", chat, methods=["POST"]), Route(PATH, echo, methods=["POST"])]
     settings = ServeSettings(api_keys=(SecretStr("key"),))
     app = Starlette(routes=routes, middleware=[Middleware(key_holders, settings=settings, pages=())])
-    open_door(app)
+    open_door(app, wording)
     return app
 
 
 def sent(
-    *parts: bytes, key: str = "key", kind: str = "application/json", pause_s: float = 0.0
+    *parts: bytes,
+    key: str = "key",
+    kind: str = "application/json",
+    pause_s: float = 0.0,
+    wording: Wording = Wording.MODEL,
 ) -> tuple[httpx.Response, int]:
     """The answer, and how many parts of the body were taken."""
     num = 0
@@ -58,7 +63,7 @@ def sent(
             await asyncio.sleep(pause_s)
 
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(served())
+        transport = httpx.ASGITransport(served(wording))
         async with httpx.AsyncClient(base_url="http://localhost", transport=transport) as client:
             headers = {"authorization": f"Bearer {key}", "content-type": kind}
             return await client.post(PATH, content=body(), headers=headers)
@@ -69,10 +74,18 @@ def sent(
 def test_a_request_for_a_picture_is_written_out_and_anything_else_goes_on() -> None:
     written, _ = sent(json.dumps(ASKED).encode())
     assert written.status_code == 200 and unkept(read(REQUEST), written.json()["text"]) == ()
+    assert written.json()["writer"] == "model" and str(EXAMPLE[1]["lighting"]) in written.json()["text"].lower()
     other = json.dumps({"messages": [{"content": "x" * 200_000}]}).encode()
     for size in (7000, 300_000):
         answer, _ = sent(*(other[at : at + size] for at in range(0, len(other), size)))
         assert answer.json() == json.loads(other)
+
+
+def test_with_the_suffix_no_model_is_asked() -> None:
+    written, _ = sent(json.dumps(ASKED).encode(), wording=Wording.SUFFIX)
+    sentences = [REQUEST, *(PLAIN[name] for name in FIELDS[1:])]
+    text = " ".join(f"{each[0].upper()}{each[1:]}." for each in sentences)
+    assert written.json() == {"text": text, "writer": "suffix"}
 
 
 def test_what_is_not_announced_as_json_or_no_text_is_left_to_the_server() -> None:
@@ -103,7 +116,7 @@ def test_who_goes_away_is_not_written_for() -> None:
 
         headers = [(b"content-type", b"application/json")]
         scope = {"type": "http", "path": PATH, "method": "POST", "headers": headers, CLIENT: "here"}
-        await Door(model)(scope, receive, send)
+        await Door(model, Wording.MODEL)(scope, receive, send)
 
     with pytest.raises(GoneError):
         asyncio.run(asyncio.wait_for(ask(), 5))

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from stretto.base.errors import UserError
-from stretto.pictures.enhance import Enhanced, enhance, repaired
+from stretto.base.records import Receipt, new_lineage
+from stretto.pictures.enhance import Enhanced, Wording, enhance, is_enhancer, repaired, suffixed
 from stretto.tasks.shapes.fields import EXAMPLE, FIELDS, PLAIN, fields_of
 from stretto.tasks.shapes.ledger import read, unkept
 
@@ -113,6 +114,26 @@ def test_a_scope_that_is_not_read_stays_word_for_word() -> None:
     assert enhanced.notes[0].startswith("subject: replaced by the words of the request")
     assert "word for word" in enhanced.notes[0]
     assert enhanced.notes[-1] == "not understood, and passed on in your own words: at least five ducks on a pond"
+
+
+@pytest.mark.parametrize(
+    "prompt", [REQUEST, "a wolf at night, no moon", "at least five ducks on a pond", 'a sign that says "OPEN 24h"']
+)
+def test_the_suffix_keeps_every_request_word_for_word(prompt: str) -> None:
+    enhanced = suffixed(f"  {prompt}.")
+    assert enhanced.prompt.lower().startswith(f"{prompt.lower()}. ") and unkept(read(prompt), enhanced.prompt) == ()
+    assert enhanced.fields == {"subject": prompt, **PLAIN} and enhanced.writer is Wording.SUFFIX
+    assert bool(enhanced.notes) == ("at least" in prompt)
+
+
+def test_a_lineage_shows_whether_the_network_was_trained_for_this_task() -> None:
+    counts = {"name": "x", "total_params": 1, "active_params": 1, "receipt": Receipt(stage="online", device="cpu")}
+    trained = new_lineage(
+        stage="online", config={"sources": {"a": {"kind": "math"}, "b": {"kind": "shapes"}}}, **counts
+    )
+    other = new_lineage(stage="online", config={"sources": {"a": {"kind": "math"}}}, **counts)
+    healed = new_lineage(stage="heal", config={"sources": [["text", 1.0]]}, parents=(trained,), **counts)
+    assert [*map(is_enhancer, (trained, healed, other, None))] == [True, True, False, False]
 
 
 def test_words_to_be_rendered_are_never_rewritten() -> None:

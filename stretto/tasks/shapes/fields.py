@@ -26,7 +26,7 @@ PLAIN: Final = {
     "style": "consistent style",
     "lighting": "fitting light",
     "composition": "balanced composition",
-    "camera": "clear view",
+    "camera": "fitting view",
 }
 """Neutral phrase for every aspect: it agrees with every request, whatever its time, place and medium."""
 EXCLUSIVE: Final = tuple(
