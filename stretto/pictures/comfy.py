@@ -13,7 +13,7 @@ import io
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -265,8 +265,9 @@ class Comfy:
     def _architecture(self, folder: str, node: Mapping[str, Any], field: str) -> str | None:
         if field not in node["inputs"]:
             return None
+        # ComfyUI answers 500 for a truncated file. The failure of the node that loads it says more than a refusal here.
         reply = self._reply(
-            lambda: self._client.get(f"/view_metadata/{folder}", params={"filename": node["inputs"][field]})
+            lambda: self._client.get(f"/view_metadata/{folder}", params={"filename": node["inputs"][field]}), {500}
         )
         return _json(reply).get("modelspec.architecture") if reply.is_success else None
 
@@ -301,13 +302,14 @@ class Comfy:
     def _post(self, path: str, body: Mapping[str, Any]) -> None:
         self._reply(lambda: self._client.post(path, json=dict(body)))
 
-    def _reply(self, send: Callable[[], httpx.Response]) -> httpx.Response:
-        """The reply to a request. Raises `Away`: no reply, or one that a proxy or an overloaded server gives."""
+    def _reply(self, send: Callable[[], httpx.Response], answers: Collection[int] = ()) -> httpx.Response:
+        """The reply to a request. Raises `Away`: no reply, or one that a proxy or an overloaded server gives. ``answers``: statuses that
+        are no such reply to this request."""
         try:
             reply = send()
         except httpx.HTTPError as error:
             raise Away(f"{type(error).__name__}: {error}") from None
-        if reply.status_code >= 500 or reply.status_code in (408, 429):
+        if (reply.status_code >= 500 or reply.status_code in (408, 429)) and reply.status_code not in answers:
             raise Away(f"{reply.status_code} {reply.reason_phrase}")
         return reply
 

@@ -268,14 +268,20 @@ def base_graph(template: str, kinds: Kinds, checkpoint: str = "") -> Graph:
     saves = [key for key in graph if editor.fields(key, "IMAGE") and "filename_prefix" in graph[key]["inputs"]]
     if len(saves) != 1:
         raise UserError(f"{where}: the template saves {len(saves)} pictures on this server, not one; choose another")
-    kept, todo = set(saves), list(saves)
+    graph = _needed(graph, saves)
+    for node in graph.values():
+        if checkpoint and "ckpt_name" in node["inputs"]:
+            node["inputs"]["ckpt_name"] = checkpoint
+    return graph
+
+
+def _needed(graph: Graph, ends: Collection[str]) -> Graph:
+    """The nodes on which the nodes ``ends`` depend, and these."""
+    kept, todo = set(ends), list(ends)
     while todo:
         origins = {value[0] for value in graph[todo.pop()]["inputs"].values() if is_link(value)}
         todo += [origin for origin in origins - kept if origin in graph]
         kept |= origins
-    for node in graph.values():
-        if checkpoint and "ckpt_name" in node["inputs"]:
-            node["inputs"]["ckpt_name"] = checkpoint
     return {key: node for key, node in graph.items() if key in kept}
 
 
@@ -318,9 +324,11 @@ def fit(graph: Graph, kinds: Kinds, request: PaintRequest, references: Sequence[
     Raises:
         UserError: The template has no input for a part of the request, or the server does not know a name.
     """
-    editor = _Editor(copy.deepcopy(graph), kinds, where)
-    graph = editor.graph
-    editor.put_texts(request.prompt, request.negative)
+    graph = copy.deepcopy(graph)
+    _Editor(graph, kinds, where).put_texts(request.prompt, request.negative)
+    # Some templates join the parts of a text in nodes of their own, which have no use now.
+    graph = _needed(graph, [key for key, node in graph.items() if kinds[node["class_type"]].is_output])
+    editor = _Editor(graph, kinds, where)
     sized = [key for key, node in graph.items() if {"width", "height"} <= node["inputs"].keys()]
     editor.put("width", sized, ["width"], request.width)
     editor.put("height", sized, ["height"], request.height)

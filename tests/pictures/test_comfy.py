@@ -137,6 +137,14 @@ def test_an_adapter_for_another_model_is_refused(tmp_path):
         assert double.events("accepted") == []
 
 
+def test_a_truncated_file_does_not_look_like_a_server_that_is_away(tmp_path):
+    about = {"metadata": {"sd_xl_base_1.0.safetensors": "truncated"}}
+    (tmp_path / "models.json").write_text(json.dumps({**MODELS, **about}))
+    with DoubleProcess(tmp_path) as double:
+        comfy = painter(double, "?template=image_sdxl_simple", Patience(request_s=5.0, away_s=0.0, poll_s=0.1))
+        assert comfy.paint(request(1)).size == (64, 64)
+
+
 def test_silent_sockets_and_lost_replies_change_nothing(tmp_path):
     with DoubleProcess(tmp_path, "--mute", "--lose-replies", "2") as double:
         comfy = painter(double)

@@ -80,6 +80,16 @@ def test_no_text_of_a_templates_example_reaches_the_server(name, negative):
     assert {"a red cube"} <= texts <= {"a red cube", negative}
 
 
+def test_nodes_that_joined_a_templates_own_text_are_left_out():
+    base = base_graph("image_sdxl_simple", KINDS)
+    [negative] = [key for key, node in base.items() if "watermark" in str(node["inputs"].get("text"))]
+    base["joined"] = {"class_type": "StringReplace", "inputs": {"string": "watermark", "find": "a", "replace": "b"}}
+    base[negative]["inputs"]["text"] = ["joined", 0]
+    assert not faults(base, KINDS)
+    graph = fit(base, KINDS, PaintRequest("a red cube", 1024, 768, seed=7, negative="rain"), (), "comfy")
+    assert graph.keys() == base.keys() - {"joined"} and graph[negative]["inputs"]["text"] == "rain"
+
+
 def test_adapters_stand_between_the_loader_and_all_that_used_it():
     graph = plain()
     loader, first = key_of(graph, "CheckpointLoaderSimple"), graph["lora-1"]["inputs"]
