@@ -53,10 +53,13 @@ class Slot(Enum):
     """A blank, a line break or nothing. Templates of one family differ here."""
     LINE = "line"
     """A line break or nothing; not a part of the value beside it."""
+    INDEX = "index"
+    """Number of a call in the conversation."""
 
 
-NAME, ARGUMENTS, KEY, VALUE, SPACE, LINE = Slot
-_BLANKS = {SPACE: "/[ \\n]?/", LINE: "/\\n?/"}
+NAME, ARGUMENTS, KEY, VALUE, SPACE, LINE, INDEX = Slot
+_FREE = {SPACE: "/[ \\n]?/", LINE: "/\\n?/", INDEX: "/0|[1-9][0-9]*/"}
+"""Slots that a grammar leaves to the model."""
 Spelling = tuple[str | Slot, ...]
 
 
@@ -329,6 +332,26 @@ DIALECTS = (
         between=(),
         end=("<｜tool▁calls▁end｜>",),
     ),
+    Dialect(  # Kimi K2 and K2.5
+        "kimi-k2",
+        *_marks(
+            r"<\|tool_call_begin\|>|(?P<no>\s*<\|tool_calls_section_(?:begin|end)\|>)",
+            r"<\|tool_call_end\|>",
+        ),
+        _named(r"(?:functions\.)?(?P<name>[\w.-]+):\d+\s*<\|tool_call_argument_begin\|>"),
+        (
+            "<|tool_call_begin|>functions.",
+            NAME,
+            ":",
+            INDEX,
+            "<|tool_call_argument_begin|>",
+            ARGUMENTS,
+            "<|tool_call_end|>",
+        ),
+        begin=("<|tool_calls_section_begin|>",),
+        between=(),
+        end=("<|tool_calls_section_end|>",),
+    ),
     Dialect(  # Mistral from its tokenizer v11 on
         "mistral-11",
         *_marks(r"\[TOOL_CALLS\]", None),
@@ -459,7 +482,7 @@ def _all_typed(arguments: Any, schema: Mapping[str, Any]) -> Any:
 
 def _example(dialect: Dialect) -> str:
     """The spelling of a call of ``f`` with ``{"a": "b"}``."""
-    fill = {KEY: "a", VALUE: "b" if _ending(dialect.argument) else '"b"', NAME: "f", SPACE: "", LINE: ""}
+    fill = {KEY: "a", VALUE: "b" if _ending(dialect.argument) else '"b"', NAME: "f", SPACE: "", LINE: "", INDEX: "0"}
     inner = "".join(part if isinstance(part, str) else fill[part] for part in dialect.argument)
     fill[ARGUMENTS] = inner or '{"a": "b"}'
     parts = (*dialect.begin, *dialect.call, *dialect.end)
@@ -740,7 +763,7 @@ class _Speller:
 
     def _part(self, part: str | Slot, fill: Mapping[Slot, str]) -> str:
         if isinstance(part, Slot):
-            return _BLANKS.get(part) or fill[part]
+            return _FREE.get(part) or fill[part]
         pieces = self._pieces(part)
         return " ".join(f"<[{self._marked[piece]}]>" if self.is_token(piece) else _quoted(piece) for piece in pieces)
 

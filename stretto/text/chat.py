@@ -196,6 +196,8 @@ class ToolForm:
     has_system: bool
     call: str
     """Text of a turn that calls the function ``calledname`` with ``{"calledkey": "calledvalue"}``."""
+    names_by_id: bool = False
+    """Whether the name of a called function is shown by the call's id, ``functions.NAME:NUMBER`` (Kimi K2)."""
 
     def note(self) -> str:
         """A line for users if a part is in Stretto's format, else empty."""
@@ -204,7 +206,8 @@ class ToolForm:
         return f"tools: the chat template leaves out {missing}; Stretto adds them in its own format" if missing else ""
 
     def completed(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[Message]:
-        """``messages`` with the parts that the template omits written into their contents."""
+        """``messages`` with the parts that the template omits written into their contents, and ids as it needs them."""
+        messages = _numbered_calls(messages) if self.names_by_id else messages
         turns: list[Any] = []
         for number, message in enumerate(messages):
             turn = dict(message)
@@ -231,6 +234,31 @@ class ToolForm:
             else:
                 turns.insert(0, {"role": "system" if self.has_system else "user", "content": block})
         return turns
+
+
+def _numbered_calls(messages: Sequence[Message]) -> list[Message]:
+    """``messages`` in which the ids of calls are ``functions.NAME:NUMBER``, counted over the conversation, in the results too. Results
+    without a known id belong to the calls before them, in order."""
+    turns: list[Message] = []
+    ids: dict[str | None, str] = {}
+    waiting: list[str] = []
+    num_calls = 0
+    for message in messages:
+        turn = dict(message)
+        if calls := turn.get("tool_calls"):
+            waiting = [
+                f"functions.{call.get('function', call)['name']}:{number}"
+                for number, call in enumerate(calls, num_calls)
+            ]
+            num_calls += len(calls)
+            ids |= {call["id"]: new for call, new in zip(calls, waiting, strict=True) if call.get("id")}
+            turn["tool_calls"] = [{**call, "id": new} for call, new in zip(calls, waiting, strict=True)]
+        elif turn.get("role") == "tool":
+            new = ids.get(turn.get("tool_call_id")) or next(iter(waiting), None)
+            waiting = [other for other in waiting if other != new]
+            turn |= {} if new is None else {"tool_call_id": new}
+        turns.append(turn)
+    return turns
 
 
 @lru_cache(maxsize=8)
@@ -268,9 +296,12 @@ def tool_form(template: str) -> ToolForm:
     )
     given: dict[str, Any] = {} if variable is None else {variable: tools}
     called = {"name": "calledname", "arguments": Arguments({"calledkey": "calledvalue"})}
-    calling = {"role": "assistant", "tool_calls": [{"id": "call00001", "type": "function", "function": called}]}
     words, answered = ["calledname", "calledkey", "calledvalue"], {"role": "assistant", "content": "answered"}
-    text = shows(words, user, {**calling, "content": ""}, **given)
+    numbered = "functions.calledname:0"
+    for call_id in ("call00001", numbered):
+        calling = {"role": "assistant", "tool_calls": [{"id": call_id, "type": "function", "function": called}]}
+        if text := shows(words, user, {**calling, "content": ""}, **given):
+            break
     shows_calls = bool(text and shows(words, user, {**calling, **answered}, **given))  # some hide calls beside content
     if shows_calls:
         prompt, plain = shows([], user, header=True, **given), shows([], user, answered, **given)
@@ -281,8 +312,9 @@ def tool_form(template: str) -> ToolForm:
     else:
         variable, call = None, _CALL.format(_json(called))
     before = {**calling, "content": ""} if shows_calls else answered
-    result = {"role": "tool", "tool_call_id": "call00001", "name": "calledname", "content": "resultsaid"}
-    return ToolForm(variable, shows_calls, bool(shows(["resultsaid"], user, before, result)), has_system, call)
+    result = {"role": "tool", "tool_call_id": call_id, "name": "calledname", "content": "resultsaid"}
+    shows_results = bool(shows(["resultsaid"], user, before, result))
+    return ToolForm(variable, shows_calls, shows_results, has_system, call, shows_calls and numbered in text)
 
 
 def _json(function: Mapping[str, Any]) -> str:

@@ -59,6 +59,16 @@ TEMPLATES = {
         "<｜tool▁calls▁begin｜>",
         "<｜tool▁calls▁end｜>",
     ),
+    "kimi-k2": _template(
+        "<|tool_call_begin|>{{ call_id }}<|tool_call_argument_begin|>{{ call.arguments | tojson }}<|tool_call_end|>",
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+    )
+    .replace("{% set call = call.function %}", "{% set call_id = call.id %}{% set call = call.function %}")
+    .replace(
+        "+ message.content",
+        "+ ('## Return of ' + message.tool_call_id + '\\n' if message.role == 'tool' else '') + message.content",
+    ),
     "mistral-11": _template("[TOOL_CALLS]{{ call.name }}[ARGS]{{ call.arguments | tojson }}"),
     "mistral": _template(
         """{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}""" + _COMMA, "[TOOL_CALLS] [", "]"
@@ -79,5 +89,11 @@ MARKS = (
         "<｜tool▁calls▁end｜>",
     ),
     *("<|tool_call_start|>", "<|tool_call_end|>"),
+    *(
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_calls_section_end|>",
+    ),
 )
 """What real tokenizers have tokens for, special ones or not."""

@@ -616,3 +616,55 @@ def test_channels_of_gpt_oss_are_reasoning_content_and_calls() -> None:
     preamble = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.now<|message|>{}"
     said = read_answer(AnswerReader(dialect, {"now": {}}, think), preamble)
     assert (said.content, told(said)) == ("I look.", [("now", {})])
+
+
+def test_kimis_calls_are_read_and_numbered_through_the_conversation() -> None:
+    """Its template shows a function's name in the call's id only, and results by the same id."""
+    template = TEMPLATES["kimi-k2"]
+    begin, end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+
+    def call(name: str, arguments: str = "{}") -> str:
+        return f"<|tool_call_begin|>{name}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+
+    marked = json.dumps({"a": "<|tool_call_end|>é"}, ensure_ascii=False)
+    text = f"Well. {begin}\n{call('functions.get.it-now:7', marked)} {call('now:8')}{end}"
+    reader, pieces = AnswerReader(dialect_of(template), {}), []
+    for letter in text:
+        pieces += reader.push(letter)
+    pieces += reader.finish()
+    found = [(piece.name, json.loads(piece.arguments)) for piece in pieces if isinstance(piece, Call)]
+    assert found == told(read_answer(AnswerReader(dialect_of(template), {}), text))
+    assert found == [("get.it-now", {"a": "<|tool_call_end|>é"}), ("now", {})]
+    for wrong in (call("functions.now"), call(":0"), call("functions.now:0", "{"), f"{begin}{end}"):
+        assert told(read_answer(AnswerReader(dialect_of(template), {}), wrong)) == []
+
+    def calling(*calls: tuple[str, str]) -> dict[str, Any]:
+        functions = [
+            ({"id": key} if key else {}) | {"function": {"name": name, "arguments": {}}} for key, name in calls
+        ]
+        return {"role": "assistant", "content": "", "tool_calls": functions}
+
+    for ids in (("one", "two", "one"), ("", "", ""), ("functions.f:0", "functions.g:1", "functions.f:2")):
+        answers = [
+            {"role": "tool", "content": content} | ({"tool_call_id": key} if key else {})
+            for key, content in zip(ids, "ABC", strict=True)
+        ]
+        first = answers[:2] if not ids[0] else answers[1::-1]
+        turns = [
+            {"role": "user", "content": "u"},
+            calling((ids[0], "f"), (ids[1], "g")),
+            *first,
+            calling((ids[2], "f")),
+            answers[2],
+        ]
+        shown = render(template, turns)
+        assert re.findall(r"<\|tool_call_begin\|>([^<]*)<", shown) == [
+            "functions.f:0",
+            "functions.g:1",
+            "functions.f:2",
+        ]
+        assert sorted(re.findall(r"## Return of (.*)\n(.)", shown)) == [
+            ("functions.f:0", "A"),
+            ("functions.f:2", "C"),
+            ("functions.g:1", "B"),
+        ]
