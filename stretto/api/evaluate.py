@@ -69,6 +69,7 @@ from stretto.report.evals import (
 from stretto.report.evals import compare as compared_by_domain
 from stretto.report.page import Page, Plot, Table, write_page
 from stretto.text.similar import embeddings, similarity_NN
+from stretto.text.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +353,10 @@ def _ask_harnesses(
         UserError: a checkpoint without a chat template, or a domain without a score.
     """
     folder = checkpoint_folder(source)
+    if load_tokenizer(folder).chat_template is None:
+        raise UserError(
+            f"{folder}: has no chat template, which the harness of {suites[0]} needs; put a chat_template.jinja beside its tokenizer.json"
+        )
     config, start_s = read_config(folder), time.perf_counter()
     chosen = named_subnet(source, subnet or "full", config, read_presets(folder))
     temperature = options.temperature or 0.0

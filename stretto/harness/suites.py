@@ -270,12 +270,17 @@ def ask_bfcl(url: str, folder: Path, budget: Budget) -> dict[str, Judged]:
     return found
 
 
+def bfcl_folder() -> Path:
+    """Folder of BFCL's own virtual environment; it contains the file ``whole`` once the installation is complete."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stretto"
+    return cache / f"{BFCL.replace('==', '-')}-py{sys.version_info.major}{sys.version_info.minor}"
+
+
 def bfcl_python() -> Path:
     """The interpreter of BFCL's own virtual environment, which is created at first use because BFCL pins an old numpy. Raises
     `UserError` if this Python is too new for that numpy, or pip fails."""
     check_installed(("bfcl",))
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stretto"
-    folder = cache / f"{BFCL.replace('==', '-')}-py{sys.version_info.major}{sys.version_info.minor}"
+    folder = bfcl_folder()
     python, done = folder / "bin" / "python", folder / "whole"
     if not done.is_file():
         venv.create(folder, with_pip=True, clear=True)

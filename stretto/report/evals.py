@@ -87,12 +87,15 @@ def score_table(found: Evaluation) -> Table:
         cells = [_share(result.score)]
         for of in (result.pass_at, result.pass_hat, result.majority_at) if several else ():
             cells.append(_share(of.get(max(result.pass_at, default=0))))
-        best = _baseline(result)
-        cells.append(_share(best[1], best[0]) if best else NOTHING)
+        found_best = _baseline(result)
+        cells.append(_share(found_best[1], found_best[0]) if found_best else NOTHING)
         cells.append(Cell(f"{result.num_infra}", result.num_infra))
         rows.append((Cell(name, note="mean reward" if result.is_graded else ""), *cells))
     columns = ("Domain", "Score", *several, "Trivial baseline", "Infra errors")
-    total = (Cell("Mean of domains"), _share(found.mean), *[NOTHING] * (len(columns) - 2))
+    best = [each[1].value for result in found.domains.values() if (each := _baseline(result))]
+    mean = float(np.mean(best)) if best and len(best) == len(rows) else None
+    trivial = NOTHING if mean is None else Cell(percent(mean), mean, "best of each domain")
+    total = (Cell("Mean of domains"), _share(found.mean), *[NOTHING] * len(several), trivial, NOTHING)
     return Table("Scores", columns, tuple(rows), (total,) if len(rows) > 1 else (), f"{_INTERVALS} {_INFRA}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -107,6 +108,16 @@ def test_refusals(served_run: Path, suite: Path, tmp_path: Path, stretto: Run) -
     wrong = ("--suite", suite, "--teacher", f"sums={served_run}")
     refused(stretto("compare", served_run, "-o", tmp_path / "out", *wrong), "--teacher sums", "no such domain")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_without_a_chat_template_is_refused_before_a_harness_is_installed(
+    served_run: Path, tmp_path: Path, stretto: Run
+) -> None:
+    plain, out = tmp_path / "plain", tmp_path / "out"
+    shutil.copytree(served_run / "checkpoint", plain)
+    (plain / "chat_template.jinja").unlink()
+    refused(stretto("eval", plain, "--suite", "bfcl", "-o", out), "has no chat template", "chat_template.jinja")
+    assert not out.exists()
 
 
 def test_a_suite_that_is_refused_does_not_take_its_folder(

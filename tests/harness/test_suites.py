@@ -13,9 +13,20 @@ import pytest
 from stretto.api.evaluate import _result
 from stretto.base.errors import UserError
 from stretto.harness import suites
-from stretto.harness.suites import Budget, Judged, ask, bfcl_python, harness_names, serving
+from stretto.harness.suites import (
+    BFCL,
+    Budget,
+    Judged,
+    ask,
+    ask_bfcl,
+    bfcl_folder,
+    bfcl_python,
+    harness_names,
+    serving,
+    trivial_server,
+)
 from stretto.post.suite import Cost, Evaluation
-from stretto.report.evals import evaluation_page
+from stretto.report.evals import evaluation_page, score_table
 
 
 def judged(num: int, num_failed: int) -> Judged:
@@ -81,16 +92,27 @@ def test_a_suite_has_the_scores_of_trivial_baselines(
     assert results["irrelevance"].score.value == 1.0
     if has_baselines:
         cost = Cost(1, 1, 1, 1, 1, 1.0)
-        page = evaluation_page(
-            Evaluation(
-                "m",
-                {"prompt": "chat", "suites": {"x": Budget().model_dump() | {"sources": dict.fromkeys(results, "x")}}},
-                results["irrelevance"].score,
-                results,
-                cost,
-            )
-        )
-        assert "Not clearly above the trivial baseline: calls, irrelevance" in page.headline
+        asked = {"prompt": "chat", "suites": {"x": Budget().model_dump() | {"sources": dict.fromkeys(results, "x")}}}
+        done = Evaluation("m", asked, results["irrelevance"].score, results, cost)
+        assert "Not clearly above the trivial baseline: calls, irrelevance" in evaluation_page(done).headline
+        mean = score_table(done).totals[0][2]
+        assert mean.value == 1.0 and mean.note == "best of each domain"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (bfcl_folder() / "whole").is_file(),
+    reason=f"{BFCL} is not installed in its own environment; run: stretto eval CHECKPOINT --suite bfcl --limit 1 -o OUT",
+)
+@pytest.mark.parametrize(("rule", "right"), [("empty", {"bfcl_irrelevance"}), ("calls", set[str]())])
+def test_bfcls_own_questions_and_checker_score_the_trivial_baselines(
+    tmp_path: Path, rule: str, right: set[str]
+) -> None:
+    with trivial_server(rule) as url:
+        found = ask_bfcl(url, tmp_path, Budget(limit=3))
+    assert set(found) == {"bfcl_simple_python", "bfcl_multiple", "bfcl_parallel", "bfcl_irrelevance"}
+    for name, one in found.items():
+        assert list(one.values.values()) == [[float(name in right)]] * 3 and not one.failures, name
 
 
 @pytest.mark.slow
