@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import astuple
 from itertools import chain
 from pathlib import Path
 
@@ -22,27 +23,13 @@ from scipy import stats
 
 from bench.common.measure import table, wide_console
 from stretto.base.track import progress
-from stretto.data.sources import Rows, read_files
 from stretto.evals.ranker import open_judge
+from stretto.evals.rated import read_rated
 from stretto.text.similar import compression, words
 
-CRITERIA = ("Relevance", "Coherence", "Empathy", "Surprise", "Engagement", "Complexity")
 BASELINES = ("words", "zlib ratio")
 MEASURES = ("Spearman", "Kendall", "Spearman within authors")
 DRAWS = 1000
-
-
-def read_rated(path: Path) -> list[tuple[str, str, str, float]]:
-    """Prompt, text, author and mean rating of each text."""
-    rows, ratings = Rows(), dict[tuple[str, str, str], list[float]]()
-    for _ in read_files([path], rows):
-        pass
-    for record, _ in rows:
-        is_hanna = "Story" in record
-        names = ("Prompt", "Story", "Model") if is_hanna else ("prompt", "text", "author")
-        rating = np.mean([float(record[name]) for name in (CRITERIA if is_hanna else ("rating",))])
-        ratings.setdefault(tuple(str(record[name]) for name in names), []).append(float(rating))  # type: ignore[arg-type]
-    return [(*key, float(np.mean(values))) for key, values in ratings.items()]
 
 
 def correlations(scores_N: np.ndarray, ratings_N: np.ndarray, authors_N: np.ndarray) -> list[float]:
@@ -63,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--judge", type=Path, action="append", required=True)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args(arguments)
-    prompts, texts, authors, ratings = zip(*read_rated(options.rated), strict=True)
+    rated = read_rated(options.rated)
+    prompts, texts, authors, ratings = zip(*map(astuple, rated), strict=True)
     scores = {"words": [len(words(text)) for text in texts], "zlib ratio": [compression(text) for text in texts]}
     for folder in options.judge:
         judge = open_judge(folder, options.device)

@@ -1,4 +1,4 @@
-"""`stretto judge`: training, calibration and serving of local judges, which detect damaged text."""
+"""`stretto judge`: training, calibration and serving of local judges, which detect damaged text or predict readers' ratings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from stretto.base.track import progress, say
 from stretto.evals.ranker import (
     FEATURES,
     JUDGE_FILE,
-    SCOPE,
     JudgeRecord,
     Reader,
     features,
@@ -31,8 +30,10 @@ from stretto.evals.ranker import (
     open_reader,
     read_books,
     save_judge,
+    save_rating_judge,
     train_head,
 )
+from stretto.evals.rated import measure_ratings, read_rated, signed, train_rating_head
 from stretto.evals.scores import Interval
 from stretto.model.parallel import join
 from stretto.post.calibrate import Trust, calibrate, num_comparisons
@@ -89,8 +90,7 @@ def train_command(
     model: Path, data: Sequence[Path], out: Path, part: Part, num: int, seed: int = 0, device: str = "auto"
 ) -> JudgeRecord:
     """Train a judge on the hidden states of ``model`` and write it to ``out``. Raises `UserError`: bad input."""
-    if out.exists() and not (out / JUDGE_FILE).is_file():
-        raise UserError(f"{out}: holds something else than a judge, which stays; name a new folder")
+    _check_new(out)
     reader = open_reader(checkpoint_folder(model), join(device).device)
     kept = out.with_name(f"{out.name}.states")
     originals, _, read_KNSF = passage_states(reader, read_books(data), part, num, kept, seed)
@@ -98,8 +98,35 @@ def train_command(
     record = save_judge(out, reader, head, part, seed, originals, read_KNSF[0])
     remove(kept)
     summary = f"{out}: judge {record.name}, of {len(originals)} passages by {len(record.authors)} authors"
-    sys.stdout.write(f"{summary}\nA local judge {SCOPE}.\nnext: stretto judge calibrate {out}\n")
+    sys.stdout.write(f"{summary}\nA local judge {record.scope}.\nnext: stretto judge calibrate {out}\n")
     return record
+
+
+def train_on_ratings(model: Path, rated: Path, out: Path, part: Part, device: str = "auto") -> JudgeRecord:
+    """Train a judge on readers' ratings and the mean hidden states of ``model``, and write it to ``out``. Raises `UserError`: bad input."""
+    _check_new(out)
+    texts = read_rated(rated)
+    reader = open_reader(checkpoint_folder(model), join(device).device)
+    size, states = _CHUNK[reader.device.type], []
+    with progress("states of rated texts", len(texts)) as advance:
+        for start in range(0, len(texts), size):
+            states.append(reader.mean_states([each.text for each in texts[start : start + size]]))
+            advance(len(states[-1]))
+    states_ND = torch.cat(states)
+    ratings = measure_ratings(rated, texts, states_ND)
+    head = train_rating_head(states_ND, torch.tensor([each.rating for each in texts]))
+    record = save_rating_judge(out, reader, head, part, texts, states_ND, ratings)
+    above = f"above the number of words by {signed(ratings.above_words)}, above the zlib ratio by {signed(ratings.above_zlib)}"
+    summary = (
+        f"{out}: judge {record.name}, of {ratings.num_texts} rated texts by {ratings.num_authors} authors; {above}"
+    )
+    sys.stdout.write(f"{summary}\nThis judge {record.scope}.\nnext: stretto judge serve {out}\n")
+    return record
+
+
+def _check_new(out: Path) -> None:
+    if out.exists() and not (out / JUDGE_FILE).is_file():
+        raise UserError(f"{out}: holds something else than a judge, which stays; name a new folder")
 
 
 def calibrate_command(
@@ -165,6 +192,6 @@ def serve_command(judge: Path, host: str, port: int, device: str = "auto") -> No
     opened = open_judge(judge, join(device).device)
     url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1"
     table = f'judge = {{ url = "{url}", model = "{opened.record.name}" }}'
-    sys.stdout.write(f"judge serving at {url}\n{table}\nA local judge {SCOPE}.\n")
+    sys.stdout.write(f"judge serving at {url}\n{table}\nThis judge {opened.record.scope}.\n")
     sys.stdout.flush()
     judge_server(opened).run(sockets=[listening])

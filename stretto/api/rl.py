@@ -18,7 +18,7 @@ from stretto.base.config import read_recipe, source_name
 from stretto.base.errors import UserError, user_errors
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress, say
-from stretto.evals.ranker import SCOPE
+from stretto.evals.ranker import scope_of
 from stretto.flow.launch import Job, SourceTables
 from stretto.flow.run import Result, has_begun, run_rl, start_of
 from stretto.learning.algorithms import load_algorithm
@@ -215,7 +215,9 @@ def _run(
     for name, source in recipe.sources.items():
         judge = source.args.get("judge")
         if isinstance(judge, dict) and str(judge.get("model")).startswith(REWARDS):
-            console.print(escape(f"warning: sources.{name}: judge: the local judge {judge['model']} {SCOPE}."))
+            console.print(
+                escape(f"warning: sources.{name}: judge: the local judge {judge['model']} {scope_of(judge['model'])}.")
+            )
         if isinstance(judge, dict) and str(judge.get("model")).startswith(EVALUATES):
             raise UserError(
                 f"sources.{name}: judge: {judge['model']} was trained for evaluation, which would be biased if it also rewarded; use a judge "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from typer import Argument, Option
@@ -12,7 +12,7 @@ from stretto.base.errors import UserError
 from stretto.cli.options import Device
 
 judge = typer.Typer(
-    help="Local detector of damaged text (no measure of quality): train, calibrate, serve.",
+    help="Local judge of text, trained on damaged passages or on readers' ratings: train, calibrate, serve.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -28,8 +28,12 @@ Seed = Annotated[int, Option(help="Random seed.")]
 @judge.command()
 def train(
     model: Annotated[Path, Argument(help="Run or checkpoint whose hidden states are used.", show_default=False)],
-    data: Books,
     out: Annotated[Path, Option("-o", "--out", help="Folder to write.")],
+    data: Books = [],  # noqa: B006 - typer copies it
+    rated: Annotated[
+        Path | None,
+        Option(help="Instead of --data: texts with readers' ratings (text, author, rating) in JSONL, CSV or Parquet."),
+    ] = None,
     part: Annotated[
         str,
         Option(help="Authors to learn from: reward or evaluation. A judge that rewards must not evaluate."),
@@ -38,16 +42,22 @@ def train(
     seed: Seed = 0,
     device: Device = "auto",
 ) -> None:
-    """Train a detector that tells passages of books from perturbed copies, on a network's hidden states.
+    """Train a judge on a network's hidden states.
 
-    Reads a checkpoint and books; writes a judge folder. The scores do not follow readers' ratings of stories: use an LLM judge to improve
-    or compare writing.
+    With --data, a detector that tells passages of books from perturbed copies; its scores do not follow readers' ratings. With --rated, a
+    model of the ratings, for texts like those; the judge records its correlation on held-out authors, beside length and compression.
     """
-    from stretto.api.judge import train_command
+    from stretto.api.judge import train_command, train_on_ratings
 
+    if bool(data) == (rated is not None):
+        raise UserError("judge train: needs either --data, books to perturb, or --rated, texts with readers' ratings")
     if part not in ("reward", "evaluation"):
         raise UserError(f"--part {part}: unknown; use reward or evaluation")
-    train_command(model, data, out, "reward" if part == "reward" else "evaluation", passages, seed, device)
+    kind: Literal["reward", "evaluation"] = "reward" if part == "reward" else "evaluation"
+    if rated is not None:
+        train_on_ratings(model, rated, out, kind, device)
+    else:
+        train_command(model, data, out, kind, passages, seed, device)
 
 
 @judge.command()

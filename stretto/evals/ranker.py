@@ -7,6 +7,8 @@ that the text is not perturbed. The model knows no facts, and prefers texts like
 Layout is removed before reading, so bullets and blank lines have no effect. A text longer than the training passages is read in
 windows, and its score is that of the worst window.
 
+A model trained on readers' ratings instead (`stretto.evals.rated`) has another head, on the mean hidden state of the text alone.
+
 Shape letters: N texts, X texts of several kinds or their pieces, B rows, T positions, D hidden, S pieces of a text and its last token,
 F features, P principal directions, G pooled features, K perturbations.
 """
@@ -37,6 +39,7 @@ from stretto.base.records import file_sha256
 from stretto.data.files import find_files
 from stretto.data.sources import Rows, read_files
 from stretto.evals.diversity import padded_batches
+from stretto.evals.rated import LIKE_THESE, RATED, RatedText, RatingHead, Ratings
 from stretto.model.checkpoint import read_checkpoint, weights_hash
 from stretto.model.transformer import Context, Transformer
 from stretto.ops.logprob import IGNORED, chosen_logprobs
@@ -47,6 +50,8 @@ from stretto.text.tokenizer import Tokenizer, load_tokenizer
 JUDGE_FILE, HEAD_FILE = "judge.json", "head.safetensors"
 PIECES = 8
 """Number of pieces, by position, over which a text's states are pooled."""
+RATED_WINDOW = 1024
+"""Largest number of tokens that are read at once for a head on ratings."""
 WINDOW, PROMPT = 304, 192
 """Largest number of tokens of a text and of its prompt that are read at once, as in the training passages."""
 _MAX_WINDOWS = 8
@@ -70,9 +75,15 @@ SCOPE = (
     "detects damaged text (reordered, looping, cut off, off-topic, padded, copied); its scores do not follow readers' ratings. "
     "To improve or compare writing, use an LLM judge"
 )
-"""What a local judge is for; measured by bench/rated_stories.py."""
+"""What a judge trained on perturbed passages is for; measured by bench/rated_stories.py."""
 TIE = 0.1
 """Largest difference of two scores that counts as a tie: log odds of 52 to 48 (our choice)."""
+
+
+def scope_of(name: str) -> str:
+    """What a local judge of this name is for, where its record is not at hand."""
+    return f"{LIKE_THESE}. Use an LLM judge elsewhere" if f"-{RATED}-" in name else SCOPE
+
 
 Asked = tuple[str, str]
 """A prompt and the text that answers it."""
@@ -99,6 +110,13 @@ class JudgeRecord(Config):
     """Median score of the original training passages."""
     spread: float = Field(gt=0)
     """Half of the range of the middle 68 % of these scores, about a standard deviation."""
+    ratings: Ratings | None = None
+    """The readers' ratings that the judge was trained on; None: it was trained on perturbed passages."""
+
+    @property
+    def scope(self) -> str:
+        """What the judge is for, after its name."""
+        return SCOPE if self.ratings is None else self.ratings.scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +207,23 @@ class Reader:
             order = per_character * (elsewhere - surprisals[at].mean()) * (len(set(others[at])) > 1)
             features.append(_pooled(states_TD, surprisals[at], surprisals[num + at], per_character, order))
         return torch.stack(features)
+
+    @torch.no_grad()
+    def mean_states(self, texts: Sequence[str]) -> Tensor:
+        """Mean over a text's tokens of the states after two thirds of the layers [N, D], fp32, without a prompt and without layout. A text
+        longer than `RATED_WINDOW` is read in parts; a text without words has zeros."""
+        limit = min(RATED_WINDOW, self.model.config.max_positions) - 1
+        encoded = [
+            ids if text else [] for text in map(plain, texts) for ids in self.tokenizer.encode_batch([f" {text}"])
+        ]
+        owners = [(at, start) for at, ids in enumerate(encoded) for start in range(0, len(ids), limit)]
+        rows = [[self.tokenizer.eos_id, *encoded[at][start : start + limit]] for at, start in owners]
+        sum_ND = torch.zeros(len(texts), self.model.config.hidden_size)
+        for batch, ids_BT in padded_batches(rows, _TOKENS_AT_ONCE[self.device.type]):
+            middle_BTD, _ = self._states(ids_BT.to(self.device))
+            for row, at in enumerate(batch):
+                sum_ND[owners[at][0]] += middle_BTD[row, 1 : len(rows[at])].float().sum(0).cpu()
+        return sum_ND / torch.tensor([max(1, len(ids)) for ids in encoded])[:, None]
 
     def _encoded(self, texts: Sequence[str]) -> tuple[list[list[int]], list[float]]:
         """Token ids of each text, cut to a window, and its number of tokens per character."""
@@ -318,18 +353,20 @@ def _sizes(texts: Sequence[str], tokenizer: Tokenizer) -> list[int]:
 class LocalJudge:
     """A reader and a head, which rate texts. Made by `open_judge`."""
 
-    def __init__(self, record: JudgeRecord, reader: Reader, head: Head):
+    def __init__(self, record: JudgeRecord, reader: Reader, head: Head | RatingHead):
         self.record, self._reader, self.head = record, reader, head
 
     @torch.no_grad()
     def scores(self, asked: Sequence[Asked]) -> np.ndarray:
-        """Scores [N], fp64, whose differences are log odds. Texts without words or in an unknown script score −inf. Raises `UserError`:
-        a prompt in an unknown script."""
+        """Scores [N], fp64; differences are log odds, or standard deviations of a head on ratings. Texts without words or in an unknown
+        script score −inf. Raises `UserError`: a prompt in an unknown script."""
         for prompt, _ in asked:
             if unknown := self._unknown(prompt):
                 raise UserError(
                     f"judge {self.record.name}: a prompt in the script {unknown[0]}, on which it was not trained: {prompt[:40]!r}; leave it out"
                 )
+        if isinstance(self.head, RatingHead):
+            return self._ratings([text for _, text in asked], self.head)
         pieces = [
             (place, prompt if before is None else before, part)
             for place, (prompt, text) in enumerate(asked)
@@ -344,6 +381,14 @@ class LocalJudge:
             for (place, _, _), score in zip(pieces, self.head(features_NSF).tolist(), strict=True):
                 worst[place] = min(score, worst.get(place, math.inf))
             found_N[list(worst)] = list(worst.values())
+        return found_N
+
+    def _ratings(self, texts: Sequence[str], head: RatingHead) -> np.ndarray:
+        """Scores of a head on ratings, which reads texts without their prompts."""
+        found_N = np.full(len(texts), -np.inf)
+        known = [place for place, text in enumerate(texts) if plain(text) and not self._unknown(text)]
+        if known:
+            found_N[known] = head(self._reader.mean_states([texts[place] for place in known])).numpy()
         return found_N
 
     def _unknown(self, text: str) -> list[str]:
@@ -386,19 +431,38 @@ def save_judge(
     out: Path, reader: Reader, head: Head, part: Part, seed: int, passages: Sequence[Passage], original_NSF: Tensor
 ) -> JudgeRecord:
     """Write a judge to the folder ``out``. ``original_NSF``: features of the original training ``passages``."""
-    with torch.no_grad():
-        scores_N = head(original_NSF)
-    letters = scripts(" ".join(each.text for each in passages))
-    known = [name for name, share in letters.items() if share > _MAX_FOREIGN]
+    texts, authors = [each.text for each in passages], {each.author for each in passages}
+    return _save(out, reader, head, head(original_NSF), texts, part=part, seed=seed, authors=sorted(authors))
+
+
+def save_rating_judge(
+    out: Path,
+    reader: Reader,
+    head: RatingHead,
+    part: Part,
+    rated: Sequence[RatedText],
+    states_ND: Tensor,
+    ratings: Ratings,
+) -> JudgeRecord:
+    """Write a judge to the folder ``out``. ``states_ND``: states of the training texts ``rated``."""
+    texts, authors = [each.text for each in rated], sorted({each.author for each in rated})
+    fields = {"part": part, "seed": 0, "authors": authors, "ratings": ratings.model_dump(mode="json")}
+    return _save(out, reader, head, head(states_ND), texts, **fields)
+
+
+@torch.no_grad()
+def _save(
+    out: Path, reader: Reader, head: Head | RatingHead, scores_N: Tensor, texts: Sequence[str], **fields: Any
+) -> JudgeRecord:
+    """Write a judge and its record, with ``fields`` and the fields that follow from the training texts and their scores."""
+    known = [name for name, share in scripts(" ".join(texts)).items() if share > _MAX_FOREIGN]
     with replacing(out) as partial:
         partial.mkdir(parents=True)
-        save_file({name: getattr(head, name).contiguous() for name in Head.__slots__}, partial / HEAD_FILE)
-        fields: dict[str, Any] = {
-            "name": f"{part}-{file_sha256(partial / HEAD_FILE)[:8]}", "part": part, "network": str(reader.folder.resolve()),
-            "weights": reader.weights, "features": FEATURES, "seed": seed,
-            "scripts": known,
-            "authors": sorted({each.author for each in passages}),
-            "median": float(scores_N.median()),
+        save_file({name: getattr(head, name).contiguous() for name in head.__slots__}, partial / HEAD_FILE)
+        prefix = fields["part"] if isinstance(head, Head) else f"{fields['part']}-{RATED}"
+        fields |= {
+            "name": f"{prefix}-{file_sha256(partial / HEAD_FILE)[:8]}", "network": str(reader.folder.resolve()),
+            "weights": reader.weights, "features": FEATURES, "scripts": known, "median": float(scores_N.median()),
             "spread": float((scores_N.quantile(0.84) - scores_N.quantile(0.16)) / 2),
         }  # fmt: skip
         record = validate(JudgeRecord, fields, str(out))
@@ -424,7 +488,7 @@ def open_judge(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
     if reader.weights != record.weights:
         raise UserError(f"{folder / JUDGE_FILE}: network: {record.network} has changed; train the judge again")
     try:
-        head = Head(**load_file(folder / HEAD_FILE))
+        head = (Head if record.ratings is None else RatingHead)(**load_file(folder / HEAD_FILE))
     except Exception as error:
         raise UserError(f"{folder / HEAD_FILE}: not readable: {error}; train the judge again") from None
     return LocalJudge(record, reader, head)

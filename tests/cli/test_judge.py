@@ -47,6 +47,9 @@ def test_what_is_refused(stretto: Run, library: Path, tmp_path: Path) -> None:
     model, out = network(tmp_path), tmp_path / "judge"
     refused(stretto("judge", "train", model, "--data", few, "-o", out), "--data: ", "passages by", "name more books")
     refused(stretto("judge", "train", model, "--data", library, "-o", out, "--part", "all"), "--part all: unknown")
+    for both in ((), ("--data", library, "--rated", library)):
+        refused(stretto("judge", "train", model, "-o", out, *both), "either --data", "or --rated")
+    refused(stretto("judge", "train", model, "--rated", library, "-o", out), "record 1: needs 'text', 'author'")
     refused(stretto("judge", "calibrate", tmp_path, "--data", library), "judge.json: no such file")
     (tmp_path / "judges" / "another").mkdir(parents=True)
     told = ("judge", "train", model, "--data", library, "-o")
@@ -67,13 +70,40 @@ def test_what_is_refused(stretto: Run, library: Path, tmp_path: Path) -> None:
     assert not out.exists() and not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("judge", "is_warned"), [("reward-1", True), ("qwen", False)])
-def test_a_local_judge_as_a_reward_is_warned_of(stretto: Run, tmp_path: Path, judge: str, is_warned: bool) -> None:
+@pytest.mark.parametrize(
+    ("judge", "warning"),
+    [
+        ("reward-1", "do not follow readers' ratings"),
+        ("reward-rated-1", "on other kinds of text its scores may contradict readers"),
+        ("qwen", None),
+    ],
+)
+def test_a_local_judge_as_a_reward_is_warned_of(stretto: Run, tmp_path: Path, judge: str, warning: str | None) -> None:
     settings = ("--set", f"sources.writing.args.judge.model={judge}", "--set", "loss.advantage=no_module:name")
     recipe, model = RECIPES / "writing.toml", network(tmp_path)
     done = stretto("online", recipe, "--model", model, "--out", tmp_path / "run", *settings)
     refused(done, "loss.advantage")
-    assert ("do not follow readers' ratings" in " ".join(done.out.split())) == is_warned, done.out
+    said = " ".join(done.out.split())
+    assert "warning: sources.writing: judge:" not in said if warning is None else warning in said, done.out
+
+
+def test_a_judge_of_ratings_says_what_it_was_trained_on_and_is_served(
+    stretto: Run, library: Path, tmp_path: Path
+) -> None:
+    texts = [text.split() for _, text in books(8)]
+    passages = [" ".join(text[at : at + 30]) for text in texts for at in range(0, 600, 30)]
+    rated = tmp_path / "rated.jsonl"
+    records = [{"text": each, "author": f"a{at % 9}", "rating": at % 5} for at, each in enumerate(passages)]
+    rated.write_text("".join(f"{json.dumps(each)}\n" for each in records))
+    done = stretto("judge", "train", network(tmp_path), "--rated", rated, "-o", tmp_path / "judge")
+    said = " ".join(done.out.split())
+    assert (
+        done.code == 0 and f"of {len(set(passages))} rated texts by 9 authors; above the number of words by" in said
+    ), done.err
+    # the ratings are the places in a list, so nothing can be learnt of them
+    assert "does not follow the ratings of rated.jsonl more closely than length and compression do" in said, said
+    with serving(tmp_path / "judge") as (_, name):
+        assert name.startswith("reward-rated-")
 
 
 @pytest.mark.slow
