@@ -104,7 +104,7 @@ def pretrain(recipe: Recipe, job: Job, read_parent: Callable[[], Transformer] | 
         read_parent: returns a network of the recipe's shape to start from; None: random weights.
 
     Raises:
-        UserError: ``resume`` is set, and there is no snapshot, or the recipe or the data changed.
+        UserError: ``resume`` is set, and the recipe or the data changed.
         NonFiniteError: a loss or gradient was not finite. The newest snapshot is unaffected.
     """
     train, elastic, config = recipe.train, recipe.elastic, recipe.network()
@@ -339,11 +339,14 @@ class _Training:
                 f"{num_trained * mb_each:,.1f} MB, all parameters' would take {num_all * mb_each:,.1f} MB"
             )
 
-    def _read_meta(self) -> SnapshotMeta:
-        """Metadata of the newest snapshot. Raises `UserError`: there is none, or the recipe or the data do not continue it."""
+    def _read_meta(self) -> SnapshotMeta | None:
+        """Metadata of the newest snapshot; None: the run was killed before its first one, and begins again. Raises `UserError`: the
+        recipe or the data do not continue it."""
         job, path = self.job, self.snapshots.latest()
         if path is None:
-            raise UserError(f"{job.run}: --resume: there is no snapshot in it; start the run without --resume")
+            if self.ranks.is_first:
+                say(f"{self.stage}: no snapshot yet; begins with the first step")
+            return None
         meta = read_meta(path)
         if meta.data_hash != job.data_hash:
             raise UserError(

@@ -22,6 +22,7 @@ from stretto.api.train import ADAPTER
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.paths import RECIPES
+from stretto.base.records import read_lineage
 from stretto.base.track import read_metrics
 from stretto.data.conversations import ConversationForm
 from stretto.data.holdout import Holdout
@@ -122,6 +123,23 @@ def test_from_files_to_a_checkpoint_and_its_page(base: Path, chats: Path, tmp_pa
     assert "small" in page
     with pytest.raises(UserError, match="holds a run already; add --resume"):
         run(base, chats, tmp_path / "run")
+
+
+def test_a_run_that_was_killed_while_its_first_snapshot_was_written_can_be_resumed(
+    base: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(state: object, checkpoint_id: Path, **_: object) -> None:
+        checkpoint_id.mkdir()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("stretto.train.snapshot.save", killed)
+        run(base, chats, tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run" / "snapshots").iterdir()] == [".step-0000002.partial"]
+    resumed = run(base, chats, tmp_path / "run", resume=True)
+    whole = run(base, chats, tmp_path / "whole")
+    hashes = [read_lineage(folder).weights_hash for folder in (resumed, whole)]
+    assert hashes[0] == hashes[1]
 
 
 def test_packing_changes_no_gradient(base: Path, data: Path, tmp_path: Path) -> None:

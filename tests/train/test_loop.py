@@ -236,13 +236,24 @@ def test_joint_narrowed_rows_at_full_depth_are_learnt_in_full_too(run: Any) -> N
     assert 1.3 * tokens < passes["full"] < 1.7 * tokens, "half of the rows are narrowed, and learnt again without that"
 
 
+def test_a_run_that_was_killed_before_its_first_snapshot_begins_again(
+    run: Any, reference: Trained, assert_same: Same, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def observe(model: Transformer, step: int) -> dict[str, float]:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        run(observe=observe, train__snapshot_every=1000)
+    (run.folder / "snapshots" / ".step-0000001.partial").mkdir(parents=True)  # a snapshot was being written
+    assert_same(reference, run(resume=True))
+    assert "pretrain: no snapshot yet; begins with the first step" in capsys.readouterr().out
+
+
 def test_a_finished_run_resumes_to_its_end(run: Any, assert_same: Same) -> None:
     assert_same(run(), run(resume=True))
 
 
 def test_what_cannot_be_resumed_is_refused(run: Any, make_tokens: Callable[[int], TokenSet]) -> None:
-    with pytest.raises(UserError, match=r"run: --resume: there is no snapshot in it; start the run without --resume"):
-        run(resume=True)
     run()
     before = sorted((run.folder / "snapshots").rglob("*"))
     for changes, message in {
