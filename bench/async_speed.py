@@ -1,127 +1,170 @@
-"""Asynchronous over synchronous training of one recipe, to equal trained samples, with verifiers that take their time.
+"""Asynchronous against synchronous training of one recipe, to the same number of samples, with slow verifiers.
 
     python -m bench.async_speed [--model CHECKPOINT] [--steps N] [--seeds N] [--out FOLDER]
     python -m bench.async_speed --grid 1 4 16 [--bounds 0 1 2 4 8 16] [--model CHECKPOINT] [--steps N] [--out FOLDER]
 
-A verdict takes a lognormal time, drawn from the sample's seed: both sides meet the same delays. They are waits, so one
-process holds them all, and no answer waits for another's verdict. The synchronous side is the same system at a staleness
-of 0: a batch of prompts goes out, all their verdicts are awaited, a step is taken. Its engine and trainer take turns, so
-each has both cores; on the asynchronous side both work at once and have one each. No group is dropped and none drawn
-instead, which would have the synchronous side wait twice.
+Each verdict takes a lognormal time, drawn from the sample's seed, so both sides have the same delays. The verifier waits and does
+not compute; no answer waits for the verdict of another. The synchronous side is the same system at a staleness of 0: its engine and
+its trainer work in turns, with both cores each. On the asynchronous side both work at once, with one core each. No group is
+dropped, because the synchronous side would then wait a second time.
 
-Wall time runs from the first prompt's way out, while the start is evaluated, to the last step's weights. What the
-synchronous side learns does not depend on delays, so its other seeds run without them, for the rewards alone.
+Wall time runs from the first dispatch of a group to the weights of the last step, including the evaluation of the start. The rewards
+of the synchronous side do not depend on delays, so all its seeds but the first run without delays.
 
-The bound is chosen against the tail: a group may be as late as the longest delay, so the bound times a step should be no
-less. How old samples are on average is another matter: it goes by the groups under way, which need to be no more than
-keep the trainer busy while typical verdicts come in, and by the window for those that do not.
+Choose the staleness bound by the longest delay: bound x time of a step should not be below it. The mean staleness depends on the
+number of groups in flight, which need only keep the trainer busy while typical verdicts arrive, and on the window.
 
-``--grid`` measures that: for each longest delay, in steps of the trainer, and each bound, the recipe's own among them, with
-the window that a recipe gets by default and a thread each for engine and trainer. There ``--steps`` are counted once all
-groups that were handed out at first, which are on their way together, have been trained.
+``--grid`` measures every bound, the recipe's own among them, at every longest delay (in trainer steps), with the recipe's default
+window and one thread each for engine and trainer. Its ``--steps`` begin when all groups of the first dispatch have been trained.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+import math
+import random
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import threading
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
+
+from pydantic import Field
 
 from bench.common.measure import table, wide_console
 from stretto.api.rl import made_start
-from stretto.base.config import read_recipe
-from stretto.base.paths import checkpoint_folder
+from stretto.base.config import Config, read_recipe, validate
+from stretto.base.paths import RECIPES, checkpoint_folder
 from stretto.base.track import progress, read_metrics
 from stretto.flow.launch import Job
 from stretto.flow.log import read_spans
 from stretto.flow.run import run_rl
-from stretto.learning.recipe import PoolConfig, RlRecipe
+from stretto.learning.recipe import SUPERVISED, PoolConfig, RlRecipe
+from stretto.sandbox.isolate import Sandbox
+from stretto.tasks.registry import source_kind
+from stretto.tasks.task import Answer, Problem, Score, TaskSource
 
-DELAYED = "bench.common.delayed:Delayed"
 AIM, AIM_WAIT = 2.5, 0.10
 WARM_UP = 4
-"""Steps that do not count in the grid, and as many more as the bound."""
+"""Steps that the grid does not measure, in addition to the staleness bound."""
 MEDIAN_SHARE = 0.05
-"""Of the longest delay in the grid: the median one."""
+"""Median delay of the grid, as a share of the longest."""
+
+
+class DelayedArgs(Config):
+    """Arguments of `Delayed`."""
+
+    kind: str
+    """Kind of the task set that makes the problems and the verdicts."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    median_s: float = Field(ge=0)
+    """Median of the lognormal delay."""
+    sigma: float = Field(ge=0)
+    """Standard deviation of its logarithm."""
+    cut_s: float = Field(gt=0)
+    """Longest delay."""
+
+
+class Delayed(TaskSource):
+    """A task set with delayed verdicts. The delay is a function of the sample's seed. Held-out answers have no delay."""
+
+    args_kind = DelayedArgs
+    at_once = 512
+
+    def __init__(self, name: str, args: DelayedArgs, sandbox: Sandbox | None = None) -> None:
+        super().__init__(name, args, sandbox)
+        kind = source_kind(name, args.kind)
+        self._inner = kind(name, validate(kind.args_kind, args.args, f"sources.{name}.args.args"), sandbox)
+        self._args = args
+        self._lock = threading.Lock()
+
+    @property
+    def num_items(self) -> int | None:
+        return self._inner.num_items
+
+    def problem(self, item: int) -> Problem:
+        with self._lock:
+            return self._inner.problem(item)
+
+    def score(self, problem: Problem, answer: Answer) -> Score:
+        args = self._args
+        if answer.seed is not None and problem.item < SUPERVISED and args.median_s > 0:
+            delay_s = random.Random(answer.seed).lognormvariate(math.log(args.median_s), args.sigma)
+            time.sleep(min(args.cut_s, delay_s))
+        with self._lock:
+            return self._inner.score(problem, answer)
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One run."""
+    """Settings of one run."""
 
     name: str
-    seed: int
-    is_delayed: bool
     staleness: int
     window: int | None
-    threads: int
-    """Of engine and trainer each."""
-    isolate: str
+    steps: int
+    median_s: float
+    cut_s: float
+    seed: int = 0
+    threads: int = 1
+    """Threads of the engine, and of the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run came to."""
+    """Measurements of one run. Written by `run_side`."""
 
     wall_s: float
     step_s: float
-    """Mean time of a trainer's step, and of what weights hold it up by."""
+    """Mean time of a training step and of the publication of its weights."""
     steady_s: float
-    """From one step to the next, without those that do not count."""
+    """Mean time from one step to the next, without the first steps."""
     wait_share: float
-    """Of the wall time, in which the trainer had nothing to do; the evaluation before its first step is in both."""
-    num_samples: int
+    """Share of the wall time in which the trainer waited, including the evaluation before its first step."""
     staleness_mean: float
     staleness_max: float
     first_held_out: float
     last_held_out: float
     rewards: tuple[float, ...]
-    """By step: under the weights that sampled."""
-
-    @property
-    def late_reward(self) -> float:
-        return fmean(self.rewards[len(self.rewards) // 2 :])
+    """Mean reward of each step's samples."""
 
 
 def recipe_of(options: argparse.Namespace, side: Side) -> RlRecipe:
-    """The recipe with its sources behind delays."""
+    """The recipe with delayed sources and the settings of ``side``."""
     recipe = read_recipe(options.recipe, RlRecipe)
-    delays = {"median_s": options.median if side.is_delayed else 0.0, "sigma": options.sigma, "cut_s": options.cut}
+    delays = {"median_s": side.median_s, "sigma": options.sigma, "cut_s": side.cut_s}
     sources = {
-        name: source.model_copy(update={"kind": DELAYED, "args": {"kind": source.kind, "args": source.args, **delays}})
+        name: source.replace(
+            kind="bench.async_speed:Delayed", args={"kind": source.kind, "args": source.args, **delays}
+        )
         for name, source in recipe.sources.items()
     }
-    one_worker = PoolConfig(min=1, max=1)
-    train = {
-        "steps": options.steps,
-        "prompts": options.prompts,
-        "seed": side.seed,
-        "threads": side.threads,
-        "eval_prompts": options.eval_prompts,
-        "eval_every": options.steps + 1,
-        "snapshot_every": options.steps + 1,
-    }
-    return recipe.model_copy(
-        update={
-            "sources": sources,
-            "staleness": side.staleness,
-            "window": side.window,
-            "rollout": recipe.rollout.model_copy(update={"group": options.group, "threads": side.threads}),
-            "loss": recipe.loss.model_copy(update={"drop_uniform": False}),
-            "optim": recipe.optim.model_copy(update={"lr": options.lr}),
-            "train": recipe.train.model_copy(update=train),
-            "runtime": recipe.runtime.model_copy(update={"isolate": side.isolate, "rewards": one_worker}),
-        }
+    train = recipe.train.replace(
+        steps=side.steps,
+        prompts=options.prompts,
+        seed=side.seed,
+        threads=side.threads,
+        eval_prompts=options.eval_prompts,
+        eval_every=side.steps + 1,
+        snapshot_every=side.steps + 1,
+    )
+    return recipe.replace(
+        sources=sources,
+        staleness=side.staleness,
+        window=side.window,
+        rollout=recipe.rollout.replace(group=options.group, threads=side.threads),
+        loss=recipe.loss.replace(drop_uniform=False),
+        optim=recipe.optim.replace(lr=options.lr),
+        train=train,
+        runtime=recipe.runtime.replace(isolate=options.isolate, rewards=PoolConfig(min=1, max=1)),
     )
 
 
-def play(options: argparse.Namespace, side: Side, start: Path) -> Outcome:
+def run_side(options: argparse.Namespace, side: Side, start: Path) -> Outcome:
     recipe, folder = recipe_of(options, side), options.out / side.name
-    shutil.rmtree(folder, ignore_errors=True)  # an earlier bench's
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier bench
     with progress(side.name, recipe.train.steps) as advance:
         result = run_rl(Job(recipe, folder, start), advance, lambda text: None)
     rows = [row for row in read_metrics(folder) if "reward/mean" in row]
@@ -133,13 +176,11 @@ def play(options: argparse.Namespace, side: Side, start: Path) -> Outcome:
     waits = [span for span in trainer if span.name == "wait"]
     ends = [span.finished_s for span in steps if span.name == "step"]
     num_early = min(WARM_UP + side.staleness, len(ends) - 1)
-    idle_s = waits[0].started_s - first_s + sum(span.seconds for span in waits)
     return Outcome(
         wall_s=wall_s,
         step_s=sum(span.seconds for span in steps) / len(rows),
         steady_s=(ends[-1] - ends[num_early - 1]) / (len(ends) - num_early),
-        wait_share=idle_s / wall_s,
-        num_samples=len(rows) * options.prompts * options.group,
+        wait_share=(waits[0].started_s - first_s + sum(span.seconds for span in waits)) / wall_s,
         staleness_mean=fmean(row["staleness/mean"] for row in rows),
         staleness_max=max(row["staleness/max"] for row in rows),
         first_held_out=result.first_reward,
@@ -148,70 +189,50 @@ def play(options: argparse.Namespace, side: Side, start: Path) -> Outcome:
     )
 
 
-def sides(options: argparse.Namespace) -> list[Side]:
-    """The window is what the bound leaves beside the groups that are to be under way (`stretto.flow.controller`)."""
-    window = (options.staleness + 1 - options.alive) * options.prompts + 1
-    found = []
-    for seed in range(options.seeds):
-        found.append(Side(f"asynchronous-{seed}", seed, True, options.staleness, window, 1, options.isolate))
-        found.append(Side(f"synchronous-{seed}", seed, seed == 0, 0, None, options.sync_threads, options.isolate))
-    return found
-
-
-def grid(options: argparse.Namespace, start: Path) -> None:
-    """Print a table of all tails and bounds."""
+def measure_grid(options: argparse.Namespace, start: Path) -> None:
+    """Print speed, waiting and staleness for every longest delay and bound."""
     own = read_recipe(options.recipe, RlRecipe).staleness
     bounds = sorted({own, *options.bounds})
-    plain = play(options, Side("grid-step", 0, False, own, None, 1, options.isolate), start)
-
-    def ran(tail: float, bound: int) -> Outcome:
-        told = copy.copy(options)
-        told.cut = tail * plain.step_s
-        told.median = MEDIAN_SHARE * told.cut
-        told.steps = options.steps + WARM_UP + bound
-        return play(told, Side(f"grid-{tail:g}-{bound}", 0, True, bound, None, 1, options.isolate), start)
-
+    plain = Side("grid-step", own, None, options.steps, 0.0, options.cut)
+    step_s = run_side(options, plain, start).step_s
     shown = table(
-        f"steps a second over those of η = 0 (trainer waits, mean staleness); {options.steps} steps of {options.prompts} "
-        f"prompts x {options.group} samples; a step of the trainer {plain.step_s:.2f} s; recipe's own η in brackets",
+        f"steps per second relative to the first bound (trainer waits, mean staleness); {options.steps} steps of "
+        f"{options.prompts} prompts x {options.group} samples; a training step takes {step_s:.2f} s; [recipe's own bound]",
         *("longest delay, steps", *(f"[η {bound}]" if bound == own else f"η {bound}" for bound in bounds)),
     )
-    for tail in options.grid:
-        found = {bound: ran(tail, bound) for bound in bounds}
-        shown.add_row(f"{tail:g}", *_cells(found, found[min(found)].steady_s))
+    for delay in options.grid:
+        cut_s, cells, slowest_s = delay * step_s, list[str](), 0.0
+        for bound in bounds:
+            steps = options.steps + WARM_UP + bound
+            side = Side(f"grid-{delay:g}-{bound}", bound, None, steps, MEDIAN_SHARE * cut_s, cut_s)
+            each = run_side(options, side, start)
+            slowest_s = slowest_s or each.steady_s
+            cells.append(f"{slowest_s / each.steady_s:.2f}x ({each.wait_share:.0%}, {each.staleness_mean:.1f})")
+        shown.add_row(f"{delay:g}", *cells)
     wide_console().print(shown)
 
 
-def _cells(found: Mapping[int, Outcome], slowest_s: float) -> list[str]:
-    return [
-        f"{slowest_s / each.steady_s:.2f}x ({each.wait_share:.0%}, {each.staleness_mean:.1f})"
-        for each in found.values()
-    ]
-
-
-def spread(values: Sequence[float]) -> str:
-    return f"{fmean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
-
-
-def show(options: argparse.Namespace, outcomes: dict[str, Outcome]) -> None:
-    console = wide_console()
-    title = (
+def compare(options: argparse.Namespace, start: Path) -> None:
+    """Run both sides with every seed, and print speed and rewards."""
+    # the window that leaves ``alive`` batches in flight beside the bound (`stretto.flow.controller`)
+    window = (options.staleness + 1 - options.alive) * options.prompts + 1
+    delayed = Side("asynchronous", options.staleness, window, options.steps, options.median, options.cut)
+    sides = (replace(delayed, name="synchronous", staleness=0, window=None, threads=options.sync_threads), delayed)
+    outcomes: dict[str, list[Outcome]] = {side.name: [] for side in sides}
+    for seed in range(options.seeds):
+        for side in sides:
+            median_s = 0.0 if seed and side.staleness == 0 else side.median_s
+            named = replace(side, name=f"{side.name}-{seed}", seed=seed, median_s=median_s)
+            outcomes[side.name].append(run_side(options, named, start))
+    times = table(
         f"{options.steps} steps of {options.prompts} prompts x {options.group} samples; verdicts after a lognormal time, "
-        f"median {options.median:g} s, sigma {options.sigma:g}, cut at {options.cut:g} s"
+        f"median {options.median:g} s, sigma {options.sigma:g}, at most {options.cut:g} s",
+        *("seed 0", "wall s", "s per step", "trainer s per step", "trainer waits"),
+        *("staleness mean", "max", "samples/s"),
     )
-    headings = (
-        "seed 0",
-        "wall s",
-        "s a step",
-        "trainer s a step",
-        "trainer waits",
-        "staleness mean",
-        "max",
-        "samples/s",
-    )
-    times = table(title, *headings)
-    for name in ("synchronous", "asynchronous"):
-        run = outcomes[f"{name}-0"]
+    rewards = table(f"reward, {options.seeds} seeds", "", "first half", "second half", "held out before", "after")
+    for name, runs in outcomes.items():
+        run, half = runs[0], options.steps // 2
         times.add_row(
             name,
             f"{run.wall_s:.1f}",
@@ -220,61 +241,61 @@ def show(options: argparse.Namespace, outcomes: dict[str, Outcome]) -> None:
             f"{run.wait_share:.1%}",
             f"{run.staleness_mean:.2f}",
             f"{run.staleness_max:.0f}",
-            f"{run.num_samples / run.wall_s:.1f}",
+            f"{options.steps * options.prompts * options.group / run.wall_s:.1f}",
         )
+        columns = zip(
+            *((fmean(r.rewards[:half]), fmean(r.rewards[half:]), r.first_held_out, r.last_held_out) for r in runs),
+            strict=True,
+        )
+        spreads = (f"{fmean(each):.3f}" + (f" ± {stdev(each):.3f}" if len(each) > 1 else "") for each in columns)
+        rewards.add_row(name, *spreads)
+    console = wide_console()
     console.print(times)
-    rewards = table(f"reward, {options.seeds} seeds", "", "first half", "second half", "held out before", "after")
-    for name in ("synchronous", "asynchronous"):
-        runs = [outcomes[f"{name}-{seed}"] for seed in range(options.seeds)]
-        halves = [fmean(run.rewards[: len(run.rewards) // 2]) for run in runs]
-        held_out = ([run.first_held_out for run in runs], [run.last_held_out for run in runs])
-        rewards.add_row(name, spread(halves), spread([run.late_reward for run in runs]), *map(spread, held_out))
     console.print(rewards)
-    free, bound = outcomes["asynchronous-0"], outcomes["synchronous-0"]
+    synchronous, asynchronous = (runs[0] for runs in outcomes.values())
     console.print(
-        f"asynchronous over synchronous: {bound.wall_s / free.wall_s:.2f}x (aim {AIM}x), "
-        f"trainer waits {free.wait_share:.1%} (aim {AIM_WAIT:.0%}); aim for the rewards: no loss"
+        f"asynchronous over synchronous: {synchronous.wall_s / asynchronous.wall_s:.2f}x (aim {AIM}x), "
+        f"trainer waits {asynchronous.wait_share:.1%} (aim {AIM_WAIT:.0%}); aim for the rewards: no loss"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", type=Path, default=Path("recipes/rl_gym.toml"))
+    parser.add_argument("--recipe", type=Path, default=RECIPES / "rl_gym.toml")
     parser.add_argument(
-        "--model", type=Path, help="checkpoint to begin with; without it, the recipe's own start is made"
+        "--model", type=Path, help="checkpoint to start from; default: the recipe's own start is trained"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/async_speed"))
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--staleness", type=int, default=16, help="bound of the asynchronous side")
-    parser.add_argument("--alive", type=int, default=6, help="batches of its groups under way at once")
-    parser.add_argument("--isolate", choices=("none", "torch", "all"), default="torch", help="on both sides")
-    parser.add_argument("--sync-threads", type=int, default=2, help="of the synchronous side's engine and trainer")
-    parser.add_argument("--grid", type=float, nargs="+", metavar="TAIL", help="longest delays, in steps of the trainer")
-    parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 2, 4, 8, 16], help="of the grid")
-    parser.add_argument("--only", default="", help="run the sides whose names begin so, and print them as they are")
+    parser.add_argument("--staleness", type=int, default=16, help="staleness bound of the asynchronous side")
+    parser.add_argument("--alive", type=int, default=6, help="batches in flight on the asynchronous side")
+    parser.add_argument(
+        "--isolate", choices=("none", "torch", "all"), default="torch", help="runtime.isolate of both sides"
+    )
+    parser.add_argument(
+        "--sync-threads", type=int, default=2, help="threads of the synchronous side's engine and trainer"
+    )
+    parser.add_argument("--grid", type=float, nargs="+", metavar="DELAY", help="longest delays, in trainer steps")
+    parser.add_argument(
+        "--bounds", type=int, nargs="+", default=[0, 1, 2, 4, 8, 16], help="staleness bounds of the grid"
+    )
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--eval-prompts", type=int, default=128)
-    parser.add_argument("--median", type=float, default=0.15, help="seconds")
-    parser.add_argument("--sigma", type=float, default=1.2)
-    parser.add_argument("--cut", type=float, default=5.0, help="seconds")
+    parser.add_argument("--median", type=float, default=0.15, help="median delay in seconds")
+    parser.add_argument("--sigma", type=float, default=1.2, help="standard deviation of the delay's logarithm")
+    parser.add_argument("--cut", type=float, default=5.0, help="longest delay in seconds")
     options = parser.parse_args()
-    plan = sides(options)
     if options.model is not None:
         start = checkpoint_folder(options.model)
     else:
         start = made_start(read_recipe(options.recipe, RlRecipe), options.out)
     if options.grid:
-        grid(options, start)
-        return
-    outcomes = {side.name: play(options, side, start) for side in plan if side.name.startswith(options.only)}
-    if len(outcomes) == len(plan):
-        show(options, outcomes)
+        measure_grid(options, start)
     else:
-        for name, outcome in outcomes.items():
-            print(name, outcome)
+        compare(options, start)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""``kill -9`` at random moments, then resume: the final weights against those of an uninterrupted run.
+"""``kill -9`` at random moments of a command, then resume: work lost by time, and the result beside that of an unbroken run.
 
-    python -m bench.kill_resume [--kills N] [--seed S] [--stage sft|rl|elasticize|demo]
+    python -m bench.kill_resume [--stages demo run sft elasticize] [--kills 20] [--seed 0] [--interval 6] [--limit SECONDS]
 
-A small real pre-training (anchors, depth, top-k and row widths, layers ranked anew half-way) runs in a process of its
-own, which is killed by its id: in turns at a random moment of a step, and while a snapshot is being written. The text
-is the interpreter's standard library. Every life imports the package anew: an edit meanwhile makes the results differ.
+Each stage first runs to its end. Then it runs again, and is killed by its process id and resumed until it ends; a run that ends
+before all kills were made is followed by another. A kill comes a random time after the process has begun to work.
 
-With ``--stage`` a command is killed at random times. The table shows the work lost, in seconds between the newest snapshot and
-the kill, or between the start of training and the kill if a life wrote no snapshot.
+Lost work is what the next life must repeat: the time from the newest snapshot or finished step of the command to the kill. The
+start of a process before it trains is not work. A kill may lose the interval of the snapshots, and `STEP_S` for the training step
+in progress. The demo's steps without training (tokenise, measure, search, export) write no snapshots; they are repeated whole, and
+may take `UNTRAINED_S`. An ``--interval`` above ``--limit`` must fail.
+
+``--while-saving`` waits after each random moment until a snapshot is being written, and kills then.
 """
 
 from __future__ import annotations
@@ -15,263 +18,324 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import random
-import signal
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from rich.table import Table
-
-from bench.common.killing import RECIPE as RL_RECIPE
-from bench.common.measure import wide_console
-from stretto.base.track import progress
+from bench.common.measure import table, wide_console
+from stretto.base.paths import RECIPES
+from stretto.base.records import LINEAGE_FILE, read_lineage
+from stretto.base.track import progress, say
 from stretto.data.demo_text import demo_documents
-from stretto.data.loader import Loader, eval_batches
-from stretto.data.shards import TokenSet, tokenise
-from stretto.evals.loss import EvalBatch
-from stretto.model.parallel import join
-from stretto.text.tokenizer import train_tokenizer
-from stretto.train.loop import Job, pretrain
-from stretto.train.recipe import Recipe
+from stretto.text.chat import CHATML
+from stretto.train.snapshot import META
 
-VOCAB, TEXT_CHARS = 512, 300_000
-SNAPSHOT_EVERY = 6
-STEPS_A_LIFE = (1, 14)
-"""A process is killed after so many steps: some die before their first snapshot."""
-POLL_S = 0.002
-MINUTES = 0.1
-"""Interval of snapshots by time in the stages whose recipe is set here."""
+TEXT_CHARS = 300_000
+MOST_OF_A_RUN = 0.4
+"""Longest work between two kills, as a share of the time that the unbroken run works."""
+STEP_S = 2.0
+"""Time for the training step in progress at the end of the interval, and for writing the snapshot."""
+UNTRAINED_S = 180.0
+"""Longest work without a snapshot: the interval of the recipes that are shipped."""
+POLL_S = 0.05
+SAVING_S = 0.03
+"""Time after the start of a snapshot's writing within which it is interrupted."""
+NO_SNAPSHOTS_BY_STEP = 1_000_000
+SMALL = {"hidden_size": 48, "vocab_size": 512, "expert_intermediate_size": 16, "rows": 4, "seq_len": 64, "eval_rows": 4}
+"""Keys of the shipped recipes that are made smaller."""
+TRAINING = re.compile(r"resumes after step|^(pretrain|sft|elasticize|heal) …|^evaluate .* …")
+"""Output with which work begins that may have to be repeated. That of an RL run begins with its journal."""
+HEADING = re.compile(r"──+ (.+?) ──+")
+"""Output with which a step of the demo or of a pipeline begins."""
+RESUMED = re.compile(r"resumes after step ([\d,]+)")
+DEMO = """
+from pathlib import Path
+from stretto.api import demo
+demo.RECIPES, demo.MAX_CODE_CHARS, demo.MAX_EXERCISE_CHARS = Path("recipes"), 200_000, 100_000
+demo.LIMITS, demo.SEARCH_HEAL_STEPS = demo.Limits(max_total=0.9, max_active=0.9), 2
+demo.demo_command(Path("run"))
+"""
+"""The demo with the recipes in the current folder, on less text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A command that is killed."""
+
+    command: str
+    """Arguments of ``stretto``, without output folder; empty for the demo."""
+    interval: str = "train.snapshot_minutes"
+    """Recipe key of the interval between snapshots."""
+    results: tuple[str, ...] = ("checkpoint",)
+    """Checkpoints that must equal those of the unbroken run; patterns below the output folder."""
+    resumes_alone: bool = False
+    """Whether the command resumes without ``--resume``."""
+
+
+SMALL_ROWS = "--set train.rows=4 --set train.seq_len=64 --set train.micro_batches=1 --set train.eval_rows=4"
+BY_TIME = f"--set train.snapshot_every={NO_SNAPSHOTS_BY_STEP}"
 STAGES = {
-    "sft": ("sft recipe.toml --set start.steps=100000", MINUTES, (40.0, 70.0), "sft …"),
-    "rl": (
-        "rl recipe.toml --set train.steps=100000 --set train.snapshot_every=100000",
-        MINUTES,
-        (50.0, 90.0),
-        "held-out reward",
+    "pretrain": Stage("pretrain recipes/demo.toml --data text.txt"),
+    "sft": Stage(f"sft sft --model start --data chats.jsonl --set train.steps=300 {SMALL_ROWS} {BY_TIME}"),
+    "elasticize": Stage(
+        f"elasticize start/checkpoint --data text.txt --set train.steps=150 {SMALL_ROWS} --set train.micro_batches=2 {BY_TIME}"
     ),
-    "elasticize": (
-        "elasticize start/sft --data text.txt --set train.steps=100000 --set train.snapshot_every=100000 --set train.seq_len=64",
-        MINUTES,
-        (40.0, 70.0),
-        "elasticize …",
+    "run": Stage(
+        "run pipeline.toml",
+        interval="common.train.snapshot_minutes",
+        results=("sft/sft", "experts/*/checkpoint", "distill/checkpoint"),
+        resumes_alone=True,
     ),
-    "demo": ("demo", 3.0, (20.0, 400.0), "pretrain …"),
+    "demo": Stage("", results=("checkpoint", "healed"), resumes_alone=True),
 }
-"""By stage: its command, the interval of its snapshots in minutes, the seconds after which a life is killed, and the output with
-which training begins (or "resumes after step")."""
-WRITING_S = 5.0
-"""Seconds beyond the interval: for the step in progress and for writing the snapshot."""
+FINISHED = (f"**/{LINEAGE_FILE}", "data/00/data.json", "latency.json", "search.json", "model.gguf", "samples.json")
+"""Results of steps, which are not repeated; patterns below the output folder."""
+SAVED = (f"**/snapshots/step-*/{META}", "**/samples.jsonl")
+"""States from which a step resumes: snapshots, and the samples of an evaluation."""
+
+
+@dataclass(slots=True)
+class Life:
+    """One process from its start to its kill or end. Written by `live`."""
+
+    seconds: float = 0.0
+    """Time since the process began to work."""
+    work: str = ""
+    """Heading of the step in progress, or the line with which training began."""
+    first_s: float | None = None
+    """Unix time at which the process began to work."""
+    begun_s: float | None = None
+    """Unix time at which the work in progress began; None: the process is starting."""
+    is_training: bool = False
+    resumed: list[int] = field(default_factory=list)
+    """Steps after which training was resumed."""
+    code: int | None = None
+    """Exit code; None: killed."""
+
+    def read(self, line: str, now_s: float, is_demo: bool) -> None:
+        """Note a line of output that was printed at ``now_s``."""
+        if found := HEADING.search(line):
+            self.work, self.is_training = found[1], False
+            self.begin(now_s if is_demo else None)
+        elif TRAINING.search(line):
+            self.work, self.is_training = self.work or line.strip(" …"), True
+            self.begin(now_s)
+        if found := RESUMED.search(line):
+            self.resumed.append(int(found[1].replace(",", "")))
+
+    def begin(self, now_s: float | None) -> None:
+        """Work begins; None: another process has to start first."""
+        self.begun_s = now_s
+        self.first_s = self.first_s or now_s
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One life of the training process; written by `_live`."""
+    """What a kill cost."""
 
-    resumed_from: int | None
-    """Step of the snapshot it went on from; None for a start afresh."""
-    step: int
-    """Steps done when it was killed."""
-    moment: str
-    """``step``, or ``snapshot`` where one was left half-written."""
-
-
-def recipe(steps: int) -> Recipe:
-    model = {
-        "vocab_size": VOCAB, "hidden_size": 48, "num_layers": 6, "num_heads": 4, "num_kv_heads": 2, "head_dim": 12,
-        "num_experts": 8, "top_k": 3, "expert_intermediate_size": 32, "num_shared_experts": 1, "qk_norm": True,
-        "dense_layers": (0,), "dense_intermediate_size": 96, "tie_embeddings": True,
-    }  # fmt: skip
-    elastic = {
-        "sampler": "anchored", "anchors": {"corner": {"layers": 4, "experts": 4, "top_k": 2}}, "anchor_share": 0.2,
-        "depth_share": 0.15, "top_k_share": 0.15, "width_share": 0.2, "ramp_fraction": 0.2, "rank_layers_at": (0.5,),
-    }  # fmt: skip
-    train = {
-        "steps": steps, "rows": 8, "micro_batches": 2, "seq_len": 128, "eval_every": 50, "snapshot_every": SNAPSHOT_EVERY,
-        "log_every": 1, "dtype": "float32",
-    }  # fmt: skip
-    return Recipe.model_validate({"model": model, "elastic": elastic, "optim": {"lr": 2e-3}, "train": train})
+    stage: str
+    life: Life
+    snapshot: int | None
+    """Step of the newest snapshot, from which the next life must resume; None: no step is unfinished."""
+    lost_s: float
+    limit_s: float
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0, help="chooses the moments")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--tokens", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--stage", choices=STAGES, help="kill this command instead, and measure the work lost by time")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=("demo", "run", "sft", "elasticize"))
+    parser.add_argument("--kills", type=int, default=20, help="number of kills, divided between the stages")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random moments")
+    parser.add_argument("--interval", type=float, default=6.0, help="seconds between snapshots")
+    parser.add_argument("--limit", type=float, help="seconds that a kill may lose; default: the interval")
+    parser.add_argument("--while-saving", action="store_true", help="kill while a snapshot is being written")
+    parser.add_argument("--keep", type=Path, help="folder for the runs; default: a temporary one")
     options = parser.parse_args()
-    if options.stage:
-        with tempfile.TemporaryDirectory() as temporary:
-            kept = _kill_stage(Path(temporary), options.stage, options.kills, random.Random(options.seed))
-        raise SystemExit(0 if kept else 1)
-    if options.worker:
-        _train(options.worker, options.tokens, options.steps, options.resume)
-        return
+    kills, wrong = list[Kill](), list[str]()
     with tempfile.TemporaryDirectory() as temporary:
-        same = _compare(Path(temporary), options.kills, random.Random(options.seed))
-    raise SystemExit(0 if same else 1)
+        folder = (options.keep or Path(temporary)).resolve()
+        prepare(folder, options.interval)
+        for number, name in enumerate(options.stages):
+            num = len(range(number, options.kills, len(options.stages)))
+            rng = random.Random(f"{options.seed} {name}")
+            made, problems = kill_stage(folder / name, name, num, rng, options)
+            kills += made
+            wrong += problems
+    print_kills(kills, options)
+    for problem in wrong:
+        say(problem)
+    raise SystemExit(1 if wrong else 0)
 
 
-def _kill_stage(folder: Path, stage: str, num_kills: int, rng: random.Random) -> bool:
-    """Kill the command of ``stage`` at random times. Returns whether each kill lost at most the interval of its snapshots."""
-    command, minutes, life_s, marker = STAGES[stage]
-    (folder / "recipe.toml").write_text(RL_RECIPE)
-    (folder / "text.txt").write_text("\n\n".join(each.text for each in demo_documents(TEXT_CHARS, 0)))
-    if stage == "elasticize":
-        subprocess.run(_stretto("sft", "recipe.toml", "-o", "start"), cwd=folder, check=True, stdout=subprocess.DEVNULL)
-    arguments = command.split()
-    if stage != "demo":
-        arguments += ["--set", f"train.snapshot_minutes={minutes}", "--device", "cpu"]
-    table = Table(title=f"kill -9 of stretto {stage}: snapshots every {60 * minutes:g} s")
-    for heading in ("kill", "seconds lived", "resumed from step", "newest snapshot", "seconds lost"):
-        table.add_column(heading, justify="right")
-    run, losses, step = folder / "run", list[float](), 0
-    with progress("kills", num_kills) as advance:
-        for number in range(1, num_kills + 1):
-            has_begun = step or (run / "groups.sqlite").exists()
-            options = ["--resume"] if has_begun and stage != "demo" else []
-            started_s, length_s, before, begun_s = time.time(), rng.uniform(*life_s), step, None
-            with (folder / "output").open("wb") as output:
-                process = subprocess.Popen(
-                    _stretto(*arguments, "-o", "run", *options), cwd=folder, stdout=output, stderr=subprocess.STDOUT
+def prepare(folder: Path, interval_s: float) -> None:
+    """Write text, conversations, recipes and a small checkpoint into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = [document.text for document in demo_documents(TEXT_CHARS, 0)]
+    (folder / "text.txt").write_text("\n\n".join(texts))
+    chats = [
+        {"messages": [{"role": "user", "content": f"Add {a} and {b}."}, {"role": "assistant", "content": f"{a + b}"}]}
+        for a in range(60)
+        for b in range(60)
+    ]
+    (folder / "chats.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
+    shutil.copy(Path(__file__).with_suffix(".toml"), folder / "pipeline.toml")
+    shutil.copytree(RECIPES, folder / "recipes", dirs_exist_ok=True)
+    for name, steps in (("demo.toml", 150), ("heal.toml", 50)):
+        path = folder / "recipes" / name
+        text, values = path.read_text(), {**SMALL, "steps": steps, "snapshot_minutes": interval_s / 60}
+        text = text.replace("snapshot_every", f"snapshot_every = {NO_SNAPSHOTS_BY_STEP}\nsnapshot_minutes", 1)
+        for key, value in values.items():
+            text = re.sub(rf"(?m)^{key} = .*", f"{key} = {value}", text)
+        path.write_text(text)
+    command = "pretrain recipes/demo.toml --data text.txt --set train.steps=5 --device cpu -o start"
+    if not (folder / "start" / "checkpoint").exists():
+        subprocess.run(stretto(command), cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        (folder / "start" / "checkpoint" / "chat_template.jinja").write_text(CHATML)
+
+
+def stretto(arguments: str) -> list[str]:
+    return [sys.executable, "-m", "stretto", *arguments.split()]
+
+
+def kill_stage(
+    folder: Path, name: str, num_kills: int, rng: random.Random, options: argparse.Namespace
+) -> tuple[list[Kill], list[str]]:
+    """Kill the stage ``name`` ``num_kills`` times. Returns the kills, and a line for every aim that was missed."""
+    stage, kills, wrong = STAGES[name], list[Kill](), list[str]()
+    limit_s = options.interval if options.limit is None else options.limit
+    whole = live(folder / "whole", stage, options.interval)
+    expected = digests(folder / "whole" / "run", stage)
+    assert expected and whole.code == 0, (name, whole)
+    with progress(f"kills of {name}", num_kills) as advance:
+        number, snapshot, is_killed = 1, None, False
+        while len(kills) < num_kills or is_killed:
+            run = folder / f"killed-{number}"
+            length_s = rng.uniform(0.0, MOST_OF_A_RUN * whole.seconds) if len(kills) < num_kills else None
+            life = live(run, stage, options.interval, length_s, options.while_saving)
+            is_killed = life.code is None
+            if snapshot is not None and life.seconds > 1.0 and life.resumed[:1] != [snapshot]:
+                wrong.append(
+                    f"{name}: resumed after step {life.resumed[:1]}, the newest snapshot was of step {snapshot}"
                 )
-                while time.time() < started_s + length_s:
-                    told = (folder / "output").read_text()
-                    if process.poll() is not None:
-                        raise SystemExit(f"the process ended by itself, {process.returncode}:\n{told}")
-                    if begun_s is None and (marker in told or "resumes after step" in told):
-                        begun_s = time.time()
-                    time.sleep(0.1)
+            if not is_killed:
+                found = digests(run / "run", stage)
+                if differing := [path for path in expected if found.get(path) != expected[path]]:
+                    wrong.append(f"{name}: differs from the unbroken run: {', '.join(differing)}")
+                say(f"{name}: run {number} ended; {len(expected) - len(differing)} of {len(expected)} files are equal")
+                number, snapshot = number + 1, None
+                continue
+            kills.append(kill(run / "run", name, life, limit_s))
+            snapshot, lost_s = kills[-1].snapshot, kills[-1].lost_s
+            if lost_s > kills[-1].limit_s + STEP_S:
+                wrong.append(f"{name}: lost {lost_s:.1f} s in {life.work}, at most {kills[-1].limit_s:g} s")
+            advance(1, f"lost {lost_s:.1f} s in {life.work}")
+    return kills, wrong
+
+
+def live(
+    folder: Path, stage: Stage, interval_s: float, length_s: float | None = None, while_saving: bool = False
+) -> Life:
+    """Start or resume the stage in ``folder``, and kill it after ``length_s`` seconds of work; None: let it run to its end."""
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        for path in (path for path in folder.parent.parent.iterdir() if path != folder.parent):
+            (folder / path.name).symlink_to(path)
+    run = folder / "run"
+    command = [sys.executable, "-c", DEMO]
+    if stage.command:
+        command = stretto(f"{stage.command} --set {stage.interval}={interval_s / 60} --device cpu -o run")
+        if (run / "snapshots").is_dir() and not stage.resumes_alone:
+            command.append("--resume")
+    life, num_read = Life(), 0
+    num_journals, partial = len([*run.rglob("groups.sqlite")]), set(run.rglob(".step-*.partial"))
+    with (folder / "output").open("w+") as output:
+        process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
+        while life.code is None:
+            time.sleep(POLL_S)
+            life.code, now_s = process.poll(), time.time()
+            *lines, _ = (folder / "output").read_text().split("\n")
+            for line in lines[num_read:]:
+                life.read(line, now_s, is_demo=not stage.command)
+            num_read = len(lines)
+            if len(journals := [*run.rglob("groups.sqlite")]) > num_journals:  # its roles have started
+                num_journals = len(journals)
+                life.begin(now_s)
+            life.seconds = now_s - (life.first_s or now_s)
+            is_saving = bool(set(run.rglob(".step-*.partial")) - partial)
+            if length_s is not None and life.first_s and life.seconds >= length_s and (is_saving or not while_saving):
+                time.sleep(random.uniform(0.0, SAVING_S) if while_saving else 0.0)
                 process.kill()
                 process.wait()
-            killed_s, snapshots = time.time(), [*run.rglob("snapshots/step-*")]
-            step = max([int(path.name.removeprefix("step-")) for path in snapshots], default=0)
-            saved = [path.stat().st_mtime for path in (*snapshots, *run.rglob("checkpoint/config.json"))]
-            losses.append(killed_s - max([begun_s or killed_s, *saved]))
-            table.add_row(str(number), f"{length_s:.0f}", str(before), str(step), f"{losses[-1]:.1f}")
-            advance(1, f"lost {losses[-1]:.1f} s")
-    wide_console().print(table)
-    return max(losses) <= 60 * minutes + WRITING_S
+                break
+    if life.code and "is running in it" in "".join(lines):  # processes of the killed life are still ending
+        time.sleep(1.0)
+        return live(folder, stage, interval_s, length_s, while_saving)
+    if life.code:
+        raise SystemExit("\n".join(["the command failed by itself:", *lines]))
+    return life
 
 
-def _stretto(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "stretto", *arguments]
+def kill(run: Path, name: str, life: Life, limit_s: float) -> Kill:
+    """The work that the kill at the end of ``life`` has lost."""
+    killed_s = time.time()
+    finished, saved = newest(run, FINISHED), newest(run, SAVED)
+    lost_s, snapshot = 0.0, None
+    if life.begun_s is not None and finished[0] < life.begun_s:
+        lost_s = killed_s - max(life.begun_s, saved[0])
+    if saved[0] > finished[0] and saved[1].name == META:
+        snapshot = int(saved[1].parent.name.removeprefix("step-"))
+    return Kill(name, life, snapshot, lost_s, limit_s if life.is_training or name != "demo" else UNTRAINED_S)
 
 
-def _compare(folder: Path, num_kills: int, rng: random.Random) -> bool:
-    documents = list(demo_documents(TEXT_CHARS, 0))
-    tokenise({"train": documents}, train_tokenizer((each.text for each in documents), VOCAB), folder / "tokens")
-    steps = num_kills * STEPS_A_LIFE[1] // 2 + 4 * SNAPSHOT_EVERY
-    with progress("lives", num_kills + 2) as advance:
-        expected = _finish(folder, "whole", steps)
-        advance(1)
-        kills = []
-        for number in range(num_kills):
-            kills.append(_live(folder, steps, rng, in_snapshot=number % 2 == 1))
-            advance(1, f"killed at step {kills[-1].step}")
-        found = _finish(folder, "killed", steps)
-        advance(1)
-    table = Table(title=f"kill -9, then resume: {steps} steps, a snapshot every {SNAPSHOT_EVERY}")
-    for heading in ("kill", "resumed from", "killed after step", "while", "steps lost"):
-        table.add_column(heading, justify="right")
-    for number, kill in enumerate(kills, start=1):
-        start = "afresh" if kill.resumed_from is None else str(kill.resumed_from)
-        after = kills[number].resumed_from if number < len(kills) else found["resumed_from"]
-        table.add_row(str(number), start, str(kill.step), kill.moment, str(kill.step - (after or 0)))
-    console = wide_console()
-    console.print(table)
-    differing = [name for name in expected["result"] if expected["result"][name] != found["result"][name]]
-    verdict = "bitwise equal" if not differing else f"DIFFERENT in {', '.join(differing)}"
-    console.print(f"weights, balance biases, layer order, tokens and FLOPs after {num_kills} kills: {verdict}")
-    return not differing
+def newest(run: Path, patterns: tuple[str, ...]) -> tuple[float, Path]:
+    """The file below ``run`` that was written last, after its Unix time."""
+
+    def written() -> Iterator[tuple[float, Path]]:
+        yield 0.0, run
+        for pattern in patterns:
+            for path in run.glob(pattern):
+                with suppress(FileNotFoundError):  # a process of the killed life has just deleted it
+                    yield path.stat().st_mtime, path
+
+    return max(written())
 
 
-def _start(folder: Path, name: str, steps: int) -> tuple[subprocess.Popen[bytes], int | None]:
-    """A training process in ``folder/name``, and the step of the snapshot that it goes on from."""
-    run = folder / name
-    snapshots = sorted((run / "snapshots").glob("step-*"))
-    command = [sys.executable, "-m", "bench.kill_resume", "--worker", str(run), "--tokens", str(folder / "tokens")]
-    command += ["--steps", str(steps), *(["--resume"] if snapshots else [])]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    return process, int(snapshots[-1].name.removeprefix("step-")) if snapshots else None
+def digests(run: Path, stage: Stage) -> dict[str, str]:
+    """SHA-256 of every file of the results; of the lineage, which has seconds, only tokens and FLOPs."""
+    found = {}
+    for folder in (folder for pattern in stage.results for folder in sorted(run.glob(pattern))):
+        for path in sorted(path for path in folder.iterdir() if path.is_file()):
+            content = path.read_bytes()
+            if path.name == LINEAGE_FILE:
+                receipt = read_lineage(folder).receipt
+                content = f"{receipt.tokens} {receipt.flops}".encode()
+            found[str(path.relative_to(run))] = hashlib.sha256(content).hexdigest()
+    return found
 
 
-def _finish(folder: Path, name: str, steps: int) -> dict[str, Any]:
-    """Let the run go to its end."""
-    process, resumed_from = _start(folder, name, steps)
-    _, errors = process.communicate()
-    if process.returncode:
-        raise SystemExit(f"the run {name} failed:\n{errors.decode()}")
-    return {"resumed_from": resumed_from, "result": json.loads((folder / name / "result.json").read_text())}
-
-
-def _live(folder: Path, steps: int, rng: random.Random, in_snapshot: bool) -> Kill:
-    """Start or resume the run and kill it at a random moment."""
-    process, resumed_from = _start(folder, "killed", steps)
-    snapshots = folder / "killed" / "snapshots"
-    leftovers = set(snapshots.glob(".*"))
-    # the last two snapshots are left to the life that ends well
-    target = min((resumed_from or 0) + rng.randint(*STEPS_A_LIFE), steps - 2 * SNAPSHOT_EVERY)
-    while _steps_done(folder) < target or (in_snapshot and not set(snapshots.glob(".step*")) - leftovers):
-        if process.poll() is not None:
-            errors = process.stderr.read().decode() if process.stderr else ""
-            raise SystemExit(f"the process ended by itself, {process.returncode}:\n{errors}")
-        time.sleep(POLL_S)
-    time.sleep(rng.uniform(0.0, 0.03 if in_snapshot else 0.3))
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    torn = bool(set(snapshots.glob(".step*")) - leftovers)
-    return Kill(resumed_from, _steps_done(folder), "snapshot" if torn else "step")
-
-
-def _steps_done(folder: Path) -> int:
-    try:
-        return int((folder / "killed" / "steps").read_text())
-    except (FileNotFoundError, ValueError):  # not there yet, or being written
-        return -1
-
-
-def _train(run: Path, tokens: Path, steps: int, resume: bool) -> None:
-    """The worker: train, tell the step after each, and describe the result bit for bit."""
-    chosen = recipe(steps)
-    data = TokenSet(tokens)
-    run.mkdir(exist_ok=True)
-    (run / "steps").unlink(missing_ok=True)
-
-    class Steps:
-        """A log that keeps the number of steps done."""
-
-        def log(self, step: int, *_: object, **__: object) -> None:
-            (run / "steps").write_text(str(step))
-
-        def say(self, *_: object) -> None: ...
-
-        def close(self) -> None: ...
-
-    held_out = [EvalBatch.of(batch, "cpu") for batch in eval_batches(data, 4, chosen.train.seq_len, 1)]
-    loader = Loader([data], [1.0], chosen.train.micro_rows, chosen.train.seq_len, chosen.train.seed)
-    job = Job(run, loader, held_out, data.manifest.data_hash, join("cpu"), lambda step: Steps(), resume)
-    trained = pretrain(chosen, job)
-    digest = hashlib.sha256()
-    for name, tensor in trained.model.state_dict().items():
-        digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
-    receipt = trained.meter.receipt()
-    result = {
-        "weights and biases": digest.hexdigest(),
-        "layer order": trained.model.config.layer_ranking,
-        "tokens": trained.tokens_by_kind,
-        "FLOPs": receipt.flops,
-    }
-    (run / "result.json").write_text(json.dumps(result))
+def print_kills(kills: list[Kill], options: argparse.Namespace) -> None:
+    shown = table(
+        f"{len(kills)} times kill -9, seed {options.seed}, snapshots every {options.interval:g} s",
+        *("stage", "seconds of work", "newest snapshot", "seconds lost", "limit", "work in progress"),
+    )
+    for each in kills:
+        shown.add_row(
+            each.stage,
+            f"{each.life.seconds:.1f}",
+            "–" if each.snapshot is None else str(each.snapshot),
+            f"{each.lost_s:.1f}",
+            f"{each.limit_s:g}",
+            each.life.work or "start of the process",
+        )
+    wide_console().print(shown)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,17 @@
-"""``kill -9`` of random roles, and of whole jobs: what is trained, against an uninterrupted run (figure of the RL system).
+"""``kill -9`` of random roles and whole jobs of RL runs: the trained samples against those of an uninterrupted run.
 
     python -m bench.kill_roles [--kills N] [--kills-a-run N] [--seed S] [--exact] [--forget]
 
-A tiny network learns to sort digits, on engines, agents, verifiers and a trainer that are processes of their own. Runs of
-the same recipe are killed at random points: an engine, an agent, a verifier, the trainer, the job (continued with
-``--resume`` at once, whether its children have noticed or not), or any of its processes at a random moment, also while
-roles are being started. Then the journal and the groups' files say what was trained.
+A tiny network learns to sort digits, with engines, agents, verifiers and a trainer in processes of their own. Runs of one recipe are
+killed at random moments: an engine, an agent, a verifier, the trainer, the job (resumed at once, while its children may still run),
+or any process of the job, also while roles start. Afterwards the journal and the files of the groups show which samples were trained.
 
-Lengths are compared sample by sample: all runs draw each from one seed, under weights that hardly move. ``--forget`` makes
-mutants of the agents (`bench.common.forgetful`): samples that were in flight when one dies begin anew. Those are the long ones,
-so that answers get shorter, which the lengths must show.
+Lengths are compared sample by sample: all runs draw each sample from one seed, under weights that hardly change. ``--forget``
+replaces the agents by ones that start a sample in flight anew when they resume a group (`Forgetful`). Samples in flight are mostly
+long ones, so answers become shorter, and the comparison of lengths must fail.
 
-``--exact`` makes staleness 0 and the operators independent of the batch: then every token of every sample must be that of
-the uninterrupted run, and the final weights its bits.
+``--exact`` sets staleness 0 and operators that do not depend on the batch. Then every token of every sample and the bits of the
+final weights must equal those of the uninterrupted run.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import shutil
 import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,20 +30,51 @@ from bench.common.killing import GROUP, KINDS, PROMPTS, RECIPE, STEPS, Kill, Kil
 from bench.common.measure import table, wide_console
 from bench.common.run_account import Account, Key, is_kept, paired_difference, sampled
 from stretto.base.track import progress
-from stretto.base.trajectory import Trajectory
+from stretto.base.trajectory import Task, Trajectory
+from stretto.flow import agent
+from stretto.learning.samples import Sample, open_samples, remove_logs
+from stretto.tasks.strings import StringsSource
 
-FORGETFUL = "bench.common.forgetful:Forgetful"
+FORGETFUL = "bench.kill_roles:Forgetful"
+_seed = agent._seed
+
+
+class Forgetful(StringsSource):
+    """The problems of `StringsSource`. The agent process that opens this source resumes only finished samples of a group; it samples
+    the others anew, from another seed in each attempt."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        agent.open_samples, agent._seed = _finished_only, _seed_of_attempt
+
+
+def _finished_only(folder: Path, task: Task, attempt: int) -> tuple[Sample, ...]:
+    before = open_samples(folder, task, attempt)
+    remove_logs(folder, task.ordinal)
+    samples = open_samples(folder, task, attempt)
+    for old, new in zip(before, samples, strict=True):
+        if old.verdict is not None:
+            for part in old.parts:
+                new.append(part)
+            new.close(old.finish_reason, old.verdict)
+    return samples
+
+
+def _seed_of_attempt(sample: Sample) -> int:
+    return _seed(sample) ^ sample.attempt
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--kills-a-run", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0, help="chooses victims and moments")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="what to kill, in equal shares")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random processes and moments")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=KINDS, default=KINDS, help="kinds of process to kill, in equal shares"
+    )
     parser.add_argument("--exact", action="store_true", help="staleness 0: compare tokens and weights")
-    parser.add_argument("--forget", action="store_true", help="agents forget their logs: must fail")
-    parser.add_argument("--keep", type=Path, help="work here, and leave it there")
+    parser.add_argument("--forget", action="store_true", help="agents that ignore samples in flight: must fail")
+    parser.add_argument("--keep", type=Path, help="folder for the runs; default: a temporary one")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
@@ -55,9 +86,9 @@ def main() -> None:
 def _compare(options: argparse.Namespace, folder: Path, rng: random.Random) -> bool:
     recipe = folder / "recipe.toml"
     head = "staleness = 0\nprecision = { batch_invariant = true }\n" if options.exact else "staleness = 2\n"
-    # weights that hardly move, or versions would have lengths of their own; those of --exact are to be told apart
-    told = RECIPE if options.exact else RECIPE.replace("lr = 3e-5", "lr = 1e-7")
-    recipe.write_text(head + (told.replace('"strings"', f'"{FORGETFUL}"') if options.forget else told))
+    # without --exact weights hardly change, since other weights would give other lengths; with it, weights must differ by step
+    text = RECIPE if options.exact else RECIPE.replace("lr = 3e-5", "lr = 1e-7")
+    recipe.write_text(head + (text.replace('"strings"', f'"{FORGETFUL}"') if options.forget else text))
     kinds = [options.kinds[number % len(options.kinds)] for number in range(options.kills)]
     rng.shuffle(kinds)
     with progress("kills", options.kills) as advance:
@@ -78,21 +109,23 @@ def _compare(options: argparse.Namespace, folder: Path, rng: random.Random) -> b
 
 def _report(whole: Killed, runs: list[Killed], exact: bool) -> bool:
     expected, times = whole.account.samples()
-    assert set(times.values()) == {1} and len(times) == STEPS * PROMPTS * GROUP, "the uninterrupted run is none"
+    assert set(times.values()) == {1} and len(times) == STEPS * PROMPTS * GROUP, (
+        "the uninterrupted run lost or repeated samples"
+    )
     lost = twice = 0
-    found: list[dict[Key, Trajectory]] = []
+    samples_of: list[dict[Key, Trajectory]] = []
     for run in runs:
         samples, trained = run.account.samples()
-        found.append(samples)
+        samples_of.append(samples)
         lost += sum((times - trained).values())
         twice += sum((trained - times).values())
         for kill, before in zip(run.kills, run.logs, strict=True):
             kill.num_lost = sum(len(each) for key, each in before.items() if not is_kept(each, samples[key]))
     kills = [kill for run in runs for kill in run.kills]
     lengths = {key: len(sampled(each.segments)) for key, each in expected.items()}
-    # of one sample the mean over runs: what made the uninterrupted one's long or short is in each of their differences
+    # mean over runs for each sample, since all of its differences share the length in the uninterrupted run
     longer = [
-        np.mean([len(sampled(samples[key].segments)) - length for samples in found if key in samples])
+        np.mean([len(sampled(samples[key].segments)) - length for samples in samples_of if key in samples])
         for key, length in lengths.items()
     ]
     difference, p = paired_difference(longer)
@@ -103,14 +136,14 @@ def _report(whole: Killed, runs: list[Killed], exact: bool) -> bool:
     summary.add_row("samples lost", str(lost), "0")
     summary.add_row("samples trained twice", str(twice), "0")
     summary.add_row(
-        f"tokens a sample, against {np.mean([*lengths.values()]):.1f}", f"{difference:+.2f}, p {p:.2g}", "p > 0.01"
+        f"tokens per sample, beside {np.mean([*lengths.values()]):.1f}", f"{difference:+.2f}, p {p:.2g}", "p > 0.01"
     )
     summary.add_row("tokens in flight lost", f"{cut:,} of {sum(kill.num_tokens for kill in kills):,}", "0")
-    summary.add_row("processes left of killed jobs", str(orphans), "0")
-    summary.add_row("steps made again", str(sum(run.account.num_rolled_back() for run in runs)), "")
+    summary.add_row("processes left by killed jobs", str(orphans), "0")
+    summary.add_row("steps repeated", str(sum(run.account.num_rolled_back() for run in runs)), "")
     good = lost == twice == orphans == cut == 0 and p > 0.01
     if exact:
-        same = all(_same_tokens(expected, samples) for samples in found)
+        same = all(_same_tokens(expected, samples) for samples in samples_of)
         bits = {_weights(run) for run in (whole, *runs)}
         summary.add_row("every token and log-probability equal", "yes" if same else "no", "yes")
         summary.add_row("final weights bitwise equal", "yes" if len(bits) == 1 else "no", "yes")
@@ -140,16 +173,16 @@ def _by_kind(kills: list[Kill], title: str) -> object:
     return shown
 
 
-def _same_tokens(expected: dict[Key, Trajectory], found: dict[Key, Trajectory]) -> bool:
-    return expected.keys() == found.keys() and all(
-        np.array_equal(sampled(each.segments), sampled(found[key].segments))
-        and all(np.array_equal(a.tokens, b.tokens) for a, b in zip(each.segments, found[key].segments, strict=True))
+def _same_tokens(expected: dict[Key, Trajectory], samples: dict[Key, Trajectory]) -> bool:
+    return expected.keys() == samples.keys() and all(
+        np.array_equal(sampled(each.segments), sampled(samples[key].segments))
+        and all(np.array_equal(a.tokens, b.tokens) for a, b in zip(each.segments, samples[key].segments, strict=True))
         for key, each in expected.items()
     )
 
 
 def _weights(run: Killed) -> str:
-    """Name of the last version, which holds its checksum."""
+    """Name of the last version's file, which contains its checksum."""
     return max(path.name for path in (run.account.run / "weights").glob("weights-*"))
 
 

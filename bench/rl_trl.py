@@ -2,17 +2,17 @@
 
     python -m bench.rl_trl --peer trl=/path/to/python [--long] [--start CHECKPOINT] [--steps N] [--rounds N]
 
-The shipped recipe's answers have a handful of tokens, those of ``--long`` (rl_trl_long.toml) 128. The peer's interpreter
-needs TRL and this package. Both sides read one folder, an ordinary transformers checkpoint without our own files, so that
-ties and shared experts are the same too; without ``--start`` the recipe's own start is trained first, which takes minutes.
-Both train on the same problems in the same order, groups without variance included, with the token normaliser over the
-step, no KL and AdamW without decay, in fp32. Runs take turns; each round draws other samples.
+Answers of the shipped recipe have a few tokens, those of ``--long`` (rl_trl_long.toml) 128. The peer's interpreter needs TRL and
+this package. Both sides read one folder, an ordinary transformers checkpoint without Stretto's own files, so that tied embeddings
+and shared experts are the same. Without ``--start`` the recipe's own start is trained first, which takes minutes. Both train on the
+same problems in the same order, groups without variance included, with the loss divided by the tokens of the step, no KL term, and
+AdamW without weight decay, in fp32. Runs alternate; each round draws other samples.
 
-TRL first tries its settings in one process, step by step, and goes on with the fastest by wall time. Gradient
-checkpointing, bf16, evaluation and snapshots are off there. Left out: batched_mm, which copies an expert's weights for
-every token and choice (tens of times slower). Ours runs as shipped, engine and trainer with a thread each, and once
-synchronously, with both threads for whoever's turn it is. A run's first steps, in which caches and pipelines fill,
-do not count. Held-out rewards of all policies are measured by the one engine, on the same problems with the same seeds.
+TRL's settings are first compared step by step in one process; the fastest by wall time is used. Its gradient checkpointing, bf16,
+evaluation and snapshots are off. batched_mm is left out: it copies an expert's weights for every token and choice, and is tens of
+times slower. Stretto runs as shipped (one thread each for engine and trainer), and once synchronously (two threads for both, in
+turns). The first steps of a run, in which caches and pipelines fill, do not count. One engine measures the held-out rewards of all
+policies, on the same problems with the same seeds.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import shutil
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -35,16 +38,16 @@ from rich.console import Console
 
 from bench.common.measure import SLOW, Calibration, table, times, wide_console
 from bench.common.policies import held_out_reward, our_gradient, worst_advantage
-from bench.common.watched import Tick, watched
 from stretto.api.rl import made_start
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, RECIPES, checkpoint_folder, write_json
 from stretto.base.records import LINEAGE_FILE
-from stretto.base.track import progress, read_metrics
+from stretto.base.track import METRICS_FILE, progress, read_metrics
 from stretto.flow.launch import SourceTables
 from stretto.learning.recipe import Prompts, RlRecipe, plan_prompts
 from stretto.model.checkpoint import ELASTIC_FILE, STRETTO_FILE
+from stretto.sandbox.isolate import usage
 
 AIM = 3.0
 THEIRS = "TRL"
@@ -55,31 +58,71 @@ OURS: Mapping[str, Sequence[str]] = {
 SAME = (
     "loss.drop_uniform=false", "loss.policy=ppo", "train.eval_every=1000000", "train.eval_prompts=8", "train.snapshot_every=1000000",
 )  # fmt: skip
-"""Settings that make the comparison one: TRL trains on every group, and neither evaluates nor saves meanwhile."""
+"""Settings for equal work: TRL trains on every group, and neither side evaluates or saves during training."""
 WARM_UP = 3
 """Steps of a run that do not count."""
 TRIALS = 3
-"""Steps of each of TRL's settings; the first does not count."""
+"""Steps with each of TRL's settings; the first does not count."""
+POLL_S = 0.02
+STEP_MARK = b'"reward/mean"'
+"""Text that the row of a training step has in the metrics, and no other row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run. Written by `_run`."""
+    """Measurements of one run. Written by `Bench.run`."""
 
     samples_per_s: float
     samples_per_processor_s: float
     rewards: tuple[float, ...]
-    """By step: mean over its samples, before its update."""
+    """Mean reward of each step's samples."""
     held_out: float
     tokens: float
-    """Mean of an answer."""
+    """Mean number of tokens per answer."""
     calibration_s: float
-    """The slower of the matrix products before and after."""
+    """Time of the slower matrix product, of one before and one after the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A finished step. Written by `run_watched`."""
+
+    step: int
+    """Number of finished steps."""
+    at_s: float
+    """Time of the performance counter."""
+    processor_s: float
+    """Processor time of the run so far, all threads of all processes."""
+
+
+def run_watched(command: Sequence[str], folder: Path, advance: Callable[[int], None]) -> list[Tick]:
+    """Run ``command``, which logs to ``folder``, to its end, and note when steps end. No other child of this process may run.
+
+    Raises:
+        UserError: the command failed; the message has the last line of its output.
+    """
+    ticks: list[Tick] = []
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        earlier_s, num_done = usage(os.getpid()).cpu_s, 0  # processor time of earlier commands
+        with subprocess.Popen(command, stdout=log, stderr=log) as process:
+            while process.poll() is None:
+                time.sleep(POLL_S)
+                metrics = folder / METRICS_FILE
+                step = metrics.read_bytes().count(STEP_MARK) if metrics.is_file() else 0
+                if step > num_done:
+                    advance(step - num_done)
+                    ticks.append(Tick(step, time.perf_counter(), usage(os.getpid()).cpu_s - earlier_s))
+                    num_done = step
+        if process.returncode:
+            log.seek(0)
+            lines = [line for line in log.read().splitlines() if line.strip()] or ["no output"]
+            raise UserError(f"{folder.name}: failed with exit code {process.returncode}: {lines[-1]}")
+    return ticks
 
 
 @dataclass(slots=True)
 class Bench:
-    """What all runs share, and what they found."""
+    """Inputs of all runs."""
 
     recipe: RlRecipe
     recipe_path: Path
@@ -99,7 +142,7 @@ class Bench:
         recipe, folder = self.recipe, self.folder / name
         (source,) = recipe.sources
         items = [self.prompts.task(ordinal).item for ordinal in range(steps * recipe.train.prompts)]
-        told = {
+        options = {
             "folder": str(self.start),
             "run": str(folder),
             "source": source,
@@ -117,20 +160,20 @@ class Bench:
             **{name: getattr(recipe.optim, name) for name in ("lr", "beta1", "beta2", "eps", "clip_norm")},
             "seed": seed,
         }
-        write_json(self.folder / f"{name}.json", told)
+        write_json(self.folder / f"{name}.json", options)
         return [self.python, "-m", "bench.peers.trl", str(self.folder / f"{name}.json")], folder
 
     def ours(self, settings: Sequence[str], seed: int, name: str) -> tuple[list[str], Path]:
-        """Command and folder of a run of ours."""
+        """Command and folder of a run of Stretto."""
         chosen = [*self.settings, *settings, f"train.steps={self.steps}", f"train.seed={seed}"]
         flags = [part for each in chosen for part in ("--set", each)]
         command = [sys.executable, "-m", "stretto", "rl", str(self.recipe_path), "--model", str(self.start)]
         return [*command, "--out", str(self.folder / name), "--device", "cpu", *flags], self.folder / name
 
     def run(self, command: Sequence[str], folder: Path, advance: Callable[[int], None]) -> Outcome:
-        """A run to its end, and its policy's held-out reward."""
+        """Run ``command`` to its end, and measure the held-out reward of its policy."""
         before_s = self.calibration.seconds()
-        ticks = watched(command, folder, advance)
+        ticks = run_watched(command, folder, advance)
         calibration_s = max(before_s, self.calibration.seconds())
         num_samples = self.recipe.train.prompts * self.recipe.rollout.group
         wall, processor = _rates(ticks, num_samples)
@@ -146,32 +189,25 @@ class Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", required=True, metavar="trl=PYTHON", help="an interpreter that has TRL")
-    parser.add_argument("--start", type=Path, help="run or checkpoint to begin with")
+    parser.add_argument("--peer", required=True, metavar="trl=PYTHON", help="interpreter with TRL")
+    parser.add_argument("--start", type=Path, help="run or checkpoint to start from")
     parser.add_argument("--recipe", type=Path, default=RECIPES / "rl_gym.toml")
-    parser.add_argument(
-        "--long",
-        dest="recipe",
-        action="store_const",
-        const=Path(__file__).with_name("rl_trl_long.toml"),
-        help="answers of 128 tokens",
-    )
-    parser.add_argument(
-        "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="of the recipe"
-    )
+    long = Path(__file__).with_name("rl_trl_long.toml")
+    parser.add_argument("--long", dest="recipe", action="store_const", const=long, help="answers of 128 tokens")
+    parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="recipe key")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--held-out", type=int, default=512, help="problems")
-    parser.add_argument("--setting", help="of TRL: do not try all, take this one")
-    parser.add_argument("--keep", type=Path, help="folder for the runs; a temporary one by default")
+    parser.add_argument("--held-out", type=int, default=512, help="number of held-out problems")
+    parser.add_argument("--setting", help="setting of TRL; default: the fastest of all")
+    parser.add_argument("--keep", type=Path, help="folder for the runs; default: a temporary one")
     options = parser.parse_args()
     name, _, python = options.peer.partition("=")
     if name != "trl" or not shutil.which(python):
         raise UserError(
-            f"--peer {options.peer}: no interpreter there; pip install trl in an environment of its own, with this package"
+            f"--peer {options.peer}: no such interpreter; name one that has trl and this package: trl=/path/to/python"
         )
     if options.steps <= WARM_UP + 1:
-        raise UserError(f"--steps: {options.steps}: the first {WARM_UP} do not count; take more")
+        raise UserError(f"--steps: {options.steps}: the first {WARM_UP} do not count; name at least {WARM_UP + 2}")
     with ExitStack() as stack:
         folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
@@ -188,34 +224,33 @@ def main() -> None:
 
 def _compare(bench: Bench, setting: str | None, rounds: int, console: Console) -> None:
     best = setting or _fastest(bench, console)
-    found: dict[str, list[Outcome]] = {name: [] for name in (*OURS, THEIRS)}
-    with progress("runs in turn", rounds * len(found) * bench.steps) as advance:
+    runs: dict[str, list[Outcome]] = {name: [] for name in (*OURS, THEIRS)}
+    with progress("runs in turn", rounds * len(runs) * bench.steps) as advance:
         for number in range(rounds):
-            for name, outcomes in found.items():
+            for name, outcomes in runs.items():
                 run = f"{name.replace(', ', '-')}-{number}"
-                pair = (
-                    bench.peer([best], bench.steps, number, run)
-                    if name == THEIRS
-                    else bench.ours(OURS[name], number, run)
-                )
-                outcomes.append(bench.run(*pair, advance))
+                if name == THEIRS:
+                    command, folder = bench.peer([best], bench.steps, number, run)
+                else:
+                    command, folder = bench.ours(OURS[name], number, run)
+                outcomes.append(bench.run(command, folder, advance))
     versions = json.loads((bench.folder / f"{THEIRS}-0" / "versions.json").read_text())
-    told = ", ".join(f"{name} {version}" for name, version in versions.items())
-    console.print(f"{THEIRS}: {told}; {best}", soft_wrap=True)
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
+    console.print(f"{THEIRS}: {packages}; {best}", soft_wrap=True)
     _show_agreement(bench, console)
-    _show_speed(found, console)
-    _show_rewards(found, bench.held_out(bench.start), bench.num_held_out, console)
+    _show_speed(runs, console)
+    _show_rewards(runs, bench.held_out(bench.start), bench.num_held_out, console)
 
 
 def _plain(start: Path, out: Path) -> Path:
-    """A copy of a checkpoint without our own files: what transformers reads of it is then all that we read."""
+    """A copy of a checkpoint without Stretto's own files, so that both sides read the same."""
     ours = shutil.ignore_patterns(STRETTO_FILE, ELASTIC_FILE, LINEAGE_FILE)
     shutil.rmtree(out, ignore_errors=True)
     return Path(shutil.copytree(checkpoint_folder(start), out, ignore=ours))
 
 
 def _fastest(bench: Bench, console: Console) -> str:
-    """TRL's setting with the least wall time a step."""
+    """TRL's setting with the shortest wall time per step."""
     num_samples = bench.recipe.train.prompts * bench.recipe.rollout.group
     axes = (
         ("grouped_mm", "eager"),
@@ -226,24 +261,20 @@ def _fastest(bench: Bench, console: Console) -> str:
     settings = [", ".join(each) for each in itertools.product(*axes)]
     command, folder = bench.peer(settings, TRIALS * len(settings), 0, "trial")
     with progress("TRL's settings", TRIALS * len(settings)) as advance:
-        watched(command, folder, advance)
+        run_watched(command, folder, advance)
     rows = read_metrics(folder)[len(settings) :]
-    walls = {
-        name: median(row["time/wall_s"] for row in rows[place :: len(settings)]) for place, name in enumerate(settings)
-    }
-    processors = {
-        name: median(row["time/processor_s"] for row in rows[place :: len(settings)])
-        for place, name in enumerate(settings)
-    }
-    shown = table("TRL's settings, a step", "experts, cache, threads, rows of a pass", "wall s", "processor s")
-    for name in settings:
-        shown.add_row(name, f"{walls[name]:.2f}", f"{processors[name]:.2f}")
+    walls = {}
+    shown = table("TRL's settings, per step", "experts, cache, threads, rows of a pass", "wall s", "processor s")
+    for place, name in enumerate(settings):
+        own = rows[place :: len(settings)]
+        walls[name] = median(row["time/wall_s"] for row in own)
+        shown.add_row(name, f"{walls[name]:.2f}", f"{median(row['time/processor_s'] for row in own):.2f}")
     console.print(shown)
     return min(walls, key=lambda name: walls[name])
 
 
 def _rates(ticks: Sequence[Tick], num_samples: int) -> tuple[float, float]:
-    """Samples a second of wall and of processor time, between the first step that counts and the last."""
+    """Samples per second of wall time and of processor time, from the first step that counts to the last."""
     first, last = next(tick for tick in ticks if tick.step >= WARM_UP), ticks[-1]
     samples = num_samples * (last.step - first.step)
     return samples / (last.at_s - first.at_s), samples / (last.processor_s - first.processor_s)
@@ -256,45 +287,46 @@ def _show_agreement(bench: Bench, console: Console) -> None:
     ours = our_gradient(rows[0], bench.recipe, bench.prompts, bench.start, bench.folder / "check")
     worst = worst_advantage(rows, bench.recipe.rollout.group)
     console.print(
-        f"same rewards through both: advantages differ by at most {worst:.1e} over {len(rows)} steps\n"
-        f"same samples through both, first step: gradient norm {ours:.6f} ours, {theirs:.6f} TRL's",
+        f"advantages from the same rewards differ by at most {worst:.1e} over {len(rows)} steps\n"
+        f"gradient norm of the first step on the same samples: {ours:.6f} Stretto, {theirs:.6f} TRL",
         soft_wrap=True,
     )
 
 
-def _show_speed(found: Mapping[str, Sequence[Outcome]], console: Console) -> None:
-    every = [outcome for outcomes in found.values() for outcome in outcomes]
+def _show_speed(runs: Mapping[str, Sequence[Outcome]], console: Console) -> None:
+    every = [outcome for outcomes in runs.values() for outcome in outcomes]
     best_s = min(outcome.calibration_s for outcome in every)
     shown = table(
-        "trained samples a second; medians over rounds",
-        *("", "tokens a sample", "by wall", "over TRL", "by processor", "over TRL", "aim", "quiet runs"),
+        "trained samples per second; medians over rounds",
+        *("", "tokens per sample", "by wall", "over TRL", "by processor", "over TRL", "aim", "quiet runs"),
     )
-    theirs = found[THEIRS]
-    for name, outcomes in found.items():
-        pairs = list(zip(outcomes, theirs, strict=True))
-        is_ours = name != THEIRS
+    theirs = runs[THEIRS]
+    for name, outcomes in runs.items():
+        pairs, ours = list(zip(outcomes, theirs, strict=True)), name != THEIRS
+        wall = median(a.samples_per_s / b.samples_per_s for a, b in pairs)
+        processor = median(a.samples_per_processor_s / b.samples_per_processor_s for a, b in pairs)
         shown.add_row(
             name,
             f"{mean(each.tokens for each in outcomes):.0f}",
             f"{median(each.samples_per_s for each in outcomes):.1f}",
-            times(median(a.samples_per_s / b.samples_per_s for a, b in pairs)) if is_ours else "",
+            times(wall) if ours else "",
             f"{median(each.samples_per_processor_s for each in outcomes):.1f}",
-            times(median(a.samples_per_processor_s / b.samples_per_processor_s for a, b in pairs)) if is_ours else "",
-            f"≥ {AIM:.0f}x" if is_ours else "",
+            times(processor) if ours else "",
+            f"≥ {AIM:.0f}x" if ours else "",
             f"{sum(each.calibration_s <= SLOW * best_s for each in outcomes)} of {len(outcomes)}",
         )
     console.print(shown)
 
 
-def _show_rewards(found: Mapping[str, Sequence[Outcome]], before: float, num_held_out: int, console: Console) -> None:
-    num_steps = len(found[THEIRS][0].rewards)
+def _show_rewards(runs: Mapping[str, Sequence[Outcome]], before: float, num_held_out: int, console: Console) -> None:
+    num_steps = len(runs[THEIRS][0].rewards)
     edges = np.linspace(0, num_steps, 5).astype(int).tolist()
     spans = list(itertools.pairwise(edges))
     shown = table(
         f"mean reward by steps, and held out on {num_held_out} problems (before: {before:.3f}); means over rounds",
         *("", *(f"{a + 1}–{b}" for a, b in spans), "all", "held out"),
     )
-    for name, outcomes in found.items():
+    for name, outcomes in runs.items():
         curve = np.array([outcome.rewards for outcome in outcomes])
         shown.add_row(
             name,

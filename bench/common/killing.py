@@ -1,4 +1,4 @@
-"""Runs of ``stretto rl`` that are killed at random points, one role or all of the job, and continued."""
+"""Runs of ``stretto rl`` in which one role or the whole job is killed at random moments; a killed job is resumed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,54 +18,20 @@ from bench.common.run_account import Account, Key, logged
 from stretto.base.errors import UserError
 from stretto.flow.log import read_status
 
-STEPS, PROMPTS, GROUP = 60, 4, 4
-RECIPE = f"""
-replay = "r3"
-[sources]
-short = {{ kind = "strings", args = {{ operation = "sort", length = 3, graded = true }} }}
-middle = {{ kind = "strings", args = {{ operation = "sort", length = 8, graded = true }} }}
-long = {{ kind = "strings", args = {{ operation = "sort", length = 16, graded = true }} }}
-[start]
-steps = 10                     # it knows how often an answer ends, not where: samples of one problem differ in length
-rows = 8
-model = {{ vocab_size = 300, hidden_size = 32, num_layers = 2, num_heads = 2, num_kv_heads = 1, head_dim = 16,
-  num_experts = 4, top_k = 2, expert_intermediate_size = 32, qk_norm = true, tie_embeddings = true, max_positions = 128 }}
-optim = {{ lr = 1e-2, warmup_steps = 5 }}
-[rollout]
-group = {GROUP}
-max_tokens = 40
-chunk_tokens = 1               # so that a sample takes the longer the longer it is, and kills find many on their way
-engines = 2
-max_batch = 16
-cache_bytes = 8388608
-[loss]
-drop_uniform = false           # else what is trained depends on what was sampled, and that on who was fast
-[optim]
-lr = 3e-5
-decay_fraction = 0.0
-[train]
-steps = {STEPS}
-prompts = {PROMPTS}
-seq_len = 96
-snapshot_every = 4
-eval_every = 20
-eval_prompts = 8
-[runtime]
-isolate = "all"
-agents = {{ min = 2, max = 2 }}
-rewards = {{ min = 1, max = 2 }}
-""".replace("\n  num_experts", " num_experts")
+RECIPE = (Path(__file__).parents[1] / "kill_roles.toml").read_text()
+_TABLES = tomllib.loads(RECIPE)
+STEPS, PROMPTS, GROUP = _TABLES["train"]["steps"], _TABLES["train"]["prompts"], _TABLES["rollout"]["group"]
 KINDS = ("engine", "agent", "reward", "trainer", "job", "any")
-"""Whom to kill; ``any``: whichever process of the job, at a moment that no progress chooses."""
-LINES_A_LIFE = (1, 40)
+"""Kinds of process to kill. The moment of ``any`` does not depend on the run's progress."""
+EVENTS_A_LIFE = (1, 40)
 """Events in the journal between two kills; a step has ten."""
 LIFE_S = (0.5, 12.0)
 """Seconds before a kill of ``any``."""
 POLL_S = 0.05
 PATIENCE_S = 300.0
-"""Without an event in the journal for so long, the run hangs."""
+"""Time without an event in the journal after which the run counts as hanging."""
 ORPHANS_S = 3.0
-"""By then the children of a killed job must have noticed."""
+"""Time within which the children of a killed job must end."""
 
 
 @dataclass(slots=True)
@@ -74,28 +41,29 @@ class Kill:
     kind: str
     name: str
     recovered_s: float | None = None
-    """Until the next step was trained; None: none was left."""
+    """Time until the next step was trained; None: no step was left."""
     num_tokens: int = 0
-    """Sampled tokens in flight, as the token logs had them."""
+    """Sampled tokens in flight at the kill, by the token logs."""
     num_lost: int = 0
-    """Of those, not in what was trained."""
+    """Number of these tokens that were not trained on."""
     num_orphans: int = 0
+    """Children that still ran `ORPHANS_S` after their job was killed."""
 
 
 @dataclass(slots=True)
 class Killed:
-    """A run that is killed again and again, and continued."""
+    """A run with kills."""
 
     recipe: Path
     account: Account
     rng: random.Random
     kills: list[Kill] = field(default_factory=list)
     logs: list[dict[Key, np.ndarray]] = field(default_factory=list)
-    """Of each kill: what was in flight."""
+    """Samples in flight at each kill."""
     job: subprocess.Popen[bytes] | None = None
 
     def finish(self, kinds: list[str]) -> None:
-        """Run to the end, with a kill for each of ``kinds`` as long as the run lasts."""
+        """Run to the end, with one kill for each of ``kinds`` while the run lasts."""
         self._start()
         for kind in kinds:
             if not self._wait(kind) or not self._kill(kind):
@@ -118,11 +86,11 @@ class Killed:
         code = self.job.poll()
         if code is not None and not self._is_done():
             log = self.account.run.with_suffix(".log").read_text()
-            raise SystemExit(f"{self.account.run}: ended by itself with exit code {code}:\n{log[-4000:]}")
+            raise SystemExit(f"{self.account.run}: failed without a kill, exit code {code}:\n{log[-4000:]}")
         self.account.look()
         self._note_recovery()
         if code is None and self._is_done():
-            self.job.terminate()  # it has written its checkpoint, and goes on to its report
+            self.job.terminate()  # the checkpoint is written; the report is not needed
             self.job.wait()
             return False
         return code is None
@@ -131,7 +99,7 @@ class Killed:
         try:
             return read_status(self.account.run).state == "done"
         except UserError:
-            return False  # none yet
+            return False  # there is no status yet
 
     def _note_recovery(self) -> None:
         now = time.time()
@@ -142,12 +110,12 @@ class Killed:
                 kill.recovered_s = now - since
 
     _moments: list[tuple[float, int]] = field(default_factory=list)
-    """Of each kill: Unix seconds, and the number of the journal's last event."""
+    """Unix time and number of the journal's last event at each kill."""
 
     def _wait(self, kind: str) -> bool:
-        """For the moment of the next kill; False: the run is over."""
+        """Wait for the moment of the next kill; False: the run has ended."""
         last = self.account.look()
-        goal = last + self.rng.randint(*LINES_A_LIFE)
+        goal = last + self.rng.randint(*EVENTS_A_LIFE)
         end_s = time.time() + self.rng.uniform(*LIFE_S)
         quiet_s = time.time()
         while time.time() < end_s if kind == "any" else self.account.look() < goal:
@@ -162,7 +130,7 @@ class Killed:
         return self._is_running()
 
     def _kill(self, kind: str) -> bool:
-        """Kill one process of that kind; False: the run was over before."""
+        """Kill one process of that kind; False: the run ended first."""
         assert self.job is not None
         while (victim := self._victim(kind)) is None:
             if not self._is_running():
@@ -176,7 +144,7 @@ class Killed:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             self.logs.pop()
-            return self._is_running()  # it has just ended
+            return self._is_running()  # the process has just ended
         self.kills.append(kill)
         self._moments.append((time.time(), self.account.look()))
         if pid == self.job.pid:
@@ -187,7 +155,7 @@ class Killed:
         return True
 
     def _victim(self, kind: str) -> tuple[str, int] | None:
-        """A living process of the kind, and its name."""
+        """Name and process id of a running process of the kind; None: there is none."""
         assert self.job is not None
         children = _children(self.job.pid)
         try:
@@ -198,7 +166,7 @@ class Killed:
             return "job", self.job.pid
         if kind == "any":
             pid = self.rng.choice([self.job.pid, *children])
-            return named.get(pid, "job" if pid == self.job.pid else "one that starts"), pid
+            return named.get(pid, "job" if pid == self.job.pid else "starting process"), pid
         found = [(name, pid) for pid, name in named.items() if name.startswith(kind) and pid is not None]
         return self.rng.choice(found) if found else None
 
