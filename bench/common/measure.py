@@ -1,9 +1,14 @@
-"""Honest timing on a machine that others use too: turns, a fixed product beside every sample, ratios from one run."""
+"""Shared code of the benches: arguments, exit status, tables, and timing on a machine that other jobs use too.
+
+Timed steps take turns, a fixed matrix product beside each shows whether the machine was slow, and results are ratios of one run.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +21,26 @@ from scipy import stats
 from torch import Tensor
 
 SLOW = 1.25
-"""A sample is dropped when the matrix product beside it took this many times its best."""
+"""A sample is dropped if the matrix product beside it took this many times the product's shortest time."""
 CALIBRATION_SIZE = 1024
 """Rows and columns of the fixed fp32 matrix product."""
 PIPE_COLUMNS = 120
 
 Step = Callable[[], object]
 """The work that is timed."""
+
+
+def bench_parser(docstring: str | None) -> argparse.ArgumentParser:
+    """The parser of a bench; ``--help`` shows the module's docstring."""
+    return argparse.ArgumentParser(description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def finish(failures: Sequence[str]) -> None:
+    """Print each failure in a line and end the process with exit code 1; without failures, return."""
+    for failure in failures:
+        print(f"FAILED  {failure}")
+    if failures:
+        sys.exit(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +54,14 @@ class Sample:
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Half of the 95 % interval of the mean of ``values``, by Student's t; one value alone has no bound."""
+    """Half of the 95 % confidence interval of the mean of ``values``, by Student's t; infinite for a single value."""
     if len(values) < 2:
         return math.inf
     return float(stats.t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5
 
 
 class Calibration:
-    """The fixed matrix product: how fast the machine is just now."""
+    """The fixed matrix product, whose time shows the speed of the machine at the moment."""
 
     def __init__(self) -> None:
         self._operand = torch.randn(CALIBRATION_SIZE, CALIBRATION_SIZE)
@@ -53,6 +71,13 @@ class Calibration:
         self._operand @ self._operand
         return time.perf_counter() - start
 
+    def sample(self, step: Step) -> Sample:
+        """Time one call of ``step``."""
+        before, wall, processor = self.seconds(), time.perf_counter(), time.process_time()
+        step()
+        wall_s, processor_s = time.perf_counter() - wall, time.process_time() - processor
+        return Sample(wall_s, processor_s, max(before, self.seconds()))
+
 
 def measure(
     steps: Mapping[str, Step],
@@ -61,53 +86,56 @@ def measure(
     warm_up: int = 2,
     prepare: Mapping[str, Step] | None = None,
 ) -> dict[str, list[Sample]]:
-    """Time ``rounds`` steps of each, taking turns, in another order each round, after ``warm_up`` untimed ones: what a step
-    leaves to the next (caches, threads, freed memory) meets all alike. ``prepare`` comes before each, untimed."""
+    """Time ``rounds`` calls of each step, after ``warm_up`` untimed ones. ``prepare`` is called before each, untimed.
+
+    The steps take turns in a random order, so that the state that one leaves (caches, threads, freed memory) affects all alike.
+    """
     samples: dict[str, list[Sample]] = {name: [] for name in steps}
     calibration, rng = Calibration(), random.Random(0)
     for index in range(-warm_up, rounds):
         for name in rng.sample(list(steps), len(steps)):
             if prepare is not None:
                 prepare[name]()
-            before = calibration.seconds()
-            wall, processor = time.perf_counter(), time.process_time()
-            steps[name]()
-            wall, processor = time.perf_counter() - wall, time.process_time() - processor
-            after = calibration.seconds()
+            sample = calibration.sample(steps[name])
             if index >= 0:
-                samples[name].append(Sample(wall, processor, max(before, after)))
+                samples[name].append(sample)
             advance(1)
     return samples
 
 
 def fastest_calibration(samples: Iterable[Sequence[Sample]]) -> float:
-    """The calibration's best of a run, seconds."""
+    """The shortest time of the calibration in a run, in seconds."""
     return min(sample.calibration_s for each in samples for sample in each)
 
 
 def quiet(samples: Sequence[Sample], best_s: float) -> list[Sample]:
-    """The samples taken while the machine was not slow; ``best_s`` is the calibration's best of the run."""
+    """The samples taken while the machine was not slow; ``best_s`` is the shortest calibration of the run, in seconds."""
     return [sample for sample in samples if sample.calibration_s <= SLOW * best_s]
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How two things that took turns compare, as time of the first over time of the second."""
+    """Time of one step over time of another that took turns with it."""
 
     wall: float | None
-    """Median over the rounds in which both were quiet; None: there was none."""
+    """Median over the rounds in which the machine was slow for neither step; None: there was no such round."""
     spread: Interval | None
-    """Where that median lies; None: too few rounds to tell."""
+    """95 % confidence interval of that median; None: too few rounds."""
     processor: float
     """Median over all rounds."""
     num_quiet: int
     num_rounds: int
 
+    @property
+    def rounds(self) -> str:
+        """Number of quiet rounds, as a cell of a table."""
+        return f"{self.num_quiet} of {self.num_rounds}"
+
 
 def ratio(samples: Mapping[str, Sequence[Sample]], over: str, under: str) -> Ratio:
-    """Time of ``over`` divided by time of ``under``, round by round, so that a slow spell meets both.
+    """Time of ``over`` divided by time of ``under`` in each round, so that a slow moment affects both.
 
-    Each is measured against its own best calibration: one that takes fewer threads has a slower one.
+    A sample's calibration is compared with the shortest of its own step: with fewer threads the matrix product is slower.
     """
     best_s = {name: fastest_calibration([samples[name]]) for name in (over, under)}
     pairs = list(zip(samples[over], samples[under], strict=True))
@@ -124,7 +152,7 @@ def ratio(samples: Mapping[str, Sequence[Sample]], over: str, under: str) -> Rat
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Where a median lies, with 95 % confidence."""
+    """A median with its 95 % confidence interval."""
 
     median: float
     low: float
@@ -132,8 +160,10 @@ class Interval:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Interval | None:
-        """From independent values of any distribution: so many of them lie below their median as heads are thrown. None: too
-        few of them."""
+        """The interval for independent values of any distribution; None: too few values.
+
+        The number of values below the true median has a binomial distribution with p = 1/2.
+        """
         num, ordered = len(values), sorted(values)
         outside = num_below = 0  # the interval leaves out ``num_below`` values at each end
         while 2 * (outside + math.comb(num, num_below)) <= 0.05 * 2**num:
@@ -146,12 +176,12 @@ class Interval:
 
 
 def times(value: float | None) -> str:
-    """``1.37x``; a dash where nothing was measured."""
+    """``1.37x``; a dash for None."""
     return "–" if value is None else f"{value:.2f}x"
 
 
 def wide_console() -> Console:
-    """A console that does not squeeze tables into the 80 columns of a pipe."""
+    """A console that keeps wide tables whole when its output is a pipe."""
     console = Console()
     return console if console.is_terminal else Console(width=max(console.width, PIPE_COLUMNS))
 
@@ -165,7 +195,7 @@ def table(title: str, *headings: str) -> Table:
 
 
 def random_prompts(num: int, length: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """Token ids that end nothing: the lowest ids, where tokenizers keep their marks, are left out."""
+    """Random token ids without the lowest ones, which tokenizers use for special tokens."""
     generator = torch.Generator().manual_seed(seed)
     ids_NT: Tensor = torch.randint(min(8, vocab_size // 2), vocab_size, (num, length), generator=generator)
     return ids_NT.tolist()
