@@ -59,6 +59,15 @@ _AMOUNTS: Final = {"pair": 2, "couple": 2, "trio": 3} | dict.fromkeys(
     ["lot", "dozen", "hundred", "thousand", "plenty", "number", "variety", "row"]
 )
 """Nouns that name a number of what follows their "of"."""
+_PARTS: Final = frozenset(
+    "arm arms back beak claw claws ear ears feet finger fingers fist foot hand hands head jaws lap leg legs lips mouth neck nose palm paw "
+    "paws shoulder shoulders talon talons tail teeth trunk wrist".split()
+)
+"""What is in or on a part of a body is held or worn: the mouse is in the beak of "an owl with a mouse in its beak"."""
+_VAGUE_PLACES: Final = frozenset(["behind", "in front of", "next to", "above", "below", "left of", "right of"])
+"""Of "a plane on a runway with the sun behind it", "it" may be either."""
+_BETWEEN: Final = ("VERB", "ADV", "AUX", "PART", "NUM")
+"""Parts of speech between a noun and a preposition that speaks of it: "a ribbon wrapped tightly around", "the number 7 on"."""
 _HYPHEN: Final = "\u2011"
 """Non-breaking hyphen, at which spaCy's tokenizer does not split."""
 _NOTHING: Final = -1
@@ -331,13 +340,9 @@ class _Reader:
         if preposition.dep_ == "agent":  # "carried by a man"
             self._relate(others, gerund(preposition.head), self._subjects(preposition.head, preposition.i))
             return
-        for length in (5, 4, 3, 2, 1):
-            start = preposition.i - length + 1
-            phrase = self.doc[max(0, start) : preposition.i + 1]
-            if start >= 0 and phrase.text.lower() in RELATIONS:
-                break
-        else:
+        if (phrase := self._spoken(preposition)) is None:
             return
+        kind = RELATIONS[phrase.text.lower()]
         anchor = phrase[0]
         while anchor.i in range(phrase.start, phrase.end) and anchor.head is not anchor and anchor.head.i != anchor.i:
             anchor = anchor.head
@@ -347,25 +352,65 @@ class _Reader:
                 for child in anchor.children
                 if child.i < phrase.start and self.ids.get(child.i, _NOTHING) >= 0
             ]
-        else:
-            subjects = self._owners(anchor, phrase.start)
-            near, start = self.ids.get(phrase.start - 1, _NOTHING), phrase.start - 1
-            while self.ids.get(start, _NOTHING) == near != _NOTHING:
-                start -= 1
-            if near != _NOTHING and any(
-                each.tag_ in ("WDT", "WP") for each in objects
-            ):  # "a bridge under which a boat passes"
-                others = [near]
-            elif near != _NOTHING and any(each.pos_ == "PRON" for each in objects):
+            self._relate(subjects, kind, others)
+            return
+        subjects = self._owners(anchor, phrase.start)
+        near, start = self._before(phrase.start)
+        if near != _NOTHING and any(each.tag_ in ("WDT", "WP") for each in objects):  # "a bridge under which a boat passes"
+            others = [self.ids.get(phrase.start - 1, near)]
+        elif near != _NOTHING and any(each.pos_ == "PRON" for each in objects):
+            if self.doc[start].lower_ == "with" and objects[0].lower_ in ("it", "them"):  # "a table with a cup on it"
+                holder, first = self._before(start)
+                is_only = not {*self.ids.values()} & {*range(holder)} or kind not in _VAGUE_PLACES
+                subjects, others = [near], [holder] if holder != _NOTHING and is_only else []
+            else:
                 others = [each for each in (*subjects, *others) if each != near][:1]
-                if (
-                    anchor.pos_ in ("VERB", "AUX") or self.doc[max(0, start)].lower_ == "with"
-                ):  # "a table with a cup on it"
-                    subjects = [near]
+                subjects = [near] if anchor.pos_ in ("VERB", "AUX") else subjects
                 others = [each for each in others if each not in subjects] or [
                     each for child in objects for each in self._listed(child)
                 ]
-        self._relate(subjects, RELATIONS[phrase.text.lower()], others)
+        elif near != _NOTHING and kind != "with" and any(_is_own_part(each) for each in objects):
+            opener = self.doc[start]
+            if opener.lower_ == "with" or opener.pos_ == "VERB":  # "an owl with a mouse in its beak"
+                subjects = [near]
+        elif kind == "with" and self._comes_back(objects):  # "a man next to a donkey with baggage on it"
+            subjects = [holder for holder, _ in [self._before(phrase.start)] if holder != _NOTHING]
+        self._relate(subjects, kind, others)
+
+    def _spoken(self, preposition: Any) -> Any | None:
+        """The longest spelling of a relation that ends with a preposition; None: it is no relation."""
+        for length in (5, 4, 3, 2, 1):
+            start = preposition.i - length + 1
+            phrase = self.doc[max(0, start) : preposition.i + 1]
+            if start >= 0 and phrase.text.lower() in RELATIONS:
+                return phrase
+        return None
+
+    def _before(self, at: int) -> tuple[int, int]:
+        """The thing whose phrase ends before token ``at``, behind which there may be a verb or adverb; and the token before that phrase.
+
+        Of "a globe of the Earth" it is the globe.
+        """
+        at -= 1
+        while at > 0 and at not in self.ids and (self.doc[at].pos_ in _BETWEEN or self.doc[at].tag_ == "RP"):
+            at -= 1
+        near = self.ids.get(at, _NOTHING)
+        while at > 0 and near != _NOTHING and (self.ids.get(at) == near or self.doc[at].lower_ == "of"):
+            at -= 1
+            near = self.ids.get(at, near) if self.doc[at + 1].lower_ == "of" else near
+        return near, at
+
+    def _comes_back(self, objects: Sequence[Any]) -> bool:
+        """Whether a preposition with "it" or "them" follows a noun: "with a lot of baggage on it"."""
+        for noun in objects:
+            at = noun.i + 1
+            while at < len(self.doc) and (at in self.ids or self.doc[at].pos_ in ("VERB", "ADV", "ADP", "PART", "ADJ", "NOUN")):
+                at += 1
+                if at in self.ids and self.ids[at] != self.ids.get(noun.i):
+                    break
+            if at < len(self.doc) and self.doc[at].lower_ in ("it", "them") and self.doc[at].dep_ == "pobj":
+                return True
+        return False
 
     def _relate(self, subjects: Sequence[int], kind: str, others: Sequence[int]) -> None:
         self.relations += [Relation(each, kind, other) for each in subjects for other in others if each != other]
@@ -374,6 +419,7 @@ class _Reader:
         """Things of a noun and of those that follow it in a list, as far as the parse joins them."""
         if (first := self._thing(head)) is None:
             return []
+        earlier = self._listed_before(head.i, first)
         members, at = [(first, {head.i})], head.i + 1
         while at < len(self.doc) and (at in self.ids or self.doc[at].lower_ in (",", "and", "or")):
             if at in self.ids and self.ids[at] == members[-1][0]:
@@ -390,7 +436,28 @@ class _Reader:
             arcs = [self.doc[each].dep_ for each in tokens if self.doc[each].head.i in before]
             arcs += [self.doc[each].dep_ for each in before if self.doc[each].head.i in tokens]
             last = place if {*arcs} & {"conj", "appos", "nmod", "amod", "compound", "npadvmod"} else last
-        return [id for id, _ in members[: last + 1] if id != _NOTHING]
+        return [*earlier, *(id for id, _ in members[: last + 1] if id != _NOTHING)]
+
+    def _listed_before(self, at: int, first: int) -> list[int]:
+        """Things before a noun that the parse took for its modifiers: "a white dress and brown boots"."""
+        tokens, start, found = {at}, at, list[int]()
+        while start > 0 and (self.ids.get(start - 1) == first or self.doc[start - 1].lower_ in (",", "and", "or")):
+            start -= 1
+            tokens.add(start)
+        while (id := self.ids.get(start - 1, first)) not in (first, _NOTHING) and start < at:
+            end = start
+            while self.ids.get(start - 1) == id:
+                start -= 1
+            heads = [self.doc[each].head.i for each in range(start, end) if self.doc[each].head.i not in range(start, end)]
+            deps = {self.doc[each].dep_ for each in range(start, end)}
+            if not {*heads} <= tokens or not deps & {"nmod", "amod", "compound", "conj", "appos"}:
+                break
+            found.insert(0, id)
+            tokens |= {*range(start, end)}
+            while self.doc[start - 1].lower_ in (",", "and", "or") and start > 0:
+                start -= 1
+                tokens.add(start)
+        return found
 
     def _owners(self, token: Any, at: int) -> list[int]:
         """Things of which a clause or preposition at ``at`` below ``token`` speaks."""
@@ -401,10 +468,11 @@ class _Reader:
             return self._subjects(token, at)
         if (id := self._thing(token)) is not None:
             return [id]
+        if token.pos_ in ("NOUN", "PROPN"):  # the portrait of "a portrait of a cat with a hat" is no thing
+            shown = [each for child in token.children if child.lower_ == "of" and child.i < at for each in child.children]
+            return [id for each in shown if each.dep_ == "pobj" and each.i < at for id in self._owners(each, at)]
         is_subject = token.dep_ in ("nsubj", "nsubjpass")  # of its head, which would come back to it
-        if token.head.i != token.i and token.pos_ not in ("NOUN", "PROPN") and not is_subject:
-            return self._owners(token.head, at)
-        return []
+        return [] if token.head.i == token.i or is_subject else self._owners(token.head, at)
 
     def _subjects(self, verb: Any, at: int) -> list[int]:
         subject = next((child for child in reversed([*verb.lefts]) if child.dep_ in ("nsubj", "nsubjpass")), None)
@@ -475,6 +543,10 @@ def _is_noun(token: Any) -> bool:
         or (token.lower_ in ("one", "ones") and token.i > 0 and token.nbor(-1).pos_ in ("ADJ", "DET"))
         or (is_determined and token.pos_ in ("ADJ", "X", "VERB") and token.lower_ not in COLOURS | QUALITIES)
     )
+
+
+def _is_own_part(noun: Any) -> bool:
+    return noun.lower_ in _PARTS and any(child.tag_ == "PRP$" for child in noun.children)
 
 
 def gerund(verb: Any) -> str:
