@@ -68,6 +68,23 @@ _VAGUE_PLACES: Final = frozenset(["behind", "in front of", "next to", "above", "
 """Of "a plane on a runway with the sun behind it", "it" may be either."""
 _BETWEEN: Final = ("VERB", "ADV", "AUX", "PART", "NUM")
 """Parts of speech between a noun and a preposition that speaks of it: "a ribbon wrapped tightly around", "the number 7 on"."""
+_PEOPLE: Final = frozenset(
+    "man men woman women boy boys girl girls person people child children kid kids lady guy baby player dog cat horse elephant".split()
+)
+_DEEDS: Final = frozenset(
+    "hold wear carry use eat read play drink take throw swing smoke pose look watch type write sip feed pet hug talk wait cut "
+    "push pull catch hit kick paint draw ring wave sing point lick chew".split()
+)
+"""Verbs of persons and animals: of "a woman on a bench holding an umbrella" the woman holds it."""
+_MOVES: Final = frozenset("run climb walk go drive ride jump fly ski skate slide crawl come race fall roll move hike march sail".split())
+_ALIKE: Final = {
+    "up": "on", "down": "on", "atop": "on", "aboard": "on", "astride": "on", "alongside": "next to", "amid": "among", "amidst": "among",
+    "amongst": "among", "beyond": "behind",
+}  # fmt: skip
+"""Prepositions that a still picture shows as another one does: a cat up a tree is on it."""
+_SIDES: Final = frozenset("side sides edge middle center centre top bottom corner end".split())
+_PLACED: Final = frozenset("parked seated placed located situated positioned set perched".split())
+"""Participles after which "by" names a place: "parked by a door"."""
 _HYPHEN: Final = "\u2011"
 """Non-breaking hyphen, at which spaCy's tokenizer does not split."""
 _NOTHING: Final = -1
@@ -97,6 +114,8 @@ def understand(text: str, first_id: int = 0) -> Ledger:
         return read(text, first_id=first_id)
     request = Request.of(text)
     plain = re.sub(r"(?<!the )\b(?=(?:left|right) of\b)", "to the ", request.plain)  # else "left" is parsed as a verb
+    plain = re.sub(r"\bclose (?=up (?:of|photo|shot|view|picture|image)\b)", "close-", plain, flags=re.I)
+    plain = re.sub(r"\bteddy bear(?=s?\b)", "teddybear", plain)  # else "bear" is parsed as a verb
     plain = re.sub(r"(?<=\w)-(?=\w)", _HYPHEN, " ".join(plain.split()))
     found = _Reader(pipeline(plain), request).ledger()
     things = tuple(replace(each, id=each.id + first_id) for each in found.things)
@@ -180,7 +199,7 @@ class _Reader:
 
     def _read_phrase(self, start: int, end: int, following: tuple[int, int], first: int | None = None) -> None:
         head = self.doc[end - 1]
-        noun = head.lower_.replace(_HYPHEN, "-")
+        noun = head.lower_.replace(_HYPHEN, "-").replace("teddybear", "teddy bear")
         is_one = noun in ("one", "ones")
         before = self.doc[start : end - 1]
         count, colours, qualities, compound, determiner = self._modifiers(head, before)
@@ -309,8 +328,11 @@ class _Reader:
         objects = [id for child in verb.children if child.dep_ == "dobj" for id in self._listed(child)]
         if verb.dep_ == "relcl" and any(child.dep_ == "dobj" and child.tag_ == "WDT" for child in verb.children):
             objects = self._owners(verb.head, verb.i)  # "a horse that a boy leads"
-        if any(child.dep_ == "prt" for child in verb.children):
-            objects = []
+        particle = next((child for child in verb.children if child.dep_ == "prt"), None)
+        if particle is not None and objects and verb.lemma_ in _MOVES:  # "which ran up a tree"
+            if kind := _kind(self.doc[particle.i : particle.i + 1]):
+                self._relate(subjects, kind, objects)
+            return
         for child in verb.children:
             if child.dep_ in ("acomp", "oprd") or (child.dep_ == "attr" and verb.lemma_ == "be"):
                 self._bind_adjectives(subjects[:1], child)
@@ -335,14 +357,17 @@ class _Reader:
                     bind(self.things, id, (), (text,))
 
     def _read_place(self, preposition: Any) -> None:
-        objects = [child for child in preposition.children if child.dep_ == "pobj"]
+        objects = [_whole(child) for child in preposition.children if child.dep_ == "pobj"]
         others = [id for child in objects for id in self._listed(child)]
-        if preposition.dep_ == "agent":  # "carried by a man"
+        if preposition.dep_ == "agent" and preposition.head.lower_ not in _PLACED:  # "carried by a man"
             self._relate(others, gerund(preposition.head), self._subjects(preposition.head, preposition.i))
             return
         if (phrase := self._spoken(preposition)) is None:
             return
-        kind = RELATIONS[phrase.text.lower()]
+        kind = _kind(phrase)
+        beside = {child.lower_ for child in preposition.children if child.dep_ == "pobj" for child in child.children}
+        if kind == "on" and objects and preposition.i + 1 < objects[0].i and beside & {"either", "both", "each"}:
+            kind = "next to"  # "on either side of the road"
         anchor = phrase[0]
         while anchor.i in range(phrase.start, phrase.end) and anchor.head is not anchor and anchor.head.i != anchor.i:
             anchor = anchor.head
@@ -369,6 +394,8 @@ class _Reader:
                 others = [each for each in others if each not in subjects] or [
                     each for child in objects for each in self._listed(child)
                 ]
+        if {*others} <= {*subjects} and len(objects) == 1 and objects[0].lower_ in ("it", "them"):
+            others = self._first_of_sentence(phrase[0].sent.start - 1)  # "A cat sits. A dog is next to it."
         elif near != _NOTHING and kind != "with" and any(_is_own_part(each) for each in objects):
             opener = self.doc[start]
             if opener.lower_ == "with" or opener.pos_ == "VERB":  # "an owl with a mouse in its beak"
@@ -377,12 +404,17 @@ class _Reader:
             subjects = [holder for holder, _ in [self._before(phrase.start)] if holder != _NOTHING]
         self._relate(subjects, kind, others)
 
+    def _first_of_sentence(self, at: int) -> list[int]:
+        """The first thing of the sentence of token ``at``; empty: there is none."""
+        tokens = self.doc[at].sent if at > 0 else ()
+        return [id for each in tokens if (id := self.ids.get(each.i, _NOTHING)) != _NOTHING][:1]
+
     def _spoken(self, preposition: Any) -> Any | None:
         """The longest spelling of a relation that ends with a preposition; None: it is no relation."""
         for length in (5, 4, 3, 2, 1):
             start = preposition.i - length + 1
             phrase = self.doc[max(0, start) : preposition.i + 1]
-            if start >= 0 and phrase.text.lower() in RELATIONS:
+            if start >= 0 and _kind(phrase):
                 return phrase
         return None
 
@@ -479,9 +511,7 @@ class _Reader:
         if subject is not None and subject.tag_ not in ("WDT", "WP") and subject.lower_ != "that":
             return self._owners(subject, verb.i)
         if (subject is not None and verb.dep_ == "relcl") or verb.dep_ == "acl":
-            noun = verb.head
-            is_worn = noun.lower_ in _WORN and noun.dep_ == "pobj" and verb.dep_ == "acl"
-            return self._owners(noun.head.head if is_worn else noun, verb.i)
+            return self._owners(_agent(verb) if verb.dep_ == "acl" else verb.head, verb.i)
         if any(child.dep_ == "expl" for child in verb.children):
             return [id for child in verb.children if child.dep_ == "attr" and (id := self._thing(child)) is not None]
         if verb.dep_ in ("advcl", "xcomp", "conj", "ccomp", "pcomp", "prep", "dep", "appos"):
@@ -521,6 +551,8 @@ class _Reader:
                 return None
             if found:
                 return found[0]
+        if token.dep_ == "nsubj" and above and above[0] != _NOTHING:  # "a bird that sings although it is in a cage"
+            return above[0]
         return None
 
 
@@ -543,6 +575,36 @@ def _is_noun(token: Any) -> bool:
         or (token.lower_ in ("one", "ones") and token.i > 0 and token.nbor(-1).pos_ in ("ADJ", "DET"))
         or (is_determined and token.pos_ in ("ADJ", "X", "VERB") and token.lower_ not in COLOURS | QUALITIES)
     )
+
+
+def _kind(phrase: Any) -> str:
+    """The relation that a phrase spells; empty: none."""
+    text = phrase.text.lower()
+    if text == "from" and phrase[0].head.lemma_ in ("hang", "dangle", "suspend"):
+        return "below"
+    return RELATIONS.get(text) or _ALIKE.get(text, "")
+
+
+def _whole(noun: Any) -> Any:
+    """The wall of "the side of a wall", which is a part of it and no thing."""
+    if noun.lower_ in _SIDES:
+        wholes = [each for child in noun.children if child.lower_ == "of" for each in child.children if each.dep_ == "pobj"]
+        return wholes[0] if wholes else noun
+    return noun
+
+
+def _agent(verb: Any) -> Any:
+    """The noun that does what a participle behind it says: the man of "a man in a coat holding a cup"."""
+    noun, above = verb.head, verb.head.head
+    if above.lower_ == "of" and above.head.lower_ in _SIDES:
+        noun, above = above.head, above.head.head
+    is_set = noun.dep_ == "pobj" and above.lower_ in ("in", "on", "at", "inside") and noun.lower_ not in _PEOPLE
+    if noun.dep_ == "dobj" and above.lemma_ == "wear":
+        return above
+    if verb.tag_ != "VBG" or not is_set:
+        return noun
+    does = verb.lemma_ in _DEEDS and any(child.dep_ in ("dobj", "prep") for child in verb.children)
+    return above.head if does or noun.lower_ in _WORN else noun
 
 
 def _is_own_part(noun: Any) -> bool:
