@@ -68,6 +68,11 @@ _VAGUE_PLACES: Final = frozenset(["behind", "in front of", "next to", "above", "
 """Of "a plane on a runway with the sun behind it", "it" may be either."""
 _BETWEEN: Final = ("VERB", "ADV", "AUX", "PART", "NUM")
 """Parts of speech between a noun and a preposition that speaks of it: "a ribbon wrapped tightly around", "the number 7 on"."""
+_PAINTS: Final = frozenset(["paint", "color", "colour", "dye"])
+_EVENTS: Final = frozenset(["do", "perform", "get", "lose"])
+"""Verbs whose object is no thing that a picture shows beside their subject: "doing a trick", "losing his balance"."""
+_WRITTEN: Final = frozenset(["word", "number", "saying", "text", "phrase"])
+"""Nouns that stand for words to be rendered, which are checked as words."""
 _PEOPLE: Final = frozenset(
     "man men woman women boy boys girl girls person people child children kid kids lady guy baby player dog cat horse elephant".split()
 )
@@ -218,6 +223,8 @@ class _Reader:
             return
         if start in self.ids:  # the tea of "a cup of tea"
             return
+        if noun in COLOURS and end == start + 1 and head.head.lemma_ in _PAINTS:  # "a wall painted red"
+            return
         if single in _AMOUNTS and has_of:
             self._read_phrase(*following, (end, end), start)
             if (id := self.ids.get(following[0])) is not None and id >= 0:
@@ -334,11 +341,13 @@ class _Reader:
                 self._relate(subjects, kind, objects)
             return
         for child in verb.children:
-            if child.dep_ in ("acomp", "oprd") or (child.dep_ == "attr" and verb.lemma_ == "be"):
+            if verb.lemma_ in _PAINTS and child.lower_ in COLOURS and child.i > verb.i:
+                self._bind_adjectives(subjects[:1], child)
+            elif child.dep_ in ("acomp", "oprd") or (child.dep_ == "attr" and verb.lemma_ == "be"):
                 self._bind_adjectives(subjects[:1], child)
         if verb.lemma_ == "be":
             return
-        if not is_purpose and verb.dep_ != "amod":
+        if not is_purpose and verb.dep_ != "amod" and verb.lemma_ not in _EVENTS:
             kind = "with" if verb.lemma_ in _HAVING else gerund(verb)
             if objects:
                 self._relate(subjects, kind, objects)
@@ -357,7 +366,8 @@ class _Reader:
                     bind(self.things, id, (), (text,))
 
     def _read_place(self, preposition: Any) -> None:
-        objects = [_whole(child) for child in preposition.children if child.dep_ == "pobj"]
+        whole = _whole if preposition.lower_ != "at" else lambda noun: noun
+        objects = [whole(child) for child in preposition.children if child.dep_ == "pobj"]
         others = [id for child in objects for id in self._listed(child)]
         if preposition.dep_ == "agent" and preposition.head.lower_ not in _PLACED:  # "carried by a man"
             self._relate(others, gerund(preposition.head), self._subjects(preposition.head, preposition.i))
@@ -380,6 +390,9 @@ class _Reader:
             self._relate(subjects, kind, others)
             return
         subjects = self._owners(anchor, phrase.start)
+        owned = next((child for child in anchor.children if child.dep_ == "dobj" and child.i < phrase.start), None)
+        if anchor.lemma_ in _HAVING and owned is not None:  # "people who have a dog on a leash"
+            subjects = self._listed(owned)
         near, start = self._before(phrase.start)
         if near != _NOTHING and any(each.tag_ in ("WDT", "WP") for each in objects):  # "a bridge under which a boat passes"
             others = [self.ids.get(phrase.start - 1, near)]
@@ -400,6 +413,10 @@ class _Reader:
             opener = self.doc[start]
             if opener.lower_ == "with" or opener.pos_ == "VERB":  # "an owl with a mouse in its beak"
                 subjects = [near]
+        elif kind == "in" and anchor.dep_ == "pobj" and anchor.i in self.ids:  # "next to a tree in a garden": both are
+            outer = self._spoken(anchor.head)
+            if outer is not None and _kind(outer) in _VAGUE_PLACES and (others_of := self._owners(outer[0].head, outer.start)):
+                subjects = others_of
         elif kind == "with" and self._comes_back(objects):  # "a man next to a donkey with baggage on it"
             subjects = [holder for holder, _ in [self._before(phrase.start)] if holder != _NOTHING]
         self._relate(subjects, kind, others)
@@ -445,7 +462,12 @@ class _Reader:
         return False
 
     def _relate(self, subjects: Sequence[int], kind: str, others: Sequence[int]) -> None:
-        self.relations += [Relation(each, kind, other) for each in subjects for other in others if each != other]
+        pairs = [(each, other) for each in subjects for other in others if each != other]
+        self.relations += [
+            Relation(each, kind, other)
+            for each, other in pairs
+            if not {self.things[each].noun, self.things[other].noun} & _WRITTEN
+        ]
 
     def _listed(self, head: Any) -> list[int]:
         """Things of a noun and of those that follow it in a list, as far as the parse joins them."""
@@ -509,7 +531,9 @@ class _Reader:
     def _subjects(self, verb: Any, at: int) -> list[int]:
         subject = next((child for child in reversed([*verb.lefts]) if child.dep_ in ("nsubj", "nsubjpass")), None)
         if subject is not None and subject.tag_ not in ("WDT", "WP") and subject.lower_ != "that":
-            return self._owners(subject, verb.i)
+            joined = verb.dep_ == "conj" and verb.head.i in self.ids and self.doc[subject.left_edge.i - 1].lower_ == "and"
+            first = self._owners(verb.head, subject.i) if joined else []  # "a truck and its trailer jumping"
+            return [*first, *self._owners(subject, verb.i)]
         if (subject is not None and verb.dep_ == "relcl") or verb.dep_ == "acl":
             return self._owners(_agent(verb) if verb.dep_ == "acl" else verb.head, verb.i)
         if any(child.dep_ == "expl" for child in verb.children):
@@ -599,8 +623,8 @@ def _agent(verb: Any) -> Any:
     if above.lower_ == "of" and above.head.lower_ in _SIDES:
         noun, above = above.head, above.head.head
     is_set = noun.dep_ == "pobj" and above.lower_ in ("in", "on", "at", "inside") and noun.lower_ not in _PEOPLE
-    if noun.dep_ == "dobj" and above.lemma_ == "wear":
-        return above
+    if noun.dep_ == "dobj" and (above.lemma_ == "wear" or (above.lemma_ in _DEEDS and verb.lemma_ in _DEEDS)):
+        return noun if noun.lower_ in _PEOPLE else above
     if verb.tag_ != "VBG" or not is_set:
         return noun
     does = verb.lemma_ in _DEEDS and any(child.dep_ in ("dobj", "prep") for child in verb.children)

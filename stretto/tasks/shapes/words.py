@@ -75,7 +75,8 @@ VACUOUS = _words("visible other real single such actual more second third")
 """Adjectives that restrict nothing: "no visible clouds" are no clouds."""
 _PLACES = _words(
     "front top bottom middle center centre side left right corner end distance background foreground scene shape texture kind type sort home "
-    "part half edge foot way other others night day morning evening afternoon dawn dusk noon sunset sunrise winter summer spring autumn"
+    "part half edge foot way other others night day morning evening afternoon dawn dusk noon sunset sunrise winter summer spring autumn "
+    "january february april june july august september october november december"
 )
 _MANNERS = _words("style view shot lens lighting look")
 IRREGULAR = {
