@@ -27,6 +27,7 @@ from stretto.tasks.shapes.words import (
     SHADES,
     VACUOUS,
     VAGUE,
+    VERBS,
     names_no_thing,
     singular,
     word_set,
@@ -67,6 +68,8 @@ _PARTS: Final = word_set(
 """What is in or on a part of a body is held or worn: the mouse is in the beak of "an owl with a mouse in its beak"."""
 _VAGUE_PLACES: Final = frozenset(["behind", "in front of", "next to", "above", "below", "left of", "right of"])
 """Of "a plane on a runway with the sun behind it", "it" may be either."""
+_WAYS: Final = frozenset(["through", "across", "along", "towards", "past"])
+"""Relations of what moves, so that a place before them is not their subject."""
 _BETWEEN: Final = ("VERB", "ADV", "AUX", "PART", "NUM")
 """Parts of speech between a noun and a preposition that speaks of it: "a ribbon wrapped tightly around", "the number 7 on"."""
 _GERUNDS: Final = word_set(
@@ -92,8 +95,9 @@ _DEEDS: Final = word_set(
 )
 """Verbs of persons and animals: of "a woman on a bench holding an umbrella" the woman holds it."""
 _MOVES: Final = word_set(
-    "run climb walk go drive ride jump fly ski skate slide crawl come race fall roll move hike march sail"
+    "run climb walk go drive ride jump fly ski skate slide crawl come race fall roll move hike march sail pass"
 )
+_ACTS: Final = word_set("lays kneels waits looks leans rests poses crouches perches")
 _ALIKE: Final = {
     "up": "on", "down": "on", "atop": "on", "aboard": "on", "astride": "on", "alongside": "next to", "amid": "among", "amidst": "among",
     "amongst": "among", "beyond": "behind", "all over": "on",
@@ -150,6 +154,8 @@ class _Reader:
         """Thing of every token of a noun phrase; `_NOTHING` where it is absent."""
         self.lacking: set[int] = set()
         """Ends of the phrases that are absent."""
+        self.acts: list[int] = []
+        """Verbs that the parse took for the head of the noun before them."""
         self.deeds: list[int] = []
         """Words in -ing between two nouns that the parse took for one."""
         self.doers: dict[int, int] = {}
@@ -163,6 +169,7 @@ class _Reader:
         runs = [*self._runs()]
         for place, (start, end) in enumerate(runs):
             self._read_phrase(start, end, runs[place + 1] if place + 1 < len(runs) else (end, end))
+        self.ids |= {at: self.ids[at - 1] for at in self.acts if at - 1 in self.ids}
         for at in self.deeds:
             ends = [self.ids.get(each, _NOTHING) for each in (at - 1, at + 1)]
             if _NOTHING not in ends:
@@ -222,6 +229,16 @@ class _Reader:
             and _is_noun(self.doc[end - 2])
         ):
             end -= 1  # "a balloon landing"
+        last = self.doc[end - 1]
+        if (
+            end > start + 2
+            and last.tag_ in ("NNS", "NNPS")
+            and last.lower_ in VERBS.keys() | _ACTS
+            and self.doc[start].lower_ in ("a", "an")
+            and _is_noun(self.doc[end - 2])
+        ):
+            end -= 1  # "an airplane flies", parsed as one noun
+            self.acts.append(end)
         for at in range(start + 1, end - 1):
             if self._is_deed(start, at):  # "a dragon breathing fire", parsed as one noun
                 self.deeds.append(at)
@@ -375,6 +392,8 @@ class _Reader:
         objects = [id for child in verb.children if child.dep_ == "dobj" for id in self._listed(child)]
         if verb.dep_ == "relcl" and any(child.dep_ == "dobj" and child.tag_ == "WDT" for child in verb.children):
             objects = self._owners(verb.head, verb.i)  # "a horse that a boy leads"
+        if any(child.dep_ in ("nsubjpass", "auxpass") for child in verb.children):
+            objects = []  # "a man is handed a cake" by somebody else
         particle = next((child for child in verb.children if child.dep_ == "prt"), None)
         if particle is not None and objects and verb.lemma_ in _MOVES:  # "which ran up a tree"
             if kind := _kind(self.doc[particle.i : particle.i + 1]):
@@ -429,6 +448,10 @@ class _Reader:
             self._relate(subjects, kind, others)
             return
         subjects = self._owners(anchor, phrase.start)
+        if anchor.dep_ == "dobj" and anchor.head.lemma_ in _EVENTS:  # "doing a trick on a board"
+            subjects = self._subjects(anchor.head, phrase.start)
+        elif anchor.dep_ == "pobj" and kind in _WAYS and anchor.i in self.ids:  # "through a room towards a cat"
+            subjects = self._owners(anchor.head.head, phrase.start) or subjects
         owned = next((child for child in anchor.children if child.dep_ == "dobj" and child.i < phrase.start), None)
         if anchor.lemma_ in _HAVING and owned is not None:  # "people who have a dog on a leash"
             subjects = self._listed(owned)
@@ -662,7 +685,12 @@ def _is_noun(token: Any) -> bool:
     return (
         token.pos_ in ("NOUN", "PROPN")
         or (token.lower_ in ("one", "ones") and token.i > 0 and token.nbor(-1).pos_ in ("ADJ", "DET"))
-        or (is_determined and token.pos_ in ("ADJ", "X", "VERB") and token.lower_ not in COLOURS | QUALITIES)
+        or (
+            is_determined
+            and token.pos_ in ("ADJ", "X", "VERB")
+            and token.lower_ not in COLOURS | QUALITIES
+            and not (token.tag_ == "VBG" and token.nbor(-1).pos_ == "NUM")  # "a family of four posing"
+        )
     )
 
 
