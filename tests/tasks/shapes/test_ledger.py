@@ -267,6 +267,40 @@ def test_negations_quantifiers_and_comparisons_are_never_turned_round(text: str,
         ("a horse that a boy holds", [("boy", "holding", "horse")]),
         ("two red cubes left of a blue sphere", [("cube", "left of", "sphere")]),
         ("a fence painted by a man", [("man", "painting", "fence")]),
+        (
+            "a bottle with a red ribbon wrapped around it",
+            [("bottle", "with", "ribbon"), ("ribbon", "around", "bottle")],
+        ),
+        (
+            "a man next to a donkey with a lot of baggage on it",
+            [("man", "next to", "donkey"), ("donkey", "with", "baggage"), ("baggage", "on", "donkey")],
+        ),
+        ("a plane on a runway with the sun behind it", [("plane", "on", "runway"), ("runway", "with", "sun")]),
+        ("an owl gripping a squirrel in its talons", [("owl", "gripping", "squirrel"), ("squirrel", "in", "talon")]),
+        ("an old photograph of an airship, floating over a field", [("airship", "above", "field")]),
+        ("a doll wearing a white dress and brown boots", [("doll", "wearing", "dress"), ("doll", "wearing", "boot")]),
+        ("a plant growing on the side of a brick wall", [("plant", "on", "brick wall")]),
+        ("a lamp hanging from the ceiling", [("lamp", "below", "ceiling")]),
+        ("a motorcycle parked by a door", [("motorcycle", "next to", "door")]),
+        (
+            "A woman stands in a garden holding an umbrella.",
+            [("woman", "in", "garden"), ("woman", "holding", "umbrella")],
+        ),
+        ("A cat sits on a mat. A dog is next to it.", [("cat", "on", "mat"), ("dog", "next to", "cat")]),
+        ("a teddy bear to the right of a toy car", [("bear", "right of", "toy car")]),
+        ("a child doing a trick on a board", [("child", "on", "board")]),
+        (
+            "A beaver stands next to a tree in a park.",
+            [("beaver", "next to", "tree"), ("beaver", "in", "park")],
+        ),
+        (
+            "an airport lobby with a woman hauling baggage",
+            [("woman", "hauling", "baggage"), ("lobby", "with", "woman")],
+        ),
+        ("A man is being handed a birthday cake.", []),
+        ("A large white airplane flies in the gray sky.", [("airplane", "in", "sky")]),
+        ("A boy walking through a room towards a cat.", [("boy", "through", "room"), ("boy", "towards", "cat")]),
+        ("Two hold a ball", []),  # the subject names nothing
     ],
 )
 def test_a_parse_finds_the_subject_of_a_place_and_of_a_verb(text: str, relations: list[tuple[str, str, str]]) -> None:
@@ -278,3 +312,10 @@ def test_a_parse_finds_the_subject_of_a_place_and_of_a_verb(text: str, relations
         for each in ledger.relations
     ]
     assert found == relations
+
+
+def test_a_wall_that_is_painted_has_a_colour() -> None:
+    if parser() is None:
+        pytest.skip("spacy is not installed: pip install 'stretto[pictures]'")
+    ledger = understand("An old toilet painted red with a wooden lid.")
+    assert [(each.noun, each.colours) for each in ledger.things] == [("toilet", ("red",)), ("lid", ())]
