@@ -3,7 +3,8 @@
     python -m bench.ledger PROMPTS.tsv [--rules] [--part dev|test|last|held] [--show]
 
 PROMPTS.tsv has prompts in its first column: those of PartiPrompts, DrawBench, and the COCO captions of TIFA v1.0. The labels, written by
-hand before the reader was tried on their prompts, are in ``bench/data/ledger_labels.jsonl``: by the SHA-256 of a prompt, or with the prompt itself where it is our own. Other prompts are ignored.
+hand before the reader was tried on their prompts, are in ``bench/data/ledger_labels.jsonl``:
+by the SHA-256 of a prompt, or with the prompt itself where it is our own. Other prompts are ignored.
 A label is a list of demands: "2 dog,brown" (count, noun, colours; ``*``: several), "cat on sofa", "no lamp"; "?sofa" and "sofa?" may be read or not,
 "!dog,black" would invert the prompt; "|" and "/" separate alternatives. Conversations are in ``bench/data/dialogues.txt``.
 Prints recall and precision by kind of demand, inverted demands, and turns that were understood, asked about, or misunderstood.
