@@ -37,8 +37,7 @@ def texts(graph: Graph, kinds: Kinds) -> Iterator[tuple[str, str, str]]:
     for key, node in graph.items():
         for name, value in node["inputs"].items():
             field = kinds[node["class_type"]].fields.get(name)
-            is_choice = field is not None and field.kind == "COMBO"
-            if isinstance(value, str) and not is_choice and name != "filename_prefix":
+            if isinstance(value, str) and name != "filename_prefix" and (field is None or field.kind != "COMBO"):
                 yield key, name, value
 
 
@@ -51,9 +50,11 @@ def make_models(folder: Path, graph: Graph, kinds: Kinds) -> None:
                 (folder / place / value).touch()
 
 
-def request(graph: Graph, kinds: Kinds, seed: int) -> PaintRequest:
+def request(graph: Graph, kinds: Kinds) -> PaintRequest:
     """A request, with a negative prompt where the template has an input for it. Raises `UserError`: the template cannot be fitted."""
-    asked = PaintRequest(PROMPT, 1024, 1024, seed)
+    if lacking := sorted({node["class_type"] for node in graph.values()} - kinds.keys()):
+        raise UserError(f"this server has no node {lacking[0]}")
+    asked = PaintRequest(PROMPT, 1024, 1024, random.getrandbits(40))
     fit(graph, kinds, asked, (), "bench")
     try:
         fit(graph, kinds, replace(asked, negative=NEGATIVE), (), "bench")
@@ -89,11 +90,11 @@ def main() -> None:
     folder = resources.files("comfyui_workflow_templates_json") / "templates"
     others = sorted({path.name.removesuffix(".json") for path in folder.iterdir()} - {*TEMPLATES})
     kinds = read_kinds(httpx.get(f"{options.server}/object_info", timeout=60).json(), options.server)
-    seed, wanted, known = random.SystemRandom().getrandbits(40), {}, set(f"{PROMPT} {NEGATIVE}".split())
+    wanted, known = {}, {*PROMPT.split(), NEGATIVE}
     for name in (*TEMPLATES, *(others if options.all else ())):
         try:
             graph = base_graph(name, kinds)
-            wanted[name] = (graph, request(graph, kinds, seed))
+            wanted[name] = (graph, request(graph, kinds))
         except UserError as error:
             print(f"  {name}: {error}", file=sys.stderr)
             continue
@@ -111,8 +112,8 @@ def main() -> None:
             num_wrong += len(foreign) + len(lost)
             negative = "with negative" if asked.negative else ""
             print(f"{name:44} {state:8} {negative:14} {' '.join([*foreign, *lost]) or 0}")
-    own_held = f"{num_own} of {len(TEMPLATES)} of Stretto's list"
-    print(f"{num_held} of {len(wanted)} templates held by the server ({own_held}), {num_wrong} foreign words")
+    own_held = f"{num_own} of them of Stretto's {len(TEMPLATES)}"
+    print(f"{num_held} graphs held, {own_held}; {num_wrong} foreign words or lost prompts")
     sys.exit(num_wrong > 0 or num_own < len(TEMPLATES))
 
 

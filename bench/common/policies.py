@@ -24,8 +24,8 @@ def held_out_reward(
 ) -> float:
     """Mean reward on ``num`` held-out problems, one sample of each at the recipe's temperature: our engine, whoever trained."""
     opened = open_engine(folder, EngineConfig(cache_bytes=recipe.rollout.cache_bytes))
-    assert opened.tokenizer is not None
-    dialogue, phases = Dialogue(opened.tokenizer), Phases(opened.config.full())
+    assert opened.engine.tokenizer is not None
+    dialogue, phases = Dialogue(opened.engine.tokenizer), Phases(opened.engine.model.config.full())
     tasks = [prompts.held_out(number) for number in range(num)]
     problems = [sources[task.source].problem(task.item) for task in tasks]
     requests = [

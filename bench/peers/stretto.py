@@ -48,7 +48,7 @@ class Generator:
         torch.set_num_threads(int(threads.split()[0]))
         opened = self.engines[kernels.split()[0]]
         sampling = Sampling(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-        phases = Phases(opened.config.full())
+        phases = Phases(opened.engine.model.config.full())
         asked = [Request(str(index), tuple(prompt), sampling, phases) for index, prompt in enumerate(prompts)]
         return [list(done.tokens) for done in opened.engine.generate(asked)]
 

@@ -129,7 +129,7 @@ def _converse(run: Path) -> None:
     opened = open_engine(run / "smol", EngineConfig(max_batch=AT_ONCE), dtype=half)
     questions = chat_questions()
     answers = answer(opened, questions, Sampling(temperature=0.0, max_tokens=ANSWER_TOKENS), "converse")
-    tokenizer, template = _template(opened.tokenizer)
+    tokenizer, template = _template(opened.engine.tokenizer)
     lines = []
     for question, text in zip(questions, answers, strict=True):
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": text}]
@@ -180,7 +180,7 @@ def answer(
     opened: OpenedEngine, questions: Sequence[str], sampling: Sampling, what: str, size: str = "full"
 ) -> list[str]:
     """The answers of one size of a network, each question in a conversation of its own."""
-    tokenizer, template = _template(opened.tokenizer)
+    tokenizer, template = _template(opened.engine.tokenizer)
     phases = Phases(opened.presets[size])
     answers = []
     with progress(what, len(questions)) as advance:

@@ -30,7 +30,7 @@ from stretto.base.records import Lineage
 from stretto.base.track import progress
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine
-from stretto.engine.loading import OpenedEngine, generation_ends, least_bytes, open_engine
+from stretto.engine.loading import OpenedEngine, least_bytes, open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling, TokenEvent
 from stretto.harness.suites import serving
 from stretto.model.checkpoint import read_checkpoint, read_config, read_presets
@@ -123,8 +123,8 @@ def generate_command(source: Path, prompt: str, options: ServeOptions, sampling:
     """Print the completion of ``prompt`` while it is generated."""
     check_text(prompt, "--prompt")
     opened, model = _open(source, options)
-    assert opened.tokenizer is not None
-    ids = opened.tokenizer.encode(prompt) or [opened.tokenizer.eos_id]
+    assert model.tokenizer is not None
+    ids = model.tokenizer.encode(prompt) or [model.tokenizer.eos_id]
     for piece in stream(opened.engine, ids, model.default.of(model.config), sampling):
         _say(piece, end="")
     _say("")
@@ -135,11 +135,11 @@ def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system
     check_text(system or "", "--system")
     opened, model = _open(source, options)
     subnet = model.default.of(model.config)
-    assert opened.tokenizer is not None
-    if opened.tokenizer.chat_template is None:
+    assert model.tokenizer is not None
+    if model.tokenizer.chat_template is None:
         problem = "the tokenizer has none; use `stretto generate`, or put a chat_template.jinja there"
         raise UserError(f"{opened.folder}: chat_template: {problem}")
-    prompts = Prompts(opened.tokenizer)
+    prompts = Prompts(model.tokenizer)
     sampling = sampling.replace(stop_ids=prompts.turn_ends)
     messages = [Message(role="system", content=system)] if system else []
     rich.print(f"[dim]{opened.name}, {subnet.label()}; /exit or Ctrl-D ends[/dim]")
@@ -245,23 +245,20 @@ def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedMode
     opened = open_engine(source, config, device=device, dtype=dtype, memory_bytes=memory, cut=cut)
     default = SubnetChoice()
     if cut is None and options.subnet is not None:
-        parse_subnet(options.subnet, opened.config, presets)  # raises an error if the network has no such size
+        parse_subnet(
+            options.subnet, opened.engine.model.config, presets
+        )  # raises an error if the network has no such size
         default = parse_choice(options.subnet, presets)
     elif cut is None:
-        default = environment_subnet(os.environ, opened.config) or default
+        default = environment_subnet(os.environ, opened.engine.model.config) or default
     _take_threads(opened.engine.model)
     least = least_trained(opened)
-    for warning in least.warnings(cut or default.of(opened.config)):
+    for warning in least.warnings(cut or default.of(opened.engine.model.config)):
         _warn(warning)
-    return opened, ServedModel(
-        name=opened.name,
-        config=opened.config,
-        presets=presets,
-        tokenizer=opened.tokenizer,
-        max_len=opened.engine.max_len,
+    return opened, ServedModel.of(
+        opened,
+        presets,
         default=default,
-        stop_ids=generation_ends(folder, opened.config.vocab_size),
-        weight_bytes=dtype.itemsize,
         least=least,
         is_chat_tuned=is_chat_tuned(opened),
         is_enhancer=is_enhancer(opened.lineage),
@@ -292,7 +289,7 @@ def stream(
 def least_trained(opened: OpenedEngine) -> Least:
     """The smallest layers, experts and top-k that the network was trained with, from its recipe; no limits without a recipe."""
     recipe = (opened.lineage.config.get("recipe") if opened.lineage else None) or {}
-    config, elastic = opened.config, recipe.get("elastic")
+    config, elastic = opened.engine.model.config, recipe.get("elastic")
     if elastic is None:
         return Least()
     if elastic.get("sampler") == "off":
@@ -332,9 +329,9 @@ def _announce(opened: OpenedEngine, model: ServedModel, url: str) -> None:
     _say(f"kernels: {kernels}, in {str(weight.dtype).removeprefix('torch.')}{hint}")
     stats, most = opened.engine.stats(), config.max_positions
     if (
-        opened.tokenizer is not None
-        and opened.tokenizer.chat_template
-        and (note := tool_form(opened.tokenizer.chat_template).note())
+        model.tokenizer is not None
+        and model.tokenizer.chat_template
+        and (note := tool_form(model.tokenizer.chat_template).note())
     ):
         _say(note)
     limit = "" if stats.max_len == most else f" (of {most:,} the network has)"

@@ -20,7 +20,7 @@ from stretto.model.elastic import extract
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, extracted_config
 from stretto.ops.memory import free_bytes
 from stretto.ops.native import Library, load
-from stretto.text.tokenizer import Tokenizer, load_tokenizer
+from stretto.text.tokenizer import load_tokenizer
 
 HEADROOM = 0.1
 """Memory for activations and the process itself, as a share of the weights' bytes (a generous guess)."""
@@ -33,8 +33,6 @@ class OpenedEngine:
     """An engine, with the metadata of its checkpoint."""
 
     engine: Engine
-    tokenizer: Tokenizer | None
-    config: ModelConfig
     presets: dict[str, Subnet]
     """Named Subnets of the network in service, always with ``full``."""
     lineage: Lineage | None
@@ -100,7 +98,7 @@ def open_engine(
     engine = Engine(model, tokenizer, config, end_ids=end_ids, routes=routes, library=library)
     name = folder.parent.name if (folder.parent / RUN_FILE).is_file() else folder.resolve().name
     subnets = {"full": model.config.full(), **{name: choice.of(model.config) for name, choice in presets.items()}}
-    return OpenedEngine(engine, tokenizer, model.config, subnets, checkpoint.lineage, folder, name)
+    return OpenedEngine(engine, subnets, checkpoint.lineage, folder, name)
 
 
 def generation_ends(folder: Path, vocab_size: int) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ from stretto.base.config import Config, validate
 from stretto.base.errors import UserError, nearest
 from stretto.base.paths import checkpoint_folder, sized
 from stretto.engine.async_engine import AsyncEngine
-from stretto.engine.loading import generation_ends, open_engine
+from stretto.engine.loading import open_engine
 from stretto.engine.request import EngineConfig
 from stretto.model.checkpoint import read_presets
 from stretto.server.elastic import ServedModel
@@ -166,15 +166,8 @@ def _opened(
     folder = checkpoint_folder(path)
     config = EngineConfig(max_len=max_len, max_batch=max_batch)
     opened = open_engine(folder, config, device=device, dtype=None if dtype is None else getattr(torch, dtype))
-    if opened.tokenizer is None or opened.tokenizer.chat_template is None:
+    tokenizer = opened.engine.tokenizer
+    if tokenizer is None or tokenizer.chat_template is None:
         raise UserError(f"{folder}: chat_template: the tokenizer has none; put a chat_template.jinja there")
-    served = ServedModel(
-        name=opened.name,
-        config=opened.config,
-        presets=read_presets(folder),
-        tokenizer=opened.tokenizer,
-        max_len=opened.engine.max_len,
-        stop_ids=generation_ends(folder, opened.config.vocab_size),
-        weight_bytes=opened.engine.model.embedding.weight.itemsize,
-    )
+    served = ServedModel.of(opened, read_presets(folder))
     return create_app(AsyncEngine(opened.engine).start(), served, ServeSettings()), served.names()

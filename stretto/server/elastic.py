@@ -19,6 +19,7 @@ from pydantic import Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
 from stretto.base.errors import UserError, nearest
+from stretto.engine.loading import OpenedEngine, generation_ends
 from stretto.engine.request import Phases
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, named_subnets, parse_subnet
 from stretto.server.limits import ApiError, overloaded
@@ -90,6 +91,21 @@ class ServedModel:
     """Whether the network was trained with its chat template. Otherwise it can only continue texts."""
     is_enhancer: bool = False
     """Whether the network was trained to expand requests for pictures."""
+
+    @classmethod
+    def of(cls, opened: OpenedEngine, presets: Mapping[str, SubnetChoice], **settings: Any) -> ServedModel:
+        """An opened checkpoint with the sizes ``presets``. ``settings``: fields that the checkpoint does not determine."""
+        engine, config = opened.engine, opened.engine.model.config
+        return cls(
+            opened.name,
+            config,
+            presets,
+            engine.tokenizer,
+            engine.max_len,
+            stop_ids=generation_ends(opened.folder, config.vocab_size),
+            weight_bytes=engine.model.embedding.weight.itemsize,
+            **settings,
+        )
 
     def choices(self) -> dict[str, SubnetChoice]:
         """Every preset by name, ``full`` included."""

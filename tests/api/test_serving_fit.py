@@ -77,7 +77,7 @@ def test_what_is_chosen_can_be_opened(served_run: Path) -> None:
     needed = needs(SMALL)
     assert fit(served_run, needed).subnet == SMALL
     opened = open_engine(served_run, memory_bytes=needed, cut=SMALL, library=Library(None, "not needed"))
-    assert opened.engine.max_len == SERVED.max_positions and opened.config.num_layers == 2
+    assert opened.engine.max_len == SERVED.max_positions and opened.engine.model.config.num_layers == 2
     with pytest.raises(UserError, match=rf"^--memory {needed - 1}: .* needs {needed} bytes"):
         fit(served_run, needed - 1)
 

@@ -46,7 +46,7 @@ def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def test_the_checkpoint_opens_in_the_engine_and_knows_where_it_comes_from(finished: Path) -> None:
     opened = open_engine(finished, EngineConfig(cache_bytes=1 << 20, max_batch=2))
-    assert opened.tokenizer is not None and opened.lineage is not None
+    assert opened.engine.tokenizer is not None and opened.lineage is not None
     lineage, start = opened.lineage, read_checkpoint(finished / "sft").lineage
     assert start is not None and (start.stage, lineage.stage) == ("sft", "rl")
     assert [parent.weights_hash for parent in lineage.parents] == [start.weights_hash]

@@ -41,7 +41,7 @@ def test_a_run_and_its_checkpoint_open_alike(run_folder: Path) -> None:
         assert opened.presets["corner"] == CORNER
         assert [completion.tokens for completion in opened.engine.generate(asked)] == expected
     cut = open_engine(run_folder, EngineConfig(**SIZES), cut=CORNER, library=TORCH)
-    assert cut.config.num_layers == 3 and set(cut.presets) == {"full"}
+    assert cut.engine.model.config.num_layers == 3 and set(cut.presets) == {"full"}
     alone = cut.engine.generate([request("x", (5, 6, 7), cut.presets["full"])])[0]
     assert alone.tokens == expected[0]
 
