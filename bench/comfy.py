@@ -51,7 +51,7 @@ def make_models(folder: Path, graph: Graph, kinds: Kinds) -> None:
 
 
 def request(graph: Graph, kinds: Kinds) -> PaintRequest:
-    """A request, with a negative prompt where the template has an input for it. Raises `UserError`: the template cannot be fitted."""
+    """A request, with a negative prompt where the template takes one. Raises `UserError`: the template cannot be fitted."""
     if lacking := sorted({node["class_type"] for node in graph.values()} - kinds.keys()):
         raise UserError(f"this server has no node {lacking[0]}")
     asked = PaintRequest(PROMPT, 1024, 1024, random.getrandbits(40))
@@ -104,16 +104,15 @@ def main() -> None:
     for name, (base, asked) in wanted.items():
         own = base if options.is_broken and name == TEMPLATES[-1] else {}
         held = held_graphs(options.server, name, asked, own, kinds)
-        num_held, num_own = num_held + bool(held), num_own + (bool(held) and name in TEMPLATES)
+        num_held += bool(held)
+        num_own += bool(held) and name in TEMPLATES
         for graph, state in held:
             found = [text for _, _, text in texts(graph, kinds)]
             foreign = [word for text in found for word in re.findall(r"\w+", text) if word not in known]
             lost = [] if PROMPT in found and (not asked.negative or NEGATIVE in found) else ["(a prompt is missing)"]
             num_wrong += len(foreign) + len(lost)
-            negative = "with negative" if asked.negative else ""
-            print(f"{name:44} {state:8} {negative:14} {' '.join([*foreign, *lost]) or 0}")
-    own_held = f"{num_own} of them of Stretto's {len(TEMPLATES)}"
-    print(f"{num_held} graphs held, {own_held}; {num_wrong} foreign words or lost prompts")
+            print(f"{name:44} {state:8} {asked.negative and 'negative':9} {' '.join([*foreign, *lost]) or 0}")
+    print(f"{num_held} held, {num_own} of Stretto's {len(TEMPLATES)}; {num_wrong} foreign words or lost prompts")
     sys.exit(num_wrong > 0 or num_own < len(TEMPLATES))
 
 
