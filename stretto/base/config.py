@@ -19,7 +19,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import to_jsonable_python
+from pydantic_core import ErrorDetails, to_jsonable_python
 
 from stretto.base.errors import UserError, nearest
 from stretto.base.paths import RECIPES, read_json
@@ -245,26 +245,82 @@ class Problem:
 
 def first_problem(error: ValidationError, kind: type[BaseModel], noun: str = "field") -> Problem:
     """The first problem that pydantic found while it validated a ``kind``; ``noun``: the word for a field in the message."""
-    found = error.errors(include_url=False, include_context=False)[0]
-    *above, last = found["loc"] or (None,)
-    is_unknown = found["type"] == "extra_forbidden"
+    nearest_ones = _nearest_member(error.errors(include_url=False, include_context=False), kind)
+    found = nearest_ones[0]
+    place = _place(found["loc"], kind)
+    if found["type"] != "extra_forbidden":
+        message = "missing; add it" if found["type"] == "missing" else found["msg"].removeprefix("Value error, ")
+        if message.startswith(_INPUT):
+            texts = (each["msg"].removeprefix(f"{_INPUT} ").partition(", unable to parse")[0] for each in nearest_ones)
+            message = f"must be {', or '.join(dict.fromkeys(texts))}{_shown(found['input'])}"
+        return Problem(".".join(place.path) or None, message)
+    *above, last = found["loc"]
+    types = _place(tuple(above), kind).types
+    known = [field.alias or name for each in types if _is_model(each) for name, field in each.model_fields.items()]
+    return Problem(".".join(place.path), f"unknown {noun}{nearest(str(last), known)}", True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Place of a value in the data. Written by `_place`."""
+
+    path: list[str]
+    """Keys and indices, without pydantic's names of members of a union."""
+    types: list[Any]
+    """Types that the value may have."""
+    union_at: int | None
+    """Length of ``path`` at the first union on the way that has a named member; None: there is none."""
+    member: int | str | None
+    """Pydantic's name of that member."""
+
+
+def _place(loc: Sequence[int | str], kind: type[BaseModel]) -> _Place:
+    """The place that pydantic calls ``loc`` in a ``kind``."""
     path: list[str] = []
+    union_at, member = None, None
     # Types of the value at this place. Where it is a union, pydantic's next step names a member, which is no part of the path.
     types: list[Any] = [kind]
-    for part in above if is_unknown or last is None else (*above, last):
+    for part in loc:
         if len(types) > 1:
+            if union_at is None:
+                union_at, member = len(path), part
             named = [each for each in types if _label(each) in str(part).lower()]
             types = sorted(named, key=lambda each: len(_label(each)))[-1:]
         elif part != "[key]":
             path.append(_printable(str(part)))
-            types = [member for each in types for member in _members(_type_at(each, part))]
-    if not is_unknown:
-        message = "missing; add it" if found["type"] == "missing" else found["msg"].removeprefix("Value error, ")
-        if message.startswith(_INPUT):
-            message = message.replace(_INPUT, "must be", 1).partition(", unable to parse")[0] + _shown(found["input"])
-        return Problem(".".join(path) or None, message)
-    known = [field.alias or name for each in types if _is_model(each) for name, field in each.model_fields.items()]
-    return Problem(".".join([*path, _printable(str(last))]), f"unknown {noun}{nearest(str(last), known)}", True)
+            types = [found for each in types for found in _members(_type_at(each, part))]
+    return _Place(path, types, union_at, member)
+
+
+def _nearest_member(errors: Sequence[ErrorDetails], kind: type[BaseModel]) -> list[ErrorDetails]:
+    """The first error. Where it concerns a member of a union, the errors of that union that concern the nearest member: the one in
+    which an error lies deepest, then one whose type fits, then one that knows every field, then the one with the fewest errors. If
+    the type of every member is wrong, one error of each.
+    """
+    places = [_place(error["loc"], kind) for error in errors]
+    first = places[0]
+    if first.union_at is None:
+        return [errors[0]]
+    above = first.path[: first.union_at]
+    members: dict[int | str | None, list[ErrorDetails]] = {}
+    for error, place in zip(errors, places, strict=True):
+        if place.union_at == first.union_at and place.path[: first.union_at] == above:
+            members.setdefault(place.member, []).append(error)
+
+    def nearness(of_member: list[ErrorDetails]) -> tuple[int, bool, bool, int]:
+        depth = max(len(_place(error["loc"], kind).path) for error in of_member)
+        fits = depth > len(above) or not _is_other_type(of_member[0])
+        return depth, fits, all(error["type"] != "extra_forbidden" for error in of_member), -len(of_member)
+
+    best = max(members.values(), key=nearness)
+    if nearness(best)[:2] == (first.union_at, False):
+        return [of_member[0] for of_member in members.values()]
+    return [best[0]]
+
+
+def _is_other_type(error: ErrorDetails) -> bool:
+    """Whether the value is of another type than expected, or none of the values of a `Literal`."""
+    return error["type"].endswith(("_type", "_parsing")) or error["type"] == "literal_error"
 
 
 def _shown(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from pydantic import Field, ValidationError
@@ -35,6 +36,7 @@ class Whole(Config):
     maybe: Inner | None = None
     several: list[Inner | Aliased] = Field(default_factory=list)
     by_number: dict[int, Inner] = Field(default_factory=dict)
+    mode: Literal["fast", "exact"] | int = 0
 
 
 @pytest.fixture
@@ -89,7 +91,18 @@ def test_a_bad_override_is_one_line(recipe: Path, override: str, message: str) -
         ({"x" * 5000: 1}, "x" * 80 + "…", "unknown field", True),
         ({"maybe": {"stesp": 1}}, "maybe.stesp", "unknown field (did you mean 'steps'?)", True),
         ({"maybe": {"steps": 0}}, "maybe.steps", "must be greater than 0, is 0", False),
-        ({"either": {"str": 1}}, "either", "must be a valid string", False),
+        ({"either": {"web": 1}}, "either.web", "unknown field", True),
+        ({"either": {"stesp": 1}}, "either.stesp", "unknown field (did you mean 'steps'?)", True),
+        ({"either": {"steps": 0}}, "either.steps", "must be greater than 0, is 0", False),
+        ({"either": [1, "x"]}, "either.1", "must be a valid integer, is 'x'", False),
+        (
+            {"either": 1.5},
+            "either",
+            "must be a valid string, or a valid list, or a valid dictionary or instance of Inner, is 1.5",
+            False,
+        ),
+        ({"several": [{"schema": "x"}]}, "several.0.schema", "must be a valid integer, is 'x'", False),
+        ({"mode": "slow"}, "mode", "must be 'fast' or 'exact', or a valid integer, is 'slow'", False),
         ({"several": [{}, {"schem": 1, "steps": 1}]}, "several.1.schem", "unknown field", True),
         ({"by_number": {"7": {"name": 1}}}, "by_number.7.name", "must be a valid string, is 1", False),
         ({"by_number": {"x": {}}}, "by_number.x", "must be a valid integer, is 'x'", False),
