@@ -81,12 +81,12 @@ def progress(
         say(f"{description}: {prefix}{num_done:,}{of_total} in {seconds:.1f} s{status}", console)
 
     say(f"{description} …", console)
-    with _ticking(lambda: print_line("", last_status), pauses_s):
-        try:
+    try:
+        with _ticking(lambda: print_line("", last_status), pauses_s):
             yield count
-            ending = "done"
-        finally:
-            print_line(f"{ending}, ", "")
+        ending = "done"
+    finally:
+        print_line(f"{ending}, ", "")  # after the last tick
 
 
 @contextmanager

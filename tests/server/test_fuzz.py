@@ -93,6 +93,7 @@ def test_it_finds_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # more than a thousand requests in one process: 270 s where four others use both cores
 def test_the_document_and_the_server_agree(service: AsyncEngine, served: ServedModel) -> None:
     """One round of schemathesis: the boundaries of every field, and a few random bodies of each endpoint."""
     pytest.importorskip("schemathesis", reason="the package schemathesis is not installed: make test-deps")
