@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -93,7 +93,13 @@ class SourceTables:
     def __call__(self) -> dict[str, TaskSource]:
         """Raises UserError: a source refuses its arguments, or the required isolation is not available."""
         sandbox = Sandbox(self.sandbox, strict=self.sandbox.strict) if self._may_have(_NEED_SANDBOX) else None
-        return {name: open_source(name, source, sandbox) for name, source in self.sources.items()}
+        opened: dict[str, TaskSource] = {}
+        with ExitStack() as stack:  # closes the sources that are open when a later one is refused
+            for name, source in self.sources.items():
+                opened[name] = open_source(name, source, sandbox)
+                stack.callback(opened[name].close)
+            stack.pop_all()
+        return opened
 
     def _may_have(self, kinds: Collection[str]) -> bool:
         """Whether any source is of ``kinds``, or a user's own."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
 from stretto.flow import rollout
 from stretto.flow.agent import AgentRole
@@ -20,7 +21,7 @@ from stretto.flow.launch import Factories, Job, Roles, SourceTables, make_factor
 from stretto.flow.log import pool_rows, pool_scalars
 from stretto.flow.reward import RewardRole
 from stretto.flow.rollout import EngineRole
-from stretto.learning.recipe import RlRecipe, SandboxConfig
+from stretto.learning.recipe import RlRecipe, SandboxConfig, SourceConfig
 from stretto.model.parallel import Ranks
 from stretto.runtime.local import LocalRuntime
 from stretto.runtime.runtime import Handle
@@ -138,3 +139,23 @@ def test_isolated_agents_are_a_pool_and_call_their_verifiers_directly(tmp_path: 
         assert len(group.trajectories) == TASK.group
 
     with_roles(tmp_path, work, isolate="all", agents={"min": 2, "max": 4})
+
+
+def test_sources_are_closed_if_a_later_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from pathlib import Path\n"
+        "from stretto.tasks.strings import StringsSource\n"
+        "class Own(StringsSource):\n"
+        "    def close(self):\n"
+        f"        Path({str(tmp_path / 'closed')!r}).touch()\n"
+    )
+    args = {"operation": "sort"}
+    own = SourceConfig(kind=f"{tmp_path / 'own.py'}:Own", args=args)
+    refused = SourceConfig(kind="strings", args={"operation": "no such"})
+    with pytest.raises(UserError, match=r"sources\.bad\.args: operation"):
+        SourceTables({"own": own, "bad": refused}, SandboxConfig())()
+    assert (tmp_path / "closed").exists()
+    (tmp_path / "closed").unlink()
+    with SourceTables({"own": own}, SandboxConfig()).opened():
+        assert not (tmp_path / "closed").exists()
+    assert (tmp_path / "closed").exists()
