@@ -397,6 +397,15 @@ class FailureConfig(Config):
     stuck_s: float = Field(default=600.0, gt=0)
     """Seconds without progress after which the watchdog names the component that is stuck, and the run stops."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.lease_s > self.stuck_s:
+            raise ValueError(
+                f"lease_s: {self.lease_s:g} s exceeds stuck_s, {self.stuck_s:g} s, so the run would stop before a lost group is "
+                "dispatched again; lower lease_s or raise stuck_s"
+            )
+        return self
+
 
 class RuntimeConfig(Config):
     """Placement of the roles.

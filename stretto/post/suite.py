@@ -522,7 +522,7 @@ class _Sampler:
             "sources": suite.sources,
             "sandbox": suite.sandbox,
             "rollout": rollout | {"threads": options.threads},
-            "failures": {"lease_s": _LEASE_S, "max_attempts": 3},
+            "failures": {"lease_s": _LEASE_S, "stuck_s": _LEASE_S, "max_attempts": 3},
             "replay": "off",
             "train": {
                 "steps": 1,

@@ -140,7 +140,7 @@ def drive(
             "optim": {"lr": 1e-3},
             "train": {"steps": steps, "prompts": PROMPTS, "seq_len": 128, "snapshot_every": 2, "keep_snapshots": 2},
             "staleness": staleness,
-            "failures": {"lease_s": 60.0, "stuck_s": stuck_s},
+            "failures": {"lease_s": min(60.0, stuck_s), "stuck_s": stuck_s},
             "runtime": {"isolate": "none", "stop_s": stop_s},  # the roles share the test's world
         }
     )

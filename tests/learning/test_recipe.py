@@ -137,6 +137,13 @@ def test_a_setting_that_would_change_nothing_is_refused(
         recipe(loss=loss, **{f"train__{name}": value for name, value in train.items()})
 
 
+def test_a_lease_longer_than_the_watchdog_waits_is_refused() -> None:
+    recipe(failures={"lease_s": 600.0})
+    with pytest.raises(ValidationError, match=r"lease_s: 900 s exceeds stuck_s, 600 s, .*; lower lease_s or raise"):
+        recipe(failures={"lease_s": 900.0})
+    recipe(failures={"lease_s": 900.0, "stuck_s": 900.0})
+
+
 def test_a_window_without_room_for_a_step_is_refused() -> None:
     recipe(staleness=2, train__prompts=8, window=17)
     with pytest.raises(ValidationError, match=r"window 18 .* at most 17"):
