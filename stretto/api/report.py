@@ -369,8 +369,7 @@ def _last_loss(run: Path) -> float | None:
 
 def _configured(elastic: MixtureConfig) -> dict[str, float]:
     """Configured share of each kind of Subnet in the training passes; empty for samplers whose kinds overlap or change over time."""
-
-    if not isinstance(elastic, SelfTaughtConfig) or elastic.sampler not in ("anchored", "complements"):
+    if not isinstance(elastic, SelfTaughtConfig) or elastic.sampler != "anchored":
         return {}
     shares = dict.fromkeys(elastic.anchors, elastic.anchor_share / max(1, len(elastic.anchors)))
     shares |= {"depth": elastic.depth_share, "top_k": elastic.top_k_share}

@@ -152,7 +152,7 @@ class ModelConfig(_Shape):
     widths: tuple[int, ...] = ()
     """Expert counts with a balance state of their own, largest first; default: ``(num_experts,)``."""
     num_branches: int = Field(default=0, ge=0)
-    """Rows of balance state (branches): one per width, plus those that a sampler needs (for complements); 0: ``len(widths)``."""
+    """Rows of balance state (branches): one per width, plus, in checkpoints of a sampler that is removed, one for complements; 0: ``len(widths)``."""
     expert_order: tuple[tuple[int, ...], ...] | None = None
     """Nested order per MoE layer: expert ids from first kept to first dropped; None: `interleaved_order` in every layer."""
     layer_order: tuple[int, ...] | None = None
