@@ -28,9 +28,9 @@ from stretto.base.paths import CHECKPOINT, checkpoint_folder, require_new
 from stretto.base.track import say
 from stretto.harness.suites import serving
 from stretto.learning.recipe import RlRecipe
-from stretto.model.checkpoint import read_config, read_family, read_presets
+from stretto.model.checkpoint import read_family, read_presets
 from stretto.model.lora import read_adapter_config
-from stretto.model.parallel import join
+from stretto.model.parallel import join, stored
 from stretto.post.merge import MergeOptions
 from stretto.post.merge import merge as merge_checkpoints
 from stretto.post.sft import open_conversations, sft_conversations
@@ -100,7 +100,7 @@ def sft(
     parsed = read_recipe(recipe, SftRecipe, overriding(settings, {"lora.rank": lora, "train.steps": steps}))
     text, ranks = TextOptions(val, val_fraction, is_chat=True), join(device, parsed.train.ep)
     origin, adapters = checkpoint_folder(place(model)).resolve(), None if adapter is None else Path(adapter)
-    config, sizes = read_config(origin), read_presets(origin)
+    config, sizes = stored(origin).config, read_presets(origin)  # refuses a damaged checkpoint before text is tokenised
     if adapters is not None:
         if parsed.lora is not None:
             raise UserError(

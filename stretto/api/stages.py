@@ -11,11 +11,8 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from stretto.api.adopt import AdoptOptions, adopt_command, upcycling
 from stretto.api.model import Model, SubnetLike, load
@@ -44,7 +41,6 @@ from stretto.api.train import (
     open_loader,
     own_tokenizer,
     put_in_place,
-    read_network,
     require_adopted,
     same_folder,
     stem_of,
@@ -55,10 +51,10 @@ from stretto.base.errors import UserError, user_errors
 from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, require_apart, require_new, write_json
 from stretto.base.records import Meter
 from stretto.evals.loss import evaluate as loss_of
-from stretto.model.checkpoint import read_checkpoint, read_config, read_presets
+from stretto.model.checkpoint import read_presets
 from stretto.model.elastic import extract as cut_out
 from stretto.model.families import default_family
-from stretto.model.parallel import device_name, join
+from stretto.model.parallel import device_name, in_memory, join, stored
 from stretto.model.spec import Subnet, named_subnets
 from stretto.report.page import Cell, Plot, Table
 from stretto.report.search import candidates
@@ -171,8 +167,8 @@ def pretrain(
         info = ranks.first(lambda: claim_run(folder, resume, held, begin))
         parent = info.parent
         stem = stem_of(parent) if parent is not None else None
-        read = partial(read_network, parent) if parent is not None else None
-        trained = loop.pretrain(parsed, new_job(folder, info, ranks, resume, wandb), read)
+        begun = stored(parent) if parent is not None else None
+        trained = loop.pretrain(parsed, new_job(folder, info, ranks, resume, wandb), begun)
         write_result(folder / CHECKPOINT, folder.name, info, trained, ranks, parsed.elastic.anchors, stem)
     return load(folder, device=device)
 
@@ -268,7 +264,7 @@ def elasticize(
 
     def begin() -> RunInfo:
         origin = kept_checkpoint(folder) if in_place else checkpoint_folder(place(source)).resolve()
-        config = read_config(origin)
+        config = stored(origin).config  # refuses a damaged checkpoint before text is tokenised
         teacher_folder = None if teacher is None else check_teacher(config.vocab_size, place(teacher))
         complete = parsed.for_network(config, read_presets(origin))
         if resume:
@@ -287,9 +283,8 @@ def elasticize(
         info = ranks.first(lambda: claim_run(folder, resume, held, begin, ADOPTED if in_place else CHECKPOINT))
         assert isinstance(info.recipe, ElasticizeRecipe)
         origin = info.parent or kept_checkpoint(folder)
-        read_teacher = partial(read_network, info.teacher) if info.teacher is not None else None
-        job = new_job(folder, info, ranks, resume)
-        trained = loop.elasticize(info.recipe, job, partial(read_network, origin), read_teacher)
+        taught_by = stored(info.teacher) if info.teacher is not None else None
+        trained = loop.elasticize(info.recipe, new_job(folder, info, ranks, resume), stored(origin), taught_by)
         result = folder / ("elasticized" if in_place else CHECKPOINT)
         anchors = info.recipe.elastic.anchors
         write_result(result, folder.name, info, trained, ranks, anchors, stem_of(origin), origin)
@@ -420,7 +415,7 @@ def search(
             flops_before = meter.receipt().flops
             loader = open_loader(info, healing.train, ranks)
             job = loop.Job(run / "search" / f"heal-{next(numbers):02d}", loader, (), info.data_hash, ranks)
-            healed = loop.heal(healing, job, cut_out(network, subnet), lambda: network)
+            healed = loop.heal(healing, job, in_memory(cut_out(network, subnet)), in_memory(network))
             # the search's meter has counted the teacher's passes already: the teacher is the network that it watches
             spent, counted = healed.meter.receipt(), meter.receipt().flops - flops_before
             meter.add(flops=spent.flops - counted, tokens=spent.tokens)
@@ -512,18 +507,18 @@ def heal(
     for source in filter(None, (folder, teacher_folder)):
         require_apart(out_folder, source)
     require_new(out_folder, force or resume)
-    student = read_checkpoint(folder, dtype=torch.float32)
+    student = stored(folder)  # refuses a damaged checkpoint before text is tokenised
     ranks, named, text = join(device, parsed.train.ep), listed_data(data), TextOptions(val, val_fraction, text_field)
 
     def begin() -> RunInfo:
         if not resume:
-            return new_heal(parsed, run, student, named, find_teacher(parsed, student, teacher_place), text)
+            return new_heal(parsed, run, folder, named, find_teacher(parsed, folder, teacher_place), text)
         begun = same_folder(run, begun_run(run, parsed, named, text=text), "source", folder, "parent")
         return same_folder(run, begun, "--teacher", teacher_folder if parsed.ce_weight < 1.0 else None, "teacher")
 
     with ExitStack() as held:
         info = ranks.first(lambda: claim_run(run, resume, held, begin))
-        read = partial(read_network, info.teacher) if info.teacher is not None else None
-        trained = loop.heal(parsed, new_job(run, info, ranks, resume), student.model, read)
-        write_result(out_folder, out_folder.name, info, trained, ranks, student.presets, stem_of(folder))
+        taught_by = stored(info.teacher) if info.teacher is not None else None
+        trained = loop.heal(parsed, new_job(run, info, ranks, resume), student, taught_by)
+        write_result(out_folder, out_folder.name, info, trained, ranks, read_presets(folder), stem_of(folder))
     return load(out_folder, device=device)

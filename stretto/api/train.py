@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
@@ -20,11 +19,10 @@ from stretto.base.track import Tracker, say
 from stretto.data.loader import Batch, Loader, eval_batches
 from stretto.data.pack import IGNORED
 from stretto.evals.loss import EvalBatch
-from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config, read_family
+from stretto.model.checkpoint import read_config, read_family
 from stretto.model.families import Family
-from stretto.model.parallel import Ranks
+from stretto.model.parallel import Ranks, stored
 from stretto.model.spec import SubnetChoice
-from stretto.model.transformer import Transformer
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.loop import Job, Trained, write_trained
 from stretto.train.prepare import AS_IT_IS, TextOptions, check_enough, prepare_data, sources_named
@@ -46,7 +44,7 @@ def model_to_go_on_with(run: Path, origin: Path | None) -> dict[str, Any] | None
         if begun.parent is None or not isinstance(begun.recipe, Recipe):
             return None
         return {"model": begun.recipe.model.model_dump(mode="json")}
-    return {"model": read_config(checkpoint_folder(origin)).model_dump(mode="json")}
+    return {"model": stored(checkpoint_folder(origin)).config.model_dump(mode="json")}
 
 
 def new_job(
@@ -212,11 +210,6 @@ def new_info(
     return info
 
 
-def read_network(folder: Path) -> Transformer:
-    """The network of the checkpoint ``folder`` in fp32, as a student or a teacher."""
-    return read_checkpoint(folder, dtype=torch.float32).model
-
-
 @dataclass(frozen=True, slots=True)
 class Stem:
     """Properties that a trained checkpoint inherits from the checkpoint it started from."""
@@ -264,34 +257,37 @@ def put_in_place(run: Path, trained: Path) -> None:
 
 
 def new_heal(
-    recipe: HealRecipe, run: Path, student: Checkpoint, data: Sequence[str], teacher: Path | None, text: TextOptions
+    recipe: HealRecipe, run: Path, student: Path, data: Sequence[str], teacher: Path | None, text: TextOptions
 ) -> RunInfo:
-    config = student.config
+    """The record of a new run that heals the checkpoint folder ``student``."""
+    config = read_config(student)
     if recipe.train.seq_len > config.max_positions:
         raise UserError(f"train.seq_len: {recipe.train.seq_len} exceeds the network's {config.max_positions} positions")
-    parent, tokenizer = student.folder.resolve(), own_tokenizer(student.folder)
+    parent, tokenizer = student.resolve(), own_tokenizer(student)
     return new_info("heal", recipe, run, data, tokenizer, config.vocab_size, text, parent=parent, teacher=teacher)
 
 
-def find_teacher(recipe: HealRecipe, student: Checkpoint, teacher: Path | None) -> Path | None:
-    """The checkpoint folder of ``teacher``, by default of the network that the student was cut from. None if the recipe uses no teacher."""
+def find_teacher(recipe: HealRecipe, student: Path, teacher: Path | None) -> Path | None:
+    """The checkpoint folder of ``teacher``, by default of the network that the checkpoint ``student`` was cut from. None if the recipe uses
+    no teacher."""
     if recipe.ce_weight >= 1.0:
         return None
     if teacher is None:
-        source = student.lineage.config.get("source") if student.lineage else None
+        lineage = read_lineage(student) if (student / LINEAGE_FILE).is_file() else None
+        source = lineage.config.get("source") if lineage else None
         if not source or not Path(source).is_dir():
             raise UserError(
-                f"{student.folder}: --teacher: the network that this checkpoint was cut from was not found; "
+                f"{student}: --teacher: the network that this checkpoint was cut from was not found; "
                 "name it, or set ce_weight=1 to heal on the data alone"
             )
         teacher = Path(source)
-    return check_teacher(student.config.vocab_size, teacher)
+    return check_teacher(read_config(student).vocab_size, teacher)
 
 
 def check_teacher(vocab_size: int, teacher: Path) -> Path:
-    """The checkpoint folder of ``teacher``. Raises `UserError`: its vocabulary has another size."""
+    """The checkpoint folder of ``teacher``. Raises `UserError`: it is damaged, or its vocabulary has another size."""
     folder = checkpoint_folder(teacher)
-    num_tokens = read_config(folder).vocab_size
+    num_tokens = stored(folder).config.vocab_size
     if num_tokens != vocab_size:
         raise UserError(
             f"{teacher}: --teacher: has a vocabulary of {num_tokens}, the student one of {vocab_size}; name another"

@@ -67,6 +67,8 @@ def with_branch_rows(
     """
     rows = [config.branch(width) for width in wider.widths]
     rows += [0] * (wider.num_branches - len(rows))
+    if (config.widths, config.num_branches) == (wider.widths, wider.num_branches):
+        rows = list(range(config.num_branches))  # also keeps the biases of complements
     for name, tensor in state.items():
         yield name, tensor[rows] if name.endswith(".bias_WE") else tensor
 

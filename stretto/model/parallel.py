@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from stretto.base.errors import UserError
 from stretto.base.records import LINEAGE_FILE, read_lineage
-from stretto.model.checkpoint import Checkpoint, read_checkpoint
+from stretto.model.checkpoint import Checkpoint
+from stretto.model.elastic import with_branch_rows
 from stretto.model.spec import ModelConfig
 from stretto.model.streamed import StreamedState
-from stretto.model.transformer import MoeLayer, Transformer, load_state, skeleton
+from stretto.model.transformer import MoeLayer, Transformer, initial_state, load_state, skeleton
 from stretto.ops.grouped import ExpertBiases, Experts, group_multiple, group_slots, grouped_swiglu
 from stretto.ops.grouped import compute_dtype as product_dtype
 from stretto.ops.operators import Routes
@@ -197,33 +197,96 @@ def spread(model: Transformer, ranks: Ranks, dtype: torch.dtype = torch.float32)
     return placed(model.config, model.state_dict().items(), ranks, dtype)
 
 
-def read_placed(folder: Path, ranks: Ranks) -> Checkpoint:
-    """`read_checkpoint` in fp32, sharded over the ranks. A rank reads and holds its own experts and its own rows of matrices only.
+def read_placed(
+    folder: Path, ranks: Ranks, dtype: torch.dtype = torch.float32, config: ModelConfig | None = None
+) -> Checkpoint:
+    """`stretto.model.checkpoint.read_checkpoint` in fp32, sharded over the ranks. A rank reads and holds its own experts and its own
+    rows of matrices only.
 
-    Raises UserError, on all ranks: as `read_checkpoint` does.
+    Args:
+        dtype: compute dtype, as of `placed`.
+        config: the same network with other branches of balance state or other orders; None: as in the folder.
+
+    Raises:
+        UserError: on all ranks, as `read_checkpoint` does.
     """
-    if ranks.world == 1:
-        return read_checkpoint(folder, device=ranks.device, dtype=torch.float32)
     with StreamedState(folder, torch.float32) as state:
         ranks.first(state.check_constants)
-        model = _shard(skeleton(state.config), ranks, torch.float32)
+        config = config or state.config
+        model = _shard(skeleton(config), ranks, dtype)
         model.to_empty(device=ranks.device)
         for layer in (module for module in model.modules() if isinstance(module, MoeLayer)):
             layer.reset_buffers()
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
                 if isinstance(tensor, DTensor):
-                    shape, offset = compute_local_shape_and_global_offset(
-                        tensor.shape, tensor.device_mesh, tensor.placements
-                    )
-                    rows = state.rows(name, offset[0], offset[0] + shape[0])
-                    for dim in range(1, len(shape)):
-                        rows = rows.narrow(dim, offset[dim], shape[dim])
+                    (start, stop), *others = own_part(tensor)
+                    rows = state.rows(name, start, stop)
+                    for dim, (start, stop) in enumerate(others, 1):
+                        rows = rows.narrow(dim, start, stop - start)
                     tensor.to_local().copy_(rows)
+                elif name.endswith(".bias_WE"):
+                    tensor.copy_(dict(with_branch_rows(state.config, config, {name: state[name]}))[name])
                 else:
-                    tensor.copy_(state[name] if name.endswith(".bias_WE") else state.rows(name, 0, len(tensor)))
+                    tensor.copy_(state.rows(name, 0, len(tensor)))
         lineage = read_lineage(folder) if (folder / LINEAGE_FILE).is_file() else None
-        return Checkpoint(model, state.config, state.description.family, state.description.presets, lineage, folder)
+        return Checkpoint(model, config, state.description.family, state.description.presets, lineage, folder)
+
+
+def own_part(tensor: DTensor) -> list[tuple[int, int]]:
+    """Start and stop of this rank's shard of ``tensor`` in every dimension. Shards are cut as `torch.chunk` cuts them."""
+    bounds = [(0, size) for size in tensor.shape]
+    coordinates = tensor.device_mesh.get_coordinate()
+    assert coordinates is not None, "this rank is not in the mesh"
+    for place, num, placement in zip(coordinates, tensor.device_mesh.shape, tensor.placements, strict=True):
+        if placement.is_replicate():
+            continue
+        assert type(placement) is Shard, f"{placement}: shards of other kinds are not contiguous"
+        start, stop = bounds[placement.dim]
+        size = -(-(stop - start) // num)
+        bounds[placement.dim] = min(start + place * size, stop), min(start + (place + 1) * size, stop)
+    sizes = tuple(stop - start for start, stop in bounds)
+    assert sizes == tuple(tensor.to_local().shape), f"a shard of {tuple(tensor.to_local().shape)} is not {bounds}"
+    return bounds
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A network that a stage trains or learns from, before it is on the ranks. Written by `stored`, `random_network` and `in_memory`."""
+
+    config: ModelConfig
+    place: Callable[[ModelConfig, Ranks, torch.dtype], Transformer]
+    """Returns the network, sharded over the ranks, whose blocks compute in the dtype. The configuration is ``config``, or the same
+    network with other branches of balance state or other orders."""
+
+
+def stored(folder: Path) -> Origin:
+    """The network of the checkpoint ``folder``. Reads headers only; `Origin.place` reads the weights, a rank its own share.
+
+    Raises UserError: as `stretto.model.checkpoint.read_checkpoint` does, except for errors in the values of tensors.
+    """
+
+    def place(config: ModelConfig, ranks: Ranks, dtype: torch.dtype) -> Transformer:
+        return read_placed(folder, ranks, dtype, config).model
+
+    with StreamedState(folder) as state:
+        return Origin(state.config, place)
+
+
+def random_network(config: ModelConfig, seed: int) -> Origin:
+    """The network of ``config`` with `stretto.model.transformer.initial_state`; a rank keeps its shard of each tensor."""
+    return Origin(config, lambda config, ranks, dtype: placed(config, initial_state(config, seed), ranks, dtype))
+
+
+def in_memory(model: Transformer) -> Origin:
+    """``model``, which is on the CPU. A world of one moves it to the device if its configuration stays, and does not copy it."""
+
+    def place(config: ModelConfig, ranks: Ranks, dtype: torch.dtype) -> Transformer:
+        if config == model.config:
+            return spread(model, ranks, dtype)
+        return placed(config, with_branch_rows(model.config, config, model.state_dict()), ranks, dtype)
+
+    return Origin(model.config, place)
 
 
 def _shard(model: Transformer, ranks: Ranks, dtype: torch.dtype) -> Transformer:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,12 @@ from stretto.data.loader import Batch, Loader, Mixture, key_of
 from stretto.data.pack import Piece
 from stretto.learning.dialogue import Dialogue
 from stretto.learning.recipe import SUPERVISED, Prompts, RlRecipe, StartConfig, plan_prompts
-from stretto.model.checkpoint import read_checkpoint, read_config, read_family, read_presets
+from stretto.model.checkpoint import read_family, read_presets
 from stretto.model.families import Family
 from stretto.model.lora import add_adapters, load_adapters, merge, write_adapters
-from stretto.model.parallel import Ranks, join
-from stretto.model.spec import ModelConfig, SubnetChoice
-from stretto.model.transformer import Transformer, initial_state, load_state, skeleton
+from stretto.model.parallel import Origin, Ranks, join, random_network, stored
+from stretto.model.spec import SubnetChoice
+from stretto.model.transformer import Transformer
 from stretto.sandbox.tools import MAX_TEXT
 from stretto.tasks.session import schemas
 from stretto.tasks.task import Problem, TaskSource
@@ -87,17 +86,13 @@ def sft_conversations(
             load_adapters(adapters, model, family, lora)
 
     presets = recipe.elastic.anchors if recipe.elastic is not None else read_presets(origin)
-    trained = finetune(recipe, job, partial(_read_network, origin), presets, adapt if lora else None)
+    trained = finetune(recipe, job, stored(origin), presets, adapt if lora else None)
     if lora is None:
         return trained
     if keep is not None:
         write_adapters(keep, trained.model, family, lora, str(origin))
     merge(trained.model)
     return trained
-
-
-def _read_network(folder: Path) -> Transformer:
-    return read_checkpoint(folder, dtype=torch.float32).model
 
 
 def open_conversations(mixture: Mixture, recipe: SftRecipe, ranks: Ranks) -> Loader:
@@ -160,7 +155,7 @@ def sft(
         raise UserError("recipe: start: missing; add one, or give a checkpoint with --model")
     prompts = plan_prompts(recipe, {name: source.num_items for name, source in sources.items()})
     initial = _initial(recipe, start, origin)
-    config = initial.config
+    config = initial.network.config
     if tokenizer is None:
         tokenizer = load_tokenizer(origin) if origin else learn_tokenizer(sources, prompts, config.vocab_size)
     if tokenizer.vocab_size > config.vocab_size:
@@ -174,7 +169,7 @@ def sft(
     job = Job(
         run=run,
         loader=Demonstrations(
-            lambda: examples(sources, prompts, tokenizer, start.noise, start.learns_prompts, tool_chars),
+            lambda first: examples(sources, prompts, tokenizer, start.noise, start.learns_prompts, tool_chars, first),
             plan.train,
             ranks,
         ),
@@ -183,7 +178,7 @@ def sft(
         ranks=ranks,
         resume=Snapshots(run / "snapshots", 1).latest() is not None,
     )
-    trained = finetune(plan, job, initial.read, {})
+    trained = finetune(plan, job, initial.network, {})
     files = out.with_name(f"{out.name}.tokenizer")
     if ranks.is_first:
         tokenizer.save(files)
@@ -210,8 +205,7 @@ def sft(
 class _Initial:
     """Initial network of a start, and the properties that its checkpoint inherits."""
 
-    config: ModelConfig
-    read: Callable[[], Transformer]
+    network: Origin
     family: Family | None = None
     presets: Mapping[str, SubnetChoice] | None = None
     parents: tuple[Lineage, ...] = ()
@@ -223,12 +217,11 @@ def _initial(recipe: RlRecipe, start: StartConfig, origin: Path | None) -> _Init
     if origin is None:
         if model is None:
             raise UserError("recipe: start.model: missing; describe a network, or name one with --model")
-        return _Initial(model, lambda: load_state(skeleton(model), initial_state(model, seed), "cpu"))
+        return _Initial(random_network(model, seed))
     if model is not None:
         raise UserError(f"recipe: start.model: describes a new network, and --model names {origin}; leave one out")
     return _Initial(
-        config=read_config(origin),
-        read=partial(_read_network, origin),
+        network=stored(origin),
         family=read_family(origin),
         presets=read_presets(origin),
         parents=(read_lineage(origin),) if (origin / LINEAGE_FILE).is_file() else (),
@@ -256,24 +249,33 @@ def _plan_of(recipe: RlRecipe, start: StartConfig) -> SftRecipe:
 class Demonstrations:
     """Micro-batches of generated examples, in order. Implements `stretto.train.loop.Batches`."""
 
-    def __init__(self, stream: Callable[[], Iterator[Example]], train: TrainConfig, ranks: Ranks) -> None:
+    def __init__(self, stream: Callable[[int], Iterator[Example]], train: TrainConfig, ranks: Ranks) -> None:
+        """``stream``: returns the examples from the one with a number on."""
         self._stream, self._train, self._ranks = stream, train, ranks
         self.restore({"taken": 0})
 
     def next(self) -> Batch:
+        batch = next(self._batches)
         self._taken += 1
-        return next(self._batches)
+        return batch
 
     def state(self) -> dict[str, Any]:
-        return {"taken": self._taken}
+        return {"first_example": self._first, "taken": self._taken}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Return to ``state`` by generating the earlier examples again."""
-        steps = fill_rows(self._stream(), self._train.rows, self._train.seq_len)
-        self._batches = (batch for rows in steps for batch in micro_batches(rows, self._train.micro_rows, self._ranks))
-        self._taken = 0
+        """Return to ``state``. Only the examples of its step are generated again; those of all steps if an earlier version of Stretto
+        wrote the state, which then has no ``first_example``."""
+        self._first, self._taken = state.get("first_example", 0), 0
+        self._batches = self._all_batches()
         for _ in range(state["taken"]):
             self.next()
+
+    def _all_batches(self) -> Iterator[Batch]:
+        """Micro-batches from the step whose first example is ``self._first``; a step begins with a new row."""
+        for rows in fill_rows(self._stream(self._first), self._train.rows, self._train.seq_len):
+            yield from micro_batches(rows, self._train.micro_rows, self._ranks)
+            self._first += sum(map(len, rows))
+            self._taken = 0
 
 
 def learn_tokenizer(sources: Mapping[str, TaskSource], prompts: Prompts, vocab_size: int) -> Tokenizer:
@@ -302,6 +304,7 @@ def examples(
     noise: float,
     learns_prompts: bool = False,
     tool_chars: int = MAX_TEXT,
+    first: int = 0,
 ) -> Iterator[Example]:
     """Endless deterministic stream of examples. Raises `UserError`: the chat template refuses a conversation.
 
@@ -309,8 +312,9 @@ def examples(
         noise: share of examples with the answer of another problem of the same source.
         learns_prompts: whether prompts have a loss too.
         tool_chars: as of `RolloutConfig`.
+        first: number of the first example; an example depends on its number alone.
     """
-    dialogue, number = Dialogue(tokenizer, tool_chars), 0
+    dialogue, number = Dialogue(tokenizer, tool_chars), first
     while True:
         task = prompts.task(SUPERVISED + number)
         source, problem = sources[task.source], _problem(sources, task)

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
@@ -29,11 +30,11 @@ from stretto.data.loader import Batches
 from stretto.evals.loss import EvalBatch, held_out_losses
 from stretto.evals.order import expert_orders, rank_layers, survey
 from stretto.model.checkpoint import write_checkpoint
-from stretto.model.elastic import load_balance, order_experts, with_branch_rows
+from stretto.model.elastic import load_balance, order_experts
 from stretto.model.families import Family
-from stretto.model.parallel import Ranks, device_name, full_state, placed, spread
+from stretto.model.parallel import Origin, Ranks, device_name, full_state, random_network
 from stretto.model.spec import ModelConfig, SubnetChoice, count
-from stretto.model.transformer import Transformer, initial_state
+from stretto.model.transformer import Transformer
 from stretto.ops.logprob import IGNORED
 from stretto.ops.tuning import deterministic, threads_kept
 from stretto.optim.build import build_optimizers, set_learning_rate
@@ -97,11 +98,11 @@ class Trained:
 
 
 @threads_kept()
-def pretrain(recipe: Recipe, job: Job, read_parent: Callable[[], Transformer] | None = None) -> Trained:
+def pretrain(recipe: Recipe, job: Job, parent: Origin | None = None) -> Trained:
     """Pre-train the network of ``recipe``; returns the maximum network.
 
     Args:
-        read_parent: returns a network of the recipe's shape to start from; None: random weights.
+        parent: network of the recipe's shape to start from; None: random weights.
 
     Raises:
         UserError: ``resume`` is set, and the recipe or the data changed.
@@ -109,13 +110,8 @@ def pretrain(recipe: Recipe, job: Job, read_parent: Callable[[], Transformer] | 
     """
     train, elastic, config = recipe.train, recipe.elastic, recipe.network()
     rank_at = {max(1, round(share * train.steps)) for share in elastic.rank_layers_at}
-    if read_parent is None:
-        state = initial_state(config, train.seed)
-    else:
-        parent = read_parent()
-        state = with_branch_rows(parent.config, config, parent.state_dict())
-        del parent  # `state` holds the last reference: the parent is freed as soon as the run has copied it
-    training = _Training("pretrain", recipe, job, config, state, elastic.anchors, rank_at)
+    begun = parent or random_network(config, train.seed)
+    training = _Training("pretrain", recipe, job, replace(begun, config=config), elastic.anchors, rank_at)
     return training.run(_self_taught(training, elastic))
 
 
@@ -140,57 +136,56 @@ def _self_taught(training: _Training, elastic: SelfTaughtConfig) -> Callable[[in
 def elasticize(
     recipe: ElasticizeRecipe,
     job: Job,
-    read_parent: Callable[[], Transformer],
-    read_teacher: Callable[[], Transformer] | None = None,
+    parent: Origin,
+    teacher: Origin | None = None,
 ) -> Trained:
-    """Train the network that ``read_parent`` returns so that its smaller Subnets work too; returns it.
+    """Train the network ``parent`` so that its smaller Subnets work too; returns it.
 
     Every micro-batch, the full network's included, has a loss of cross-entropy and KL to a frozen teacher: the parent, or the network
-    that ``read_teacher`` returns. Layers and experts are dropped in the parent's orders; an order that the parent lacks is measured
+    ``teacher``. Layers and experts are dropped in the parent's orders; an order that the parent lacks is measured
     before the first step. Raises the errors of `pretrain`.
 
     Args:
         recipe: completed for this network by `ElasticizeRecipe.for_network`.
     """
     train, elastic = recipe.train, recipe.elastic
-    parent = read_parent()
     config = with_branches(parent.config, elastic)
-    state = with_branch_rows(parent.config, config, parent.state_dict())
     rank_at = {round(share * train.steps) for share in elastic.rank_layers_at}
     if config.layer_order is None:
         rank_at.add(0)
-    training = _Training("elasticize", recipe, job, config, state, elastic.anchors, rank_at)
+    training = _Training("elasticize", recipe, job, replace(parent, config=config), elastic.anchors, rank_at)
     if training.step == 0 and config.expert_order is None and config.num_moe_layers:
         training.rank_experts(parent)
-    lesson = _elasticize_teacher(parent if read_teacher is None else read_teacher(), recipe, training)
-    del parent  # with cached logits this frees the parent's memory
+    lesson = _elasticize_teacher(teacher or parent, recipe, training)
     decay_starts = train.steps - round(recipe.optim.decay_fraction * train.steps)
 
     def plan(step: int) -> Plan:
         mixture = recipe.mixture_at(training.model.config, step)
-        teacher = replace(lesson, ce_weight=recipe.ce_weight_at(step))
+        taught = replace(lesson, ce_weight=recipe.ce_weight_at(step))
         rate = elastic.balance_final_rate if step >= decay_starts else elastic.balance_rate
-        return Plan([(micro, teacher) for micro in training.draw(mixture, step)], rate)
+        return Plan([(micro, taught) for micro in training.draw(mixture, step)], rate)
 
     return training.run(plan)
 
 
-def _elasticize_teacher(teacher: Transformer, recipe: ElasticizeRecipe, training: _Training) -> Distil | Lookup:
-    """``teacher``, which lies on the CPU, as the source of distillation targets: in memory, or a cache of its logits on disk that
-    this function fills.
-    """
+def _elasticize_teacher(origin: Origin, recipe: ElasticizeRecipe, training: _Training) -> Distil | Lookup:
+    """``origin`` as the source of distillation targets: in memory, or a cache of its logits on disk that this function fills."""
     train, ranks, job = recipe.train, training.ranks, training.job
     dtype = torch.bfloat16 if recipe.teacher_dtype == "bfloat16" else torch.float32
-    for parameter in teacher.requires_grad_(False).parameters():  # balance biases stay in fp32
-        parameter.data = parameter.data.to(dtype)
+    teacher = training.frozen(origin)
+    for parameter in teacher.parameters():  # balance biases stay in fp32
+        if isinstance(parameter, DTensor):  # FSDP keeps its buffers, in fp32
+            parameter.to_local().copy_(parameter.to_local().to(dtype))
+        else:
+            parameter.data = parameter.data.to(dtype)
     if recipe.cached_logits is None:
-        return training.in_memory_teacher(teacher, ce_weight=1.0)
+        return Distil(teacher, teacher.config.full(), ce_weight=1.0)
     key = CacheKey(
         data_hash=job.data_hash,
         loader_seed=train.seed,
         seq_len=train.seq_len,
         top_k=recipe.cached_logits,
-        teacher=hash_state(teacher),
+        teacher=hash_state(teacher, dtype),
         dtype=training.pace.dtype,
     )
     cache = LogitCache(job.run / "teacher", key, teacher.config.vocab_size)
@@ -200,16 +195,17 @@ def _elasticize_teacher(teacher: Transformer, recipe: ElasticizeRecipe, training
 
 
 @threads_kept()
-def heal(recipe: HealRecipe, job: Job, model: Transformer, read_teacher: Callable[[], Transformer] | None) -> Trained:
-    """Train a copy of ``model`` with a new optimiser. ``read_teacher`` returns the frozen parent, which runs at full size.
+def heal(recipe: HealRecipe, job: Job, student: Origin, teacher: Origin | None) -> Trained:
+    """Train the network ``student`` with a new optimiser. ``teacher``: the frozen parent, which runs at full size.
 
-    The loss is cross-entropy if there is no teacher or ``ce_weight`` is 1, else a weighted sum with KL(teacher ‖ model). Raises the
+    The loss is cross-entropy if there is no teacher or ``ce_weight`` is 1, else a weighted sum with KL(teacher ‖ student). Raises the
     errors of `pretrain`.
     """
-    training = _Training("heal", recipe, job, model.config, model.state_dict().items(), {}, set())
+    training = _Training("heal", recipe, job, student, {}, set())
     lesson = None
-    if read_teacher is not None and recipe.ce_weight < 1.0:
-        lesson = training.in_memory_teacher(read_teacher(), recipe.ce_weight)
+    if teacher is not None and recipe.ce_weight < 1.0:
+        network = training.frozen(teacher)
+        lesson = Distil(network, network.config.full(), recipe.ce_weight)
     return training.run(_full_network(training, lesson, recipe.balance_rate))
 
 
@@ -224,11 +220,11 @@ def _full_network(training: _Training, lesson: Distil | None, balance_rate: floa
 def finetune(
     recipe: SftRecipe,
     job: Job,
-    read_parent: Callable[[], Transformer],
+    parent: Origin,
     presets: Mapping[str, SubnetChoice],
     adapt: Callable[[Transformer], None] | None = None,
 ) -> Trained:
-    """Fine-tune the network that ``read_parent`` returns on the targets in the batches: the full network, or the recipe's mixture of
+    """Fine-tune the network ``parent`` on the targets in the batches: the full network, or the recipe's mixture of
     its Subnets with the current network as their teacher. Raises the errors of `pretrain`.
 
     Args:
@@ -237,11 +233,9 @@ def finetune(
         adapt: called with the network before its optimiser is created; freezes weights and adds adapters
             (`stretto.model.lora`).
     """
-    parent, elastic = read_parent(), recipe.elastic
+    elastic = recipe.elastic
     config = parent.config if elastic is None else with_branches(parent.config, elastic)
-    state = with_branch_rows(parent.config, config, parent.state_dict())
-    del parent
-    training = _Training("sft", recipe, job, config, state, presets, set(), adapt)
+    training = _Training("sft", recipe, job, replace(parent, config=config), presets, set(), adapt)
     if elastic is None:
         return training.run(_full_network(training, None, recipe.balance_rate))
     return training.run(_self_taught(training, elastic))
@@ -287,13 +281,12 @@ class _Training:
         stage: str,
         recipe: Recipe | ElasticizeRecipe | HealRecipe | SftRecipe,
         job: Job,
-        config: ModelConfig,
-        state: Iterable[tuple[str, Tensor]],
+        origin: Origin,
         presets: Mapping[str, SubnetChoice],
         rank_at: Set[int],
         adapt: Callable[[Transformer], None] | None = None,
     ):
-        """Build the network of ``config`` from ``state``, or restore the newest snapshot, ready for the next step.
+        """Place the network ``origin`` on the ranks, or restore the newest snapshot, ready for the next step.
 
         Args:
             presets: Subnets whose held-out losses are logged beside the full network's.
@@ -311,12 +304,12 @@ class _Training:
         self.tokens_by_kind: Counter[str] = Counter()
         self.window = _Window()
         self.changes: tuple[Change, ...] = ()
-        meta = self._read_meta() if job.resume else None
+        meta, config = self._read_meta() if job.resume else None, origin.config
         if meta is not None and meta.expert_order is not None:
             config = config.replace(expert_order=meta.expert_order)
         self.pace = self._choose_pace(config, meta)
         self.dtype = self.pace.torch_dtype
-        self.model = placed(config, state, ranks, self.dtype)
+        self.model = origin.place(config, ranks, self.dtype)
         if isinstance(recipe, ElasticizeRecipe) and recipe.trainable == "routers":
             self._freeze_all_but_routers()
         if adapt is not None:
@@ -491,11 +484,10 @@ class _Training:
         sampler = Sampler(self.model.config, elastic, train.micro_rows, train.micro_batches, train.steps, train.seed)
         return sampler.draw(step)
 
-    def in_memory_teacher(self, model: Transformer, ce_weight: float) -> Distil:
-        """``model``, on the CPU, as a frozen teacher that computes beside the student."""
+    def frozen(self, origin: Origin) -> Transformer:
+        """The network ``origin`` as a frozen teacher."""
         # expert parallelism divides the student's experts; the teacher may have another number of them
-        teacher = spread(model, replace(self.ranks, ep=1), self.dtype).requires_grad_(False)
-        return Distil(teacher, teacher.config.full(), ce_weight)
+        return origin.place(origin.config, replace(self.ranks, ep=1), self.dtype).requires_grad_(False)
 
     def _autocast(self) -> torch.autocast:
         """Autocast for measurements in the dtype of training, since sharded weights are gathered in that dtype."""
@@ -509,13 +501,13 @@ class _Training:
         order = self.ranks.agree(ranking.order)  # ranks measured different rows
         self.model.config = self.model.config.replace(layer_order=order)
 
-    def rank_experts(self, parent: Transformer) -> None:
+    def rank_experts(self, parent: Origin) -> None:
         """Order the experts of every layer by saliency (REAP) on held-out text, and add the cost to the meter.
 
-        ``parent``: the network's initial state, on the CPU. It is measured instead of the network if ``ep`` divides the experts
+        ``parent``: the network's initial state. It is measured instead of the network if ``ep`` divides the experts
         among ranks, since the survey needs all experts of a layer.
         """
-        model = self.model if self.ranks.ep == 1 else spread(parent, replace(self.ranks, ep=1), self.dtype)
+        model = self.model if self.ranks.ep == 1 else self.frozen(parent)
         with self.meter, self._autocast():
             measured = survey(model, self.job.held_out, side_by_side=1)
         self.meter.add(flops=self.ranks.world * measured.flops)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import hashlib
 import math
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
@@ -25,7 +26,7 @@ from stretto.base.paths import read_json, remove, write_json, writing
 from stretto.base.track import progress, say
 from stretto.data.loader import Batches
 from stretto.evals.loss import EvalBatch
-from stretto.model.parallel import Ranks, spread
+from stretto.model.parallel import Ranks
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Transformer
 from stretto.ops.logprob import TopLogProbs, top_log_probs
@@ -100,14 +101,13 @@ class LogitCache:
         again. Raises `UserError`: not enough disk space; nothing is lost.
 
         Args:
-            teacher: frozen, on the CPU.
+            teacher: frozen, placed on the ranks without expert parallelism.
             micro_rows: rows of a batch of ``loader``, over all ranks.
         """
         meta = ranks.first(lambda: self._begin(loader, num_rows))
         if meta.num_rows >= num_rows:
             return
         dtype = torch.bfloat16 if self.key.dtype == "bfloat16" else torch.float32
-        placed = spread(teacher, replace(ranks, ep=1), dtype)  # expert parallelism is for the student's experts only
         before = loader.state()
         loader.restore(meta.loader)
         done = meta.num_rows
@@ -117,7 +117,7 @@ class LogitCache:
                 while done < num_rows:
                     batch = EvalBatch.of(loader.next(), ranks.device)
                     with writing(self.folder):
-                        self._write(done + ranks.rows(micro_rows).start, self._top(placed, batch, dtype))
+                        self._write(done + ranks.rows(micro_rows).start, self._top(teacher, batch, dtype))
                     done += micro_rows
                     if done >= num_rows or done // micro_rows % BATCHES_PER_RECORD == 0:
                         ranks.barrier()
@@ -178,10 +178,14 @@ class Lookup:
         return Recorded(self.cache.read(place, device), self.config, self.ce_weight)
 
 
-def hash_state(model: Transformer) -> str:
-    """SHA-256 of the names and bytes of a model's tensors, which lie on the CPU."""
+def hash_state(model: Transformer, dtype: torch.dtype = torch.float32) -> str:
+    """SHA-256 of the names and bytes of a model's tensors: parameters in ``dtype``, balance biases in fp32. The same on any number of
+    ranks, all of which call this. Gathers one tensor at a time.
+    """
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        whole = whole.to("cpu", torch.float32 if name.endswith(".bias_WE") else dtype)
         digest.update(name.encode())
-        digest.update(tensor.contiguous().view(torch.uint8).numpy())
+        digest.update(whole.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -14,8 +14,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from stretto.model.checkpoint import TensorFiles, read_checkpoint, write_checkpoint
-from stretto.model.parallel import full_state, join, read_placed, spread
+from stretto.model.elastic import with_branch_rows
+from stretto.model.parallel import full_state, join, read_placed, spread, stored
 from stretto.model.transformer import MoeLayer
+from stretto.train.teacher import hash_state
 from tests.model.checkpoints import NETWORKS, network
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,11 +36,19 @@ def worker(folder: Path, ep: int) -> None:
 
     read, TensorFiles.raw = TensorFiles.raw, raw  # type: ignore[method-assign]
     model = read_placed(folder, ranks).model
+    num_bytes = sum(sizes)
     assert all(isinstance(block.mlp.gate_up, DTensor) for block in model.blocks if isinstance(block.mlp, MoeLayer))
     found = full_state(model)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    sys.stdout.write(json.dumps({"bytes": sum(sizes)}))
+    whole = read_checkpoint(folder, dtype=torch.float32).model
+    assert hash_state(model, torch.bfloat16) == hash_state(whole, torch.bfloat16)
+    widths = tuple(sorted({*whole.config.widths, 3}, reverse=True))
+    wider = whole.config.replace(widths=widths, num_branches=max(len(widths), whole.config.num_branches))
+    found = full_state(stored(folder).place(wider, ranks, torch.bfloat16))
+    rows = with_branch_rows(whole.config, wider, whole.state_dict())
+    assert all(torch.equal(found[name], tensor) for name, tensor in rows if found)
+    sys.stdout.write(json.dumps({"bytes": num_bytes}))
 
 
 @pytest.mark.slow

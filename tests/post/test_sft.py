@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 
 from bench.common.plain_loop import run_synchronously
 from stretto.base.errors import UserError
+from stretto.data.loader import Batch
 from stretto.data.pack import IGNORED
 from stretto.flow.agent import AgentRole
 from stretto.flow.clients import Clients
@@ -29,11 +30,12 @@ from stretto.learning.weights import fetch
 from stretto.model.checkpoint import read_checkpoint
 from stretto.model.parallel import join
 from stretto.model.transformer import initial_state
-from stretto.post.sft import Example, example, examples, fill_rows, learn_tokenizer, micro_batches, sft
+from stretto.post.sft import Demonstrations, Example, example, examples, fill_rows, learn_tokenizer, micro_batches, sft
 from stretto.tasks.registry import open_source
 from stretto.tasks.session import recorded, schemas
 from stretto.tasks.task import Problem, TaskSource
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
+from stretto.train.recipe import TrainConfig
 from tests.flow import agents
 from tests.tasks.counting import Counters, calling
 
@@ -140,6 +142,34 @@ def test_rows_hold_every_example_once_and_learn_only_what_is_written(
     learnt = [token for batch in batches for token in batch.targets_BT[batch.targets_BT != IGNORED].tolist()]
     assert learnt == [t for row in steps[0] for each in row for t in each.tokens[each.is_learnt].tolist()]
     assert sum(batch.global_target_tokens for batch in batches) == len(learnt)
+
+
+@pytest.mark.parametrize("num_taken", [0, 1, 4, 13])
+def test_demonstrations_resume_without_the_examples_of_earlier_steps(
+    num_taken: int, sources: dict[str, TaskSource], prompts: Prompts, tokenizer: Tokenizer
+) -> None:
+    train = TrainConfig(steps=1, rows=4, seq_len=64, micro_batches=2)
+    generated: list[int] = []
+
+    def stream(first: int) -> Iterator[Example]:
+        for number, one in enumerate(examples(sources, prompts, tokenizer, 0.3, first=first), first):
+            generated.append(number)
+            yield one
+
+    def same(one: Batch, other: Batch) -> bool:
+        return all(np.array_equal(getattr(one, each.name), getattr(other, each.name)) for each in fields(Batch))
+
+    whole, resumed, old = (Demonstrations(stream, train, join("cpu")) for _ in range(3))
+    for _ in range(num_taken):
+        whole.next()
+    generated.clear()
+    resumed.restore(json.loads(json.dumps(whole.state())))
+    first = whole.state()["first_example"]
+    assert (first > 0) == (num_taken > 2) and all(number >= first for number in generated)
+    old.restore({"taken": num_taken})  # as an earlier version wrote it
+    for _ in range(5):
+        assert same(batch := whole.next(), resumed.next()) and same(batch, old.next())
+        assert whole.state() == resumed.state() == old.state()
 
 
 def test_an_example_that_no_row_can_hold_is_refused() -> None:

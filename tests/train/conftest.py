@@ -18,7 +18,7 @@ from stretto.data.loader import Loader, eval_batches
 from stretto.data.shards import TokenSet, tokenise
 from stretto.data.sources import Document
 from stretto.evals.loss import EvalBatch
-from stretto.model.parallel import join
+from stretto.model.parallel import Origin, in_memory, join
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Transformer, build
 from stretto.train import loop
@@ -224,9 +224,14 @@ def elasticize_in(tmp_path: Path, tokens: TokenSet) -> Callable[..., Trained]:
             tracker=lambda step: Tracker(tmp_path / name, first_step=step and step + 1, tensorboard=False),
             resume=resume,
         )
-        return elasticize(recipe, job, lambda: copy_of(model), (lambda: teacher) if teacher is not None else None)
+        return elasticize(recipe, job, copied(model), copied(teacher) if teacher is not None else None)
 
     return train
+
+
+def copied(model: Transformer) -> Origin:
+    """``model`` as the origin of a stage, which places a copy of it."""
+    return Origin(model.config, lambda *place: in_memory(copy_of(model)).place(*place))
 
 
 def copy_of(model: Transformer) -> Transformer:

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,8 +23,9 @@ from stretto.base.track import Tracker
 from stretto.data.loader import Batch, Loader, eval_batches
 from stretto.data.shards import TokenSet
 from stretto.evals.loss import EvalBatch, evaluate_many
+from stretto.model.checkpoint import TensorFiles, write_checkpoint
 from stretto.model.elastic import extract
-from stretto.model.parallel import Ranks, full_state, join
+from stretto.model.parallel import Ranks, full_state, join, stored
 from stretto.model.spec import SubnetChoice, named_subnets
 from stretto.model.transformer import Transformer, build
 from stretto.train import loop
@@ -115,9 +117,12 @@ def run_case(case: dict[str, Any]) -> None:
 
 
 def _heal(job: loop.Job, recipe: Recipe) -> loop.Trained:
-    """Heal the first half of a network under the whole; of the teacher, a rank holds its part and nothing else."""
+    """Heal the first half of a network under the whole, both from checkpoints; of the two, a rank reads and holds its part only."""
     parent = build(recipe.model, 7)
     student = extract(parent, recipe.model.subnet(3, 4, 2))
+    folders = [job.run / "from" / name for name in ("student", "parent")]
+    for folder, model in zip(folders, (student, parent), strict=True):
+        job.ranks.first(partial(write_checkpoint, folder, model, model.config))
     healing = HealRecipe.model_validate({"optim": recipe.optim.model_dump(), "train": recipe.train.model_dump()})
     teachers = []
 
@@ -125,8 +130,18 @@ def _heal(job: loop.Job, recipe: Recipe) -> loop.Trained:
         teachers.append(model)
         return Distil(model, *arguments)
 
-    with mock.patch.object(loop, "Distil", distil):
-        trained = loop.heal(healing, job, student, lambda: parent)
+    num_read, raw = 0, TensorFiles.raw
+
+    def counted(self: TensorFiles, *arguments: Any) -> torch.Tensor:
+        nonlocal num_read
+        num_read += (tensor := raw(self, *arguments)).nbytes
+        return tensor
+
+    with mock.patch.object(loop, "Distil", distil), mock.patch.object(TensorFiles, "raw", counted):
+        trained = loop.heal(healing, job, *map(stored, folders))
+    whole_bytes = sum(file.stat().st_size for folder in folders for file in folder.glob("*.safetensors"))
+    share = num_read / whole_bytes
+    assert share < (0.8 if job.ranks.world > 1 else 1.2), (share, job.ranks)
     (teacher,) = teachers
     whole = full_state(teacher)
     assert all(torch.equal(tensor, parent.state_dict()[name]) for name, tensor in whole.items())

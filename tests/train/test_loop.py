@@ -22,7 +22,7 @@ from stretto.base.track import Tracker, read_metrics
 from stretto.data.loader import Loader
 from stretto.data.shards import TokenSet
 from stretto.model.elastic import extract
-from stretto.model.parallel import join
+from stretto.model.parallel import in_memory, join
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Context, Transformer, build
 from stretto.ops.logprob import head_loss
@@ -431,7 +431,7 @@ def heal_in(tmp_path: Path, tokens: TokenSet, reference: Trained) -> Callable[..
             resume=resume,
         )
         student, parent = extract(reference.model, config.subnet(4, 4, 2)), extract(reference.model, config.full())
-        return heal(recipe, job, student, (lambda: parent) if teacher else None)
+        return heal(recipe, job, in_memory(student), in_memory(parent) if teacher else None)
 
     return train
 
