@@ -1,12 +1,12 @@
-"""What an elastic network costs and gives: figures 3 to 7, every run beside its control.
+"""Quality of elastic training: losses of an elastic network, of its sizes and of healed sizes, each beside its control.
 
-    python -m bench.elastic_quality                        the small version, on text of this Python's library
+    python -m bench.elastic_quality                        small version, on text of this Python's library
     python -m bench.elastic_quality --data FOLDER --steps 3000 --seeds 3
 
-For each seed it trains, on the same tokens: an ordinary network, an elastic one (``anchored``), an elastic one with
-ERNIE 5.0's sampler, and the corner's shape alone (the scratch control). Then it cuts the corner out of the elastic
-network and, pruned the same way, out of the ordinary one, and heals both with budgets that are shares of the scratch
-control's FLOPs. Every run leaves a result file in --out, and one that is there is not run again.
+Each seed trains four networks on the same tokens: an ordinary one, an elastic one (``anchored``), an elastic one with ERNIE 5.0's
+sampler, and the shape of the corner alone (scratch control). Then the corner is extracted from the elastic network, and pruned in the
+same way from the ordinary one. Both are healed with shares of the scratch control's FLOPs. The table has means over seeds and aims.
+Every run writes a result file in --out and is not repeated. Fails if --out has results of another recipe.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import rich
 from rich.table import Table
 
+from bench.common.measure import table, wide_console
 from stretto.api.train import held_out, open_loader
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT, read_json, write_json
@@ -38,13 +39,13 @@ from stretto.train.recipe import ElasticConfig, HealRecipe, Recipe
 from stretto.train.run_folder import RunInfo
 
 BUDGETS = (0.015, 0.03, 0.06)
-"""Healing budgets, as shares of the scratch control's FLOPs; the aim is parity within the last."""
+"""Healing budgets, as shares of the scratch control's FLOPs. The aim is parity with the control at the largest."""
 RECIPE = Path(__file__).with_name("elastic_quality.toml")
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all runs share."""
+    """Settings shared by all runs."""
 
     recipe: Recipe
     info: RunInfo
@@ -64,7 +65,7 @@ def main() -> None:
     info = RunInfo(stage="pretrain", recipe=recipe, data=mixture, data_hash=data_hash, tokenizer=tokenizer)
     bench = Bench(recipe, info, arguments.out, join(arguments.device))
     rows = [_seed(bench, seed) for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds)]
-    rich.print(_table(bench, rows))
+    wide_console().print(_table(bench, rows))
 
 
 def _parse() -> argparse.Namespace:
@@ -73,7 +74,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--recipe", type=Path, default=RECIPE)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--first-seed", type=int, default=0, help="seeds can be run by several processes at once")
+    parser.add_argument("--first-seed", type=int, default=0, help="several processes can run different seeds")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-quality"))
     parser.add_argument("--set", action="append", default=[], help="override a key of the recipe")
@@ -89,7 +90,7 @@ def own_text(out: Path, recipe: Recipe) -> Path:
 
 
 def _seed(bench: Bench, seed: int) -> dict[str, Any]:
-    """All runs of one seed: name -> result."""
+    """Results of all runs of one seed, by name."""
     elastic = bench.recipe.elastic
     off = ElasticConfig(sampler="off", anchors=elastic.anchors, anchor_share=0.0)
     ernie = elastic.replace(sampler="ernie", joint=False, starts_at=0.0, ramp_fraction=0.1, rank_layers_at=())
@@ -126,13 +127,13 @@ def _seed(bench: Bench, seed: int) -> dict[str, Any]:
 
 def _cached(bench: Bench, name: str, recipe: Recipe, work: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     folder = bench.out / name
-    told = json.loads(recipe.model_dump_json())
+    settings = json.loads(recipe.model_dump_json())
     if (folder / "result.json").is_file():
-        kept = read_json(folder / "result.json")
-        assert kept["recipe"] == told, f"{folder} holds results of another recipe; choose another --out"
-        return kept
+        done = read_json(folder / "result.json")
+        assert done["recipe"] == settings, f"{folder} has results of another recipe; choose another --out"
+        return done
     rich.print(f"[bold]{name}")
-    result = work(folder) | {"recipe": told}
+    result = work(folder) | {"recipe": settings}
     write_json(folder / "result.json", result)
     return result
 
@@ -162,7 +163,7 @@ def _pretrain(bench: Bench, folder: Path, recipe: Recipe) -> dict[str, Any]:
 
 
 def _heal(bench: Bench, folder: Path, recipe: Recipe, parent: Path, flops: float, seed: int) -> dict[str, Any]:
-    """Cut the corner out of ``parent`` and heal it for ``flops``, by CE alone and by CE with the parent's KL."""
+    """Extract the corner of ``parent`` and heal it for ``flops``: by cross-entropy alone, and with KL to the parent."""
     ranks = bench.ranks
     batches = held_out(bench.info, recipe.train, ranks)
     corner = recipe.elastic.anchors["corner"]
@@ -188,7 +189,7 @@ def _heal(bench: Bench, folder: Path, recipe: Recipe, parent: Path, flops: float
 def _healing(
     recipe: Recipe, student: ModelConfig, teacher: ModelConfig, ce_weight: float, flops: float, seed: int
 ) -> HealRecipe:
-    """As many steps as ``flops`` pay for, at least one."""
+    """A recipe of as many steps as ``flops`` allow, at least one."""
     train = recipe.train
     length = train.seq_len
     tokens = train.rows * length
@@ -214,48 +215,45 @@ def _table(bench: Bench, rows: Sequence[dict[str, Any]]) -> Table:
         f"{small.total_params / full.total_params:.1%} and {small.active_params / full.active_params:.1%}; "
         f"{rows[0]['anchored']['tokens'] / 1e6:.2f}M tokens, {len(rows)} seeds"
     )
-    table = Table(title=title)
-    for column in ("#", "figure", "mean", "lowest", "highest", "aim"):
-        table.add_column(column)
+    shown = table(title, "loss or difference, nats", "mean", "lowest", "highest", "aim")
 
     def loss(run: str, name: str) -> list[float]:
         return [row[run]["losses"][f"loss/{name}"] for row in rows]
 
-    def add(number: str, text: str, values: Sequence[float], aim: str, form: str = "{:+.4f}") -> None:
+    def add(text: str, values: Sequence[float], aim: str, form: str = "{:+.4f}") -> None:
         shown = (statistics.fmean(values), min(values), max(values))
-        table.add_row(number, text, *(form.format(value) for value in shown), aim)
+        shown.add_row(text, *(form.format(value) for value in shown), aim)
 
     def minus(left: Sequence[float], right: Sequence[float]) -> list[float]:
         return [a - b for a, b in zip(left, right, strict=True)]
 
     scratch = loss("scratch", "full")
     for run in ("ordinary", "anchored", "ernie"):
-        add("", f"loss of {run}, full", loss(run, "full"), "", "{:.4f}")
-        add("", f"loss of {run}, corner", loss(run, "corner"), "", "{:.4f}")
-    add("", "loss of the corner's shape from scratch", scratch, "", "{:.4f}")
-    add("3", "tax: anchored full − ordinary full", minus(loss("anchored", "full"), loss("ordinary", "full")), "≤ +0.02")
-    add("4", "corner zero-shot − scratch", minus(loss("anchored", "corner"), scratch), "≤ +0.03")
+        add(f"loss of {run}, full", loss(run, "full"), "", "{:.4f}")
+        add(f"loss of {run}, corner", loss(run, "corner"), "", "{:.4f}")
+    add("loss of the corner's shape from scratch", scratch, "", "{:.4f}")
+    add("tax: anchored full − ordinary full", minus(loss("anchored", "full"), loss("ordinary", "full")), "≤ +0.02")
+    add("corner zero-shot − scratch", minus(loss("anchored", "corner"), scratch), "≤ +0.03")
     for budget in BUDGETS:
-        for parent, number in (("anchored", "5"), ("ordinary", "6")):
+        for parent in ("anchored", "ordinary"):
             for label in ("ce", "kl"):
                 healed = [row[f"heal-{parent}-{budget:g}"][label] for row in rows]
                 add(
-                    number,
                     f"{parent} corner healed ({label}, {budget:.1%} of scratch FLOPs) − scratch",
                     minus(healed, scratch),
-                    "≤ 0 at 6 %" if number == "5" else "printed",
+                    "≤ 0 at 6 %" if parent == "anchored" else "",
                 )
     for sizes in (1, 2, 4):
         family = [_family_cost(row, sizes) for row in rows]
-        add("5", f"parent and {sizes} healed sizes, over the largest alone", family, "≤ 1.24 at 4", "{:.3f}")
-    add("7", "anchored full − ernie full", minus(loss("anchored", "full"), loss("ernie", "full")), "≤ 0")
-    add("7", "anchored corner − ernie corner", minus(loss("anchored", "corner"), loss("ernie", "corner")), "< 0")
-    return table
+        add(f"FLOPs of {sizes} healed sizes and their parent / ordinary", family, "≤ 1.24 at 4", "{:.3f}")
+    add("anchored full − ernie full", minus(loss("anchored", "full"), loss("ernie", "full")), "≤ 0")
+    add("anchored corner − ernie corner", minus(loss("anchored", "corner"), loss("ernie", "corner")), "< 0")
+    return shown
 
 
 def _family_cost(row: dict[str, Any], sizes: int) -> float:
-    """FLOPs of the elastic parent and ``sizes − 1`` healed corners (the full network is the first size), over the
-    ordinary network's. Healing is charged at the largest budget."""
+    """FLOPs of the elastic network and ``sizes − 1`` healed corners (its full size is the first), over the FLOPs of the ordinary
+    network. Healing counts at the largest budget."""
     healed = row[f"heal-anchored-{BUDGETS[-1]:g}"]
     return (row["anchored"]["flops"] + (sizes - 1) * healed["kl_flops"]) / row["ordinary"]["flops"]
 

@@ -1,13 +1,12 @@
-"""Does the engine give the tokens of the slow reference? Mixed greedy requests, engine against `generate_naive`.
+"""Greedy tokens of the engine against the slow reference, `generate_naive`.
 
     python -m bench.engine_equality [--requests N] [--run FOLDER] [--kernels native|torch]
 
-Prompts of many lengths, half of which begin like an earlier one; Subnets drawn per request, some with another Subnet for
-the prompt or for thinking; requests that arrive while others run, and some that are aborted. The engines: one with so
-few cache pages that sequences lose theirs and are computed again, one whose pages are found again by later prompts, and
-one that drafts with a Subnet. Every token must be the reference's. Where one is not, the gap between the
-two candidates' log-probabilities under the reference is shown: rounding may decide a gap of 1e-5, nothing else may.
-Exits with 1 unless all are identical and each engine did what it is there for.
+Requests differ in length, and half of the prompts begin like an earlier one. Subnets are drawn per request; some requests have another
+Subnet for the prompt or for thinking. Requests arrive while others run, and some are aborted. Two engines compute them: ``tight`` has
+so few cache pages that sequences are preempted and recomputed; ``roomy`` reuses the pages of earlier prompts. For every token that
+differs, the table shows the gap between both candidates' log-probabilities under the reference. Rounding explains a gap of 1e-5.
+Fails (exit code 1) unless all tokens are equal, and sequences were preempted or pages reused, respectively.
 """
 
 from __future__ import annotations
@@ -37,23 +36,23 @@ from stretto.ops.native import Library, load
 
 PAGE_SIZE = 4
 TIGHT, ROOMY = 30, 600
-"""Cache pages: little more than the longest request needs, so that a batch must give pages up; and enough for all."""
+"""Cache pages: little more than the longest request needs, so that sequences are preempted; and enough for all."""
 LONGEST_PROMPT, LONGEST_COMPLETION = 72, 20
 NEAR = 8
-"""Requests that a prompt may share its beginning with: the last ones, whose pages are likely still there."""
+"""Number of latest requests with which a prompt may share its beginning: their pages are likely still cached."""
 ABORTS = 0.1
-"""Requests added beside the compared ones and aborted while they run, as a share of those."""
+"""Extra requests that are aborted while they run, as a share of the compared requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A request whose tokens are not the reference's."""
+    """A request with a token that differs from the reference."""
 
     request: Request
     place: int
-    """Of the first token that differs."""
+    """Index of the first token that differs."""
     gap: float
-    """Log-probability of the reference's token less that of the engine's, by the reference."""
+    """Log-probability of the reference's token minus that of the engine's token, under the reference; nats."""
 
 
 def main() -> None:
@@ -67,26 +66,25 @@ def main() -> None:
         model = read_checkpoint(checkpoint_folder(options.run), dtype=torch.float32).model.requires_grad_(False)
     else:
         model = random_network(shape("demo")[0])
-    asked = list(requests(model.config, options.requests, options.seed))
-    expected = reference(model, asked)
+    compared = list(requests(model.config, options.requests, options.seed))
+    expected = reference(model, compared)
     console, wrong = wide_console(), False
     shown = table(
-        f"{len(asked)} greedy requests, {sum(map(len, expected.values())):,} tokens",
+        f"{len(compared)} greedy requests, {sum(map(len, expected.values())):,} tokens",
         *("engine", "identical", "preemptions", "cached tokens", "steps"),
     )
     for (kernels, library), (kind, config) in itertools.product(
         _libraries(options.kernels).items(), _configs().items()
     ):
         engine = Engine(model, None, config, library=library)
-        done = drive(engine, asked, random.Random(options.seed))
-        differences = list(_differences(model, asked, expected, done))
+        done = drive(engine, compared, random.Random(options.seed))
+        differences = list(_differences(model, compared, expected, done))
         stats = engine.stats()
-        engine.allocator.check()
         assert stats.num_free_pages == stats.num_pages, f"leaked pages: {stats}"
         seen = {"tight": stats.num_preemptions, "roomy": stats.cached_tokens}
         wrong |= bool(differences) or not seen[kind]
         counts = (stats.num_preemptions, stats.cached_tokens, stats.num_steps)
-        same = f"{len(asked) - len(differences)} of {len(asked)}"
+        same = f"{len(compared) - len(differences)} of {len(compared)}"
         shown.add_row(f"{kernels}, {kind}", same, *(f"{num:,}" for num in counts))
         for each in differences:
             console.print(f"{kernels}, {kind}: {each.request.id}, token {each.place}: gap {each.gap:.1e} nats")
@@ -96,7 +94,7 @@ def main() -> None:
 
 
 def _configs() -> dict[str, EngineConfig]:
-    """Engines in which pages are lost, and in which they are found again."""
+    """Engines in which sequences are preempted, and in which cached pages are reused."""
     sizes: dict[str, Any] = {"page_size": PAGE_SIZE, "max_batch": 8, "max_step_tokens": 64}
     return {
         "tight": EngineConfig(num_pages=TIGHT, **sizes),
@@ -113,14 +111,14 @@ def _libraries(kernels: str | None) -> dict[str, Library]:
 
 
 def requests(config: ModelConfig, num: int, seed: int) -> Iterator[Request]:
-    """``num`` requests unlike one another; prompts share beginnings."""
+    """``num`` different requests; some prompts share their beginnings."""
     rng, made = random.Random(seed), list[Request]()
     for index in range(num):
         length = rng.randint(1, LONGEST_PROMPT)
         earlier = rng.choice(made[-NEAR:]) if made and rng.random() < 0.5 else None
         shared = earlier.prompt[:length] if earlier else ()
         rest = (rng.randrange(8, config.vocab_size) for _ in range(length - len(shared)))
-        # another Subnet's pages are never shared, so half of those that could share have the earlier one's
+        # pages are shared only within a Subnet, so half of the prompts with a shared beginning keep the earlier Subnet
         phases = earlier.phases if earlier and rng.random() < 0.5 else _phases(config, rng)
         sampling = Sampling(
             temperature=0.0,
@@ -139,7 +137,7 @@ def _phases(config: ModelConfig, rng: random.Random) -> Phases:
         return Phases(answer)
     if kind < 0.85:
         return Phases(answer, prefill=config.full())
-    # an id that is likely to come up, so that the phase does end now and then
+    # a frequent id, so that the thinking phase sometimes ends
     return Phases(answer, thinking=config.full(), thinking_end=rng.randrange(8, config.vocab_size))
 
 
@@ -154,48 +152,48 @@ def _subnet(config: ModelConfig, rng: random.Random) -> Subnet:
     )
 
 
-def reference(model: Transformer, asked: list[Request]) -> dict[str, tuple[int, ...]]:
+def reference(model: Transformer, compared: list[Request]) -> dict[str, tuple[int, ...]]:
     """Tokens of `generate_naive` by request."""
     expected: dict[str, tuple[int, ...]] = {}
-    with progress("reference, token by token", len(asked)) as advance:
-        for request in asked:
+    with progress("reference, token by token", len(compared)) as advance:
+        for request in compared:
             done = generate_naive(model, request.prompt, request.sampling, request.phases)
             expected[request.id] = done.tokens
             advance(1)
     return expected
 
 
-def drive(engine: Engine, asked: list[Request], rng: random.Random) -> dict[str, tuple[int, ...]]:
-    """Tokens of the engine by request; requests arrive while others run, and strangers among them are aborted."""
-    waiting, strangers = list(reversed(asked)), 0
+def drive(engine: Engine, compared: list[Request], rng: random.Random) -> dict[str, tuple[int, ...]]:
+    """Tokens of the engine by request. Requests arrive while others run; extra requests are aborted."""
+    waiting, extras = list(reversed(compared)), 0
     done: dict[str, tuple[int, ...]] = {}
-    with progress("engine", len(asked)) as advance:
+    with progress("engine", len(compared)) as advance:
         while waiting or engine.has_work:
             while waiting and (rng.random() < 0.8 or not engine.has_work):
                 request = waiting.pop()
                 engine.add(request, stream=False)
                 if rng.random() < ABORTS:
-                    strangers += 1
-                    stranger = Request(
-                        f"stranger{strangers}", request.prompt, request.sampling, request.phases, want_routes=True
+                    extras += 1
+                    extra = Request(
+                        f"extra{extras}", request.prompt, request.sampling, request.phases, want_routes=True
                     )
-                    engine.add(stranger, stream=False)
+                    engine.add(extra, stream=False)
             for event in engine.step():
-                if isinstance(event, Completion) and not event.request_id.startswith("stranger"):
+                if isinstance(event, Completion) and not event.request_id.startswith("extra"):
                     done[event.request_id] = event.tokens
                     advance(1)
-            if strangers and rng.random() < 0.2:
-                engine.abort(f"stranger{rng.randint(1, strangers)}")
+            if extras and rng.random() < 0.2:
+                engine.abort(f"extra{rng.randint(1, extras)}")
     return done
 
 
 def _differences(
     model: Transformer,
-    asked: list[Request],
+    compared: list[Request],
     expected: dict[str, tuple[int, ...]],
     done: dict[str, tuple[int, ...]],
 ) -> Iterator[Difference]:
-    for request in asked:
+    for request in compared:
         mine, theirs = done[request.id], expected[request.id]
         if mine == theirs:
             continue

@@ -1,16 +1,18 @@
-"""Do we compute what transformers computes, for every family and every switch of its configuration class?
+"""Logits of random checkpoints against transformers, for every family and every field of its configuration class, in fp32.
 
     python -m bench.families_equality [--families llama,…] [--each N] [--seed S] [--mutant NAME]
 
-Random tiny checkpoints are made and saved by transformers (in shards, with fused experts, spelled as transformers 4 does, or
-quantised by `bench.common.quantiser`, where transformers gets the values that are meant), read by us, and logits compared
-in fp32 at positions beyond every window and border of RoPE; then written by us in the same family and read by both again.
-A difference is the largest one of any logit over the standard deviation of all of transformers' logits.
+transformers makes and saves random tiny checkpoints: in shards, with fused experts, in the spelling of transformers 4, or quantised by
+`bench.common.quantiser` (transformers then reads a dequantised copy). Stretto reads each one; logits are compared at positions beyond
+every sliding window and RoPE border. Then Stretto writes the network in the same family, and both read that again. A difference is the
+largest one of any logit, divided by the standard deviation of transformers' logits.
 
-exact: within the aim, both ways. Where it is larger, two other texts are tried before it counts: routers that score two
-experts alike to the last bits choose either. refused: by the field that the draw knows must be refused. wrong: a larger
-difference, a refusal of something supported or with another reason, or no refusal. Exits with 1 unless all are exact or
-refused. A mutant breaks our reading, and must be found out: with --mutant the exit code is 1 if it is not.
+exact     within the aim, both ways. After a larger difference two other texts are tried: routers may break near-ties differently
+refused   refused because of the field that must be refused
+wrong     a larger difference, a refusal of a supported checkpoint or for another reason, or no refusal
+
+Fails (exit code 1) unless all checkpoints are exact or refused. ``--mutant`` breaks Stretto's reading; exit code 1 if that is not
+detected.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from bench.common.foreign import LENGTH, Draw, draw, make
-from bench.common.measure import wide_console
+from bench.common.measure import table, wide_console
 from stretto.base.errors import UserError
 from stretto.base.track import progress
 from stretto.model import checkpoint, quantised
@@ -46,27 +48,28 @@ from stretto.model.spec import ModelConfig
 AIM = 1e-4
 TEXTS = 3
 VERDICTS = ("exact", "refused", "wrong", "crashed")
+_EXTRA = ("share refused", "max difference", "router ties")
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What became of one draw."""
+    """Result of one draw."""
 
     verdict: str
     """One of `VERDICTS`."""
-    told: str = ""
-    """The refusal, or what is wrong."""
+    reason: str = ""
+    """The error message, or the difference."""
     difference: float = 0.0
     """In standard deviations of transformers' logits."""
     num_ties: int = 0
-    """Texts on which it was larger than the aim, before one on which it was not."""
+    """Texts with a larger difference before one within the aim."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default=",".join(FAMILIES))
-    parser.add_argument("--each", type=int, default=20, help="checkpoints of each family")
-    parser.add_argument("--seed", type=int, default=0, help="of the first one")
+    parser.add_argument("--each", type=int, default=20, help="checkpoints per family")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first checkpoint of each family")
     parser.add_argument("--mutant", choices=MUTANTS)
     options = parser.parse_args()
     quiet()
@@ -81,9 +84,9 @@ def main() -> None:
     console.print(_table(families, judged))
     failures = [(drawn, found) for drawn, found in judged if found.verdict in ("wrong", "crashed")]
     for drawn, found in failures[:20]:
-        console.print(f"{found.verdict}: {drawn.label()}: {found.told}", markup=False)
+        console.print(f"{found.verdict}: {drawn.label()}: {found.reason}", markup=False)
     if options.mutant is not None:
-        console.print(f"mutant {options.mutant}: {'caught' if failures else 'NOT caught'}")
+        console.print(f"mutant {options.mutant}: {'detected' if failures else 'NOT detected'}")
     sys.exit(bool(failures) == (options.mutant is None))
 
 
@@ -112,9 +115,9 @@ def judge(drawn: Draw) -> Judged:
             theirs, ours = their_model(plain), read_checkpoint(folder, dtype=torch.float32).model
             read_by, ties = _compared(drawn, theirs, ours.logits)
             if read_by > AIM:
-                return Judged("wrong", f"logits differ by {read_by:.1e} as we read them", read_by)
+                return Judged("wrong", f"logits differ by {read_by:.1e} after reading", read_by)
             write_checkpoint(back, read.model, read.config, family=read.family)
-            (back / STRETTO_FILE).unlink()  # from config.json alone, as other software sees it
+            (back / STRETTO_FILE).unlink()  # read config.json alone, like other software
             again, theirs_again = read_checkpoint(back, dtype=torch.float32).model, their_model(back)
             written_by, more = _compared(drawn, theirs, again.logits, lambda ids: theirs_again(ids).logits)
         except Exception:
@@ -124,7 +127,7 @@ def judge(drawn: Draw) -> Judged:
 
 
 def _compared(drawn: Draw, theirs: PreTrainedModel, *ours: Callable[[Tensor], Tensor]) -> tuple[float, int]:
-    """Largest difference on the first text on which all are within the aim, else on the last; and the texts before it."""
+    """Largest difference on the first text within the aim, else on the last text; and the number of texts before it."""
     for text in range(TEXTS):
         ids = token_ids(drawn, text)
         expected = theirs(ids).logits
@@ -140,7 +143,7 @@ def token_ids(drawn: Draw, text: int = 0) -> Tensor:
 
 
 def their_model(folder: Path) -> PreTrainedModel:
-    """transformers' network in fp32; experts one by one, which have no demands on sizes."""
+    """transformers' network in fp32, with the implementation of experts that accepts every size."""
     model, info = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,
@@ -157,17 +160,17 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _table(families: list[Family], judged: list[tuple[Draw, Judged]]) -> Table:
-    table = Table(title="random checkpoints made by transformers, read and written by us", title_justify="left")
-    for column in ("family", "checkpoints", *VERDICTS, "share refused", "max difference", "router ties"):
-        table.add_column(column, justify="left" if column == "family" else "right")
+    shown = table(
+        "random checkpoints of transformers, read and written by Stretto", "family", "checkpoints", *VERDICTS, *_EXTRA
+    )
     for family in [*families, None]:
         own = [found for drawn, found in judged if family in (drawn.family, None)]
         counts = [sum(found.verdict == verdict for found in own) for verdict in VERDICTS]
         worst = max((found.difference for found in own if found.verdict == "exact"), default=0.0)
         refused, ties = counts[1] / max(1, len(own)), sum(found.num_ties for found in own)
         row = (family or "all", len(own), *counts, f"{refused:.0%}", f"{worst:.1e}", ties)
-        table.add_row(*(str(cell) for cell in row))
-    return table
+        shown.add_row(*(str(cell) for cell in row))
+    return shown
 
 
 # --- mutants ----------------------------------------------------------------------------------------------------------
@@ -179,7 +182,7 @@ def _nothing() -> Iterator[None]:
 
 
 def _changed(change: Callable[[ModelConfig], dict[str, Any]]) -> Callable[[], Any]:
-    """A mutant that reads another network than config.json describes."""
+    """A mutant that changes the configuration after reading config.json."""
 
     @contextmanager
     def mutant() -> Iterator[None]:

@@ -1,12 +1,11 @@
-"""Does lm-eval find the same scores through our server as with transformers, on the same folder in fp32?
+"""Scores of lm-eval through our server against lm-eval with transformers, on the same checkpoint in fp32.
 
     python -m bench.lm_eval_equality [--source CHECKPOINT] [--questions N] [--texts N]
 
-lm-eval's own command runs twice on two tasks that are written here (a choice among four continuations, and rolling
-perplexity over texts longer than the context): model ``local-completions``, which tokenises and scores at a real
-``stretto serve``, and model ``hf``. Compared are the tasks' metrics and the log-likelihood of each request. Then once more
-with the server at its smallest preset, which must not pass. Exits with 1 if a difference is larger than the aim, or if
-the other Subnet's is not. Needs the package's ``bench`` extra; nothing is downloaded.
+lm-eval's command runs on two tasks that this file writes: a choice among four continuations, and rolling perplexity of texts longer
+than the context. It runs with model ``local-completions`` (tokenises and scores through ``stretto serve``) and with model ``hf``. The
+metrics of the tasks and the log-likelihood of each request are compared. Fails (exit code 1) if a difference is larger than the aim,
+or if the server's smallest preset, as a mutant, is within it. Needs the package's ``bench`` extra; downloads nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import Any
 
 from rich.table import Table
 
-from bench.common.measure import wide_console
+from bench.common.measure import table, wide_console
 from bench.common.networks import write_network
 from bench.common.server import serving
 from stretto.base.errors import UserError
@@ -36,9 +35,9 @@ from stretto.model.checkpoint import read_config, read_presets
 from stretto.model.spec import count, named_subnets
 
 AIM = 1e-3
-"""Of metrics, and of a request's log-likelihood in nats."""
+"""Largest difference of a metric, and of a request's log-likelihood in nats."""
 CONTEXT = 200
-"""Tokens that lm-eval scores at once: less than most texts have, so that they are scored in windows."""
+"""Context of lm-eval, tokens: shorter than most texts, which are therefore scored in windows."""
 CHOICES = 4
 METRICS = {"choice": ("acc", "acc_norm"), "rolling": ("bits_per_byte", "byte_perplexity")}
 TASKS = {
@@ -54,17 +53,17 @@ TASKS = {
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What one run of lm-eval found. Written by `evaluate`."""
+    """Results of one run of lm-eval. Written by `evaluate`."""
 
     metrics: dict[tuple[str, str], float]
     """By task and metric."""
     requests: dict[tuple[str, int], list[float]]
-    """Log-likelihoods, nats, by task and document; one a choice."""
+    """Log-likelihoods, nats, by task and document; one per choice."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", type=Path, help="a checkpoint with presets; random weights by default")
+    parser.add_argument("--source", type=Path, help="checkpoint with presets; default: random weights")
     parser.add_argument("--questions", type=int, default=40)
     parser.add_argument("--texts", type=int, default=12)
     options = parser.parse_args()
@@ -75,7 +74,7 @@ def main() -> None:
         source = options.source or write_network(folder, "demo")
         smallest = smallest_preset(source)
         write_tasks(folder / "tasks", options.questions, options.texts)
-        # transformers scores as many tokens as it is told, the API client two fewer (its own arithmetic).
+        # lm-eval's API client scores two tokens fewer than its max_length, its transformers client exactly max_length
         expected = evaluate(folder, "hf", f"pretrained={source},dtype=float32,max_length={CONTEXT - 2}")
         found = {subnet: through_server(folder, source, subnet) for subnet in ("full", smallest)}
     console = wide_console()
@@ -88,17 +87,17 @@ def main() -> None:
 
 
 def smallest_preset(source: Path) -> str:
-    """The one with the fewest active parameters. Raises `UserError` where there is none."""
+    """The preset with the fewest active parameters. Raises `UserError` if there is none."""
     config = read_config(source)
     named = named_subnets(config, read_presets(source))
     smallest = min(named, key=lambda name: count(config, named[name]).active_params)
     if named[smallest] == config.full():
-        raise UserError(f"{source}: has no preset smaller than the full network; name a checkpoint that has")
+        raise UserError(f"{source}: has no preset smaller than the full network; choose a checkpoint that has one")
     return smallest
 
 
 def write_tasks(folder: Path, num_questions: int, num_texts: int) -> None:
-    """Two tasks over the documentation that every machine has."""
+    """Write two tasks on Python's documentation, which every machine has."""
     folder.mkdir()
     rng = random.Random(0)
     texts = [document.text for document in demo_documents(600_000, 0) if len(document.text) > 1500]
@@ -122,12 +121,12 @@ def write_tasks(folder: Path, num_questions: int, num_texts: int) -> None:
 
 def through_server(folder: Path, source: Path, subnet: str) -> Scores:
     with serving(source, "--subnet", subnet, "--dtype", "float32", "--device", "cpu") as server:
-        told = f"model={source.name},base_url={server.url}/v1/completions,tokenizer_backend=remote"
-        return evaluate(folder, "local-completions", f"{told},num_concurrent=4,max_length={CONTEXT}")
+        arguments = f"model={source.name},base_url={server.url}/v1/completions,tokenizer_backend=remote"
+        return evaluate(folder, "local-completions", f"{arguments},num_concurrent=4,max_length={CONTEXT}")
 
 
 def evaluate(folder: Path, model: str, arguments: str) -> Scores:
-    """lm-eval's own command in a process of its own. Raises `UserError` where that fails."""
+    """Run lm-eval's command in a process. Raises `UserError` if it fails."""
     with tempfile.TemporaryDirectory(dir=folder) as out:
         command = [sys.executable, "-m", "lm_eval", "run", "--model", model, "--model_args", arguments]
         command += ["--tasks", ",".join(TASKS), "--include_path", str(folder / "tasks")]
@@ -146,8 +145,10 @@ def evaluate(folder: Path, model: str, arguments: str) -> Scores:
 
 def _read(out: Path) -> Scores:
     [results] = out.rglob("results_*.json")
-    told = json.loads(results.read_text(encoding="utf-8"))["results"]
-    metrics = {(task, name): float(told[task][f"{name},none"]) for task, names in METRICS.items() for name in names}
+    results_by_task = json.loads(results.read_text(encoding="utf-8"))["results"]
+    metrics = {
+        (task, name): float(results_by_task[task][f"{name},none"]) for task, names in METRICS.items() for name in names
+    }
     requests: dict[tuple[str, int], list[float]] = {}
     for task in TASKS:
         [samples] = out.rglob(f"samples_{task}_*.jsonl")
@@ -158,12 +159,12 @@ def _read(out: Path) -> Scores:
 
 
 def _log_likelihood(answer: Any) -> float:
-    """Of a choice: the log-likelihood and whether it is what greedy decoding would write; of a text: that alone."""
+    """lm-eval stores a pair (log-likelihood, is greedy) for a choice, and a number for a text."""
     return float(answer[0] if isinstance(answer, Sequence) and not isinstance(answer, str) else answer)
 
 
 def difference(expected: Scores, found: Scores) -> float:
-    """The largest, over metrics and requests."""
+    """Largest difference over metrics (relative above 1) and requests."""
     assert expected.metrics.keys() == found.metrics.keys() and expected.requests.keys() == found.requests.keys()
     metrics = [abs(found.metrics[key] - value) / max(1.0, abs(value)) for key, value in expected.metrics.items()]
     return max(*metrics, *(_worst(expected, found, task) for task in TASKS))
@@ -175,16 +176,14 @@ def _worst(expected: Scores, found: Scores, task: str) -> float:
 
 
 def _table(title: str, expected: Scores, found: Scores) -> Table:
-    table = Table(title=title)
-    for name in ("task", "metric", "transformers", "server", "difference"):
-        table.add_column(name, justify="left" if name in ("task", "metric") else "right")
+    shown = table(title, "task, metric", "transformers", "server", "difference")
     for (task, metric), value in expected.metrics.items():
         other = found.metrics[task, metric]
-        table.add_row(task, metric, f"{value:.6f}", f"{other:.6f}", f"{abs(other - value):.1e}")
+        shown.add_row(f"{task}, {metric}", f"{value:.6f}", f"{other:.6f}", f"{abs(other - value):.1e}")
     for task in TASKS:
         num = sum(len(values) for (name, _), values in expected.requests.items() if name == task)
-        table.add_row(task, f"log-likelihood, worst of {num}", "", "", f"{_worst(expected, found, task):.1e}")
-    return table
+        shown.add_row(f"{task}, log-likelihood, worst of {num}", "", "", f"{_worst(expected, found, task):.1e}")
+    return shown
 
 
 if __name__ == "__main__":

@@ -1,22 +1,20 @@
-"""What multi-teacher on-policy distillation keeps of its teachers, beside every other way to make one network of several.
+"""Normalised score of multi-teacher on-policy distillation, against six other ways to make one network of several experts.
 
-    python -m bench.norm OUT --jobs 14 --seeds 0 1 2 3 4 5 --minutes 9      again: goes on; --report: prints what there is
-    python -m bench.norm OUT --mutant wrong-teachers                        after that: must end in FAILED
+    python -m bench.norm OUT --jobs 14 --seeds 0 1 2 3 4 5 --minutes 9      run again to continue; --report: only print
+    python -m bench.norm OUT --mutant wrong-teachers                        after that; must end in FAILED
 
-A mixture of experts learns three skills that have nothing in common, and a wrong way beside each, from examples (SFT;
-`bench/norm.toml`, `bench.common.skills`); then there is an expert for each domain, by reinforcement learning until its curve is
-flat. Of these one network is made, with each seed anew:
+A small mixture of experts learns three unrelated skills by SFT on examples of which half are wrong (`bench/norm.toml`,
+`bench.common.skills`). Reinforcement learning then trains one expert per domain. Each arm makes one network of the experts:
 
-distil      the experts teach the student what it samples, by the full reverse KL: ours
-mixed       reinforcement learning on all domains at once, with the samples and the FLOPs of experts and distillation together
-cascade     reinforcement learning on one domain after the other: as many samples as the experts took
-offline     supervised training on the experts' right answers, of as many samples as distillation drew
-average, task arithmetic, TIES      of the experts' weights
+distil      on-policy distillation with the full reverse KL to the experts (Stretto's pipeline)
+mixed       RL on all domains at once, with the samples and FLOPs of experts and distillation together
+cascade     RL on one domain after the other, with the samples of the experts
+offline     SFT on the experts' right answers, with the samples of distillation
+average, task arithmetic, TIES      merges of the experts' weights
 
-Norm is the mean over domains of (student − SFT) / (expert − SFT), each the share of right answers to held-out problems at
-temperature 1. The first seed is searched: there every arm has its rate, strength or density chosen, on problems of their own. The
-others are reported, on other problems. Samples and FLOPs are counted where they are spent, sampling and teachers included. Exits
-with 1 where an aim is missed.
+The normalised score (Norm) is the mean over domains of (student − SFT) / (expert − SFT). Each term is the share of right answers to
+held-out problems at temperature 1. The first seed chooses rate, strength or density of every arm, on its own problems; the other
+seeds are reported. Samples and FLOPs include sampling and teachers. Exit code 1: an aim is missed, or an arm is not done.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from rich.console import Console
 from scipy.optimize import isotonic_regression
 
 from bench.common.measure import table
-from bench.common.post_runs import Asked, begin_alike, imitate, learn, merged, start
+from bench.common.post_runs import HeldOut, imitate, learn, merged, start
 from bench.common.study import RESULT, Results, Run, carry_out, read_results
 from stretto.base.config import read_recipe, validate
 from stretto.base.paths import CHECKPOINT
@@ -46,16 +44,15 @@ from stretto.post.pipeline import merged as over
 
 RECIPE = Path(__file__).with_suffix(".toml")
 SELECTION, REPORT = 1 << 23, 3 << 22
-"""First items of the held-out problems: of the seed that is searched, and of the others. Runs train below."""
+"""First held-out item of the searched seed, and of the reported seeds. Runs train on smaller items."""
 MIXED_MORE = 1.2
-"""Samples of mixed reinforcement learning over those of experts and distillation: so that it has their FLOPs, too, as a sample costs
-it less without a teacher."""
+"""Samples of mixed RL over those of experts and distillation: its samples cost less, without a teacher, so FLOPs are equal."""
 DENSER = 5
-"""Points of a curve of distillation, to as many samples, over those of reinforcement learning: it needs fewer."""
+"""Points per sample in a curve of distillation over those in a curve of RL, because distillation needs fewer samples."""
 NO_RATE = 1e-6
-"""What the mutant multiplies the rate by."""
+"""Factor of the learning rate in the mutant ``no-rate``."""
 AIM, WORST_AIM, LEAD_AIM, FEWER_AIM = 0.95, 0.90, 0.15, 1 / 7
-ANCHORS = {
+PUBLISHED = {
     "distil": 0.937,
     "mixed": 0.882,
     "task arithmetic": 0.857,
@@ -63,19 +60,19 @@ ANCHORS = {
     "cascade": 0.775,
     "average": 0.328,
 }
-"""Norm of the same arms at 30B (MOPD, 2606.30406)."""
+"""Normalised scores of the same arms at 30B parameters (MOPD, 2606.30406)."""
 SHARES = (0.5, 0.8, 0.9, 0.95)
-"""Of an expert's lead: after how many samples a run has so much."""
+"""Shares of an expert's gain over SFT at which the samples of both are compared."""
 WIDTH = 200
-"""Columns of the tables."""
+"""Width of the tables, columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a search chooses between."""
+    """A candidate of the search."""
 
     factor: float = 1.0
-    """Of the recipe's rate."""
+    """Multiple of the recipe's learning rate."""
     optim: str = "adamw"
     epochs: int = 1
     merge: MergeOptions | None = None
@@ -88,7 +85,7 @@ class Setting:
         return f"{name}rate x{self.factor:.2g}" + (f", {self.epochs} epochs" if self.epochs > 1 else "")
 
 
-AS_IT_IS = Setting()
+DEFAULT = Setting()
 RATES = tuple(Setting(factor) for factor in (0.5, 1.0, 2.0))
 LARGE = tuple(Setting(factor) for factor in (1.0, 2.0, 4.0))
 MUON = tuple(Setting(factor, "muon") for factor in (1.0, 2.0))
@@ -117,63 +114,59 @@ SETTLED: Mapping[str, Sequence[Setting]] = {
     "task arithmetic": (Setting(merge=MergeOptions(method="task-arithmetic", scale=0.5)),),
     "TIES": (Setting(merge=MergeOptions(method="ties", scale=0.7, density=0.8)),),
 }
-"""What a search has chosen before, for studies that cannot afford one."""
+"""Winners of an earlier search, for ``--settled``."""
 REINFORCED = ("expert", "mixed", "cascade")
-"""Arms that need no expert."""
+"""Arms that do not need the experts."""
 MUTANTS = ("wrong-teachers", "no-rate")
-"""Of distillation: each domain is taught by another domain's expert; nothing is learnt."""
+"""Broken distillation: each domain learns from another domain's expert; the learning rate is almost zero."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of an arm with one seed."""
+    """Result of an arm with one seed."""
 
     scores: dict[str, float]
-    """By domain, at temperature 1; of experts each one's own."""
+    """By domain, at temperature 1; for ``expert``, the score of each domain's own expert."""
     greedy: dict[str, float]
     samples: int
     tokens: int
-    """Trained on."""
+    """Tokens in training steps."""
     flops: int
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What is to be run, as a function of what has been; and where its results are."""
+    """Plan of the runs as a function of the results so far, and access to the results."""
 
     out: Path
     recipes: Mapping[str, RlRecipe]
     """By step of the pipeline: ``sft``, ``experts/NAME``, ``distill``."""
     domains: tuple[str, ...]
     seeds: tuple[int, ...]
-    """The first is searched, unless everything is settled."""
+    """The first one is searched, unless ``is_settled``."""
     candidates: Mapping[str, Sequence[Setting]]
-    """By arm, ``expert`` among them: of `CANDIDATES`, or `SETTLED`."""
+    """By arm, including ``expert``: from `CANDIDATES` or `SETTLED`."""
     is_settled: bool
     num_problems: int
-    """Of each domain."""
+    """Held-out problems per domain."""
     every: int
-    """Samples between two points of a curve."""
+    """Samples between two points of a curve of RL."""
     device: str
-    start_device: str
-    one_start: bool
     mutant: str | None
 
     @property
     def reported(self) -> tuple[int, ...]:
-        """Seeds that nothing was chosen on."""
+        """Seeds on which nothing was chosen."""
         return self.seeds if self.is_settled else self.seeds[1:]
 
     @property
     def budget(self) -> int:
-        """Samples of all experts and of distillation."""
+        """Samples of all experts and of distillation together."""
         names = [*(f"experts/{domain}" for domain in self.domains), "distill"]
         return sum(num_samples(self.recipes[name]) for name in names)
 
-    # What is to be run
-
     def runs(self, results: Results) -> list[Run]:
-        """All that are known to be wanted: of the seed that is searched every candidate, of the others the winners."""
+        """All runs that can be planned now: every candidate of the searched seed, the winners of the other seeds."""
         found = {f"{seed}/sft": self._start(seed) for seed in self.seeds}
         winners = {arm: self.chosen(arm, results) for arm in self.candidates}
         for seed in self.seeds:
@@ -190,53 +183,50 @@ class Study:
         return [*found.values()]
 
     def chosen(self, arm: str, results: Results) -> Setting | None:
-        """The candidate with the best mean over domains on the seed that is searched; None: not all of them are done."""
+        """The candidate with the best score on the searched seed; None: not all candidates are done."""
         scores = [self.searched(arm, setting, results) for setting in self.candidates[arm]]
         done = [score for score in scores if score is not None]
         return self.candidates[arm][int(np.argmax(done))] if len(done) == len(scores) else None
 
     def searched(self, arm: str, setting: Setting, results: Results) -> float | None:
-        """What the search compares; None: not done."""
+        """Mean score over domains on the searched seed; None: not done."""
         try:
             return float(np.mean([*self.outcome(arm, self.seeds[0], setting, results).scores.values()]))
         except KeyError:
             return None
 
     def name(self, arm: str, seed: int, setting: Setting) -> str:
-        """Of a run: its folder."""
+        """Name of a run, and its folder."""
         return f"{seed}/{arm} {setting}".strip()
 
     def folder(self, name: str) -> Path:
         return self.out / name / CHECKPOINT
 
-    def asked(self, seed: int) -> Asked:
-        return Asked(REPORT if seed in self.reported else SELECTION, self.num_problems)
+    def held_out(self, seed: int) -> HeldOut:
+        return HeldOut(REPORT if seed in self.reported else SELECTION, self.num_problems)
 
     def experts(self, seed: int, results: Results) -> dict[str, str]:
-        """Names of the chosen ones' runs, by domain."""
+        """Names of the chosen experts' runs, by domain."""
         winner = self.chosen("expert", results)
-        assert winner is not None, "asked for before the search is done"
+        assert winner is not None, "the search of experts is not done"
         return {domain: self.name(f"expert-{domain}", seed, winner) for domain in self.domains}
 
     def parts(self, arm: str, seed: int, setting: Setting) -> list[str]:
-        """Runs of ``expert`` or ``cascade``, a domain each; a cascade begins with what is the first domain's expert."""
+        """Runs of ``expert`` or ``cascade``, one per domain. The first run of a cascade is the first domain's expert."""
         kinds = ["expert"] + [arm] * (len(self.domains) - 1)
         return [self.name(f"{kind}-{domain}", seed, setting) for kind, domain in zip(kinds, self.domains, strict=True)]
 
     def _start(self, seed: int) -> Run:
-        name, recipe, first = f"{seed}/sft", told(self.recipes["sft"], seed), f"{self.seeds[0]}/sft"
-        if self.one_start and name != first:
-            work = partial(begin_alike, recipe, self.folder(first), self.asked(seed), self.device)
-            return Run(name, work, (first,))
-        return Run(name, partial(start, recipe, self.asked(seed), self.start_device))
+        work = partial(start, seeded(self.recipes["sft"], seed), self.held_out(seed), self.device)
+        return Run(f"{seed}/sft", work)
 
     def _arm(self, arm: str, seed: int, setting: Setting, results: Results) -> list[Run]:
-        """The runs of an arm, with whatever only they need."""
+        """The runs of an arm with one seed and setting."""
         begin = f"{seed}/sft"
         if arm in ("expert", "cascade"):
             found, before = [], begin
             for domain, name in zip(self.domains, self.parts(arm, seed, setting), strict=True):
-                recipe = told(self.recipes[f"experts/{domain}"], seed, setting)
+                recipe = seeded(self.recipes[f"experts/{domain}"], seed, setting)
                 scored = [domain] if name.partition("/")[2].startswith("expert") else []
                 found.append(self._learn(name, recipe, before, scored, keeps=True))
                 before = begin if arm == "expert" else name
@@ -245,8 +235,8 @@ class Study:
         if arm == "mixed":
             return [self._learn(name, self._mixed(seed, setting), begin, [])]
         places = {domain: self.folder(each) for domain, each in teachers.items()}
-        recipe = told(self.recipes["distill"], seed, setting)
-        rest, needs = (self.asked(seed), self.device), (begin, *teachers.values())
+        recipe = seeded(self.recipes["distill"], seed, setting)
+        rest, needs = (self.held_out(seed), self.device), (begin, *teachers.values())
         if setting.merge is not None:
             work = partial(merged, recipe, self.folder(begin), tuple(places.values()), setting.merge, *rest)
             return [Run(name, work, needs)]
@@ -260,11 +250,13 @@ class Study:
             for domain, owner in zip(self.domains, owners, strict=True)
         }
         lr = recipe.optim.lr * (NO_RATE if arm == "no-rate" else 1.0)
-        recipe = told(recipe, seed, Setting(optim=setting.optim), {"optim": {"lr": lr}, "distill": {"teachers": table}})
+        recipe = seeded(
+            recipe, seed, Setting(optim=setting.optim), {"optim": {"lr": lr}, "distill": {"teachers": table}}
+        )
         return [self._learn(name, recipe, begin, self.domains, tuple(teachers.values()))]
 
     def _mixed(self, seed: int, setting: Setting) -> RlRecipe:
-        recipe = told(self.recipes[f"experts/{self.domains[0]}"], seed, setting)
+        recipe = seeded(self.recipes[f"experts/{self.domains[0]}"], seed, setting)
         steps = MIXED_MORE * self.budget / (recipe.train.prompts * recipe.rollout.group)
         train = recipe.train.replace(steps=round(steps))
         return recipe.replace(sources=self.recipes["distill"].sources, train=train)
@@ -278,15 +270,13 @@ class Study:
         teachers: Sequence[str] = (),
         keeps: bool = False,
     ) -> Run:
-        asked, judged = self.asked(recipe.train.seed), self.recipes["distill"].sources
+        held_out, judged = self.held_out(recipe.train.seed), self.recipes["distill"].sources
         every = max(1, round(self.every / (DENSER if teachers else 1) / (recipe.train.prompts * recipe.rollout.group)))
-        work = partial(learn, recipe, self.folder(begin), judged, tuple(scored), asked, every, keeps, self.device)
+        work = partial(learn, recipe, self.folder(begin), judged, tuple(scored), held_out, every, keeps, self.device)
         return Run(name, work, (begin, *teachers))
 
-    # What came of it
-
     def outcome(self, arm: str, seed: int, setting: Setting, results: Results) -> Outcome:
-        """Raises KeyError: not done."""
+        """Result of an arm. Raises KeyError: a run is not done."""
         if arm in ("expert", "cascade"):
             parts = [results[name] for name in self.parts(arm, seed, setting)]
             samples, tokens, flops = (sum(part[kind] for part in parts) for kind in ("samples", "tokens", "flops"))
@@ -303,12 +293,12 @@ class Study:
 
 
 def num_samples(recipe: RlRecipe) -> int:
-    """That a run draws."""
+    """Number of samples that a run draws."""
     return recipe.train.steps * recipe.train.prompts * recipe.rollout.group
 
 
-def told(recipe: RlRecipe, seed: int, setting: Setting = AS_IT_IS, *others: Mapping[str, Any]) -> RlRecipe:
-    """The pipeline's recipe as the synchronous loop takes it, with a seed, a rate and an optimiser, and what else is said."""
+def seeded(recipe: RlRecipe, seed: int, setting: Setting = DEFAULT, *others: Mapping[str, Any]) -> RlRecipe:
+    """The pipeline's recipe for the synchronous loop, with a seed, a setting and further changes ``others``."""
     ours = {
         "staleness": 0,
         "replay": "off",
@@ -319,33 +309,33 @@ def told(recipe: RlRecipe, seed: int, setting: Setting = AS_IT_IS, *others: Mapp
     return validate(RlRecipe, over(recipe.model_dump(mode="json"), ours, *others), "norm")
 
 
-# The figures. Shape letters: S reported seeds, D domains, R resamplings, P points of a curve.
+# Shape letters of the figures: S reported seeds, D domains, R resamplings, P points of a curve.
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """An arm over the reported seeds. Made by `rows_of`."""
+    """An arm over the reported seeds. Written by `rows_of`."""
 
     arm: str
     setting: str
     scores_SD: np.ndarray
     norm_SD: np.ndarray
     greedy: float
-    """Mean over seeds and domains, as costs are over seeds."""
+    """Mean over seeds and domains; costs are means over seeds."""
     samples: float
     tokens: float
     flops: float
 
 
 def bootstrapped(values_S: np.ndarray) -> tuple[float, float]:
-    """The middle 95 % of the means of seeds drawn anew."""
+    """95 % bootstrap confidence interval of the mean over seeds."""
     places_RS = np.random.default_rng(0).integers(len(values_S), size=(10_000, len(values_S)))
     low, high = np.quantile(values_S[places_RS].mean(1), [0.025, 0.975])
     return float(low), float(high)
 
 
 def rows_of(study: Study, results: Results) -> list[Row]:
-    """SFT and experts first; of arms that are done with all reported seeds."""
+    """Rows of all arms that are done with all reported seeds; SFT and experts first."""
     seeds, found = study.reported, list[tuple[str, str, list[Outcome]]]()
     arms = ["sft", *study.candidates, *([study.mutant] if study.mutant else [])]
     for arm in arms:
@@ -372,7 +362,7 @@ def rows_of(study: Study, results: Results) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Of a score over what was spent; the score as the closest curve that never falls, so that luck counts for nobody."""
+    """Score over cost, smoothed to the closest curve that never falls (isotonic regression)."""
 
     scores_P: np.ndarray
     costs_P: np.ndarray
@@ -383,7 +373,7 @@ class Curve:
         return cls(isotonic_regression(scores_P).x, np.array([point[kind] for point in points], np.float64))
 
     def cost_of(self, score: float) -> float:
-        """What had been spent when it was reached, between two points in proportion; infinite: never."""
+        """Cost at which the curve reaches ``score``, interpolated between points; infinite: it does not."""
         if self.scores_P[-1] < score:
             return float("inf")
         place = int(np.argmax(self.scores_P >= score))
@@ -394,10 +384,10 @@ class Curve:
 
 
 def fewer(study: Study, results: Results, share: float, kind: str) -> np.ndarray:
-    """By reported seed: what distillation had spent when it had ``share`` of the lead in every domain, over what the experts'
-    runs had spent when each had it in its own."""
+    """By reported seed: cost of distillation to reach ``share`` of the experts' gain in every domain, over the cost of the experts' own
+    runs to reach it in their domains."""
     experts, distil = study.chosen("expert", results), study.chosen("distil", results)
-    assert experts is not None and distil is not None, "there are rows of both"
+    assert experts is not None and distil is not None, "both have rows"
     ratios = []
     for seed in study.reported:
         starts = study.outcome("sft", seed, Setting(), results).scores
@@ -413,17 +403,17 @@ def fewer(study: Study, results: Results, share: float, kind: str) -> np.ndarray
 
 
 def report(study: Study, results: Results) -> bool:
-    """Print the figures of what there is; whether every aim is met."""
+    """Print the figures of all finished runs. Returns whether every aim is met and every arm done."""
     console = Console(width=WIDTH)
     if not study.is_settled:
         _show_search(study, results)
     if not study.reported or study.chosen("expert", results) is None:
-        console.print("nothing to report before the search of the first seed is done, and another seed")
+        console.print("no report yet: the search of the first seed or another seed is not done")
         return False
     rows = rows_of(study, results)
     by_arm = {row.arm: row for row in rows}
     if "expert" not in by_arm:
-        console.print("nothing to report before the experts of all seeds are there")
+        console.print("no report yet: not all seeds have their experts")
         return False
     ours = by_arm.get(study.mutant or "distil")
     _show_arms(study, rows, ours)
@@ -434,13 +424,15 @@ def report(study: Study, results: Results) -> bool:
         for row in rows[2:]:
             if row is not ours and row.arm not in MUTANTS and row.arm != "distil":
                 gain_S = ours.norm_SD.mean(1) - row.norm_SD.mean(1)
-                verdicts[f"Norm above {row.arm} beyond the interval"] = bootstrapped(gain_S)[0] > 0
+                verdicts[f"Norm significantly above {row.arm}"] = bootstrapped(gain_S)[0] > 0
     if ours is not None and study.mutant is None:
         ratios = _show_fewer(study, results)
-        verdicts[f"samples ≤ 1/{1 / FEWER_AIM:.0f} of reinforcement learning's"] = ratios["samples"] <= FEWER_AIM
-        verdicts[f"FLOPs ≤ 1/{1 / FEWER_AIM:.0f}"] = ratios["flops"] <= FEWER_AIM
-    for line in _caveats(study, results, by_arm):
-        console.print(f"- {line}", highlight=False, soft_wrap=True)
+        verdicts[f"samples ≤ 1/{1 / FEWER_AIM:.0f} of RL's"] = ratios["samples"] <= FEWER_AIM
+        verdicts[f"FLOPs ≤ 1/{1 / FEWER_AIM:.0f} of RL's"] = ratios["flops"] <= FEWER_AIM
+    sft, expert, start_result = by_arm["sft"], by_arm["expert"], results[f"{study.seeds[0]}/sft"]
+    console.print(f"greedy decoding: SFT {sft.greedy:.3f}, experts {expert.greedy:.3f}", highlight=False)
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in start_result["seen"].items())
+    console.print(f"held-out problems that are also in SFT's data: {shares}", highlight=False)
     for name, is_met in verdicts.items():
         console.print(f"{'met   ' if is_met else 'MISSED'} {name}", highlight=False)
     missing = [arm for arm in CANDIDATES if arm not in by_arm]
@@ -450,56 +442,14 @@ def report(study: Study, results: Results) -> bool:
     return is_good
 
 
-def _caveats(study: Study, results: Results, by_arm: Mapping[str, Row]) -> list[str]:
-    """What a harsh reader would say."""
-    sft, expert = by_arm["sft"], by_arm["expert"]
-    first = results[f"{study.seeds[0]}/sft"]
-    seen = ", ".join(f"{name} {share:.0%}" for name, share in first.get("seen", {}).items())
-    return [
-        f"Greedy, SFT scores {sft.greedy:.3f} and experts {expert.greedy:.3f}: what is beyond that of a lead at temperature 1 is "
-        "answers that were known and drawn too seldom.",
-        f"Experts are at their plateau as far as this goes: the last quarter of their curves lies {_rise(study, results)} above the "
-        "quarter before it.",
-        "Distillation's samples and FLOPs leave out those of its teachers, which must be there first.",
-        *([f"Held-out problems that SFT saw word for word: {seen}."] if seen else []),
-        f"The intervals are of {len(study.reported)} seeds and know nothing of other domains, networks or lengths.",
-        *(
-            ["All seeds begin with one SFT."]
-            if f"{study.seeds[0]}/sft" != f"{study.seeds[-1]}/sft" and _is_shared(study, results)
-            else []
-        ),
-    ]
-
-
-def _rise(study: Study, results: Results) -> str:
-    """How much an expert's score still rose from the third to the last quarter of its samples: by domain, mean over seeds."""
-    winner, found = study.chosen("expert", results), list[str]()
-    assert winner is not None, "there are experts"
-    for place, domain in enumerate(study.domains):
-        rises = []
-        for seed in study.reported:
-            points = results[study.parts("expert", seed, winner)[place]]["curve"]
-            scores_P = np.array([point["scores"][domain] for point in points[1:]])
-            size = len(scores_P) // 4
-            rises.append(scores_P[-size:].mean() - scores_P[-2 * size : -size].mean())
-        found.append(f"{np.mean(rises):+.3f} ({domain})")
-    return ", ".join(found)
-
-
-def _is_shared(study: Study, results: Results) -> bool:
-    """Whether later starts were copies of the first."""
-    return results.get(f"{study.seeds[-1]}/sft", {}).get("tokens") == 0
-
-
 def _least_lead(by_arm: Mapping[str, Row]) -> float:
-    """Of an expert, the mean over seeds."""
+    """Smallest gain of an expert over SFT; mean over seeds."""
     return float((by_arm["expert"].scores_SD - by_arm["sft"].scores_SD).mean(0).min())
 
 
 def _show_search(study: Study, results: Results) -> None:
-    shown = table(
-        f"search: seed {study.seeds[0]}, mean over domains of right answers to its own problems", "arm", "candidates"
-    )
+    title = f"search on seed {study.seeds[0]}: mean over domains of the share of right answers to its own problems; *: chosen"
+    shown = table(title, "arm", "candidates")
     for arm, candidates in study.candidates.items():
         scores = [study.searched(arm, setting, results) for setting in candidates]
         if any(score is not None for score in scores):
@@ -515,10 +465,20 @@ def _show_search(study: Study, results: Results) -> None:
 
 def _show_arms(study: Study, rows: Sequence[Row], ours: Row | None) -> None:
     seeds = study.reported
-    headings = ("arm", "chosen", *study.domains, "greedy", "Norm", "worst domain", "lowest", "ours less it", "samples")
+    headings = (
+        "arm",
+        "setting",
+        *study.domains,
+        "greedy",
+        "Norm",
+        "worst domain",
+        "lowest",
+        "ours minus it",
+        "samples",
+    )
     title = (
-        f"right answers at temperature 1 (of {study.num_problems} problems a domain), Norm with bootstrap intervals over "
-        f"{len(seeds)} seeds; samples, tokens trained on and FLOPs of the arm alone; † comes on top of the experts"
+        f"share of right answers at temperature 1 ({study.num_problems} problems per domain); Norm with 95 % bootstrap intervals over "
+        f"{len(seeds)} seeds; samples, trained tokens and FLOPs of the arm alone; †: in addition to those of the experts"
     )
     shown = table(title, *headings, "tokens", "FLOPs", "published")
     for row in rows:
@@ -542,15 +502,15 @@ def _show_arms(study: Study, rows: Sequence[Row], ours: Row | None) -> None:
             f"{row.samples:,.0f}",
             f"{row.tokens / 1e6:.2f}M",
             f"{row.flops / 1e12:.2f}T",
-            f"{ANCHORS[row.arm]:.3f}" if row.arm in ANCHORS else "",
+            f"{PUBLISHED[row.arm]:.3f}" if row.arm in PUBLISHED else "",
         )
     Console(width=WIDTH).print(shown)
 
 
 def _show_fewer(study: Study, results: Results) -> dict[str, float]:
-    """What distillation needs for the largest of `SHARES`, over reinforcement learning, by kind of cost: medians over seeds."""
-    title = "spent until every domain has so much of its expert's lead: distillation over the experts' runs"
-    shown = table(title, "of the lead", "samples", "range", "FLOPs", "range")
+    """Cost of distillation over that of the experts for the largest of `SHARES`, by kind of cost; medians over seeds."""
+    title = "cost until every domain has this share of its expert's gain over SFT: distillation over the experts' runs"
+    shown = table(title, "share of the gain", "samples", "range", "FLOPs", "range")
     last = {}
     for share in SHARES:
         cells = []
@@ -572,7 +532,7 @@ def read_study(options: argparse.Namespace) -> Study:
     steps = {step.name: step.recipe for step in plan(pipeline, str(options.recipe))}
     candidates = SETTLED if options.settled else CANDIDATES
     for name, domain in pipeline.domains.items():
-        assert list(domain.sources) == [name], f"domain {name}: one source of its own name is what is compared"
+        assert list(domain.sources) == [name], f"domain {name}: must have one source, named like the domain"
     return Study(
         options.out.resolve(),
         {name: recipe for name, recipe in steps.items() if isinstance(recipe, RlRecipe)},
@@ -583,40 +543,29 @@ def read_study(options: argparse.Namespace) -> Study:
         options.problems,
         options.every,
         options.device,
-        options.start_device or options.device,
-        options.one_start,
         options.mutant,
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="folder of the study; what is there is not done again")
+    parser.add_argument("out", type=Path, help="folder of the study; finished runs there are not repeated")
     parser.add_argument("--recipe", type=Path, default=RECIPE)
     parser.add_argument("--set", dest="settings", action="append", default=[], help="override one key of the recipe")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4, 5], help="the first is searched")
-    parser.add_argument("--problems", type=int, default=400, help="held-out ones of each domain")
-    parser.add_argument(
-        "--every",
-        type=int,
-        default=640,
-        help="samples between two points of an expert's curve; of distillation's a fifth",
-    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4, 5], help="the first one is searched")
+    parser.add_argument("--problems", type=int, default=400, help="held-out problems per domain")
+    parser.add_argument("--every", type=int, default=640, help="samples between two points of an expert's curve")
     parser.add_argument("--device", default="cpu", help="cpu or cuda; all processes share it")
-    parser.add_argument("--start-device", help="of SFT alone, whose large steps a GPU is faster at; default: --device")
-    parser.add_argument("--arms", nargs="+", choices=CANDIDATES, default=list(CANDIDATES), help="beside the experts")
     parser.add_argument(
-        "--settled", action="store_true", help="search nothing: every arm as an earlier search chose it"
+        "--arms", nargs="+", choices=CANDIDATES, default=list(CANDIDATES), help="in addition to the experts"
     )
+    parser.add_argument("--settled", action="store_true", help="no search: the winners of an earlier search")
+    parser.add_argument("--jobs", type=int, default=1, help="parallel processes of one thread each")
+    parser.add_argument("--minutes", type=float, default=1e6, help="time limit; run again to continue")
     parser.add_argument(
-        "--one-start", action="store_true", help="all seeds begin with the first one's SFT: a third of the time"
+        "--mutant", choices=MUTANTS, help="break distillation of the reported seeds; must end in FAILED"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="processes side by side, a thread each")
-    parser.add_argument("--minutes", type=float, default=1e6, help="then stop; called again, it goes on")
-    parser.add_argument(
-        "--mutant", choices=MUTANTS, help="break the distillation of the reported seeds: must end in FAILED"
-    )
-    parser.add_argument("--report", action="store_true", help="run nothing, print what there is")
+    parser.add_argument("--report", action="store_true", help="only print the results so far")
     options = parser.parse_args()
     study = read_study(options)
     if options.report:

@@ -1,16 +1,15 @@
-"""A whole post-training of a real chat model, and what each stage of it gained or lost: SmolLM2-135M-Instruct, three domains.
+"""Post-training of SmolLM2-135M-Instruct in three domains: gain or loss of every stage of the pipeline.
 
     python -m bench.smol_pipeline --model runs/smol --gsm8k FILE --mbpp FILE --dialogues FILE --schemas FILE -o runs/p
 
-Word problems (GSM8K's JSONL), Python with tests (MBPP's) and calls of functions (dialogues and schemas of DSTC8's Schema-Guided
-Dialogue; .xz is read too). Of each domain some problems are learnt from by SFT, others by reinforcement learning, and the last
-of the file are asked at the end and never trained on. Then recipes/pipeline_smol.toml, stage by stage (`stretto run`): SFT, an
-expert for each domain, one student of them all, online RL. Each model is asked the same problems; a stage's change is paired with what
-the stage began with, and is called a gain or a loss where its 95 % interval excludes 0. Called again, it goes on.
+The domains are word problems (GSM8K's JSONL), Python with tests (MBPP's JSONL) and function calls (dialogues and schemas of DSTC8's
+Schema-Guided Dialogue; .xz is read too). SFT trains on some problems of each domain, RL on others; the last problems of each file are
+the evaluation set. The stages of recipes/pipeline_smol.toml run one by one (`stretto run`): SFT, one expert per domain, one student,
+online RL. Every model answers the same problems. The change of a stage is paired with its starting model, and is a gain or a loss if
+its 95 % confidence interval excludes 0. Run again to continue.
 
-``--minutes`` shares the time that is left out among the stages of reinforcement learning (up to ``--until``, where a machine is
-lent by the piece), and what is there at the end is told. Sizes are for one GPU, where it takes some ten minutes; ``--tiny`` shows
-on two cores that everything runs. Exits with 1 where a stage is missing or nothing moved beyond its interval (as with ``--tiny``).
+``--minutes`` divides the remaining time among the stages of RL up to ``--until``. Sizes are for one GPU (about ten minutes). ``--tiny``
+shows on two cores that everything runs. Fails (exit code 1) if a stage is missing or no change is significant, as with ``--tiny``.
 """
 
 from __future__ import annotations
@@ -50,19 +49,19 @@ from stretto.text.tokenizer import Tokenizer, load_tokenizer
 
 RECIPE = RECIPES / "pipeline_smol.toml"
 NUM_SFT = {"math": 2500, "calls": 2500}
-"""Problems, or dialogues, that SFT learns from; of MBPP, all that are not of its test split."""
+"""Problems or dialogues for SFT; for MBPP, all problems outside its test split."""
 NUM_DIALOGUES = 4000
-"""In all."""
+"""Dialogues in total."""
 MOST_TOKENS = 900
-"""Of a dialogue: its prompts leave room for an answer."""
+"""Longest dialogue, so that an answer fits after its prompts."""
 MOST_RESULTS = 2
-"""Of a call, shown to the model."""
+"""Results of a function call that the model sees."""
 MOST_AT_ONCE = 256
-"""Answers of a model: several models answer beside each other and beside a training."""
+"""Largest batch of an evaluation: several evaluations and a training run at the same time."""
 SHARES = {"experts": 0.5, "distill": 0.28, "online": 0.22}
-"""Of the time that is left for reinforcement learning."""
+"""Shares of the time for RL, by stage."""
 START_S, SCORE_S, LEAST_S = 40.0, 60.0, 20.0
-"""For a stage's processes to come up and end; for the last scores; and what a stage has at least, or the last ones are left out."""
+"""Time for the start and end of a stage's processes, for the last evaluation, and the least time of a stage; else it is skipped."""
 TINY = (
     *("sft.recipe.train.steps=2", "sft.recipe.train.rows=2", "sft.recipe.train.micro_batches=1"),
     *(
@@ -79,7 +78,7 @@ TINY = (
     ),
     *("common.train.eval_prompts=3",),
     *(f"domains.{name}.expert.rollout.max_tokens=24" for name in ("math", "code", "tools")),
-    # what is never right moves nothing
+    # keep groups of equal rewards: the answers of so few tokens are all wrong
     *("common.loss.drop_uniform=false", "experts.at_once=3", "distill.distill.kl_floor=0", "distill.train.prompts=3"),
     *("online.train.eval_prompts=4", "evaluate.problems=4", "evaluate.samples=1"),
 )
@@ -88,10 +87,10 @@ TINY = (
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-def make_data(folder: Path, files: Mapping[str, Path], tokenizer: Tokenizer, num_asked: int) -> None:
-    """What the recipe reads. The last ``num_asked`` problems of a domain are in no file of SFT."""
-    told = {"tokenizer": tokenizer.fingerprint(), **{name: str(path) for name, path in files.items()}}
-    if (folder / "made.json").is_file() and json.loads((folder / "made.json").read_text()) == told:
+def make_data(folder: Path, files: Mapping[str, Path], tokenizer: Tokenizer, num_evaluated: int) -> None:
+    """Write the files that the recipe reads. The last ``num_evaluated`` problems of a domain are in no file of SFT."""
+    origin = {"tokenizer": tokenizer.fingerprint(), **{name: str(path) for name, path in files.items()}}
+    if (folder / "made.json").is_file() and json.loads((folder / "made.json").read_text()) == origin:
         return
     math = _records(files["gsm8k"])
     _write(folder / "math.jsonl", math[NUM_SFT["math"] :])
@@ -102,18 +101,18 @@ def make_data(folder: Path, files: Mapping[str, Path], tokenizer: Tokenizer, num
     _write(folder / "code.jsonl", [*rest, *test])
     _write(folder / "sft_code.jsonl", _demonstrations("code", rest, folder))
     dialogues = list(_conversations(files["dialogues"], files["schemas"], tokenizer))
-    assert len(dialogues) > NUM_SFT["calls"] + num_asked, (
-        f"{files['dialogues']}: {len(dialogues)} dialogues are too few"
+    assert len(dialogues) > NUM_SFT["calls"] + num_evaluated, (
+        f"{files['dialogues']}: has {len(dialogues)} dialogues, too few for SFT and evaluation"
     )
     _write(folder / "calls.jsonl", dialogues[NUM_SFT["calls"] :])
     _write(folder / "sft_calls.jsonl", dialogues[: NUM_SFT["calls"]])
-    write_json(folder / "made.json", told)
+    write_json(folder / "made.json", origin)
 
 
 def _demonstrations(
     kind: str, records: Sequence[Mapping[str, Any]], folder: Path, **args: Any
 ) -> Iterator[dict[str, Any]]:
-    """Problems as they will be asked, with the answers of the file."""
+    """Conversations of the task's prompts and the file's answers."""
     path = folder / f"{kind}.part.jsonl"
     _write(path, records)
     with Sandbox() as sandbox:
@@ -126,7 +125,7 @@ def _demonstrations(
 
 
 def _conversations(path: Path, schemas: Path, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    """Dialogues with one service, calls and results as text: a chat template without tools shows them too."""
+    """Dialogues with one service; calls and results are text, for chat templates without tools."""
     offers = {schema["service_name"]: _offer(schema) for schema in json.loads(schemas.read_text())}
     records = [record for record in _records(path) if len(record["services"]) == 1]
     random.Random(0).shuffle(records)
@@ -138,10 +137,10 @@ def _conversations(path: Path, schemas: Path, tokenizer: Tokenizer) -> Iterator[
                 messages.append({"role": "user", "content": turn["u"]})
                 continue
             for call in turn.get("calls", ()):
-                told = json.dumps({"name": call["method"], "arguments": call["parameters"]})
-                found = {"found": len(call["results"]), "first": call["results"][:MOST_RESULTS]}
-                messages.append({"role": "assistant", "content": f"<tool_call>{told}</tool_call>"})
-                messages.append({"role": "tool", "content": json.dumps(found)})
+                request = json.dumps({"name": call["method"], "arguments": call["parameters"]})
+                answer = {"found": len(call["results"]), "first": call["results"][:MOST_RESULTS]}
+                messages.append({"role": "assistant", "content": f"<tool_call>{request}</tool_call>"})
+                messages.append({"role": "tool", "content": json.dumps(answer)})
             messages.append({"role": "assistant", "content": turn["u"]})
         if len(tokenizer.encode("\n".join(message["content"] for message in messages))) <= MOST_TOKENS:
             yield {"messages": messages}
@@ -151,7 +150,7 @@ def _conversations(path: Path, schemas: Path, tokenizer: Tokenizer) -> Iterator[
 
 
 def _offer(schema: Mapping[str, Any]) -> str:
-    """The system's turn."""
+    """The system message: the functions of a service."""
     lines = []
     for intent in schema["intents"]:
         names = [*intent["required_slots"], *(f"{name}?" for name in intent["optional_slots"])]
@@ -180,10 +179,10 @@ def _write(path: Path, records: Sequence[Mapping[str, Any]] | Iterator[Mapping[s
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """When everything has to be over."""
+    """The time limit of the bench."""
 
     end_s: float | None
-    """On `time.monotonic`; None: it may take as long as it takes."""
+    """End by `time.monotonic`; None: no limit."""
 
     @property
     def left_s(self) -> float | None:
@@ -191,20 +190,20 @@ class Clock:
 
 
 class Scores:
-    """Models being asked beside whatever else runs, a process each."""
+    """Evaluations of models, each in its own process, in parallel with the stages."""
 
     def __init__(self, out: Path, recipe: PipelineRecipe, device: str):
         self._out, self._device, self._config = out, device, recipe.evaluate
         assert self._config is not None, f"{RECIPE} has no [evaluate]"
-        told = {**recipe.common["rollout"], "sandbox": recipe.common["sandbox"]}
-        self._max_batch = min(MOST_AT_ONCE, told["max_batch"])
-        kept = {key: told[key] for key in ("max_tokens", "sandbox")}
+        rollout = {**recipe.common["rollout"], "sandbox": recipe.common["sandbox"]}
+        self._max_batch = min(MOST_AT_ONCE, rollout["max_batch"])
+        limits = {key: rollout[key] for key in ("max_tokens", "sandbox")}
         (out / "scores").mkdir(parents=True, exist_ok=True)
         for name, domain in {**recipe.domains, "": None}.items():
             sources = recipe.sources if domain is None else {key: recipe.sources[key] for key in domain.sources}
-            suite = {"domains": {"sources": sources, "problems": self._config.problems, **kept}}
+            suite = {"domains": {"sources": sources, "problems": self._config.problems, **limits}}
             write_json(self._suite(name), suite)
-        self._asked: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def _suite(self, domain: str) -> Path:
         return self._out / "scores" / f"suite{domain and '-'}{domain}.json"
@@ -212,23 +211,23 @@ class Scores:
     def folder(self, name: str) -> Path:
         return self._out / "scores" / name.replace("/", "-")
 
-    def ask(self, name: str, model: Path, domain: str = "") -> None:
-        """Begin; nothing, where it is done."""
-        if name in self._asked or (self.folder(name) / RESULT_FILE).is_file() or self._config is None:
+    def start(self, name: str, model: Path, domain: str = "") -> None:
+        """Start an evaluation, unless it is running or done."""
+        if name in self._processes or (self.folder(name) / RESULT_FILE).is_file() or self._config is None:
             return
         command = ["eval", str(model), "--suite", str(self._suite(domain)), "-o", str(self.folder(name))]
         command += ["--samples", str(self._config.samples), "--max-batch", str(self._max_batch)]
         with self.folder(name).with_suffix(".log").open("wb") as log:
-            self._asked[name] = _start([*command, "--device", self._device], log)
+            self._processes[name] = _start([*command, "--device", self._device], log)
 
     def close(self) -> None:
-        """End what is not done."""
-        for process in self._asked.values():
+        """Stop all running evaluations."""
+        for process in self._processes.values():
             _ended(process, Clock(0.0))
 
     def wait(self, clock: Clock) -> None:
-        """For all, or until the time is over."""
-        for name, process in self._asked.items():
+        """Wait for all evaluations, or until the time limit."""
+        for name, process in self._processes.items():
             if code := _ended(process, clock):
                 print(f"scores of {name}: ended with {code}, see {self.folder(name).with_suffix('.log')}")
 
@@ -243,7 +242,7 @@ def _start(arguments: Sequence[str], log: Any = None) -> subprocess.Popen[bytes]
 
 
 def _ended(process: subprocess.Popen[bytes], clock: Clock) -> int:
-    """Its exit code; one that outlasts the clock is ended, with all that it started."""
+    """Exit code of a process. At the time limit the process and its children are killed (124)."""
     try:
         return process.wait(None if clock.left_s is None else max(0.1, clock.left_s))
     except subprocess.TimeoutExpired:
@@ -254,7 +253,7 @@ def _ended(process: subprocess.Popen[bytes], clock: Clock) -> int:
 
 
 def time_for(stage: str, until: str, left_s: float) -> float | None:
-    """Seconds of training for ``stage``; later ones have their shares, or are left out, the last first. None: there are none."""
+    """Training time of ``stage``. Later stages get their shares, or are skipped, the last one first. None: skip this one."""
     names = list(SHARES)
     ahead = names[names.index(stage) : names.index(until) + 1]
     while ahead:
@@ -266,18 +265,18 @@ def time_for(stage: str, until: str, left_s: float) -> float | None:
 
 
 def run_stages(options: argparse.Namespace, recipe: PipelineRecipe, settings: Sequence[str], scores: Scores) -> None:
-    """Stage by stage; scores of what is there are asked for while the next stage is at work."""
+    """Run stage by stage, and evaluate each stage's model while the next stage runs."""
     out, clock = options.out, Clock(options.end_s)
-    scores.ask("begin", options.model)
+    scores.start("begin", options.model)
     for stage in ("sft", *SHARES):
-        told = list(settings)
+        overrides = list(settings)
         if stage in SHARES and (left_s := clock.left_s) is not None:
             stop_s = time_for(stage, options.until, left_s)
             if stop_s is None:
-                print(f"{stage}: left out, {left_s:.0f} s are left")
+                print(f"{stage}: skipped, {left_s:.0f} s are left")
                 return
-            told.append(f"common.runtime.stop_s={stop_s:.0f}")
-        sets = [part for each in told for part in ("--set", each)]
+            overrides.append(f"common.runtime.stop_s={stop_s:.0f}")
+        sets = [part for each in overrides for part in ("--set", each)]
         command = ["run", str(RECIPE), "--model", str(options.model), "-o", str(out), "--until", stage, *sets]
         running = _start([*command, "--device", options.device])
         try:
@@ -289,9 +288,9 @@ def run_stages(options: argparse.Namespace, recipe: PipelineRecipe, settings: Se
             return
         if stage == "experts":
             for name in recipe.domains:
-                scores.ask(f"experts/{name}", out / "experts" / name, name)
+                scores.start(f"experts/{name}", out / "experts" / name, name)
         else:
-            scores.ask(stage, out / stage)
+            scores.start(stage, out / stage)
         if stage == options.until:
             return
 
@@ -299,15 +298,15 @@ def run_stages(options: argparse.Namespace, recipe: PipelineRecipe, settings: Se
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def tell(console: Console, out: Path, recipe: PipelineRecipe, found: Mapping[str, Evaluation]) -> bool:
-    """Print what each stage did to each domain and cost. Whether all are there and any moved beyond its interval."""
-    rows, kept, moved = [], [], False
+def report(console: Console, out: Path, recipe: PipelineRecipe, found: Mapping[str, Evaluation]) -> bool:
+    """Print scores, changes and cost of every stage. Returns whether all stages are done and any change is significant."""
+    rows, stored, moved = [], [], False
     stages = [("begin", None), ("sft", "begin"), *((f"experts-{name}", "sft") for name in recipe.domains)]
     stages += [("distill", "sft"), ("online", "distill")]
     names = [name for domain in recipe.domains.values() for name in domain.sources]
     for stage, before in stages:
         if stage not in found:
-            console.print(f"{stage}: not there")
+            console.print(f"{stage}: missing")
             continue
         domains, cells = found[stage].domains, []
         changes: dict[str, Interval] = {}
@@ -319,7 +318,7 @@ def tell(console: Console, out: Path, recipe: PipelineRecipe, found: Mapping[str
         moved = moved or any(change.low > 0 or change.high < 0 for change in changes.values())
         receipt = _receipt(out, stage)
         rows.append((stage, *cells, before or "", *receipt))
-        kept.append(
+        stored.append(
             {
                 "stage": stage,
                 "before": before,
@@ -329,20 +328,20 @@ def tell(console: Console, out: Path, recipe: PipelineRecipe, found: Mapping[str
                 "answers": {name: [result.num_tokens, result.finishes] for name, result in domains.items()},
             }
         )
-    title = "Right answers, %, with 95 % intervals; below, the change since the stage that it began with"
-    shown = table(title, "stage", *names, "began with", "tokens", "FLOPs", "time")
+    title = "right answers, %, with 95 % confidence intervals; below: change against the starting stage"
+    shown = table(title, "stage", *names, "started from", "tokens", "FLOPs", "time")
     for row in rows:
         shown.add_row(*row)
     console.print(shown)
-    write_json(out / "stages.json", kept)
-    return moved and len(kept) == len(stages)
+    write_json(out / "stages.json", stored)
+    return moved and len(stored) == len(stages)
 
 
 def _cell(score: Interval, change: Interval | None) -> str:
     text = f"{100 * score.value:.1f} [{100 * score.low:.1f}, {100 * score.high:.1f}]"
     if change is None:
         return text
-    word = "gain" if change.low > 0 else "loss" if change.high < 0 else "within its interval"
+    word = "gain" if change.low > 0 else "loss" if change.high < 0 else "not significant"
     return f"{text}\n{100 * change.value:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}] {word}"
 
 
@@ -356,19 +355,19 @@ def _receipt(out: Path, stage: str) -> tuple[str, str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="the adopted run or checkpoint")
-    for name, what in (
+    parser.add_argument("--model", type=Path, required=True, help="adopted run or checkpoint")
+    for name, content in (
         ("gsm8k", "JSONL of question and answer"),
         ("mbpp", "JSONL of MBPP"),
-        ("dialogues", "JSONL of dialogues with the calls that were made in them"),
-        ("schemas", "JSON of their services"),
+        ("dialogues", "JSONL of dialogues with function calls"),
+        ("schemas", "JSON of the dialogues' services"),
     ):
-        parser.add_argument(f"--{name}", type=Path, required=True, help=what)
+        parser.add_argument(f"--{name}", type=Path, required=True, help=content)
     parser.add_argument("-o", "--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, help="in all; default: until the recipe's last steps")
-    parser.add_argument("--until", choices=tuple(SHARES), default="online", help="the last stage of this call")
-    parser.add_argument("--tiny", action="store_true", help="a few steps of few short answers")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the recipe")
+    parser.add_argument("--minutes", type=float, help="time limit; default: all steps of the recipe")
+    parser.add_argument("--until", choices=tuple(SHARES), default="online", help="last stage of this call")
+    parser.add_argument("--tiny", action="store_true", help="few steps with short answers")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe")
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
     options.end_s = None if options.minutes is None else time.monotonic() + 60 * options.minutes
@@ -394,7 +393,7 @@ def main() -> None:
     finally:
         scores.close()
     found = scores.found()
-    is_whole = tell(console, options.out, recipe, found)
+    is_whole = report(console, options.out, recipe, found)
     models = [str(scores.folder(name)) for name in ("sft", "distill", "online") if name in found]
     teachers = [
         f"{source}={scores.folder(f'experts-{name}')}"

@@ -1,14 +1,13 @@
-"""Figure 2: the asynchronous run with a staleness of 0 against the plain synchronous loop, to the bit.
+"""Final weights of asynchronous RL runs with a staleness of 0 against the plain synchronous loop, to the bit.
 
     python -m bench.sync_equality [--steps 8] [--ray] [--precision fp32 --batch-invariant] [--threads 1]
 
-One tiny recipe, from one start: a network that a few steps of supervised training have taught some digits, so that groups
-with equal rewards, which are dropped and made up for, come now and then. The plain loop (`bench.common.plain_loop`) samples, trains
-and activates in turn. The others are whole runs, with their controller, leases, snapshots and held-out evaluations beside:
-roles in threads; the same with two engines whose caches hold few sequences; roles in processes; and (``--ray``) actors of
-a Ray cluster that is started for this; the latter two also with one of their processes, the trainer's among them, killed
-(SIGKILL) after every other step. Last a run with a staleness of 1, which should differ: it shows that something is
-compared. Exits with 1 if one of the others differs from the plain loop.
+All runs use one tiny recipe and one start: a network after a few steps of SFT on digits, so that groups with equal rewards, which are
+dropped and replaced, occur. The plain loop (`bench.common.plain_loop`) samples, trains and loads weights in turn. The other runs are
+whole runs with controller, leases, snapshots and held-out evaluations: roles in threads; in threads with two engines with small
+caches; in processes; and with ``--ray`` as actors of a Ray cluster that the bench starts. The last two also run with a process, the
+trainer's included, killed by SIGKILL after every other step. A last run with a staleness of 1 must differ.
+Fails (exit code 1) if another run differs from the plain loop, or if that one does not.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ Advance = Callable[[int, str | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run."""
+    """Result of one run."""
 
     name: str
     checksum: str
@@ -52,14 +51,14 @@ class Outcome:
     num_dropped: int | None
     """Groups with equal rewards; None: not counted."""
     rewards: tuple[float, ...]
-    """By step, as the next."""
+    """Mean reward by step."""
     mismatch: tuple[float, ...]
-    """Mean K3 of trainer and engine under the same weights."""
+    """Mean K3 of trainer and engine under the same weights, by step."""
     wall_s: float
 
 
 def recipe(steps: int = 8, threads: int = 1, **tables: Any) -> RlRecipe:
-    """A run of ``steps``; ``tables`` replace or add to those of the recipe."""
+    """The tiny recipe with ``steps`` steps; ``tables`` change its tables."""
     model = {
         "vocab_size": 300, "hidden_size": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
         "num_experts": 8, "top_k": 2, "expert_intermediate_size": 32, "num_shared_experts": 1, "qk_norm": True,
@@ -84,7 +83,7 @@ def recipe(steps: int = 8, threads: int = 1, **tables: Any) -> RlRecipe:
 
 
 def variants(options: argparse.Namespace) -> dict[str, RlRecipe]:
-    """The asynchronous runs."""
+    """Recipes of the asynchronous runs, by name."""
     precision = {"rollout": options.precision, "train": options.precision, "batch_invariant": options.batch_invariant}
 
     def made(**tables: Any) -> RlRecipe:
@@ -105,7 +104,7 @@ def variants(options: argparse.Namespace) -> dict[str, RlRecipe]:
 
 
 def start_of(chosen: RlRecipe, folder: Path) -> Path:
-    """The checkpoint that all runs begin with."""
+    """Train the checkpoint from which all runs start."""
     sources = SourceTables(dict(chosen.sources), chosen.sandbox)()
     try:
         return sft(chosen, sources, folder)
@@ -115,7 +114,7 @@ def start_of(chosen: RlRecipe, folder: Path) -> Path:
 
 
 def plain_run(chosen: RlRecipe, folder: Path, start: Path, advance: Advance) -> Outcome:
-    """The reference."""
+    """Run the plain synchronous loop."""
     started_s = time.perf_counter()
 
     def report(done: StepReport) -> None:
@@ -129,7 +128,7 @@ def plain_run(chosen: RlRecipe, folder: Path, start: Path, advance: Advance) -> 
 def whole_run(
     name: str, chosen: RlRecipe, folder: Path, start: Path, advance: Advance, kill_after: Collection[int] = ()
 ) -> Outcome:
-    """An ordinary run of ``stretto rl``; after each of the steps ``kill_after`` a process of one of its roles is killed."""
+    """Run ``stretto rl``'s code; a process of a random role is killed after each step in ``kill_after``."""
     started_s, killer = time.perf_counter(), Killer(kill_after)
 
     def stepped(num: int, status: str | None) -> None:
@@ -137,21 +136,21 @@ def whole_run(
         killer.stepped(num)
 
     run_rl(Job(chosen, folder, start), stepped, lambda text: None)
-    assert not killer.left, f"{name}: nobody was killed after the steps {sorted(killer.left)}"
+    assert not killer.left, f"{name}: no process was killed after the steps {sorted(killer.left)}"
     rows = [row for row in read_metrics(folder) if "reward/mean" in row]
     dropped = int(rows[-1]["groups/filtered"])
     return Outcome(name, checksum(folder), dropped, *_series(rows), time.perf_counter() - started_s)
 
 
 def _series(rows: Sequence[Mapping[str, float]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Rewards and mismatch."""
+    """Rewards and mismatch by step."""
     names = ("reward/mean", "mismatch/same_k3_mean")
     rewards, mismatch = (tuple(row[name] for row in rows if name in row) for name in names)
     return rewards, mismatch
 
 
 class Killer:
-    """Kills processes of roles, those of engine, agent, verifiers and trainer alike."""
+    """Kills processes of random roles: engine, agent, verifier or trainer."""
 
     def __init__(self, steps: Collection[int]):
         self.left = set(steps)
@@ -159,7 +158,7 @@ class Killer:
         self._rng = random.Random(0)
 
     def stepped(self, num: int) -> None:
-        """``num`` is below zero where a dead trainer has the run go back."""
+        """Count ``num`` steps; negative if the run returns to a snapshot because the trainer died."""
         self._step += num
         if self._step in self.left:
             self.left.discard(self._step)
@@ -173,18 +172,22 @@ def _is_role(process: psutil.Process) -> bool:
 
 
 def checksum(folder: Path) -> str:
-    """Of a run's final weights."""
+    """Checksum of the final weights of a run."""
     return state_checksum(read_checkpoint(folder / CHECKPOINT).model.state_dict())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--threads", type=int, default=1, help="of an engine, and of the trainer")
-    parser.add_argument("--ray", action="store_true", help="a run on Ray too")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp8"), default="fp32", help="of engine and trainer")
-    parser.add_argument("--batch-invariant", action="store_true", help="by the operators that engine and trainer share")
-    parser.add_argument("--folder", type=Path, help="keep the runs there")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each engine and of the trainer")
+    parser.add_argument("--ray", action="store_true", help="also run on Ray")
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16", "fp8"), default="fp32", help="precision of engine and trainer"
+    )
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="batch-invariant operators in engine and trainer"
+    )
+    parser.add_argument("--folder", type=Path, help="folder for the runs; default: a temporary one")
     options = parser.parse_args()
     runs = variants(options)
     with tempfile.TemporaryDirectory() as temporary:
@@ -200,9 +203,19 @@ def main() -> None:
 
 
 def show(found: list[Outcome]) -> bool:
-    """Print them, with the groups that had equal rewards and the largest K3 of a step; whether one that should be equal to the first is not, or the last is."""
+    """Print the table. Returns whether the bench failed: a run differs from the first one, or the last run does not."""
     plain, *others = found
-    made = table("Final weights", "run", "SHA-256", "as the plain loop", "aim", "dropped", "reward", "K3", "wall s")
+    made = table(
+        "Final weights",
+        "run",
+        "SHA-256",
+        "against the plain loop",
+        "aim",
+        "dropped groups",
+        "reward",
+        "largest K3",
+        "wall s",
+    )
     broken = False
     for each in found:
         same, should = each.checksum == plain.checksum, each is not others[-1]

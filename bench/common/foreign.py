@@ -1,6 +1,6 @@
-"""Random tiny checkpoints as transformers itself makes and saves them: every family, every switch of its configuration class.
+"""Random tiny checkpoints that transformers makes and saves: every family, every field of its configuration class.
 
-A `Draw` is made of a seed alone. It knows whether it must be read or refused, and by which field.
+A `Draw` is a function of its seed. It records whether the checkpoint must be refused, and because of which field.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from bench.common.quantiser import KINDS, quantise
 from stretto.model.families import Family
 
 LENGTH = 44
-"""Positions: more than any window and any border of RoPE that is drawn."""
+"""Positions per row: more than every sliding window and RoPE border that is drawn."""
 _DENSE = ("llama", "mistral", "qwen2", "qwen3", "ernie4_5")
 _LATENT = ("deepseek_v3", "glm4_moe_lite")
 
 
 @dataclass(slots=True)
 class Draw:
-    """One checkpoint to be made."""
+    """Description of one checkpoint."""
 
     family: Family
     seed: int
     fields: dict[str, Any]
-    """Of transformers' configuration class."""
+    """Fields of transformers' configuration class."""
     refused: str | None = None
-    """The field that it must be refused by."""
+    """Field because of which the checkpoint must be refused; None: it must be read."""
     edits: dict[str, Any] = field(default_factory=dict)
-    """Of config.json, after it was saved."""
+    """Changes of config.json after saving."""
     is_sharded: bool = False
     is_fused: bool = False
-    """Experts stored as transformers holds them in memory."""
+    """Experts are stored in one tensor, as transformers has them in memory."""
     is_old: bool = False
-    """config.json as transformers 4 spells it."""
+    """config.json has the spelling of transformers 4."""
     zeroed: str | None = None
-    """A tensor that is all zeros."""
+    """Name of a tensor that is set to zero."""
     quantised: str | None = None
-    """One of `bench.common.quantiser.KINDS`."""
+    """Format: a key of `bench.common.quantiser.KINDS`; None: not quantised."""
 
     def label(self) -> str:
-        told = {name: value for name, value in self.fields.items() if name not in _SIZES}
+        fields = {name: value for name, value in self.fields.items() if name not in _SIZES}
         kind = [name for name in ("is_sharded", "is_fused", "is_old") if getattr(self, name)]
-        return f"{self.family} seed {self.seed} {' '.join(kind)} {self.quantised or ''} {told} {self.edits}"
+        return f"{self.family} seed {self.seed} {' '.join(kind)} {self.quantised or ''} {fields} {self.edits}"
 
 
 _SIZES = (
@@ -61,7 +61,7 @@ _SIZES = (
 
 
 def draw(family: Family, seed: int, refused: float = 0.2) -> Draw:
-    """The checkpoint of that number; a share ``refused`` of them has a switch that must be refused."""
+    """The checkpoint of this seed. A share ``refused`` of the checkpoints has a field that must be refused."""
     rng = random.Random(f"{family} {seed}")
     made = Draw(family, seed, _sizes(family, rng))
     made.fields |= {
@@ -139,7 +139,7 @@ def _rope(family: Family, rng: random.Random) -> dict[str, Any]:
 
 
 def _has_odd_rotation(fields: dict[str, Any]) -> bool:
-    """transformers rounds the rotated part of a head up; we refuse."""
+    """transformers rounds the rotated part of a head up; Stretto refuses it."""
     share = fields["rope_parameters"].get("partial_rotary_factor", 0.5)
     return int(fields["head_dim"] * share) % 2 == 1
 
@@ -156,11 +156,11 @@ def _layer_windows(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]
     num_layers = fields["num_hidden_layers"]
     if not _maybe(rng):
         return {}
-    told: dict[str, Any] = {"use_sliding_window": True, "sliding_window": _window(rng)}
+    windows: dict[str, Any] = {"use_sliding_window": True, "sliding_window": _window(rng)}
     if _maybe(rng):
-        return told | {"max_window_layers": rng.randint(0, num_layers)}
+        return windows | {"max_window_layers": rng.randint(0, num_layers)}
     kinds = ["sliding_attention", "full_attention"]
-    return told | {"layer_types": [rng.choice(kinds) for _ in range(num_layers)]}
+    return windows | {"layer_types": [rng.choice(kinds) for _ in range(num_layers)]}
 
 
 def _experts(rng: random.Random, name: str, k: str = "num_experts_per_tok", least: int = 1) -> dict[str, Any]:
@@ -198,21 +198,21 @@ def _latent(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _glm_lite(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
-    told = _latent(rng, fields)
-    del told["first_k_dense_replace"]
+    chosen = _latent(rng, fields)
+    del chosen["first_k_dense_replace"]
     if _maybe(rng):
         kinds = ["dense", "sparse"]
-        told["mlp_layer_types"] = [rng.choice(kinds) for _ in range(fields["num_hidden_layers"])]
-    return told
+        chosen["mlp_layer_types"] = [rng.choice(kinds) for _ in range(fields["num_hidden_layers"])]
+    return chosen
 
 
 def _qwen_moe(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
-    told = _experts(rng, "num_experts") | {"norm_topk_prob": _maybe(rng), "attention_bias": _maybe(rng)}
+    chosen = _experts(rng, "num_experts") | {"norm_topk_prob": _maybe(rng), "attention_bias": _maybe(rng)}
     if _maybe(rng, 0.4):
-        told |= {"use_sliding_window": True, "sliding_window": _window(rng)}
+        chosen |= {"use_sliding_window": True, "sliding_window": _window(rng)}
     if _maybe(rng, 0.4):
-        told |= {"decoder_sparse_step": 2} if _maybe(rng) else {"mlp_only_layers": [rng.randint(0, 1)]}
-    return told
+        chosen |= {"decoder_sparse_step": 2} if _maybe(rng) else {"mlp_only_layers": [rng.randint(0, 1)]}
+    return chosen
 
 
 def _ernie_moe(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
@@ -226,13 +226,13 @@ def _ernie_moe(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gpt_oss(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
-    told = _experts(rng, "num_local_experts") | {"sliding_window": _window(rng), "attention_bias": _maybe(rng, 0.7)}
+    chosen = _experts(rng, "num_local_experts") | {"sliding_window": _window(rng), "attention_bias": _maybe(rng, 0.7)}
     if _maybe(rng):
         kinds = ["sliding_attention", "full_attention"]
-        told["layer_types"] = [rng.choice(kinds) for _ in range(fields["num_hidden_layers"])]
+        chosen["layer_types"] = [rng.choice(kinds) for _ in range(fields["num_hidden_layers"])]
     if _maybe(rng, 0.4):
-        told |= {"swiglu_limit": rng.choice([0.5, 2.0]), "swiglu_alpha": rng.choice([1.0, 1.702])}
-    return told
+        chosen |= {"swiglu_limit": rng.choice([0.5, 2.0]), "swiglu_alpha": rng.choice([1.0, 1.702])}
+    return chosen
 
 
 _SWITCHES: dict[Family, Callable[[random.Random, dict[str, Any]], dict[str, Any]]] = {
@@ -260,7 +260,7 @@ _SWITCHES: dict[Family, Callable[[random.Random, dict[str, Any]], dict[str, Any]
 }
 
 
-# --- what must be refused ---------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def _refuse(name: str, value: Any, field: str | None = None) -> Callable[[Draw, random.Random], None]:
@@ -305,13 +305,13 @@ _REFUSALS_OF: dict[str, list[Callable[[Draw, random.Random], None]]] = {
 }
 
 
-# --- making one -------------------------------------------------------------------------------------------------------
+# --- saving -----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def make(drawn: Draw, folder: Path, meant: Path | None = None) -> Path:
-    """Save the checkpoint into ``folder``. Of a quantised one, ``meant`` gets a copy with the values that are meant: returned,
-    or ``folder``, for transformers to read.
+    """Save the checkpoint into ``folder``, and a dequantised copy of a quantised one into ``meant``. Returns the folder that
+    transformers can read.
     """
     config = AutoConfig.for_model(drawn.family, **drawn.fields)
     config._attn_implementation = "eager"
@@ -337,7 +337,7 @@ def make(drawn: Draw, folder: Path, meant: Path | None = None) -> Path:
 
 
 def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
-    """Values under which every tensor matters: no norm is one, no bias zero, routes are uneven."""
+    """Set values under which every tensor changes the logits: no norm is 1, no bias is 0, routes are uneven."""
     for name, tensor in model.state_dict().items():
         noise = torch.randn(tensor.shape, generator=generator)
         if name.endswith("norm.weight"):
@@ -351,7 +351,7 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
 
 
 def old_spelling(tree: dict[str, Any]) -> dict[str, Any]:
-    """A config.json as transformers 4 would have written it."""
+    """A config.json in the spelling of transformers 4."""
     rope = dict(tree["rope_parameters"])
     old = {name: value for name, value in tree.items() if name not in ("rope_parameters", "dtype")}
     old |= {"rope_theta": rope.pop("rope_theta"), "torch_dtype": tree.get("dtype", "float32")}

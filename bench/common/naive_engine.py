@@ -1,6 +1,6 @@
-"""Reference generation: the whole sequence through the model for every token, without a cache or a batch.
+"""Reference generation: the whole sequence through the model for every token, without cache or batch.
 
-The engine must give these tokens. Nothing here is shared with it but the sampler and the model's own layers.
+The engine must sample the same tokens. It shares only the sampler and the model's layers with this reference.
 
 Shape letters: T tokens, D hidden, V vocabulary, N tokens of one Subnet.
 """
@@ -23,7 +23,7 @@ from stretto.model.transformer import Block, SwiGlu, Transformer
 
 
 class Generated(NamedTuple):
-    """What `generate_naive` sampled."""
+    """Completion of `generate_naive`."""
 
     tokens: tuple[int, ...]
     logprobs: np.ndarray
@@ -39,12 +39,12 @@ def generate_naive(
     *,
     end_ids: tuple[int, ...] = (),
 ) -> Generated:
-    """Complete ``prompt`` by at most ``sampling.max_tokens``; ``end_ids`` are the tokenizer's own ends.
+    """Complete ``prompt`` by at most ``sampling.max_tokens``; ``end_ids`` are the tokenizer's end tokens.
 
-    Reads of ``sampling`` what is about tokens: not ``n``, stop strings or a grammar. A seed of None counts as 0.
+    Ignores ``sampling.n``; refuses stop strings and grammars. A seed of None is 0.
     """
     assert prompt, "an empty prompt"
-    assert sampling.grammar is None and not sampling.stop, f"{sampling} is about text"
+    assert sampling.grammar is None and not sampling.stop, f"{sampling}: needs a tokenizer"
     phases = subnet if isinstance(subnet, Phases) else Phases(subnet)
     row = sampling if sampling.seed is not None else sampling.replace(seed=0)
     ends = {*sampling.stop_ids, *(() if sampling.ignore_eos else end_ids)}
@@ -62,7 +62,7 @@ def generate_naive(
 
 
 def subnets_by_position(tokens: Sequence[int], num_prompt: int, phases: Phases) -> list[Subnet]:
-    """Which Subnet computes each token; the token that ends thinking is the last to be computed by its Subnet."""
+    """The Subnet that computes each token. The token that ends thinking is the last one of the thinking Subnet."""
     thinking = phases.thinking or phases.answer
     subnets = [phases.prefill or thinking] * num_prompt
     is_answer = phases.thinking is None
@@ -73,16 +73,17 @@ def subnets_by_position(tokens: Sequence[int], num_prompt: int, phases: Phases) 
 
 
 def logits_naive(model: Transformer, tokens: Sequence[int], subnets: Sequence[Subnet]) -> Tensor:
-    """Logits [T, V] (fp32) where each token runs its own Subnet: in each layer, tokens that skip it do not exist."""
+    """Logits [T, V] (fp32) where each token runs its own Subnet: a layer computes only the tokens whose Subnet has it."""
     assert len(tokens) == len(subnets), f"{len(tokens)} tokens, {len(subnets)} Subnets"
     device = model.embedding.weight.device
     if all(subnet == subnets[0] for subnet in subnets):
         return model.logits(torch.tensor([list(tokens)], device=device), subnets[0])[0]
     x_TD = model.embedding(torch.tensor(list(tokens), device=device))
     for layer in range(model.config.num_layers):
-        kept = [position for position, subnet in enumerate(subnets) if layer in subnet.layers]
-        if kept:
-            x_TD[kept] = _block(model, layer, x_TD[kept], kept, [subnets[position] for position in kept])
+        present = [position for position, subnet in enumerate(subnets) if layer in subnet.layers]
+        if present:
+            own = [subnets[position] for position in present]
+            x_TD[present] = _block(model, layer, x_TD[present], present, own)
     return F.linear(model.norm(x_TD), model.head_VD).float()
 
 
@@ -98,7 +99,7 @@ def _block(model: Transformer, layer: int, x_TD: Tensor, positions: list[int], s
         return x_TD + block.mlp(normed_TD)
     for subnet in set(subnets):
         mine = [place for place, other in enumerate(subnets) if other == subnet]
-        row = [kept for kept in subnet.layers if kept not in config.dense_layers].index(layer)
+        row = [each for each in subnet.layers if each not in config.dense_layers].index(layer)
         y_1ND, *_ = block.mlp(normed_TD[mine][None], subnet.experts[row], subnet.top_k[row], None)
         x_TD[mine] = x_TD[mine] + y_1ND[0]
     return x_TD

@@ -1,4 +1,4 @@
-"""The networks that engines are compared on: a trained one where a folder is named, else random weights of a shape."""
+"""Networks for the comparison of engines: random weights of a named shape."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stretto.train.recipe import Recipe
 
 DEMO_RECIPE = Path(__file__).parents[2] / "stretto/recipes" / "demo.toml"
 TOKENIZER_CHARS = 200_000
-"""Text a random network's tokenizer is trained on; few seconds."""
+"""Length of the text that trains a random network's tokenizer (a few seconds)."""
 SHAPES = ("tiny", "demo", "100m")
 
 
@@ -28,7 +28,7 @@ def shape(name: str) -> tuple[ModelConfig, dict[str, SubnetChoice], Family]:
     if name == "demo":
         recipe = Recipe(**tomllib.loads(DEMO_RECIPE.read_text(encoding="utf-8")))
         return recipe.network(), dict(recipe.elastic.anchors), "glm4_moe"
-    if name == "tiny":  # steps of a fraction of a millisecond: what is tried is all around the network
+    if name == "tiny":  # steps of a fraction of a millisecond, for tests of everything but the network
         config = ModelConfig(
             vocab_size=512,
             hidden_size=32,
@@ -66,10 +66,10 @@ def shape(name: str) -> tuple[ModelConfig, dict[str, SubnetChoice], Family]:
 
 
 def random_network(config: ModelConfig, seed: int = 0) -> Transformer:
-    """Random weights of such a size that logits are spread like a trained network's and experts differ by token.
+    """Random weights, scaled so that logits are spread like a trained network's and experts differ by token.
 
-    Freshly initialised, a network repeats its last token for ever; with the factor here (tried: 2.5, 4, 6) most tokens of
-    an answer differ, and no two of the best logits lie closer than some 1e-4.
+    With its initial weights a network repeats its last token. With this factor (tried: 2.5, 4, 6) most tokens of an answer
+    differ, and the best two logits are at least about 1e-4 apart.
     """
     model = build(config, seed).requires_grad_(False)
     for name, parameter in model.named_parameters():
@@ -79,7 +79,7 @@ def random_network(config: ModelConfig, seed: int = 0) -> Transformer:
 
 
 def write_network(folder: Path, name: str, *, with_gguf: bool = False) -> Path:
-    """Write a random network of a named shape, with a tokenizer, to ``folder/name``; returns that."""
+    """Write a random network of a named shape, with a tokenizer, to ``folder/name``; returns that folder."""
     config, presets, family = shape(name)
     texts = (document.text for document in demo_documents(TOKENIZER_CHARS, 0))
     train_tokenizer(texts, config.vocab_size, CHATML).save(folder / "tokenizer")
@@ -98,12 +98,12 @@ def write_network(folder: Path, name: str, *, with_gguf: bool = False) -> Path:
 
 
 def gguf_path(checkpoint: Path) -> Path:
-    """Where the GGUF of a checkpoint made for a comparison lies."""
+    """Path of the GGUF file of a checkpoint."""
     return checkpoint.with_suffix(".gguf")
 
 
 def plain_copy(checkpoint: Path, target: Path, dtype: torch.dtype) -> Path:
-    """The full network of ``checkpoint`` as other software reads it, without what only we know, and its GGUF."""
+    """Write the full network of ``checkpoint`` for other software, without Stretto's own files, and its GGUF."""
     read = read_checkpoint(checkpoint, dtype=dtype)
     write_checkpoint(target, read.model, read.config, family=read.family, tokenizer_dir=checkpoint)
     write_gguf(target, gguf_path(target), {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}[dtype])

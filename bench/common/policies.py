@@ -1,4 +1,4 @@
-"""Held-out reward of a policy on disk, and our own training step on samples that somebody else drew."""
+"""Held-out reward of a checkpoint, and our training step on given samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stretto.tasks.task import Answer, TaskSource
 def held_out_reward(
     folder: Path, recipe: RlRecipe, prompts: Prompts, sources: Mapping[str, TaskSource], num: int
 ) -> float:
-    """Mean reward on ``num`` held-out problems, one sample of each at the recipe's temperature: our engine, whoever trained."""
+    """Mean reward on ``num`` held-out problems, one sample of each at the recipe's temperature, drawn by our engine."""
     opened = open_engine(folder, EngineConfig(cache_bytes=recipe.rollout.cache_bytes))
     assert opened.engine.tokenizer is not None
     dialogue, phases = Dialogue(opened.engine.tokenizer), Phases(opened.engine.model.config.full())
@@ -53,7 +53,7 @@ def held_out_reward(
 
 
 def worst_advantage(rows: Sequence[Mapping[str, Any]], group: int) -> float:
-    """Largest difference between our advantages and those in the rows, for the rows' rewards."""
+    """Largest difference between our GRPO advantages and those in ``rows``, for the same rewards."""
     worst = 0.0
     for row in rows:
         rewards, theirs = (np.array(row[name], np.float64).reshape(-1, group) for name in ("rewards", "advantages"))
@@ -63,10 +63,10 @@ def worst_advantage(rows: Sequence[Mapping[str, Any]], group: int) -> float:
 
 
 def our_gradient(row: Mapping[str, Any], recipe: RlRecipe, prompts: Prompts, start: Path, folder: Path) -> float:
-    """Norm of our first step's gradient on the samples of ``row``: prompts, completions and rewards, groups together.
+    """Gradient norm of our first step on the samples of ``row``: prompts, completions and rewards, sorted by group.
 
-    They come without log-probabilities and routes, so the centre is what our first step recomputes, and nothing is
-    replayed; neither does anything at a staleness of 0.
+    The samples have no log-probabilities and routes, so the step recomputes the log-probabilities and replays no routes. With a
+    staleness of 0 both are without effect.
     """
     loss = recipe.loss.model_copy(update={"proximal": "recompute"})
     role = TrainerRole(recipe.model_copy(update={"loss": loss, "replay": "off"}), folder, start)

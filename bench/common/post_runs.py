@@ -1,8 +1,8 @@
-"""What one run of a study of post-training does, in one process, from checkpoints to a checkpoint and its scores.
+"""The runs of a study of post-training, each in one process: from checkpoints to a checkpoint, its scores and its cost.
 
-Reinforcement learning and distillation are the synchronous loop that `bench.common.plain_loop` defines, by the same trainer and engine;
-without agents, leases and token logs, which small runs would mostly wait for. Every run returns plain data: scores by source, and
-what it cost: samples drawn (dropped ones, too), tokens trained on, and FLOPs of sampling, teachers and training together.
+RL and distillation run in the synchronous loop that `bench.common.plain_loop` defines, with the same trainer and engine, but without
+agents, leases and token logs, which would dominate small runs. Every run returns plain data: scores by source, samples drawn
+(dropped ones included), tokens trained on, and FLOPs of sampling, teachers and training together.
 """
 
 from __future__ import annotations
@@ -41,33 +41,33 @@ from stretto.train.loop import Job, finetune
 from stretto.train.recipe import SftRecipe, TrainConfig
 
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
-_SCORED = 7
-"""What draws of an evaluation come from a seed for."""
-_LOOKED_AT = 20_000
-"""Problems of SFT that held-out ones are looked for among."""
+_SCORING = 7
+"""Stream of the seeds for scoring."""
+_NUM_COMPARED = 20_000
+"""Problems of SFT with which held-out problems are compared."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """The held-out problems of a score. They lie beyond all that runs train on."""
+class HeldOut:
+    """The held-out problems of a score. Runs train on smaller items only."""
 
     first: int
-    """Item of each source."""
+    """First item of each source."""
     num: int
-    """Of each source."""
+    """Problems per source."""
 
 
 class Sampler:
-    """An engine that answers problems, and sources that judge the answers. Counts what that costs."""
+    """An engine that answers problems, and sources that judge the answers. Counts samples and FLOPs."""
 
     def __init__(self, recipe: RlRecipe, start: Path, device: str, sources: Mapping[str, TaskSource]):
         self.engine, self.sources = open_rollout_engine(recipe, start, device), sources
         self.dialogue = Dialogue(load_tokenizer(start))
-        self._phases, self._most = Phases(self.engine.model.config.full()), recipe.rollout.max_tokens
+        self._phases, self._max_tokens = Phases(self.engine.model.config.full()), recipe.rollout.max_tokens
         self.num_samples = self.flops = 0
 
     def answers(self, tasks: Sequence[Task], temperature: float) -> list[list[tuple[Completion, str, float]]]:
-        """By task, its samples: what was drawn, as text, and its reward."""
+        """By task, its samples: completion, text and reward."""
         problems = [self.sources[task.source].problem(task.item) for task in tasks]
         requests = [
             Request(
@@ -76,7 +76,7 @@ class Sampler:
                 Sampling(
                     temperature=temperature,
                     seed=task.seed,
-                    max_tokens=self._most,
+                    max_tokens=self._max_tokens,
                     n=task.group,
                     stop_ids=self.dialogue.stop_ids,
                     ignore_eos=True,
@@ -95,18 +95,18 @@ class Sampler:
         self.num_samples += sum(task.group for task in tasks)
         return drawn
 
-    def groups(self, tasks: Sequence[Task], temperature: float = 1.0) -> list[Group]:
-        """The samples as a trainer takes them."""
+    def groups(self, tasks: Sequence[Task]) -> list[Group]:
+        """The samples as groups for the trainer."""
         return [
             Group(task, tuple(_trajectory(task, number, *each[::2]) for number, each in enumerate(samples)))
-            for task, samples in zip(tasks, self.answers(tasks, temperature), strict=True)
+            for task, samples in zip(tasks, self.answers(tasks, 1.0), strict=True)
         ]
 
-    def score(self, names: Sequence[str], asked: Asked, temperature: float, seed: int) -> dict[str, float]:
-        """Share of right answers by source, one sample a problem; none of its cost is counted."""
-        num = asked.num
+    def score(self, names: Sequence[str], held_out: HeldOut, temperature: float, seed: int) -> dict[str, float]:
+        """Share of right answers by source, one sample per problem. Its cost is not counted."""
+        num = held_out.num
         tasks = [
-            Task(number, name, asked.first + number, 1, key_of(seed, _SCORED, number) >> 2, self._most)
+            Task(number, name, held_out.first + number, 1, key_of(seed, _SCORING, number) >> 2, self._max_tokens)
             for name in names
             for number in range(num)
         ]
@@ -115,9 +115,9 @@ class Sampler:
         self.num_samples, self.flops = spent
         return {name: float(np.mean(rewards[place * num : (place + 1) * num])) for place, name in enumerate(names)}
 
-    def all_scores(self, asked: Asked, seed: int) -> dict[str, dict[str, float]]:
-        """Of all sources, by kind of `TEMPERATURES`."""
-        return {kind: self.score(list(self.sources), asked, each, seed) for kind, each in TEMPERATURES.items()}
+    def all_scores(self, held_out: HeldOut, seed: int) -> dict[str, dict[str, float]]:
+        """Scores of all sources, by name in `TEMPERATURES`."""
+        return {kind: self.score(list(self.sources), held_out, each, seed) for kind, each in TEMPERATURES.items()}
 
 
 def _trajectory(task: Task, number: int, done: Completion, reward: float) -> Trajectory:
@@ -145,32 +145,23 @@ def _cost(folder: Path) -> dict[str, int]:
     return {"tokens": receipt.tokens, "flops": receipt.flops}
 
 
-def start(recipe: RlRecipe, asked: Asked, device: str, folder: Path) -> dict[str, Any]:
-    """Supervised training of the recipe's own start; its checkpoint is ``folder``'s."""
+def start(recipe: RlRecipe, held_out: HeldOut, device: str, folder: Path) -> dict[str, Any]:
+    """SFT of the recipe's new network into ``folder``."""
     with SourceTables(dict(recipe.sources), recipe.sandbox).opened() as sources:
         made = sft(recipe, sources, folder / CHECKPOINT, ranks=_ranks(device))
         sampler = Sampler(recipe, made, device, sources)
-        seen = {name: _seen(recipe, source, asked) for name, source in sources.items()}
-        return {"scores": sampler.all_scores(asked, recipe.train.seed), "samples": 0, "seen": seen, **_cost(made)}
+        seen = {name: _seen(recipe, source, held_out) for name, source in sources.items()}
+        return {"scores": sampler.all_scores(held_out, recipe.train.seed), "samples": 0, "seen": seen, **_cost(made)}
 
 
-def _seen(recipe: RlRecipe, source: TaskSource, asked: Asked) -> float:
-    """Share of the problems asked that stand, word for word, among the first that SFT trains on: generators repeat themselves."""
+def _seen(recipe: RlRecipe, source: TaskSource, held_out: HeldOut) -> float:
+    """Share of the held-out problems that are also among the first that SFT trains on: generators repeat themselves."""
     own = recipe.replace(sources={source.name: recipe.sources[source.name]})
     prompts = plan_prompts(own, {source.name: source.num_items})
-    trained = {str(source.problem(prompts.task(SUPERVISED + number).item).messages) for number in range(_LOOKED_AT)}
+    trained = {str(source.problem(prompts.task(SUPERVISED + number).item).messages) for number in range(_NUM_COMPARED)}
     return float(
-        np.mean([str(source.problem(asked.first + number).messages) in trained for number in range(asked.num)])
+        np.mean([str(source.problem(held_out.first + number).messages) in trained for number in range(held_out.num)])
     )
-
-
-def begin_alike(recipe: RlRecipe, begin: Path, asked: Asked, device: str, folder: Path) -> dict[str, Any]:
-    """The start of another seed, scored on other problems; it costs nothing more."""
-    with SourceTables(dict(recipe.sources), recipe.sandbox).opened() as sources:
-        sampler = Sampler(recipe, begin, device, sources)
-        scores = sampler.all_scores(asked, recipe.train.seed)
-    shutil.copytree(begin, folder / CHECKPOINT)
-    return {"scores": scores, "samples": 0, "tokens": 0, "flops": 0}
 
 
 def learn(
@@ -178,51 +169,45 @@ def learn(
     begin: Path,
     judged: Mapping[str, SourceConfig],
     scored: Sequence[str],
-    asked: Asked,
+    held_out: HeldOut,
     every: int,
     keeps: bool,
     device: str,
     folder: Path,
-    greedy_share: float = 0.0,
 ) -> dict[str, Any]:
     """Reinforcement learning or distillation by ``recipe``, from the checkpoint ``begin``.
 
     Args:
-        judged: sources whose scores are measured at the end, the recipe's own among them.
-        scored: those whose are ``every`` so many steps, too; none: there is no curve.
-        keeps: the checkpoint, for runs that begin with it.
-        greedy_share: of the steps, the last ones, whose samples are the likeliest tokens: for distillation by its full form, which
-            compares whole distributions wherever the samples lead.
+        judged: sources that are scored at the end, including the recipe's own.
+        scored: names of sources that are also scored after every ``every`` steps; none: no curve.
+        keeps: whether to write the checkpoint, for runs that begin with it.
     """
-    assert not greedy_share or (recipe.distill is not None and recipe.distill.form == "full"), "needs what was drawn"
-    assert recipe.staleness == 0 and recipe.replay == "off" and not recipe.loss.drop_uniform, "the loop has neither"
+    assert recipe.staleness == 0 and recipe.replay == "off" and not recipe.loss.drop_uniform, (
+        "the synchronous loop has none of these"
+    )
     with SourceTables(dict(judged), recipe.sandbox).opened() as sources, TemporaryDirectory() as passing:
         sampler = Sampler(recipe, begin, device, sources)
         trainer = TrainerRole(recipe, passing, begin, ranks=_ranks(device))
         prompts = plan_prompts(recipe, {name: sources[name].num_items for name in recipe.sources})
-        train, curve, shares = recipe.train, list[dict[str, Any]](), list[dict[str, float]]()
+        train, curve = recipe.train, list[dict[str, Any]]()
         for step in range(train.steps + 1):
             if scored and (step % every == 0 or step == train.steps):
-                scores = sampler.score(scored, asked, 1.0, train.seed)
+                scores = sampler.score(scored, held_out, 1.0, train.seed)
                 cost = {"samples": sampler.num_samples, "flops": sampler.flops + trainer.receipt.flops}
                 curve.append({"step": step, "scores": scores, **cost})
             if step == train.steps:
                 break
             tasks = [prompts.task(number) for number in range(step * train.prompts, (step + 1) * train.prompts)]
-            temperature = 1.0 if step < round((1 - greedy_share) * train.steps) else 0.0
-            refs = [store_group(Path(passing) / GROUPS, group) for group in sampler.groups(tasks, temperature)]
-            scalars = trainer.step(refs, step).scalars
-            shares.append({name: scalars.get(f"distill/share/{name}", 0.0) for name in recipe.sources})
+            refs = [store_group(Path(passing) / GROUPS, group) for group in sampler.groups(tasks)]
+            trainer.step(refs, step)
             discard(ref.location for ref in refs)
             trainer.copy_weights()
             version = asyncio.run(trainer.publish())
-            assert version is not None, "there is one rank"
+            assert version is not None, "only the first of several ranks publishes"
             sampler.engine.load_weights(version.number, fetch(version))
-        result: dict[str, Any] = {"scores": sampler.all_scores(asked, train.seed), "curve": curve}
+        result: dict[str, Any] = {"scores": sampler.all_scores(held_out, train.seed), "curve": curve}
         receipt = trainer.receipt
-        result |= {"shares": shares} if recipe.distill else {}
-        result |= {"samples": sampler.num_samples, "tokens": receipt.tokens, "generated": sampler.flops}
-        result["flops"] = receipt.flops + sampler.flops
+        result |= {"samples": sampler.num_samples, "tokens": receipt.tokens, "flops": receipt.flops + sampler.flops}
         if keeps:
             trainer.write(folder / CHECKPOINT)
     return result
@@ -234,11 +219,11 @@ def imitate(
     teachers: Mapping[str, Path],
     num_samples: int,
     epochs: int,
-    asked: Asked,
+    held_out: HeldOut,
     device: str,
     folder: Path,
 ) -> dict[str, Any]:
-    """Offline distillation: supervised training of ``begin`` on right answers of the teachers, by source, of ``num_samples`` drawn."""
+    """Offline distillation: SFT of ``begin`` on the right ones among ``num_samples`` answers of the teachers, by source."""
     with SourceTables(dict(recipe.sources), recipe.sandbox).opened() as sources:
         prompts = replace(plan_prompts(recipe, {name: each.num_items for name, each in sources.items()}), group=1)
         tasks = [prompts.task(number) for number in range(num_samples)]
@@ -251,7 +236,10 @@ def imitate(
                     right[task.ordinal] = sources[name].problem(task.item), samples[0][1]
             flops += sampler.flops
         dialogue = Dialogue(load_tokenizer(begin))
-        taught = [example(dialogue, problem, [said(text)]) for _, (problem, text) in sorted(right.items())]
+        taught = [
+            example(dialogue, problem, [{"role": "assistant", "content": text}])
+            for _, (problem, text) in sorted(right.items())
+        ]
         plan = _imitation(recipe, taught, epochs)
         ranks = _ranks(device)
 
@@ -267,7 +255,7 @@ def imitate(
         judge.engine.load_weights(0, {name: each.clone() for name, each in trained.model.state_dict().items()})
         shutil.rmtree(folder / "run", ignore_errors=True)
         return {
-            "scores": judge.all_scores(asked, recipe.train.seed),
+            "scores": judge.all_scores(held_out, recipe.train.seed),
             "right": len(taught) / num_samples,
             "samples": num_samples,
             "tokens": receipt.tokens,
@@ -275,13 +263,8 @@ def imitate(
         }
 
 
-def said(text: str) -> dict[str, str]:
-    """A turn of the model."""
-    return {"role": "assistant", "content": text}
-
-
 def _imitation(recipe: RlRecipe, taught: Sequence[Example], epochs: int) -> SftRecipe:
-    """Rows as long as the run's; as many steps as the epochs fill; a rate that falls to nothing."""
+    """Rows of the run's length, as many steps as ``epochs`` fill, and a learning rate that decays to 0."""
     train = recipe.train
     rows = -(-sum(len(each.tokens) - 1 for each in taught) * epochs // train.seq_len)
     steps = max(1, round(rows / train.micro_rows))
@@ -296,14 +279,14 @@ def merged(
     begin: Path,
     teachers: Sequence[Path],
     options: MergeOptions,
-    asked: Asked,
+    held_out: HeldOut,
     device: str,
     folder: Path,
 ) -> dict[str, Any]:
-    """The merge of ``teachers``, which costs no sample."""
+    """The merge of ``teachers``; it draws no samples."""
     made = merge(teachers, begin, folder / CHECKPOINT, options)
     with SourceTables(dict(recipe.sources), recipe.sandbox).opened() as sources:
         sampler = Sampler(recipe, made, device, sources)
-        result = {"scores": sampler.all_scores(asked, recipe.train.seed), "samples": 0, **_cost(made)}
+        result = {"scores": sampler.all_scores(held_out, recipe.train.seed), "samples": 0, **_cost(made)}
     shutil.rmtree(made)
     return result

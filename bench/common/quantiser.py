@@ -1,5 +1,4 @@
-"""Quantises a saved checkpoint to FP8 or MXFP4, and writes beside it the same one with the values that the quantised ones
-stand for: written apart from the code that reads them, as its control.
+"""Quantisation of a saved checkpoint to FP8 or MXFP4, with a dequantised copy as control: independent of the code that reads them.
 
 Shape letters: R rows, C columns, r and c blocks of them, G groups of 32 values.
 """
@@ -20,28 +19,28 @@ from torch import Tensor
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _PROJECTION = re.compile(r"layers\.\d+\..*(_proj|_proj_with_mqa|\.w[123])(\.weight)?$")
-"""What is quantised in published checkpoints: neither embedding, head, norms, routers nor biases."""
+"""Tensors that published checkpoints quantise: no embedding, head, norm, router or bias."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One way to quantise."""
+    """A format of quantised weights."""
 
     config: dict[str, Any]
     """quantization_config of config.json."""
     quantise: Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]
-    """From a tensor and its name to what is stored for it, and the values that it stands for."""
+    """From name and values of a tensor: the stored tensors by name, and the dequantised values."""
     names: re.Pattern[str] = _PROJECTION
 
 
 def fp8(block: tuple[int, int] | None) -> Kind:
-    """DeepSeek's: blocks of a matrix, the last ones cut short; None: one scale a tensor."""
+    """DeepSeek's FP8: one scale per block of a matrix, the last blocks smaller; None: one scale per tensor."""
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block and list(block)}
     return Kind(config, lambda name, values: _fp8(name, values, "_scale_inv", block or tuple(values.shape[-2:])))
 
 
 def compressed(strategy: str) -> Kind:
-    """compressed-tensors' FP8: a scale for each ``tensor``, ``channel`` (row) or ``block``."""
+    """compressed-tensors' FP8: one scale per ``tensor``, ``channel`` (row) or ``block``."""
     weights: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": strategy}
     if strategy == "block":
         weights["block_structure"] = [16, 24]
@@ -76,7 +75,7 @@ def _fp8(name: str, values: Tensor, ending: str, block: tuple[int, ...]) -> tupl
 
 
 def _mxfp4(name: str, values: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """gpt-oss's: of a tensor whose rows come last, 32 values of a row share a power of two."""
+    """gpt-oss's MXFP4 of a tensor whose rows are the last axis: 32 values of a row share a power of two."""
     rows = values.mT.unflatten(-1, (-1, 32))
     exponents = rows.abs().amax(-1).log2().floor() - 2
     scaled = rows / exponents.exp2()[..., None]
@@ -101,7 +100,7 @@ KINDS: dict[str, Kind] = {
 
 
 def quantise(folder: Path, kind: Kind, meant: Path) -> None:
-    """Quantise the checkpoint in ``folder``; the folder ``meant`` gets a copy with the values that are meant."""
+    """Quantise the checkpoint in ``folder`` and write a dequantised copy into ``meant``."""
     meant.mkdir()
     place: dict[str, str] = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -109,9 +108,9 @@ def quantise(folder: Path, kind: Kind, meant: Path) -> None:
         for name, values in load_file(file).items():
             stored[name] = plain[name] = values
             if kind.names.search(name) and values.dim() > 1 and "bias" not in name:
-                told, plain[name] = kind.quantise(name, values)
+                replaced, plain[name] = kind.quantise(name, values)
                 del stored[name]
-                stored |= told
+                stored |= replaced
         for where, tensors in ((folder, stored), (meant, plain)):
             contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
             save_file(contiguous, where / file.name, metadata={"format": "pt"})

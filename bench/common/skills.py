@@ -1,7 +1,7 @@
-"""Three skills on digits that have nothing in common but the form of their answers, each beside a wrong way to go about it.
+"""Three unrelated skills on digits with the same form of answer; each has a right and a wrong way.
 
-Examples take the wrong way in half of their pairs of digits, so that a start answers few problems rightly, drawn or greedy, and what an
-expert finds out, which way is right, says nothing of the other skills. Of six digits there are a million problems: few come up twice.
+Demonstrations take the wrong way for half of the pairs of digits, so that a network after SFT answers few problems right. RL on one
+skill says nothing about the right way of the others. Six digits give a million problems, so few occur twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stretto.tasks.task import Answer, Problem, Score, TaskSource, find_answer
 
 KIND: Final = "bench.common.skills:Skill"
 PAIR = 2
-"""Digits that an example takes one way with."""
+"""Consecutive digits of a demonstration that are written in the same way."""
 
 Way = Callable[[list[int]], list[int]]
 WAYS: Mapping[str, tuple[Way, Way]] = {
@@ -25,15 +25,15 @@ WAYS: Mapping[str, tuple[Way, Way]] = {
     "shift": (lambda digits: [(each + 3) % 10 for each in digits], lambda digits: [(each + 7) % 10 for each in digits]),
     "sort": (sorted, lambda digits: sorted(digits, reverse=True)),
 }
-"""The right one and the wrong one."""
+"""By skill: the right way and the wrong way."""
 
 
 class SkillArgs(Config):
-    """Of `Skill`."""
+    """Arguments of `Skill`."""
 
     skill: Literal["reverse", "shift", "sort"]
     noise: float = Field(default=0.5, ge=0, le=1)
-    """Share of the pairs of examples that take the wrong way."""
+    """Share of the pairs in demonstrations that are written in the wrong way."""
     length: int = Field(default=6, gt=0)
     seed: int = 0
 
@@ -47,23 +47,23 @@ class Skill(TaskSource):
     def problem(self, item: int) -> Problem:
         digits = self._drawn(item, "digits").choices(range(10), k=self.args.length)
         question = f"{self.args.skill} {' '.join(map(str, digits))}:"
-        return Problem.of(item, question, _written(WAYS[self.args.skill][0](digits)), "plain", digits=digits)
+        return Problem.of(item, question, _text(WAYS[self.args.skill][0](digits)), "plain", digits=digits)
 
     def demonstration(self, problem: Problem) -> tuple[dict[str, Any], ...]:
         draw, digits = self._drawn(problem.item, "noise"), problem.payload["digits"]
         right, wrong = (way(digits) for way in WAYS[self.args.skill])
-        taken: list[int] = []
+        written: list[int] = []
         for place in range(0, len(digits), PAIR):
-            taken += (wrong if draw.random() < self.args.noise else right)[place : place + PAIR]
-        return ({"role": "assistant", "content": _written(taken)},)
+            written += (wrong if draw.random() < self.args.noise else right)[place : place + PAIR]
+        return ({"role": "assistant", "content": _text(written)},)
 
     def score(self, problem: Problem, answer: Answer) -> Score:
-        # Spaces are a matter of the tokenizer; digits are the answer.
+        # Only digits count: spaces depend on the tokenizer.
         return Score.of(find_answer(answer.text, "plain").text.split() == problem.gold.split())
 
-    def _drawn(self, item: int, what: str) -> random.Random:
-        return random.Random(f"{what}/{self.args.skill}/{self.args.seed}/{item}")
+    def _drawn(self, item: int, stream: str) -> random.Random:
+        return random.Random(f"{stream}/{self.args.skill}/{self.args.seed}/{item}")
 
 
-def _written(digits: list[int]) -> str:
+def _text(digits: list[int]) -> str:
     return " ".join(map(str, digits))

@@ -1,7 +1,8 @@
-"""A study of many small runs that build on each other: processes side by side, results kept on disk, stopped by the clock.
+"""A study of many small runs that depend on each other: parallel processes, results on disk, a time limit.
 
-What is to be run is a function of the results so far, asked again whenever one arrives: a search ends in runs that its winner
-names. Every finished run is a `RESULT` in a folder of its own and is never run again; one that the clock cuts short begins anew.
+The caller names the runs as a function of the results so far. That function is called again after every result, so a search can name
+runs of its winner. Every finished run has a `RESULT` file in its own folder and is not run again. A run that the time limit
+interrupts starts from the beginning at the next call.
 """
 
 from __future__ import annotations
@@ -17,18 +18,21 @@ from multiprocessing.pool import AsyncResult
 from pathlib import Path
 from typing import Any
 
-from bench.common.studies import LOG_FILE, begin
+import torch
+
 from stretto.base.paths import read_json, write_json
 from stretto.base.track import say
 
 RESULT = "result.json"
-_PAUSE_S = 0.05
-"""Between two looks at what has ended."""
+LOG_FILE = "runs.log"
+"""Standard output and standard error of all runs."""
+_POLL_S = 0.05
+"""Time between two checks for finished runs."""
 
 Results = Mapping[str, dict[str, Any]]
-"""By run."""
+"""Results by name of the run."""
 Work = Callable[[Path], dict[str, Any]]
-"""Runs in the folder it is given, where it may leave files; returns plain data. Must be picklable."""
+"""Work of one run in its folder, which may leave files there. Returns plain data. Must be picklable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,55 +40,67 @@ class Run:
     """One run of a study."""
 
     name: str
-    """Its folder within the study's."""
+    """Also the folder within the study's folder."""
     work: Work
     needs: tuple[str, ...] = ()
-    """Runs whose folders it reads."""
+    """Names of the runs whose folders it reads."""
 
 
 def read_results(out: Path) -> dict[str, dict[str, Any]]:
-    """Of all runs that have ended in the study's folder ``out``."""
+    """Results of all finished runs in the study's folder ``out``."""
     return {str(path.parent.relative_to(out)): read_json(path) for path in sorted(out.rglob(RESULT))}
 
 
 def carry_out(plan: Callable[[Results], Sequence[Run]], out: Path, jobs: int, minutes: float) -> Results:
-    """Do what ``plan`` names, the first first, in ``jobs`` processes of a thread each, until nothing is left that can be done or
-    the time is up. A run that fails is told; the others go on, but for those that need it. What runs print is in `LOG_FILE`."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # the processes' own; here it is too late for that
+    """Run everything that ``plan`` names, in its order, in ``jobs`` processes of one thread each.
+
+    Ends when no run is left whose needs are met, or after ``minutes``. A failed run is reported; runs that need it are not started,
+    the others continue. `LOG_FILE` has the output of all runs.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes; this process has read it already
     out.mkdir(parents=True, exist_ok=True)
     ends_s, results, failed = time.monotonic() + 60 * minutes, read_results(out), set[str]()
-    flying: dict[str, AsyncResult[dict[str, Any]]] = {}
-    with multiprocessing.get_context("spawn").Pool(
-        jobs, begin, (out / LOG_FILE,)
-    ) as pool:  # leaving it ends the processes
+    running: dict[str, AsyncResult[dict[str, Any]]] = {}
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(jobs, _begin, (out / LOG_FILE,)) as pool:  # leaving the block ends the processes
         waiting = list(plan(results))
         while True:
             num_before = len(results)
-            for name in [name for name, each in flying.items() if each.ready()]:
+            for name in [name for name, each in running.items() if each.ready()]:
                 try:
-                    results[name] = flying.pop(name).get()
-                    say(f"{name}: {results[name]['seconds']:.0f} s; {len(results)} done")
-                except Exception as error:  # theirs, whatever it is
+                    results[name] = running.pop(name).get()
+                    say(f"{name}: {results[name]['seconds']:.0f} s; {len(results)} runs done")
+                except Exception as error:  # of the run, of any kind
                     failed.add(name)
-                    say(f"{name}: failed: {error}; {out / LOG_FILE} has more")
+                    say(f"{name}: failed: {error}; see {out / LOG_FILE}")
             if len(results) > num_before:
-                waiting = list(plan(results))  # not every time: it makes recipes
-            known = results.keys() | flying.keys() | failed
+                waiting = list(plan(results))  # only after a result: planning validates recipes
+            known = results.keys() | running.keys() | failed
             waiting = [run for run in waiting if run.name not in known]
-            free = [run for run in waiting if all(need in results for need in run.needs)]
-            if not (free or flying):
+            ready = [run for run in waiting if all(need in results for need in run.needs)]
+            if not (ready or running):
                 return results
             if time.monotonic() > ends_s:
-                say(f"time is up: {len(results)} runs done, {len(flying)} cut short; call again")
+                say(
+                    f"time limit: {len(results)} runs done, {len(running)} interrupted; run the command again to continue"
+                )
                 return results
-            for run in free[: jobs - len(flying)]:
-                flying[run.name] = pool.apply_async(_do, (run, out))
-            time.sleep(_PAUSE_S)
+            for run in ready[: jobs - len(running)]:
+                running[run.name] = pool.apply_async(_do, (run, out))
+            time.sleep(_POLL_S)
+
+
+def _begin(log: Path) -> None:
+    """Initialise a process: one thread, output appended to ``log``."""
+    torch.set_num_threads(1)
+    with log.open("ab") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
 
 
 def _do(run: Run, out: Path) -> dict[str, Any]:
     folder, started = out / run.name, time.perf_counter()
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut short
+    shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run
     folder.mkdir(parents=True)
     try:
         result = run.work(folder)

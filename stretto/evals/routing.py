@@ -41,7 +41,7 @@ class Watch(Operators):
     Saliency is REAP's S_j = mean over tokens routed to j of gate_j · ‖f_j‖₂ (2510.13999). As in the published code, gates are a softmax of
     the router's logits, renormalised over the chosen experts if the network does so, for sigmoid routers too: sigmoid gates differ
     too little between experts. Tokens that were routed to an expert by its selection bias alone are left out, unlike in the published
-    code: their gates are small, so with them the mean would rank experts by the size of the bias (bench/keep_half.py).
+    code: their gates are small, so with them the mean would rank experts by the size of the bias (docs/log/elastic.md).
     """
 
     def __init__(self, config: ModelConfig, device: torch.device | str) -> None:
