@@ -23,7 +23,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -76,7 +76,7 @@ def main() -> None:
     families = [parse_family(name, "--families") for name in options.families.split(",")]
     draws = [draw(family, options.seed + index) for family in families for index in range(options.each)]
     judged: list[tuple[Draw, Judged]] = []
-    with MUTANTS.get(options.mutant, _nothing)(), progress("checkpoints", total=len(draws)) as advance:
+    with MUTANTS.get(options.mutant, nullcontext)(), progress("checkpoints", total=len(draws)) as advance:
         for drawn in draws:
             judged.append((drawn, judge(drawn)))
             advance(1)
@@ -174,11 +174,6 @@ def _table(families: list[Family], judged: list[tuple[Draw, Judged]]) -> Table:
 
 
 # --- mutants ----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def _changed(change: Callable[[ModelConfig], dict[str, Any]]) -> Callable[[], Any]:

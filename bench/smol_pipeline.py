@@ -8,8 +8,8 @@ the evaluation set. The stages of recipes/pipeline_smol.toml run one by one (`st
 online RL. Every model answers the same problems. The change of a stage is paired with its starting model, and is a gain or a loss if
 its 95 % confidence interval excludes 0. Run again to continue.
 
-``--minutes`` divides the remaining time among the stages of RL up to ``--until``. Sizes are for one GPU (about ten minutes). ``--tiny``
-shows on two cores that everything runs. Fails (exit code 1) if a stage is missing or no change is significant, as with ``--tiny``.
+Sizes are for one GPU (about ten minutes). ``--until`` ends after a stage, ``--set common.runtime.stop_s=SECONDS`` limits each stage of
+RL. ``--tiny`` shows on two cores that everything runs. Fails (exit code 1) if a stage is missing or no change is significant, as with ``--tiny``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +57,7 @@ MOST_RESULTS = 2
 """Results of a function call that the model sees."""
 MOST_AT_ONCE = 256
 """Largest batch of an evaluation: several evaluations and a training run at the same time."""
-SHARES = {"experts": 0.5, "distill": 0.28, "online": 0.22}
-"""Shares of the time for RL, by stage."""
-START_S, SCORE_S, LEAST_S = 40.0, 60.0, 20.0
-"""Time for the start and end of a stage's processes, for the last evaluation, and the least time of a stage; else it is skipped."""
+STAGES = ("sft", "experts", "distill", "online")
 TINY = (
     *("sft.recipe.train.steps=2", "sft.recipe.train.rows=2", "sft.recipe.train.micro_batches=1"),
     *(
@@ -177,18 +173,6 @@ def _write(path: Path, records: Sequence[Mapping[str, Any]] | Iterator[Mapping[s
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """The time limit of the bench."""
-
-    end_s: float | None
-    """End by `time.monotonic`; None: no limit."""
-
-    @property
-    def left_s(self) -> float | None:
-        return None if self.end_s is None else self.end_s - time.monotonic()
-
-
 class Scores:
     """Evaluations of models, each in its own process, in parallel with the stages."""
 
@@ -223,13 +207,13 @@ class Scores:
     def close(self) -> None:
         """Stop all running evaluations."""
         for process in self._processes.values():
-            _ended(process, Clock(0.0))
+            _stop(process)
 
-    def wait(self, clock: Clock) -> None:
-        """Wait for all evaluations, or until the time limit."""
+    def wait(self) -> None:
+        """Wait for all evaluations."""
         for name, process in self._processes.items():
-            if code := _ended(process, clock):
-                print(f"scores of {name}: ended with {code}, see {self.folder(name).with_suffix('.log')}")
+            if code := process.wait():
+                print(f"scores of {name}: exit code {code}, see {self.folder(name).with_suffix('.log')}")
 
     def found(self) -> dict[str, Evaluation]:
         folders = [path.parent for path in sorted((self._out / "scores").glob(f"*/{RESULT_FILE}"))]
@@ -241,58 +225,34 @@ def _start(arguments: Sequence[str], log: Any = None) -> subprocess.Popen[bytes]
     return subprocess.Popen(command, start_new_session=True, stdout=log, stderr=log)
 
 
-def _ended(process: subprocess.Popen[bytes], clock: Clock) -> int:
-    """Exit code of a process. At the time limit the process and its children are killed (124)."""
-    try:
-        return process.wait(None if clock.left_s is None else max(0.1, clock.left_s))
-    except subprocess.TimeoutExpired:
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that is still running, with its children."""
+    if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        return 124
-
-
-def time_for(stage: str, until: str, left_s: float) -> float | None:
-    """Training time of ``stage``. Later stages get their shares, or are skipped, the last one first. None: skip this one."""
-    names = list(SHARES)
-    ahead = names[names.index(stage) : names.index(until) + 1]
-    while ahead:
-        spare_s = left_s - SCORE_S - START_S * len(ahead)
-        if spare_s >= LEAST_S * len(ahead):
-            return spare_s * SHARES[stage] / sum(SHARES[name] for name in ahead)
-        ahead.pop()
-    return None
 
 
 def run_stages(options: argparse.Namespace, recipe: PipelineRecipe, settings: Sequence[str], scores: Scores) -> None:
     """Run stage by stage, and evaluate each stage's model while the next stage runs."""
-    out, clock = options.out, Clock(options.end_s)
+    out = options.out
     scores.start("begin", options.model)
-    for stage in ("sft", *SHARES):
-        overrides = list(settings)
-        if stage in SHARES and (left_s := clock.left_s) is not None:
-            stop_s = time_for(stage, options.until, left_s)
-            if stop_s is None:
-                print(f"{stage}: skipped, {left_s:.0f} s are left")
-                return
-            overrides.append(f"common.runtime.stop_s={stop_s:.0f}")
-        sets = [part for each in overrides for part in ("--set", each)]
+    sets = [part for each in settings for part in ("--set", each)]
+    for stage in STAGES[: STAGES.index(options.until) + 1]:
         command = ["run", str(RECIPE), "--model", str(options.model), "-o", str(out), "--until", stage, *sets]
         running = _start([*command, "--device", options.device])
         try:
-            code = _ended(running, clock)
+            code = running.wait()
         finally:
-            _ended(running, Clock(0.0))
+            _stop(running)
         if code:
-            print(f"{stage}: ended with {code}")
+            print(f"{stage}: exit code {code}")
             return
         if stage == "experts":
             for name in recipe.domains:
                 scores.start(f"experts/{name}", out / "experts" / name, name)
         else:
             scores.start(stage, out / stage)
-        if stage == options.until:
-            return
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -364,13 +324,11 @@ def main() -> None:
     ):
         parser.add_argument(f"--{name}", type=Path, required=True, help=content)
     parser.add_argument("-o", "--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, help="time limit; default: all steps of the recipe")
-    parser.add_argument("--until", choices=tuple(SHARES), default="online", help="last stage of this call")
+    parser.add_argument("--until", choices=STAGES, default="online", help="last stage of this call")
     parser.add_argument("--tiny", action="store_true", help="few steps with short answers")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe")
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
-    options.end_s = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     console = wide_console()
     options.model, options.out = checkpoint_folder(options.model).resolve(), options.out.resolve()
     data = options.out / "data"
@@ -389,7 +347,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         run_stages(options, recipe, settings, scores)
-        scores.wait(Clock(options.end_s))
+        scores.wait()
     finally:
         scores.close()
     found = scores.found()
