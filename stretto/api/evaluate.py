@@ -144,7 +144,7 @@ def evaluate(
         subnet: size to evaluate; the full network by default.
         presets: evaluate every named size and compare them with the full network; returns `Compared`.
         judge: URL of an LLM judge for open-ended answers; not the judge that rewarded the model.
-        human: human-written texts, to report what open-ended answers overuse.
+        human: file of human-written texts; the report lists the word trigrams that open-ended answers use more often.
         right: file to write the correct answers to, as conversations for `sft`.
         settings: ``samples`` (per problem; 1 for greedy decoding, otherwise 4), ``limit`` (problems per domain), ``temperature`` (the suite's),
             ``baselines``, ``embed``, ``seed``, ``max_batch``.
@@ -275,7 +275,7 @@ def _evaluate(
 
     Args:
         judge: URL of the judge of open-ended answers.
-        people: file of human-written texts, to report what open-ended answers overuse.
+        people: file of human-written texts; the report lists the word trigrams that open-ended answers use more often.
 
     Raises:
         UserError: as `evaluate`, an unknown Subnet, or a judge that may not be used.

@@ -135,7 +135,10 @@ def evaluate(
         Option(help="URL of an LLM judge for open-ended answers, http://…/v1; not the judge that rewarded the model."),
     ] = None,
     human: Annotated[
-        Path | None, Option(help="Human-written texts, to report what open-ended answers overuse.")
+        Path | None,
+        Option(
+            help="File of human-written texts. The report lists the word trigrams that open-ended answers use more often."
+        ),
     ] = None,
     device: Device = "auto",
 ) -> None:

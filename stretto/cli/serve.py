@@ -212,7 +212,7 @@ def bench_serve(
     max_tokens: MaxTokens = 64,
     seed: Annotated[int, Option(help="Random seed of prompts and arrivals.")] = 0,
 ) -> None:
-    """Measure a server under load: tokens per second, time to first token, time between tokens."""
+    """Send many requests to a server at once. Reports tokens per second, time to first token, and time between tokens."""
     from stretto.api.serve import LoadOptions, bench_serve_command
 
     bench_serve_command(source, url, subnet, LoadOptions(requests, concurrency, rate, prompt_tokens, max_tokens, seed))

@@ -231,7 +231,10 @@ def latency(
 def search(
     run: RunFolder,
     data: Annotated[
-        list[str], Option(help="Text to measure on, PATH@WEIGHT in a mixture. Default: the run's own.")
+        list[str],
+        Option(
+            help="Text to measure the loss of Subnets on. Repeat the option for a mixture: PATH@WEIGHT. Default: the training text of the run."
+        ),
     ] = [],  # noqa: B006
     val: Val = None,
     val_fraction: ValFraction = None,
