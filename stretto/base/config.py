@@ -149,7 +149,7 @@ def read_tree(path: Path) -> dict[str, Any]:
             raise UserError(f"{path}: not a JSON object; name a recipe")
         return tree
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors on Windows write a mark of byte order
     except OSError as error:
         raise UserError(
             f"{path}: cannot be read: {(error.strerror or str(error)).lower()}; name a readable file"
@@ -293,13 +293,21 @@ def _place(loc: Sequence[int | str], kind: type[BaseModel]) -> _Place:
 
 
 def _nearest_member(errors: Sequence[ErrorDetails], kind: type[BaseModel]) -> list[ErrorDetails]:
-    """The first error. Where it concerns a member of a union, the errors of that union that concern the nearest member: the one in
+    """The first error, or the unknown field beside a missing one that has a similar name.
+
+    Where the first error concerns a member of a union: the errors of that union that concern the nearest member, which is the one in
     which an error lies deepest, then one whose type fits, then one that knows every field, then the one with the fewest errors. If
     the type of every member is wrong, one error of each.
     """
     places = [_place(error["loc"], kind) for error in errors]
     first = places[0]
     if first.union_at is None:
+        if errors[0]["type"] != "missing":
+            return [errors[0]]
+        for error, place in zip(errors, places, strict=True):
+            is_beside = error["type"] == "extra_forbidden" and place.path[:-1] == first.path[:-1]
+            if is_beside and nearest(place.path[-1], first.path[-1:]):
+                return [error]
         return [errors[0]]
     above = first.path[: first.union_at]
     members: dict[int | str | None, list[ErrorDetails]] = {}

@@ -204,7 +204,7 @@ def read_json(path: Path | str) -> Any:
     """Parse a JSON file. Raises `UserError`: the file is missing, unreadable or not JSON."""
     path = Path(path)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -51,6 +51,17 @@ def test_a_recipe_with_overrides(recipe: Path) -> None:
     assert read == Recipe(train=Inner(steps=7, name="web"), seed=1)
 
 
+def test_a_mark_of_byte_order_and_line_ends_of_windows_are_no_content(tmp_path: Path) -> None:
+    (tmp_path / "windows.toml").write_bytes(b"\xef\xbb\xbfseed = 3\r\n[train]\r\nsteps = 5\r\n")
+    assert read_recipe(tmp_path / "windows.toml", Recipe) == Recipe(seed=3, train=Inner(steps=5))
+
+
+def test_a_misspelt_table_is_named_before_the_missing_one(tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text("[modell]\n")
+    with pytest.raises(UserError, match=r"bad\.toml: modell: unknown key \(did you mean 'model'\?\)"):
+        read_recipe(tmp_path / "bad.toml", PretrainRecipe)
+
+
 def test_an_override_may_open_a_table(tmp_path: Path) -> None:
     (tmp_path / "empty.toml").write_text("")
     assert read_recipe(tmp_path / "empty.toml", Recipe, ["train.steps=2"]).train.steps == 2
