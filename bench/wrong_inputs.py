@@ -67,6 +67,7 @@ FILES = {
     "tiny.toml": RECIPE,
     "text.txt": "\n".join(f"def function_{n}(x):\n    return x + {n}\n" for n in range(400)),
     "broken.toml": "[model\n",
+    "misspelt.toml": "[modell]\n",
     "empty.txt": "",
     "fields.jsonl": '{"body": "a text"}\n',
     "half.jsonl": '{"messages": [{"role": "user", "content": "hi"}]}\n{"messages": \n',
@@ -91,6 +92,10 @@ pretrain tiny.toml --data text.txt -o new --set nonsense | key
 pretrain tiny.toml --data text.txt -o new --val-fraction 0.9 | val
 pretrain tiny.toml --data text.txt -o new --device tpu | tpu
 pretrain tiny.toml --data text.txt -o run | --resume
+pretrain tiny.toml --data text.txt -o "" | -o
+pretrain tiny.toml --data "" -o new | --data
+pretrain "" --data text.txt -o new | empty
+pretrain misspelt.toml --data text.txt -o new | model
 pretrain sft --data text.txt -o new | stretto sft
 pretrain tiny.toml --data text.txt -o new --resume | new
 adopt nowhere -o new | nowhere
@@ -150,6 +155,7 @@ rl nosuch -o new | nosuch
 rl rl_gym -o new --set sources.backward.kind=nosuch | kind
 rl rl_gym -o new --set staleness=-1 | staleness
 rl rl_gym -o new --set runtime.kind=slurm | runtime.kind
+rl rl_gym -o new --set failures.lease_s=900 | stuck_s
 rl rl_gym -o new --resume | new
 rl rl_gym -o new --model nosuch | nosuch
 distill distill -o new --model run --teacher nosuch | NAME=DIR
@@ -160,6 +166,7 @@ top run | run
 merge nosuch run corner -o new | task-arithmetic
 merge average run corner -o new | corner
 merge average run -o new | two or more
+merge average run "" -o new | empty
 eval nosuch --suite gym -o new | nosuch
 eval run --suite nosuch -o new | nosuch
 eval run --suite gym -o new --samples 0 | samples

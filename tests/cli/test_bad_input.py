@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from stretto.base.paths import claimed
+from stretto.cli.main import empty_argument
 from stretto.text.tokenizer import train_tokenizer
 from stretto.train.step import NonFiniteError
 from tests.api.conftest import Result, Run, refused
@@ -332,3 +333,23 @@ def test_refusals_on_a_real_run(stretto: Run, recipe: Path, healing: Path, text:
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
     refused(stretto("export", out, "-o", tmp_path / "q"), "config.json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "place"),
+    [
+        (["pretrain", "tiny.toml", "--data", "text.txt", "-o", ""], "-o"),
+        (["pretrain", "tiny.toml", "--data=", "-o", "new"], "--data"),
+        (["pretrain", "", "--data", "text.txt"], "stretto pretrain: an argument"),
+        (["merge", "average", "run", "", "-o", "new"], "stretto merge: an argument"),
+    ],
+)
+def test_an_empty_argument_is_not_the_current_folder(arguments: list[str], place: str) -> None:
+    assert empty_argument(arguments) == f"{place}: is empty; give a value, or leave it out"
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["pretrain", "x", "--set", "data.name="], ["generate", "run", "--prompt", ""], ["agent", ""]]
+)
+def test_texts_and_values_of_settings_may_be_empty(arguments: list[str]) -> None:
+    assert empty_argument(arguments) is None
