@@ -162,7 +162,7 @@ def main() -> None:
     kills, wrong = list[Kill](), list[str]()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.keep or Path(temporary)).resolve()
-        prepare(folder, options.interval)
+        prepare(folder, options.interval, needs_start=any(" start" in STAGES[name].command for name in options.stages))
         for number, name in enumerate(options.stages):
             num = len(range(number, options.kills, len(options.stages)))
             rng = random.Random(f"{options.seed} {name}")
@@ -175,8 +175,8 @@ def main() -> None:
     raise SystemExit(1 if wrong else 0)
 
 
-def prepare(folder: Path, interval_s: float) -> None:
-    """Write text, conversations, recipes and a small checkpoint into ``folder``."""
+def prepare(folder: Path, interval_s: float, needs_start: bool) -> None:
+    """Write text, conversations, recipes and, if a stage needs it, a small checkpoint into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = [document.text for document in demo_documents(TEXT_CHARS, 0)]
     (folder / "text.txt").write_text("\n\n".join(texts))
@@ -195,8 +195,8 @@ def prepare(folder: Path, interval_s: float) -> None:
         for key, value in values.items():
             text = re.sub(rf"(?m)^{key} = .*", f"{key} = {value}", text)
         path.write_text(text)
-    command = "pretrain recipes/demo.toml --data text.txt --set train.steps=5 --device cpu -o start"
-    if not (folder / "start" / "checkpoint").exists():
+    if needs_start:
+        command = "pretrain recipes/demo.toml --data text.txt --set train.steps=5 --device cpu -o start"
         subprocess.run(stretto(command), cwd=folder, check=True, stdout=subprocess.DEVNULL)
         (folder / "start" / "checkpoint" / "chat_template.jinja").write_text(CHATML)
 
