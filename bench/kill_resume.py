@@ -96,7 +96,15 @@ STAGES = {
     ),
     "demo": Stage("", results=("checkpoint", "healed"), resumes_alone=True),
 }
-FINISHED = (f"**/{LINEAGE_FILE}", "data/00/data.json", "latency.json", "search.json", "model.gguf", "samples.json")
+FINISHED = (
+    f"**/{LINEAGE_FILE}",
+    "data/00/data.json",
+    "latency.json",
+    "search.json",
+    "model.gguf",
+    "samples.json",
+    "**/comparison.json",
+)
 """Results of steps, which are not repeated; patterns below the output folder."""
 SAVED = (f"**/snapshots/step-*/{META}", "**/samples.jsonl")
 """States from which a step resumes: snapshots, and the samples of an evaluation."""
