@@ -80,7 +80,9 @@ def serve(
     ] = 600.0,
     tool_chars: Annotated[
         int | None,
-        Option(help="Longest tool result shown to the model, in characters (beginning and end). Default: all of it."),
+        Option(
+            help="Largest number of characters of a tool result that the model sees; a longer one loses its middle. Default: no limit."
+        ),
     ] = None,
     fast_prefill: Annotated[
         bool,

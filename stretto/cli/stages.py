@@ -348,7 +348,7 @@ Controls = Annotated[
     list[Path],
     Option(
         "--control",
-        help="Ordinary run of the same shape, to measure the cost of elasticity. Default: those beside the run.",
+        help="Run of a network of the same shape trained without smaller sizes, to report the tax. Default: every such run in the folder that contains RUN.",
     ),
 ]
 
