@@ -221,8 +221,8 @@ def _table(bench: Bench, rows: Sequence[dict[str, Any]]) -> Table:
         return [row[run]["losses"][f"loss/{name}"] for row in rows]
 
     def add(text: str, values: Sequence[float], aim: str, form: str = "{:+.4f}") -> None:
-        shown = (statistics.fmean(values), min(values), max(values))
-        shown.add_row(text, *(form.format(value) for value in shown), aim)
+        summary = (statistics.fmean(values), min(values), max(values))
+        shown.add_row(text, *(form.format(value) for value in summary), aim)
 
     def minus(left: Sequence[float], right: Sequence[float]) -> list[float]:
         return [a - b for a, b in zip(left, right, strict=True)]

@@ -142,7 +142,7 @@ def _score(model: Transformer, done: list[Completion], arithmetic: Arithmetic) -
 
 def _show(found: dict[str, dict[str, list[Mismatch]]], model: Transformer) -> None:
     num_params = sum(parameter.numel() for parameter in model.parameters())
-    title = f"rollout → trainer, same weights, {num_params / 1e6:.1f}M parameters; mean over seeds [lowest, highest]"
+    title = f"rollout → trainer, same weights, {num_params / 1e6:.1f}M parameters; mean over seeds, in brackets lowest and highest"
     shown = table(title, "arithmetic, replay", "K3", "reduction of K3", "K1", "largest |Δ|", "routes that differ")
     for name, by_replay in found.items():
         for replay, seeds in by_replay.items():

@@ -31,8 +31,7 @@ from stretto.learning.recipe import GROUPS, SUPERVISED, RlRecipe, SourceConfig, 
 from stretto.learning.samples import discard, store_group
 from stretto.learning.trainer import TrainerRole
 from stretto.learning.weights import fetch
-from stretto.model.checkpoint import read_checkpoint
-from stretto.model.parallel import Ranks
+from stretto.model.parallel import Ranks, stored
 from stretto.post.merge import MergeOptions, merge
 from stretto.post.sft import Demonstrations, Example, example, sft
 from stretto.tasks.task import Answer, Problem, TaskSource
@@ -249,7 +248,7 @@ def imitate(
                 yield from (taught[place] for place in order)
 
         job = Job(folder / "run", Demonstrations(stream, plan.train, ranks), (), "", ranks)
-        trained = finetune(plan, job, lambda: read_checkpoint(begin, dtype=torch.float32).model, {})
+        trained = finetune(plan, job, stored(begin), {})
         receipt = trained.meter.receipt()
         judge = Sampler(recipe, begin, device, sources)
         judge.engine.load_weights(0, {name: each.clone() for name, each in trained.model.state_dict().items()})
