@@ -31,7 +31,7 @@ from stretto.data.demo_text import demo_documents
 from stretto.evals.loss import evaluate, held_out_losses
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.elastic import extract
-from stretto.model.parallel import Ranks, join
+from stretto.model.parallel import Ranks, in_memory, join
 from stretto.model.spec import ModelConfig, count, extracted_config
 from stretto.train.loop import Job, heal, pretrain
 from stretto.train.prepare import learn_tokenizer, prepare_data, tokenise_documents
@@ -175,7 +175,7 @@ def _heal(bench: Bench, folder: Path, recipe: Recipe, parent: Path, flops: float
         train = healing.train
         info = bench.info.replace(stage="heal", recipe=healing)
         job = Job(folder / label, open_loader(info, train, ranks), (), info.data_hash, ranks)
-        done = heal(healing, job, student, lambda teacher=big: teacher)
+        done = heal(healing, job, in_memory(student), in_memory(big))
         receipt = done.meter.receipt()
         full = done.model.config.full()
         result |= {

@@ -38,7 +38,7 @@ from stretto.evals.loss import EvalBatch, evaluate
 from stretto.evals.order import expert_order, expert_orders, survey
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.elastic import extract
-from stretto.model.parallel import Ranks, join
+from stretto.model.parallel import Ranks, in_memory, join
 from stretto.model.transformer import MoeLayer, Transformer
 from stretto.ops.grouped import Slots, experts
 from stretto.train.loop import Job, heal, pretrain
@@ -244,7 +244,7 @@ def _losses(
         done = heal(
             recipe,
             Job(folder, bench.loader(bench.mixture, seed + 500), (), bench.data_hash, bench.ranks),
-            extract(parent, half),
+            in_memory(extract(parent, half)),
             None,
         )
         own = done.model.config.full()
