@@ -1,28 +1,28 @@
-"""Rewards of scripted agents that do not do the work, in every world and kind of task, beside the trivial baseline.
+"""Measure the rewards of scripted agents that skip the work against the trivial baseline, in every world and kind of task.
 
     python -m bench.cheats [--problems N] [--kinds KIND,KIND]
 
 The trivial baseline of a kind is the best of: an empty answer, ``0``, the most frequent correct answer, the correct answer of another
 problem, random words where the scripted judge rates, and the source's own baselines. A cheating agent may know the correct answer, but
-skips the work: it acts before it reads, cites everything, or lists all answers. Exits with 1 where one exceeds the trivial baseline by more than 2 points.
+skips the work: it acts before it reads, cites everything, or lists all answers. Exits with 1 if an agent exceeds the trivial baseline
+by more than 2 points.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
-from bench.common.measure import table, wide_console
+from bench.common.measure import bench_parser, finish, table, wide_console
 from stretto.base.errors import UserError
 from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.registry import KINDS, open_source
@@ -49,9 +49,11 @@ def arguments(kind: str, folder: Path) -> list[dict[str, Any]]:
     """Settings of a kind, each measured by itself; files that it needs are written into ``folder``."""
     draw, path = random.Random(0), folder / f"{kind}.jsonl"
     if kind == "choice":
-        rows = [{"question": f"Which is {n}?", "options": [f"{n}{x}" for x in "pqrs"], "answer": draw.choice("ABCD")} for n in range(80)]  # fmt: skip
+        options = [[f"{n}{letter}" for letter in "pqrs"] for n in range(80)]
+        rows = [{"question": f"Which is {n}?", "options": options[n], "answer": draw.choice("ABCD")} for n in range(80)]
     elif kind == "math":
-        rows = [{"question": f"What is {n} + {n * n}?", "answer": f"\\frac{{{n}}}{{{n + 1}}}" if n % 2 else str(n + n * n)} for n in range(80)]  # fmt: skip
+        answers = [f"\\frac{{{n}}}{{{n + 1}}}" if n % 2 else str(n + n * n) for n in range(80)]
+        rows = [{"question": f"What is {n} + {n * n}?", "answer": answer} for n, answer in enumerate(answers)]
     else:
         strings = [{"operation": each, "graded": graded} for each in ("sort", "complement") for graded in (False, True)]
         return {
@@ -123,26 +125,25 @@ def cheats(source: TaskSource, problem: Problem, golds: Sequence[str]) -> Iterat
         own = list(problem.payload["documents"])
         most = own + [each for each in documents if each not in own][: source.args.opens - len(own)]
         marks = " ".join(f"[{each}]" for each in most)
-        yield "open and cite up to the limit", [*(calling("open", {"id": each}) for each in most), say(write_answer(f"{answer} {marks}", form))]  # fmt: skip
+        opened = [calling("open", {"id": each}) for each in most]
+        yield "open and cite up to the limit", [*opened, say(write_answer(f"{answer} {marks}", form))]
     if isinstance(source, SheetsSource):
         task = source.task(problem.item)
         assert task.solution is not None
         span, formula = task.solution
         values = {f"'{at[0]}'!{cell_name(at)}": value for at, value in task.answers[0].items() if value is not None}
-        yield (
-            "constants",
-            [*(calling("write", {"range": at, "content": value}) for at, value in values.items()), say("")],
-        )
+        writes = [calling("write", {"range": at, "content": value}) for at, value in values.items()]
+        yield "constants", [*writes, say("")]
         area = f"{span.rpartition('!')[0]}!A1:AD60".removeprefix("!")
         yield "write everywhere", [calling("write", {"range": area, "content": formula}), say("")]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", type=int, default=40)
-    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser = bench_parser(__doc__)
+    parser.add_argument("--problems", type=int, default=40, help="number of problems of each kind")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of task, separated by commas; default: all")
     options = parser.parse_args()
-    console, wrong = wide_console(), []
+    console, failures = wide_console(), []
     shown = table(
         f"mean reward, %, {options.problems} problems", "kind", "trivial", "best cheat", "trivial baseline", "cheat"
     )
@@ -156,23 +157,18 @@ def main() -> None:
                 console.print(f"{label}: left out: {error}")
                 continue
             with closing(source):
-                found = {name: rewards(source, options.problems, name) for name in ("trivial", "cheats")}
-            (base, base_reward), (cheat, reward) = (
-                max(each.items(), key=lambda item: item[1]) for each in found.values()
-            )
+                means = {name: rewards(source, options.problems, name) for name in ("trivial", "cheats")}
+            (base, base_reward), (cheat, reward) = (max(each.items(), key=itemgetter(1)) for each in means.values())
             shown.add_row(label, base, cheat, f"{100 * base_reward:.1f}", f"{100 * reward:.1f}")
-            for name, value in found["cheats"].items():
+            for name, value in means["cheats"].items():
                 if value > base_reward + MARGIN:
-                    wrong.append(f"{label}: {name}: {100 * value:.1f} %, trivial baseline {100 * base_reward:.1f} %")
+                    failures.append(f"{label}: {name}: {100 * value:.1f} %, trivial baseline {100 * base_reward:.1f} %")
     console.print(shown)
-    for each in wrong:
-        console.print(f"above the trivial baseline: {each}")
-    if wrong:
-        sys.exit(1)
+    finish(failures)
 
 
 def rewards(source: TaskSource, num: int, kind: str) -> dict[str, float]:
-    """Of each agent the mean reward or the share of correct answers, whichever is higher, over the problems that it can cheat in."""
+    """Mean reward of each agent over the problems that it applies to, or its share of correct answers if that is higher."""
     problems = [source.problem(item) for item in range(min(num, source.num_items or num))]
     golds = [problem.gold for problem in problems]
     scores: dict[str, list[tuple[float, float]]] = {}
@@ -180,8 +176,8 @@ def rewards(source: TaskSource, num: int, kind: str) -> dict[str, float]:
         agents = trivial(source, problem, golds, place) if kind == "trivial" else cheats(source, problem, golds)
         for name, turns in agents:
             with closing(source.open(problem)) as session:
-                told = recorded(session, turns)
-            score = source.score(problem, Answer(str(told[-1].get("content") or ""), told))
+                transcript = recorded(session, turns)
+            score = source.score(problem, Answer(str(transcript[-1].get("content") or ""), transcript))
             scores.setdefault(name, []).append((score.reward, float(score.ok and source.is_verifiable)))
     return {name: max(map(fmean, zip(*each, strict=True))) for name, each in scores.items()}
 

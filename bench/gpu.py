@@ -1,21 +1,19 @@
-"""What holds on a GPU, and how much of it the training step uses: against the CPU, the slow references and the GPU's own rates.
+"""Compare a GPU with the CPU and the slow references, and measure the training step against the matrix products of the GPU.
 
     python -m bench.gpu [--device cuda] [--requests N] [--size small|large] [--steps N] [--mutant tf32]
 
-Equal: logits and gradients of one network on the GPU and on the CPU, in fp32; greedy tokens of the engine against
-`generate_naive` (where one differs, rounding must explain it: the reference's gap between the two tokens is shown); the engine's
-log-probabilities against the trainer's in the batch-invariant arithmetics, to the bit; FP8 products of the GPU's kernel against the
-exact emulation, forward and backward. Exits with 1 unless all hold; with ``--mutant tf32``, products lose 13 bits, which must fail.
+Checks: logits and gradients of one network on the GPU and on the CPU, in fp32; greedy tokens of the engine against `generate_naive`
+(if one differs, the reference's log-probabilities of the two tokens must be equal within rounding); log-probabilities of the engine and
+the trainer in batch-invariant arithmetic, equal to the bit; FP8 products of the GPU's kernel against the exact emulation, forward and
+backward. Exits with 1 if a check fails. ``--mutant tf32`` drops 13 bits of each product, which must fail.
 
-Fast: matrix products of the GPU's library in bf16 and FP8, which are its ceiling here; a training step in fp32, bf16, bf16
-compiled, and with FP8 products, as tokens/s and as a share of the bf16 ceiling. Medians; every step has rows of its own.
+Speed: matrix products of the GPU's library in bf16 and FP8, and a training step in fp32, bf16, bf16 with reproducible kernels, bf16
+compiled, and with FP8 products, in tokens/s and as a share of the bf16 matrix product. Medians; every step has new rows.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -24,7 +22,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from bench.common.measure import table, wide_console
+from bench.common.measure import bench_parser, finish, table, wide_console
 from bench.common.naive_engine import generate_naive, logits_naive, subnets_by_position
 from bench.common.networks import random_network, shape
 from bench.engine_equality import requests
@@ -44,9 +42,9 @@ from stretto.optim.schedule import OptimConfig
 from stretto.train.step import MicroBatch, forward_backward, optimisation_step
 
 CLOSE = 1e-5
-"""Of logits and gradients, ‖difference‖ / ‖CPU's‖; fp32 products of other orders differ by less, TF32's by 1e-3."""
+"""Limit of ‖GPU − CPU‖ / ‖CPU‖; another order of summation in fp32 changes less, TF32 changes 1e-3."""
 NEAR = 1e-4
-"""Nats between two tokens that rounding may decide."""
+"""Limit of the difference, in nats, between two tokens whose order rounding can change."""
 SHARED = (Arithmetic("fp32", True), Arithmetic("bf16", True), Arithmetic("fp8", True))
 FP8_ERROR = 2.0**-8
 """The kernel returns bf16: half a unit in the last of its 8 bits, and the tensor cores' own rounding of sums."""
@@ -63,47 +61,46 @@ SIZES = {
         top_k=4, expert_intermediate_size=1024, max_positions=2048, qk_norm=True,
     ),
 }  # fmt: skip
-"""Of the training step; 18 million and 1.8 billion parameters."""
+"""Networks of the training step: 18 million and 1.8 billion parameters."""
 ROWS = {"small": (32, 512), "large": (8, 2048)}
 OPTIM = OptimConfig(lr=1e-5)
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that must hold."""
+    """One comparison with its result."""
 
-    what: str
-    seen: str
+    name: str
+    result: str
     holds: bool
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--requests", type=int, default=60)
-    parser.add_argument("--size", choices=SIZES, default="large")
-    parser.add_argument("--steps", type=int, default=8, help="timed training steps of each kind")
-    parser.add_argument("--mutant", choices=("tf32",))
+    parser.add_argument("--requests", type=int, default=60, help="greedy requests to compare")
+    parser.add_argument("--size", choices=SIZES, default="large", help="network of the training step")
+    parser.add_argument("--steps", type=int, default=8, help="timed training steps of each kind; 0: checks only")
+    parser.add_argument("--mutant", choices=("tf32",), help="compute fp32 products in TF32, which must fail")
     options = parser.parse_args()
-    os.environ.setdefault(
-        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-    )  # before CUDA begins: what `deterministic` wants of cuBLAS
+    # set before CUDA starts: `deterministic` needs it for cuBLAS
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = join(options.device).device
     torch.backends.cuda.matmul.allow_tf32 = options.mutant == "tf32"
-    console = wide_console()
-    shown, failed = table(f"{device_name(device)}, torch {torch.__version__}", "", "seen", "holds"), False
+    console, failures = wide_console(), []
+    shown = table(f"{device_name(device)}, torch {torch.__version__}", "", "result", "holds")
     for check in checks(device, options.requests):
-        say(f"{check.what}: {check.seen}")
-        shown.add_row(check.what, check.seen, "yes" if check.holds else "NO")
-        failed |= not check.holds
+        say(f"{check.name}: {check.result}")
+        shown.add_row(check.name, check.result, "yes" if check.holds else "NO")
+        failures += [] if check.holds else [f"{check.name}: {check.result}"]
     console.print(shown)
     if options.mutant is None and options.steps:
         console.print(rates(device, options.size, options.steps))
-    sys.exit(1 if failed else 0)
+    finish(failures)
 
 
 def checks(device: torch.device, num_requests: int) -> Iterator[Check]:
-    """All of them, the cheapest first."""
+    """All checks, the cheapest first."""
     network = random_network(shape("demo")[0])
     copy = random_network(network.config).to(device)
     yield from _same_logits(network, copy)
@@ -129,34 +126,36 @@ def _same_logits(network: Transformer, copy: Transformer) -> Iterator[Check]:
 
 
 def _same_gradients(config: ModelConfig, device: torch.device) -> Check:
-    """Of a network as it is initialised: what is compared is the backward pass, not how it amplifies rounding."""
-    found: list[dict[str, Tensor]] = []
+    """Gradients of a newly initialised network, which amplifies rounding less than a trained one."""
+    gradients: list[dict[str, Tensor]] = []
     ids_BT = torch.randint(config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(2))
     for place in (torch.device("cpu"), device):
         model = build(config, 0, place)
         forward_backward(model, _batch(config, ids_BT.to(place)), torch.float32)
-        found.append({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
-    cpu, gpu = found
+        gradients.append({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
+    cpu, gpu = gradients
     assert cpu.keys() == gpu.keys()
     worst = max((_error(gpu[name], grad), name) for name, grad in cpu.items() if float(grad.norm()) > 0)
     return Check("gradients, GPU to CPU, worst parameter", f"{worst[0]:.1e} ({worst[1]})", worst[0] < 10 * CLOSE)
 
 
 def _same_bits(device: torch.device) -> Iterator[Check]:
-    """The same training twice. As torch likes it may differ, which is only told."""
+    """The same training twice; with torch's default kernels the results may differ."""
     for dtype in (torch.float32, torch.bfloat16):
         for is_packed in (False, True):
             for wanted in (False, True):
-                told = "reproducible" if wanted else "as torch likes"
-                what = f"{str(dtype)[6:]}, {'packed' if is_packed else 'whole'} rows, {BITS_STEPS} steps twice, {told}"
+                kernels = "reproducible kernels" if wanted else "default kernels"
+                name = (
+                    f"{str(dtype)[6:]}, {'packed' if is_packed else 'whole'} rows, {BITS_STEPS} steps twice, {kernels}"
+                )
                 try:
                     with deterministic(wanted):
                         once, again = (_trained(device, dtype, is_packed) for _ in range(2))
                 except UserError as error:
-                    yield Check(what, str(error).splitlines()[0][:90], holds=False)
+                    yield Check(name, str(error).splitlines()[0][:90], holds=False)
                     continue
                 num = sum(not torch.equal(one, other) for one, other in zip(once, again, strict=True))
-                yield Check(what, f"{num} of {len(once)} parameters differ", not (wanted and num))
+                yield Check(name, f"{num} of {len(once)} parameters differ", not (wanted and num))
 
 
 def _trained(device: torch.device, dtype: torch.dtype, is_packed: bool) -> list[Tensor]:
@@ -197,7 +196,7 @@ def _fp8_products(device: torch.device) -> Iterator[Check]:
 
 @torch.no_grad()
 def _same_as_trainer(model: Transformer) -> Iterator[Check]:
-    """The engine's log-probabilities of what it sampled, against the trainer's pass over the same tokens."""
+    """Log-probabilities of sampled tokens: the engine's against those of the trainer's forward pass."""
     config, device = model.config, model.embedding.weight.device
     for arithmetic in SHARED:
         sizes = EngineConfig(num_pages=400, max_batch=8, precision=arithmetic.precision, batch_invariant=True)
@@ -237,7 +236,7 @@ def _same_as_reference(model: Transformer, num_requests: int) -> Check:
 
 
 def _gap(model: Transformer, request: Request, mine: tuple[int, ...], wanted: tuple[int, ...]) -> float:
-    """What the reference's token is likelier by, where the two first differ."""
+    """Difference of the two tokens' log-probabilities at the first position that differs, in nats, by the reference."""
     place = next((at for at, (one, other) in enumerate(zip(mine, wanted, strict=False)) if one != other), None)
     if place is None or request.sampling.repetition_penalty != 1.0:
         return float("inf") if place is None else NEAR / 2
@@ -253,7 +252,7 @@ def _batch(config: ModelConfig, ids_BT: Tensor) -> MicroBatch:
 
 
 def rates(device: torch.device, size: str, num_steps: int) -> object:
-    """The table of what is fast."""
+    """The table of speeds."""
     config, (rows, length) = SIZES[size], ROWS[size]
     ceiling = _ceiling(device, torch.bfloat16)
     flops = 3 * count(config, config.full()).forward_flops(rows * length, length)
@@ -322,15 +321,15 @@ def _step_seconds(
 
 
 def _median_seconds(work: Callable[[], object], device: torch.device, num: int, warm_up: int = 3) -> float:
-    found = []
+    times_s = []
     for index in range(-warm_up, num):
         _wait(device)
         start = time.perf_counter()
         work()
         _wait(device)
         if index >= 0:
-            found.append(time.perf_counter() - start)
-    return median(found)
+            times_s.append(time.perf_counter() - start)
+    return median(times_s)
 
 
 def _wait(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Accuracy of the picture ledger on prompts that people wrote, and of conversations about pictures.
+"""Measure the accuracy of the picture ledger on prompts that people wrote, and of conversations about pictures, against labels by hand.
 
     python -m bench.ledger PROMPTS.tsv [--rules] [--part dev|test|last|held] [--show]
 
@@ -12,14 +12,13 @@ Prints recall and precision by kind of demand, inverted demands, and turns that 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import re
 from collections import Counter
 from pathlib import Path
 
-from bench.common.measure import table, wide_console
+from bench.common.measure import bench_parser, table, wide_console
 from stretto.base.errors import UserError
 from stretto.tasks.shapes.ledger import INVERSE, Ledger, Relation, read
 from stretto.tasks.shapes.syntax import understand
@@ -186,7 +185,7 @@ def dialogues(show: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = bench_parser(__doc__)
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--rules", action="store_true", help="the rules alone, as without spaCy")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Verdicts of local judges on texts that people rated, beside length and compression as baselines.
+"""Compare the scores of local judges with ratings by readers, beside two baselines: number of words, and compression.
 
     python -m bench.rated_stories RATED --judge JUDGE [--judge JUDGE] [--device cuda]
 
@@ -11,17 +11,14 @@ beats both baselines: all four differences above 0, intervals included.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import astuple
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
 from scipy import stats
 
-from bench.common.measure import table, wide_console
+from bench.common.measure import bench_parser, finish, table, wide_console
 from stretto.base.track import progress
 from stretto.evals.ranker import open_judge
 from stretto.evals.rated import read_rated
@@ -45,10 +42,10 @@ def correlations(scores_N: np.ndarray, ratings_N: np.ndarray, authors_N: np.ndar
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rated", type=Path)
-    parser.add_argument("--judge", type=Path, action="append", required=True)
-    parser.add_argument("--device", default="cpu")
+    parser = bench_parser(__doc__)
+    parser.add_argument("rated", type=Path, help="texts with ratings")
+    parser.add_argument("--judge", type=Path, action="append", required=True, help="folder of a judge; repeatable")
+    parser.add_argument("--device", default="cpu", help="device of the judges; default: cpu")
     options = parser.parse_args(arguments)
     rated = read_rated(options.rated)
     prompts, texts, authors, ratings = zip(*map(astuple, rated), strict=True)
@@ -57,40 +54,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
         judge = open_judge(folder, options.device)
         with progress(f"{folder.name}: texts", len(texts)) as advance:
             scores[folder.name] = []
-            for asked in zip(prompts, texts, strict=True):
-                scores[folder.name].append(float(judge.scores([asked])[0]))
+            for pair in zip(prompts, texts, strict=True):
+                scores[folder.name].append(float(judge.scores([pair])[0]))
                 advance(1)
     scores_N = {name: np.array(values) for name, values in scores.items()}
     ratings_N, authors_N = np.array(ratings), np.array(authors)
     of_prompt = [np.flatnonzero(np.array(prompts) == prompt) for prompt in dict.fromkeys(prompts)]
-    rng = np.random.default_rng(0)
-    draws = [np.arange(len(texts))]
-    draws += [
-        np.concatenate([of_prompt[at] for at in rng.integers(0, len(of_prompt), len(of_prompt))]) for _ in range(DRAWS)
-    ]
-    found = {
+    chosen = np.random.default_rng(0).integers(0, len(of_prompt), (DRAWS, len(of_prompt)))
+    draws = [np.arange(len(texts)), *(np.concatenate([of_prompt[at] for at in row]) for row in chosen)]
+    statistics = {
         name: np.array([correlations(values_N[draw], ratings_N[draw], authors_N[draw]) for draw in draws])
         for name, values_N in scores_N.items()
     }
-    compared = {
-        f"{judge.name} − {name}": found[judge.name] - found[name] for judge in options.judge for name in BASELINES
+    differences = {
+        (judge.name, name): statistics[judge.name] - statistics[name] for judge in options.judge for name in BASELINES
     }
     num_authors = len(set(authors))
     title = f"{options.rated.name}: {len(texts)} texts, {len(of_prompt)} prompts, {num_authors} authors or models"
-    shown = table(title, "", *MEASURES)
-    for name, values in chain(found.items(), compared.items()):
+    shown, lower = table(title, "", *MEASURES), {}
+    for name, values in (*statistics.items(), *differences.items()):
         low, high = np.nanquantile(values[1:], (0.025, 0.975), axis=0)
-        shown.add_row(name, *(f"{v:+.2f} ({a:+.2f} to {b:+.2f})" for v, a, b in zip(values[0], low, high, strict=True)))
+        lower[name] = low[[0, 2]]
+        cells = (f"{v:+.2f} ({a:+.2f} to {b:+.2f})" for v, a, b in zip(values[0], low, high, strict=True))
+        shown.add_row(name if isinstance(name, str) else " − ".join(name), *cells)
     wide_console().print(shown)
-    beaten = [
-        all(
-            (np.nanquantile(compared[f"{judge.name} − {name}"][1:], 0.025, axis=0)[[0, 2]] > 0).all()
-            for name in BASELINES
-        )
-        for judge in options.judge
-    ]
-    print(f"a judge beats both baselines: {'yes' if any(beaten) else 'no'}")
-    sys.exit(not any(beaten))
+    beats = any(all((lower[judge.name, name] > 0).all() for name in BASELINES) for judge in options.judge)
+    print(f"a judge beats both baselines: {'yes' if beats else 'no'}")
+    finish([] if beats else ["no judge beats both baselines"])
 
 
 if __name__ == "__main__":

@@ -1,24 +1,22 @@
-"""Hostile programs in the sandbox: escapes, hangs, leaked processes; and how many honest ones it runs a second.
+"""Run hostile programs in the sandbox and count escapes, hangs and leaked processes; measure how many honest programs run per second.
 
     python -m bench.sandbox [--rounds N] [--level LEVEL] [--workers N]
 
-Every kind of `tests.sandbox.hostile` runs ``--rounds`` times, in an order drawn afresh each round, beside bait on the
-host: a secret, a folder, listening sockets, a process; and out of a driver that holds ``--descriptors`` open ones. An
-escape is a program's own word or damage to the bait; a run hangs when it is not over a second after the longest that it
-may take; a process leaks when it is still there after its run. The control is the same sandbox with one wall taken down,
-the call that closes descriptors: if nothing escapes there, this could not have seen an escape.
-Honest programs run in the sandbox, in a new interpreter each without any sandbox, and in a new interpreter in bubblewrap,
-in turns. Exits with 1 if anything escaped, hung or leaked, or if nothing escaped from the control.
+Every kind of `tests.sandbox.hostile` runs ``--rounds`` times, in a random order each round. The host has bait: a secret, a folder,
+listening sockets, a process, and a driver that holds ``--descriptors`` open descriptors. An escape is a program that reports one, or
+damage to the bait. A run hangs if it takes more than a second above its limit. A process leaks if it remains after its run. The control
+is a sandbox without the call that closes descriptors; it shows that the bench can detect an escape.
+
+Honest programs take turns in the sandbox and in a new interpreter without isolation. Exits with 1 if a program escapes, hangs or leaks,
+or if none escapes from the control.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -32,7 +30,7 @@ from unittest import mock
 
 from rich.console import Console
 
-from bench.common.measure import table
+from bench.common.measure import bench_parser, finish, table
 from stretto.base.track import progress
 from stretto.sandbox import isolate, walls
 from stretto.sandbox.isolate import PATIENCE, Sandbox, descendants
@@ -41,26 +39,26 @@ from tests.sandbox.hostile import HOSTILE, PREAMBLE, Bait, bait, many_descriptor
 
 LIMITS = Limits(wall_s=1.0, cpu_s=1.0, memory_bytes=256 << 20, output_bytes=1 << 16, processes=16, file_bytes=8 << 20)
 LATE_S = 1.0
-"""After its time a run must be over, on a machine that others use too."""
+"""Time above its limit that a run may take on a machine with other jobs."""
 LONGEST_S = PATIENCE * max(LIMITS.wall_s, LIMITS.cpu_s) + LATE_S
 OF_DESCRIPTORS = ("leftover descriptors", "forged replies")
-"""Kinds that the control lets through."""
+"""Kinds that escape from the control."""
 HONEST = (
     "def primes(n):\n    return [p for p in range(2, n) if all(p % d for d in range(2, int(p**0.5) + 1))]\n"
     "assert primes(30)[-1] == 29\nimport collections, re\nprint(collections.Counter(re.findall(r'[a-z]', 'a short program')))\n"
 )
 TURN = 40
-"""Honest programs a turn; each way has as many turns as the others."""
+"""Honest programs in a turn."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=25, help="runs of each kind")
-    parser.add_argument("--turns", type=int, default=10, help=f"of {TURN} honest programs each way")
-    parser.add_argument("--level", choices=[level.name.lower() for level in Level], help="default: the best there is")
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
-    parser.add_argument("--python", type=Path, help="for programs; root without namespaces needs one that all can read")
-    parser.add_argument("--descriptors", type=int, default=2000, help="that the driver holds open")
+    parser.add_argument("--turns", type=int, default=10, help=f"turns of {TURN} honest programs")
+    parser.add_argument("--level", choices=[level.name.lower() for level in Level], help="default: the strongest here")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="programs at a time; default: all cores")
+    parser.add_argument("--python", type=Path, help="interpreter for programs; all users must be able to read it")
+    parser.add_argument("--descriptors", type=int, default=2000, help="open descriptors of the driver")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     level = Level[options.level.upper()] if options.level else None
@@ -70,40 +68,38 @@ def main() -> None:
         Sandbox(LIMITS, level=level, workers=options.workers, python=options.python) as sandbox,
     ):
         console.print(f"{sandbox.isolation}; {options.descriptors:,} descriptors open", soft_wrap=True)
-        holds = Hostilities(sandbox, options.rounds, options.seed).run(console)
+        failures = Hostilities(sandbox, options.rounds, options.seed).run(console)
         with descriptors_left_open(), Sandbox(LIMITS, level=sandbox.isolation.level, python=options.python) as control:
             num_out = num_escapes(control)
-        console.print(
-            f"control, which closes no descriptors: {num_out} of {len(OF_DESCRIPTORS)} kinds escaped (aim: all)"
-        )
+        line = f"control, which closes no descriptors: {num_out} of {len(OF_DESCRIPTORS)} kinds escaped (aim: all)"
+        console.print(line)
         compare(sandbox, options.turns, console)
-    if not holds or num_out < len(OF_DESCRIPTORS):
-        sys.exit(1)
+    finish(failures + ([line] if num_out < len(OF_DESCRIPTORS) else []))
 
 
 @contextmanager
 def descriptors_left_open() -> Iterator[None]:
-    """Keepers that start meanwhile have everything but `walls.close_from`."""
+    """Inside, sandboxes start without the call that closes descriptors."""
     call = "    if _libc.syscall(_SYS_CLOSE_RANGE"
     with tempfile.TemporaryDirectory() as folder:
         code = Path(folder) / "stretto" / "sandbox"
         shutil.copytree(isolate._CODE, code)
         text = (code / "walls.py").read_text()
-        assert text.count(call) == 1, "walls.py closes descriptors in another way now"
+        assert text.count(call) == 1, "walls.py closes descriptors by another call"
         (code / "walls.py").write_text(text.replace(call, f"    return\n{call}"))
         with mock.patch.object(isolate, "_CODE", code):
             yield
 
 
 def num_escapes(sandbox: Sandbox) -> int:
-    """Of the kinds that look for descriptors, those that found one."""
+    """Number of kinds that escape through an open descriptor."""
     with bait() as laid:
         ends = [sandbox.run(PREAMBLE + HOSTILE[kind].source, stdin=laid.line()) for kind in OF_DESCRIPTORS]
         return sum(bool(laid.damage(finished.stdout) or finished.outcome is Outcome.INFRA) for finished in ends)
 
 
 class Hostilities:
-    """The hostile runs and what came of them."""
+    """The hostile runs and their outcomes."""
 
     def __init__(self, sandbox: Sandbox, num_rounds: int, seed: int):
         self.sandbox = sandbox
@@ -112,11 +108,11 @@ class Hostilities:
         self.lock = threading.Lock()
         self.outcomes: Counter[str] = Counter()
         self.troubles: Counter[str] = Counter()
-        """Escapes, hangs and endings that a kind should not have, by kind."""
+        """Number of escapes, hangs and unexpected endings of each kind."""
         self.slowest_s = 0.0
 
-    def run(self, console: Console) -> bool:
-        """All rounds; whether all aims hold."""
+    def run(self, console: Console) -> list[str]:
+        """Run all rounds and print the table; returns the failures."""
         num_runs = self.num_rounds * len(HOSTILE)
         with bait() as laid, progress("hostile programs", num_runs) as advance:
             with ThreadPoolExecutor(self.sandbox.workers) as threads:
@@ -126,18 +122,17 @@ class Hostilities:
                     for _ in threads.map(lambda kind: self._run_one(kind, laid), kinds):
                         advance(1)
             leaked = self._leaked()
-        shown = table(f"{len(HOSTILE)} kinds, {num_runs:,} runs", "", "seen", "aim")
-        for what in ("escape", "hang", "ending"):
-            num = sum(num for trouble, num in self.troubles.items() if trouble.startswith(what))
-            shown.add_row({"escape": "escapes", "hang": "hung", "ending": "unexpected endings"}[what], f"{num:,}", "0")
+        shown = table(f"{len(HOSTILE)} kinds, {num_runs:,} runs", "", "number", "aim")
+        for trouble, label in {"escape": "escapes", "hang": "hung", "ending": "unexpected endings"}.items():
+            num = sum(num for name, num in self.troubles.items() if name.startswith(trouble))
+            shown.add_row(label, f"{num:,}", "0")
         shown.add_row("leaked processes", f"{leaked:,}", "0")
         shown.add_row("slowest run", f"{self.slowest_s:.2f} s", f"≤ {LONGEST_S:g} s")
         for outcome, num in sorted(self.outcomes.items()):
             shown.add_row(f"outcome {outcome}", f"{num:,}", "0" if outcome == Outcome.INFRA.value else "")
         console.print(shown)
-        for trouble, num in self.troubles.most_common(20):
-            console.print(f"{num} x {trouble}", soft_wrap=True, markup=False)
-        return not self.troubles and not leaked
+        failures = [f"{num} x {trouble}" for trouble, num in self.troubles.most_common(20)]
+        return failures + ([f"{leaked} leaked processes"] if leaked else [])
 
     def _run_one(self, kind: str, laid: Bait) -> None:
         hostile = HOSTILE[kind]
@@ -151,58 +146,45 @@ class Hostilities:
                 self.troubles[f"escape: {kind}: {damage}"] += 1
             if seconds > LONGEST_S:
                 self.troubles[f"hang: {kind}"] += 1
-            if finished.outcome not in (*hostile.ends, Outcome.TIMEOUT):  # a slow machine may end any of them
+            if finished.outcome not in (
+                *hostile.ends,
+                Outcome.TIMEOUT,
+            ):  # on a slow machine any kind may reach its time limit
                 self.troubles[f"ending: {kind}: {finished.outcome.value}: {finished.why}"] += 1
 
     def _leaked(self) -> int:
-        """Processes below the keepers, now that nothing runs."""
-        keepers = self.sandbox.idle_pids
-        return sum(len(list(descendants(pid))) for pid in keepers)
+        """Number of processes below the keepers while no program runs."""
+        return sum(len(list(descendants(pid))) for pid in self.sandbox.idle_pids)
 
 
 def compare(sandbox: Sandbox, num_turns: int, console: Console) -> None:
-    """Honest programs a second each way."""
-    python = walls.base_python()
-    bare = [python, "-I", "-S", "-c", HONEST]
+    """Honest programs per second in the sandbox and in new interpreters."""
+    command = [walls.base_python(), "-I", "-S", "-c", HONEST]
 
-    def run_new(command: list[str]) -> None:
-        # In a session of its own, as keepers are: the scheduler shares the processor out by session.
-        _check(subprocess.run(command, capture_output=True, check=True, start_new_session=True).stdout)
+    def run_new() -> bytes:
+        # in a session of its own, as keepers are: the scheduler divides processor time by session
+        return subprocess.run(command, capture_output=True, check=True, start_new_session=True).stdout
 
-    ways: dict[str, Callable[[], None]] = {
-        "sandbox, warm": lambda: _check(sandbox.run(HONEST).stdout),
-        "new interpreter, no sandbox": lambda: run_new(bare),
+    ways: dict[str, Callable[[], bytes]] = {
+        "sandbox, warm": lambda: sandbox.run(HONEST).stdout,
+        "new interpreter, no sandbox": run_new,
     }
-    if sandbox.isolation.level == Level.BUBBLEWRAP:
-        room = walls.Room.of(python)
-        prefix = walls.bubblewrap_arguments("bwrap", room, str(Path(walls.__file__).parent))
-        ways["new interpreter in bubblewrap"] = lambda: run_new([*prefix, *bare])
     rates: dict[str, list[float]] = {name: [] for name in ways}
     total = num_turns * len(ways) * TURN
     with progress("honest programs", total) as advance, ThreadPoolExecutor(sandbox.workers) as threads:
         for _ in range(num_turns):
             for name, way in ways.items():
-                with _timed(rates[name]):
-                    list(threads.map(lambda _, way=way: way(), range(TURN)))
+                start = time.perf_counter()
+                outputs = list(threads.map(lambda _, way=way: way(), range(TURN)))
+                rates[name].append(TURN / (time.perf_counter() - start))
+                assert all(output.startswith(b"Counter({'") for output in outputs), outputs
                 advance(TURN)
     base = median(rates["new interpreter, no sandbox"])
-    shown = table(f"honest programs, {sandbox.workers} at a time", "", "programs/s", "ratio")
+    shown = table(f"honest programs, {sandbox.workers} at a time", "", "programs/s", "range", "ratio")
     for name, samples in rates.items():
-        shown.add_row(
-            name, f"{median(samples):.0f} ({min(samples):.0f}-{max(samples):.0f})", f"{median(samples) / base:.2f}x"
-        )
+        middle = median(samples)
+        shown.add_row(name, f"{middle:.0f}", f"{min(samples):.0f}-{max(samples):.0f}", f"{middle / base:.2f}x")
     console.print(shown)
-
-
-@contextmanager
-def _timed(rates: list[float]) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    rates.append(TURN / (time.perf_counter() - start))
-
-
-def _check(output: bytes) -> None:
-    assert output.startswith(b"Counter({'"), output
 
 
 if __name__ == "__main__":

@@ -2,16 +2,14 @@
 
     python -m bench.schema_fuzz [--cases N] [--seed S]
 
-A server over a small random network answers. A difference is a body that follows the document and is refused, a body that breaks the
+The server has a small random network. A difference is a body that follows the document and is refused, a body that breaks the
 document and is accepted, or an answer that the document does not describe. A refusal is no difference if its code is one of those that the
 document names for conditions that no schema can state: an expression that cannot be compiled, a prompt longer than the context, a tool
-that is not offered. Prints cases, such refusals, answers with status 5xx, and differences. Exits with 1 where there is a 5xx or a difference.
+that is not offered. Prints cases, such refusals, answers with status 5xx, and differences. Exits with 1 after a 5xx or a difference.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 from collections import Counter
 from itertools import count
@@ -22,7 +20,7 @@ import schemathesis
 from schemathesis.engine import Status, events, from_schema
 from schemathesis.openapi.checks import RejectedPositiveData
 
-from bench.common.measure import wide_console
+from bench.common.measure import bench_parser, finish, wide_console
 from bench.common.networks import write_network
 from bench.common.server import serving
 from stretto.server.openapi import BEYOND_SCHEMA
@@ -68,8 +66,8 @@ def fuzz(url: str, num_cases: int, seed: int = 0, num_random: int = 60) -> tuple
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=5000)
+    parser = bench_parser(__doc__)
+    parser.add_argument("--cases", type=int, default=5000, help="least number of requests")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     console = wide_console()
@@ -79,10 +77,7 @@ def main() -> None:
             counts, samples = fuzz(server.url, options.cases, options.seed)
     for name in ("cases", "accepted", "refused for conditions beyond a schema", "5xx", "differences"):
         console.print(f"{name}: {counts[name]:,}")
-    for name, request in samples.items():
-        console.print(f"{name}\n    {request}", markup=False)
-    if samples or counts["5xx"]:
-        sys.exit(1)
+    finish([f"{name}\n    {request}" for name, request in samples.items()] + ["answers with 5xx"] * (counts["5xx"] > 0))
 
 
 if __name__ == "__main__":

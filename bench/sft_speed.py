@@ -1,27 +1,24 @@
-"""``stretto sft`` against TRL's ``SFTTrainer``: tokens/s of training steps on the same packed rows, and the same loss at step 1.
+"""Compare ``stretto sft`` with TRL's ``SFTTrainer``: training steps per second on the same packed rows, and the loss of step 1.
 
     python -m bench.sft_speed --data chats.jsonl [--rows N] [--seq-len N] [--rounds N] [--threads N] [--mutant]
 
-Both begin with one checkpoint of a small MoE network, read by transformers as it is, and take the same rows in the same order:
-conversations rendered, masked and packed by our loader, handed to TRL as ``input_ids``, ``labels`` and ``seq_lengths`` without
-their padding. TRL computes them padding-free, as it does what it packs itself, with AdamW, clipping and no schedule, without
-gradient checkpointing, logging, saving or evaluation. It first tries, for each dtype, how many rows it takes at once and
-transformers' ways to compute experts, and goes on with the fastest. Ours computes all rows of a step at once.
+Both start from one checkpoint of a small MoE network and take the same rows in the same order. Our loader renders, masks and packs the
+conversations; TRL gets the packed rows as ``input_ids``, ``labels`` and ``seq_lengths`` without padding and computes them padding-free,
+as it does with rows that it packs itself. Both use AdamW, gradient clipping and a constant learning rate. TRL runs without gradient
+checkpointing, saving or evaluation, and in the fastest of its settings for this machine (rows at once, expert implementation). Our step
+computes all its rows at once.
 
-The two take turns in one process: our step is timed between two of TRL's, whose time is that from the end of ours to the end
-of its own step, the collation of rows included. A fixed matrix product is timed beside each. fp32 and, where the processor has
-units for it, bf16 autocast; figures are ratios of one run, TRL's time over ours. Fails where the losses of step 1, before anything
-is learnt, are not the same, which a mask, a shift or a packing of one side alone would cause (``--mutant`` makes ours learn the
-prompts too, and must fail), and where the best of ours is not AIM times as fast as the best of TRL's.
+The two take turns in one process: our step runs between two of TRL's. TRL's time is from the end of our step to the end of its own and
+includes the collation of rows. A fixed matrix product beside each shows whether other jobs slowed the machine. fp32 is measured, and bf16
+autocast if the processor has units for it. Exits with 1 if the losses of step 1 differ, as a different mask, shift or packing would cause
+(``--mutant`` trains on our prompts too, which must fail), or if our best tokens/s are less than 1.5 times TRL's best.
 
-A harsh reader: the network is small, so that much of a step is small operators, where TRL pays for the generality of its
-trainer; on a GPU with fused kernels or a large network the ratio is another. Rendering and tokenising are not timed.
+Limits: in so small a network a large part of a step is small operators, where TRL's general trainer costs most; with fused GPU kernels
+or a large network the ratio differs. Rendering and tokenising are not timed.
 """
 
 from __future__ import annotations
 
-import argparse
-import math
 import tempfile
 import time
 import warnings
@@ -33,9 +30,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.table import Table
 
-from bench.common.measure import SLOW, Calibration, Sample, Step, fastest_calibration, quiet, times, wide_console
+from bench.common.measure import (
+    Calibration,
+    Sample,
+    Step,
+    bench_parser,
+    finish,
+    quiet_pairs,
+    ratio,
+    table,
+    times,
+    wide_console,
+)
 from stretto.base.track import progress
 from stretto.data.loader import Batch
 from stretto.data.pack import IGNORED
@@ -58,10 +65,10 @@ from stretto.train.step import MicroBatch, optimisation_step
 AIM = 1.5
 OPTIM = OptimConfig(lr=1e-4, beta2=0.999, weight_decay=0.0)
 EXPERTS = ("grouped_mm", "eager")
-"""transformers' ways that keep no copy of weights for every token."""
+"""Expert implementations of transformers that copy no weights for each token."""
 TRIAL_STEPS = 3
-"""Of each of TRL's settings; the first does not count."""
-LEARNT = TextOptions(is_chat=True)
+"""Steps of each setting of TRL when the fastest is chosen; the first is not counted."""
+TEXT = TextOptions(is_chat=True)
 
 
 def network(vocab_size: int) -> ModelConfig:
@@ -73,7 +80,7 @@ def network(vocab_size: int) -> ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A setting of TRL's."""
+    """A setting of TRL."""
 
     rows_at_once: int
     experts: str
@@ -81,13 +88,13 @@ class Peer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--data", required=True, help="conversations, as for stretto sft")
-    parser.add_argument("--rows", type=int, default=8, help="of a step")
-    parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=12, help="timed steps of each dtype, by turns")
-    parser.add_argument("--threads", type=int, default=0, help="of torch; default: all cores")
-    parser.add_argument("--mutant", action="store_true", help="ours learns prompts, too: the check of losses must fail")
+    parser.add_argument("--rows", type=int, default=8, help="rows of a step")
+    parser.add_argument("--seq-len", type=int, default=512, help="tokens of a row")
+    parser.add_argument("--rounds", type=int, default=12, help="timed steps of each dtype")
+    parser.add_argument("--threads", type=int, default=0, help="threads of torch; default: all cores")
+    parser.add_argument("--mutant", action="store_true", help="also train on our prompts; must fail")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -102,31 +109,31 @@ def main() -> None:
             ours, our_losses = our_step(folder, batches, dtype, options.mutant)
             theirs, their_losses, mine = run_peer(folder, batches, peer, options.rounds, between=ours)
             results[dtype] = peer, theirs, mine
-            # means over thousands of tokens in the same dtype, by other kernels
+            # both are means over thousands of tokens in one dtype, computed by different kernels
             tolerance = 1e-4 if dtype == "float32" else 2e-2
             console.print(f"{dtype}: loss of step 1: {our_losses[0]:.5f} ours, {their_losses[0]:.5f} TRL's")
             if abs(our_losses[0] - their_losses[0]) > tolerance:
-                raise SystemExit(f"{dtype}: not the same loss at step 1: {our_losses[0]:.5f} and {their_losses[0]:.5f}")
+                finish([f"{dtype}: losses of step 1 differ: {our_losses[0]:.5f} and {their_losses[0]:.5f}"])
     show(console, results, [int((batch.documents_BT >= 0).sum()) for batch in batches])
 
 
 def prepare(folder: Path, data: str, rows: int, seq_len: int, num: int) -> list[Batch]:
-    """A checkpoint that both read, and the rows of ``num`` steps."""
-    source = open_source(data, LEARNT.form(data))
+    """Write a checkpoint that both read; returns the rows of ``num`` steps."""
+    source = open_source(data, TEXT.form(data))
     texts = (document.text for document in source.sample(2_000_000))
     train_tokenizer(texts, 4096, CHATML).save(folder / "tokenizer")
     config = network(4096)
     write_checkpoint(folder / "model", build(config, 0), config, family="glm4_moe", tokenizer_dir=folder / "tokenizer")
-    (folder / "model" / "stretto.json").unlink()  # both read an ordinary checkpoint
+    (folder / "model" / "stretto.json").unlink()  # what is left is an ordinary checkpoint
     (folder / "model" / "elastic.tensors").unlink()
-    mixture, _, _ = prepare_data(folder / "run", [data], folder / "tokenizer", 4096, LEARNT)
+    mixture, _, _ = prepare_data(folder / "run", [data], folder / "tokenizer", 4096, TEXT)
     train = TrainConfig(steps=num, rows=rows, seq_len=seq_len)
     loader = open_conversations(mixture, SftRecipe(optim=OPTIM, train=train, long="leave_out"), join("cpu"))
     return [loader.next() for _ in range(num)]
 
 
 def our_step(folder: Path, batches: Sequence[Batch], dtype: str, is_mutant: bool) -> tuple[Step, list[float]]:
-    """Our step over the next rows, as the training loop takes it; and the losses it will fill."""
+    """Our step over the next rows, as the training loop takes it, and the list to which it appends losses."""
     model, ranks = read_checkpoint(folder / "model", dtype=torch.float32).model, join("cpu")
     optimizers, losses, upcoming = build_optimizers(OPTIM, model), list[float](), iter(batches)
 
@@ -148,25 +155,24 @@ def our_step(folder: Path, batches: Sequence[Batch], dtype: str, is_mutant: bool
 
 
 def rows_for_trl(batches: Sequence[Batch]) -> list[dict[str, Any]]:
-    """What TRL packs itself looks like this: labels beside the tokens, and the lengths of what a row holds."""
+    """The rows in the format of TRL's own packing: tokens, labels, and the lengths of the conversations of a row."""
     rows = []
     for batch in batches:
         for tokens_T, targets_T, documents_T in zip(batch.tokens_BT, batch.targets_BT, batch.documents_BT, strict=True):
             real = documents_T >= 0
-            labels = np.concatenate(
-                ([IGNORED], targets_T[:-1])
-            )  # theirs stand at the token itself, which the model shifts
-            lengths = np.bincount(documents_T[real])
-            told = {"input_ids": tokens_T[real], "labels": labels[real], "seq_lengths": lengths}
-            rows.append({name: values.tolist() for name, values in told.items()})
+            labels = np.concatenate(([IGNORED], targets_T[:-1]))  # transformers shifts labels by one position itself
+            row = {"input_ids": tokens_T[real], "labels": labels[real], "seq_lengths": np.bincount(documents_T[real])}
+            rows.append({name: values.tolist() for name, values in row.items()})
     return rows
 
 
 def run_peer(
     folder: Path, batches: Sequence[Batch], peer: Peer, rounds: int, between: Step | None = None
 ) -> tuple[list[Sample], list[float], list[Sample]]:
-    """``rounds`` of TRL's steps behind a first one that is not timed, their losses, and the samples of ``between``, which is called
-    before each of them."""
+    """Take ``rounds`` steps of TRL after an untimed one, and call ``between`` before each.
+
+    Returns samples of TRL's steps, their losses, and samples of ``between``.
+    """
     import datasets
     import transformers
     from trl import SFTConfig, SFTTrainer
@@ -179,7 +185,7 @@ def run_peer(
     total = rounds + 1
 
     class Turns(transformers.TrainerCallback):
-        """Ends each of their steps with the time it took, and lets ours have its turn."""
+        """Times each step of TRL, and runs our step after it."""
 
         def __init__(self, advance: Callable[[int], None]) -> None:
             self.advance, self.start = advance, self._turn()
@@ -187,7 +193,7 @@ def run_peer(
         def _turn(self) -> tuple[float, float, float]:
             before = calibration.seconds()
             if between is not None and len(mine) < total:
-                mine.append(timed(between, calibration))
+                mine.append(calibration.sample(between))
             return before, time.perf_counter(), time.process_time()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
@@ -203,7 +209,7 @@ def run_peer(
     with warnings.catch_warnings(), progress(f"{peer.dtype}, {peer.rows_at_once} x {peer.experts}", total) as advance:
         warnings.simplefilter("ignore")
         accumulated = len(batches[0].tokens_BT) // peer.rows_at_once
-        told = SFTConfig(
+        settings = SFTConfig(
             output_dir=str(folder / "trl"), max_steps=total, per_device_train_batch_size=peer.rows_at_once,
             gradient_accumulation_steps=accumulated, learning_rate=OPTIM.lr, adam_beta2=OPTIM.beta2, weight_decay=0.0,
             max_grad_norm=OPTIM.clip_norm, lr_scheduler_type="constant", bf16=peer.dtype == "bfloat16", use_cpu=True,
@@ -214,7 +220,7 @@ def run_peer(
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
         trainer = SFTTrainer(
             model,
-            args=told,
+            args=settings,
             train_dataset=datasets.Dataset.from_list(rows_for_trl(batches)),
             processing_class=tokenizer,
         )
@@ -224,51 +230,36 @@ def run_peer(
     return samples[1:], losses, mine[1:]
 
 
-def timed(step: Step, calibration: Calibration) -> Sample:
-    before, wall, processor = calibration.seconds(), time.perf_counter(), time.process_time()
-    step()
-    wall_s, processor_s = time.perf_counter() - wall, time.process_time() - processor
-    return Sample(wall_s, processor_s, max(before, calibration.seconds()))
-
-
 def fastest_setting(folder: Path, batches: Sequence[Batch], rows: int, dtype: str, say: Callable[[str], None]) -> Peer:
-    """By processor time, which other jobs disturb less."""
-    found: dict[Peer, float] = {}
+    """The fastest setting of TRL by processor time, which other jobs change less than wall time."""
+    seconds: dict[Peer, float] = {}
     for experts in EXPERTS:
         for at_once in (1, 2) if rows % 2 == 0 else (1,):
             peer = Peer(at_once, experts, dtype)
             samples, _, _ = run_peer(folder, batches, peer, TRIAL_STEPS - 1)
-            found[peer] = median(sample.processor_s for sample in samples)
-    best = min(found, key=lambda peer: found[peer])
-    for peer, seconds in found.items():
-        say(f"TRL, {dtype}, {peer.rows_at_once} rows at once, {peer.experts}: {seconds / found[best]:.2f}x its fastest")
+            seconds[peer] = median(sample.processor_s for sample in samples)
+    best = min(seconds, key=seconds.__getitem__)
+    for peer, each in seconds.items():
+        say(f"TRL, {dtype}, {peer.rows_at_once} rows at once, {peer.experts}: {each / seconds[best]:.2f}x its fastest")
     return best
 
 
 def show(console: Any, results: dict[str, tuple[Peer, list[Sample], list[Sample]]], sizes: Sequence[int]) -> None:
-    table = Table(title="training steps, tokens without padding")
-    for heading in ("", "TRL tokens/s", "ours tokens/s", "ratio", "by processor time", "quiet rounds"):
-        table.add_column(heading, justify="right" if heading else "left")
-    num_tokens, best = median(sizes), dict[str, tuple[float, float]]()
+    """Print the table of all dtypes; fails if the best of ours is too slow. ``sizes``: tokens of each step without padding."""
+    headings = ("", "TRL tokens/s", "ours tokens/s", "ratio", "by processor time", "quiet rounds")
+    shown, rates = table("training steps, tokens without padding", *headings), list[list[float]]()
     for dtype, (peer, theirs, mine) in results.items():
-        pairs = list(zip(theirs, mine, strict=True))
-        best_s = [fastest_calibration([each]) for each in (theirs, mine)]
-        calm = [pair for pair in pairs if all(quiet([each], least) for each, least in zip(pair, best_s, strict=True))]
-        wall = median(a.wall_s / b.wall_s for a, b in calm) if calm else math.nan
-        processor = median(a.processor_s / b.processor_s for a, b in pairs)
-        rates = [num_tokens / median(pair[side].wall_s for pair in calm or pairs) for side in (0, 1)]
-        best[dtype] = rates[0], rates[1]
+        pairs = quiet_pairs(theirs, mine) or list(zip(theirs, mine, strict=True))
+        rates.append([median(sizes) / median(pair[side].wall_s for pair in pairs) for side in (0, 1)])
+        each = ratio({"TRL": theirs, "ours": mine}, "TRL", "ours")
         label = f"{dtype} (TRL: {peer.rows_at_once} rows at once, {peer.experts})"
-        table.add_row(
-            label, *(f"{rate:,.0f}" for rate in rates), times(wall), times(processor), f"{len(calm)} of {len(pairs)}"
-        )
-    console.print(table)
-    reached = max(ours for _, ours in best.values()) / max(theirs for theirs, _ in best.values())
-    console.print(
-        f"the faster dtype of each: {times(reached)} (aim {AIM}x); slow rounds beyond {SLOW}x are left out of wall times"
-    )
-    if not reached >= AIM:
-        raise SystemExit(f"{times(reached)} is below {AIM}x")
+        cells = times(each.wall), times(each.processor), each.rounds
+        shown.add_row(label, *(f"{rate:,.0f}" for rate in rates[-1]), *cells)
+    console.print(shown)
+    their_best, our_best = map(max, zip(*rates, strict=True))
+    line = f"faster dtype of ours over faster dtype of TRL: {times(our_best / their_best)}, aim {AIM}x"
+    console.print(line)
+    finish([] if our_best >= AIM * their_best else [line])
 
 
 if __name__ == "__main__":

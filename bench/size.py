@@ -1,22 +1,21 @@
-"""Size and structure of the code: lines, files, the largest folder and import circles, beside the limits that the project keeps.
+"""Measure the size and structure of the code against the limits of the project: lines, files, the largest folder, import circles.
 
     python -m bench.size
 
 Lines of code leave out blank lines, comments, docstrings and imports. A folder's files are its Python files without ``__init__.py``.
-Circles are those between modules of the package, imports inside functions included. Exits with 1 where a limit is passed.
+A circle is one between modules of the package, imports inside functions included. Exits with 1 if a limit is exceeded.
 """
 
 from __future__ import annotations
 
 import ast
-import sys
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import grimp
 
-from bench.common.measure import table, wide_console
+from bench.common.measure import bench_parser, finish, table, wide_console
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_CODE = {"stretto": 35_000}
@@ -50,9 +49,10 @@ def circle() -> str:
 
 
 def main() -> None:
+    bench_parser(__doc__).parse_args()
     console = wide_console()
     shown = table("size of the code", "", "lines of code", "lines", "files", "largest folder", "limit")
-    wrong = []
+    failures = []
     for name in ("stretto", "tests", "bench"):
         files = sorted((ROOT / name).rglob("*.py"))
         texts = [path.read_text(encoding="utf-8") for path in files]
@@ -60,23 +60,20 @@ def main() -> None:
         folders = Counter(path.parent for path in files if path.name != "__init__.py")
         folder, num_files = folders.most_common(1)[0]
         limits = []
-        for what, most, found in (
+        for unit, limit, value in (
             ("lines of code", MOST_CODE.get(name), num_code),
             ("lines", MOST_LINES.get(name), num_lines),
             ("files in a folder", MOST_FILES.get(name), num_files),
         ):
-            if most is not None:
-                limits.append(f"{most:,} {what}")
-                wrong += [f"{name}: {found:,} {what}, at most {most:,}"] if found > most else []
+            if limit is not None:
+                limits.append(f"{limit:,} {unit}")
+                failures += [f"{name}: {value:,} {unit}, at most {limit:,}"] if value > limit else []
         largest = f"{folder.relative_to(ROOT)}: {num_files}"
         shown.add_row(name, f"{num_code:,}", f"{num_lines:,}", f"{len(files):,}", largest, ", ".join(limits))
     console.print(shown)
-    found = circle()
-    console.print(f"import circles: {found or 'none'}")
-    for each in [*wrong, *([f"circle: {found}"] if found else [])]:
-        console.print(f"limit passed: {each}")
-    if wrong or found:
-        sys.exit(1)
+    modules = circle()
+    console.print(f"import circles: {modules or 'none'}")
+    finish([*failures, *([f"circle: {modules}"] if modules else [])])
 
 
 if __name__ == "__main__":

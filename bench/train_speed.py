@@ -1,156 +1,106 @@
-"""Training speed: ours against transformers' Glm4MoeForCausalLM of the same shape and weights; the default dtype against fp32.
+"""Compare training steps of Stretto with those of transformers' Glm4MoeForCausalLM, and the default dtype with fp32.
 
-    python -m bench.train_speed [--shape small|medium] [--steps N] [--threads N] [--compile]
+    python -m bench.train_speed [--steps N] [--threads N]
 
-A step is forward, loss, backward, gradient clipping and fused AdamW, on rows of its own: routers then give groups of new sizes,
-as in training. The default is what a run takes that is told nothing (``train.dtype = "auto"``). transformers runs SDPA attention and, of its
-expert implementations, the fastest on this machine. All run in one process and take turns. A fixed matrix product is
-timed before and after each step; steps around which it was slow (another job had the cores) are dropped. Beside wall
-time stands the processor time of this process, which other jobs disturb less; the two agree on a quiet machine.
+Both networks have the same shape and weights. A step is forward, loss, backward, gradient clipping and fused AdamW on new rows, so that
+experts get different numbers of tokens each time, as in training. The default is what ``train.dtype = "auto"`` chooses. transformers
+uses SDPA attention and its fastest expert implementation on this machine. All steps take turns in one process, and a fixed matrix
+product before and after each shows whether other jobs slowed the machine; slow steps are dropped. Other jobs change processor time
+less than wall time.
 
-fp32 runs twice, as two networks that are the same: their ratio, which must be 1, shows what the others can tell. Fails
-where the default is slower than fp32 by the wall clock, which is what a user waits for, and where that ratio is off.
+fp32 is timed as two equal networks; their ratio shows the noise. Exits with 1 if the losses of both networks differ, if the noise is
+larger than 5 %, or if the default is more than 5 % slower than fp32 by wall time.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
-from bench.common.measure import (
-    CALIBRATION_SIZE,
-    Sample,
-    Step,
-    fastest_calibration,
-    measure,
-    quiet,
-    ratio,
-    times,
-    wide_console,
-)
+from bench.common.measure import Sample, Step, bench_parser, finish, measure, ratio, table, times, wide_console
 from stretto.base.track import progress
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.parallel import join
-from stretto.model.spec import ModelConfig, count
+from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Context, Transformer, build
 from stretto.ops.logprob import IGNORED
-from stretto.ops.tuning import multiplies_bf16, threads_kept
+from stretto.ops.tuning import threads_kept
 from stretto.optim.build import build_optimizers
 from stretto.optim.schedule import OptimConfig
-from stretto.train.pace import Pace, find_pace
+from stretto.train.pace import find_pace
 from stretto.train.step import MicroBatch, optimisation_step
 
-EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "eager", "batched_mm")
-"""Those of transformers that run without optional kernels."""
-HOPELESS = 4.0
-"""An implementation whose first step takes this many times the best one's is not timed further."""
-BATCHED_BYTES = 6 * 2**30
-"""batched_mm copies an expert's weights for every token and choice; beyond this it is left out."""
+EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "eager")
+"""Those of transformers that need no optional kernels and copy no weights for each token."""
 OPTIM = OptimConfig(lr=1e-4)
 LEAST = 0.95
-"""Tokens/s of the default over fp32's, by the wall clock; below that, the bench fails."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What is measured."""
-
-    config: ModelConfig
-    rows: int
-    length: int
-    """Tokens a row."""
-
-
-def shapes() -> dict[str, Shape]:
-    """The shapes by name; every layer is a MoE layer with one shared expert."""
-    common: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 32, "top_k": 4, "num_shared_experts": 1}
-    small = ModelConfig(
-        vocab_size=4096,
-        hidden_size=128,
-        num_layers=8,
-        num_heads=4,
-        num_experts=16,
-        expert_intermediate_size=64,
-        **common,
-    )
-    medium = ModelConfig(
-        vocab_size=8192,
-        hidden_size=192,
-        num_layers=8,
-        num_heads=6,
-        num_experts=32,
-        expert_intermediate_size=96,
-        **common,
-    )
-    return {"small": Shape(small, 8, 256), "medium": Shape(medium, 16, 256)}
+"""Lower limit of the default's tokens/s over those of fp32, by wall time."""
+CONFIG = ModelConfig(
+    vocab_size=4096,
+    hidden_size=128,
+    num_layers=8,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    num_experts=16,
+    top_k=4,
+    expert_intermediate_size=64,
+    num_shared_experts=1,
+)
+ROWS, LENGTH = 8, 256
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=shapes(), default="small")
-    parser.add_argument("--steps", type=int, default=40, help="timed steps of each; the median is shown")
+    parser = bench_parser(__doc__)
+    parser.add_argument("--steps", type=int, default=40, help="timed steps of each; the table shows medians")
     parser.add_argument("--threads", type=int, default=0, help="threads of torch; default: all cores")
-    parser.add_argument(
-        "--compile", action="store_true", help="our blocks through torch.compile, as train.compile does"
-    )
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    shape, num_threads = shapes()[options.shape], torch.get_num_threads()
-    ours, theirs = _models(shape.config)
+    num_threads, console = torch.get_num_threads(), wide_console()
+    ours, theirs = _models()
     with threads_kept():
-        pace = find_pace("auto", shape.config, lambda: _batch(shape), join("cpu"))
+        pace = find_pace("auto", CONFIG, _batch, join("cpu"))
     torch.manual_seed(0)
-    ids_BT = torch.randint(shape.config.vocab_size, (shape.rows, shape.length))
+    ids_BT = _batch().ids_BT
     our_loss, their_loss = _our_loss(ours, ids_BT), _their_loss(theirs, ids_BT)
     assert abs(our_loss - their_loss) < 1e-4, f"not the same model: losses {our_loss} and {their_loss}"
-    console = wide_console()
     console.print(f"same weights, same batch: loss {our_loss:.6f} ours, {their_loss:.6f} transformers'")
-
-    if options.compile:
-        for block in ours.blocks:
-            block.compile()
     steps = {
-        "ours": _our_step(ours, shape, pace.torch_dtype),
-        "fp32": _our_step(build(shape.config, seed=0), shape, torch.float32),
-        "again": _our_step(build(shape.config, seed=0), shape, torch.float32),
-        "theirs": _their_step(theirs, shape, pace.torch_dtype),
+        "ours": _our_step(ours, pace.torch_dtype),
+        "fp32": _our_step(build(CONFIG, seed=0), torch.float32),
+        "again": _our_step(build(CONFIG, seed=0), torch.float32),
+        "theirs": _their_step(theirs, pace.torch_dtype),
     }
-    if multiplies_bf16(torch.device("cpu")):
-        steps["bf16"] = _our_step(build(shape.config, seed=0), shape, torch.bfloat16)
-    best = _fastest_experts(theirs, steps["theirs"], shape, console)
+    best = _fastest_experts(theirs, steps["theirs"], console)
     threads = {name: pace.num_threads if name == "ours" else num_threads for name in steps}
     prepare = {name: partial(torch.set_num_threads, num) for name, num in threads.items()}
     with progress("interleaved", len(steps) * (2 + options.steps)) as advance:
         samples = measure(steps, options.steps, advance, prepare=prepare)
-    _show(console, options.shape, shape, pace, samples, best)
-    control, default = (ratio(samples, "fp32", key).wall for key in ("again", "ours"))
+    console.print(f"default: {pace.dtype}, {pace.num_threads} threads; transformers: {best}")
+    _show(console, samples)
+    control, default = (ratio(samples, "fp32", name).wall for name in ("again", "ours"))
     if control is None or default is None:
-        raise SystemExit("no round was quiet; run again with more --steps, or on a machine that is less busy")
-    if abs(control - 1.0) > 1.0 - LEAST:
-        raise SystemExit(
-            f"fp32 over itself is {times(control)}: nothing can be told on a machine as busy as this; run again"
-        )
-    if default < LEAST:
-        raise SystemExit(f"the default is slower than fp32: {times(default)}, at least {LEAST}x is asked")
+        finish(["the machine was slow in every round: use more --steps, or a machine with fewer other jobs"])
+    elif abs(control - 1.0) > 1.0 - LEAST:
+        finish([f"fp32 over itself is {times(control)}: too much noise for a result; run again"])
+    elif default < LEAST:
+        finish([f"the default is slower than fp32: {times(default)}, at least {LEAST}x"])
 
 
-def _models(config: ModelConfig) -> tuple[Transformer, nn.Module]:
-    """Our model and transformers' of the same weights, handed over as a checkpoint on disk."""
+def _models() -> tuple[Transformer, nn.Module]:
+    """Our model, and transformers' model read from a checkpoint of it."""
     import transformers
 
-    model = build(config, seed=0)
+    model = build(CONFIG, seed=0)
     with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(f"{folder}/model", model, config, family="glm4_moe")
+        write_checkpoint(f"{folder}/model", model, CONFIG, family="glm4_moe")
         theirs = transformers.Glm4MoeForCausalLM.from_pretrained(
             f"{folder}/model", attn_implementation="sdpa", dtype=torch.float32
         )
@@ -174,29 +124,28 @@ def _their_loss(model: nn.Module, ids_BT: Tensor) -> float:
     return float(model(ids_BT, labels=ids_BT, use_cache=False).loss)
 
 
-def _batch(shape: Shape) -> MicroBatch:
-    ids_BT = torch.randint(shape.config.vocab_size, (shape.rows, shape.length))
-    num_targets = shape.rows * (shape.length - 1)
-    return MicroBatch("full", ids_BT, _targets(ids_BT), Context.plain(ids_BT), shape.config.full(), num_targets)
+def _batch() -> MicroBatch:
+    ids_BT = torch.randint(CONFIG.vocab_size, (ROWS, LENGTH))
+    return MicroBatch("full", ids_BT, _targets(ids_BT), Context.plain(ids_BT), CONFIG.full(), ROWS * (LENGTH - 1))
 
 
-def _our_step(model: Transformer, shape: Shape, dtype: torch.dtype) -> Step:
+def _our_step(model: Transformer, dtype: torch.dtype) -> Step:
     optimizers, ranks = build_optimizers(OPTIM, model), join("cpu")
 
     def step() -> float:
         result = optimisation_step(
-            model, optimizers, [_batch(shape)], ranks, clip_norm=OPTIM.clip_norm, balance_rate=0.0, dtype=dtype
+            model, optimizers, [_batch()], ranks, clip_norm=OPTIM.clip_norm, balance_rate=0.0, dtype=dtype
         )
         return result.nll
 
     return step
 
 
-def _their_step(model: nn.Module, shape: Shape, dtype: torch.dtype) -> Step:
+def _their_step(model: nn.Module, dtype: torch.dtype) -> Step:
     optimizers = build_optimizers(OPTIM, model)
 
     def step() -> float:
-        ids_BT = _batch(shape).ids_BT
+        ids_BT = _batch().ids_BT
         with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
             loss = model(ids_BT, labels=ids_BT, use_cache=False).loss
         loss.backward()
@@ -209,86 +158,36 @@ def _their_step(model: nn.Module, shape: Shape, dtype: torch.dtype) -> Step:
     return step
 
 
-def _fastest_experts(model: Any, step: Step, shape: Shape, console: Console) -> str:
-    """Leave ``model`` with its fastest expert implementation; returns the name."""
-    config = shape.config
-    slots = shape.rows * shape.length * config.top_k
-    copies = 4 * slots * 3 * config.hidden_size * config.expert_intermediate_size * config.num_layers
-    times: dict[str, float] = {}
+def _fastest_experts(model: Any, step: Step, console: Console) -> str:
+    """Set ``model`` to its fastest expert implementation by processor time; returns the name."""
+    seconds: dict[str, float] = {}
     for name in EXPERTS_IMPLEMENTATIONS:
-        if name == "batched_mm" and copies > BATCHED_BYTES:
-            console.print(
-                f"transformers' batched_mm: left out, it would keep {copies / 2**30:.0f} GiB of copied weights"
-            )
-            continue
         model.set_experts_implementation(name)
-        times[name] = _processor_s(step, 1)
-        if times[name] < HOPELESS * min(times.values()):
-            times[name] = _processor_s(step, 3)
-    best = min(times, key=lambda name: times[name])
-    for name, seconds in times.items():
-        console.print(f"transformers' {name}: {seconds / times[best]:.2f}x the step time of its fastest")
+        seconds[name] = median(sample.processor_s for sample in measure({"": step}, 3, warm_up=1)[""])
+    best = min(seconds, key=seconds.__getitem__)
+    for name, each in seconds.items():
+        console.print(f"transformers' {name}: {each / seconds[best]:.2f}x the step time of its fastest")
     model.set_experts_implementation(best)
     return best
 
 
-def _processor_s(step: Step, rounds: int) -> float:
-    return median(sample.processor_s for sample in measure({"": step}, rounds, warm_up=0)[""])
-
-
-def _show(
-    console: Console,
-    name: str,
-    shape: Shape,
-    pace: Pace,
-    samples: dict[str, list[Sample]],
-    best: str,
-) -> None:
-    fastest = fastest_calibration(samples.values())
-    config, num_tokens = shape.config, shape.rows * shape.length
-    wall = {key: [s.wall_s for s in quiet(each, fastest_calibration([each]))] for key, each in samples.items()}
-    processor = {key: [s.processor_s for s in each] for key, each in samples.items()}
-    title = (
-        f"{name}: {config.num_layers} layers, hidden {config.hidden_size}, {config.num_experts} experts, top-{config.top_k}, "
-        f"{shape.rows}x{shape.length} tokens, default {pace.dtype}, {pace.num_threads} threads"
+def _show(console: Console, samples: dict[str, list[Sample]]) -> None:
+    """Tokens per second of each step, and ratios of the default to the others."""
+    shown = table(
+        f"training step of {ROWS} x {LENGTH} tokens, medians of all rounds", "", "tokens/s", "per processor-s"
     )
-    table = Table(title=title)
-    for heading in ("", "tokens/s", "tokens per processor-s", "of the matmul rate", "quiet steps"):
-        table.add_column(heading, justify="right" if heading else "left")
-    labels = {
-        "ours": "stretto, default",
-        "fp32": "stretto, fp32",
-        "again": "stretto, fp32 again",
-        "bf16": "stretto, bf16",
-    }
-    labels = {key: label for key, label in labels.items() if key in samples} | {"theirs": f"transformers, {best}"}
-    # both multiply the same matrices, so a step has the same FLOPs; the rate is that of the calibration's product
-    flops = 3 * count(config, config.full()).forward_flops(num_tokens, shape.length)
-    peak = 2 * CALIBRATION_SIZE**3 / fastest
-    for key, label in labels.items():
-        step_s = median(wall[key]) if wall[key] else None
-        table.add_row(
-            label,
-            f"{num_tokens / step_s:,.0f}" if step_s else "none quiet",
-            f"{num_tokens / median(processor[key]):,.0f}",
-            f"{flops / step_s / peak:.0%}" if step_s else "",
-            f"{len(wall[key])} of {len(samples[key])}",
-        )
-    console.print(table)
-    line = (
-        f"stretto over transformers: {median(processor['theirs']) / median(processor['ours']):.2f}x by processor time"
-    )
-    if wall["ours"] and wall["theirs"]:
-        line += f", {median(wall['theirs']) / median(wall['ours']):.2f}x by wall time"
-    console.print(line, soft_wrap=True)
-    for key in ("ours", "bf16", "again"):
-        if key in samples:
-            found = ratio(samples, "fp32", key)
-            spread = f"{found.spread.low:.2f} to {found.spread.high:.2f}" if found.spread else "too few rounds to tell"
-            told = (
-                f"{labels[key]} over fp32: {times(found.wall)} by wall time ({spread}, {found.num_quiet} quiet rounds)"
-            )
-            console.print(f"{told}, {times(found.processor)} by processor time", soft_wrap=True)
+    labels = {"ours": "default", "fp32": "fp32", "again": "fp32 again", "theirs": "transformers"}
+    for name, label in labels.items():
+        wall_s, processor_s = (median(getattr(each, f) for each in samples[name]) for f in ("wall_s", "processor_s"))
+        shown.add_row(label, f"{ROWS * LENGTH / wall_s:,.0f}", f"{ROWS * LENGTH / processor_s:,.0f}")
+    console.print(shown)
+    ratios = table("speed ratio, median of rounds", "", "wall", "95 % interval", "processor", "quiet rounds")
+    for over, under in (("theirs", "ours"), ("fp32", "ours"), ("fp32", "again")):
+        each = ratio(samples, over, under)
+        spread = f"{each.spread.low:.2f} to {each.spread.high:.2f}" if each.spread else "too few rounds"
+        cells = times(each.wall), spread, times(each.processor), each.rounds
+        ratios.add_row(f"{labels[under]} over {labels[over]}", *cells)
+    console.print(ratios)
 
 
 if __name__ == "__main__":

@@ -132,21 +132,26 @@ class Ratio:
         return f"{self.num_quiet} of {self.num_rounds}"
 
 
-def ratio(samples: Mapping[str, Sequence[Sample]], over: str, under: str) -> Ratio:
-    """Time of ``over`` divided by time of ``under`` in each round, so that a slow moment affects both.
+def quiet_pairs(first: Sequence[Sample], second: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
+    """The samples of each round in which the machine was slow for neither step.
 
     A sample's calibration is compared with the shortest of its own step: with fewer threads the matrix product is slower.
     """
-    best_s = {name: fastest_calibration([samples[name]]) for name in (over, under)}
-    pairs = list(zip(samples[over], samples[under], strict=True))
-    calm = [pair for pair in pairs if all(quiet([each], best_s[name]) for each, name in zip(pair, best_s, strict=True))]
+    limits_s = [SLOW * fastest_calibration([each]) for each in (first, second)]
+    pairs = zip(first, second, strict=True)
+    return [pair for pair in pairs if all(each.calibration_s <= s for each, s in zip(pair, limits_s, strict=True))]
+
+
+def ratio(samples: Mapping[str, Sequence[Sample]], over: str, under: str) -> Ratio:
+    """Time of ``over`` divided by time of ``under`` in each round, so that a slow moment affects both."""
+    calm = quiet_pairs(samples[over], samples[under])
     walls = [a.wall_s / b.wall_s for a, b in calm]
     return Ratio(
         wall=median(walls) if walls else None,
         spread=Interval.of(walls),
-        processor=median(a.processor_s / b.processor_s for a, b in pairs),
+        processor=median(a.processor_s / b.processor_s for a, b in zip(samples[over], samples[under], strict=True)),
         num_quiet=len(calm),
-        num_rounds=len(pairs),
+        num_rounds=len(samples[over]),
     )
 
 

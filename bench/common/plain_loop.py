@@ -1,7 +1,7 @@
-"""The plain synchronous loop: the definition of what a run with a staleness of 0 computes, to the bit.
+"""The plain synchronous RL loop: the reference for an asynchronous run with a staleness of 0, equal to the bit.
 
-Sample, train, publish, activate, one after the other; no controller, no ledger, no leases and no second try. The
-asynchronous run is held against it, so nothing here is shared with that but the roles themselves.
+It samples, trains, publishes and activates in sequence, without controller, ledger, leases or retries. It shares only the roles with
+the asynchronous run that is compared with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from stretto.model.parallel import join
 from stretto.text.tokenizer import load_tokenizer
 
 _PATIENCE = 50
-"""Groups dropped in one step for each that it needs, before it is given up."""
+"""Limit of dropped groups in a step for each group that the step needs."""
 
 
 async def run_plainly(
@@ -43,7 +43,7 @@ async def run_plainly(
     device: str = "cpu",
 ) -> list[StepReport]:
     """`run_synchronously` in ``folder`` from the checkpoint ``start``, all roles in this process and on ``device``; writes
-    ``checkpoint``. Of a version the engine takes over what ``taken_over`` returns.
+    ``checkpoint``. For each version the engine activates the weights that ``taken_over`` returns.
     Raises UserError: as `run_synchronously`, or a role refuses to start."""
     tables = SourceTables(dict(recipe.sources), recipe.sandbox)
     with tables.opened() as sources:
@@ -81,7 +81,7 @@ async def run_synchronously(
     for step in range(train.steps):
         refs: list[GroupRef] = []
         num_dropped = 0
-        # ordinals in order until there are enough that teach something; what is dropped is made up for
+        # take ordinals in order; replace dropped groups until the step has enough
         while num_missing := train.prompts - len(refs):
             if reports and time.monotonic() > stop_s:
                 return reports
@@ -104,6 +104,6 @@ async def run_synchronously(
 async def _activate(trainer: TrainerRole, engines: Sequence[EngineRole]) -> None:
     await asyncio.to_thread(trainer.copy_weights)
     version = await trainer.publish()
-    assert version is not None, "the plain loop knows one rank"
+    assert version is not None, "the plain loop supports one rank"
     for engine in engines:
         await engine.activate(version)

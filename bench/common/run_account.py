@@ -1,4 +1,4 @@
-"""What a reinforcement-learning run has trained, read from outside while it runs: its journal and its groups."""
+"""Record of the samples that an RL run trains on, read from its journal and its groups while it runs."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from stretto.learning.recipe import JOURNAL_FILE, LOGS
 from stretto.learning.samples import load_group, logged_ordinals, read_logs
 
 Key = tuple[int, int]
-"""Ordinal and sample."""
+"""Ordinal of the group and number of the sample."""
 
 
 @dataclass(slots=True)
 class Account:
-    """Follows a run's journal. A run forgets events and groups that it will not need again; `look` often enough."""
+    """Follows the journal of a run. A run deletes events and groups that it no longer needs, so call `look` often."""
 
     run: Path
     kept: Path
-    """Folder for links to the groups' files."""
+    """Folder for hard links to the files of groups."""
     events: dict[int, Event] = field(default_factory=dict)
-    """By number."""
+    """Events by number."""
 
     def look(self) -> int:
-        """Read what is new; the number of the last event."""
+        """Read new events; returns the number of the last one."""
         if (self.run / JOURNAL_FILE).exists():
             for event in read_events(self.run / JOURNAL_FILE)[1:]:
                 if event.number not in self.events:
@@ -42,10 +42,10 @@ class Account:
         return max(self.events, default=0)
 
     def trained(self) -> dict[int, list[str]]:
-        """Where the groups lie that made each step, by step: of a step that was made again, the last time.
+        """Locations of the groups of each step. A repeated step counts once.
 
         Raises:
-            AssertionError: a step was skipped, made twice without a snapshot between, or made again from other groups.
+            AssertionError: the run skipped a step, repeated one without resuming, or repeated one with other groups.
         """
         found: dict[int, list[str]] = {}
         following, may_go_back = 0, False
@@ -60,11 +60,11 @@ class Account:
         return found
 
     def num_rolled_back(self) -> int:
-        """Steps that were made again."""
+        """Number of repeated steps."""
         return sum(event.kind == "trained" for event in self.events.values()) - len(self.trained())
 
     def samples(self) -> tuple[dict[Key, Trajectory], Counter[Key]]:
-        """The trained samples, and how often each was trained."""
+        """The trained samples, and the number of steps that trained each."""
         found: dict[Key, Trajectory] = {}
         times: Counter[Key] = Counter()
         for locations in self.trained().values():
@@ -81,14 +81,14 @@ class Account:
 
 
 def logged(run: Path) -> dict[Key, np.ndarray]:
-    """The log-probabilities so far of every sample in flight with any: they identify the work that a log holds."""
+    """Log-probabilities of the tokens so far of every unfinished sample; they identify the sampled tokens in its log."""
     found: dict[Key, np.ndarray] = {}
     for ordinal in logged_ordinals(run / LOGS):
-        for path in sorted((run / LOGS).glob(f"{ordinal:08d}-*.log")):  # attempts rise
+        for path in sorted((run / LOGS).glob(f"{ordinal:08d}-*.log")):  # in the order of attempts
             try:
                 logs = read_logs(path)
             except FileNotFoundError:
-                continue  # its group has ended meanwhile
+                continue  # the group ended after the listing
             for sample, log in enumerate(logs):
                 if log.num_sampled:
                     found[ordinal, sample] = sampled(log.segments())
@@ -101,13 +101,13 @@ def sampled(segments: Sequence[Any]) -> np.ndarray:
 
 
 def is_kept(before: np.ndarray, trajectory: Trajectory) -> bool:
-    """Whether what had been sampled is the beginning of what was trained."""
+    """Whether the log-probabilities ``before`` are the first ones of the trained sample."""
     now = sampled(trajectory.segments)
     return len(now) >= len(before) and np.array_equal(now[: len(before)], before)
 
 
 def paired_difference(differences: ArrayLike, num_draws: int = 9_999) -> tuple[float, float]:
-    """Mean of independent differences, and how often one as far from 0 comes of drawing the sign of each anew."""
+    """Mean of independent differences, and its p-value by a permutation test of their signs."""
     found = np.asarray(differences, np.float64)
     signs = np.random.default_rng(0).choice([-1.0, 1.0], (num_draws, np.count_nonzero(found)))
     is_as_far = np.abs(signs @ found[found != 0]) >= abs(found.sum()) - 1e-9

@@ -1,4 +1,4 @@
-"""Real servers for benches and tests: a process of its own and what can be read of it from outside, or a thread of this one."""
+"""Real servers for benches and tests: in a process of their own, with their metrics, or in a thread."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from stretto.server.server import open_socket
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server that is up. Written by `serving`."""
+    """A running server. Written by `serving`."""
 
     url: str
     pid: int
@@ -32,36 +33,35 @@ class Server:
         return self.process.poll() is None
 
     def resident_bytes(self) -> int:
-        """Memory of the process, of which nothing is shared with others worth speaking of (Linux)."""
+        """Resident memory of the process in bytes (Linux)."""
         fields = Path(f"/proc/{self.pid}/statm").read_text().split()
         return int(fields[1]) * 4096
 
     def metrics(self) -> dict[str, float]:
-        """Every sample of /metrics by its name and labels."""
+        """Values of /metrics by name and labels."""
         text = httpx.get(f"{self.url}/metrics", timeout=60.0, trust_env=False).text
         lines = [line for line in text.splitlines() if line and not line.startswith("#")]
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
     def answers_by_status(self) -> dict[int, int]:
-        """How often the server answered with each status, by its own count."""
-        found: dict[int, int] = {}
+        """Number of answers with each status, as the server counts them."""
+        counts = Counter[int]()
         for name, value in self.metrics().items():
-            match = re.match(r'stretto_http_requests_total\{.*status="(\d+)"', name)
-            if match:
-                found[int(match[1])] = found.get(int(match[1]), 0) + int(value)
-        return found
+            if match := re.match(r'stretto_http_requests_total\{.*status="(\d+)"', name):
+                counts[int(match[1])] += int(value)
+        return counts
 
 
 @contextmanager
-def serving(source: Path, *flags: str, **told: Any) -> Iterator[Server]:
-    """`stretto.harness.suites.serving`, with what can be asked of the process. Raises `UserError`: it did not start."""
-    with suites.serving(source, *flags, **told) as (url, process):
+def serving(source: Path, *flags: str, **settings: Any) -> Iterator[Server]:
+    """`stretto.harness.suites.serving` with a `Server`. Raises `UserError`: the server did not start."""
+    with suites.serving(source, *flags, **settings) as (url, process):
         yield Server(url, process.pid, process)
 
 
 @contextmanager
 def in_thread(server: uvicorn.Server, port: int = 0) -> Iterator[str]:
-    """The address of ``server`` on this port, 0 being a free one, of this machine; stopped in the end."""
+    """Run ``server`` in a thread and return its address; port 0 takes a free port. The server stops on exit."""
     listening = open_socket("127.0.0.1", port)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()

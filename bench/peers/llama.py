@@ -1,4 +1,4 @@
-"""Worker: llama.cpp through the low-level calls of llama-cpp-python, one sequence a prompt in one batch."""
+"""Worker: llama.cpp through the low-level calls of llama-cpp-python. One batch, one sequence for each prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FLASH = {
     "plain attention": llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED,
 }
 CACHE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30}
-"""ggml's numbers of the types."""
+"""Numbers of the types in ggml."""
 
 
 def main() -> None:
@@ -30,14 +30,13 @@ def main() -> None:
 
 
 class Generator:
-    """Greedy decoding under a setting ``attention, cache, N threads``; a context is made for each when first asked."""
+    """Greedy decoding under a setting ``attention, cache, N threads``; each setting has a context, made at its first use."""
 
     def __init__(self, options: Options):
         self.options = options
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = 0 if options.device == "cpu" else 999
-        params.use_extra_bufts = options.repack
         self.model = llama_cpp.llama_model_load_from_file(options.gguf.encode(), params)
         assert self.model is not None, f"llama.cpp does not load {options.gguf}"
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))

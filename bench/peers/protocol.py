@@ -1,8 +1,8 @@
-"""How bench scripts drive an engine in a process of its own. Only the standard library: peers live in other environments.
+"""Protocol between a bench and an engine in a process of its own. Imports the standard library only: peers have other environments.
 
-A worker is started as ``python -m bench.peers.NAME OPTIONS`` with `Options` as JSON. It answers each JSON line on its
-standard input, ``{"prompts": …, "num_tokens": …, "setting": …}``, with ``{"wall_s": …, "processor_s": …, "tokens": …}``
-on a pipe of its own, since libraries print what they like; its first line there names its version and its settings.
+A worker starts as ``python -m bench.peers.NAME OPTIONS`` with `Options` as JSON. It answers each JSON line of its standard input,
+``{"prompts": …, "num_tokens": …, "setting": …}``, with ``{"wall_s": …, "processor_s": …, "tokens": …}`` on a pipe of its own, because
+libraries print to standard output. Its first line on the pipe has its version and its settings.
 """
 
 from __future__ import annotations
@@ -12,45 +12,41 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 Generate = Callable[[Sequence[Sequence[int]], int, str], list[list[int]]]
-"""Greedy continuations of the prompts (all of one length), exactly so many tokens each, under a setting."""
+"""From prompts of one length, a number of tokens and a setting to greedy continuations of that number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a worker is started with. Written by the bench script."""
+    """Options of a worker. Written by the bench."""
 
     folder: str
-    """Checkpoint of the network, as transformers reads it."""
+    """Checkpoint of the network in transformers' format."""
     gguf: str
-    """The same network for llama.cpp; empty where no such worker runs."""
+    """The same network as a GGUF file."""
     dtype: str
-    """``float32``, ``bfloat16`` or ``float16``: of weights and cache."""
+    """Data type of weights and cache: ``float32``, ``bfloat16`` or ``float16``."""
     max_batch: int
-    """Most prompts a call brings."""
+    """Largest number of prompts in a call."""
     max_len: int
-    """Most tokens of a prompt and its continuation."""
+    """Largest number of tokens of a prompt and its continuation."""
     threads: tuple[int, ...]
-    """Numbers of threads to offer as settings."""
+    """Numbers of threads, each a setting."""
     answers: int
-    """File descriptor of the pipe to answer on."""
+    """File descriptor of the pipe for answers."""
     device: str = "cpu"
-    compile: bool = False
-    """Offer settings that compile first, which takes minutes."""
-    repack: bool = True
-    """Let llama.cpp lay quantised weights out for this processor."""
 
 
 def read_options() -> Options:
     """The options on the command line of a worker."""
-    told = json.loads(sys.argv[1])
-    return Options(**{field.name: told[field.name] for field in fields(Options)} | {"threads": tuple(told["threads"])})
+    values = json.loads(sys.argv[1])
+    return Options(**values | {"threads": tuple(values["threads"])})
 
 
 def arguments(options: Options) -> str:
-    """``options`` as `read_options` takes them."""
+    """``options`` as an argument for `read_options`."""
     return json.dumps(asdict(options))
 
 
@@ -59,9 +55,9 @@ def serve(options: Options, version: str, settings: Sequence[str], generate: Gen
     with os.fdopen(options.answers, "w", buffering=1) as answers:
         answers.write(json.dumps({"version": version, "settings": list(settings)}) + "\n")
         for line in sys.stdin:
-            asked = json.loads(line)
+            call = json.loads(line)
             wall, processor = time.perf_counter(), time.process_time()
-            tokens = generate(asked["prompts"], asked["num_tokens"], asked["setting"])
+            tokens = generate(call["prompts"], call["num_tokens"], call["setting"])
             wall, processor = time.perf_counter() - wall, time.process_time() - processor
-            assert all(len(row) == asked["num_tokens"] for row in tokens), [len(row) for row in tokens]
+            assert all(len(row) == call["num_tokens"] for row in tokens), [len(row) for row in tokens]
             answers.write(json.dumps({"wall_s": wall, "processor_s": processor, "tokens": tokens}) + "\n")

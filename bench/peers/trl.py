@@ -1,8 +1,8 @@
-"""Worker: TRL's ``GRPOTrainer`` on problems that the bench script chose. Its interpreter needs this package too.
+"""Worker: TRL's ``GRPOTrainer`` on problems that the bench chose. Its interpreter needs this package too.
 
-Started as ``python -m bench.peers.trl FILE`` with `Options` as JSON in the file. Each step becomes a row of
-``metrics.jsonl`` in the folder of the run, under the names that a run of ours writes, and a row of ``samples.jsonl``:
-rewards and TRL's advantages, with the first step's tokens. At the end stand the policy and ``versions.json``.
+Starts as ``python -m bench.peers.trl FILE`` with `Options` as JSON in the file. Each step becomes a row of ``metrics.jsonl`` in the
+run folder, under the names of Stretto's own metrics, and a row of ``samples.jsonl`` with rewards and TRL's advantages; the row of the
+first step also has its tokens. At the end the worker writes the policy and ``versions.json``.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from stretto.tasks.task import Answer
 
 METRICS, SAMPLES, VERSIONS, POLICY = "metrics.jsonl", "samples.jsonl", "versions.json", "checkpoint"
 CACHES = {"growing cache": None, "static cache": "static"}
-"""Of transformers' ``generate``, compiled in neither case: TRL turns that off."""
+"""Caches of transformers' ``generate``; TRL turns compilation off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a worker is started with. Written by the bench script."""
+    """Options of a worker. Written by the bench."""
 
     folder: str
-    """Checkpoint to begin with, as transformers reads it."""
+    """Checkpoint of the start in transformers' format."""
     run: str
-    """Where to write."""
+    """Folder for results."""
     source: str
     kind: str
     args: dict[str, Any]
-    """Of the task set."""
+    """Arguments of the task set."""
     items: tuple[int, ...]
-    """Its problems in the order of training, each once."""
+    """Problems of the task set in the order of training, each once."""
     settings: tuple[str, ...]
-    """``experts, cache, N threads, R rows``: taken in turn, step by step; the rows of a pass are those of the first."""
+    """``experts, cache, N threads, R rows``; steps take them in turn. The first gives the rows of a pass."""
     steps: int
     prompts: int
     group: int
@@ -61,8 +61,8 @@ class Options:
 
 
 def main() -> None:
-    told = json.loads(Path(sys.argv[1]).read_text())
-    options = Options(**{field.name: told[field.name] for field in fields(Options)})
+    values = json.loads(Path(sys.argv[1]).read_text())
+    options = Options(**{field.name: values[field.name] for field in fields(Options)})
     folder = Path(options.run)
     folder.mkdir(parents=True, exist_ok=True)
     versions = {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 class Run:
-    """One trainer and what is written of it."""
+    """One trainer and its result files."""
 
     def __init__(self, options: Options, metrics: TextIO, samples: TextIO):
         self.options = options
@@ -97,7 +97,7 @@ class Run:
         )
 
     def begins(self, step: int) -> None:
-        """Before step ``step``, from 0: take over its setting, and start the clock of the first."""
+        """Before step ``step``, counted from 0: apply its setting, and start the clock before the first."""
         experts, cache, threads, _ = self.options.settings[step % len(self.options.settings)].split(", ")
         torch.set_num_threads(int(threads.split()[0]))
         self.trainer.model.set_experts_implementation(experts)
@@ -107,7 +107,7 @@ class Run:
             self._ended_s, self._processor_s = self._begun_s, time.process_time()
 
     def logged(self, step: int, logs: dict[str, float]) -> None:
-        """After step ``step``, from 1. The last call of a run speaks of no step."""
+        """After step ``step``, counted from 1: write its rows. The last call of a run has no step."""
         if "reward" not in logs:
             return
         now_s, processor_s = time.perf_counter(), time.process_time()
@@ -124,15 +124,15 @@ class Run:
             "time/generate_s": self._generated_s - self._begun_s,
         }
         self._ended_s, self._processor_s = now_s, processor_s
-        kept = self.trainer._logs
-        (rewards,) = kept["rewards"].values()
-        told = {"step": step, "rewards": list(rewards), "advantages": list(kept["advantages"])}
-        self._samples.write(json.dumps(told | self._first) + "\n")
+        logs_kept = self.trainer._logs
+        (rewards,) = logs_kept["rewards"].values()
+        sample = {"step": step, "rewards": list(rewards), "advantages": list(logs_kept["advantages"])}
+        self._samples.write(json.dumps(sample | self._first) + "\n")
         self._first = {}
         self._metrics.write(json.dumps(row) + "\n")
 
     def _reward(self, completions: list[Any], completion_ids: list[Any], item: list[int], **others: Any) -> list[float]:
-        """The task's own score of each answer."""
+        """The task's reward of each answer."""
         self._generated_s = time.perf_counter()
         if others["trainer_state"].global_step == 0:
             template: Any = self._tokenizer.apply_chat_template
@@ -161,7 +161,7 @@ class _Callback(TrainerCallback):
 
 
 def _config(options: Options) -> trl.GRPOConfig:
-    """What our recipe says, in TRL's words; everything that only costs time is off."""
+    """Our recipe as TRL's configuration, without reports and snapshots, which cost time."""
     num_samples = options.prompts * options.group
     rows = int(options.settings[0].split(", ")[3].split()[0])
     return trl.GRPOConfig(

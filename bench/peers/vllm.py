@@ -1,6 +1,6 @@
-"""Worker: vLLM in its own process, engine core in-process so that its processor time is counted.
+"""Worker: vLLM with its engine core in the worker's process, so that the measured processor time includes the core.
 
-It compiles when it starts, as it does by default: several times faster than without, on the networks tried.
+It compiles when it starts, which is its default.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def main() -> None:
 
 
 class Generator:
-    """Greedy decoding; how many threads run is decided when the process starts."""
+    """Greedy decoding; vLLM reads the number of threads from the environment when the process starts."""
 
     def __init__(self, options: Options):
         self.engine = vllm.LLM(
@@ -34,8 +34,8 @@ class Generator:
 
     def __call__(self, prompts: Sequence[Sequence[int]], num_tokens: int, setting: str) -> list[list[int]]:
         sampling = vllm.SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
-        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        made = self.engine.generate(asked, sampling, use_tqdm=False)
+        rows = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        made = self.engine.generate(rows, sampling, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in made]
 
 
