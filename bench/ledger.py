@@ -57,9 +57,9 @@ def same(ledger: Ledger, relation: Relation, demand: str, any_kind: bool = False
 
 def part(demand: str) -> tuple[int | None, str, set[str]]:
     """Count, noun and colours of a thing's label."""
-    found = re.fullmatch(r"(\*|\d+)?\s*~?([^,=]+?)(?:,(.*))?", demand)
-    assert found is not None, demand
-    return None if found[1] == "*" else int(found[1] or 1), found[2], set(filter(None, (found[3] or "").split("/")))
+    match = re.fullmatch(r"(\*|\d+)?\s*~?([^,=]+?)(?:,(.*))?", demand)
+    assert match is not None, demand
+    return None if match[1] == "*" else int(match[1] or 1), match[2], set(filter(None, (match[3] or "").split("/")))
 
 
 def score(ledger: Ledger, label: str, tally: Counter[str]) -> list[str]:
@@ -164,20 +164,20 @@ def dialogues(show: bool) -> None:
             text, _, expected = (each.strip() for each in line.partition("=>"))
             label = re.sub(
                 rf"((?:\b(?:{'|'.join(COLOURS)}) )+)([\w ]+)",
-                lambda found: f"{found[2]},{found[1].strip().replace(' ', '/')}",
+                lambda match: f"{match[2]},{match[1].strip().replace(' ', '/')}",
                 expected,
             )
             try:
-                told = tell(conversation, text)
+                reply = tell(conversation, text)
             except UserError:
                 tally["refused"] += 1
                 continue
-            conversation = told.conversation
+            conversation = reply.conversation
             differences = score(conversation.now, re.sub('"[^"]*"|^[?]$', "", label), Counter())
             is_right = expected != "?" and not [
                 each for each in differences if not re.match("false rel|.* absences", each)
             ]
-            outcome = "asked" if told.questions else "understood" if is_right else "misunderstood"
+            outcome = "asked" if reply.questions else "understood" if is_right else "misunderstood"
             tally[outcome] += 1
             if show and outcome == "misunderstood":
                 print(f"{text!r} => {expected!r}: {differences}")

@@ -124,7 +124,7 @@ def prepare(folder: Path, data: str, rows: int, seq_len: int, num: int) -> list[
     train_tokenizer(texts, 4096, CHATML).save(folder / "tokenizer")
     config = network(4096)
     write_checkpoint(folder / "model", build(config, 0), config, family="glm4_moe", tokenizer_dir=folder / "tokenizer")
-    (folder / "model" / "stretto.json").unlink()  # what is left is an ordinary checkpoint
+    (folder / "model" / "stretto.json").unlink()  # without these two files it is an ordinary checkpoint
     (folder / "model" / "elastic.tensors").unlink()
     mixture, _, _ = prepare_data(folder / "run", [data], folder / "tokenizer", 4096, TEXT)
     train = TrainConfig(steps=num, rows=rows, seq_len=seq_len)

@@ -87,9 +87,9 @@ async def run_synchronously(
                 return reports
             tasks = [task_of(each) for each in range(ordinal, ordinal + num_missing)]
             ordinal += num_missing
-            found = await asyncio.gather(*(agent.run_group(task, 0) for task in tasks))
-            kept = [ref for ref in found if not (recipe.loss.drop_uniform and ref.is_uniform)]
-            refs, num_dropped = refs + kept, num_dropped + len(found) - len(kept)
+            groups = await asyncio.gather(*(agent.run_group(task, 0) for task in tasks))
+            kept = [ref for ref in groups if not (recipe.loss.drop_uniform and ref.is_uniform)]
+            refs, num_dropped = refs + kept, num_dropped + len(groups) - len(kept)
             if num_dropped > _PATIENCE * train.prompts:
                 raise UserError(
                     f"loss.drop_uniform: {num_dropped} groups of step {step} had rewards that were all equal; take problems "

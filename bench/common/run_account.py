@@ -47,7 +47,7 @@ class Account:
         Raises:
             AssertionError: the run skipped a step, repeated one without resuming, or repeated one with other groups.
         """
-        found: dict[int, list[str]] = {}
+        of_step: dict[int, list[str]] = {}
         following, may_go_back = 0, False
         for _, event in sorted(self.events.items()):
             if event.kind == "resumed":
@@ -55,9 +55,9 @@ class Account:
             elif event.kind == "trained":
                 step, locations = event.facts["step"], event.facts["locations"]
                 assert step == following or (may_go_back and step < following), f"step {step} after {following - 1}"
-                assert found.setdefault(step, locations) == locations, (found[step], event)
+                assert of_step.setdefault(step, locations) == locations, (of_step[step], event)
                 following, may_go_back = step + 1, False
-        return found
+        return of_step
 
     def num_rolled_back(self) -> int:
         """Number of repeated steps."""
@@ -65,14 +65,14 @@ class Account:
 
     def samples(self) -> tuple[dict[Key, Trajectory], Counter[Key]]:
         """The trained samples, and the number of steps that trained each."""
-        found: dict[Key, Trajectory] = {}
+        trained: dict[Key, Trajectory] = {}
         times: Counter[Key] = Counter()
         for locations in self.trained().values():
             for location in locations:
                 for each in load_group(self.kept / Path(location).name).trajectories:
-                    found[each.ordinal, each.sample] = each
+                    trained[each.ordinal, each.sample] = each
                     times[each.ordinal, each.sample] += 1
-        return found, times
+        return trained, times
 
     def _keep(self, path: Path) -> None:
         self.kept.mkdir(exist_ok=True)
@@ -82,7 +82,7 @@ class Account:
 
 def logged(run: Path) -> dict[Key, np.ndarray]:
     """Log-probabilities of the tokens so far of every unfinished sample; they identify the sampled tokens in its log."""
-    found: dict[Key, np.ndarray] = {}
+    logprobs: dict[Key, np.ndarray] = {}
     for ordinal in logged_ordinals(run / LOGS):
         for path in sorted((run / LOGS).glob(f"{ordinal:08d}-*.log")):  # in the order of attempts
             try:
@@ -91,8 +91,8 @@ def logged(run: Path) -> dict[Key, np.ndarray]:
                 continue  # the group ended after the listing
             for sample, log in enumerate(logs):
                 if log.num_sampled:
-                    found[ordinal, sample] = sampled(log.segments())
-    return found
+                    logprobs[ordinal, sample] = sampled(log.segments())
+    return logprobs
 
 
 def sampled(segments: Sequence[Any]) -> np.ndarray:
@@ -108,7 +108,7 @@ def is_kept(before: np.ndarray, trajectory: Trajectory) -> bool:
 
 def paired_difference(differences: ArrayLike, num_draws: int = 9_999) -> tuple[float, float]:
     """Mean of independent differences, and its p-value by a permutation test of their signs."""
-    found = np.asarray(differences, np.float64)
-    signs = np.random.default_rng(0).choice([-1.0, 1.0], (num_draws, np.count_nonzero(found)))
-    is_as_far = np.abs(signs @ found[found != 0]) >= abs(found.sum()) - 1e-9
-    return float(found.mean()), float((1 + is_as_far.sum()) / (1 + num_draws))
+    values = np.asarray(differences, np.float64)
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], (num_draws, np.count_nonzero(values)))
+    is_as_far = np.abs(signs @ values[values != 0]) >= abs(values.sum()) - 1e-9
+    return float(values.mean()), float((1 + is_as_far.sum()) / (1 + num_draws))
