@@ -162,7 +162,9 @@ def main() -> None:
             shown.add_row(label, base, cheat, f"{100 * base_reward:.1f}", f"{100 * reward:.1f}")
             for name, value in means["cheats"].items():
                 if value > base_reward + MARGIN:
-                    failures.append(f"{label}: {name}: {100 * value:.1f} %, trivial baseline {100 * base_reward:.1f} %")
+                    failures.append(
+                        f"above the trivial baseline: {label}: {name}: {100 * value:.1f} % over {100 * base_reward:.1f} %"
+                    )
     console.print(shown)
     finish(failures)
 
