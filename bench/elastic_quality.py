@@ -114,12 +114,7 @@ def _seed(bench: Bench, seed: int) -> dict[str, Any]:
                 f"{name}-{seed}",
                 runs[parent],
                 lambda folder, p=parent, b=budget: _heal(
-                    bench,
-                    folder,
-                    runs[p],
-                    bench.out / f"{p}-{seed}",
-                    b * found["scratch"]["flops"],
-                    seed,
+                    bench, folder, runs[p], bench.out / f"{p}-{seed}", b * found["scratch"]["flops"], seed
                 ),
             )
     return found

@@ -96,10 +96,7 @@ def main() -> None:
 def _configs() -> dict[str, EngineConfig]:
     """Engines in which sequences are preempted, and in which cached pages are reused."""
     sizes: dict[str, Any] = {"page_size": PAGE_SIZE, "max_batch": 8, "max_step_tokens": 64}
-    return {
-        "tight": EngineConfig(num_pages=TIGHT, **sizes),
-        "roomy": EngineConfig(num_pages=ROOMY, **sizes),
-    }
+    return {"tight": EngineConfig(num_pages=TIGHT, **sizes), "roomy": EngineConfig(num_pages=ROOMY, **sizes)}
 
 
 def _libraries(kernels: str | None) -> dict[str, Library]:
@@ -188,10 +185,7 @@ def drive(engine: Engine, compared: list[Request], rng: random.Random) -> dict[s
 
 
 def _differences(
-    model: Transformer,
-    compared: list[Request],
-    expected: dict[str, tuple[int, ...]],
-    done: dict[str, tuple[int, ...]],
+    model: Transformer, compared: list[Request], expected: dict[str, tuple[int, ...]], done: dict[str, tuple[int, ...]]
 ) -> Iterator[Difference]:
     for request in compared:
         mine, theirs = done[request.id], expected[request.id]

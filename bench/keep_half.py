@@ -6,8 +6,8 @@
 Each seed trains an ordinary network. Then each criterion ranks the experts of every layer, and the better half stays: reap, removal
 and frequency (`stretto adopt --order`), REAP as its published code computes it (top-k of the router's logits without selection bias,
 weighted by a softmax, mean over tokens), and several random orders. Each half is healed on the same tokens at each of --rates. One
-part of the held-out text chooses the rate, another gives the reported loss. Criteria are computed on training text, or on
---calibration. Differences are paired over seeds; intervals are Student's 95 % confidence intervals.
+part of the held-out text chooses the rate, another gives the reported loss. Criteria are computed on training text.
+Differences are paired over seeds; intervals are Student's 95 % confidence intervals.
 
 Fails (exit code 1) if another criterion is significantly better than the default of `stretto adopt`. ``--break`` reverses the
 default's order and must fail. Results are cached in --out by order, so a new criterion alone is measured.
@@ -58,8 +58,6 @@ class Bench:
 
     recipe: Recipe
     mixture: Mixture
-    calibration: Mixture
-    """Text on which the criteria are computed."""
     data_hash: str
     out: Path
     ranks: Ranks
@@ -68,9 +66,9 @@ class Bench:
     num_random: int
     broken: bool
 
-    def loader(self, mixture: Mixture, seed: int) -> Loader:
+    def loader(self, seed: int) -> Loader:
         train = self.recipe.train
-        return Loader(mixture.open(), mixture.weights, train.rows, train.seq_len, seed)
+        return Loader(self.mixture.open(), self.mixture.weights, train.rows, train.seq_len, seed)
 
     def held_out(self) -> tuple[list[EvalBatch], list[EvalBatch]]:
         """Two disjoint parts of the held-out text: for the choice of the rate, and for the reported losses."""
@@ -85,14 +83,9 @@ def main() -> None:
     recipe = read_recipe(arguments.recipe, Recipe, [*arguments.set, f"train.steps={arguments.steps}"])
     recipe = recipe.replace(elastic=ElasticConfig(sampler="off", anchor_share=0.0))
     data = arguments.data or own_text(arguments.out, recipe)
-    mixture, tokenizer, data_hash = prepare_data(arguments.out, [str(data)], None, recipe.model.vocab_size)
-    calibration = mixture
-    if arguments.calibration is not None:
-        named = [str(arguments.calibration)]
-        calibration, _, more = prepare_data(arguments.out / "calibration", named, tokenizer, recipe.model.vocab_size)
-        data_hash += more
+    mixture, _, data_hash = prepare_data(arguments.out, [str(data)], None, recipe.model.vocab_size)
     bench = Bench(
-        recipe, mixture, calibration, data_hash, arguments.out, join("cpu"), arguments.heal_steps, tuple(arguments.rates),
+        recipe, mixture, data_hash, arguments.out, join("cpu"), arguments.heal_steps, tuple(arguments.rates),
         arguments.random, arguments.break_,
     )  # fmt: skip
     rows = [_seed(bench, seed) for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds)]
@@ -102,7 +95,6 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="data folder of `stretto tokenize`, or text")
-    parser.add_argument("--calibration", type=Path, help="text for the criteria; default: the training text")
     parser.add_argument("--recipe", type=Path, default=RECIPE, help="network and training")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--heal-steps", type=int, default=10, help="0: zero-shot only")
@@ -156,7 +148,7 @@ def _ordinary(bench: Bench, seed: int) -> Transformer:
 
 def _orders(bench: Bench, model: Transformer, seed: int) -> dict[str, Orders]:
     """All orders, computed on the same 16 batches of training text, in a row order that no training step used."""
-    loader = bench.loader(bench.calibration, seed + 1000)
+    loader = bench.loader(seed + 1000)
     batches = [EvalBatch.of(loader.next(), "cpu") for _ in range(16)]
     found = survey(model, batches, removal=True)
     orders = {
@@ -243,7 +235,7 @@ def _losses(
         remove(folder)
         done = heal(
             recipe,
-            Job(folder, bench.loader(bench.mixture, seed + 500), (), bench.data_hash, bench.ranks),
+            Job(folder, bench.loader(seed + 500), (), bench.data_hash, bench.ranks),
             in_memory(extract(parent, half)),
             None,
         )

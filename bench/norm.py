@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +33,7 @@ from scipy.optimize import isotonic_regression
 
 from bench.common.measure import table
 from bench.common.post_runs import HeldOut, imitate, learn, merged, start
-from bench.common.study import RESULT, Results, Run, carry_out, read_results
+from bench.common.study import Results, Run, carry_out, read_results
 from stretto.base.config import read_recipe, validate
 from stretto.base.paths import CHECKPOINT
 from stretto.learning.recipe import RlRecipe
@@ -567,9 +566,6 @@ def main() -> None:
         results: Results = read_results(study.out)
     else:
         results = carry_out(study.runs, study.out, options.jobs, options.minutes)
-        with tarfile.open(study.out / "results.tar.gz", "w:gz") as tar:
-            for path in sorted(study.out.rglob(RESULT)):
-                tar.add(path, path.relative_to(study.out))
     sys.exit(not report(study, results))
 
 

@@ -27,7 +27,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
@@ -198,8 +197,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--held-out", type=int, default=512, help="number of held-out problems")
-    parser.add_argument("--setting", help="setting of TRL; default: the fastest of all")
-    parser.add_argument("--keep", type=Path, help="folder for the runs; default: a temporary one")
     options = parser.parse_args()
     name, _, python = options.peer.partition("=")
     if name != "trl" or not shutil.which(python):
@@ -208,22 +205,21 @@ def main() -> None:
         )
     if options.steps <= WARM_UP + 1:
         raise UserError(f"--steps: {options.steps}: the first {WARM_UP} do not count; name at least {WARM_UP + 2}")
-    with ExitStack() as stack:
-        folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        folder.mkdir(parents=True, exist_ok=True)
-        settings = [*SAME, *options.settings]
-        recipe = read_recipe(options.recipe, RlRecipe, settings)
+    settings = [*SAME, *options.settings]
+    recipe = read_recipe(options.recipe, RlRecipe, settings)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         sources = SourceTables(dict(recipe.sources), recipe.sandbox)()
         prompts = plan_prompts(recipe, {name: source.num_items for name, source in sources.items()})
         start = _plain(options.start or made_start(recipe, folder), folder / "start")
         bench = Bench(
             recipe, options.recipe, settings, start, folder, python, options.steps, options.held_out, prompts, sources
         )
-        _compare(bench, options.setting, options.rounds, wide_console())
+        _compare(bench, options.rounds, wide_console())
 
 
-def _compare(bench: Bench, setting: str | None, rounds: int, console: Console) -> None:
-    best = setting or _fastest(bench, console)
+def _compare(bench: Bench, rounds: int, console: Console) -> None:
+    best = _fastest(bench, console)
     runs: dict[str, list[Outcome]] = {name: [] for name in (*OURS, THEIRS)}
     with progress("runs in turn", rounds * len(runs) * bench.steps) as advance:
         for number in range(rounds):
@@ -252,13 +248,8 @@ def _plain(start: Path, out: Path) -> Path:
 def _fastest(bench: Bench, console: Console) -> str:
     """TRL's setting with the shortest wall time per step."""
     num_samples = bench.recipe.train.prompts * bench.recipe.rollout.group
-    axes = (
-        ("grouped_mm", "eager"),
-        ("growing cache", "static cache"),
-        ("1 threads", "2 threads"),
-        (f"{num_samples} rows",),
-    )
-    settings = [", ".join(each) for each in itertools.product(*axes)]
+    axes = [["grouped_mm", "eager"], ["growing cache", "static cache"], ["1 threads", "2 threads"]]
+    settings = [", ".join([*each, f"{num_samples} rows"]) for each in itertools.product(*axes)]
     command, folder = bench.peer(settings, TRIALS * len(settings), 0, "trial")
     with progress("TRL's settings", TRIALS * len(settings)) as advance:
         run_watched(command, folder, advance)
@@ -320,8 +311,7 @@ def _show_speed(runs: Mapping[str, Sequence[Outcome]], console: Console) -> None
 
 def _show_rewards(runs: Mapping[str, Sequence[Outcome]], before: float, num_held_out: int, console: Console) -> None:
     num_steps = len(runs[THEIRS][0].rewards)
-    edges = np.linspace(0, num_steps, 5).astype(int).tolist()
-    spans = list(itertools.pairwise(edges))
+    spans = list(itertools.pairwise(np.linspace(0, num_steps, 5).astype(int).tolist()))
     shown = table(
         f"mean reward by steps, and held out on {num_held_out} problems (before: {before:.3f}); means over rounds",
         *("", *(f"{a + 1}–{b}" for a, b in spans), "all", "held out"),

@@ -24,7 +24,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from rich.console import Console
 import stretto
 from bench.common.measure import table, wide_console
 from stretto.base.config import read_recipe
-from stretto.base.errors import UserError
 from stretto.base.numbers import duration, si
 from stretto.base.paths import CHECKPOINT, RECIPES, checkpoint_folder, write_json, write_text
 from stretto.base.records import LINEAGE_FILE, read_lineage
@@ -58,26 +56,15 @@ MOST_RESULTS = 2
 MOST_AT_ONCE = 256
 """Largest batch of an evaluation: several evaluations and a training run at the same time."""
 STAGES = ("sft", "experts", "distill", "online")
-TINY = (
-    *("sft.recipe.train.steps=2", "sft.recipe.train.rows=2", "sft.recipe.train.micro_batches=1"),
-    *(
-        "sft.recipe.train.eval_rows=2",
-        "common.rollout.group=2",
-        "common.rollout.max_tokens=24",
-        "common.rollout.max_batch=8",
-    ),
-    *(
-        "common.rollout.cache_bytes=200000000",
-        "common.train.steps=2",
-        "common.train.prompts=2",
-        "common.train.micro_rows=2",
-    ),
-    *("common.train.eval_prompts=3",),
-    *(f"domains.{name}.expert.rollout.max_tokens=24" for name in ("math", "code", "tools")),
-    # keep groups of equal rewards: the answers of so few tokens are all wrong
-    *("common.loss.drop_uniform=false", "experts.at_once=3", "distill.distill.kl_floor=0", "distill.train.prompts=3"),
-    *("online.train.eval_prompts=4", "evaluate.problems=4", "evaluate.samples=1"),
-)
+TINY = """
+sft.recipe.train.steps=2 sft.recipe.train.rows=2 sft.recipe.train.micro_batches=1 sft.recipe.train.eval_rows=2
+common.rollout.group=2 common.rollout.max_tokens=24 common.rollout.max_batch=8 common.rollout.cache_bytes=200000000
+common.train.steps=2 common.train.prompts=2 common.train.micro_rows=2 common.train.eval_prompts=3 common.loss.drop_uniform=false
+domains.math.expert.rollout.max_tokens=24 domains.code.expert.rollout.max_tokens=24 domains.tools.expert.rollout.max_tokens=24
+experts.at_once=3 distill.distill.kl_floor=0 distill.train.prompts=3 online.train.eval_prompts=4
+evaluate.problems=4 evaluate.samples=1
+""".split()  # noqa: SIM905 - 22 short settings read better in lines
+"""Groups with equal rewards are kept, because the answers of so few tokens are all wrong."""
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -260,7 +247,7 @@ def run_stages(options: argparse.Namespace, recipe: PipelineRecipe, settings: Se
 
 def report(console: Console, out: Path, recipe: PipelineRecipe, found: Mapping[str, Evaluation]) -> bool:
     """Print scores, changes and cost of every stage. Returns whether all stages are done and any change is significant."""
-    rows, stored, moved = [], [], False
+    rows, moved = [], False
     stages = [("begin", None), ("sft", "begin"), *((f"experts-{name}", "sft") for name in recipe.domains)]
     stages += [("distill", "sft"), ("online", "distill")]
     names = [name for domain in recipe.domains.values() for name in domain.sources]
@@ -276,25 +263,13 @@ def report(console: Console, out: Path, recipe: PipelineRecipe, found: Mapping[s
         for name in names:
             cells.append("" if name not in domains else _cell(domains[name].score, changes.get(name)))
         moved = moved or any(change.low > 0 or change.high < 0 for change in changes.values())
-        receipt = _receipt(out, stage)
-        rows.append((stage, *cells, before or "", *receipt))
-        stored.append(
-            {
-                "stage": stage,
-                "before": before,
-                "scores": {name: asdict(result.score) for name, result in domains.items()},
-                "changes": {name: asdict(change) for name, change in changes.items()},
-                "cost": receipt,
-                "answers": {name: [result.num_tokens, result.finishes] for name, result in domains.items()},
-            }
-        )
+        rows.append((stage, *cells, before or "", *_receipt(out, stage)))
     title = "right answers, %, with 95 % confidence intervals; below: change against the starting stage"
     shown = table(title, "stage", *names, "started from", "tokens", "FLOPs", "time")
     for row in rows:
         shown.add_row(*row)
     console.print(shown)
-    write_json(out / "stages.json", stored)
-    return moved and len(stored) == len(stages)
+    return moved and len(rows) == len(stages)
 
 
 def _cell(score: Interval, change: Interval | None) -> str:
@@ -369,7 +344,4 @@ _FILES = (("math", "gsm8k", "math.jsonl"), ("code", "mbpp", "code.jsonl"), ("too
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(str(error))
+    main()

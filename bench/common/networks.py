@@ -85,12 +85,7 @@ def write_network(folder: Path, name: str, *, with_gguf: bool = False) -> Path:
     train_tokenizer(texts, config.vocab_size, CHATML).save(folder / "tokenizer")
     target = folder / name
     write_checkpoint(
-        target,
-        random_network(config),
-        config,
-        family=family,
-        presets=presets,
-        tokenizer_dir=folder / "tokenizer",
+        target, random_network(config), config, family=family, presets=presets, tokenizer_dir=folder / "tokenizer"
     )
     if with_gguf:
         write_gguf(target, gguf_path(target))

@@ -242,10 +242,11 @@ def imitate(
         plan = _imitation(recipe, taught, epochs)
         ranks = _ranks(device)
 
-        def stream() -> Iterator[Example]:
-            for epoch in itertools.count():
+        def stream(first: int) -> Iterator[Example]:
+            for number in itertools.count(first):
+                epoch, place = divmod(number, len(taught))
                 order = np.random.default_rng(key_of(recipe.train.seed, epoch)).permutation(len(taught))
-                yield from (taught[place] for place in order)
+                yield taught[order[place]]
 
         job = Job(folder / "run", Demonstrations(stream, plan.train, ranks), (), "", ranks)
         trained = finetune(plan, job, stored(begin), {})
