@@ -92,10 +92,13 @@ def listed_data(data: Data) -> list[str]:
 
 
 def run_folder(out: PathLike | None, recipe: object, stage: str) -> Path:
-    """``out``, or ``runs/`` and the name of the recipe's file, or of the stage where the recipe is no file."""
-    if out is not None:
-        return Path(out)
-    return Path("runs") / (Path(recipe).stem if isinstance(recipe, str | os.PathLike) else stage)
+    """``out``, or ``runs/`` and the name of the recipe's file, or of the stage where the recipe is no file.
+    Raises `UserError`: there is a file with that name."""
+    name = Path(recipe).stem if isinstance(recipe, str | os.PathLike) else stage
+    folder = Path("runs") / name if out is None else Path(out)
+    if folder.is_file():
+        raise UserError(f"{folder}: is a file, and the run needs a folder; choose another name with --out")
+    return folder
 
 
 def new_folder(model: ModelLike, stage: str) -> Path:

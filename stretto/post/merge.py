@@ -25,7 +25,7 @@ from typing import Final, Literal, NamedTuple, Self
 from zlib import crc32
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
 from stretto.base.config import Config, differences
@@ -68,6 +68,8 @@ _RULES: Final[Mapping[str, _Rule]] = {
 
 class MergeOptions(Config):
     """Options of `merge`."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     method: Method
     weights: tuple[float, ...] = ()

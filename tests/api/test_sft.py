@@ -262,6 +262,9 @@ def test_domains_get_their_shares(base: Path, data: Path, tmp_path: Path) -> Non
 
 
 def test_what_cannot_be_done_is_refused(base: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file: is a file, and the run needs a folder"):
+        sft("sft", base, data=data, out=tmp_path / "file")
     with pytest.raises(UserError, match=r"train.seq_len: 16 tokens hold all but \d+ of \d+ conversations"):
         run(base, data, tmp_path / "a", "train.seq_len=16")
     with pytest.raises(UserError, match=r"train.seq_len: 4096 exceeds the network's 512 positions"):

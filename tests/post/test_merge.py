@@ -175,6 +175,8 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     refused("two checkpoints, not 3", [a, b, base], None, out, MergeOptions(method="slerp"))
     refused("--weights: 1 weights for 2", [a, b], base, out, MergeOptions(method="ties", weights=(1.0,)))
     refused("config.json: no such file", [a, tmp_path / "nobody"], base, out, ties)
+    with pytest.raises(ValueError, match="finite"):
+        MergeOptions(method="average", weights=(1.0, float("nan")))
     with pytest.raises(ValueError, match="sum to 0"):
         MergeOptions(method="average", weights=(1.0, -1.0))
     orders = tuple(tuple(range(8)) for _ in range(2))
