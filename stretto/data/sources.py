@@ -180,12 +180,13 @@ def read_files(
     for file in map(Path, files):
         if not file.is_file():
             raise UserError(f"{file}: no such file; check the path")
-        kind, is_empty = kind_of(file), True
+        kind, is_empty, num_blank = kind_of(file), True, 0
         read = _READERS.get(kind, _read_text)
         try:
             for document in read(file, form):
                 if not document.text or document.text.isspace():
                     left_out.add(form.blank, file.name)
+                    num_blank += 1
                     continue
                 is_empty = False
                 yield from _pieces(document)
@@ -194,7 +195,8 @@ def read_files(
                 raise UserError(str(error)) from None
             left_out.add(error.kind, file.name, file.stat().st_size)
         if is_empty and not skips:
-            raise UserError(f"{file}: empty; remove it or fill it")
+            content = f"holds nothing but {form.blank} ({num_blank:,})" if num_blank else "empty"
+            raise UserError(f"{file}: {content}; remove it or fill it")
 
 
 class Rows(list[tuple[dict[str, Any], str]]):

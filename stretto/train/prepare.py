@@ -98,6 +98,11 @@ def prepare_data(
     if tokenizer is None:
         weights = [weighted[number][1] for number in raw]
         tokenizer = _own_tokenizer(run / "data" / TOKENIZER, [*raw.values()], weights, vocab_size)
+    elif (size := load_tokenizer(tokenizer).vocab_size) > vocab_size:
+        raise UserError(
+            f"{tokenizer}: has {size:,} tokens, more than the network's vocabulary of {vocab_size:,}; name another tokenizer, or raise "
+            "model.vocab_size in the recipe of a new network"
+        )
     val_hashes: set[int] = set()
     val = _prepare_val(run, tokenizer, text, [*raw.values()], val_hashes) if text.val is not None else None
     parts: list[Part] = []

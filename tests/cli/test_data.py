@@ -126,6 +126,14 @@ def test_a_tokenized_folder_lends_its_tokenizer_to_what_is_named_before_it(stret
     assert tokenizer == tmp_path / "done/tokenizer" and len(mixture.open()) == 2
 
 
+def test_a_tokenizer_larger_than_the_network_is_refused_before_text_is_tokenised(stretto: Run, tmp_path: Path) -> None:
+    text = write(tmp_path / "a.txt", 90)
+    assert stretto("tokenize", "--data", text, "--vocab-size", 300, "-o", tmp_path / "done").code == 0
+    with pytest.raises(UserError, match=r"tokenizer: has 300 tokens, more than the network's vocabulary of 299"):
+        prepare_data(tmp_path / "run", [str(text)], tmp_path / "done/tokenizer", 299)
+    assert not (tmp_path / "run").exists()
+
+
 def test_somebodys_data_json_is_no_token_data(stretto: Run, tmp_path: Path) -> None:
     write(tmp_path / "text/a.txt", 90)
     (tmp_path / "text/data.json").write_text("{}")

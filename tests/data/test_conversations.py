@@ -108,6 +108,12 @@ def test_without_an_answer_there_is_nothing_to_learn(tmp_path: Path, name: str) 
     assert "1 conversations without a turn to learn" in str(left_out)
 
 
+def test_a_file_without_any_answer_is_not_called_empty(tmp_path: Path) -> None:
+    (tmp_path / "c.jsonl").write_text(f"{json.dumps({'messages': [USER]})}\n" * 3)
+    with pytest.raises(UserError, match=r"c.jsonl: holds nothing but conversations without a turn to learn \(3\)"):
+        list(open_source(tmp_path / "c.jsonl", ConversationForm()).read("train"))
+
+
 @dataclass(frozen=True)
 class Marking:
     """A token a letter; capitals are learnt."""

@@ -132,7 +132,7 @@ def test_what_is_not_text_is_left_out_of_a_folder_and_refused_by_name(tmp_path: 
     for told in ("1 binary (b.py)", "1 not UTF-8, it looks like cp1252 (c.c)", "1 blank documents (d.py)"):
         assert told in str(left_out)
     assert len(source.left_out) == 0  # reading again counts anew
-    for name, message in (("b.py", "a NUL byte"), ("c.c", "not UTF-8"), ("d.py", "empty; remove it")):
+    for name, message in (("b.py", "a NUL byte"), ("c.c", "not UTF-8"), ("d.py", "nothing but blank documents")):
         with pytest.raises(UserError, match=rf"{name}: .*{message}"):
             list(open_source(tmp_path / name).read("train"))
 
