@@ -111,7 +111,8 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"tools": [FUNCTION, FUNCTION]}, "tools", "same name"),
         ({"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
-        ({"tools": [{"type": "function", "function": {"nome": "f"}}]}, "tools.0.function.name", "missing; add it"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name", "missing; add it"),
+        ({"tools": [{"type": "function", "function": {"nome": "f"}}]}, "tools.0.function.nome", "did you mean 'name'"),
         ({"store": True}, "store", "stores nothing"),
     ],
 )
