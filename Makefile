@@ -90,7 +90,9 @@ docs: $(DOCS_STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(BENCH_STAMP)
-	@set -e; for script in bench/[a-z]*.py; do name=$$(basename $$script .py); echo "== $$name"; $(BIN)/python -m bench.$$name; done
+	@for script in bench/[a-z]*.py; do name=$$(basename $$script .py); echo "== $$name"; $(BIN)/python -m bench.$$name; \
+		case $$? in 0) ;; 2) needs="$$needs $$name" ;; *) failed="$$failed $$name" ;; esac; done; \
+		echo "need arguments (see --help):$$needs"; echo "failed:$$failed"; test -z "$$failed"
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
