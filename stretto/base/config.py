@@ -311,19 +311,21 @@ def _nearest_member(errors: Sequence[ErrorDetails], kind: type[BaseModel]) -> li
         return [errors[0]]
     above = first.path[: first.union_at]
     members: dict[int | str | None, list[ErrorDetails]] = {}
+    depths: dict[int | str | None, int] = {}
     for error, place in zip(errors, places, strict=True):
         if place.union_at == first.union_at and place.path[: first.union_at] == above:
             members.setdefault(place.member, []).append(error)
+            depths[place.member] = max(depths.get(place.member, 0), len(place.path))
 
-    def nearness(of_member: list[ErrorDetails]) -> tuple[int, bool, bool, int]:
-        depth = max(len(_place(error["loc"], kind).path) for error in of_member)
-        fits = depth > len(above) or not _is_other_type(of_member[0])
-        return depth, fits, all(error["type"] != "extra_forbidden" for error in of_member), -len(of_member)
+    def fits(member: int | str | None) -> bool:
+        return depths[member] > len(above) or not _is_other_type(members[member][0])
 
-    best = max(members.values(), key=nearness)
-    if nearness(best)[:2] == (first.union_at, False):
-        return [of_member[0] for of_member in members.values()]
-    return [best[0]]
+    def nearness(member: int | str | None) -> tuple[int, bool, bool, int]:
+        knows_all = all(error["type"] != "extra_forbidden" for error in members[member])
+        return depths[member], fits(member), knows_all, -len(members[member])
+
+    best = max(members, key=nearness)
+    return [members[best][0]] if fits(best) else [of_member[0] for of_member in members.values()]
 
 
 def _is_other_type(error: ErrorDetails) -> bool:

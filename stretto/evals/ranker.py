@@ -213,9 +213,9 @@ class Reader:
         """Mean over a text's tokens of the states after two thirds of the layers [N, D], fp32, without a prompt and without layout. A text
         longer than `RATED_WINDOW` is read in parts; a text without words has zeros."""
         limit = min(RATED_WINDOW, self.model.config.max_positions) - 1
-        encoded = [
-            ids if text else [] for text in map(plain, texts) for ids in self.tokenizer.encode_batch([f" {text}"])
-        ]
+        stripped = [plain(text) for text in texts]
+        ids = self.tokenizer.encode_batch([f" {text}" for text in stripped])
+        encoded = [own if text else [] for text, own in zip(stripped, ids, strict=True)]
         owners = [(at, start) for at, ids in enumerate(encoded) for start in range(0, len(ids), limit)]
         rows = [[self.tokenizer.eos_id, *encoded[at][start : start + limit]] for at, start in owners]
         sum_ND = torch.zeros(len(texts), self.model.config.hidden_size)

@@ -65,10 +65,11 @@ def with_branch_rows(
 
     The bias of a new width is copied from the smallest old width that is large enough, that of a complement from the full width.
     """
-    rows = [config.branch(width) for width in wider.widths]
-    rows += [0] * (wider.num_branches - len(rows))
     if (config.widths, config.num_branches) == (wider.widths, wider.num_branches):
         rows = list(range(config.num_branches))  # also keeps the biases of complements
+    else:
+        rows = [config.branch(width) for width in wider.widths]
+        rows += [0] * (wider.num_branches - len(rows))
     for name, tensor in state.items():
         yield name, tensor[rows] if name.endswith(".bias_WE") else tensor
 

@@ -393,7 +393,7 @@ class _Reader:
         if verb.dep_ == "relcl" and any(child.dep_ == "dobj" and child.tag_ == "WDT" for child in verb.children):
             objects = self._owners(verb.head, verb.i)  # "a horse that a boy leads"
         if any(child.dep_ in ("nsubjpass", "auxpass") for child in verb.children):
-            objects = []  # "a man is handed a cake" by somebody else
+            objects = []  # passive: in "a man is handed a cake", the man hands nothing over
         particle = next((child for child in verb.children if child.dep_ == "prt"), None)
         if particle is not None and objects and verb.lemma_ in _MOVES:  # "which ran up a tree"
             if kind := _kind(self.doc[particle.i : particle.i + 1]):
