@@ -24,7 +24,7 @@ from stretto.flow.run import Result, has_begun, run_rl, start_of
 from stretto.learning.algorithms import load_algorithm
 from stretto.learning.recipe import START, DistillConfig, RlRecipe, TeacherConfig
 from stretto.learning.teachers import check_teachers
-from stretto.model.parallel import join
+from stretto.model.parallel import join, stored
 from stretto.post.distill import STAGE as DISTILL
 from stretto.post.distill import gaps, parent_settings, teacher_settings
 from stretto.post.panel import EVALUATES, REWARDS
@@ -228,6 +228,8 @@ def _run(
         raise UserError(f"{folder}: --resume: there is no such run; start it without --resume")
     has_begun(folder, resume)
     start = checkpoint_folder(model) if model is not None else (start_of(folder) if resume else None)
+    if start is not None:
+        stored(start)  # raises an error before anything is written
     if start is None or (recipe.start is not None and recipe.start.model is None):
         start = made_start(recipe, folder, start, device)
     job = Job(recipe, folder, start, resume, _devices(device), wandb_project, stage)

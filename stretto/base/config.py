@@ -29,6 +29,10 @@ _MAX_NAME_CHARS = 80
 """Longer names from the data are cut in error messages."""
 _MAX_SHOWN = 40
 """Longest invalid value, in characters of its Python form, that a message repeats."""
+_MOST = 10**9
+"""Largest count in a recipe. More steps, rows or tokens are a slip, which would otherwise show only after hours."""
+_NO_COUNTS = ("seed", "_bytes")
+"""Ends of the keys of whole numbers that may be larger."""
 _INPUT = "Input should be"
 """Start of pydantic's messages about a value; ours say "must be"."""
 _RECIPE_MODULES = ("stretto.train.recipe", "stretto.learning.recipe", "stretto.post.pipeline")
@@ -82,9 +86,14 @@ def read_recipe(
         if not all(map(math.isfinite, numbers)):
             raise UserError(f"{source}: {key}: {value} is not a finite number; correct it")
     try:
-        return validate(kind, tree, source=source)
+        read = validate(kind, tree, source=source)
     except UserError as error:
         raise UserError(_other_command(before_overrides, kind, source) or str(error)) from None
+    for key, value in _flat(read.model_dump(mode="json")).items():
+        counts = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int)]
+        if not key.endswith(_NO_COUNTS) and any(count > _MOST for count in counts):
+            raise UserError(f"{source}: {key}: must be at most {_MOST:,}, is {value}; correct it")
+    return read
 
 
 def _other_command(tree: Mapping[str, Any], kind: type[Config], source: str) -> str:
@@ -132,6 +141,10 @@ def find_recipe(name: Path | str) -> Path:
     path = Path(name)
     if path.exists():
         return path
+    if path.is_symlink():
+        raise UserError(
+            f"{path}: a symbolic link to {path.readlink()}, which does not exist or leads back to the link; name a file"
+        )
     shipped = RECIPES / path.with_suffix(".toml").name
     if path.parent.as_posix() in (".", RECIPES.name) and path.suffix in ("", ".toml") and shipped.is_file():
         return shipped
@@ -250,6 +263,8 @@ def first_problem(error: ValidationError, kind: type[BaseModel], noun: str = "fi
     place = _place(found["loc"], kind)
     if found["type"] != "extra_forbidden":
         message = "missing; add it" if found["type"] == "missing" else found["msg"].removeprefix("Value error, ")
+        if found["type"] == "int_parsing_size":
+            message = f"must be a smaller number{_shown(found['input'])}"
         if message.startswith(_INPUT):
             texts = (each["msg"].removeprefix(f"{_INPUT} ").partition(", unable to parse")[0] for each in nearest_ones)
             message = f"must be {', or '.join(dict.fromkeys(texts))}{_shown(found['input'])}"

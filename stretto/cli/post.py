@@ -205,10 +205,14 @@ def online(
     """
     from stretto.base.config import read_recipe
     from stretto.learning.recipe import RlRecipe
+    from stretto.model.headers import check_files
 
-    parsed = read_recipe(recipe, RlRecipe, settings)
-    folder = out or Path("runs") / recipe.stem
-    stretto.online(parsed, model, folder, self_teacher=self_teacher, resume=resume, device=device, wandb=wandb)
+    read_recipe(recipe, RlRecipe, settings)  # before torch is imported, which takes seconds
+    if model is not None:
+        check_files(model)
+    stretto.online(
+        recipe, model, out, self_teacher=self_teacher, settings=settings, resume=resume, device=device, wandb=wandb
+    )
 
 
 def distill(
@@ -238,7 +242,12 @@ def distill(
     Reads a recipe, the student and teachers; writes a run folder as stretto rl does.
     """
     options = locals()
-    options["out"] = out or Path("runs") / recipe.stem
+    from stretto.model.headers import check_files
+    from stretto.post.distill import teacher_settings
+
+    teacher_settings(teacher)  # before torch is imported, which takes seconds
+    if model is not None:
+        check_files(model)
     stretto.distill(teachers=options.pop("teacher"), **options)
 
 

@@ -33,9 +33,13 @@ def rl(
     """
     from stretto.base.config import overriding, read_recipe
     from stretto.learning.recipe import RlRecipe
+    from stretto.model.headers import check_files
 
-    parsed = read_recipe(recipe, RlRecipe, overriding(settings, {"runtime.kind": runtime, "runtime.address": address}))
-    stretto.rl(parsed, model, out or Path("runs") / recipe.stem, resume=resume, device=device, wandb=wandb)
+    settings = overriding(settings, {"runtime.kind": runtime, "runtime.address": address})
+    read_recipe(recipe, RlRecipe, settings)  # before torch is imported, which takes seconds
+    if model is not None:
+        check_files(model)
+    stretto.rl(recipe, model, out, settings=settings, resume=resume, device=device, wandb=wandb)
 
 
 def top(

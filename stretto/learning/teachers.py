@@ -34,6 +34,7 @@ from stretto.learning.distillation import Lesson
 from stretto.learning.passes import Pass, place
 from stretto.learning.recipe import DistillConfig, RlRecipe, TeacherConfig
 from stretto.model.checkpoint import describe, known_hash
+from stretto.model.headers import check_files
 from stretto.model.parallel import Ranks, read_placed
 from stretto.model.spec import count, executed, parse_subnet
 from stretto.ops.logprob import Teacher, chosen_logprobs
@@ -91,9 +92,10 @@ def check_teachers(recipe: RlRecipe, start: Path) -> None:
         where = f"distill.teachers.{name}"
         try:
             folder = checkpoint_folder(config.checkpoint)
+            teacher = describe(folder)
+            check_files(folder)
         except UserError as error:
             raise UserError(f"{where}.checkpoint: {error}") from None
-        teacher = describe(folder)
         subnet = parse_subnet(config.subnet, teacher.config, teacher.presets, f"{where}.subnet")
         if _translation(recipe, name, start, folder) is None and teacher.config.vocab_size != own.vocab_size:
             problem = f"a vocabulary of {teacher.config.vocab_size}, the student's is {own.vocab_size}"

@@ -12,7 +12,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import cycle
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from pydantic import Field
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -45,18 +45,16 @@ from stretto.model.families import (
 )
 from stretto.model.families.quantisation import quantisation
 from stretto.model.gguf_read import GgufFile, gguf_file
-from stretto.model.quantised import AGAIN, Dequantised, TensorSource, damaged, require_shape
+from stretto.model.headers import ELASTIC_FILE, INDEX_FILE, WEIGHTS_FILE, WeightFiles, damaged
+from stretto.model.quantised import Dequantised, TensorSource, require_shape
 from stretto.model.spec import ModelConfig, SubnetChoice
 from stretto.model.transformer import MoeLayer, Transformer, skeleton
 from stretto.text.tokenizer import TURN_END, load_tokenizer
 
 SCHEMA = 1
 """Version of stretto.json; incremented when a reader of the old form would misread the new one."""
-WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 GENERATION_FILE = "generation_config.json"
 STRETTO_FILE = "stretto.json"
-ELASTIC_FILE = "elastic.tensors"
-"""A safetensors file with another suffix, because vLLM loads every ``*.safetensors`` of a folder as weights of the model."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -81,8 +79,6 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 _SHARD_BYTES = 5 * 10**9
 """Largest size of a file of weights; also transformers' default."""
-_MAX_FILE_NAME = 255
-"""Longest file name on common systems, in characters."""
 _COPY_BYTES = 1 << 24
 """Chunk size for copying a file."""
 
@@ -516,61 +512,10 @@ def open_tensors(folder: Path) -> Iterator[TensorSource]:
         yield files if how is None else Dequantised(files, how)
 
 
-class TensorFiles(ExitStack):
+class TensorFiles(WeightFiles):
     """Reader of tensors by name, from ``file`` of ``folder`` or the shards of an index. A context manager that closes the files."""
 
-    def __init__(self, folder: Path, file: str = WEIGHTS_FILE) -> None:
-        """Open all files and read their headers. Raises `UserError`: a file is missing or damaged, or the index does not match its
-        shards.
-        """
-        super().__init__()
-        self._folder = folder
-        self._files: dict[Path, Any] = {}
-        self._path_of: dict[str, Path] = {}
-        index = folder / INDEX_FILE
-        try:
-            if not (folder / file).is_file() and file == WEIGHTS_FILE and index.is_file():
-                self._open_shards(folder, index)
-            else:
-                self._path_of = dict.fromkeys(self._open(folder / file), folder / file)
-        except BaseException:
-            self.close()
-            raise
-
-    def _open_shards(self, folder: Path, index: Path) -> None:
-        tree = read_json(index)
-        weight_map = tree.get("weight_map") if isinstance(tree, dict) else None
-        if not isinstance(weight_map, dict):
-            raise damaged(index, "weight_map", "missing")
-        for name, shard in weight_map.items():
-            if not isinstance(shard, str) or Path(shard).name != shard or len(shard) > _MAX_FILE_NAME:
-                raise damaged(index, f"weight_map.{name}", f"{shard!r} is not a file of this folder")
-        names = {shard: self._open(folder / shard) for shard in sorted(set(weight_map.values()))}
-        for name, shard in weight_map.items():
-            if name not in names[shard]:
-                raise damaged(folder / shard, name, "missing, and the index names this file for it")
-            self._path_of[name] = folder / shard
-
-    def _open(self, path: Path) -> frozenset[str]:
-        if not path.is_file():
-            remedy = "only checkpoints in safetensors can be read" if path.name == WEIGHTS_FILE else AGAIN
-            raise UserError(f"{path}: no such file; {remedy}")
-        try:
-            # pread: pages of a memory-mapped file would stay in memory until it is closed
-            file = self.enter_context(safe_open(path, framework="pt", backend="pread"))
-        except (SafetensorError, OSError) as error:
-            problem = f"not readable as safetensors: {error}; the file is truncated or damaged"
-            raise UserError(f"{path}: {problem}, {AGAIN}") from None
-        self._files[path] = file
-        return frozenset(file.keys())
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self._path_of)
-
-    def path(self, name: str) -> Path:
-        """The file that holds ``name``."""
-        return self._path_of[name]
+    framework = "pt"
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of ``name`` on disk. Raises `UserError`: it is missing, or its dtype is not fp32, bf16 or fp16."""
@@ -581,11 +526,6 @@ class TensorFiles(ExitStack):
             remedy = f"convert the checkpoint to one of {', '.join(_DTYPES)}"
             raise UserError(f"{self.path(name)}: {name}: dtype {stored} is not supported; {remedy}")
         return _DTYPES[stored]
-
-    @property
-    def files(self) -> dict[Path, frozenset[str]]:
-        """Names of the tensors in each file, also of those that are not in the index."""
-        return {path: frozenset(file.keys()) for path, file in self._files.items()}
 
     def stored_as(self, name: str) -> tuple[torch.dtype | None, tuple[int, ...]]:
         """Dtype and shape of ``name`` in its file; the dtype is None if it is not supported."""
@@ -599,9 +539,6 @@ class TensorFiles(ExitStack):
         """``part`` of the tensor ``name`` on the CPU, of any dtype and shape."""
         tensor: Tensor = self._slice(name)[part] if part else self._files[self._path_of[name]].get_tensor(name)
         return tensor
-
-    def _slice(self, name: str) -> Any:
-        return self._files[self._path_of[name]].get_slice(name)
 
     def read(self, name: str, shape: tuple[int, ...], part: tuple[int | slice, ...] = ()) -> Tensor:
         """``part`` of the tensor ``name`` of shape ``shape``, on the CPU. Raises `UserError` as `check` does."""

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from stretto.base.errors import UserError
 from stretto.model.families.quantisation import Quantisation
+from stretto.model.headers import damaged
 
 _FP8 = torch.float8_e4m3fn
 _NAN_BITS = 0x7F0
@@ -24,14 +24,6 @@ _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E8M0_BIAS = 127
 _IGNORED = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".output_scale")
 """Scales of activations, which do not apply to stored weights."""
-
-
-AGAIN = "copy or fetch the checkpoint again"
-
-
-def damaged(path: Path, name: str, problem: str) -> UserError:
-    """The error for the tensor (or field) ``name`` of a file that is damaged or belongs to another checkpoint."""
-    return UserError(f"{path}: {name}: {problem}; {AGAIN}")
 
 
 def require_shape(path: Path, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:

@@ -14,12 +14,14 @@ from stretto.base.errors import UserError
 from stretto.base.paths import sized
 from stretto.base.track import read_metrics
 from stretto.learning.recipe import DistillConfig
+from stretto.model.headers import check_files
 
 STAGE = "distill"
 
 
 def teacher_settings(teachers: Sequence[str]) -> list[str]:
-    """``--set`` overrides of teachers given as NAME=DIR, NAME=DIR:SUBNET or NAME=URL. Raises UserError: one is neither."""
+    """``--set`` overrides of teachers given as NAME=DIR, NAME=DIR:SUBNET or NAME=URL.
+    Raises UserError: one is neither, or its checkpoint is missing or damaged."""
     settings = []
     for each in teachers:
         name, equals, place = each.partition("=")
@@ -29,6 +31,10 @@ def teacher_settings(teachers: Sequence[str]) -> list[str]:
             fields = {"url": place}
         else:
             folder, subnet = sized(place)
+            try:
+                check_files(folder)
+            except UserError as error:
+                raise UserError(f"--teacher {each}: {error}") from None
             fields = {"checkpoint": str(folder)} | ({"subnet": subnet} if subnet else {})
         settings += [f"distill.teachers.{name}.{key}={json.dumps(value)}" for key, value in fields.items()]
     return settings

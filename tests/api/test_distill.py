@@ -71,8 +71,14 @@ def test_what_is_refused(stretto: Run, plain: Path, served_run: Path, tmp_path: 
         *model,
         "--teacher",
         f"flip={tmp_path / 'none'}",
-        ("distill.teachers.flip.checkpoint", "config.json: no such file"),
+        (f"--teacher flip={tmp_path / 'none'}: ", "config.json: no such file"),
     )
+    weights = tmp_path / "broken" / "model.safetensors"
+    shutil.copytree(served_run / "checkpoint", weights.parent)
+    weights.write_bytes(weights.read_bytes()[:-100])
+    distill(*model, "--teacher", f"flop={weights.parent}", (f"--teacher flop={weights.parent}: {weights}", "truncated"))
+    settings = ("--set", f"distill.teachers.flip.checkpoint={weights.parent}")
+    distill(*model, *settings, (f"distill.teachers.flip.checkpoint: {weights}", "truncated"))
     distill(
         *model,
         "--teacher",

@@ -160,6 +160,34 @@ def test_numbers_of_a_recipe_are_finite(value: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "kind", "setting", "message"),
+    [
+        ("rl_gym", RlRecipe, "train.steps=1_000_000_000_000", r"train\.steps: must be at most 1,000,000,000, is 1000"),
+        ("small", PretrainRecipe, "train.rows=2e9", r"train\.rows: must be at most 1,000,000,000, is 2000000000"),
+        ("heal", HealRecipe, "train.steps=1e24", r"train\.steps: must be a smaller number, is 1e\+24"),
+    ],
+)
+def test_counts_of_a_recipe_are_bounded(name: str, kind: type[Config], setting: str, message: str) -> None:
+    with pytest.raises(UserError, match=rf"{name}\.toml: {message}"):
+        read_recipe(name, kind, [setting])
+
+
+def test_seeds_and_bytes_are_no_counts() -> None:
+    read = read_recipe("rl_gym", RlRecipe, ["train.seed=123456789012", "rollout.cache_bytes=20_000_000_000"])
+    assert read.train.seed == 123456789012
+
+
+@pytest.mark.parametrize("target", ["loop.toml", "gone.toml"])
+def test_a_link_that_leads_nowhere_is_said_to_be_one(tmp_path: Path, target: str) -> None:
+    link = tmp_path / "loop.toml"
+    link.symlink_to(target)
+    with pytest.raises(
+        UserError, match=rf"loop\.toml: a symbolic link to {target}, which does not exist or leads back"
+    ):
+        read_recipe(link, RlRecipe)
+
+
+@pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
         (

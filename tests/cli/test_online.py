@@ -69,7 +69,7 @@ def test_what_is_no_recipe_of_this_stage(stretto: Run, tiny: Path, tmp_path: Pat
     tokenizer().save(start)
     out = ("--out", tmp_path / "run", "--device", "cpu")
     online = RECIPES / "online.toml"
-    refused(stretto("online", tiny, *out), "none has a judge, and there is no [rewards]", "stretto rl")
+    refused(stretto("online", tiny, *out), "tiny.toml: sources: none has a judge, and there is no [rewards]")
     refused(stretto("online", online, *out), "--model: missing")
     refused(stretto("online", online, *out, "--self-teacher", "--set", "train.steps=1"), "--model: missing")
     only = (

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from stretto.flow.ledger import read_events
 from stretto.learning.recipe import JOURNAL_FILE
@@ -66,14 +69,40 @@ def test_starts_that_are_none(stretto: Run, tiny: Path, finished: Path, tmp_path
     shutil.copytree(finished / "sft", broken)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    refused(start(broken), "broken/model.safetensors")
-    assert not list(run.glob("groups*"))
+    refused(start(broken), "broken/model.safetensors", "truncated")
+    names = load_file(finished / "sft" / "model.safetensors")
+    save_file({name: tensor for name, tensor in names.items() if "norm" not in name}, weights, {"format": "pt"})
+    refused(start(broken), "norm.weight: missing from the weights")
+    assert not run.exists()
 
     without = tmp_path / "without.toml"
     without.write_text(TINY[: TINY.index("[start]")] + TINY[TINY.index("[rollout]") :])
     refused(stretto("rl", without, "--out", run), "--model", "[start]")
     refused(stretto("rl", tiny, "--out", tmp_path / "nothing", "--resume"), "nothing", "no such run")
     assert not (tmp_path / "nothing").exists()
+
+
+TRIED = """
+import sys
+from stretto.cli.main import main
+
+try:
+    main()
+except SystemExit as stop:
+    sys.exit(1 if "torch" in sys.modules else stop.code)
+"""
+
+
+@pytest.mark.parametrize("command", ["rl", "online", "distill"])
+def test_a_damaged_start_is_refused_before_torch_is_imported(tiny: Path, tmp_path: Path, command: str) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(bytes(100))
+    arguments = [command, str(tiny), "--model", str(model), "-o", str(tmp_path / "run")]
+    done = subprocess.run([sys.executable, "-c", TRIED, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "model.safetensors: not readable as safetensors" in done.stderr and not (tmp_path / "run").exists()
 
 
 def own(tmp_path: Path, fault: str) -> tuple[str, ...]:
