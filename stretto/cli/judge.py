@@ -9,7 +9,7 @@ import typer
 from typer import Argument, Option
 
 from stretto.base.errors import UserError
-from stretto.cli.options import Device
+from stretto.cli.options import Command, Device
 
 judge = typer.Typer(
     help="Local judge of text, trained on damaged passages or on readers' ratings: train, calibrate, serve.",
@@ -25,7 +25,7 @@ Passages = Annotated[int, Option(min=1, help="Number of passages from the books.
 Seed = Annotated[int, Option(help="Random seed.")]
 
 
-@judge.command()
+@judge.command(cls=Command)
 def train(
     model: Annotated[Path, Argument(help="Run or checkpoint whose hidden states are used.", show_default=False)],
     out: Annotated[Path, Option("-o", "--out", help="Folder to write.")],
@@ -60,7 +60,7 @@ def train(
         train_command(model, data, out, kind, passages, seed, device)
 
 
-@judge.command()
+@judge.command(cls=Command)
 def calibrate(
     judge: Annotated[str, Argument(help="Judge folder, or URL of an API: http://…/v1.", show_default=False)],
     data: Books,
@@ -75,7 +75,7 @@ def calibrate(
     calibrate_command(judge, data, passages, name, seed, device)
 
 
-@judge.command()
+@judge.command(cls=Command)
 def serve(
     judge: Annotated[Path, Argument(help="Judge folder.", show_default=False)],
     host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",

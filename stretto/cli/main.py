@@ -13,6 +13,7 @@ import typer.core
 
 from stretto.base.errors import UserError, of_system
 from stretto.cli.judge import judge
+from stretto.cli.options import Command
 from stretto.cli.pictures import enhance, paint, studio
 from stretto.cli.post import compare, distill, evaluate, merge, online, run, sft
 from stretto.cli.rl import rl, top
@@ -75,7 +76,7 @@ app = typer.Typer(
 )
 for functions in SECTIONS.values():
     for function in functions:
-        app.command(_name(function))(function)
+        app.command(_name(function), cls=Command)(function)
 app.add_typer(judge, name="judge")
 
 
@@ -93,15 +94,9 @@ def wait_briefly(environment: MutableMapping[str, str]) -> None:
         environment.update(GOMP_SPINCOUNT="1000", KMP_BLOCKTIME="1")  # GNU: rounds; LLVM and Intel: milliseconds
 
 
-_TAKE_TEXT = ("generate", "agent", "chat", "enhance", "paint", "judge")
-"""Commands that take texts, which may be empty or have a refusal of their own."""
-
-
 def main() -> None:
     """Entry point: bad input becomes one line and exit code 2, a run that diverged 3, Ctrl-C 130."""
     wait_briefly(os.environ)  # OpenMP reads the environment when torch is imported
-    if (message := empty_argument(sys.argv[1:])) is not None:
-        _fail(message, 2)
     try:
         code = app(prog_name="stretto", standalone_mode=False)  # newer versions of typer return the exit code
     except UserError as error:
@@ -124,23 +119,6 @@ def main() -> None:
     if code == 130:
         _fail("interrupted; a training run continues with --resume", 130)
     sys.exit(code or 0)
-
-
-def empty_argument(arguments: Sequence[str]) -> str | None:
-    """The message about the first empty one of ``arguments``, which as a path would name the current folder; None if there is none, or
-    if the command takes text."""
-    command = arguments[0] if arguments else ""
-    if command in _TAKE_TEXT:
-        return None
-    before = ""
-    for argument in arguments:
-        if argument.startswith("--") and argument.endswith("="):
-            return f"{argument[:-1]}: is empty; give a value, or leave it out"
-        if not argument:
-            place = before if before.startswith("-") else f"stretto {command}: an argument"
-            return f"{place}: is empty; give a value, or leave it out"
-        before = argument
-    return None
 
 
 def usage_problem(error: Any, arguments: Sequence[str]) -> str | None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Option
+from typer.core import TyperCommand
+
+from stretto.base.errors import UserError
 
 Recipe = Annotated[Path, Argument(help="Recipe: a TOML file, or the name of a shipped recipe.", show_default=False)]
 Source = Annotated[Path, Argument(help="Run or checkpoint folder.", show_default=False)]
@@ -36,6 +39,22 @@ ValFraction = Annotated[
     float | None, Option(help="Share of the data to hold out, 0 to 0.5. Default: 0.01, up to 0.1 of little text.")
 ]
 TextField = Annotated[str, Option(help="Field that holds the text in JSONL, CSV, Parquet and datasets.")]
+
+_TEXTS = ("prompt", "question", "system", "negative")
+"""Parameters that take text, which may be empty or has a refusal of its own."""
+
+
+class Command(TyperCommand):
+    """A command that refuses an empty value of any parameter but `_TEXTS`: as a path, it would name the current folder."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # type of click, which typer vendors
+        given, _, _ = self.make_parser(ctx).parse_args(list(args))
+        for parameter in self.params:
+            value = given.get(parameter.name)
+            if parameter.name not in _TEXTS and "" in (value if isinstance(value, list | tuple) else [value]):
+                command = " ".join(ctx.command_path.split()[1:])
+                raise UserError(f"{command}: {parameter.opts[-1]}: is empty; give a value, or leave it out")
+        return super().parse_args(ctx, args)
 
 
 def say(text: str) -> None:
