@@ -28,7 +28,6 @@ from stretto.base.paths import CHECKPOINT, checkpoint_folder, require_new
 from stretto.base.track import say
 from stretto.harness.suites import serving
 from stretto.learning.recipe import RlRecipe
-from stretto.model.checkpoint import read_family, read_presets
 from stretto.model.lora import read_adapter_config
 from stretto.model.parallel import join, stored
 from stretto.post.merge import MergeOptions
@@ -100,13 +99,15 @@ def sft(
     parsed = read_recipe(recipe, SftRecipe, overriding(settings, {"lora.rank": lora, "train.steps": steps}))
     text, ranks = TextOptions(val, val_fraction, is_chat=True), join(device, parsed.train.ep)
     origin, adapters = checkpoint_folder(place(model)).resolve(), None if adapter is None else Path(adapter)
-    config, sizes = stored(origin).config, read_presets(origin)  # refuses a damaged checkpoint before text is tokenised
+    network = stored(origin)  # refuses a damaged checkpoint before text is tokenised
+    config, sizes = network.config, network.presets
     if adapters is not None:
         if parsed.lora is not None:
             raise UserError(
                 f"--adapter: {adapters} has a rank of its own; leave lora out of the recipe, and --lora out"
             )
-        parsed = parsed.replace(lora=read_adapter_config(adapters, config, read_family(origin)))
+        assert network.family is not None, "a checkpoint has one"
+        parsed = parsed.replace(lora=read_adapter_config(adapters, config, network.family))
     if keep_adapter and parsed.lora is None:
         raise UserError("--keep-adapter: no adapters are trained; add --lora 16")
     complete = parsed.for_network(config, sizes)
@@ -132,7 +133,7 @@ def sft(
         adapter_out = folder / ADAPTER if keep_adapter else None
         trained = sft_conversations(complete, job, origin, adapters=info.adapters, keep=adapter_out)
         presets = complete.elastic.anchors if complete.elastic is not None else sizes
-        write_result(folder / CHECKPOINT, folder.name, info, trained, ranks, presets, stem_of(origin))
+        write_result(folder / CHECKPOINT, folder.name, info, trained, ranks, presets, stem_of(origin, network))
     return load(folder, device=device)
 
 

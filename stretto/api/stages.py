@@ -51,7 +51,6 @@ from stretto.base.errors import UserError, user_errors
 from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, require_apart, require_new, write_json
 from stretto.base.records import Meter
 from stretto.evals.loss import evaluate as loss_of
-from stretto.model.checkpoint import read_presets
 from stretto.model.elastic import extract as cut_out
 from stretto.model.families import default_family
 from stretto.model.parallel import device_name, in_memory, join, stored
@@ -169,8 +168,8 @@ def pretrain(
     with ExitStack() as held:
         info = ranks.first(lambda: claim_run(folder, resume, held, begin))
         parent = info.parent
-        stem = stem_of(parent) if parent is not None else None
         begun = stored(parent) if parent is not None else None
+        stem = stem_of(parent, begun) if parent is not None and begun is not None else None
         trained = loop.pretrain(parsed, new_job(folder, info, ranks, resume, wandb), begun)
         write_result(folder / CHECKPOINT, folder.name, info, trained, ranks, parsed.elastic.anchors, stem)
     return load(folder, device=device)
@@ -267,9 +266,10 @@ def elasticize(
 
     def begin() -> RunInfo:
         origin = kept_checkpoint(folder) if in_place else checkpoint_folder(place(source)).resolve()
-        config = stored(origin).config  # refuses a damaged checkpoint before text is tokenised
+        network = stored(origin)  # refuses a damaged checkpoint before text is tokenised
+        config = network.config
         teacher_folder = None if teacher is None else check_teacher(config.vocab_size, place(teacher))
-        complete = parsed.for_network(config, read_presets(origin))
+        complete = parsed.for_network(config, network.presets)
         if resume:
             begun = begun_run(folder, complete, named, text=text)
             begun = same_folder(folder, begun, "--teacher", teacher_folder, "teacher")
@@ -287,10 +287,11 @@ def elasticize(
         assert isinstance(info.recipe, ElasticizeRecipe)
         origin = info.parent or kept_checkpoint(folder)
         taught_by = stored(info.teacher) if info.teacher is not None else None
-        trained = loop.elasticize(info.recipe, new_job(folder, info, ranks, resume), stored(origin), taught_by)
+        network = stored(origin)
+        trained = loop.elasticize(info.recipe, new_job(folder, info, ranks, resume), network, taught_by)
         result = folder / ("elasticized" if in_place else CHECKPOINT)
         anchors = info.recipe.elastic.anchors
-        write_result(result, folder.name, info, trained, ranks, anchors, stem_of(origin), origin)
+        write_result(result, folder.name, info, trained, ranks, anchors, stem_of(origin, network), origin)
         if in_place:
             ranks.first(lambda: put_in_place(folder, result))
     return load(folder, device=device)
@@ -515,7 +516,8 @@ def heal(
 
     def begin() -> RunInfo:
         if not resume:
-            return new_heal(parsed, run, folder, named, find_teacher(parsed, folder, teacher_place), text)
+            taught_by = find_teacher(parsed, folder, student.config.vocab_size, teacher_place)
+            return new_heal(parsed, run, folder, student.config, named, taught_by, text)
         begun = same_folder(run, begun_run(run, parsed, named, text=text), "source", folder, "parent")
         return same_folder(run, begun, "--teacher", teacher_folder if parsed.ce_weight < 1.0 else None, "teacher")
 
@@ -523,5 +525,5 @@ def heal(
         info = ranks.first(lambda: claim_run(run, resume, held, begin))
         taught_by = stored(info.teacher) if info.teacher is not None else None
         trained = loop.heal(parsed, new_job(run, info, ranks, resume), student, taught_by)
-        write_result(out_folder, out_folder.name, info, trained, ranks, read_presets(folder), stem_of(folder))
+        write_result(out_folder, out_folder.name, info, trained, ranks, student.presets, stem_of(folder, student))
     return load(out_folder, device=device)

@@ -19,10 +19,9 @@ from stretto.base.track import Tracker, say
 from stretto.data.loader import Batch, Loader, eval_batches
 from stretto.data.pack import IGNORED
 from stretto.evals.loss import EvalBatch
-from stretto.model.checkpoint import read_config, read_family
 from stretto.model.families import Family
-from stretto.model.parallel import Ranks, stored
-from stretto.model.spec import SubnetChoice
+from stretto.model.parallel import Origin, Ranks, stored
+from stretto.model.spec import ModelConfig, SubnetChoice
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.loop import Job, Trained, write_trained
 from stretto.train.prepare import AS_IT_IS, TextOptions, check_enough, prepare_data, sources_named
@@ -214,15 +213,16 @@ def new_info(
 class Stem:
     """Properties that a trained checkpoint inherits from the checkpoint it started from."""
 
-    family: Family
-    """Architecture on disk."""
+    family: Family | None
+    """Architecture on disk; None: the default one."""
     parents: tuple[Lineage, ...]
     """Lineage of the starting checkpoint; empty for a foreign one."""
 
 
-def stem_of(folder: Path) -> Stem:
+def stem_of(folder: Path, origin: Origin) -> Stem:
+    """``origin``: the network of the checkpoint ``folder``."""
     lineage = (read_lineage(folder),) if (folder / LINEAGE_FILE).is_file() else ()
-    return Stem(read_family(folder), lineage)
+    return Stem(origin.family, lineage)
 
 
 def own_tokenizer(folder: Path) -> Path:
@@ -257,19 +257,24 @@ def put_in_place(run: Path, trained: Path) -> None:
 
 
 def new_heal(
-    recipe: HealRecipe, run: Path, student: Path, data: Sequence[str], teacher: Path | None, text: TextOptions
+    recipe: HealRecipe,
+    run: Path,
+    student: Path,
+    config: ModelConfig,
+    data: Sequence[str],
+    teacher: Path | None,
+    text: TextOptions,
 ) -> RunInfo:
-    """The record of a new run that heals the checkpoint folder ``student``."""
-    config = read_config(student)
+    """The record of a new run that heals the checkpoint folder ``student``, a network of ``config``."""
     if recipe.train.seq_len > config.max_positions:
         raise UserError(f"train.seq_len: {recipe.train.seq_len} exceeds the network's {config.max_positions} positions")
     parent, tokenizer = student.resolve(), own_tokenizer(student)
     return new_info("heal", recipe, run, data, tokenizer, config.vocab_size, text, parent=parent, teacher=teacher)
 
 
-def find_teacher(recipe: HealRecipe, student: Path, teacher: Path | None) -> Path | None:
+def find_teacher(recipe: HealRecipe, student: Path, vocab_size: int, teacher: Path | None) -> Path | None:
     """The checkpoint folder of ``teacher``, by default of the network that the checkpoint ``student`` was cut from. None if the recipe uses
-    no teacher."""
+    no teacher. ``vocab_size``: the student's."""
     if recipe.ce_weight >= 1.0:
         return None
     if teacher is None:
@@ -281,7 +286,7 @@ def find_teacher(recipe: HealRecipe, student: Path, teacher: Path | None) -> Pat
                 "name it, or set ce_weight=1 to heal on the data alone"
             )
         teacher = Path(source)
-    return check_teacher(read_config(student).vocab_size, teacher)
+    return check_teacher(vocab_size, teacher)
 
 
 def check_teacher(vocab_size: int, teacher: Path) -> Path:

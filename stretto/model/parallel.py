@@ -13,8 +13,8 @@ import atexit
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,8 @@ from stretto.base.errors import UserError
 from stretto.base.records import LINEAGE_FILE, read_lineage
 from stretto.model.checkpoint import Checkpoint
 from stretto.model.elastic import with_branch_rows
-from stretto.model.spec import ModelConfig
+from stretto.model.families import Family
+from stretto.model.spec import ModelConfig, SubnetChoice
 from stretto.model.streamed import StreamedState
 from stretto.model.transformer import MoeLayer, Transformer, initial_state, load_state, skeleton
 from stretto.ops.grouped import ExpertBiases, Experts, group_multiple, group_slots, grouped_swiglu
@@ -258,6 +259,10 @@ class Origin:
     place: Callable[[ModelConfig, Ranks, torch.dtype], Transformer]
     """Returns the network, sharded over the ranks, whose blocks compute in the dtype. The configuration is ``config``, or the same
     network with other branches of balance state or other orders."""
+    family: Family | None = None
+    """Architecture of its checkpoint; None: it has none."""
+    presets: Mapping[str, SubnetChoice] = field(default_factory=dict)
+    """Named Subnets of its checkpoint."""
 
 
 def stored(folder: Path) -> Origin:
@@ -270,7 +275,7 @@ def stored(folder: Path) -> Origin:
         return read_placed(folder, ranks, dtype, config).model
 
     with StreamedState(folder) as state:
-        return Origin(state.config, place)
+        return Origin(state.config, place, state.description.family, state.description.presets)
 
 
 def random_network(config: ModelConfig, seed: int) -> Origin:
@@ -284,9 +289,18 @@ def in_memory(model: Transformer) -> Origin:
     def place(config: ModelConfig, ranks: Ranks, dtype: torch.dtype) -> Transformer:
         if config == model.config:
             return spread(model, ranks, dtype)
-        return placed(config, with_branch_rows(model.config, config, model.state_dict()), ranks, dtype)
+        return copied(model, config).place(config, ranks, dtype)
 
     return Origin(model.config, place)
+
+
+def copied(model: Transformer, config: ModelConfig) -> Origin:
+    """A copy of ``model``, which is on one rank, under ``config``: the same network with other branches of balance state or other orders."""
+
+    def place(config: ModelConfig, ranks: Ranks, dtype: torch.dtype) -> Transformer:
+        return placed(config, with_branch_rows(model.config, config, model.state_dict()), ranks, dtype)
+
+    return Origin(config, place)
 
 
 def _shard(model: Transformer, ranks: Ranks, dtype: torch.dtype) -> Transformer:

@@ -32,7 +32,7 @@ from stretto.evals.order import expert_orders, rank_layers, survey
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.elastic import load_balance, order_experts
 from stretto.model.families import Family
-from stretto.model.parallel import Origin, Ranks, device_name, full_state, random_network
+from stretto.model.parallel import Origin, Ranks, copied, device_name, full_state, random_network
 from stretto.model.spec import ModelConfig, SubnetChoice, count
 from stretto.model.transformer import Transformer
 from stretto.ops.logprob import IGNORED
@@ -156,7 +156,12 @@ def elasticize(
     training = _Training("elasticize", recipe, job, replace(parent, config=config), elastic.anchors, rank_at)
     if training.step == 0 and config.expert_order is None and config.num_moe_layers:
         training.rank_experts(parent)
-    lesson = _elasticize_teacher(teacher or parent, recipe, training)
+    taught_by = teacher or parent
+    if teacher is None and recipe.cached_logits is None and training.step == 0 and job.ranks.world == 1:
+        taught_by = copied(
+            training.model, parent.config
+        )  # its weights still are the parent's, which need not be read again
+    lesson = _elasticize_teacher(taught_by, recipe, training)
     decay_starts = train.steps - round(recipe.optim.decay_fraction * train.steps)
 
     def plan(step: int) -> Plan:

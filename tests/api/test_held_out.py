@@ -12,6 +12,8 @@ from stretto.api.train import held_out
 from stretto.base.config import read_recipe
 from stretto.base.records import read_lineage
 from stretto.base.track import read_metrics
+from stretto.model import checkpoint, streamed
+from stretto.model.checkpoint import describe
 from stretto.model.parallel import Ranks
 from stretto.report.training import curves_caption
 from stretto.train.prepare import prepare_data
@@ -35,7 +37,7 @@ def test_ranks_share_the_rows_of_one(recipe: Path, text: Path, tmp_path: Path, w
 
 
 def test_healing_measures_on_the_rows_of_pre_training(
-    stretto: Run, recipe: Path, healing: Path, text: Path, tmp_path: Path
+    stretto: Run, recipe: Path, healing: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, corner, healed = tmp_path / "run", tmp_path / "run" / "corner", tmp_path / "run" / "healed"
     exact = ("--set", "train.dtype=float32")  # else each stage measures which dtype is faster
@@ -43,7 +45,11 @@ def test_healing_measures_on_the_rows_of_pre_training(
     assert stretto("extract", run, "--subnet", "corner", "-o", corner).code == 0
     # another number and length of rows, and other batches, than the recipe of pre-training
     other = ("--set", "train.eval_rows=4", "--set", "train.seq_len=16", "--set", "train.micro_batches=4")
+    described = []
+    for module in (checkpoint, streamed):
+        monkeypatch.setattr(module, "describe", lambda folder: described.append(folder) or describe(folder))
     done = stretto("heal", corner, "-o", healed, "--data", text, "--recipe", healing, *other, *exact)
+    assert described.count(corner) == 2, "once before text is tokenised, once with the weights"
     assert done.code == 0 and "not comparable" not in done.out
     before = [row["loss/corner"] for row in read_metrics(run) if "loss/corner" in row][-1]
     first = read_metrics(tmp_path / "run" / "healed.run")[0]

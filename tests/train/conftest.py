@@ -202,8 +202,8 @@ def elasticize_in(tmp_path: Path, tokens: TokenSet) -> Callable[..., Trained]:
 
     def train(
         name: str,
-        model: Transformer | None = None,
-        teacher: Transformer | None = None,
+        model: Transformer | Origin | None = None,
+        teacher: Transformer | Origin | None = None,
         resume: bool = False,
         **changes: Any,
     ) -> Trained:
@@ -229,8 +229,10 @@ def elasticize_in(tmp_path: Path, tokens: TokenSet) -> Callable[..., Trained]:
     return train
 
 
-def copied(model: Transformer) -> Origin:
+def copied(model: Transformer | Origin) -> Origin:
     """``model`` as the origin of a stage, which places a copy of it."""
+    if isinstance(model, Origin):
+        return model
     return Origin(model.config, lambda *place: in_memory(copy_of(model)).place(*place))
 
 

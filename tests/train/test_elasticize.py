@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from stretto.data.loader import eval_batches
 from stretto.data.shards import TokenSet
 from stretto.evals.loss import EvalBatch
 from stretto.evals.order import rank_experts, rank_layers
+from stretto.model.checkpoint import TensorFiles, write_checkpoint
 from stretto.model.elastic import extract
+from stretto.model.parallel import stored
 from stretto.model.spec import ModelConfig, SubnetChoice
 from stretto.train.loop import Trained
 from stretto.train.recipe import ElasticizeRecipe, default_anchors, with_branches
@@ -46,6 +49,27 @@ def test_it_begins_as_its_parent_whose_distribution_costs_nothing(
         assert torch.equal(state[name], tensor[rows]), name
     moved = elasticize_in("moved", model, **frozen)  # the text pulls from the second step on
     assert not torch.equal(moved.model.state_dict()["embedding.weight"], before["embedding.weight"])
+
+
+def test_one_rank_reads_its_checkpoint_once(
+    elasticize_in: Callable[..., Trained], assert_same: Same, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The teacher is copied from the network in memory; named as a teacher, the same checkpoint is read a second time."""
+    model, folder = network(), tmp_path / "checkpoint"
+    write_checkpoint(folder, model, model.config)
+    num_bytes, raw = Counter[str](), TensorFiles.raw
+
+    def counted(self: TensorFiles, *arguments: Any) -> torch.Tensor:
+        tensor = raw(self, *arguments)
+        num_bytes[name] += tensor.nbytes
+        return tensor
+
+    monkeypatch.setattr(TensorFiles, "raw", counted)
+    trained = {}
+    for name, teacher in (("own", None), ("named", stored(folder))):
+        trained[name] = elasticize_in(name, stored(folder), teacher)
+    assert_same(trained["own"], trained["named"])
+    assert num_bytes["named"] == 2 * num_bytes["own"] > 0
 
 
 @pytest.mark.slow
