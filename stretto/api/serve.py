@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine
 from stretto.engine.loading import OpenedEngine, least_bytes, open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling, TokenEvent
+from stretto.flow.rollout import EngineRole, open_recording_engine
+from stretto.flow.rollout_server import create_rollout_app
 from stretto.harness.suites import serving
 from stretto.model.checkpoint import read_checkpoint, read_config, read_presets
 from stretto.model.elastic import extract
@@ -63,6 +66,8 @@ from stretto.text.chat import tool_form
 
 AUTO = "auto"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_ROLLOUT_PAGE = 8
+"""Tokens per cache page with ``--rollout``, as in RL recipes."""
 _TEXT_STAGES = {"pretrain", "extract", "heal"}
 """Stages that train on running text (not on conversations) or do not train."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -105,6 +110,34 @@ def serve_command(source: Path, options: ServeOptions, settings: ServeSettings) 
             make_server(app).run(sockets=[listening])
             if service.error is not None:  # a supervisor such as systemd restarts a process with this exit code
                 sys.stderr.write(f"stretto: {service.error}; the server ends\n")
+                raise typer.Exit(1)
+
+
+def serve_rollout_command(source: Path, options: ServeOptions, settings: ServeSettings) -> None:
+    """Serve ``source`` as the engine of an RL run (`stretto.flow.rollout_server`) until stopped."""
+    if settings.exposure():  # a client may have the server read files
+        raise UserError(
+            f"--rollout, --host {settings.host}: other machines can reach it; set --api-key or STRETTO_API_KEYS"
+        )
+    given = {"--subnet": options.subnet, "--latency-ms": options.latency_ms, "--writer": options.writer}
+    if unused := [name for name, value in given.items() if value is not None]:
+        raise UserError(f"--rollout, {unused[0]}: an RL run samples from the full network; leave it out")
+    folder, device = checkpoint_folder(source), join(options.device).device
+    dtype = _dtype(options, device)
+    config = _engine_config(options).replace(
+        page_size=_ROLLOUT_PAGE, precision="fp32" if dtype == torch.float32 else "bf16"
+    )
+    with closing(open_socket(settings.host, settings.port)) as listening:
+        network = read_config(folder)
+        opened = partial(open_recording_engine, folder, config, str(device), routes=True)
+        with closing(EngineRole(opened, name="the server")) as role:
+            app = create_rollout_app(role, network, config.precision, settings)
+            host, port = listening.getsockname()[:2]
+            _say(f"{folder}: rollout engine in {config.precision}; it waits for weights")
+            _say(f"{SERVING}http://{f'[{host}]' if ':' in host else host}:{port}")
+            make_server(app).run(sockets=[listening])
+            if role.service.error is not None:
+                sys.stderr.write(f"stretto: {role.service.error}; the server ends\n")
                 raise typer.Exit(1)
 
 
@@ -217,19 +250,28 @@ def console_sampling(temperature: float, max_tokens: int, seed: int | None) -> S
     return validate(Sampling, fields, "--temperature, --max-tokens")
 
 
-def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedModel]:
+def _dtype(options: ServeOptions, device: torch.device) -> torch.dtype:
+    """Data type of the weights. Raises `UserError`: it is unknown."""
     if options.dtype is not None and options.dtype not in DTYPES:
         raise UserError(f"--dtype {options.dtype}: unknown; use {' or '.join(DTYPES)}")
-    folder, device = checkpoint_folder(source), join(options.device).device
-    dtype = DTYPES[options.dtype] if options.dtype else serving_dtype(device)
-    memory = None if options.memory is None else parse_bytes(options.memory, "--memory")
-    fields = ("max_batch", "max_len", "max_wait_s", "max_step_s")
-    sizes = {name: getattr(options, name) for name in fields}
-    config = validate(EngineConfig, sizes, "--max-batch, --max-len, --max-wait-s, --max-step-s").replace(
+    return DTYPES[options.dtype] if options.dtype else serving_dtype(device)
+
+
+def _engine_config(options: ServeOptions) -> EngineConfig:
+    """Sizes of the engine. Raises `UserError` for an impossible one."""
+    sizes = {name: getattr(options, name) for name in ("max_batch", "max_len", "max_wait_s", "max_step_s")}
+    return validate(EngineConfig, sizes, "--max-batch, --max-len, --max-wait-s, --max-step-s").replace(
         cache_bytes=None if options.cache_memory is None else parse_bytes(options.cache_memory, "--cache-memory"),
         max_step_tokens=max(1024, options.max_batch),
         fast_prefill=options.fast_prefill,
     )
+
+
+def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedModel]:
+    folder, device = checkpoint_folder(source), join(options.device).device
+    dtype = _dtype(options, device)
+    memory = None if options.memory is None else parse_bytes(options.memory, "--memory")
+    config = _engine_config(options)
     cut, presets = None, read_presets(folder)
     if options.subnet == AUTO:
         fit = fitting_subnet(source, memory, options.latency_ms, device, dtype, config)

@@ -179,6 +179,19 @@ class WeightVersion:
     checksum: str
     """SHA-256 over names, types, shapes and bytes of all tensors."""
     num_bytes: int
+    canary: tuple[float, ...] = ()
+    """Log-probabilities of `canary_tokens` under these weights, in nats, as the trainer computes them. An engine at an address must
+    agree with them after it has loaded the weights. Empty: not computed."""
+
+
+NUM_CANARY = 32
+"""Number of tokens of the canary that have a log-probability."""
+
+
+def canary_tokens(vocab_size: int) -> list[int]:
+    """The tokens on which trainer and engine are compared after an update of weights: one without a log-probability, then
+    `NUM_CANARY`, spread over the vocabulary."""
+    return [(number * 2_654_435_761 + 1) % vocab_size for number in range(NUM_CANARY + 1)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,18 +107,25 @@ def serve(
         ),
     ] = [],  # noqa: B006
     writer: PromptWriter = None,
+    rollout: Annotated[
+        bool,
+        Option(
+            "--rollout",
+            help="Serve as an engine of `stretto rl` (rollout.engine = stretto), with endpoints that load weights. For private addresses only.",
+        ),
+    ] = False,
     device: Device = "auto",
     dtype: ServedDtype = None,
 ) -> None:
     """Serve a checkpoint at every size, chosen per request: OpenAI-compatible API, web page, Prometheus metrics."""
     values = locals()
-    from stretto.api.serve import ServeOptions, serve_command, serve_settings
+    from stretto.api.serve import ServeOptions, serve_command, serve_rollout_command, serve_settings
 
     options = ServeOptions(**{each.name: values[each.name] for each in fields(ServeOptions)})
     limits = {"floor": floor, "first_token_s": first_token_s, "max_wait_s": max_wait_s, "tool_chars": tool_chars}
     exposed = {"host": host, "port": port, "cors_origins": cors, "allowed_hosts": allowed_host}
     settings = serve_settings(api_key, **exposed, **limits)
-    serve_command(source, options, settings)
+    (serve_rollout_command if rollout else serve_command)(source, options, settings)
 
 
 def chat(

@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 _SLACK_S = 5.0
 """Time by which a caller's deadline exceeds the deadline that the role keeps itself, for both ways of the call."""
+_KEPT_TOKENS = 1 << 24
+"""Tokens of unfinished samples that an engine role keeps, over all samples: 64 MiB."""
 _MAX_IDLE = 4
 """Largest number of idle threads kept for later calls."""
 
@@ -89,6 +91,32 @@ class Generated:
     num_preemptions: int
     """Times that the request's keys and values were dropped, for other requests or because of new weights."""
     queued_s: float
+
+
+class KeptTokens:
+    """Tokens of unfinished samples, by request id, so that an agent sends each token to an engine role once."""
+
+    def __init__(self, name: str):
+        """``name``: the engine role's, for errors."""
+        self._name = name
+        self._kept: dict[str, np.ndarray] = {}  # the last used last
+        self._num_kept = 0
+
+    def prefix(self, request: GenerateRequest) -> np.ndarray:
+        """All tokens that the request continues, kept ones included. Raises Forgotten: some of them are not here."""
+        if not request.num_kept:
+            return request.tokens
+        kept = self._kept.get(request.id, request.tokens[:0])
+        if len(kept) < request.num_kept:  # it may be longer, if the agent did not receive the last result
+            raise Forgotten(f"{self._name}: request {request.id}: {len(kept)} of {request.num_kept} tokens are here")
+        return np.concatenate([kept[: request.num_kept], request.tokens])
+
+    def keep(self, id: str, tokens: np.ndarray) -> None:
+        """Keep ``tokens`` for the next chunk; drop the least recently used samples beyond `_KEPT_TOKENS`."""
+        self._num_kept += len(tokens) - len(self._kept.pop(id, ()))
+        self._kept[id] = tokens
+        while self._num_kept > _KEPT_TOKENS:
+            self._num_kept -= len(self._kept.pop(next(iter(self._kept))))
 
 
 @dataclass(frozen=True, slots=True)

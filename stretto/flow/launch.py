@@ -20,7 +20,7 @@ from stretto.flow.agent import AgentRole, Wait, check_room
 from stretto.flow.clients import Verifiers, connect
 from stretto.flow.reward import RewardRole
 from stretto.learning.dialogue import Dialogue, teacher_dialogues
-from stretto.learning.recipe import PoolConfig, Prompts, RlRecipe, SandboxConfig, SourceConfig, plan_prompts
+from stretto.learning.recipe import WEIGHTS, PoolConfig, Prompts, RlRecipe, SandboxConfig, SourceConfig, plan_prompts
 from stretto.runtime.pool import ElasticPool, Limits
 from stretto.runtime.runtime import (
     DeadlinePassed,
@@ -190,7 +190,7 @@ def make_factories(job: Job, tables: SourceTables, tokenizer: Tokenizer) -> Fact
         return partial(RewardRole, part, deadline_s)
 
     own, others = spread(job.devices, recipe.rollout.engines)
-    engines = [partial(_engine, job, f"engine-{number}", device) for number, device in enumerate(others)]
+    engines = [partial(_engine, job, number, device) for number, device in enumerate(others)]
     return Factories(partial(_trainer, job, own), engines, reward, agent)
 
 
@@ -200,9 +200,13 @@ def _trainer(job: Job, device: str) -> Any:
     return open_trainer(job.recipe, job.folder, job.start, device, job.stage)
 
 
-def _engine(job: Job, name: str, device: str) -> Any:
+def _engine(job: Job, number: int, device: str) -> Any:
     from stretto.flow.rollout import EngineRole, open_rollout_engine  # imports torch
+    from stretto.flow.rollout_remote import RemoteEngineRole
 
+    name = f"engine-{number}"
+    if addresses := job.recipe.rollout.address:
+        return RemoteEngineRole(job.recipe, addresses[number], job.start, job.folder / WEIGHTS / name, name=name)
     return EngineRole(partial(open_rollout_engine, job.recipe, job.start, device), name=name, waits=True)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,15 +18,13 @@ from stretto.engine.async_engine import AsyncEngine, Closed, EngineFailed
 from stretto.engine.engine import Engine
 from stretto.engine.loading import open_engine
 from stretto.engine.request import Completion, EngineConfig, EngineStats, Phases, QueueFull, Request, Sampling
-from stretto.flow.clients import Forgotten, Generated, GenerateRequest, Unavailable, within
+from stretto.flow.clients import Generated, GenerateRequest, KeptTokens, Unavailable, within
 from stretto.learning.recipe import RlRecipe
 from stretto.learning.weights import fetch
 from stretto.model.spec import Subnet
 
 _PROMPT_TOKENS = {"cpu": 1024, "cuda": 8192}
 """Prompt tokens of one engine step, by device. A GPU takes as long for a few tokens as for many."""
-_KEPT_TOKENS = 1 << 24
-"""Tokens of unfinished samples that an engine keeps, over all samples: 64 MiB."""
 
 
 def open_rollout_engine(recipe: RlRecipe, start: Path, device: str) -> Engine:
@@ -46,9 +44,13 @@ def open_rollout_engine(recipe: RlRecipe, start: Path, device: str) -> Engine:
         batch_invariant=precision.batch_invariant,
         page_size=rollout.page_size,
     )
+    return open_recording_engine(start, config, device, routes=recipe.replay == "r3")
+
+
+def open_recording_engine(start: Path, config: EngineConfig, device: str, *, routes: bool) -> Engine:
+    """An engine that records routes if ``routes``. Its weights, those of ``start``, have the version -1."""
     # the default on a GPU is bf16
-    dtype = torch.float32 if precision.rollout == "fp32" else None
-    routes = recipe.replay == "r3"
+    dtype = torch.float32 if config.precision == "fp32" else None
     engine = open_engine(start, config, device=device, dtype=dtype, with_tokenizer=False, routes=routes).engine
     engine.weight_version = -1  # the run's weights have not been activated yet
     return engine
@@ -77,16 +79,14 @@ class EngineRole:
         self._phases, self._page_size = Phases(subnet or engine.model.config.full()), engine.config.page_size
         self.version = engine.weight_version
         """Version of the active weights."""
-        self._service = AsyncEngine(engine).start()
+        self.service = AsyncEngine(engine).start()
         self._numbers = itertools.count()
         self._is_ready = asyncio.Event()
         if not waits:
             self._is_ready.set()
         self._activating = asyncio.Lock()
         self._prefills: dict[bytes, asyncio.Event] = {}
-        self._kept: dict[str, np.ndarray] = {}
-        """By request id: int32 tokens of unfinished samples, the last used last."""
-        self._num_kept = 0
+        self._kept = KeptTokens(name)
 
     async def generate(self, request: GenerateRequest) -> Generated:
         """Sample at most ``max_tokens`` after ``tokens``. A cancelled or late request is removed from the engine.
@@ -118,45 +118,43 @@ class EngineRole:
             if version.number > self.version:
                 state = await asyncio.to_thread(self._fetch, version)
                 try:
-                    await self._service.call(lambda engine: engine.load_weights(version.number, state))
+                    await self.service.call(lambda engine: engine.load_weights(version.number, state))
                 except EngineFailed as error:
                     raise InfraError(f"{self.name}: {error}") from error
                 self.version = version.number
             self._is_ready.set()
 
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probabilities of ``tokens`` after the first, in nats, at temperature 1.
+        Raises InfraError: the engine is dead. UserError: the network cannot process them."""
+        sampling = Sampling(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=True)
+        request = Request(f"score#{next(self._numbers)}", tuple(tokens), sampling, self._phases)
+        try:
+            async with self.service.submit(request) as stream:
+                async for event in stream:
+                    if isinstance(event, Completion) and event.prompt_logprobs is not None:
+                        return [float(value) for value in event.prompt_logprobs]
+        except (EngineFailed, Closed) as error:
+            raise InfraError(f"{self.name}: {error}") from error
+        raise InfraError(f"{self.name}: {request.id}: ended without log-probabilities")
+
     async def stats(self) -> EngineStats:
         """Raises InfraError: the engine is dead."""
         try:
-            return await self._service.stats()
+            return await self.service.stats()
         except EngineFailed as error:
             raise InfraError(f"{self.name}: {error}") from error
 
     async def failure(self) -> str:
         """The error that ended the engine, after which this role must be restarted; empty while it is alive."""
-        return "" if self._service.error is None else str(self._service.error)
+        return "" if self.service.error is None else str(self.service.error)
 
     def close(self) -> None:
         """Stop the engine. Requests in flight fail with `InfraError`."""
-        self._service.close()
-
-    def _prefix(self, request: GenerateRequest) -> np.ndarray:
-        """All tokens that the request continues, kept ones included."""
-        if not request.num_kept:
-            return request.tokens
-        kept = self._kept.get(request.id, request.tokens[:0])
-        if len(kept) < request.num_kept:  # it may be longer, if the agent did not receive the last result
-            raise Forgotten(f"{self.name}: request {request.id}: {len(kept)} of {request.num_kept} tokens are here")
-        return np.concatenate([kept[: request.num_kept], request.tokens])
-
-    def _keep(self, id: str, tokens: np.ndarray) -> None:
-        """Keep ``tokens`` for the next chunk; drop the least recently used samples beyond `_KEPT_TOKENS`."""
-        self._num_kept += len(tokens) - len(self._kept.pop(id, ()))
-        self._kept[id] = tokens
-        while self._num_kept > _KEPT_TOKENS:
-            self._num_kept -= len(self._kept.pop(next(iter(self._kept))))
+        self.service.close()
 
     async def _generate(self, request: GenerateRequest) -> Generated:
-        tokens = self._prefix(request)
+        tokens = self._kept.prefix(request)
         key = tokens.tobytes()
         # A group's samples send their prompt at the same moment: one request computes it, the others wait for its pages.
         if leader := self._prefills.get(key):
@@ -175,12 +173,12 @@ class EngineRole:
         submitted = Request(name, tuple(tokens.tolist()), sampling, self._phases, request.want_routes)
         started_s = time.time()
         try:
-            async with self._service.submit(submitted) as stream:
+            async with self.service.submit(submitted) as stream:
                 async for event in stream:
                     is_computed.set()
                     if isinstance(event, Completion):
                         result = _generated(event, request, started_s)
-                        self._keep(request.id, np.concatenate([tokens, result.segment.tokens]))
+                        self._kept.keep(request.id, np.concatenate([tokens, result.segment.tokens]))
                         return result
             raise AssertionError(f"{name}: the stream ended without a completion")
         finally:

@@ -33,8 +33,8 @@ STATUS_FILE, SPANS_FILE, TRACE_FILE = "status.json", "spans.jsonl", "trace.json"
 """Outputs for monitoring, beside the files of `stretto.base.track`."""
 ADVANTAGES = ("grpo", "dr_grpo", "rloo")
 """Names of the algorithms in `stretto.learning.algorithms`."""
-LAYOUT = ("runtime.", "failures.", "sandbox.")
-"""Tables of the recipe that do not affect the result: placement, deadlines, isolation. A resumed run may change them."""
+LAYOUT = ("runtime.", "failures.", "sandbox.", "rollout.address", "rollout.start_s")
+"""Tables and fields of the recipe that do not affect the result: placement, deadlines, isolation. A resumed run may change them."""
 STEERING = (
     "optim.lr",
     "train.steps",
@@ -91,13 +91,48 @@ class RolloutConfig(Config):
     temperature: float = Field(default=1.0, gt=0)
     chunk_tokens: int = Field(default=64, gt=0)
     """Tokens per request to an engine: the largest number of tokens of a sample that are lost with an engine."""
+    engine: Literal["own", "stretto", "vllm", "sglang"] = "own"
+    """``own``: engines that the run starts. The others are servers at ``address``: ``stretto serve --rollout``, vLLM, SGLang."""
+    address: tuple[str, ...] = ()
+    """Addresses of the servers, or the only one: ``http://HOST:PORT``. The server must be able to read files of the run folder."""
+    start_s: float = Field(default=30.0, gt=0)
+    """Time for a server to answer at the start of the run, or again after it has stopped answering, in seconds."""
+    canary: float | None = Field(default=None, gt=0)
+    """Largest mean difference between the log-probabilities of a server and of the trainer on 32 fixed tokens, in nats. A server
+    with a larger difference has not loaded the weights that it was given. None: 1e-4 in fp32, 1e-2 in bf16, 5e-2 in fp8."""
     engines: int = Field(default=1, gt=0)
+    """Number of engines; with ``address``, the number of addresses."""
     max_batch: int = Field(default=64, gt=0)
     cache_bytes: int = Field(default=256 << 20, gt=0)
     page_size: int = Field(default=8, gt=0)
     """Tokens per page of the cache. Samples of a group share their prompt's full pages, so short prompts need short pages."""
     threads: int = Field(default=1, gt=0)
     """Threads of one engine on a CPU."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, given: Any) -> Any:
+        """One address may stand alone, and ``engines`` defaults to the number of addresses."""
+        if not isinstance(given, Mapping) or not given.get("address"):
+            return given
+        address = given["address"]
+        address = (address,) if isinstance(address, str) else address
+        return {"engines": len(address), **given, "address": address}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if bool(self.address) is (self.engine == "own"):
+            remedy = "leave it out, or set engine" if self.address else "give the addresses of its servers"
+            raise ValueError(f"address does not fit engine {self.engine!r}: {remedy}")
+        for address in self.address:
+            if not re.fullmatch(r"https?://[^/\s?#]+/?", address):
+                raise ValueError(f"address: {address!r} is not of the form http://HOST:PORT")
+        if self.address and self.engines != len(set(self.address)):
+            num = len(set(self.address))
+            raise ValueError(
+                f"engines {self.engines} and {num} different addresses; leave engines out, and repeat no address"
+            )
+        return self
 
 
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -522,6 +557,10 @@ class RlRecipe(Config):
         if self.rollout.max_tokens >= self.train.seq_len:
             raise ValueError(
                 f"rollout.max_tokens {self.rollout.max_tokens} leaves no room for a prompt in train.seq_len {self.train.seq_len}"
+            )
+        if self.rollout.engine in ("vllm", "sglang") and self.precision.rollout == "fp8":
+            raise ValueError(
+                f"precision.rollout 'fp8': weights go to {self.rollout.engine} in fp32 or bf16; choose one of these"
             )
         widest = self.staleness * self.train.prompts + 1
         if self.window is not None and self.window > widest:

@@ -165,9 +165,9 @@ def create_app(service: AsyncEngine, model: ServedModel, settings: ServeSettings
 
 
 def entrance(
-    app: ASGIApp, hosts: Sequence[str] | None, pages: Collection[str], paths: Collection[str], metrics: Metrics
+    app: ASGIApp, hosts: Sequence[str] | None, pages: Collection[str], paths: Collection[str], metrics: Metrics | None
 ) -> ASGIApp:
-    """The outermost middleware: checks the host, adds headers for browsers, and counts the answers."""
+    """The outermost middleware: checks the host, adds headers for browsers, and counts the answers in ``metrics``, if any."""
 
     async def enter(scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
@@ -175,7 +175,8 @@ def entrance(
 
         async def send_counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                metrics.requests.labels(known, str(message["status"])).inc()
+                if metrics is not None:
+                    metrics.requests.labels(known, str(message["status"])).inc()
                 headers = MutableHeaders(scope=message)
                 for name, value in (_HEADERS | _PAGE_HEADERS if path in pages else _HEADERS).items():
                     headers.setdefault(name, value)

@@ -176,7 +176,7 @@ def with_engines(work: Callable[..., Awaitable[Any]], *roles: EngineRole) -> Any
 
 async def settled(subject: EngineRole) -> None:
     """The engine has nothing to do and holds nothing."""
-    call = subject._service.call
+    call = subject.service.call
     while await call(lambda engine: engine.has_work):
         await asyncio.sleep(0.001)
     await call(check_idle)

@@ -142,7 +142,7 @@ def test_a_token_is_sent_to_an_engine_once_and_again_to_one_that_forgot(tmp_path
         async def look(num: int, request: GenerateRequest) -> None:
             sent.append((request.num_kept, len(request.tokens)))
             if num == 4:  # as if it had been started again
-                engine._kept.clear()
+                engine._kept._kept.clear()
 
         return await agent(tmp_path / "run", [Watched(engine, look)], chunk_tokens=4)._within_lease(ONE_SAMPLE, 0)
 

@@ -11,7 +11,7 @@ import pytest
 
 from stretto.base.errors import InfraError, UserError
 from stretto.base.trajectory import WeightVersion
-from stretto.flow import rollout
+from stretto.flow import clients
 from stretto.flow.clients import Forgotten, Generated, GenerateRequest
 from stretto.flow.rollout import EngineRole
 from stretto.ops.native import load
@@ -112,9 +112,9 @@ def test_an_engine_keeps_the_tokens_of_what_it_may_go_on_with(monkeypatch: pytes
         assert whole.segment.tokens.tolist() != plain.segment.tokens.tolist()
         with pytest.raises(Forgotten, match="request d: 0 of 5 tokens are here"):
             await engine.generate(replace(ASK, id="d", tokens=told, num_kept=5))
-        monkeypatch.setattr(rollout, "_KEPT_TOKENS", 60)
+        monkeypatch.setattr(clients, "_KEPT_TOKENS", 60)
         await engine.generate(replace(ASK, id="e"))
-        assert [*engine._kept] == ["e"] and engine._num_kept == 34, "what was not used for longest has gone"
+        assert [*engine._kept._kept] == ["e"] and engine._kept._num_kept == 34, "what was not used for longest has gone"
 
     with_engines(work, role())
 
@@ -227,7 +227,7 @@ def test_failures_are_trouble_and_mistakes_are_not() -> None:
 
             subject.step = step
 
-        await engine._service.call(die)
+        await engine.service.call(die)
         with pytest.raises(InfraError, match="engine: the engine has failed: MemoryError: no pages"):
             await engine.generate(ASK)
         assert "MemoryError" in await engine.failure()
