@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from stretto.api.rl import RlRun, distill, online, rl
     from stretto.api.stages import Search, adopt, elasticize, extract, heal, latency, pretrain, search
     from stretto.model.spec import Subnet
+    from stretto.planner.plan import plan
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ _PLACES = {
     "stretto.api.rl": ("RlRun", "distill", "online", "rl"),
     "stretto.api.stages": ("Search", "adopt", "elasticize", "extract", "heal", "latency", "pretrain", "search"),
     "stretto.model.spec": ("Subnet",),
+    "stretto.planner.plan": ("plan",),
 }
 _MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}
 
@@ -56,6 +58,7 @@ __all__ = [
     "load",
     "merge",
     "online",
+    "plan",
     "pretrain",
     "rl",
     "run",

@@ -27,6 +27,7 @@ from stretto.cli.stages import (
     extract,
     heal,
     latency,
+    plan,
     pretrain,
     report,
     search,
@@ -35,7 +36,7 @@ from stretto.cli.stages import (
 
 SECTIONS: dict[str, tuple[Callable[..., None], ...]] = {
     "From text to a small model": (pretrain, adopt, elasticize, tokenize, latency, search, extract, heal, export, demo),
-    "Results": (report, cost),
+    "Results": (report, cost, plan),
     "Post-training": (run, sft, rl, distill, online, top, merge),
     "Evaluation": (evaluate, compare),
     "Serving and applications": (serve, chat, generate, agent, bench_serve, enhance, paint, studio),

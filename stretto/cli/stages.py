@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -375,6 +376,59 @@ def cost(
     from stretto.api.report import cost_command
 
     cost_command(folder, control)
+
+
+def plan(
+    recipe: Recipe,
+    gpus: Annotated[str, Option(help="Number and kind of accelerators: 64xH100. 2xcpu: two cores.")],
+    model: Annotated[
+        Path | None, Option(help="Run or checkpoint that an RL run begins with. Default: the recipe's [start].")
+    ] = None,
+    sweep: Annotated[bool, Option("--sweep", help="Try all layouts, and show the best few.")] = False,
+    price: Annotated[float | None, Option(help="Dollars of one accelerator for one hour.")] = None,
+    answer_tokens: Annotated[
+        float | None, Option(help="RL: mean number of sampled tokens of an answer. Default: rollout.max_tokens.")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, Option(help="RL: tokens of a prompt. Default: train.seq_len without rollout.max_tokens.")
+    ] = None,
+    verdict_s: Annotated[float, Option(help="RL: mean time of a verdict, in seconds.")] = 0.0,
+    verifiers: Annotated[
+        int | None, Option(help="RL: number of answers judged at once. Default: runtime.rewards.max.")
+    ] = None,
+    settings: Settings = [],  # noqa: B006
+    out: Annotated[Path | None, Option("-o", "--out", help="Figure (.png) or page (.html) to write.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print all figures as JSON.")] = False,
+) -> None:
+    """Predict whether a run fits on a cluster, how fast it is, what limits it, and what it costs.
+
+    Reads a recipe of pretrain or rl. RL is simulated with the real controller. Nothing is started, and no GPU is needed.
+    """
+    if out is not None and out.suffix not in (".png", ".html"):
+        raise UserError(f"--out {out}: must end in .png or .html")
+    from stretto.base.config import validate
+    from stretto.planner.plans import Workload
+
+    given = {
+        "answer_tokens": answer_tokens,
+        "prompt_tokens": prompt_tokens,
+        "verdict_s": verdict_s,
+        "verifiers": verifiers,
+    }
+    workload = validate(Workload, given, "stretto plan")
+    found = stretto.plan(recipe, gpus, model=model, sweep=sweep, price=price, workload=workload, settings=settings)
+    if as_json:
+        say(json.dumps(found.tree(), indent=1))
+    else:
+        import rich
+
+        from stretto.report.plan import plan_table
+
+        rich.print(plan_table(found))
+    if out is not None:
+        from stretto.report.plan import write_plan
+
+        write_plan(found, out)
 
 
 def demo(

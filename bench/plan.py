@@ -1,0 +1,162 @@
+"""The planner's peak memory against measured peaks of training steps, on one rank and on two.
+
+    python -m bench.plan [--only NAME]
+
+Each shape trains two steps in processes of its own (several ranks communicate through gloo). Measured is the peak of the resident
+memory of rank 0 (VmHWM) above its resident memory after a step of a tiny network, so that libraries do not count. glibc returns every
+block to the system, and oneDNN keeps few compiled products, so that the resident memory is that of tensors. Fails (exit code 1) if a
+prediction is more than 10 % off.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from bench.common.measure import bench_parser, finish, table, wide_console
+from stretto.base.numbers import percent, si
+from stretto.base.track import progress
+from stretto.model.parallel import Ranks, join, random_network
+from stretto.model.spec import ModelConfig, count
+from stretto.model.transformer import Context
+from stretto.optim.build import build_optimizers
+from stretto.optim.schedule import OptimConfig
+from stretto.planner.hardware import Dtype
+from stretto.planner.memory import Layout, training_memory
+from stretto.train.step import MicroBatch, optimisation_step
+
+AIM = 0.10
+STEPS = 2
+BASE = {
+    "vocab_size": 8192, "hidden_size": 256, "num_layers": 6, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "num_experts": 16,
+    "top_k": 4, "expert_intermediate_size": 256, "max_positions": 2048,
+}  # fmt: skip
+TINY = BASE | {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_layers": 1,
+    "expert_intermediate_size": 32,
+    "num_experts": 4,
+    "top_k": 1,
+}
+DENSE = {"dense_layers": (0, 1, 2, 3, 4, 5), "dense_intermediate_size": 1024}
+WIDE_EXPERTS = {"num_experts": 64, "top_k": 2, "num_layers": 4}
+Shape = tuple[dict[str, object], Layout, int, Dtype, str]
+SHAPES: dict[str, Shape] = {  # changes of BASE, layout, tokens per row, dtype, optimiser
+    "AdamW": ({}, Layout(1, 1, 4, 1), 512, "float32", "adamw"),
+    "two passes": ({}, Layout(1, 1, 4, 2), 512, "float32", "adamw"),
+    "Muon, recompute": ({}, Layout(1, 1, 4, 2, True), 512, "float32", "muon"),
+    "Muon, bf16": ({}, Layout(1, 1, 4, 2), 512, "bfloat16", "muon"),
+    "dense": (DENSE, Layout(1, 1, 4, 1), 512, "float32", "adamw"),
+    "shared expert, norms": ({"num_shared_experts": 1, "qk_norm": True, "top_k": 2}, Layout(1, 1, 4, 1), 512, "float32", "muon"),
+    "64 experts": (WIDE_EXPERTS, Layout(1, 1, 2, 1), 256, "float32", "muon"),
+    "vocabulary 32,768": ({"vocab_size": 32768, "num_layers": 2}, Layout(1, 1, 2, 1), 1024, "bfloat16", "adamw"),
+    "16 layers": ({"num_layers": 16}, Layout(1, 1, 1, 2), 512, "float32", "adamw"),
+    "2 ranks": ({}, Layout(2, 1, 8, 1), 512, "float32", "adamw"),
+    "2 ranks, ep 2": ({}, Layout(2, 2, 8, 2), 512, "float32", "adamw"),
+    "2 ranks, ep 2, Muon": (WIDE_EXPERTS, Layout(2, 2, 4, 1), 512, "float32", "muon"),
+}  # fmt: skip
+QUIET_ALLOCATORS = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8"}
+
+
+def main() -> None:
+    parser = bench_parser(__doc__)
+    parser.add_argument("--only", choices=SHAPES, help="one shape")
+    parser.add_argument("--worker", choices=SHAPES, help="internal: measure this shape in this process")
+    options = parser.parse_args()
+    if options.worker:
+        print(json.dumps(peak_bytes(*SHAPES[options.worker])), flush=True)
+        return
+    shown = table(
+        "peak memory of rank 0: predicted, and measured as resident memory above that of a tiny step",
+        *("shape", "parameters", "layout", "dtype", "predicted", "measured", "error", f"aim ±{AIM:.0%}"),
+    )
+    failures, names = [], [options.only] if options.only else list(SHAPES)
+    with progress("shapes", len(names)) as advance:
+        for name in names:
+            changes, layout, length, dtype, optimiser = SHAPES[name]
+            config = ModelConfig.model_validate(BASE | changes)
+            predicted = training_memory(config, layout, length, dtype, optimiser).total
+            measured = _measured(name, layout.ranks)
+            error = predicted / measured - 1
+            holds = abs(error) <= AIM
+            failures += [] if holds else [f"{name}: {error:+.1%}"]
+            params = si(count(config, config.full()).total_params)
+            sizes = si(predicted, "B"), si(measured, "B")
+            shown.add_row(name, params, str(layout), dtype, *sizes, percent(error), "yes" if holds else "NO")
+            advance(1)
+    wide_console().print(shown)
+    finish(failures)
+
+
+def _measured(name: str, world: int) -> float:
+    """Peak bytes of rank 0 in ``world`` new processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank in range(world):
+        environment = os.environ | QUIET_ALLOCATORS | {"OMP_NUM_THREADS": "1"}
+        if world > 1:
+            environment |= {
+                "WORLD_SIZE": str(world),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(world),
+            }
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, "-m", "bench.plan", "--worker", name]
+        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    outputs = [process.communicate()[0] for process in ranks]
+    assert not any(process.returncode for process in ranks), f"{name}: a rank failed"
+    return float(json.loads(outputs[0].splitlines()[-1]))
+
+
+def peak_bytes(changes: dict[str, object], layout: Layout, length: int, dtype: Dtype, optimiser: str) -> int:
+    """Peak resident memory of this rank over `STEPS` steps, above that after a step of a tiny network."""
+    torch.set_num_threads(1)
+    ranks = join("cpu", layout.ep)
+    for kind in ("float32", "bfloat16"):
+        _train(
+            ModelConfig.model_validate(TINY),
+            Layout(layout.ranks, layout.ep, layout.ranks, 1, True),
+            8,
+            kind,
+            "muon",
+            ranks,
+        )
+    before = _resident("VmRSS")
+    _train(ModelConfig.model_validate(BASE | changes), layout, length, dtype, optimiser, ranks)
+    return _resident("VmHWM") - before
+
+
+def _train(config: ModelConfig, layout: Layout, length: int, dtype: str, optimiser: str, ranks: Ranks) -> None:
+    kind = getattr(torch, dtype)
+    model = random_network(config, 0).place(config, ranks, kind)
+    optimizers = build_optimizers(OptimConfig(lr=1e-4, name=optimiser), model)
+    generator = torch.Generator().manual_seed(ranks.rank)
+    for _ in range(STEPS):
+        batches = []
+        for _ in range(layout.micro_batches):
+            ids_BT = torch.randint(config.vocab_size, (layout.rows, length + 1), generator=generator)
+            ctx = replace(Context.plain(ids_BT[:, :-1]), recompute=layout.recompute)
+            num = layout.micro_rows * length
+            batches.append(MicroBatch("full", ids_BT[:, :-1], ids_BT[:, 1:].contiguous(), ctx, config.full(), num))
+        optimisation_step(model, optimizers, batches, ranks, clip_norm=1.0, balance_rate=0.0, dtype=kind)
+
+
+def _resident(field: str) -> int:
+    """``field`` of this process's status, in bytes."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Peak memory of a training rank and of an engine, from shapes: what autograd keeps, what the optimiser holds, what travels.
+
+The counts follow the operators of `stretto.ops` line by line, and ``python -m bench.plan`` compares them with measured peaks. Shape
+letters: N tokens of a rank's micro-batch, K experts per token, D hidden, I expert width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from stretto.base.numbers import counted
+from stretto.model.spec import ModelConfig, count
+from stretto.planner.hardware import Dtype
+
+CHUNK = 1024
+"""Tokens whose logits are in memory at once (`stretto.ops.logprob`, which this room cannot import: it imports torch)."""
+WIDE = 4
+"""Bytes of a number in fp32, in which weights, gradients, moments and the residual stream are held."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Division of a training step over ranks."""
+
+    ranks: int
+    ep: int
+    micro_rows: int
+    """Rows of one pass, over all ranks."""
+    micro_batches: int
+    """Passes of one step."""
+    recompute: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of one pass on one rank; the last rank's padding included."""
+        return -(-self.micro_rows // self.ranks)
+
+    def __str__(self) -> str:
+        ranks, ep = counted(self.ranks, "rank"), f", ep {self.ep}" if self.ep > 1 else ""
+        return f"{ranks}{ep}, {self.micro_batches} x {self.micro_rows} rows" + (", recompute" if self.recompute else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Numbers of parameters by how they are divided over ranks."""
+
+    outer: int
+    """Embedding, head and final norm: gathered for the whole pass."""
+    replicated: int
+    """Norms, biases and routers: whole on each rank."""
+    block: int
+    """Largest block's other weights without its routed experts: gathered while the block computes."""
+    experts: int
+    """One layer's routed experts: gathered too, but only a rank's share under expert parallelism."""
+    matrix: int
+    """Largest stack of matrices that Muon updates at once."""
+    total: int
+
+
+def sizes(config: ModelConfig) -> Sizes:
+    """The parts of the full network of ``config``; together `count`'s total."""
+    full, hidden = config.full(), config.hidden_size
+    total = count(config, full).total_params
+    outer = config.vocab_size * hidden * (1 if config.tie_embeddings else 2) + hidden
+    expert = 3 * hidden * config.expert_intermediate_size
+    if config.expert_bias:
+        expert += 2 * config.expert_intermediate_size + hidden
+    experts = max(config.experts_by_layer, default=0) * expert
+    routers = sum(config.experts_by_layer) * hidden
+    norms = 2 * hidden * config.num_layers
+    others = total - outer - routers - norms - sum(config.experts_by_layer) * expert
+    qkv = hidden * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    stacks = [experts * 2 // 3, 2 * hidden * config.dense_intermediate_size, qkv]
+    return Sizes(outer, routers + norms, others // config.num_layers, experts, max(stacks), total)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Peak memory of one rank by part, in bytes."""
+
+    weights: float
+    gradients: float
+    optimiser: float
+    activations: float
+    """Kept for the backward pass of one micro-batch."""
+    head: float = 0.0
+    """Logits of a chunk, and the head's gradient before it is summed."""
+    transient: float = 0.0
+    """Temporary tensors of one layer's backward pass, or of the optimiser."""
+    gathered: float = 0.0
+    """Weights of blocks that FSDP gathers, and the buffers of their gradients."""
+    exchanged: float = 0.0
+    """Buffers of the all-to-all of expert parallelism."""
+    teacher: float = 0.0
+    cache: float = 0.0
+    """Keys and values of an engine."""
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, each.name) for each in fields(self))
+
+
+def layer_bytes(config: ModelConfig, length: int, dtype: Dtype, *, packed: bool, ep: int) -> tuple[float, float, float]:
+    """Of one layer: bytes per token that autograd keeps, bytes per token of temporaries in its backward pass, and bytes per slot
+    (a token at one of its experts) that the all-to-all of expert parallelism needs.
+
+    ``packed``: rows have a mask of their own, so that the scores' mask [T, T] is kept.
+    """
+    each, hidden = (WIDE if dtype == "float32" else 2), config.hidden_size
+    latent = config.latent
+    heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
+    is_mixed = dtype != "float32"
+    kept = 2 * hidden * WIDE  # both norms keep the normed stream
+    if latent is None:
+        qkv, turned = (heads + 2 * kv_heads) * width, (heads + kv_heads) * width
+        kept += each * (hidden + qkv + turned + heads * width) + WIDE * heads
+    else:
+        value = max(width, latent.value_dim)
+        keys = heads * (width - latent.rope_dim + latent.value_dim)
+        kept += each * (hidden + (latent.query_rank or 0) + latent.kv_rank + keys + 4 * heads * value)
+        turned = 0
+    if config.qk_norm or config.qk_norm_wide:
+        kept += turned * (WIDE + (each if is_mixed else 0)) + WIDE * (heads + kv_heads)
+    kept += length if packed else 0
+    temporary = each * 3 * (heads + 2 * kv_heads) * width
+    if not config.num_moe_layers:
+        inner = config.dense_intermediate_size
+        return kept + each * (4 * inner + hidden), max(temporary, each * (4 * inner + hidden)), 0.0
+    slots, inner = config.top_k, config.expert_intermediate_size
+    shared = config.num_shared_experts * inner
+    kept += hidden * WIDE + 2 * config.num_experts * WIDE  # the router's input and scores, in fp32
+    kept += each * 4 * shared + (each * hidden if is_mixed and shared else 0)
+    exchange = 0.0
+    if ep == 1:
+        kept += slots * (each * (hidden + 5 * inner) + 44)
+    else:  # gates multiply the output, so that it is kept
+        kept += slots * (each * (2 * hidden + 4 * inner) + 60)
+        exchange = 2.0 * each * hidden
+    return kept, max(temporary, slots * (each * (hidden + 3 * inner) + (WIDE + each) * hidden)), exchange
+
+
+def training_memory(
+    config: ModelConfig,
+    layout: Layout,
+    length: int,
+    dtype: Dtype,
+    optimiser: str,
+    *,
+    teacher_params: float = 0.0,
+    packed: bool = False,
+    taught: bool = False,
+    repeats: bool = False,
+) -> Memory:
+    """Peak of one rank over a training step.
+
+    Args:
+        length: tokens per row.
+        teacher_params: parameters of networks that only score.
+        packed: rows hold several documents, as in RL and SFT.
+        taught: a chunk's logits of a teacher are in memory too.
+        repeats: a micro-batch has several backward passes, so that gradients exist during the second.
+    """
+    parts, each = sizes(config), (WIDE if dtype == "float32" else 2)
+    ranks, num_tokens, num_layers = layout.ranks, layout.rows * length, config.num_layers
+    held = parts.replicated + (parts.total - parts.replicated) / ranks
+    kept, temporary, exchange = layer_bytes(config, length, dtype, packed=packed, ep=layout.ep)
+    # without FSDP, autocast keeps a bf16 copy of each weight for the backward pass
+    casts = (parts.total - parts.outer) / num_layers * each if dtype != "float32" and ranks == 1 else 0.0
+    layer = num_tokens * kept + casts
+    stream = num_tokens * config.hidden_size * WIDE
+    # with recompute, a layer keeps its input, and all of its activations only during its own backward pass
+    activations = num_layers * (stream if layout.recompute else layer) + 3 * stream + num_tokens * 40
+    recomputed = layer if layout.recompute else 0.0
+    by_muon = (parts.total - parts.outer - parts.replicated) / ranks if optimiser == "muon" else 0.0
+    states = WIDE * (2 * held - by_muon)  # two moments for AdamW, one for Muon
+    gradients = WIDE * held
+    vocabulary = config.vocab_size * config.hidden_size
+    chunk: float = min(CHUNK, num_tokens) * config.vocab_size * (8 if dtype == "float32" else 12) * (2 if taught else 1)
+    if num_tokens <= CHUNK:
+        chunk /= 2
+    head = vocabulary * WIDE + chunk + (vocabulary * each if dtype != "float32" else 0)
+    outer = parts.outer * WIDE if ranks > 1 else 0.0
+    # a block's weights and those of the next one, and its gradients before and during their sum in fp32
+    block = (parts.block + parts.experts / layout.ep) * (3 * each + WIDE) if ranks > 1 else 0.0
+    backward = {
+        "transient": num_tokens * temporary,
+        "gathered": outer + block,
+        "exchanged": num_tokens * config.top_k * exchange,
+    }
+    is_first = layout.micro_batches == 1 and not repeats
+    moments = (  # one of them is the peak: logits, the last block's backward pass, the first block's, the optimiser
+        {"gradients": 0.0 if is_first else gradients, "activations": activations, "head": head, "gathered": outer},
+        {"gradients": vocabulary * WIDE if is_first else gradients, "activations": activations + recomputed} | backward,
+        {"gradients": gradients, "activations": layer} | backward,
+        {"gradients": gradients, "transient": parts.matrix * WIDE * 4 if optimiser == "muon" else 0.0},
+    )
+    peak = max(moments, key=lambda moment: sum(moment.values()))
+    fixed = Memory(WIDE * held, 0.0, states, 0.0, teacher=teacher_params / ranks * WIDE)
+    return replace(fixed, **peak)
+
+
+def engine_memory(config: ModelConfig, weight_bytes: int, cache_bytes: float, max_batch: int, prefill: int) -> Memory:
+    """Memory of an engine: weights, the next version of the weights beside them while it is loaded, cache, and one step."""
+    total = count(config, config.full()).total_params
+    step = max(max_batch, prefill) * weight_bytes * 8 * config.hidden_size + max_batch * config.vocab_size * 3 * WIDE
+    return Memory(2.0 * total * weight_bytes, 0.0, 0.0, step, cache=cache_bytes)

@@ -1,0 +1,494 @@
+"""Plans: layouts of a recipe on a cluster, each with its memory, speed, limit and cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from pydantic import Field
+
+from stretto.base.config import Config
+from stretto.base.errors import UserError
+from stretto.base.numbers import counted, size_in_bytes
+from stretto.flow.controller import Limits, default_window
+from stretto.learning.recipe import ADVANTAGES, RlRecipe
+from stretto.model.spec import ModelConfig, count
+from stretto.planner.hardware import Cluster, Dtype, Hardware
+from stretto.planner.memory import WIDE, Layout, Memory, engine_memory, training_memory
+from stretto.planner.simulate import Roles, Simulated, simulate
+from stretto.planner.speed import StepTime, decode_s, prefill_s, sources_of, step_time
+from stretto.train.recipe import ElasticConfig, Recipe
+
+HANDOVER = 5e9
+"""Bytes per second at which weights reach an engine (assumed: the aim of issue 29)."""
+SIMULATED_STEPS = 6
+"""Steps that a simulation counts, beside those that fill the pipeline."""
+MOST_SIMULATED = 4
+"""Layouts that a sweep of an RL recipe simulates: those with the highest bound on their speed."""
+MOST_GPUS_OF_ENGINE = 8
+_MOST_EP = 64
+
+
+class Workload(Config):
+    """Facts about an RL run that its recipe does not know."""
+
+    answer_tokens: float | None = Field(default=None, gt=0)
+    """Mean number of sampled tokens of an answer; None: ``rollout.max_tokens``, the most."""
+    answer_spread: float = Field(default=0.5, ge=0)
+    """Standard deviation of the logarithm of that number."""
+    prompt_tokens: int | None = Field(default=None, gt=0)
+    """Tokens of a prompt; None: what ``rollout.max_tokens`` leaves of ``train.seq_len``, the most."""
+    verdict_s: float = Field(default=0.0, ge=0)
+    """Mean time of a verdict, in seconds."""
+    verdict_spread: float = Field(default=0.5, ge=0)
+    verifiers: int | None = Field(default=None, gt=0)
+    """Answers that are judged at once; None: ``runtime.rewards.max``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One layout."""
+
+    layout: Layout
+    """Of the trainer."""
+    memory: Memory
+    """Of a trainer's rank."""
+    available: float
+    """Bytes of an accelerator that a rank can use."""
+    step: StepTime
+    step_s: float
+    """Time from one step to the next; in RL with the waiting for samples."""
+    limit: str
+    tokens_per_s: float
+    gpu_hours: float
+    """Of the whole run, all accelerators of the cluster included, also idle ones."""
+    dollars: float | None
+    engines: int = 0
+    gpus_of_engine: int = 1
+    engine_memory: Memory | None = None
+    simulated: Simulated | None = None
+
+    @property
+    def peak(self) -> float:
+        """Bytes on the fullest accelerator."""
+        if self.engine_memory is None:
+            return self.memory.total
+        engine = self.engine_memory.total / self.gpus_of_engine
+        return max(self.memory.total, engine) if self.engines else self.memory.total + engine
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.available
+
+    @property
+    def name(self) -> str:
+        """The layout in words, for tables."""
+        if self.simulated is None:
+            return str(self.layout)
+        engines = counted(self.engines or 1, "engine") + (
+            f" of {self.gpus_of_engine} GPUs" if self.gpus_of_engine > 1 else ""
+        )
+        return f"trainer: {self.layout}; {engines}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Layouts of a recipe on a cluster, the fastest that fits first."""
+
+    recipe: str
+    kind: Literal["pretrain", "rl"]
+    cluster: Cluster
+    params: int
+    active_params: int
+    dtype: Dtype
+    steps: int
+    predictions: tuple[Prediction, ...]
+    num_tried: int
+    sources: Mapping[str, str]
+    """Efficiencies by name, each with the log entry that measured it; empty: assumed."""
+    notes: tuple[str, ...]
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether all efficiencies were measured on this hardware; else the plan is a prediction."""
+        return all(self.sources.values())
+
+    @property
+    def best(self) -> Prediction:
+        return self.predictions[0]
+
+    def tree(self) -> dict[str, Any]:
+        """All figures as plain JSON values; sizes in bytes, times in seconds."""
+        head = {
+            "recipe": self.recipe,
+            "kind": self.kind,
+            "cluster": {"num": self.cluster.num, "hardware": self.cluster.hardware.name},
+            "status": "measured" if self.is_measured else "predicted",
+            "params": self.params,
+            "active_params": self.active_params,
+            "dtype": self.dtype,
+            "steps": self.steps,
+            "tried": self.num_tried,
+            "sources": dict(self.sources),
+            "notes": list(self.notes),
+        }
+        return head | {"layouts": [_row(each) for each in self.predictions]}
+
+
+def _row(each: Prediction) -> dict[str, Any]:
+    found = asdict(each) | {"fits": each.fits, "peak": each.peak, "name": each.name}
+    found["memory"]["total"] = each.memory.total
+    found["step"]["total"] = each.step.total
+    return found
+
+
+def plan_pretrain(recipe: Recipe, name: str, cluster: Cluster, sweep: bool, price: float | None) -> Plan:
+    """The recipe's own layout on all accelerators, or (``sweep``) all that divide. Raises `UserError`: it cannot be divided."""
+    train, config, hardware = recipe.train, recipe.network(), cluster.hardware
+    dtype = _dtype(train.dtype, hardware)
+    extra, repeats, taught = _extra_passes(recipe.elastic, train.recompute)
+    own = Layout(cluster.num, train.ep, train.micro_rows, train.micro_batches, train.recompute)
+    layouts: Iterable[Layout] = [own]
+    if sweep:
+        layouts = _pretrain_layouts(config, train.rows, cluster.num)
+    else:
+        _check(own, config, cluster)
+    tried = []
+    for layout in layouts:
+        facts = (config, layout, train.seq_len, dtype, recipe.optim.name)
+        memory = training_memory(*facts, taught=taught, repeats=repeats)
+        step = step_time(*facts, hardware, extra_forwards=extra)
+        tried.append(_prediction(layout, memory, step, cluster, train.steps, train.rows * train.seq_len, price))
+    notes = []
+    if extra:
+        notes.append("Smaller Subnets are counted as the full network: an upper bound of their time.")
+    return _plan(name, "pretrain", cluster, config, dtype, train.steps, tried, len(tried), notes)
+
+
+def _extra_passes(elastic: ElasticConfig, recompute: bool) -> tuple[float, bool, bool]:
+    """Mean number of forward passes beside the trained one, whether the network teaches itself in a second trained pass, and whether
+    there are a teacher's logits."""
+    if elastic.sampler == "off":
+        return 0.0, False, False
+    taught = elastic.anchor_ce_weight < 1 and bool(elastic.anchors)
+    smaller = elastic.anchor_share + elastic.depth_share + elastic.top_k_share + elastic.width_share
+    share = 1 - elastic.starts_at
+    if elastic.joint:
+        return share * min(1.0, smaller) * (4 if recompute else 3), True, taught
+    return share * elastic.anchor_share if taught else 0.0, False, taught
+
+
+def _pretrain_layouts(config: ModelConfig, rows: int, num: int) -> Iterator[Layout]:
+    for ranks in _halves(num):
+        for ep in _parallels(config, ranks):
+            for micro_batches in _divisors(rows // ranks) if rows % ranks == 0 else ():
+                for recompute in (False, True):
+                    yield Layout(ranks, ep, rows // micro_batches, micro_batches, recompute)
+
+
+def _halves(num: int) -> list[int]:
+    """``num`` and its halves as long as they are whole."""
+    return [num] + (_halves(num // 2) if num % 2 == 0 else [])
+
+
+def _divisors(num: int) -> list[int]:
+    return [each for each in range(1, num + 1) if num % each == 0]
+
+
+def _parallels(config: ModelConfig, ranks: int) -> list[int]:
+    """Numbers of expert-parallel ranks that divide ranks, experts, and the rows of an expert."""
+    return [ep for ep in _divisors(min(ranks, _MOST_EP)) if _why_undivided(config, ranks, ep) is None]
+
+
+def _why_undivided(config: ModelConfig, ranks: int, ep: int) -> str | None:
+    """Why ``ranks`` cannot share the network with ``ep``; None if they can."""
+    if ranks % ep:
+        return f"ep {ep} does not divide {ranks} ranks; choose one of its divisors"
+    uneven = next((experts for experts in config.experts_by_layer if experts % ep), None)
+    if uneven is not None:
+        return f"ep {ep} does not divide the {uneven} experts of a layer; choose a divisor"
+    copies, inner, hidden = ranks // ep, 2 * config.expert_intermediate_size, config.hidden_size
+    if ep > 1 and (inner % copies or hidden % copies):
+        return f"{copies} copies cannot split experts of {inner} x {hidden} evenly; choose a larger ep"
+    return None
+
+
+def _check(layout: Layout, config: ModelConfig, cluster: Cluster) -> None:
+    """Raise `UserError` if ``layout`` cannot be divided."""
+    problem = _why_undivided(config, layout.ranks, layout.ep)
+    if problem is None and layout.micro_rows % layout.ranks:
+        problem = f"{layout.micro_rows} rows of a micro-batch cannot be shared by {layout.ranks} ranks; use a multiple"
+    if problem is not None:
+        raise UserError(f"--gpus {cluster}: {problem}, or let --sweep choose")
+
+
+def _dtype(asked: str, hardware: Hardware) -> Dtype:
+    if asked == "bfloat16" or (asked == "auto" and hardware.name != "cpu"):
+        return "bfloat16"
+    return "float32"
+
+
+def _prediction(
+    layout: Layout, memory: Memory, step: StepTime, cluster: Cluster, steps: int, num_tokens: float, price: float | None
+) -> Prediction:
+    hours = steps * step.total / 3600 * cluster.num
+    return Prediction(
+        layout=layout,
+        memory=memory,
+        available=cluster.hardware.memory * (1 - cluster.hardware.reserved),
+        step=step,
+        step_s=step.total,
+        limit=step.limit,
+        tokens_per_s=num_tokens / step.total,
+        gpu_hours=hours,
+        dollars=None if price is None else price * hours,
+    )
+
+
+def _plan(
+    name: str,
+    kind: Literal["pretrain", "rl"],
+    cluster: Cluster,
+    config: ModelConfig,
+    dtype: Dtype,
+    steps: int,
+    found: Sequence[Prediction],
+    num_tried: int,
+    notes: Sequence[str],
+) -> Plan:
+    counts = count(config, config.full())
+    if not found:
+        raise UserError(
+            f"--gpus {cluster}: no layout divides the recipe's rows and experts; change train.rows, or the number"
+        )
+    fitting = [each for each in found if each.fits]
+    # what does not fit is shown by how little it lacks
+    ordered = sorted(fitting, key=lambda each: each.step_s) or sorted(found, key=lambda each: each.peak)
+    most_ranks = max(each.layout.ranks for each in ordered)
+    sources = sources_of(cluster.hardware, dtype, engines=kind == "rl", ranks=most_ranks)
+    if not fitting:
+        least = size_in_bytes(ordered[0].peak)
+        notes = [*notes, f"No layout fits: the smallest needs {least} of {size_in_bytes(ordered[0].available)}."]
+    return Plan(
+        recipe=name,
+        kind=kind,
+        cluster=cluster,
+        params=counts.total_params,
+        active_params=counts.active_params,
+        dtype=dtype,
+        steps=steps,
+        predictions=tuple(ordered),
+        num_tried=num_tried,
+        sources=sources,
+        notes=tuple(notes),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rl:
+    """What all layouts of an RL recipe share."""
+
+    recipe: RlRecipe
+    config: ModelConfig
+    cluster: Cluster
+    workload: Workload
+    price: float | None
+
+    @property
+    def alone(self) -> bool:
+        """Whether trainer and engines share one accelerator."""
+        return self.cluster.num == 1
+
+    @property
+    def dtype(self) -> Dtype:
+        return "float32" if self.recipe.precision.train == "fp32" else "bfloat16"
+
+    @property
+    def engine_bytes(self) -> int:
+        return {"fp32": 4, "bf16": 2, "fp8": 1}[self.recipe.precision.rollout]
+
+    @property
+    def answer(self) -> float:
+        return self.workload.answer_tokens or self.recipe.rollout.max_tokens
+
+    @property
+    def prompt(self) -> int:
+        return self.workload.prompt_tokens or self.recipe.train.seq_len - self.recipe.rollout.max_tokens
+
+    @property
+    def context(self) -> float:
+        """Mean number of tokens of a sequence in an engine."""
+        return self.prompt + self.answer / 2
+
+    @property
+    def batch(self) -> int:
+        """Sequences that an engine's cache and its batch hold."""
+        rollout, counts = self.recipe.rollout, count(self.config, self.config.full())
+        each = counts.kv_elements * max(2, self.engine_bytes)
+        # samples of a group share their prompt
+        cached = rollout.cache_bytes / (each * (self.prompt / rollout.group + self.answer))
+        return max(1, min(rollout.max_batch, int(cached)))
+
+    def engine_memory(self) -> Memory:
+        rollout = self.recipe.rollout
+        return engine_memory(self.config, self.engine_bytes, rollout.cache_bytes, rollout.max_batch, self.prompt)
+
+    def passes(self, layout: Layout) -> Layout:
+        """``layout`` with the number of passes of a step: shared prompts are packed once."""
+        train, group = self.recipe.train, self.recipe.rollout.group
+        num_tokens = train.prompts * (self.prompt + group * self.answer)
+        return replace(layout, micro_batches=max(1, math.ceil(num_tokens / (train.seq_len * layout.micro_rows))))
+
+    def step(self, layout: Layout) -> StepTime:
+        recipe = self.recipe
+        scores = recipe.train.minibatches > 1 or recipe.loss.advantage not in ADVANTAGES
+        extra = scores + (recipe.loss.kl_weight > 0) + len(recipe.teachers)
+        facts = (self.config, layout, recipe.train.seq_len, self.dtype, recipe.optim.name, self.cluster.hardware)
+        step = step_time(*facts, extra_forwards=extra)
+        return replace(step, update=step.update * recipe.train.minibatches)
+
+    def memory(self, layout: Layout) -> Memory:
+        recipe, total = self.recipe, count(self.config, self.config.full()).total_params
+        facts = (self.config, layout, recipe.train.seq_len, self.dtype, recipe.optim.name)
+        frozen = total * ((recipe.loss.kl_weight > 0) + len(recipe.teachers))
+        memory = training_memory(*facts, teacher_params=frozen, packed=True)
+        # on a CPU the copy of the weights that is being published is in the same memory
+        return replace(memory, teacher=memory.teacher + (WIDE * total if self.cluster.hardware.name == "cpu" else 0))
+
+    def roles(self, layout: Layout, engines: int, gpus: int) -> Roles:
+        recipe, workload, hardware = self.recipe, self.workload, self.cluster.hardware
+        train, rollout, half = recipe.train, recipe.rollout, 2.0 if self.alone else 1.0
+        capacity = engines * self.batch // rollout.group if rollout.max_turns == 1 and not workload.verdict_s else None
+        window = recipe.window or default_window(train.prompts, recipe.staleness, capacity and max(1, capacity))
+        steps = min(train.steps, recipe.staleness + 1 + SIMULATED_STEPS)
+        limits = Limits(train.prompts, recipe.staleness, window, lease_s=math.inf, num_steps=steps)
+        step_s = half * self.step(layout).total
+        weights = count(self.config, self.config.full()).total_params * self.engine_bytes
+        each = {
+            batch: half * decode_s(self.config, batch, self.context, self.engine_bytes, hardware, gpus)
+            for batch in range(1, self.batch + 1)
+        }
+        answer, spread = self.answer, workload.answer_spread
+
+        def tokens(rng: Any) -> float:
+            return min(rollout.max_tokens, rng.lognormvariate(math.log(answer) - spread**2 / 2, spread))
+
+        def verdict(rng: Any) -> float:
+            if not workload.verdict_s:
+                return 0.0
+            return rng.lognormvariate(
+                math.log(workload.verdict_s) - workload.verdict_spread**2 / 2, workload.verdict_spread
+            )
+
+        return Roles(
+            limits=limits,
+            group=rollout.group,
+            engines=engines,
+            batch=self.batch,
+            decode_s=each.__getitem__,
+            tokens=tokens,
+            step_s=lambda rng: step_s,
+            prefill_s=half * prefill_s(self.config, self.prompt, self.engine_bytes, hardware, gpus),
+            verifiers=workload.verifiers or recipe.runtime.rewards.max,
+            verdict_s=verdict,
+            publish_s=2 * WIDE * weights / self.engine_bytes / hardware.bandwidth,
+            deliver_s=weights / HANDOVER,
+            activate_s=weights / HANDOVER,
+        )
+
+
+def plan_rl(
+    recipe: RlRecipe,
+    config: ModelConfig,
+    name: str,
+    cluster: Cluster,
+    sweep: bool,
+    price: float | None,
+    workload: Workload,
+    trainer: tuple[int, int] = (1, 1),
+) -> Plan:
+    """The recipe with one trainer of ``trainer`` (ranks, ep) and engines on all other accelerators, or (``sweep``) every split.
+    Raises `UserError`: it cannot be divided."""
+    facts = _Rl(recipe, config, cluster, workload, price)
+    usable = cluster.hardware.memory * (1 - cluster.hardware.reserved)
+    engine = facts.engine_memory().total
+    gpus = next((each for each in (1, 2, 4, 8) if engine / each <= usable), MOST_GPUS_OF_ENGINE)
+    own = Layout(*trainer, recipe.train.micro_rows, 1)
+    layouts: Iterable[Layout] = [own]
+    if sweep:
+        layouts = _rl_layouts(config, recipe.train.micro_rows, cluster.num - (0 if facts.alone else gpus))
+    else:
+        _check(own, config, cluster)
+        if not facts.alone and cluster.num - trainer[0] < gpus:
+            raise UserError(
+                f"--gpus {cluster}: {trainer[0]} trainer ranks leave {cluster.num - trainer[0]} GPUs, and an engine needs {gpus}; "
+                "take more, or let --sweep choose"
+            )
+    by_ranks: dict[int, tuple[tuple[bool, float], Layout]] = {}
+    num_tried = 0
+    for layout in map(facts.passes, layouts):
+        num_tried += 1
+        rank = (facts.memory(layout).total > usable, facts.step(layout).total)
+        if layout.ranks not in by_ranks or rank < by_ranks[layout.ranks][0]:
+            by_ranks[layout.ranks] = rank, layout
+    bounds = sorted(
+        (_fastest(facts, layout, gpus), lacks, number) for number, ((lacks, _), layout) in enumerate(by_ranks.values())
+    )
+    chosen = sorted(bounds, key=lambda each: (each[1], each[0]))[:MOST_SIMULATED]
+    best = [list(by_ranks.values())[number][1] for *_, number in chosen]
+    found = [_simulated(facts, layout, gpus) for layout in best]
+    notes = []
+    if workload.answer_tokens is None:
+        notes.append(
+            f"Answers are taken to have rollout.max_tokens {recipe.rollout.max_tokens}, the most: give --answer-tokens."
+        )
+    if facts.batch < recipe.rollout.max_batch:
+        notes.append(
+            f"The cache holds {facts.batch} of the {recipe.rollout.max_batch} sequences of a batch: raise rollout.cache_bytes."
+        )
+    if facts.alone:
+        notes.append("Trainer and engine share one accelerator, each at half its speed (assumed).")
+    return _plan(name, "rl", cluster, config, facts.dtype, recipe.train.steps, found, num_tried, notes)
+
+
+def _engines(facts: _Rl, layout: Layout, gpus: int) -> int:
+    return facts.recipe.rollout.engines if facts.alone else (facts.cluster.num - layout.ranks) // gpus
+
+
+def _fastest(facts: _Rl, layout: Layout, gpus: int) -> float:
+    """A lower bound of the time of a step: that of the slower of trainer and engines."""
+    rollout, batch = facts.recipe.rollout, facts.batch
+    num_tokens = facts.recipe.train.prompts * rollout.group * facts.answer
+    each = decode_s(facts.config, batch, facts.context, facts.engine_bytes, facts.cluster.hardware, gpus)
+    return max(facts.step(layout).total, num_tokens * each / (batch * _engines(facts, layout, gpus)))
+
+
+def _rl_layouts(config: ModelConfig, micro_rows: int, most: int) -> Iterator[Layout]:
+    for ranks in (2**power for power in range(max(1, most).bit_length())):
+        for ep in _parallels(config, ranks):
+            for rows in {max(ranks, micro_rows // 4), max(ranks, micro_rows), ranks * max(1, 4 * micro_rows // ranks)}:
+                if rows % ranks == 0 and ranks <= max(1, most):
+                    yield Layout(ranks, ep, rows, 1)
+
+
+def _simulated(facts: _Rl, layout: Layout, gpus: int) -> Prediction:
+    recipe, engines = facts.recipe, _engines(facts, layout, gpus)
+    found = simulate(facts.roles(layout, engines, gpus))
+    num_samples = recipe.train.prompts * recipe.rollout.group
+    step_s, step = num_samples / found.samples_per_s, facts.step(layout)
+    base = _prediction(layout, facts.memory(layout), step, facts.cluster, recipe.train.steps, 1.0, facts.price)
+    hours = recipe.train.steps * step_s / 3600 * facts.cluster.num
+    return replace(
+        base,
+        step_s=step_s,
+        limit=f"trainer: {step.limit}" if found.limit == "trainer" else found.limit,
+        tokens_per_s=found.samples_per_s * facts.answer,
+        gpu_hours=hours,
+        dollars=None if facts.price is None else facts.price * hours,
+        engines=0 if facts.alone else engines,
+        gpus_of_engine=gpus,
+        engine_memory=facts.engine_memory(),
+        simulated=found,
+    )

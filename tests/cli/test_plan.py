@@ -1,0 +1,54 @@
+"""`stretto plan`: table, JSON, figure and page, and bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.api.conftest import Run, refused
+from tests.test_house import heavy_imports
+
+
+def test_the_table_names_limit_and_origin(stretto: Run) -> None:
+    result = stretto("plan", "small", "--gpus", "8xH200", "--sweep", "--price", "3")
+    assert result.code == 0, result.err
+    for words in ("8xH200", "predicted", "Limit", "8 ranks", "assumed, never measured"):
+        assert words in " ".join(result.out.split())
+
+
+def test_json_has_all_figures_and_the_files_are_written(stretto: Run, tmp_path: Path) -> None:
+    picture, page = tmp_path / "plan.png", tmp_path / "plan.html"
+    result = stretto("plan", "rl_gym", "--gpus", "4xH100", "--verdict-s", "2", "--json", "-o", picture)
+    tree = json.loads(result.out)
+    assert tree["status"] == "predicted" and tree["kind"] == "rl"
+    assert {"weights", "optimiser", "total"} <= tree["layouts"][0]["memory"].keys()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert stretto("plan", "small", "--gpus", "4xA100", "-o", page).code == 0
+    assert "4xA100" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["small", "--gpus", "64xH10"], ("--gpus 64xH10", "did you mean 'H100'?", "MI300X")),
+        (["small", "--gpus", "64"], ("--gpus 64", "64xH100")),
+        (["small", "--gpus", "16xH100"], ("16xH100", "8 rows", "--sweep")),
+        (["small", "--gpus", "4xH100", "--set", "train.ep=8"], ("ep 8", "4 ranks")),
+        (["small", "--gpus", "4xH100", "--price", "-1"], ("--price -1",)),
+        (["small", "--gpus", "4xH100", "--model", "runs/x"], ("--model",)),
+        (["small", "--gpus", "4xH100", "-o", "plan.txt"], ("plan.txt", ".png")),
+        (["pipeline", "--gpus", "4xH100"], ("pipeline", "`stretto run`")),
+        (["heal", "--gpus", "4xH100"], ("heal", "`stretto heal`")),
+        (["rl_gym", "--gpus", "4xH100", "--answer-tokens", "-3"], ("answer_tokens",)),
+        (["nothing", "--gpus", "4xH100"], ("nothing", "no such recipe")),
+    ],
+)
+def test_bad_input_is_one_line(stretto: Run, arguments: list[str], words: tuple[str, ...]) -> None:
+    refused(stretto("plan", *arguments), *words)
+
+
+def test_planning_imports_no_torch() -> None:
+    code = "import stretto\nstretto.plan('small', '8xH100', sweep=True)\nstretto.plan('rl_gym', '8xH100')"
+    assert heavy_imports(code, ["torch", "transformers", "matplotlib"]) == []

@@ -1,0 +1,90 @@
+"""Predicted bytes against those that autograd and the optimisers really hold. Peaks of whole steps: ``bench/plan.py``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from stretto.model.spec import ModelConfig, count
+from stretto.model.transformer import Context, build
+from stretto.optim.build import build_optimizers
+from stretto.optim.schedule import OptimConfig
+from stretto.planner.hardware import Dtype
+from stretto.planner.memory import Layout, layer_bytes, sizes, training_memory
+
+BASE = ModelConfig(
+    vocab_size=64, hidden_size=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, num_experts=8, top_k=2,
+    expert_intermediate_size=32,
+)  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "norms and a shared expert": {"qk_norm": True, "num_shared_experts": 1},
+    "dense": {"dense_layers": (0, 1, 2), "dense_intermediate_size": 48},
+    "biases": {"expert_bias": True, "router_bias": True, "attention_bias": True, "mlp_bias": True},
+    "many experts": {"num_experts": 16, "top_k": 4},
+}
+
+
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
+def test_the_parts_are_the_whole(changes: dict[str, Any]) -> None:
+    config = BASE.replace(**changes, widths=())
+    parts, total = sizes(config), count(config, config.full()).total_params
+    others = config.num_layers * parts.block + config.num_moe_layers * parts.experts
+    assert parts.total == total
+    assert abs(parts.outer + parts.replicated + others - total) < 0.02 * total  # biases are counted with the block
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["plain", "norms and a shared expert", "dense", "many experts"])
+def test_kept_activations_are_those_of_autograd(name: str, dtype: Dtype) -> None:
+    config = BASE.replace(**SHAPES[name], widths=())
+    model, rows, length = build(config, 0), 8, 128
+    ids_BT = torch.randint(config.vocab_size, (rows, length))
+    held = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in held:
+            kept[storage.data_ptr()] = tensor
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"),
+    ):
+        model(ids_BT, config.full(), Context.plain(ids_BT))
+    measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    each, _, _ = layer_bytes(config, length, dtype, packed=False, ep=1)
+    weights = 2 * (count(config, config.full()).total_params - sizes(config).outer) if dtype == "bfloat16" else 0
+    predicted = rows * length * (config.num_layers * each + 4 * config.hidden_size) + weights
+    assert predicted == pytest.approx(measured, rel=0.06)
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+def test_the_optimisers_hold_what_is_predicted(optimiser: Any) -> None:
+    model = build(BASE, 0)
+    optimizers = build_optimizers(OptimConfig(lr=1e-3, name=optimiser), model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for optimizer in optimizers:
+        optimizer.step()
+    states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+    held = sum(each.numel() * 4 for each in states if isinstance(each, torch.Tensor) and each.numel() > 1)
+    predicted = training_memory(BASE, Layout(1, 1, 1, 1), 8, "float32", optimiser)
+    assert predicted.optimiser == held
+    assert predicted.weights == sum(parameter.numel() * 4 for parameter in model.parameters())
+
+
+def test_ranks_and_recomputing_save_memory() -> None:
+    one = Layout(1, 1, 8, 1)
+    memory = {
+        name: training_memory(BASE, layout, 512, "float32", "adamw")
+        for name, layout in {"one": one, "recompute": replace(one, recompute=True), "four": Layout(4, 1, 8, 1)}.items()
+    }
+    assert memory["recompute"].total < memory["one"].total
+    assert memory["four"].total < memory["one"].total
+    assert memory["four"].optimiser < memory["one"].optimiser / 3

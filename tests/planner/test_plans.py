@@ -1,0 +1,99 @@
+"""Plans of whole recipes: the sweep, what fits, and layouts that cannot be divided."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+import stretto
+from stretto.base.config import read_recipe
+from stretto.base.errors import UserError
+from stretto.planner.hardware import HARDWARE, parse_cluster
+from stretto.planner.memory import Layout
+from stretto.planner.plans import Workload
+from stretto.planner.speed import exchange_s, gather_s, step_time
+from stretto.train.recipe import Recipe
+
+RECIPE = read_recipe("small", Recipe)
+
+
+def test_the_sweep_is_at_least_as_fast_as_the_own_layout() -> None:
+    own = stretto.plan("small", "4xH100")
+    swept = stretto.plan("small", "4xH100", sweep=True)
+    assert len(own.predictions) == 1 and swept.num_tried > 10
+    assert swept.best.step_s <= own.best.step_s
+    assert [each.step_s for each in swept.predictions] == sorted(each.step_s for each in swept.predictions)
+
+
+def test_costs_are_of_all_accelerators() -> None:
+    found = stretto.plan("small", "4xH100", price=2.0)
+    hours = RECIPE.train.steps * found.best.step_s / 3600
+    assert found.best.gpu_hours == pytest.approx(4 * hours)
+    assert found.best.dollars == pytest.approx(8 * hours)
+
+
+def test_a_network_too_large_does_not_fit_and_says_how_much_it_lacks() -> None:
+    found = stretto.plan("small", "1xL40S", settings=["model.num_experts=2048", "model.expert_intermediate_size=4096"])
+    assert not found.best.fits
+    assert any("No layout fits" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "words"),
+    [
+        ("16xH100", [], "8 rows of a micro-batch cannot be shared by 16 ranks"),
+        ("4xH100", ["train.ep=8"], "ep 8 does not divide 4 ranks"),
+        ("6xH100", ["train.rows=24", "train.ep=2"], "copies cannot split"),
+    ],
+)
+def test_a_layout_that_cannot_be_divided_is_refused(gpus: str, settings: list[str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        stretto.plan("small", gpus, settings=settings)
+
+
+def test_nothing_is_called_measured_that_was_not() -> None:
+    assert stretto.plan("small", "1xH100").is_measured
+    for gpus in ("1xB200", "2xH100", "1xMI300X"):
+        assert not stretto.plan("small", gpus).is_measured
+
+
+def test_rl_names_the_part_that_limits() -> None:
+    def limit(**workload: Any) -> str:
+        found = stretto.plan("rl_gym", "4xH100", workload=Workload(**workload))
+        json.dumps(found.tree())
+        return found.best.limit
+
+    assert limit(verdict_s=30.0) == "verifiers"
+    assert limit(verdict_s=30.0, verifiers=100_000) == "staleness bound"
+
+
+def test_the_rl_sweep_tries_splits_between_trainer_and_engines() -> None:
+    found = stretto.plan("rl_gym", "8xH100", sweep=True)
+    splits = {(each.layout.ranks, each.engines) for each in found.predictions}
+    assert len(splits) > 1
+    assert all(ranks + engines <= 8 for ranks, engines in splits)
+
+
+def test_the_network_of_an_rl_recipe_must_be_known() -> None:
+    with pytest.raises(UserError, match="--model"):
+        stretto.plan("service_smol", "8xH100")
+
+
+def test_links_within_a_node_are_faster() -> None:
+    h100 = HARDWARE["H100"]
+    assert gather_s(1e9, 8, 8, h100) < gather_s(1e9, 16, 8, h100) < gather_s(1e9, 16, 1, h100)
+    assert exchange_s(1e9, 1, h100) == 0 < exchange_s(1e9, 8, h100) < exchange_s(1e9, 16, h100)
+
+
+def test_the_measured_step_is_predicted() -> None:
+    """The H100's training step from which the efficiencies come: 72,073 tokens/s in bf16, 14,684 in fp32."""
+    config = RECIPE.model.replace(
+        vocab_size=32768, hidden_size=2048, num_layers=8, num_heads=16, num_kv_heads=4, head_dim=128, num_experts=32, top_k=4,
+        expert_intermediate_size=1024, max_positions=2048, qk_norm=True, tie_embeddings=False, widths=(), num_branches=0,
+    )  # fmt: skip
+    hardware = parse_cluster("1xH100").hardware
+    for dtype, measured in (("bfloat16", 72_073), ("float32", 14_684)):
+        step = step_time(config, Layout(1, 1, 8, 1), 2048, dtype, "adamw", hardware)  # type: ignore[arg-type]
+        assert 16_384 / step.total == pytest.approx(measured, rel=0.05)
