@@ -91,6 +91,8 @@ class ServeOptions:
     max_wait_s: float | None = None
     max_step_s: float = 600.0
     fast_prefill: bool = False
+    tp: int = 1
+    """Ranks of tensor parallelism."""
     writer: str | None = None
     """Who words the prompts for pictures: ``suffix`` or ``model``; None: the checkpoint's default."""
 
@@ -259,8 +261,8 @@ def _dtype(options: ServeOptions, device: torch.device) -> torch.dtype:
 
 def _engine_config(options: ServeOptions) -> EngineConfig:
     """Sizes of the engine. Raises `UserError` for an impossible one."""
-    sizes = {name: getattr(options, name) for name in ("max_batch", "max_len", "max_wait_s", "max_step_s")}
-    return validate(EngineConfig, sizes, "--max-batch, --max-len, --max-wait-s, --max-step-s").replace(
+    sizes = {name: getattr(options, name) for name in ("max_batch", "max_len", "max_wait_s", "max_step_s", "tp")}
+    return validate(EngineConfig, sizes, "--max-batch, --max-len, --max-wait-s, --max-step-s, --tp").replace(
         cache_bytes=None if options.cache_memory is None else parse_bytes(options.cache_memory, "--cache-memory"),
         max_step_tokens=max(1024, options.max_batch),
         fast_prefill=options.fast_prefill,
@@ -287,15 +289,14 @@ def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedMode
     opened = open_engine(source, config, device=device, dtype=dtype, memory_bytes=memory, cut=cut)
     default = SubnetChoice()
     if cut is None and options.subnet is not None:
-        parse_subnet(
-            options.subnet, opened.engine.model.config, presets
-        )  # raises an error if the network has no such size
+        parse_subnet(options.subnet, opened.engine.network, presets)  # raises an error if the network has no such size
         default = parse_choice(options.subnet, presets)
     elif cut is None:
-        default = environment_subnet(os.environ, opened.engine.model.config) or default
-    _take_threads(opened.engine.model)
+        default = environment_subnet(os.environ, opened.engine.network) or default
+    if options.tp == 1:
+        _take_threads(opened.engine.model)
     least = least_trained(opened)
-    for warning in least.warnings(cut or default.of(opened.engine.model.config)):
+    for warning in least.warnings(cut or default.of(opened.engine.network)):
         _warn(warning)
     return opened, ServedModel.of(
         opened,
@@ -331,7 +332,7 @@ def stream(
 def least_trained(opened: OpenedEngine) -> Least:
     """The smallest layers, experts and top-k that the network was trained with, from its recipe; no limits without a recipe."""
     recipe = (opened.lineage.config.get("recipe") if opened.lineage else None) or {}
-    config, elastic = opened.engine.model.config, recipe.get("elastic")
+    config, elastic = opened.engine.network, recipe.get("elastic")
     if elastic is None:
         return Least()
     if elastic.get("sampler") == "off":

@@ -91,6 +91,13 @@ def serve(
             help="On a CPU: process long prompts of large networks faster in fp32; results then depend on the batch.",
         ),
     ] = False,
+    tp: Annotated[
+        int,
+        Option(
+            help="Ranks of tensor parallelism: GPUs, or processes on a CPU, that divide heads and widths of the network. "
+            "Memory options then apply to each rank."
+        ),
+    ] = 1,
     api_key: Annotated[
         list[str],
         Option(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import logging
+import math
 import queue
 import tempfile
 import threading
@@ -175,7 +176,7 @@ class AsyncEngine:
 
     def start(self) -> Self:
         self._thread.start()
-        if self._engine.config.max_step_s is not None:
+        if self._engine.config.max_step_s is not None or self._engine.config.tp > 1:
             self._watchdog.start()
         return self
 
@@ -243,7 +244,7 @@ class AsyncEngine:
         self, version: int, source: WeightSource, *, keep_cache: bool = False, checksum: str | None = None
     ) -> None:
         """`Engine.load_weights` between two steps; ``source`` is read and checked before, while the engine continues."""
-        state = await asyncio.to_thread(read_weights, source, self._engine.model.config, checksum)
+        state = await asyncio.to_thread(read_weights, source, self._engine.network, checksum)
         await self.call(lambda engine: engine.load_weights(version, state, keep_cache=keep_cache))
 
     async def stats(self) -> EngineStats:
@@ -264,6 +265,7 @@ class AsyncEngine:
             self._post(self._stop, lambda error: None)
             while self._thread.is_alive() and not self._is_hung:
                 self._thread.join(_WATCH_S)
+        self._engine.close()
 
     def _stop(self) -> None:
         for request_id in list(self._open):
@@ -307,9 +309,10 @@ class AsyncEngine:
 
     def _watch(self) -> None:
         """End the engine when its thread makes no progress; otherwise its clients would wait for ever."""
-        limit_s = self._engine.config.max_step_s
-        assert limit_s is not None
+        limit_s = self._engine.config.max_step_s or math.inf
         while not self._has_ended.wait(min(_WATCH_S, limit_s / 4)):
+            if self._engine.has_lost_rank:  # an idle engine does not notice it otherwise
+                self._post(self._engine.check_ranks, lambda error: None)
             since_s = self._working_since_s
             if since_s is None or time.monotonic() - since_s <= limit_s:
                 continue

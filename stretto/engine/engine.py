@@ -26,6 +26,7 @@ from stretto.base.errors import UserError
 from stretto.engine.cache import PageAllocator
 from stretto.engine.forward_torch import KvPool
 from stretto.engine.grammar import GrammarState
+from stretto.engine.ranks import Ranks
 from stretto.engine.request import VERSIONS, Completion, EngineConfig, EngineStats, Event, QueueFull, Request
 from stretto.engine.runner import MAX_NATIVE_TOKENS, Runner, WeightSource, pages_within, read_weights
 from stretto.engine.sampling import Row, SamplerCache, process, sample, top_log_probs
@@ -53,6 +54,7 @@ class Engine:
         library: Library | None = None,
         seeds: Callable[[], int] = lambda: secrets.randbits(63),
         clock: Callable[[], float] = time.perf_counter,
+        ranks: Ranks | None = None,
     ):
         """
         Args:
@@ -64,12 +66,16 @@ class Engine:
             library: compiled kernels for a CPU; None: torch computes.
             seeds: called for each request without a seed.
             clock: time in seconds, for the times in `Usage`.
+            ranks: ranks of tensor parallelism, ``config.tp`` of them; ``model`` is the part of this one, rank 0.
 
         Raises:
             UserError: the cache would be smaller than one page.
         """
         self.model, self.tokenizer, self.config, self.weight_version = model, tokenizer, config, weight_version
-        net = model.config
+        assert config.tp == (1 if ranks is None else ranks.shard.num_ranks), f"tp {config.tp}, and other ranks"
+        self._team = None if ranks is None else ranks.team
+        net = self.network = model.config if ranks is None else ranks.network
+        """The whole network; with tensor parallelism, ``model`` is a part of it."""
         most_len = min(config.max_len or net.max_positions, net.max_positions)
         num_pages = config.num_pages or pages_within(model, config, most_len, routes)
         self.max_len = min(most_len, num_pages * config.page_size)
@@ -85,6 +91,7 @@ class Engine:
             arithmetic=Arithmetic(config.precision, config.batch_invariant),
             max_native_tokens=MAX_NATIVE_TOKENS if config.fast_prefill else None,
             cuda_graphs=config.cuda_graphs and model.embedding.weight.is_cuda,
+            ranks=ranks,
         )
         self.allocator = PageAllocator(num_pages, config.page_size)
         self._scheduler = Scheduler(
@@ -103,7 +110,7 @@ class Engine:
         self._open: dict[str, list[SequenceState]] = {}
         self._num_routed = 0  # open sequences of requests with routes
         self._rates: dict[int, tuple[int, int, int]] = {}  # FLOPs by Subnet, see `_charge`
-        page_bytes = KvPool.bytes_per_page(net, model.embedding.weight.dtype, config.page_size, routes)
+        page_bytes = KvPool.bytes_per_page(model.config, model.embedding.weight.dtype, config.page_size, routes)
         self._stats = EngineStats(
             num_running=0,
             num_waiting=0,
@@ -213,9 +220,24 @@ class Engine:
             raise UserError(f"version: {version} is not a 64-bit integer; choose a smaller number")
         if version == self.weight_version:
             raise UserError(f"version: {version} is in service already; give each set of weights its own number")
-        self._runner.load_weights(read_weights(source, self.model.config, checksum))
+        self._runner.load_weights(read_weights(source, self.network, checksum))
         self.weight_version = version
         self._preempted(self._scheduler.weights_changed(version, keep_cache=keep_cache))
+
+    @property
+    def has_lost_rank(self) -> bool:
+        """Whether a rank of tensor parallelism has ended."""
+        return self._team is not None and self._team.has_failed
+
+    def check_ranks(self) -> None:
+        """Raises `stretto.engine.ranks.RankFailed`: a rank of tensor parallelism has ended."""
+        if self._team is not None:
+            self._team.check()
+
+    def close(self) -> None:
+        """End the other ranks of tensor parallelism; the engine must not be used afterwards."""
+        if self._team is not None:
+            self._team.close()
 
     def stats(self) -> EngineStats:
         """The current state."""
@@ -286,7 +308,7 @@ class Engine:
     def _charge(self, seq: SequenceState, chunk: Chunk) -> None:
         """Add the FLOPs of ``chunk``: layers for all tokens, the head for ``num_logits`` of them."""
         if chunk.subnet not in self._rates:
-            net = self.model.config
+            net = self.network
             head, counts = 2 * net.hidden_size * net.vocab_size, count(net, executed(net, self._subnets[chunk.subnet]))
             self._rates[chunk.subnet] = counts.linear_flops - head, counts.score_flops, head
         linear, score, head = self._rates[chunk.subnet]

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stretto.engine.ranks import Ranks
 from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.attention import Attention, Mla, rotary_frequencies
 from stretto.model.spec import ModelConfig, Subnet
@@ -386,7 +387,11 @@ class LayerWeights:
 class TorchForward:
     """The forward pass of one model over one cache. Some of its weights are copies, so new weights need a new object or `refresh`."""
 
-    def __init__(self, model: Transformer, subnets: SubnetTable, pool: KvPool, arithmetic: Arithmetic):
+    def __init__(
+        self, model: Transformer, subnets: SubnetTable, pool: KvPool, arithmetic: Arithmetic, ranks: Ranks | None = None
+    ):
+        """``ranks``: those that ``model`` is divided over; None: it is whole."""
+        self._ranks, self._is_first = ranks, ranks is None or ranks.shard.rank == 0
         eps, self._clamp = model.config.norm_eps, clamp_of(model.config)
         self._arithmetic, self._is_plain = arithmetic, arithmetic.is_plain
         self._operators, self._inner = arithmetic.operators, arithmetic.inner.operators
@@ -443,10 +448,10 @@ class TorchForward:
             y_NX = latent_attention(normed_ND, layer.attention, run.spans, rows_PZ1Z, self._arithmetic)
         else:
             y_NX = self._attend(place, layer.attention, normed_ND, run.spans)
-        x_ND = self._add(x_ND, y_NX, layer.out, layer.out_bias_D)
+        x_ND = self._sum(self._add(self._stream(x_ND), y_NX, layer.out, layer.out_bias_D))
         normed_ND, mlp = self._norm(x_ND, layer.mlp_norm_D), layer.mlp
         if isinstance(mlp, SwiGluWeights):
-            return self._add_swiglu(x_ND, normed_ND, mlp)
+            return self._sum(self._add_swiglu(self._stream(x_ND), normed_ND, mlp))
         rule = run.rules[mlp.row]
         routes = paged.route_tokens(normed_ND, mlp.gate, rule, mlp.gate_bias_E, self._inner)
         if routes_NLK is not None:
@@ -455,8 +460,8 @@ class TorchForward:
                 chosen_NK = chosen_NK.masked_fill(rule.dropped_NK, self._no_expert)
             routes_NLK[slice(None) if run.tokens_N is None else run.tokens_N, mlp.row, : rule.top_k] = chosen_NK
         if isinstance(mlp.prepared, ExpertWeights):
-            x_ND = paged.chosen_experts(normed_ND, routes, mlp.prepared).add_(x_ND)
-            return x_ND if mlp.shared is None else self._add_swiglu(x_ND, normed_ND, mlp.shared)
+            x_ND = paged.chosen_experts(normed_ND, routes, mlp.prepared).add_(self._stream(x_ND))
+            return self._sum(x_ND if mlp.shared is None else self._add_swiglu(x_ND, normed_ND, mlp.shared))
         assert isinstance(operators, ArithmeticOperators)
         y_ND = operators.prepared_experts(normed_ND, routes, mlp.prepared, mlp.experts)
         if mlp.shared is not None:
@@ -472,6 +477,15 @@ class TorchForward:
         else:
             q_NHC = paged.store_rounded(qkv_NX, heads, self._eps, spans, keys_PZGC, values_PZGC, self._operators)
         return paged.attend(q_NHC, keys_PZGC, values_PZGC, spans, heads, self._arithmetic.batch_invariant)
+
+    def _stream(self, x_ND: Tensor) -> Tensor:
+        """The residual stream to which this rank adds its part of a layer: rank 0's own, and zeros on the others, because `_sum`
+        adds them."""
+        return x_ND if self._is_first else torch.zeros_like(x_ND)
+
+    def _sum(self, part_ND: Tensor) -> Tensor:
+        """Sum over ranks, in place."""
+        return part_ND if self._ranks is None else self._ranks.sum(part_ND)
 
     def _add(self, x_ND: Tensor, y_NF: Tensor, weight: Weight, bias_D: Tensor | None) -> Tensor:
         """``x_ND`` plus the product of ``y_NF`` with a matrix in the form of `_added`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from stretto.base.paths import RUN_FILE, checkpoint_folder, read_json
 from stretto.base.records import Lineage
 from stretto.engine.engine import Engine
 from stretto.engine.forward_torch import KvPool
+from stretto.engine.ranks import Team
 from stretto.engine.request import EngineConfig
 from stretto.model.checkpoint import read_checkpoint, read_config, read_presets
 from stretto.model.elastic import extract
+from stretto.model.shard import Shard
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, extracted_config
 from stretto.ops.memory import free_bytes
 from stretto.ops.native import Library, load
@@ -24,6 +27,8 @@ from stretto.text.tokenizer import load_tokenizer
 
 HEADROOM = 0.1
 """Memory for activations and the process itself, as a share of the weights' bytes (a generous guess)."""
+_COLLECTIVE_S = 24 * 3600.0
+"""Longest time of a collective of tensor parallelism if ``max_step_s`` has no limit: torch needs one."""
 LEAST_LEN = 2048
 """Smallest number of positions in a cache, if the network has as many: enough for a chat of several turns (our choice)."""
 
@@ -59,14 +64,14 @@ def open_engine(
     Args:
         dtype: data type of weights and cache; None: fp32 on a CPU, bf16 elsewhere.
         memory_bytes: memory for weights and cache. The cache gets all memory beside the weights, unless ``config`` has its
-            size. None: the free memory of ``device``, of which the cache gets a share (`pages_within`).
-        cut: extract this Subnet and serve it alone; the other weights are freed after reading.
+            size. None: the free memory of ``device``, of which the cache gets a share (`pages_within`). With ``tp``: of each rank.
+        cut: extract this Subnet and serve it alone; the other weights are freed after reading. Not with ``tp``.
         with_tokenizer: False: token ids only, for checkpoints without a tokenizer.
         library: compiled CPU kernels; None: loaded as the environment says (`stretto.ops.native.load`).
 
     Raises:
         UserError: the checkpoint is missing, damaged or unsupported; the tokenizer is missing; or the memory is too small (the
-            message says what would fit).
+            message says what would fit); ``tp`` does not divide the network, or exceeds the number of GPUs.
     """
     config = config or EngineConfig()
     device = torch.device(device)
@@ -83,22 +88,55 @@ def open_engine(
             f"{folder / 'tokenizer.json'}: has {tokenizer.vocab_size} tokens, the network {network.vocab_size}; "
             "use the tokenizer that the network was trained with"
         )
-    available = free_bytes(device) if memory_bytes is None else memory_bytes
-    served = network if cut is None else extracted_config(network, cut)
+    if config.tp > 1:
+        _check_ranks(folder, config.tp, device, cut)
+    available = free_bytes(device) // (config.tp if device.type == "cpu" else 1)
+    available = available if memory_bytes is None else memory_bytes
+    served = _part_of(folder, network, config.tp) if cut is None else extracted_config(network, cut)
     check_memory(folder, served, presets if cut is None else {}, config, dtype, available, routes)
     if memory_bytes is not None and config.cache_bytes is None:
         config = config.replace(cache_bytes=memory_bytes - _weight_bytes(served, served.full(), dtype))
-    checkpoint = read_checkpoint(folder, device=device, dtype=dtype)
-    model = checkpoint.model.requires_grad_(False)
-    if cut is not None:
-        model, presets = extract(model, cut).requires_grad_(False), {}
-    if library is None and device.type == "cpu":
-        library = load()
-    end_ids = generation_ends(folder, model.config.vocab_size)
-    engine = Engine(model, tokenizer, config, end_ids=end_ids, routes=routes, library=library)
+    with ExitStack() as stack:  # ends the other ranks after an error
+        team = None
+        if config.tp > 1:
+            team = Team.start(folder, network, config.tp, device, dtype, config.max_step_s or _COLLECTIVE_S)
+            stack.callback(team.close)
+        shard = None if team is None else team.setup.shard
+        checkpoint = read_checkpoint(folder, device=device, dtype=dtype, shard=shard)
+        ranks = None if team is None else team.join()
+        model = checkpoint.model.requires_grad_(False)
+        if cut is not None:
+            model, presets = extract(model, cut).requires_grad_(False), {}
+        if library is None and device.type == "cpu" and ranks is None:
+            library = load()
+        end_ids = generation_ends(folder, model.config.vocab_size)
+        engine = Engine(model, tokenizer, config, end_ids=end_ids, routes=routes, library=library, ranks=ranks)
+        stack.pop_all()
     name = folder.parent.name if (folder.parent / RUN_FILE).is_file() else folder.resolve().name
     subnets = {"full": model.config.full(), **{name: choice.of(model.config) for name, choice in presets.items()}}
     return OpenedEngine(engine, subnets, checkpoint.lineage, folder, name)
+
+
+def _check_ranks(folder: Path, tp: int, device: torch.device, cut: Subnet | None) -> None:
+    """Raises UserError: ``tp`` ranks cannot run on the device, or not with an extracted Subnet."""
+    if cut is not None:
+        raise UserError(
+            f"{folder}: tp: {tp}: a Subnet cannot be extracted while ranks read their parts; serve all sizes and choose this one "
+            "per request, or extract it with `stretto extract`"
+        )
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"tp: {tp}: ranks run on a CPU or on CUDA devices, not on {device.type}; choose another device")
+    num = torch.cuda.device_count() - (device.index or 0) if device.type == "cuda" else tp
+    if tp > num:
+        raise UserError(f"tp: {tp}: {num} CUDA devices are available from {device} on; choose tp {num} at most")
+
+
+def _part_of(folder: Path, network: ModelConfig, tp: int) -> ModelConfig:
+    """The part of ``network`` on each of ``tp`` ranks. Raises UserError: as `Shard.config`."""
+    try:
+        return Shard(0, tp).config(network)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
 
 
 def generation_ends(folder: Path, vocab_size: int) -> tuple[int, ...]:

@@ -252,6 +252,9 @@ class EngineConfig(Config):
     """On a CPU: compute steps of many tokens with torch's matrix library instead of the compiled kernels. Faster for
     large networks in fp32, and in bf16 if the processor has no matrix unit. A token's result then depends on which of the two
     computed it, and so on the rest of the batch."""
+    tp: int = Field(default=1, gt=0)
+    """Ranks of tensor parallelism: processes on this machine, or GPUs, that divide heads and widths of the network. Sizes of
+    the cache and of memory then apply to each rank."""
     cuda_graphs: bool = True
     """On a GPU, in plain arithmetic: launch a decoding step as one CUDA graph. Takes memory for each size of a batch."""
 
@@ -259,6 +262,9 @@ class EngineConfig(Config):
     def _check(self) -> Self:
         if self.max_step_tokens < self.max_batch:
             raise ValueError(f"max_step_tokens {self.max_step_tokens} is less than max_batch {self.max_batch}")
+        if self.tp > 1 and (self.batch_invariant or self.precision != "fp32"):
+            name = "batch_invariant" if self.batch_invariant else f"precision {self.precision}"
+            raise ValueError(f"tp {self.tp}: sums over ranks do not round as {name} promises; leave one of the two out")
         return self
 
 

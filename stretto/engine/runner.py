@@ -7,6 +7,7 @@ K route slots, N tokens of a step, M tokens with returned logits, V vocabulary, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +19,12 @@ from stretto.base.errors import UserError
 from stretto.engine.forward_cpu import NativeForward, why_not
 from stretto.engine.forward_torch import KvPool, TorchForward
 from stretto.engine.graphs import DecodeGraphs
+from stretto.engine.ranks import Cache, Ranks, Weights
 from stretto.engine.request import EngineConfig
 from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.checkpoint import read_checkpoint, read_config, weights_hash
 from stretto.model.spec import ModelConfig
-from stretto.model.transformer import Transformer
+from stretto.model.transformer import Transformer, skeleton
 from stretto.ops.matmul import PLAIN, Arithmetic, kernels
 from stretto.ops.memory import free_bytes
 from stretto.ops.native import DTYPES, Library
@@ -49,7 +51,9 @@ def pages_within(model: Transformer, config: EngineConfig, max_len: int, routes:
     budget = config.cache_bytes
     if budget is None:
         share = CPU_SHARE if weight.device.type == "cpu" else GPU_SHARE
-        budget = int(share * free_bytes(weight.device))
+        # ranks of tensor parallelism share the memory of a CPU
+        num_sharing = config.tp if weight.device.type == "cpu" else 1
+        budget = int(share * free_bytes(weight.device)) // num_sharing
         if config.max_len is not None:  # configured, so the cache may exceed the share
             budget = max(budget, num_needed * page_bytes)
     num_pages = min(budget // page_bytes, 2 * config.max_batch * num_needed)
@@ -63,8 +67,10 @@ def pages_within(model: Transformer, config: EngineConfig, max_len: int, routes:
     return num_pages
 
 
-def _why_torch(library: Library | None, model: Transformer, arithmetic: Arithmetic) -> str:
+def _why_torch(library: Library | None, model: Transformer, arithmetic: Arithmetic, ranks: Ranks | None) -> str:
     """Reason why torch computes and not the compiled kernels; empty if the kernels do."""
+    if ranks is not None:  # the kernels compute all layers in one call, without a place for the sums over ranks
+        return f"tensor parallel over {ranks.shard.num_ranks} ranks"
     device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
     if not arithmetic.is_plain:
         return "batch-invariant" if arithmetic.batch_invariant else f"in {arithmetic.precision}"
@@ -90,6 +96,7 @@ class Runner:
         arithmetic: Arithmetic = PLAIN,
         max_native_tokens: int | None = None,
         cuda_graphs: bool = False,
+        ranks: Ranks | None = None,
     ):
         """
         Args:
@@ -98,14 +105,18 @@ class Runner:
             max_native_tokens: most tokens of a step that the kernels compute; None: no limit, so no token depends, to the bit,
                 on the rest of the batch. Kernels and torch round differently, mostly in bf16.
             cuda_graphs: use `DecodeGraphs` for decoding steps, if torch computes in plain arithmetic.
+            ranks: ranks of tensor parallelism, of which ``model`` is one's part; plain arithmetic only. Rank 0's runner directs the
+                others' runners.
         """
         device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
         assert not arithmetic.batch_invariant or dtype == torch.float32, (
             f"batch-invariant operators are fp32, not {dtype}"
         )
         self.model, self.config = model, model.config
-        self._why_torch = _why_torch(library, model, arithmetic)
-        has_graphs = cuda_graphs and bool(self._why_torch) and arithmetic.is_plain
+        assert ranks is None or arithmetic.is_plain, "ranks compute in plain arithmetic only"
+        self._ranks, self._team = ranks, None if ranks is None else ranks.team
+        self._why_torch = _why_torch(library, model, arithmetic, ranks)
+        has_graphs = cuda_graphs and ranks is None and bool(self._why_torch) and arithmetic.is_plain
         # graphs need one page that the allocator does not know
         self.pool = KvPool.allocate(self.config, num_pages + has_graphs, page_size, dtype, device, routes)
         self._subnets, self._arithmetic, self._max_native_tokens = subnets, arithmetic, max_native_tokens
@@ -113,7 +124,9 @@ class Runner:
         if not self._why_torch:
             assert library is not None and library.handle is not None
             self.native = NativeForward(library.handle, model, subnets, self.pool)
-        self._torch = TorchForward(self.model, self._subnets, self.pool, self._arithmetic)
+        self._torch = TorchForward(self.model, self._subnets, self.pool, self._arithmetic, ranks)
+        if self._team is not None:
+            self._team.tell(Cache(num_pages, page_size))
         self._graphs = DecodeGraphs(self._torch, self.pool) if has_graphs else None
 
     @property
@@ -149,6 +162,10 @@ class Runner:
             assert 0 <= chunk.num_logits <= len(chunk.tokens) and chunk.tokens, f"chunk {chunk}"
         assert not want_routes or self.pool.routes_PZLK is not None, "the cache stores no routes"
         self._clear(chunks)
+        if self._team is not None:
+            with self._team.attributed():
+                self._team.step(chunks, self._subnets)
+                return self._torch.forward(chunks, want_routes)
         num_tokens = sum(len(chunk.tokens) for chunk in chunks)
         if self.native is not None and num_tokens <= (self._max_native_tokens or num_tokens):
             return self.native.forward(chunks, want_routes)
@@ -181,32 +198,48 @@ class Runner:
         slots_T = torch.from_numpy(slots + positions % page_size).to(pool.device)
         return pool.flatten(0, 1).index_select(0, slots_T).cpu().numpy()
 
-    def load_weights(self, state: Mapping[str, Tensor]) -> None:
-        """Copy ``state`` (names and shapes of the model's state dict) into the weights, in place.
+    def load_weights(self, state: Mapping[str, Tensor] | None) -> None:
+        """Copy ``state`` (names and shapes of the whole network's state dict) into the weights, in place.
+
+        With tensor parallelism, rank 0 broadcasts one tensor after another, and every rank takes its part; ``state`` is None on the
+        other ranks.
 
         Raises:
             UserError: a name is missing or unknown, or a shape differs; the weights are unchanged.
         """
         own = self.model.state_dict()
-        for name in own.keys() | state.keys():
-            if name not in state:
-                raise UserError(f"weights: {name}: missing; send every tensor of the network")
-            if name not in own:
-                raise UserError(f"weights: {name}: the network has no such tensor; send the network this engine serves")
-            if own[name].shape != state[name].shape:
-                raise UserError(
-                    f"weights: {name}: shape {list(state[name].shape)}, not {list(own[name].shape)}; "
-                    "send the network this engine serves"
-                )
-        with torch.no_grad():
+        whole = own if self._ranks is None else skeleton(self._ranks.network).state_dict()
+        if state is not None:
+            _refuse_others(state, whole)
+        with torch.no_grad(), nullcontext() if self._team is None else self._team.attributed():
+            if self._team is not None:
+                self._team.tell(Weights())
             for name, tensor in own.items():
-                tensor.copy_(state[name])
-        fresh = TorchForward(self.model, self._subnets, self.pool, self._arithmetic)
+                values = None if state is None else state[name]
+                if self._ranks is not None:
+                    values = self._ranks.part(name, values, tensor, tuple(whole[name].shape))
+                assert values is not None, "rank 0 without new weights"
+                tensor.copy_(values)
+        fresh = TorchForward(self.model, self._subnets, self.pool, self._arithmetic, self._ranks)
         if self._graphs is None:
             self._torch = fresh
         else:  # graphs contain addresses of tensors
             with torch.inference_mode():
                 self._torch.refresh(fresh)
+
+
+def _refuse_others(state: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
+    """Raises UserError: ``state`` and ``whole`` differ in names or shapes."""
+    for name in whole.keys() | state.keys():
+        if name not in state:
+            raise UserError(f"weights: {name}: missing; send every tensor of the network")
+        if name not in whole:
+            raise UserError(f"weights: {name}: the network has no such tensor; send the network this engine serves")
+        if whole[name].shape != state[name].shape:
+            raise UserError(
+                f"weights: {name}: shape {list(state[name].shape)}, not {list(whole[name].shape)}; "
+                "send the network this engine serves"
+            )
 
 
 def state_checksum(state: Mapping[str, Tensor]) -> str:

@@ -48,6 +48,10 @@ class SubnetTable:
     def __getitem__(self, number: int) -> Subnet:
         return self._subnets[number]
 
+    def since(self, number: int) -> list[Subnet]:
+        """Subnets with ``number`` and larger numbers, in order."""
+        return self._subnets[number:]
+
 
 class TokenCounts:
     """Distinct tokens of a sequence, with the number of occurrences of each in the output, for penalties."""

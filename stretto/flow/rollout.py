@@ -76,7 +76,7 @@ class EngineRole:
         """
         self.name, self._fetch = name, fetch
         engine = open_engine()
-        self._phases, self._page_size = Phases(subnet or engine.model.config.full()), engine.config.page_size
+        self._phases, self._page_size = Phases(subnet or engine.network.full()), engine.config.page_size
         self.version = engine.weight_version
         """Version of the active weights."""
         self.service = AsyncEngine(engine).start()

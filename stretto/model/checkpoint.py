@@ -47,6 +47,7 @@ from stretto.model.families.quantisation import quantisation
 from stretto.model.gguf_read import GgufFile, gguf_file
 from stretto.model.headers import ELASTIC_FILE, INDEX_FILE, WEIGHTS_FILE, WeightFiles, damaged
 from stretto.model.quantised import Dequantised, TensorSource, require_shape
+from stretto.model.shard import Shard, ShardSource
 from stretto.model.spec import ModelConfig, SubnetChoice
 from stretto.model.transformer import MoeLayer, Transformer, skeleton
 from stretto.text.tokenizer import TURN_END, load_tokenizer
@@ -177,7 +178,11 @@ def write_checkpoint(
 
 
 def read_checkpoint(
-    folder: Path | str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    folder: Path | str,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    shard: Shard | None = None,
 ) -> Checkpoint:
     """Read a checkpoint: a folder written by Stretto or other software, or a GGUF file.
 
@@ -185,15 +190,20 @@ def read_checkpoint(
 
     Args:
         dtype: dtype of the weights; None: that of the embedding on disk.
+        shard: read this rank's part of the network only; ``model`` and ``config`` of the result are those of the part.
 
     Raises:
         UserError: a file is missing, truncated or damaged, a tensor is missing, unexpected or of another shape, or the
-            architecture or one of its settings is not supported.
+            architecture or one of its settings is not supported; the ranks cannot divide the network, or its weights are quantised.
     """
     folder = Path(folder)
     description = describe(folder)
     config, family = description.config, description.family
-    with open_tensors(folder) as files:
+    with open_tensors(folder) as opened:
+        files: TensorSource = opened
+        if shard is not None:
+            whole = readable(config, family, files, folder)
+            config, files = shard.config(config), ShardSource(files, whole, shard)
         tensors = readable(config, family, files, folder)
         dtype = dtype or files.dtype("model.embed_tokens.weight")
         model = skeleton(config)
@@ -205,6 +215,8 @@ def read_checkpoint(
             fill(stored, files, state, folder)
     if (folder / STRETTO_FILE).is_file() and config.num_moe_layers:
         fill_branches(folder, config, state)
+    if shard is not None:
+        shard.silence(state)
     model.load_state_dict(state, assign=True)
     moe_layers = (block.mlp for block in model.blocks if isinstance(block.mlp, MoeLayer))
     for layer, order in zip(moe_layers, config.expert_orders, strict=True):

@@ -95,7 +95,7 @@ class ServedModel:
     @classmethod
     def of(cls, opened: OpenedEngine, presets: Mapping[str, SubnetChoice], **settings: Any) -> ServedModel:
         """An opened checkpoint with the sizes ``presets``. ``settings``: fields that the checkpoint does not determine."""
-        engine, config = opened.engine, opened.engine.model.config
+        engine, config = opened.engine, opened.engine.network
         return cls(
             opened.name,
             config,
