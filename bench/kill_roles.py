@@ -33,6 +33,7 @@ from stretto.base.track import progress
 from stretto.base.trajectory import Task, Trajectory
 from stretto.flow import agent
 from stretto.learning.samples import Sample, open_samples, remove_logs
+from stretto.runtime.store import Store
 from stretto.tasks.strings import StringsSource
 
 FORGETFUL = "bench.kill_roles:Forgetful"
@@ -48,10 +49,10 @@ class Forgetful(StringsSource):
         agent.open_samples, agent._seed = _finished_only, _seed_of_attempt
 
 
-def _finished_only(folder: Path, task: Task, attempt: int) -> tuple[Sample, ...]:
-    before = open_samples(folder, task, attempt)
-    remove_logs(folder, task.ordinal)
-    samples = open_samples(folder, task, attempt)
+def _finished_only(store: Store, task: Task, attempt: int) -> tuple[Sample, ...]:
+    before = open_samples(store, task, attempt)
+    remove_logs(store, task.ordinal)
+    samples = open_samples(store, task, attempt)
     for old, new in zip(before, samples, strict=True):
         if old.verdict is not None:
             for part in old.parts:

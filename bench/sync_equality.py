@@ -1,11 +1,13 @@
 """Final weights of asynchronous RL runs with a staleness of 0 against the plain synchronous loop, to the bit.
 
-    python -m bench.sync_equality [--steps 8] [--ray] [--precision fp32 --batch-invariant] [--threads 1]
+    python -m bench.sync_equality [--steps 8] [--ray] [--s3] [--precision fp32 --batch-invariant] [--threads 1]
 
 All runs use one tiny recipe and one start: a network after a few steps of SFT on digits, so that groups with equal rewards, which are
 dropped and replaced, occur. The plain loop (`bench.common.plain_loop`) samples, trains and loads weights in turn. The other runs are
 whole runs with controller, leases, snapshots and held-out evaluations: roles in threads; in threads with two engines with small
-caches; in processes; and with ``--ray`` as actors of a Ray cluster that the bench starts. The last two also run with a process, the
+caches; in processes; and with ``--ray`` as actors of a Ray cluster that the bench starts. With
+``--s3``, groups, token logs, snapshots and weights of processes pass through an S3 server, and with ``--ray`` through the memory of the
+cluster, so that no role reads another's folder. The runs in processes also run with a process, the
 trainer's included, killed by SIGKILL after every other step. A last run with a staleness of 1 must differ.
 Fails (exit code 1) if another run differs from the plain loop, or if that one does not.
 """
@@ -19,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ import psutil
 
 from bench.common.measure import table, wide_console
 from bench.common.plain_loop import run_plainly
+from bench.common.s3 import s3_server
 from stretto.base.paths import CHECKPOINT
 from stretto.base.track import progress, read_metrics
 from stretto.engine.runner import state_checksum
@@ -82,8 +86,8 @@ def recipe(steps: int = 8, threads: int = 1, **tables: Any) -> RlRecipe:
     return RlRecipe.model_validate(tree)
 
 
-def variants(options: argparse.Namespace) -> dict[str, RlRecipe]:
-    """Recipes of the asynchronous runs, by name."""
+def variants(options: argparse.Namespace, s3: str) -> dict[str, RlRecipe]:
+    """Recipes of the asynchronous runs, by name. ``s3``: address of a store; empty: none."""
     precision = {"rollout": options.precision, "train": options.precision, "batch_invariant": options.batch_invariant}
 
     def made(**tables: Any) -> RlRecipe:
@@ -97,8 +101,11 @@ def variants(options: argparse.Namespace) -> dict[str, RlRecipe]:
         ),
     }
     kinds = {"processes": made(runtime={"isolate": "all"})}
+    if s3:
+        kinds["processes, store s3"] = made(runtime={"isolate": "all"}, store=s3)
     if options.ray:
-        kinds["Ray"] = made(runtime={"kind": "ray", "address": "local"})
+        cluster = {"kind": "ray", "address": "local"}
+        kinds |= {"Ray": made(runtime=cluster), "Ray, store ray": made(runtime=cluster, store="ray")}
     runs |= {f"η = 0, {kind}{how}": chosen for kind, chosen in kinds.items() for how in ("", KILLED)}
     return runs | {"η = 1, threads": made(staleness=1, runtime=threads)}
 
@@ -180,7 +187,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1, help="threads of each engine and of the trainer")
-    parser.add_argument("--ray", action="store_true", help="also run on Ray")
+    parser.add_argument("--ray", action="store_true", help="also run on Ray, also with the store ray")
+    parser.add_argument("--s3", action="store_true", help="also run with files and weights on an S3 server")
     parser.add_argument(
         "--precision", choices=("fp32", "bf16", "fp8"), default="fp32", help="precision of engine and trainer"
     )
@@ -189,8 +197,8 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, help="folder for the runs; default: a temporary one")
     options = parser.parse_args()
-    runs = variants(options)
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, s3_server() if options.s3 else nullcontext("") as s3:
+        runs = variants(options, s3)
         folder = options.folder or Path(temporary)
         first = next(iter(runs.values()))
         start = start_of(first, folder / "sft")

@@ -27,6 +27,7 @@ from stretto.learning.recipe import RlRecipe, plan_prompts
 from stretto.learning.trainer import TrainerRole
 from stretto.learning.weights import fetch
 from stretto.model.parallel import join
+from stretto.runtime.store import FolderStore
 from stretto.text.tokenizer import load_tokenizer
 
 _PATIENCE = 50
@@ -51,7 +52,7 @@ async def run_plainly(
     engine = EngineRole(partial(open_rollout_engine, recipe, start, device), taken_over)
     try:
         clients = Clients([engine], RewardRole(tables, recipe.runtime.rewards.deadline_s))
-        agent = AgentRole(recipe, folder, load_tokenizer(start), tables, lambda caller: clients)
+        agent = AgentRole(recipe, FolderStore(folder), load_tokenizer(start), tables, lambda caller: clients)
         trainer = TrainerRole(recipe, folder, start, ranks=join(device))
         reports = await run_synchronously(recipe, prompts.task, agent, [engine], trainer, report)
         trainer.write(checkpoint)

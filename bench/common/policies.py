@@ -16,6 +16,7 @@ from stretto.learning.dialogue import Dialogue
 from stretto.learning.recipe import Prompts, RlRecipe
 from stretto.learning.samples import store_group
 from stretto.learning.trainer import TrainerRole
+from stretto.runtime.store import FolderStore
 from stretto.tasks.task import Answer, TaskSource
 
 
@@ -86,7 +87,7 @@ def our_gradient(row: Mapping[str, Any], recipe: RlRecipe, prompts: Prompts, sta
             )
             for sample, (prompt, completion, reward) in enumerate(samples[begin : begin + size])
         )
-        refs.append(store_group(folder, Group(prompts.task(ordinal), trajectories)))
+        refs.append(store_group(FolderStore(folder), Group(prompts.task(ordinal), trajectories)))
     return role.step(refs, 0).scalars["optim/grad_norm"]
 
 

@@ -27,13 +27,14 @@ from stretto.engine.request import Completion, Phases, Request, Sampling
 from stretto.flow.launch import SourceTables
 from stretto.flow.rollout import open_rollout_engine
 from stretto.learning.dialogue import Dialogue
-from stretto.learning.recipe import GROUPS, SUPERVISED, RlRecipe, SourceConfig, plan_prompts
-from stretto.learning.samples import discard, store_group
+from stretto.learning.recipe import SUPERVISED, RlRecipe, SourceConfig, plan_prompts
+from stretto.learning.samples import store_group
 from stretto.learning.trainer import TrainerRole
 from stretto.learning.weights import fetch
 from stretto.model.parallel import Ranks, stored
 from stretto.post.merge import MergeOptions, merge
 from stretto.post.sft import Demonstrations, Example, example, sft
+from stretto.runtime.store import FILES, FolderStore
 from stretto.tasks.task import Answer, Problem, TaskSource
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.loop import Job, finetune
@@ -197,9 +198,9 @@ def learn(
             if step == train.steps:
                 break
             tasks = [prompts.task(number) for number in range(step * train.prompts, (step + 1) * train.prompts)]
-            refs = [store_group(Path(passing) / GROUPS, group) for group in sampler.groups(tasks)]
+            refs = [store_group(FolderStore(Path(passing)), group) for group in sampler.groups(tasks)]
             trainer.step(refs, step)
-            discard(ref.location for ref in refs)
+            FILES.remove(ref.location for ref in refs)
             trainer.copy_weights()
             version = asyncio.run(trainer.publish())
             assert version is not None, "only the first of several ranks publishes"

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from stretto.base.trajectory import Trajectory
 from stretto.flow.ledger import Event, read_events
 from stretto.learning.recipe import JOURNAL_FILE, LOGS
-from stretto.learning.samples import load_group, logged_ordinals, read_logs
+from stretto.learning.samples import load_group, read_logs
 
 Key = tuple[int, int]
 """Ordinal of the group and number of the sample."""
@@ -69,7 +69,7 @@ class Account:
         times: Counter[Key] = Counter()
         for locations in self.trained().values():
             for location in locations:
-                for each in load_group(self.kept / Path(location).name).trajectories:
+                for each in load_group(str(self.kept / Path(location).name)).trajectories:
                     trained[each.ordinal, each.sample] = each
                     times[each.ordinal, each.sample] += 1
         return trained, times
@@ -83,15 +83,14 @@ class Account:
 def logged(run: Path) -> dict[Key, np.ndarray]:
     """Log-probabilities of the tokens so far of every unfinished sample; they identify the sampled tokens in its log."""
     logprobs: dict[Key, np.ndarray] = {}
-    for ordinal in logged_ordinals(run / LOGS):
-        for path in sorted((run / LOGS).glob(f"{ordinal:08d}-*.log")):  # in the order of attempts
-            try:
-                logs = read_logs(path)
-            except FileNotFoundError:
-                continue  # the group ended after the listing
-            for sample, log in enumerate(logs):
-                if log.num_sampled:
-                    logprobs[ordinal, sample] = sampled(log.segments())
+    for path in sorted((run / LOGS).glob("*.log")):  # by ordinal, in the order of attempts
+        try:
+            logs = read_logs(path.read_bytes())
+        except FileNotFoundError:
+            continue  # the group ended after the listing
+        for log in logs:
+            if log.num_sampled:
+                logprobs[log.task.ordinal, log.number] = sampled(log.segments())
     return logprobs
 
 

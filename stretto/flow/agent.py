@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,9 +27,10 @@ from stretto.flow.clients import Clients, Forgotten, GenerateRequest, RewardRequ
 from stretto.flow.group_reward import Written, group_rewards
 from stretto.flow.own_session import History, OwnSession
 from stretto.learning.dialogue import Dialogue, ToolCall, Trees, teacher_dialogues
-from stretto.learning.recipe import GROUPS, LOGS, RlRecipe
+from stretto.learning.recipe import RlRecipe
 from stretto.learning.samples import Ended, Part, Sample, context, open_samples, remove_logs, store_group
 from stretto.runtime.runtime import Caller
+from stretto.runtime.store import Store
 from stretto.sandbox.tools import shorten
 from stretto.tasks.session import MOST_TEXT, Diverged, schemas, tool_turn
 from stretto.tasks.task import Problem, TaskSource
@@ -123,7 +123,7 @@ class AgentRole:
     def __init__(
         self,
         recipe: RlRecipe,
-        folder: Path,
+        store: Store,
         tokenizer: Tokenizer,
         open_sources: Callable[[], Mapping[str, TaskSource]],
         connect: Callable[[Caller | None], Clients],
@@ -133,14 +133,14 @@ class AgentRole:
     ):
         """
         Args:
-            folder: run folder.
+            store: takes token logs and finished groups.
             open_sources: called once, here, in the process of the role.
             connect: makes the clients from ``caller``, which the runtime provides.
             pauses_s: pause before the second attempt at a call, and the longest pause; each pause doubles.
         """
         clients = connect(caller)
         assert clients.engines, "an agent needs an engine"
-        self._recipe, self._folder, self._pauses_s = recipe, folder, pauses_s
+        self._recipe, self._store, self._pauses_s = recipe, store, pauses_s
         self._dialogue, self._sources = Dialogue(tokenizer, recipe.rollout.tool_chars), open_sources()
         self._teachers = teacher_dialogues(recipe, tokenizer)
         self._engines, self._rewards = clients.engines, clients.rewards
@@ -163,7 +163,7 @@ class AgentRole:
         """
         group = await self._within_lease(task, attempt, is_last=is_last)
         # in a thread: if the lease ends meanwhile, the stored group is still reported
-        ref = await asyncio.to_thread(store_group, self._folder / GROUPS, group)
+        ref = await asyncio.to_thread(store_group, self._store, group)
         self._stats.groups_finished += 1
         return ref
 
@@ -173,7 +173,7 @@ class AgentRole:
 
     async def forget(self, ordinal: int) -> None:
         """Delete the logs of an ordinal that has ended."""
-        remove_logs(self._folder / LOGS, ordinal)
+        await asyncio.to_thread(remove_logs, self._store, ordinal)
 
     async def waits(self) -> tuple[Wait, ...]:
         """All samples in flight and what each waits for."""
@@ -219,7 +219,7 @@ class AgentRole:
                 if attempt is None:
                     group.samples = [Sample(task, number, 0) for number in range(task.group)]
                 else:
-                    group.samples = open_samples(self._folder / LOGS, task, attempt)
+                    group.samples = await asyncio.to_thread(open_samples, self._store, task, attempt)
                 self._stats.tokens_resumed += sum(sample.num_resumed for sample in group.samples)
                 num_before = _progress(group.samples)
                 async with asyncio.TaskGroup() as tasks:

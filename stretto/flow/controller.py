@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -185,6 +185,11 @@ class Controller:
             self._events["failed_attempts"] += 1
             self._lose(entry, why, counts)
 
+    def vanished(self, ordinals: Sequence[int]) -> None:
+        """Stored groups were lost with a part of the store. They are dispatched again."""
+        self._events["vanished"] += len(ordinals)
+        self.ledger.record("vanished", durable=True, ordinals=sorted(ordinals))
+
     def next_batch(self) -> tuple[GroupRef, ...] | None:
         """The groups of the next step, by ordinal; None while there are too few."""
         step = self.version
@@ -244,7 +249,7 @@ class Controller:
             "free_slots": self.limits.most_alive - len(alive),
             "engine_lag": self.version - min(self._engines.values(), default=self.version),
             "max_staleness": self.max_staleness,
-            **{name: self._events[name] for name in ("expired", "late", "failed_attempts")},
+            **{name: self._events[name] for name in ("expired", "late", "failed_attempts", "vanished")},
             **{ending.value: self.state.endings.get(ending, 0) for ending in Ending},
         }
 

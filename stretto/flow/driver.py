@@ -25,8 +25,8 @@ from stretto.flow.launch import CALL_SLACK_S, Roles
 from stretto.flow.log import Span, Trace
 from stretto.learning.metrics import StepReport
 from stretto.learning.recipe import RlRecipe
-from stretto.learning.samples import discard
 from stretto.runtime.runtime import DeadlinePassed, RoleDied, RoleError, RuntimeFailure
+from stretto.runtime.store import Store
 
 _GUARD_S = 0.2
 """Seconds between two checks for dead roles and expired leases."""
@@ -45,10 +45,11 @@ class Driver:
         weights: WeightVersion,
         trace: Trace,
         observe: Callable[[StepReport, tuple[GroupRef, ...]], None],
+        store: Store,
     ):
         """``weights``: the trainer's current weights, published. ``observe`` is called after each step."""
         self._recipe, self._roles, self._controller = recipe, roles, controller
-        self._weights, self._trace, self._observe = weights, trace, observe
+        self._weights, self._trace, self._observe, self._store = weights, trace, observe, store
         self._engines = EngineWeights(roles, controller, trace, moved=self._moved, failed=self._fail)
         self._watchdog = Watchdog(recipe.failures.stuck_s)
         self._groups: set[asyncio.Task[None]] = set()
@@ -111,12 +112,20 @@ class Driver:
                 return None
             self._dispatch()
             refs = self._controller.next_batch()
-            if refs is not None:
+            if refs is not None and await self._are_stored(refs):
                 self._trace.add(Span("trainer", "wait", started_s, time.time()))
                 self._watchdog.trainer_works()
                 return refs
             await self._change(stop_s)
         raise self._failure
+
+    async def _are_stored(self, refs: tuple[GroupRef, ...]) -> bool:
+        """Whether the store has all ``refs``. Those that it lost are dispatched again."""
+        lost = await asyncio.to_thread(self._store.missing, [ref.location for ref in refs])
+        if lost:
+            self._controller.vanished([ref.ordinal for ref in refs if ref.location in lost])
+            self._changed.set()
+        return not lost
 
     async def _change(self, stop_s: float = math.inf) -> None:
         """Wait for the next event, or until ``stop_s`` on `time.monotonic`."""
@@ -174,7 +183,7 @@ class Driver:
             raise self._failure
 
     async def _report(self, report: StepReport, refs: tuple[GroupRef, ...]) -> None:
-        await asyncio.to_thread(discard, self._controller.unneeded())
+        await asyncio.to_thread(self._store.remove, self._controller.unneeded())
         self._observe(report, refs)
 
     def _dispatch(self) -> None:

@@ -14,10 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stretto.base.errors import UserError
+from stretto.base.errors import InfraError, UserError
 from stretto.base.trajectory import WeightVersion
 from stretto.flow.agent import AgentRole, Wait, check_room
 from stretto.flow.clients import Verifiers, connect
+from stretto.flow.files import RunFiles
 from stretto.flow.reward import RewardRole
 from stretto.learning.dialogue import Dialogue, teacher_dialogues
 from stretto.learning.recipe import WEIGHTS, PoolConfig, Prompts, RlRecipe, SandboxConfig, SourceConfig, plan_prompts
@@ -177,37 +178,40 @@ def spread(devices: Sequence[str], num_engines: int) -> tuple[str, list[str]]:
     return trainer, [others[number % len(others)] for number in range(num_engines)]
 
 
-def make_factories(job: Job, tables: SourceTables, tokenizer: Tokenizer) -> Factories:
-    """The factories of the roles of ``job``."""
+def make_factories(job: Job, tables: SourceTables, tokenizer: Tokenizer, files: RunFiles) -> Factories:
+    """The factories of the roles of ``job``, whose files are ``files``."""
     recipe, deadline_s = job.recipe, job.recipe.runtime.rewards.deadline_s
 
     def agent(engines: tuple[Handle, ...], rewards: Verifiers) -> Callable[..., Any]:
         clients = partial(connect, engines, rewards, deadline_s)
-        return partial(AgentRole, recipe, job.folder, tokenizer, tables, clients)
+        return partial(AgentRole, recipe, files.store, tokenizer, tables, clients)
 
     def reward(names: Collection[str]) -> Callable[[], Any]:
         part = SourceTables({name: tables.sources[name] for name in names}, tables.sandbox)
         return partial(RewardRole, part, deadline_s)
 
     own, others = spread(job.devices, recipe.rollout.engines)
-    engines = [partial(_engine, job, number, device) for number, device in enumerate(others)]
-    return Factories(partial(_trainer, job, own), engines, reward, agent)
+    engines = [partial(_engine, job, files, number, device) for number, device in enumerate(others)]
+    return Factories(partial(_trainer, job, files, own), engines, reward, agent)
 
 
-def _trainer(job: Job, device: str) -> Any:
-    from stretto.learning.trainer import open_trainer  # imports torch, in the role's process
+def _trainer(job: Job, files: RunFiles, device: str) -> Any:
+    from stretto.learning.remote_trainer import RemoteTrainer  # imports torch, in the role's process
+    from stretto.learning.trainer import TrainerRole, open_trainer
 
-    return open_trainer(job.recipe, job.folder, job.start, device, job.stage)
+    kind = TrainerRole if files.is_shared else RemoteTrainer
+    return open_trainer(job.recipe, files.folder_here(), files.start_here(), device, job.stage, files.store, kind)
 
 
-def _engine(job: Job, number: int, device: str) -> Any:
+def _engine(job: Job, files: RunFiles, number: int, device: str) -> Any:
     from stretto.flow.rollout import EngineRole, open_rollout_engine  # imports torch
     from stretto.flow.rollout_remote import RemoteEngineRole
 
-    name = f"engine-{number}"
+    name, start, fetch = f"engine-{number}", files.start_here(), files.channel().fetch
     if addresses := job.recipe.rollout.address:
-        return RemoteEngineRole(job.recipe, addresses[number], job.start, job.folder / WEIGHTS / name, name=name)
-    return EngineRole(partial(open_rollout_engine, job.recipe, job.start, device), name=name, waits=True)
+        folder = files.folder_here() / WEIGHTS / name
+        return RemoteEngineRole(job.recipe, addresses[number], start, folder, fetch, name=name)
+    return EngineRole(partial(open_rollout_engine, job.recipe, start, device), fetch, name=name, waits=True)
 
 
 class TrainerLost(RuntimeError):  # noqa: N818 - data for `run_rl`, which starts the next attempt
@@ -260,6 +264,10 @@ class Roles:
         except (RoleDied, DeadlinePassed) as lost:
             raise TrainerLost(str(lost)) from lost
         except RoleError as error:
+            if (
+                error.kind == InfraError.__name__
+            ):  # the store does not answer: the trainer's state may be between two steps
+                raise TrainerLost(str(error)) from error
             problem = f"trainer: {method}: {error.kind}: {error.message}"
             raise UserError(f"{problem}; see the log, then continue with --resume") from error
 

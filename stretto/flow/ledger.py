@@ -92,6 +92,14 @@ class State:
         self.alive[ordinal].num_failures += counts
         self.alive[ordinal].deadline_s = None
 
+    def vanished(self, ordinals: list[int]) -> None:
+        """Stored groups were lost with a part of the store: they are dispatched again. Batches from the first one with such a group
+        on are chosen again, because a group must not wait for groups of later steps."""
+        for ordinal in ordinals:
+            self.alive[ordinal].ref = None
+        broken = [step for step, chosen in self.batches.items() if not set(ordinals).isdisjoint(chosen)]
+        self.batches = {step: chosen for step, chosen in self.batches.items() if step < min(broken, default=step + 1)}
+
     def batch(self, step: int, ordinals: list[int]) -> None:
         """Ready groups were chosen as the batch of a step."""
         assert all(self.alive[ordinal].ref is not None for ordinal in ordinals), ordinals
@@ -231,10 +239,13 @@ class Ledger:
             self._db.execute(_INSERT, (cut["line"], _HEAD, "{}"))
         return locations
 
+    def ready_groups(self) -> list[GroupRef]:
+        """Stored groups that a step will train."""
+        return [entry.ref for entry in self.state.alive.values() if entry.ref is not None]
+
     def kept_locations(self) -> set[str]:
         """Files of all groups that this run or a resumed one may read. Other files, left by a kill, may be deleted."""
-        ready = [entry.ref.location for entry in self.state.alive.values() if entry.ref is not None]
-        return {*ready, *self._trained_locations(self._last)}
+        return {*(ref.location for ref in self.ready_groups()), *self._trained_locations(self._last)}
 
     def _trained_locations(self, until: int) -> list[str]:
         rows = self._db.execute("SELECT facts FROM events WHERE kind = 'trained' AND number <= ?", (until,))

@@ -302,7 +302,7 @@ class Logbook:
 
     def __init__(self, job: Job, prompts: Prompts, trace: Trace, advance: Advance, say: Say):
         self._folder, self._recipe, self._wandb_project = job.folder, job.recipe, job.wandb_project
-        self._prompts, self._trace, self._advance, self._say = prompts, trace, advance, say
+        self._prompts, self._trace, self._advance, self.say = prompts, trace, advance, say
         self._metrics: dict[str, float] = {}
         self._rewards: list[float] = []
         self._shown_steps = 0
@@ -346,7 +346,7 @@ class Logbook:
             self._num_undone += max(0, int(max((row["step"] for row in rows), default=0)) - step)
         self._rewards = [row["reward/mean"] for row in rows if "reward/mean" in row and row["step"] <= step]
         if not is_first:
-            self._say(f"resumes after step {step:,} of {self._recipe.train.steps:,}")
+            self.say(f"resumes after step {step:,} of {self._recipe.train.steps:,}")
         self._advance(step - self._shown_steps, None)
         self._shown_steps = step
         self._stepped_s = time.perf_counter()
@@ -379,7 +379,7 @@ class Logbook:
         # losses since the last step: discarded groups, restarts, undone steps
         if num_failed := self._counts.grown("failed", counts["failed"]):
             last = self._controller.last_failed
-            self._say(f"step {report.step:>5,}  {num_failed:.0f} groups failed, the last one {last}")
+            self.say(f"step {report.step:>5,}  {num_failed:.0f} groups failed, the last one {last}")
         filtered = self._counts.grown("filtered", counts["filtered"])
         uniform = scalars["reward/uniform_groups"] * len(refs)
         scalars["groups/uniform_share"] = (filtered + uniform) / (filtered + len(refs))
@@ -408,14 +408,14 @@ class Logbook:
             await self._evaluate(step)
         except Exception as error:  # the run continues without this reward
             why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            self._say(f"step {step:>5,}  held-out reward not measured: {why}")
+            self.say(f"step {step:>5,}  held-out reward not measured: {why}")
 
     async def _evaluate(self, step: int) -> list[Group]:
         num = self._recipe.train.eval_prompts
         groups = await asyncio.gather(*map(self._held_out, range(num)))
         reward = float(np.mean([group.trajectories[0].verdict.reward for group in groups]))
         self.log(step, "eval/reward", reward)
-        self._say(f"step {step:>5,}  held-out reward {reward:.3f}  ({num} problems)")
+        self.say(f"step {step:>5,}  held-out reward {reward:.3f}  ({num} problems)")
         return groups
 
     def log(self, step: int, metric: str, value: float) -> None:
@@ -441,7 +441,7 @@ class Logbook:
                 await self._write_status("training")
             except Exception as error:  # the run continues without a status file
                 problem = f"status file: {type(error).__name__}: {error}; stretto top shows nothing newer of this run"
-                self._say(str(error) if isinstance(error, UserError) else problem)
+                self.say(str(error) if isinstance(error, UserError) else problem)
                 return
             await asyncio.sleep(STATUS_EVERY_S)
 

@@ -9,14 +9,15 @@ import asyncio
 import gc
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from stretto.base.config import check_unchanged
-from stretto.base.errors import UserError
+from stretto.base.errors import InfraError, UserError
 from stretto.base.paths import CHECKPOINT, claimed, read_json, remove, write_json
 from stretto.base.track import read_metrics
 from stretto.flow.controller import Controller, Limits, default_window
 from stretto.flow.driver import Driver
+from stretto.flow.files import RunFiles, open_files
 from stretto.flow.launch import (
     CALL_SLACK_S,
     Job,
@@ -33,7 +34,6 @@ from stretto.learning.recipe import (
     GROUPS,
     JOURNAL_FILE,
     LAYOUT,
-    LOGS,
     OLD_JOURNAL_FILE,
     RECIPE_FILE,
     SNAPSHOTS,
@@ -43,9 +43,10 @@ from stretto.learning.recipe import (
     Prompts,
     RlRecipe,
 )
-from stretto.learning.samples import SUFFIX, discard, logged_ordinals, remove_logs
+from stretto.learning.samples import logged_ordinals, remove_logs
 from stretto.runtime.local import open_runtime
 from stretto.runtime.runtime import RoleDied, RuntimeFailure, to_end
+from stretto.runtime.store import Store
 from stretto.text.tokenizer import load_tokenizer
 
 MOVED = "eval/kl_start"
@@ -71,6 +72,8 @@ def run_rl(job: Job, advance: Advance, say: Say) -> Result:
     gc.freeze()  # else garbage collection scans all modules repeatedly, for a tenth of the loop's time
     try:
         return to_end(_run(job, advance, say))
+    except InfraError as error:
+        raise UserError(f"{error}; continue with --resume when it answers") from error
     finally:
         gc.unfreeze()
 
@@ -80,18 +83,20 @@ async def _run(job: Job, advance: Advance, say: Say) -> Result:
     recipe, folder = job.recipe, job.folder
     tables, tokenizer = SourceTables(dict(recipe.sources), recipe.sandbox), load_tokenizer(job.start)
     prompts, at_once = await asyncio.to_thread(check_sources, recipe, tables, tokenizer, say)
-    factories = make_factories(job, tables, tokenizer)
     num_attempts = 0
     with claimed(folder):
         async with await open_runtime(recipe.runtime.kind, recipe.runtime.address) as runtime:
+            has_begun(folder, job.resume)
+            files = await asyncio.to_thread(open_files, recipe, folder, job.start)
             resumes = claim_recipe(recipe, folder, job.resume)
+            factories = make_factories(job, tables, tokenizer, files)
             with Trace(folder) as trace:
                 log = Logbook(job, prompts, trace, advance, say)
                 while True:
                     num_attempts += 1
                     try:
                         async with start_roles(runtime, factories, recipe, at_once) as roles:
-                            await _attempt(job, roles, prompts, trace, log, resumes)
+                            await _attempt(job, files, roles, prompts, trace, log, resumes)
                         break
                     except (TrainerLost, RoleDied) as lost:  # RoleDied: a role died while the roles were started
                         if num_attempts > recipe.failures.restarts:
@@ -103,15 +108,16 @@ async def _run(job: Job, advance: Advance, say: Say) -> Result:
                             with suppress(RuntimeFailure):  # the role is already dead
                                 await runtime.kill(handle, hard=True)
                         resumes = (folder / JOURNAL_FILE).exists()
-    for name in (GROUPS, LOGS):  # no step will be repeated, and samples in flight are cancelled
-        remove(folder / name)
+            await asyncio.to_thread(files.finish)  # no step will be repeated, and samples in flight are cancelled
     write_trace(folder)
     rows = read_metrics(folder)
     held_out = [row["eval/reward"] for row in rows if "eval/reward" in row]
     return Result(folder / CHECKPOINT, held_out[0], held_out[-1], [row[MOVED] for row in rows if MOVED in row][-1])
 
 
-async def _attempt(job: Job, roles: Roles, prompts: Prompts, trace: Trace, log: Logbook, resumes: bool) -> None:
+async def _attempt(
+    job: Job, files: RunFiles, roles: Roles, prompts: Prompts, trace: Trace, log: Logbook, resumes: bool
+) -> None:
     """Train from the last snapshot, or the start, to the recipe's last step, and write the checkpoint."""
     recipe, journal = job.recipe, job.folder / JOURNAL_FILE
     cut = await roles.call_trainer("resume", deadline_s=_WRITE_S) if resumes else None
@@ -120,12 +126,16 @@ async def _attempt(job: Job, roles: Roles, prompts: Prompts, trace: Trace, log: 
     ledger = Ledger.resume(journal, cut) if resumes else Ledger.start(journal)
     try:
         if resumes:
-            await asyncio.to_thread(sweep, job.folder, ledger)
+            await asyncio.to_thread(sweep, job.folder, files.store, ledger)
         controller = Controller(_limits(recipe), prompts.task, ledger)
+        lost = await asyncio.to_thread(files.store.missing, [ref.location for ref in ledger.ready_groups()])
+        if lost:
+            controller.vanished([ref.ordinal for ref in ledger.ready_groups() if ref.location in lost])
+            log.say(f"{len(lost)} finished groups are not in the store any more; they are sampled again")
         await roles.call_trainer("copy_weights")
         weights = await roles.call_trainer("publish")
         async with log.attempt(roles, controller, is_first=not resumes):
-            async with Driver(recipe, roles, controller, weights, trace, log.stepped).at_work() as driver:
+            async with Driver(recipe, roles, controller, weights, trace, log.stepped, files.store).at_work() as driver:
                 if controller.version == 0:
                     await log.evaluate(0)
                 await driver.run()
@@ -194,15 +204,15 @@ def start_of(folder: Path) -> Path | None:
     return start
 
 
-def sweep(folder: Path, ledger: Ledger) -> None:
+def sweep(folder: Path, store: Store, ledger: Ledger) -> None:
     """Delete files that killed processes left: partial files, groups that no step will train, logs of groups that have ended.
     No role may be running."""
     for place in (folder, folder / GROUPS, folder / WEIGHTS):
         for partial in place.glob(".*.partial*"):
             remove(partial)
-    needed = {Path(location).name for location in ledger.kept_locations()}
-    discard(path for path in (folder / GROUPS).glob(f"group-*{SUFFIX}") if path.name not in needed)
+    needed = {PurePath(location).name for location in ledger.kept_locations()}
+    store.remove(name for name in store.names(GROUPS) if PurePath(name).name not in needed)
     unfinished = {entry.ordinal for entry in ledger.state.alive.values() if entry.ref is None}
-    for ordinal in logged_ordinals(folder / LOGS):
+    for ordinal in logged_ordinals(store):
         if ordinal not in unfinished:
-            remove_logs(folder / LOGS, ordinal)
+            remove_logs(store, ordinal)

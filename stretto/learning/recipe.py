@@ -33,7 +33,7 @@ STATUS_FILE, SPANS_FILE, TRACE_FILE = "status.json", "spans.jsonl", "trace.json"
 """Outputs for monitoring, beside the files of `stretto.base.track`."""
 ADVANTAGES = ("grpo", "dr_grpo", "rloo")
 """Names of the algorithms in `stretto.learning.algorithms`."""
-LAYOUT = ("runtime.", "failures.", "sandbox.", "rollout.address", "rollout.start_s")
+LAYOUT = ("runtime.", "failures.", "sandbox.", "store", "rollout.address", "rollout.start_s")
 """Tables and fields of the recipe that do not affect the result: placement, deadlines, isolation. A resumed run may change them."""
 STEERING = (
     "optim.lr",
@@ -429,6 +429,8 @@ class FailureConfig(Config):
     max_attempts: int = Field(default=5, gt=0)
     restarts: int = Field(default=100, ge=0)
     """Largest number of restarts of one role, over the run."""
+    copies: int = Field(default=1, gt=0)
+    """With ``store = "ray"``: nodes that each keep all groups and token logs. Groups that are lost with all copies are sampled again."""
     stuck_s: float = Field(default=600.0, gt=0)
     """Seconds without progress after which the watchdog names the component that is stuck, and the run stops."""
 
@@ -528,6 +530,9 @@ class RlRecipe(Config):
     sandbox: SandboxConfig = SandboxConfig()
     failures: FailureConfig = FailureConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+    store: str = Field(default="file", pattern=r"^(file|ray|[a-z0-9]+://[^@]+)$")
+    """Where groups, token logs and weights lie. ``file``: in the run folder, which all roles see. An address such as
+    ``s3://bucket/runs``: in an object store. ``ray``: in the memory of the Ray cluster. Keys belong into the environment."""
 
     @model_validator(mode="before")
     @classmethod
@@ -578,6 +583,10 @@ class RlRecipe(Config):
             raise ValueError(
                 f"teachers: {self.loss.advantage!r} asks none; set loss.advantage to a function of your own, or leave them out"
             )
+        if self.store == "ray" and self.runtime.kind != "ray":
+            raise ValueError("store 'ray' needs runtime.kind 'ray': start with --runtime ray, or choose another store")
+        if self.store != "file" and self.rollout.address:
+            raise ValueError("rollout.address: servers read the weights from the run folder; set store to 'file'")
         if strange := sorted(self.rewards.keys() - self.sources.keys()):
             known = f"{nearest(strange[0], self.sources)}; there are {', '.join(self.sources)}"
             raise ValueError(f"rewards.{strange[0]}: no such source{known}")

@@ -1,16 +1,17 @@
 """Storage of samples: one format for unfinished samples and finished groups.
 
-A file is a list of frames. The first frame names the task; each further frame is a part of a sample (a prompt, a chunk from an
-engine, a tool turn) or the sample's end. A *log* is written part by part, so that an interrupted rollout resumes from it.
-Restarting instead would lose long samples more often and bias the policy towards short answers. Only a sample whose session
-state is lost restarts; it uses its own seed again, so that with the same weights and the same tool results it becomes the same
-sample, and restarts are counted. A *stored group* is the same file written at once, with chunks joined and routes packed.
+The files lie in the run's `stretto.runtime.store.Store`. A file is a list of frames. The first frame names the task; each further
+frame is a part of a sample (a prompt, a chunk from an engine, a tool turn) or the sample's end. A *log* is written part by part, so
+that an interrupted rollout resumes from it. Restarting instead would lose long samples more often and bias the policy towards short
+answers. Only a sample whose session state is lost restarts; it uses its own seed again, so that with the same weights and the same
+tool results it becomes the same sample, and restarts are counted. A *stored group* is the same file written at once, with chunks
+joined and routes packed.
 
 There is one log for each attempt at a group, because on many disks a new file costs more than all writes to it. Only its own
 attempt appends to a log. A later attempt starts with a copy of the latest earlier log, so that an agent whose lease ended does
 not interfere. Nothing is overwritten: old tokens keep the log-probabilities, versions and routes with which they were sampled,
-whatever weights sample the rest. Writes survive ``kill -9`` of the process. They are not fsynced, so a power failure loses
-chunks, which costs time only. A torn last frame is dropped.
+whatever weights sample the rest. In a run folder, writes survive ``kill -9`` of the process; they are not fsynced. A power
+failure, or a kill with another store, loses chunks, which costs time only. A torn last frame is dropped.
 
 Imports no torch. Shape letters: R rows of routes, one per token (P: of all tokens but the last), L MoE layers of the
 maximum network, K route slots, N = P·L·K ids of J bits, Q = ⌈N / 8⌉ octets of ids.
@@ -18,24 +19,23 @@ maximum network, K route slots, N = P·L·K ids of J bits, Q = ⌈N / 8⌉ octet
 
 from __future__ import annotations
 
-import errno
-import os
 import struct
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from stretto.base.errors import InfraError, UserError
-from stretto.base.paths import replacing, writing
 from stretto.base.trajectory import Group, GroupRef, Outcome, Segment, Task, Trajectory, Verdict
+from stretto.learning.recipe import GROUPS, LOGS
+from stretto.runtime.store import FILES, LOG_SUFFIX, Store
 
 SUFFIX = ".group"
 
@@ -132,8 +132,8 @@ class Sample:
 
     def __init__(self, task: Task, number: int, attempt: int):
         self.task, self.number, self.attempt = task, number, attempt
-        self.log: Path | None = None
-        """Log file, shared by the samples of the group's attempt; None: no log."""
+        self.log: Callable[[bytes], None] | None = None
+        """Appends to the log that the samples of the group's attempt share; None: no log."""
         self.parts: list[Part] = []
         self.num_tokens = 0
         """Number of all tokens, sampled or not."""
@@ -203,9 +203,7 @@ class Sample:
         this one ``is_due``."""
         content = self._unwritten + _frame(record) if self.log is not None else b""
         if self.log is not None and (is_due or self.num_sampled):
-            with writing(self.log), self.log.open("ab", buffering=0) as file:
-                if file.write(content) < len(content):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.log(content)
             content = b""
         self._unwritten = content
         self.apply(record)
@@ -257,51 +255,55 @@ def _read(content: bytes) -> tuple[_Start | None, tuple[Sample, ...], list[bytes
     return start, samples, valid
 
 
-def open_samples(folder: Path, task: Task, attempt: int) -> tuple[Sample, ...]:
+def open_samples(store: Store, task: Task, attempt: int) -> tuple[Sample, ...]:
     """All samples of ``attempt``, resumed from the log of this or the latest earlier attempt if there is one.
-    Raises UserError: the log is of another task, or the disk is full."""
-    paths = (log_path(folder, task.ordinal, number) for number in range(attempt, -1, -1))
-    previous = next((path for path in paths if path.exists()), None)
-    start, samples, valid = _read(previous.read_bytes()) if previous else (None, (), [])
-    if start is not None and start.task != task:
-        raise UserError(f"{previous}: task: these logs are of another run or recipe; choose an empty run folder")
-    own = log_path(folder, task.ordinal, attempt)
-    with replacing(own) as partial:
-        partial.write_bytes(b"".join((_frame(_Start(task, attempt)), *valid)))
+    Raises UserError: the log is of another task, or the disk is full. InfraError: the store does not answer."""
+    start: _Start | None = None
+    samples, valid = tuple[Sample, ...](), list[bytes]()
+    for number in range(attempt, -1, -1):
+        try:
+            start, samples, valid = _read(store.read(log_name(task.ordinal, number)))
+        except FileNotFoundError:
+            continue
+        if start is not None and start.task != task:
+            where = store.describe(log_name(task.ordinal, number))
+            raise UserError(f"{where}: task: these logs are of another run or recipe; choose an empty run folder")
+        break
+    own = log_name(task.ordinal, attempt)
+    store.write(own, b"".join((_frame(_Start(task, attempt)), *valid)))
     samples = samples or tuple(Sample(task, number, attempt) for number in range(task.group))
     for sample in samples:
-        sample.attempt, sample.log, sample.num_resumed = attempt, own, sample.num_sampled
+        sample.attempt, sample.log, sample.num_resumed = attempt, partial(store.append, own), sample.num_sampled
     return samples
 
 
-def read_logs(path: Path) -> tuple[Sample, ...]:
-    """The samples in the log at ``path``, detached from the file. () if the log has no frame."""
-    return _read(path.read_bytes())[1]
+def read_logs(content: bytes) -> tuple[Sample, ...]:
+    """The samples in a log with ``content``, detached from it. () if the log has no frame."""
+    return _read(content)[1]
 
 
-def log_path(folder: Path, ordinal: int, attempt: int) -> Path:
-    """Path of the log of an attempt in a run's folder of logs."""
-    return folder / f"{ordinal:08d}-{attempt:03d}.log"
+def log_name(ordinal: int, attempt: int) -> str:
+    """Name of an attempt's log in the store."""
+    return f"{LOGS}/{ordinal:08d}-{attempt:03d}{LOG_SUFFIX}"
 
 
-def remove_logs(folder: Path, ordinal: int) -> None:
+def remove_logs(store: Store, ordinal: int) -> None:
     """Delete the logs of an ordinal that has ended."""
-    for path in folder.glob(f"{ordinal:08d}-*.log"):
-        path.unlink(missing_ok=True)
+    store.remove(name for name in store.names(LOGS) if name.startswith(f"{LOGS}/{ordinal:08d}-"))
 
 
-def logged_ordinals(folder: Path) -> tuple[int, ...]:
+def logged_ordinals(store: Store) -> tuple[int, ...]:
     """Ordinals with logs, ascending."""
-    names = {path.stem.partition("-")[0] for path in folder.glob("*.log")}
-    return tuple(sorted(int(name) for name in names if name.isdecimal()))
+    ordinals = {name.removeprefix(f"{LOGS}/").partition("-")[0] for name in store.names(LOGS)}
+    return tuple(sorted(int(ordinal) for ordinal in ordinals if ordinal.isdecimal()))
 
 
 # Finished groups
 
 
-def store_group(folder: Path | str, group: Group) -> GroupRef:
-    """Write ``group`` into ``folder``. The complete file is on disk under its name when this returns.
-    Raises UserError: the disk is full."""
+def store_group(store: Store, group: Group) -> GroupRef:
+    """Write ``group`` to ``store``. The complete file is there under its name when this returns.
+    Raises UserError: the disk is full. InfraError: the store does not answer."""
     task, trajectories = group.task, group.trajectories
     assert 0 < len(trajectories) <= task.group, f"ordinal {task.ordinal}: {len(trajectories)} samples of {task.group}"
     attempt = trajectories[0].attempt
@@ -313,16 +315,13 @@ def store_group(folder: Path | str, group: Group) -> GroupRef:
             num_tokens += len(segment.tokens)
         packed = b"" if each.routes is None else pack_routes(each.routes)
         content.append(_frame(_End(each.sample, each.finish_reason, each.verdict, packed)))
-    path = Path(folder) / f"group-{task.ordinal:08d}-{attempt}{SUFFIX}"
-    with replacing(path) as partial, partial.open("wb") as file:
-        file.write(b"".join(content))
-        file.flush()
-        os.fsync(file.fileno())
+    name = f"{GROUPS}/group-{task.ordinal:08d}-{attempt}{SUFFIX}"
+    location = store.write(name, b"".join(content), durable=True)
     verdicts = [trajectory.verdict for trajectory in trajectories]
     return GroupRef(
         ordinal=task.ordinal,
         attempt=attempt,
-        location=str(path),
+        location=location,
         num_samples=len(trajectories),
         num_tokens=sum(trajectory.num_sampled for trajectory in trajectories),
         oldest_version=min(trajectory.oldest_version for trajectory in trajectories),
@@ -331,30 +330,23 @@ def store_group(folder: Path | str, group: Group) -> GroupRef:
     )
 
 
-def load_group(location: Path | str, layers: int | None = None, top_k: int | None = None) -> Group:
-    """The group that `store_group` wrote at ``location``.
-    Raises UserError: the file is missing or damaged; or as `check_routes`."""
-    path = Path(location)
-    problem = "it is torn, or damaged"
+def load_group(location: str, layers: int | None = None, top_k: int | None = None, store: Store = FILES) -> Group:
+    """The group that `store_group` wrote at ``location`` of ``store``.
+    Raises UserError: the file is missing or damaged; or as `check_routes`. InfraError: the store does not answer."""
+    where, problem = store.describe(location), "it is torn, or damaged"
     try:
-        start, samples, _ = _read(path.read_bytes())
+        start, samples, _ = _read(store.read(location))
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file, and the run needs it; restore it, or start a new run folder") from None
+        raise UserError(f"{where}: no such file, and the run needs it; restore it, or start a new run folder") from None
     except (OSError, ValueError) as error:
         start, samples, problem = None, (), str(error).splitlines()[0]
     if start is not None and start.samples is not None:
         samples = tuple(samples[number] for number in start.samples)
     if start is None or any(sample.verdict is None for sample in samples):
-        raise UserError(f"{path}: not readable as a group: {problem}; restore it, or start a new run folder")
+        raise UserError(f"{where}: not readable as a group: {problem}; restore it, or start a new run folder")
     group = Group(start.task, tuple(sample.trajectory() for sample in samples), start.prompts)
-    check_routes(group, str(path), layers, top_k)
+    check_routes(group, where, layers, top_k)
     return group
-
-
-def discard(locations: Iterable[Path | str]) -> None:
-    """Delete stored groups."""
-    for location in locations:
-        Path(location).unlink(missing_ok=True)
 
 
 def check_routes(group: Group, where: str, layers: int | None = None, top_k: int | None = None) -> None:

@@ -29,6 +29,7 @@ from stretto.base.trajectory import Group, GroupRef, WeightVersion, canary_token
 from stretto.data.pack import IGNORED, PADDING
 from stretto.learning.algorithms import Streams, TokenCredit, give_credit, load_algorithm, unroll
 from stretto.learning.batch import Batch, at_targets, by_sample, pack
+from stretto.learning.channel import open_channel
 from stretto.learning.distillation import (
     DistillObjective,
     Lesson,
@@ -43,10 +44,10 @@ from stretto.learning.metrics import samples as sample_scalars
 from stretto.learning.metrics import update as update_scalars
 from stretto.learning.objective import PolicyObjective
 from stretto.learning.passes import Pass, place, score
-from stretto.learning.recipe import ADVANTAGES, SNAPSHOTS, STEERING, WEIGHTS, DistillConfig, LossConfig, RlRecipe
+from stretto.learning.recipe import ADVANTAGES, SNAPSHOTS, STEERING, DistillConfig, LossConfig, RlRecipe
 from stretto.learning.samples import load_group, packed_bytes
 from stretto.learning.teachers import give_lessons, open_teachers, target_logprobs
-from stretto.learning.weights import is_quantised, pack_state, publish, retire
+from stretto.learning.weights import is_quantised, pack_state
 from stretto.model.checkpoint import known_hash
 from stretto.model.elastic import load_balance
 from stretto.model.parallel import Ranks, device_name, full_state, join, read_placed
@@ -56,6 +57,7 @@ from stretto.ops.logprob import Teacher, chosen_logprobs
 from stretto.ops.matmul import Arithmetic
 from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.schedule import learning_rate
+from stretto.runtime.store import FolderStore, Store
 from stretto.train.loop import peak_memory, write_trained
 from stretto.train.snapshot import Change, SnapshotMeta, Snapshots, changes_between, read_meta
 from stretto.train.step import MicroBatch, NonFiniteError, Objective, StepResult, optimisation_step
@@ -109,9 +111,11 @@ def micro_batch(
     return MicroBatch("policy", tokens_BT, targets_BT, ctx, subnet, num_targets, objective=objective)
 
 
-def open_trainer(recipe: RlRecipe, run: Path, start: Path, device: str, stage: str) -> TrainerRole:
-    """The trainer of a run with one rank, on ``device``."""
-    return TrainerRole(recipe, run, start, ranks=Ranks(0, 1, torch.device(device)), stage=stage)
+def open_trainer(
+    recipe: RlRecipe, run: Path, start: Path, device: str, stage: str, store: Store, kind: type[TrainerRole]
+) -> TrainerRole:
+    """The trainer of a run with one rank, on ``device``: an object of the class ``kind``."""
+    return kind(recipe, run, start, ranks=Ranks(0, 1, torch.device(device)), stage=stage, store=store)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,11 +149,14 @@ class TrainerRole:
         *,
         ranks: Ranks | None = None,
         stage: str = "rl",
+        store: Store | None = None,
     ):
         """Read the checkpoint ``start`` onto the device of ``ranks``; None: as torchrun's environment says. ``stage``: name of the
-        stage in the lineage of the result.
+        stage in the lineage of the result. ``store``: has the groups and takes the weights; None: the run folder.
         Raises UserError: the checkpoint or a teacher cannot be read, or the ranks cannot share the rows."""
         self._recipe, self._run, self._start, self._stage = recipe, Path(run), Path(start), stage
+        self._store = store or FolderStore(self._run)
+        self._channel = open_channel(self._store, self._run)
         self._ranks = ranks or join()
         train = recipe.train
         if train.micro_rows % self._ranks.world:
@@ -192,7 +199,7 @@ class TrainerRole:
         with self._meter:
             refs = sorted(refs, key=lambda ref: ref.ordinal)
             shape = (config.num_moe_layers, max([config.top_k, *config.top_k_by_layer]))
-            groups = [load_group(ref.location, *shape) for ref in refs]
+            groups = [load_group(ref.location, *shape, self._store) for ref in refs]
             scores = self._scores_before(step, groups)
             updates = self._plan(groups)
             flat = [micro for update in updates for micro in update.passes]
@@ -244,8 +251,8 @@ class TrainerRole:
             state = {name: each.bfloat16() if is_quantised(name) else each for name, each in state.items()}
         elif self._recipe.precision.rollout == "fp8":
             state = pack_state(state)  # quantising again in the engine gives the same bytes
-        version = replace(publish(self._run / WEIGHTS, number, state), canary=self._canary)
-        retire(self._run / WEIGHTS, KEEP_VERSIONS)
+        version = replace(self._channel.publish(number, state), canary=self._canary)
+        self._channel.retire(KEEP_VERSIONS)
         return version
 
     @torch.no_grad()

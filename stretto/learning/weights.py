@@ -53,12 +53,17 @@ def fetch(version: WeightVersion) -> dict[str, Tensor]:
         raise UserError(f"{path}: no such file; {_AGAIN}, or keep more of them") from None
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: not readable as safetensors: {error}; {_AGAIN}") from None
+    check_fetched(state, version, str(path))
+    return unpack_state(state)
+
+
+def check_fetched(state: Mapping[str, Tensor], version: WeightVersion, where: str) -> None:
+    """Raises UserError, with ``where``: ``state`` has not the checksum of ``version``."""
     checksum = state_checksum(state)
     if checksum != version.checksum:
         raise UserError(
-            f"{path}: checksum: is {checksum}, version {version.number} was announced with {version.checksum}; {_AGAIN}"
+            f"{where}: checksum: is {checksum}, version {version.number} was announced with {version.checksum}; {_AGAIN}"
         )
-    return unpack_state(state)
 
 
 def retire(folder: Path | str, keep: int) -> None:

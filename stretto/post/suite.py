@@ -55,6 +55,7 @@ from stretto.learning.recipe import RlRecipe, SandboxConfig, SourceConfig
 from stretto.model.checkpoint import read_checkpoint, read_config, weights_hash
 from stretto.model.spec import Counts, Subnet, count
 from stretto.runtime.runtime import to_end
+from stretto.runtime.store import FolderStore
 from stretto.tasks.math import as_number
 from stretto.tasks.session import schemas
 from stretto.tasks.task import FIRST_REPORTED, Found, Problem, TaskSource, spoken
@@ -561,7 +562,7 @@ class _Sampler:
         recipe = self._recipe(suite)
         rewards = RewardRole(lambda: judging, recipe.runtime.rewards.deadline_s)
         clients, tokenizer = Clients([engine], rewards), self._dialogue.tokenizer
-        agent = AgentRole(recipe, self._path.parent, tokenizer, lambda: sources, lambda caller: clients)
+        agent = AgentRole(recipe, FolderStore(self._path.parent), tokenizer, lambda: sources, lambda caller: clients)
         keys = [key for name in sources for key in self.domains[name].keys(name)]
         missing = [key for key in keys if key not in self.samples]
         slots = asyncio.Semaphore(2 * options.max_batch)

@@ -18,8 +18,9 @@ from stretto.flow.agent import AgentRole
 from stretto.flow.clients import Clients, Generated, GenerateRequest, RewardRequest
 from stretto.flow.rollout import EngineRole
 from stretto.learning.dialogue import Dialogue
-from stretto.learning.recipe import LOGS, RlRecipe
-from stretto.learning.samples import log_path
+from stretto.learning.recipe import RlRecipe
+from stretto.learning.samples import log_name
+from stretto.runtime.store import FolderStore
 from stretto.sandbox.outcome import ToolResult
 from stretto.tasks.task import Answer, Problem, Score, TaskSource, Tool
 from stretto.text.chat import CHATML
@@ -150,7 +151,7 @@ def agent(
 ) -> AgentRole:
     return AgentRole(
         recipe(**settings),
-        folder,
+        FolderStore(folder),
         tokenizer(template),
         lambda: {"toy": source or Toy()},
         lambda caller: Clients(engines, rewards or Rewards()),
@@ -239,7 +240,7 @@ def spoken_turn(text: str) -> np.ndarray:
 
 def log_of(folder: Path, task: Task = TASK, attempt: int = 0) -> Path:
     """Where a run in ``folder`` logs a group."""
-    return log_path(folder / LOGS, task.ordinal, attempt)
+    return folder / log_name(task.ordinal, attempt)
 
 
 class Watched:

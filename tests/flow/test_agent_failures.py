@@ -73,7 +73,7 @@ def test_a_retry_under_new_weights_keeps_what_it_has(tmp_path: Path) -> None:
     log = log_of(tmp_path)
     content = log.read_bytes()
     log.write_bytes(content[: len(content) * 2 // 3])
-    lost = read_logs(log)[0]
+    lost = read_logs(log.read_bytes())[0]
     assert 0 < lost.num_sampled < 24
     after = draw(tmp_path, attempt=1, model=OTHER, chunk_tokens=5, engine={"version": 4})
     done = after.trajectories[0]
@@ -109,7 +109,7 @@ def test_killed_for_real(tmp_path: Path) -> None:
         [sys.executable, "-c", _CHILD, str(tmp_path)], env=environment, capture_output=True, text=True
     )
     assert child.returncode == -signal.SIGKILL, child.stderr
-    held = read_logs(log_of(tmp_path))
+    held = read_logs(log_of(tmp_path).read_bytes())
     assert sum(log.num_sampled for log in held) > 0 and all(log.verdict is None for log in held)
     whole = draw(tmp_path / "whole", chunk_tokens=4)
     for one, other in zip(whole.trajectories, draw(tmp_path, attempt=1, chunk_tokens=4).trajectories, strict=True):
@@ -132,7 +132,7 @@ def test_a_failure_of_ours_is_never_a_reward(tmp_path: Path) -> None:
             await agent(tmp_path, [engine], broken).run_group(TASK, 0)
         assert not (tmp_path / GROUPS).exists()
         # of the first that failed the next attempt has every token: it asks the verifier alone
-        done = [log for log in read_logs(log_of(tmp_path)) if log.num_sampled == 24]
+        done = [log for log in read_logs(log_of(tmp_path).read_bytes()) if log.num_sampled == 24]
         mended, again = Rewards(), Watched(engine)
         ref = await agent(tmp_path, [again], mended).run_group(TASK, 1)
         assert done and again.num == 3 - len(done) and len(mended.requests) == 3 and ref.mean_reward > 0
@@ -214,7 +214,7 @@ def test_cancelling_leaves_nothing_in_the_engine(tmp_path: Path) -> None:
 
 
 def read_if_there(path: Path) -> int:
-    return sum(log.num_sampled for log in read_logs(path)) if path.exists() else 0
+    return sum(log.num_sampled for log in read_logs(path.read_bytes())) if path.exists() else 0
 
 
 def test_a_lease_ends_what_hangs(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from stretto.flow.clients import Clients, Generated, GenerateRequest, RewardRequ
 from stretto.flow.reward import RewardRole
 from stretto.learning.recipe import RewardConfig
 from stretto.learning.samples import load_group, read_logs
+from stretto.runtime.store import FolderStore
 from stretto.tasks.registry import open_source
 from stretto.tasks.task import Answer, Problem, Score, TaskSource
 from tests.flow.agents import TASK, Rewards, Toy, log_of, recipe, spoken_turn, tokenizer
@@ -84,7 +85,7 @@ def singers(
     told = recipe(chunk_tokens=400, max_len=max_len).replace(rewards={} if config is None else {"toy": config})
     return AgentRole(
         told,
-        folder,
+        FolderStore(folder),
         tokenizer(),
         lambda: {"toy": source},
         lambda caller: Clients([engine or Choir()], rewards or RewardRole(lambda: {"toy": source})),
@@ -110,7 +111,7 @@ def test_a_stored_group_has_the_final_rewards(tmp_path: Path) -> None:
     np.testing.assert_allclose([each.reward for each in verdicts], [9 * 2 / 3, 9 * 2 / 3, 19, 0])
     assert [each.parts["quality"] for each in verdicts] == [9, 9, 19, 0]
     assert [each.outcome for each in verdicts] == [Outcome.OK] * 3 + [Outcome.WRONG]
-    logged = [each.verdict for each in read_logs(log_of(tmp_path))]
+    logged = [each.verdict for each in read_logs(log_of(tmp_path).read_bytes())]
     assert [each.reward for each in logged if each] == [9, 9, 19, 0]  # what another attempt would go on from
 
 

@@ -23,6 +23,7 @@ from stretto.learning.samples import load_group
 from stretto.runtime.local import LocalRuntime
 from stretto.runtime.pool import ElasticPool, Limits
 from stretto.runtime.runtime import Placement, RoleError
+from stretto.runtime.store import FolderStore
 from stretto.tasks.task import Answer, Problem, Score
 from tests.engine.engines import engine
 from tests.flow.agents import MODEL, TASK, Toy, assert_same, draw, recipe, tokenizer
@@ -60,13 +61,13 @@ def test_a_group_through_the_runtime(tmp_path: Path) -> None:
         rollout = await runtime.spawn(functools.partial(EngineRole, opened), name="e0", placement=Placement.THREAD)
         reward = await runtime.spawn(functools.partial(RewardRole, sources), name="r0", placement=Placement.THREAD)
         clients = functools.partial(connect, (rollout,), (reward,), 60.0)
-        role = functools.partial(AgentRole, recipe(), tmp_path, tokenizer(), sources, clients)
+        role = functools.partial(AgentRole, recipe(), FolderStore(tmp_path), tokenizer(), sources, clients)
         agent = await runtime.spawn(role, name="a0", placement=Placement.THREAD)
         ref = await runtime.call(agent, "run_group", TASK, 0, deadline_s=60)
         for one, other in zip(load_group(ref.location).trajectories, direct, strict=True):
             assert_same(one, other)
         await runtime.kill(rollout)
-        hasty = functools.partial(AgentRole, recipe(lease_s=1.0), tmp_path, tokenizer(), sources, clients)
+        hasty = functools.partial(AgentRole, recipe(lease_s=1.0), FolderStore(tmp_path), tokenizer(), sources, clients)
         other = await runtime.spawn(hasty, name="a1", placement=Placement.THREAD)
         with pytest.raises(RoleError, match="within its lease of 1 s") as told:  # an engine may come back until then
             await runtime.call(other, "run_group", replace(TASK, ordinal=4), 0, deadline_s=60)

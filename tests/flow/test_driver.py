@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,10 +29,25 @@ from stretto.learning.recipe import RlRecipe
 from stretto.runtime.local import LocalRuntime
 from stretto.runtime.pool import ElasticPool
 from stretto.runtime.runtime import DeadlinePassed, Handle, RoleDied
+from stretto.runtime.store import FolderStore
 from tests.flow.refs import check, ref, task
 
 PROMPTS = 2
 Group = Callable[[Task, int], Awaitable[GroupRef]]
+
+
+class Stored(FolderStore):
+    """Has all groups but those in ``lost``."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.lost: set[str] = set()
+
+    def missing(self, locations: Iterable[str]) -> set[str]:
+        return self.lost.intersection(locations)
+
+    def remove(self, locations: Iterable[str]) -> None:
+        self.lost.update(locations)
 
 
 @dataclass
@@ -55,6 +70,7 @@ class World:
     now_s: float = 0.0
     """The controller's clock."""
     loop: asyncio.AbstractEventLoop = field(init=False)
+    store: Stored = field(default_factory=Stored)
     runtime: LocalRuntime | None = None
     roles: Roles | None = None
 
@@ -165,7 +181,9 @@ def drive(
                     controller = Controller(limits, task, ledger, lambda: world.now_s)
                     before = asyncio.all_tasks()
                     try:
-                        async with Driver(recipe, roles, controller, weights(0), trace, observe).at_work() as driver:
+                        async with Driver(
+                            recipe, roles, controller, weights(0), trace, observe, world.store
+                        ).at_work() as driver:
                             await driver.run()
                     finally:
                         left = [repr(each) for each in asyncio.all_tasks() - before]

@@ -17,6 +17,7 @@ from stretto.base.trajectory import Outcome
 from stretto.flow import rollout
 from stretto.flow.agent import AgentRole
 from stretto.flow.clients import PooledRewards, RemoteRewards, RewardRequest, Verifiers, connect
+from stretto.flow.files import open_files
 from stretto.flow.launch import Factories, Job, Roles, SourceTables, make_factories, spread, start_roles
 from stretto.flow.log import pool_rows, pool_scalars
 from stretto.flow.reward import RewardRole
@@ -80,16 +81,16 @@ def test_each_role_has_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # and yet nobody asked for it
     start = checkpoint(tmp_path / "start")
     job = Job(policy_recipe(), tmp_path / "run", start, devices=("cpu",))
-    made = make_factories(job, SourceTables({}, SandboxConfig()), tokenizer())
+    files = open_files(job.recipe, job.folder, job.start)
+    made = make_factories(job, SourceTables({}, SandboxConfig()), tokenizer(), files)
     assert made.trainer()._ranks == Ranks(0, 1, torch.device("cpu"))
     asked = []
     monkeypatch.setattr(
         rollout, "open_rollout_engine", lambda recipe, start, device: asked.append(device) or engine(MODEL)
     )
     several = policy_recipe(rollout__engines=3)
-    made = make_factories(
-        replace(job, recipe=several, devices=("meta", "cpu:1", "cpu:2")), SourceTables({}, SandboxConfig()), tokenizer()
-    )
+    job = replace(job, recipe=several, devices=("meta", "cpu:1", "cpu:2"))
+    made = make_factories(job, SourceTables({}, SandboxConfig()), tokenizer(), files)
     for factory in made.engines:
         factory().close()
     assert asked == ["cpu:1", "cpu:2", "cpu:1"] and made.trainer.args[-1] == "meta"

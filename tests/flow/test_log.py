@@ -129,7 +129,7 @@ def test_viewers_get_processes_threads_and_microseconds(tmp_path: Path) -> None:
 def test_a_status_file_that_cannot_be_made_is_told_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     book = Logbook.__new__(Logbook)
-    book._say = said.append
+    book.say = said.append
 
     async def broken(self: Logbook, state: str) -> None:
         raise ZeroDivisionError("no roles")
@@ -142,7 +142,7 @@ def test_a_status_file_that_cannot_be_made_is_told_and_the_run_goes_on(monkeypat
 def test_an_evaluation_that_breaks_is_told_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     book = Logbook.__new__(Logbook)
-    book._say = said.append
+    book.say = said.append
 
     async def broken(self: Logbook, step: int) -> None:
         raise ZeroDivisionError("no prompts")

@@ -137,7 +137,7 @@ def test_a_state_that_is_lost_is_begun_anew_and_counted(tmp_path: Path) -> None:
     assert asyncio.run(role.stats()).sessions_lost == {"toy": 1}
     assert done.num_turns == 2 and done.routes is not None and len(done.routes) == done.num_tokens - 1
     assert [session.value for session in source.sessions[-2:]] == [7, 10], "one that was lost, and one from the start"
-    (log,) = read_logs(log_of(tmp_path, attempt=1))
+    (log,) = read_logs(log_of(tmp_path, attempt=1).read_bytes())
     assert log.num_lost == 1 and log.tokens().tolist() == tokens_of(done)
 
 
@@ -149,7 +149,7 @@ def test_a_state_that_is_lost_again_and_again_fails_the_group(tmp_path: Path) ->
         GroupFailed, match=r"session: add: returned 'at \d+', and 'at \d+' before \(restarted 2 times\)"
     ):
         run(tmp_path, [], Counters(lambda session: f"at {next(numbers)}"), attempt=3)
-    (log,) = read_logs(log_of(tmp_path, attempt=3))
+    (log,) = read_logs(log_of(tmp_path, attempt=3).read_bytes())
     assert log.verdict is None, "no reward of any kind"
 
 

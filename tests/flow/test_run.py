@@ -31,10 +31,11 @@ from stretto.flow.launch import Job
 from stretto.flow.ledger import Ledger
 from stretto.flow.log import read_status
 from stretto.flow.run import Result, claim_recipe, run_rl, sweep
-from stretto.learning import trainer
+from stretto.learning import channel
 from stretto.learning.recipe import JOURNAL_FILE, RlRecipe
-from stretto.learning.samples import log_path
+from stretto.learning.samples import log_name
 from stretto.learning.weights import fetch, publish
+from stretto.runtime.store import FolderStore
 
 
 @pytest.fixture
@@ -84,11 +85,11 @@ def test_what_a_kill_left_behind_goes_and_what_is_needed_stays(tmp_path: Path) -
     for name in ("group-00000000-0.group", "group-00000001-0.group", ".group-00000002-0.group.77.partial"):
         (groups / name).touch()  # the second was stored, and its agent killed before it could tell
     for ordinal in (0, 1, 9):
-        path = log_path(logs, ordinal, 0)
+        path = tmp_path / log_name(ordinal, 0)
         path.parent.mkdir(exist_ok=True)
         path.touch()
     resumed = Controller(limits(), task_of, Ledger.resume(tmp_path / JOURNAL_FILE, None))
-    sweep(tmp_path, resumed.ledger)
+    sweep(tmp_path, FolderStore(tmp_path), resumed.ledger)
     assert [path.name for path in groups.iterdir()] == ["group-00000000-0.group"]
     assert [path.name for path in logs.iterdir()] == ["00000001-000.log"], "the log of the one that is handed out again"
 
@@ -180,7 +181,7 @@ def test_damaged_weights_stop_the_run_in_one_line_and_it_goes_on_with_resume(
         return version
 
     with monkeypatch.context() as damaged:
-        damaged.setattr(trainer, "publish", publish_damaged)
+        damaged.setattr(channel, "publish", publish_damaged)
         with pytest.raises(UserError, match=r"checksum: is .*, version 3 was announced with") as error:
             go_on(recipe_file, tmp_path / "run", start)
     assert "\n" not in str(error.value) and "checksum" in read_status(tmp_path / "run").state

@@ -27,6 +27,7 @@ from stretto.model.parallel import Ranks, join
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Transformer
 from stretto.ops.logprob import Teacher
+from stretto.runtime.store import FolderStore
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
 from tests.networks import sharpened
 
@@ -220,7 +221,7 @@ def stepped(
     trainer = TrainerRole(plan, folder / "run", start, ranks=ranks or join("cpu"))
     catch = Catch(trainer._model)
     trainer._optimizers = [catch]
-    report = trainer.step([store_group(folder / "groups", each) for each in made], 0)
+    report = trainer.step([store_group(FolderStore(folder / "groups"), each) for each in made], 0)
     return report, catch.caught
 
 

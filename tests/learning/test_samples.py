@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from stretto.base.errors import InfraError, UserError
 from stretto.base.trajectory import Group, Outcome, Segment, StepReward, Task, Verdict
+from stretto.learning.recipe import LOGS
 from stretto.learning.samples import (
     HEADER_BYTES,
     Part,
@@ -24,7 +25,7 @@ from stretto.learning.samples import (
     frames,
     id_bits,
     load_group,
-    log_path,
+    log_name,
     logged_ordinals,
     open_samples,
     pack_routes,
@@ -35,6 +36,7 @@ from stretto.learning.samples import (
     store_group,
     unpack_routes,
 )
+from stretto.runtime.store import FolderStore
 from tests.flow.samples import equal, group
 
 TASK = Task(ordinal=3, source="toy", item=7, group=2, seed=5, max_tokens=99)
@@ -42,11 +44,15 @@ VERDICT = Verdict(0.5, Outcome.WRONG, 0.25, 0.125, "near", {"form": 0.5})
 
 
 def open_log(folder: Path, task: Task, sample: int, attempt: int) -> Sample:
-    return open_samples(folder, task, attempt)[sample]
+    return open_samples(FolderStore(folder), task, attempt)[sample]
+
+
+def log_path(folder: Path, ordinal: int, attempt: int) -> Path:
+    return folder / log_name(ordinal, attempt)
 
 
 def read_log(path: Path, sample: int = 0) -> Sample:
-    return read_logs(path)[sample]
+    return read_logs(path.read_bytes())[sample]
 
 
 def sampled(log: Sample, num: int, version: int = 0, ended: str = "", dtype: str = "uint8") -> Part:
@@ -169,10 +175,10 @@ def test_what_another_writer_appended_is_dropped(tmp_path: Path) -> None:
 
 
 def test_samples_of_a_group_are_in_one_file_and_do_not_disturb_each_other(tmp_path: Path) -> None:
-    one, other = open_samples(tmp_path, TASK, 0)
+    one, other = open_samples(FolderStore(tmp_path), TASK, 0)
     for log in (one, other):
         log.append(Part(context(np.array([1, 2], np.int32))))
-    stale = open_samples(tmp_path, TASK, 0)[0]  # of an agent that was given up but lives on
+    stale = open_samples(FolderStore(tmp_path), TASK, 0)[0]  # of an agent that was given up but lives on
     stale.append(Part(context(np.array([1, 2], np.int32))))
     one.append(sampled(one, 3))
     other.append(sampled(other, 4))
@@ -180,8 +186,8 @@ def test_samples_of_a_group_are_in_one_file_and_do_not_disturb_each_other(tmp_pa
     other.append(sampled(other, 2, ended="stop"))
     one.append(sampled(one, 1))
     other.close("stop", VERDICT)
-    assert [path.name for path in tmp_path.iterdir()] == ["00000003-000.log"]
-    lost, whole = open_samples(tmp_path, TASK, 1)
+    assert [path.name for path in (tmp_path / LOGS).iterdir()] == ["00000003-000.log"]
+    lost, whole = open_samples(FolderStore(tmp_path), TASK, 1)
     assert_same(lost, one, 2)
     assert lost.verdict is None and lost.num_sampled == 3
     assert_same(whole, other)
@@ -225,12 +231,12 @@ def test_no_verdict_of_ours_is_written_down(tmp_path: Path) -> None:
 
 
 def test_logs_are_forgotten_by_ordinal(tmp_path: Path) -> None:
-    assert logged_ordinals(tmp_path / "none") == ()
+    assert logged_ordinals(FolderStore(tmp_path / "none")) == ()
     for ordinal in (3, 12, 5):
         fill(open_log(tmp_path, replace(TASK, ordinal=ordinal), 0, 0))
-    remove_logs(tmp_path, 5)
-    remove_logs(tmp_path, 6)
-    assert logged_ordinals(tmp_path) == (3, 12)
+    remove_logs(FolderStore(tmp_path), 5)
+    remove_logs(FolderStore(tmp_path), 6)
+    assert logged_ordinals(FolderStore(tmp_path)) == (3, 12)
 
 
 ROUTES = (3, 2, 8)
@@ -239,7 +245,7 @@ ROUTES = (3, 2, 8)
 @pytest.mark.parametrize("routes", [ROUTES, None])
 def test_a_stored_group_comes_back_bit_for_bit(tmp_path: Path, routes: tuple[int, int, int] | None) -> None:
     before = group(np.random.default_rng(0), [1.0, 0.25, 0.0], ordinal=17, versions=(4, 5, 5), routes=routes)
-    ref = store_group(tmp_path / "groups", before)
+    ref = store_group(FolderStore(tmp_path), before)
     assert equal(load_group(ref.location), before)
     assert (ref.ordinal, ref.attempt, ref.num_samples, ref.oldest_version) == (17, 0, 3, 4)
     assert ref.num_tokens == sum(sample.num_sampled for sample in before.trajectories)
@@ -250,21 +256,21 @@ def test_a_stored_group_comes_back_bit_for_bit(tmp_path: Path, routes: tuple[int
 def test_a_group_without_some_of_its_samples_comes_back(tmp_path: Path) -> None:
     whole = group(np.random.default_rng(0), [1.0, 0.0, 0.5, 0.0], ordinal=3, routes=ROUTES)
     some = Group(whole.task, (whole.trajectories[0], whole.trajectories[2]))
-    ref = store_group(tmp_path, some)
+    ref = store_group(FolderStore(tmp_path), some)
     assert ref.num_samples == 2 and ref.mean_reward == 0.75 and equal(load_group(ref.location), some)
     path = Path(ref.location)
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(UserError, match="not readable as a group"):
-        load_group(path)
+        load_group(str(path))
 
 
 def test_rewards_of_steps_come_back_and_make_a_group_uneven(tmp_path: Path) -> None:
     whole = group(np.random.default_rng(0), [1.0, 1.0], routes=ROUTES)
-    assert store_group(tmp_path, whole).is_uniform
+    assert store_group(FolderStore(tmp_path), whole).is_uniform
     first, second = whole.trajectories
     steps = (StepReward(0, 0.5), StepReward(0, -0.25, end=3))
     uneven = Group(whole.task, (first, replace(second, verdict=replace(second.verdict, steps=steps))))
-    ref = store_group(tmp_path, uneven)
+    ref = store_group(FolderStore(tmp_path), uneven)
     assert not ref.is_uniform and equal(load_group(ref.location), uneven)
 
 
@@ -283,14 +289,14 @@ def test_a_token_without_an_expert_comes_back_as_one(tmp_path: Path) -> None:
     for sample in before.trajectories:
         assert sample.routes is not None
         sample.routes[0, 1] = 255
-    ref = store_group(tmp_path, before)
+    ref = store_group(FolderStore(tmp_path), before)
     assert ref.is_uniform and equal(load_group(ref.location), before)
 
 
 def test_another_attempt_is_another_file(tmp_path: Path) -> None:
     before = group(np.random.default_rng(0), [1.0, 0.0])
     again = Group(before.task, tuple(replace(sample, attempt=2) for sample in before.trajectories))
-    first, second = store_group(tmp_path, before), store_group(tmp_path, again)
+    first, second = store_group(FolderStore(tmp_path), before), store_group(FolderStore(tmp_path), again)
     assert first.location != second.location and second.attempt == 2
 
 
@@ -302,7 +308,7 @@ def test_routes_of_the_wrong_length_are_refused(tmp_path: Path, change: int) -> 
     rows = sample.num_tokens - 1 + change
     assert sample.routes is not None
     wrong = replace(sample, routes=np.resize(sample.routes, (rows, 3, 2)))
-    ref = store_group(tmp_path, Group(whole.task, (whole.trajectories[0], wrong)))
+    ref = store_group(FolderStore(tmp_path), Group(whole.task, (whole.trajectories[0], wrong)))
     with pytest.raises(UserError, match=rf"routes of sample 1: {rows} rows for {sample.num_tokens} tokens") as caught:
         load_group(ref.location)
     assert ref.location in str(caught.value) and "\n" not in str(caught.value)
@@ -317,17 +323,17 @@ def test_routes_of_another_network_are_refused() -> None:
 
 @pytest.mark.parametrize("keep", [0, 40, 300])
 def test_a_damaged_file_is_one_line(tmp_path: Path, keep: int) -> None:
-    ref = store_group(tmp_path, group(np.random.default_rng(0), [1.0, 0.0], routes=ROUTES))
+    ref = store_group(FolderStore(tmp_path), group(np.random.default_rng(0), [1.0, 0.0], routes=ROUTES))
     path = Path(ref.location)
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(UserError, match="not readable as a group") as caught:
-        load_group(path)
+        load_group(str(path))
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
-        load_group(tmp_path / "group-00000001-0.group")
+        load_group(str(tmp_path / "group-00000001-0.group"))
 
 
 def drawn(shape: tuple[int, int, int], num_experts: int, absent: float, seed: int) -> np.ndarray:

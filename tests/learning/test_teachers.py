@@ -34,6 +34,7 @@ from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.parallel import join
 from stretto.model.transformer import Context
 from stretto.ops.matmul import PLAIN
+from stretto.runtime.store import FolderStore
 from stretto.server.elastic import ServedModel
 from stretto.server.server import ServeSettings
 from stretto.text.tokenizer import load_tokenizer, train_tokenizer
@@ -102,7 +103,7 @@ def test_a_teacher_reads_its_own_prompt(tmp_path: Path, start: Path, teachers: d
     rng = np.random.default_rng(0)
     own = rng.integers(0, 31, 50).astype(np.int32)
     made = [replace(each, prompts={"letters": own}) if n % 2 else each for n, each in enumerate(two_sources())]
-    made = [load_group(store_group(tmp_path / "groups", each).location) for each in made]
+    made = [load_group(store_group(FolderStore(tmp_path / "groups"), each).location) for each in made]
     samples, values = lessons_by_target(taught(teachers), start, made)
     expected = []
     for each in samples:
@@ -226,7 +227,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
 ) -> None:
     """Weights of sources depend on what they were before."""
     plan = taught(teachers, change, optim__lr=1e-3)
-    refs = [[store_group(tmp_path / f"{step}", each) for each in two_sources(step)] for step in range(3)]
+    refs = [[store_group(FolderStore(tmp_path / f"{step}"), each) for each in two_sources(step)] for step in range(3)]
     roles = [TrainerRole(plan, tmp_path / name, start, ranks=join("cpu"), stage="distill") for name in ("one", "two")]
     for each in roles:
         reports = [each.step(refs[step], step) for step in range(2)]
@@ -258,7 +259,9 @@ def test_the_student_comes_nearer(tmp_path: Path, start: Path, teachers: dict[st
     trainer = TrainerRole(plan, tmp_path / "run", start, ranks=join("cpu"))
     kls = []
     for step in range(6):
-        scalars = trainer.step([store_group(tmp_path / "groups", each) for each in two_sources()], step).scalars
+        scalars = trainer.step(
+            [store_group(FolderStore(tmp_path / "groups"), each) for each in two_sources()], step
+        ).scalars
         kls.append(scalars["distill/kl/digits"] + scalars["distill/kl/letters"])
     assert kls[-1] < 0.8 * kls[0] and (np.diff(kls) < 0).all(), kls
 
@@ -311,7 +314,7 @@ def test_the_policy_scores_beforehand_only_where_a_taught_source_is_new(
     for step, (made, scores) in enumerate(
         ((digits * 2, True), (digits * 2, False), (letters * 2, True), (letters * 2, False))
     ):
-        refs = [store_group(tmp_path / f"{step}-{number}", each) for number, each in enumerate(made)]
+        refs = [store_group(FolderStore(tmp_path / f"{step}-{number}"), each) for number, each in enumerate(made)]
         assert ("routes/flips" in trainer.step(refs, step).scalars) is scores, step
 
 

@@ -30,6 +30,7 @@ from stretto.model.parallel import join
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import MoeLayer, Replay, Transformer, build
 from stretto.ops.matmul import PLAIN, Arithmetic
+from stretto.runtime.store import FolderStore
 from stretto.train.step import NonFiniteError, StepResult, optimisation_step
 from tests.flow.policies import SHAPE, checkpoint, groups, network, recipe
 from tests.learning.lessons import Catch
@@ -45,7 +46,7 @@ def role(run: Path, start: Path, **changes: Any) -> TrainerRole:
 
 
 def stored(folder: Path, made: list[Group]) -> list[GroupRef]:
-    return [store_group(folder, each) for each in made]
+    return [store_group(FolderStore(folder), each) for each in made]
 
 
 def refs_of(step: int, folder: Path) -> list[GroupRef]:

@@ -31,6 +31,7 @@ from stretto.model.checkpoint import read_checkpoint
 from stretto.model.parallel import join
 from stretto.model.transformer import initial_state
 from stretto.post.sft import Demonstrations, Example, example, examples, fill_rows, learn_tokenizer, micro_batches, sft
+from stretto.runtime.store import FolderStore
 from stretto.tasks.registry import open_source
 from stretto.tasks.session import recorded, schemas
 from stretto.tasks.task import Problem, TaskSource
@@ -273,7 +274,9 @@ def test_the_synchronous_loop_samples_trains_and_activates(start: Path, tmp_path
     def run(folder: Path) -> tuple[list[Any], dict[str, torch.Tensor]]:
         engine = EngineRole(partial(open_rollout_engine, plan, start, "cpu"), waits=True)
         reward = RewardRole(open_sources)
-        agent = AgentRole(plan, folder, load_tokenizer(start), open_sources, lambda caller: Clients((engine,), reward))
+        agent = AgentRole(
+            plan, FolderStore(folder), load_tokenizer(start), open_sources, lambda caller: Clients((engine,), reward)
+        )
         trainer = TrainerRole(plan, folder, start, ranks=join("cpu"))
         try:
             reports = asyncio.run(run_synchronously(plan, prompts.task, agent, [engine], trainer))

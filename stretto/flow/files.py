@@ -1,0 +1,105 @@
+"""Where the roles of a run find its files: the store, the start checkpoint, and a folder on their own machine's disk.
+
+With the store ``file`` all roles share the run folder. With another store, only the driver sees it: each machine has a folder of its
+own, the start checkpoint and snapshots travel through the store, and so does the finished checkpoint. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stretto.base.paths import CHECKPOINT, read_json, remove, write_json
+from stretto.learning.recipe import GROUPS, LOGS, RlRecipe
+from stretto.runtime.store import (
+    FolderStore,
+    RemoteStore,
+    Store,
+    UrlStore,
+    fetch_folder,
+    has_folder,
+    local_folder,
+    send_folder,
+)
+
+if TYPE_CHECKING:
+    from stretto.learning.channel import Channel
+
+_ID_FILE = "store.json"
+"""In the run folder: the id under which the run's files lie in the store."""
+_START = "start"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """The files of a run. Picklable; made by `open_files`."""
+
+    store: Store
+    id: str
+    run: Path
+    """The driver's run folder."""
+    start: Path
+    """The driver's start checkpoint."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether every role sees the run folder."""
+        return isinstance(self.store, FolderStore)
+
+    @property
+    def remote(self) -> RemoteStore:
+        assert not isinstance(self.store, FolderStore), "the run folder is shared"
+        return self.store  # type: ignore[return-value]
+
+    def folder_here(self) -> Path:
+        """The run's folder on this machine."""
+        return self.run if self.is_shared else local_folder(self.id)
+
+    def start_here(self) -> Path:
+        """The start checkpoint on this machine; fetched if it is missing. Raises as `fetch_folder`."""
+        if self.is_shared:
+            return self.start
+        here = self.folder_here() / _START
+        if not here.exists():
+            fetch_folder(self.store, _START, here)
+        return here
+
+    def channel(self) -> Channel:
+        """How weights reach the engines. Imports torch."""
+        from stretto.learning.channel import open_channel
+
+        return open_channel(self.store, self.run)
+
+    def finish(self) -> None:
+        """After the run's end: move the checkpoint into the run folder, and delete what no step will read again."""
+        if self.is_shared:
+            for name in (GROUPS, LOGS):
+                remove(self.run / name)
+            return
+        remove(self.run / CHECKPOINT)
+        fetch_folder(self.store, CHECKPOINT, self.run / CHECKPOINT)
+        self.remote.destroy()
+        remove(local_folder(self.id))
+
+
+def open_files(recipe: RlRecipe, run: Path, start: Path) -> RunFiles:
+    """The files of the run in the folder ``run``, on the store of ``recipe``. A store ``ray`` needs a connection to the cluster.
+    Raises UserError: the store refuses, or does not answer. InfraError: it stopped to answer."""
+    if recipe.store == "file":
+        return RunFiles(FolderStore(run), "", run, start)
+    path = run / _ID_FILE
+    id = read_json(path)["id"] if path.exists() else secrets.token_hex(6)
+    store: RemoteStore
+    if recipe.store == "ray":
+        from stretto.runtime.ray_store import open_ray_store
+
+        store = open_ray_store(id, recipe.failures.copies)
+    else:
+        store = UrlStore(recipe.store, id)
+        store.check()
+    write_json(path, {"id": id})
+    if not has_folder(store, _START):
+        send_folder(store, start, _START)
+    return RunFiles(store, id, run, start)
