@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from stretto.runtime.store import UrlStore
 @contextmanager
 def s3_server() -> Iterator[str]:
     """Address for `UrlStore` and for a recipe's ``store``, while the server runs. This process and its children have its keys."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else it prints every request
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "secret-of-the-test"}

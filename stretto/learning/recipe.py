@@ -530,7 +530,7 @@ class RlRecipe(Config):
     sandbox: SandboxConfig = SandboxConfig()
     failures: FailureConfig = FailureConfig()
     runtime: RuntimeConfig = RuntimeConfig()
-    store: str = Field(default="file", pattern=r"^(file|ray|[a-z0-9]+://[^@]+)$")
+    store: str = "file"
     """Where groups, token logs and weights lie. ``file``: in the run folder, which all roles see. An address such as
     ``s3://bucket/runs``: in an object store. ``ray``: in the memory of the Ray cluster. Keys belong into the environment."""
 
@@ -583,6 +583,10 @@ class RlRecipe(Config):
             raise ValueError(
                 f"teachers: {self.loss.advantage!r} asks none; set loss.advantage to a function of your own, or leave them out"
             )
+        if self.store not in ("file", "ray") and "://" not in self.store:
+            raise ValueError(f"store {self.store!r}: no such place; choose file, ray, or an address such as s3://bucket/runs")
+        if "@" in self.store:
+            raise ValueError("store: its address contains a key; put keys into the environment, as AWS_ACCESS_KEY_ID")
         if self.store == "ray" and self.runtime.kind != "ray":
             raise ValueError("store 'ray' needs runtime.kind 'ray': start with --runtime ray, or choose another store")
         if self.store != "file" and self.rollout.address:

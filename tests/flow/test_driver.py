@@ -220,6 +220,23 @@ def test_everything_has_its_turn(tmp_path: Path) -> None:
         assert max(activated) < world.events.index(("group", 2 * version, version))
 
 
+def test_groups_that_the_store_lost_are_drawn_again(tmp_path: Path) -> None:
+    """Ordinal 2 is lost after it was stored, before its step."""
+    world, attempts = World(), list[tuple[int, int]]()
+
+    async def once_lost(task: Task, attempt: int) -> GroupRef:
+        attempts.append((task.ordinal, attempt))
+        stored = ref(task.ordinal, attempt, version=min(world.active.values()))
+        if (task.ordinal, attempt) == (2, 0):
+            world.store.lost.add(stored.location)
+        return stored
+
+    world.on_group = once_lost
+    told = drive(tmp_path, world)
+    assert told == [(1, (0, 1)), (2, (2, 3)), (3, (4, 5))]
+    assert [each for each in attempts if each[1]] == [(2, 1)]
+
+
 def test_out_of_time_it_ends_as_after_its_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock is the test's: it stands still but for the fifth step."""
     world = World()

@@ -364,3 +364,15 @@ def test_an_ordinal_ends_once(tmp_path: Path) -> None:
     trained(ledger, 0)
     with pytest.raises(KeyError):
         trained(ledger, 0)
+
+
+def test_groups_that_vanished_wait_again_and_later_batches_do_not_block_them(tmp_path: Path) -> None:
+    ledger = started(tmp_path)
+    ready(ledger, 0, 1, 2, 3, 4, 5)
+    for step, ordinals in enumerate(([0, 1], [2, 3], [4, 5])):
+        ledger.record("batch", step=step, ordinals=ordinals)
+    ledger.record("vanished", ordinals=[3])
+    state = resumed(ledger).state
+    assert state.batches == {0: [0, 1]}
+    assert [(entry.ordinal, num_older) for entry, num_older, _ in state.waiting()] == [(2, 2), (3, 3), (4, 4), (5, 5)]
+    assert state.alive[3].ref is None and state.choose(2, 1) is None
