@@ -584,7 +584,9 @@ class RlRecipe(Config):
                 f"teachers: {self.loss.advantage!r} asks none; set loss.advantage to a function of your own, or leave them out"
             )
         if self.store not in ("file", "ray") and "://" not in self.store:
-            raise ValueError(f"store {self.store!r}: no such place; choose file, ray, or an address such as s3://bucket/runs")
+            raise ValueError(
+                f"store {self.store!r}: no such place; choose file, ray, or an address such as s3://bucket/runs"
+            )
         if "@" in self.store:
             raise ValueError("store: its address contains a key; put keys into the environment, as AWS_ACCESS_KEY_ID")
         if self.store == "ray" and self.runtime.kind != "ray":

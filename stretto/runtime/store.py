@@ -176,7 +176,7 @@ class UrlStore:
             files.delete_file(probe)
         except (OSError, ValueError, NotImplementedError) as error:
             raise UserError(
-                f"store: {self.describe('')}: {_reason(error)}; check the address, its options and your keys"
+                f"store: {self._url.partition('?')[0]}: {_reason(error)}; check the address, its options and your keys"
             ) from None
 
     def write(self, name: str, content: bytes, *, durable: bool = False) -> str:
