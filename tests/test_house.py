@@ -40,6 +40,7 @@ LATE_IMPORTS = {
     "stretto/api/pictures.py": "diffusers is an extra",
     "stretto/harness/inspect_entry.py": "every command of inspect_ai loads it, whatever its model is",
     "stretto/flow/launch.py": "torch is imported where a role lives, not where it is described",
+    "stretto/flow/files.py": "Ray is an extra",
     "stretto/runtime/local.py": "Ray is an extra",
 }
 

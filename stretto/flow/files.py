@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from stretto.base.paths import CHECKPOINT, read_json, remove, write_json
 from stretto.learning.recipe import GROUPS, LOGS, RlRecipe
@@ -23,9 +22,6 @@ from stretto.runtime.store import (
     local_folder,
     send_folder,
 )
-
-if TYPE_CHECKING:
-    from stretto.learning.channel import Channel
 
 _ID_FILE = "store.json"
 """In the run folder: the id under which the run's files lie in the store."""
@@ -65,12 +61,6 @@ class RunFiles:
         if not here.exists():
             fetch_folder(self.store, _START, here)
         return here
-
-    def channel(self) -> Channel:
-        """How weights reach the engines. Imports torch."""
-        from stretto.learning.channel import open_channel
-
-        return open_channel(self.store, self.run)
 
     def finish(self) -> None:
         """After the run's end: move the checkpoint into the run folder, and delete what no step will read again."""

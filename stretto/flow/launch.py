@@ -206,8 +206,9 @@ def _trainer(job: Job, files: RunFiles, device: str) -> Any:
 def _engine(job: Job, files: RunFiles, number: int, device: str) -> Any:
     from stretto.flow.rollout import EngineRole, open_rollout_engine  # imports torch
     from stretto.flow.rollout_remote import RemoteEngineRole
+    from stretto.learning.channel import open_channel
 
-    name, start, fetch = f"engine-{number}", files.start_here(), files.channel().fetch
+    name, start, fetch = f"engine-{number}", files.start_here(), open_channel(files.store, files.run).fetch
     if addresses := job.recipe.rollout.address:
         folder = files.folder_here() / WEIGHTS / name
         return RemoteEngineRole(job.recipe, addresses[number], start, folder, fetch, name=name)
