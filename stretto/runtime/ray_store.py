@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 
 from stretto.base.errors import InfraError, UserError
 from stretto.runtime.store import RETRY_S, Buffer, not_listed
@@ -98,8 +98,8 @@ class RayStore:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.describe(location))
         for ref in found[0]:
             try:
-                yield memoryview(ray.get(ref, timeout=RETRY_S))
-            except (RayError, GetTimeoutError) as error:
+                yield memoryview(_result(ref, RETRY_S))
+            except (RayError, TimeoutError) as error:
                 raise InfraError(f"store: ray: read {location}: {_reason(error)}") from None
 
     def remove_folder(self, name: str) -> None:
@@ -123,14 +123,19 @@ class RayStore:
             results = list[Any]()
             for ref in [getattr(shelf, method).remote(*args) for shelf in self._shelves]:
                 try:
-                    results.append(ray.get(ref, timeout=max(0.1, end_s - time.monotonic())))
-                except (RayError, GetTimeoutError) as error:
+                    results.append(_result(ref, max(0.1, end_s - time.monotonic())))
+                except (RayError, TimeoutError) as error:
                     problem = _reason(error)
             if results:
                 return results
             if time.monotonic() > end_s:
                 raise InfraError(f"store: ray: {method} {args[0]}: no copy has answered for {RETRY_S:g} s: {problem}")
             time.sleep(_PAUSE_S)
+
+
+def _result(ref: Any, timeout_s: float) -> Any:
+    """Value of ``ref``. Unlike `ray.get`, it may be called in a thread of an async actor."""
+    return ref.future().result(timeout_s)
 
 
 def _reason(error: Exception) -> str:
