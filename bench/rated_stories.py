@@ -22,11 +22,11 @@ from bench.common.measure import bench_parser, finish, table, wide_console
 from stretto.base.track import progress
 from stretto.evals.ranker import open_judge
 from stretto.evals.rated import read_rated
+from stretto.evals.scores import TAIL, group_draws
 from stretto.text.similar import compression, words
 
 BASELINES = ("words", "zlib ratio")
 MEASURES = ("Spearman", "Kendall", "Spearman within authors")
-DRAWS = 1000
 
 
 def correlations(scores_N: np.ndarray, ratings_N: np.ndarray, authors_N: np.ndarray) -> list[float]:
@@ -60,8 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     scores_N = {name: np.array(values) for name, values in scores.items()}
     ratings_N, authors_N = np.array(ratings), np.array(authors)
     of_prompt = [np.flatnonzero(np.array(prompts) == prompt) for prompt in dict.fromkeys(prompts)]
-    chosen = np.random.default_rng(0).integers(0, len(of_prompt), (DRAWS, len(of_prompt)))
-    draws = [np.arange(len(texts)), *(np.concatenate([of_prompt[at] for at in row]) for row in chosen)]
+    draws = list(group_draws(of_prompt, np.random.default_rng(0)))
     statistics = {
         name: np.array([correlations(values_N[draw], ratings_N[draw], authors_N[draw]) for draw in draws])
         for name, values_N in scores_N.items()
@@ -73,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     title = f"{options.rated.name}: {len(texts)} texts, {len(of_prompt)} prompts, {num_authors} authors or models"
     shown, lower = table(title, "", *MEASURES), {}
     for name, values in (*statistics.items(), *differences.items()):
-        low, high = np.nanquantile(values[1:], (0.025, 0.975), axis=0)
+        low, high = np.nanquantile(values[1:], (TAIL, 1 - TAIL), axis=0)
         lower[name] = low[[0, 2]]
         cells = (f"{v:+.2f} ({a:+.2f} to {b:+.2f})" for v, a, b in zip(values[0], low, high, strict=True))
         shown.add_row(name if isinstance(name, str) else " − ".join(name), *cells)

@@ -42,7 +42,8 @@ from stretto.learning.recipe import LAYOUT, START, RlRecipe
 from stretto.model.checkpoint import known_hash, read_config
 from stretto.model.spec import ModelConfig, count
 from stretto.post.pipeline import MODEL, RECIPE, STAGES, PipelineRecipe, Step, plan
-from stretto.report.page import NOTHING, Cell, Table, in_columns
+from stretto.report.page import NOTHING, REPORT_FOLDER, Cell, Table, in_columns
+from stretto.report.rl import report_rl_run
 from stretto.train.recipe import SftRecipe
 from stretto.train.step import NonFiniteError
 
@@ -92,7 +93,9 @@ class Pipeline:
         return self.folder / name / step.result
 
     def is_done(self, step: Step) -> bool:
-        return (self.folder / step.name / step.result).exists()
+        """Whether its result exists. An evaluation without its page is compared again, from the answers that it has."""
+        is_reported = step.stage != "evaluate" or (self.folder / step.name / REPORT_FOLDER).is_dir()
+        return is_reported and (self.folder / step.name / step.result).exists()
 
 
 @user_errors
@@ -241,6 +244,8 @@ def _run_stage(pipeline: Pipeline, steps: Sequence[Step]) -> None:
         console.rule(f"[bold]{step.name}[/bold]" + ("  (done before)" if is_done else ""))
         if not is_done:
             waiting.append(step)
+        elif step.stage != "sft" and not (pipeline.folder / step.name / REPORT_FOLDER).is_dir():
+            report_rl_run(pipeline.folder / step.name)  # the step was killed after it had written its checkpoint
     at_once, attempts = 1, 1
     if experts is not None and steps[0].stage == "experts":
         at_once, attempts = experts.at_once, experts.attempts

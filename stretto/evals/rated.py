@@ -23,7 +23,7 @@ from stretto.base.config import Config
 from stretto.base.errors import UserError
 from stretto.base.records import file_sha256
 from stretto.data.sources import Rows, read_files
-from stretto.evals.scores import TAIL, Interval
+from stretto.evals.scores import TAIL, Interval, group_draws
 from stretto.text.similar import compression, words
 
 CRITERIA: Final = ("Relevance", "Coherence", "Empathy", "Surprise", "Engagement", "Complexity")
@@ -35,7 +35,7 @@ RATED: Final = "rated"
 LIKE_THESE: Final = (
     "ranks texts like those whose ratings it was trained on; on other kinds of text its scores may contradict readers"
 )
-_FOLDS, _DRAWS = 10, 1000
+_FOLDS = 10
 _DECAY = 6.0
 """Weight decay divided by the number of texts. Correlation in five folds of 750 rated paragraphs: .29 at 1, .31 at 4 to 10, .30 at 20."""
 _MAX_DEVIATIONS = 4.0
@@ -165,10 +165,7 @@ def measure_ratings(path: Path, rated: Sequence[RatedText], states_ND: Tensor) -
         np.array([compression(each.text) for each in rated]),
     )
     of_author = [np.flatnonzero([each.author == author for each in rated]) for author in authors]
-    draws = [np.arange(len(rated))]
-    draws += [
-        np.concatenate([of_author[at] for at in rng.integers(0, len(authors), len(authors))]) for _ in range(_DRAWS)
-    ]
+    draws = group_draws(of_author, rng)
     found = np.array([[stats.spearmanr(each[draw], ratings_N[draw]).statistic for each in values] for draw in draws])
 
     def interval(values_R: np.ndarray) -> Interval:

@@ -8,7 +8,7 @@ Shape letters: M models, P problems of a domain, S samples, R random draws.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import comb
@@ -144,6 +144,14 @@ def resampling_weights(num_problems: int, num: int, seed: int | tuple[int, int])
     """Weights of a bootstrap [R + 1, P]: row 0 counts each problem once, the others as often as it is drawn."""
     counts_RP = np.random.default_rng(seed).multinomial(num_problems, np.full(num_problems, 1 / num_problems), num)
     return np.concatenate([np.ones((1, num_problems)), counts_RP])
+
+
+def group_draws(members: Sequence[np.ndarray], rng: np.random.Generator, num: int = 1000) -> Iterator[np.ndarray]:
+    """Indices of a bootstrap over groups, whose members are drawn together: first all N items, then those of each of ``num`` draws.
+    ``members``: the indices in each group."""
+    yield np.arange(sum(map(len, members)))
+    for _ in range(num):
+        yield np.concatenate([members[at] for at in rng.integers(0, len(members), len(members))])
 
 
 def interval(low_R: np.ndarray, high_R: np.ndarray | None = None) -> Interval:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -121,6 +122,34 @@ def test_where_a_stage_runs_may_change_after_it_has_ended(pipeline: Path, tmp_pa
     (folder / "pipeline.json").write_text(json.dumps({"steps": {"sft": {"inputs": told, "has_ended": True}}}))
     with pytest.raises(UserError, match=r"recipe\.staleness was 3 when this stage ran"):
         check_unchanged(ended[5.0])
+
+
+@pytest.mark.slow
+def test_a_report_that_a_kill_prevented_is_written_later(
+    stretto: Run, pipeline: Path, finished: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    (folder / "sft").mkdir(parents=True)
+    shutil.copytree(finished / "sft", folder / "sft" / "sft")
+    for name in ("flip", "back"):
+        shutil.copytree(finished, folder / "experts" / name)
+    report = folder / "experts" / "flip" / "report"
+    shutil.rmtree(report)
+    done = stretto("run", pipeline, "-o", folder, "--until", "experts")
+    assert done.code == 0 and done.out.count("(done before)") == 3, done.err
+    assert "Staleness" in (report / "report.html").read_text()
+
+
+def test_an_evaluation_without_its_page_is_not_done(pipeline: Path, tmp_path: Path) -> None:
+    evaluate = {"problems": 2}
+    told = read_recipe(changed(pipeline, evaluate=evaluate), PipelineRecipe)
+    steps = plan(told, "p.json")
+    made, place = Pipeline(tmp_path, told, steps, None, "cpu"), tmp_path / steps[-1].name
+    place.mkdir()
+    (place / steps[-1].result).touch()
+    assert not made.is_done(steps[-1])
+    (place / "report").mkdir()
+    assert made.is_done(steps[-1])
 
 
 @pytest.mark.slow

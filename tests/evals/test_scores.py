@@ -12,6 +12,7 @@ import scipy
 from stretto.base.errors import UserError
 from stretto.evals.scores import (
     flip_p,
+    group_draws,
     holm,
     interval,
     judged,
@@ -157,6 +158,15 @@ def test_draws_depend_on_seed_and_domain_alone() -> None:
     assert mean_interval({"b": values_P}) == mean_interval({"b": values_P})
     assert len({mean_interval({"b": values_P}, seed) for seed in range(3)}) == 3
     assert mean_interval({"a": values_P}) != mean_interval({"b": values_P})
+
+
+def test_members_of_a_group_are_drawn_together() -> None:
+    members = [np.array([0, 3]), np.array([1]), np.array([2, 4, 5])]
+    whole, *draws = group_draws(members, np.random.default_rng(0), num=200)
+    assert whole.tolist() == [0, 1, 2, 3, 4, 5] and len(draws) == 200
+    counts = np.array([np.bincount(draw, minlength=6) for draw in draws])
+    assert (counts[:, 0] == counts[:, 3]).all() and (counts[:, [2, 2]] == counts[:, 4:]).all()
+    assert (counts[:, :3].sum(1) == 3).all() and len({tuple(row) for row in counts[:, :3].tolist()}) == 10
 
 
 def test_a_problem_that_one_model_lacks_counts_for_none() -> None:
