@@ -12,7 +12,7 @@ import copy
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from importlib import resources
@@ -40,6 +40,9 @@ _PLAIN: Final = TEMPLATES[-1]
 
 _WIDGETS: Final = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
 """Types of inputs that take a value in the editor. All other types take links only."""
+_ANY, _BY_OPTION, _REPEATED = "COMFY_MATCHTYPE_V3", "COMFY_DYNAMICCOMBO_V3", "COMFY_AUTOGROW_V3"
+"""Dynamic types: any type that all such inputs of the node share; options that bring inputs of their own, named ``input.part``; and an input
+that is repeated as ``input.name0``, ``input.name1`` …"""
 _SEED_CONTROLS: Final = ("fixed", "increment", "decrement", "randomize")
 """Values that the editor stores after a seed and does not send to the server."""
 _MUTED, _BYPASSED = 2, 4
@@ -71,6 +74,10 @@ class Field:
     is_upload: bool = False
     """Whether the value names an uploaded file, which need not be among ``options``."""
     has_control: bool = False
+    is_socket: bool = False
+    """Whether it takes a link only, although its type has a value in the editor."""
+    parts: Mapping[Any, tuple[Field, ...]] = field(default_factory=dict)
+    """Further inputs of the node by the option that brings them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,20 +102,44 @@ def read_kinds(info: Any, where: str) -> dict[str, Kind]:
 
 
 def _kind(entry: Mapping[str, Any]) -> Kind:
-    fields = {}
+    fields = {field.name: field for field in _fields(entry["input"])}
+    outputs = ("COMBO" if isinstance(output, list) else "*" if output == _ANY else output for output in entry["output"])
+    return Kind(fields, tuple(outputs), bool(entry.get("output_node")))
+
+
+def _fields(inputs: Mapping[str, Mapping[str, Any]], prefix: str = "") -> Iterator[Field]:
     for part in ("required", "optional"):
-        for key, spec in entry["input"].get(part, {}).items():
-            fields[key] = _field(key, spec, part == "required")
-    outputs = tuple("COMBO" if isinstance(output, list) else output for output in entry["output"])
-    return Kind(fields, outputs, bool(entry.get("output_node")))
+        for key, spec in inputs.get(part, {}).items():
+            if spec[0] != _REPEATED:
+                yield _field(prefix + key, spec, part == "required")
+                continue
+            template = spec[1]["template"]
+            names = template.get("names") or [f"{template['prefix']}{number}" for number in range(template["max"])]
+            of, repeated = next((of, each) for of, specs in template["input"].items() for each in specs.values())
+            for number, name in enumerate(names):
+                yield _field(f"{prefix}{key}.{name}", repeated, of == "required" and number < template.get("min", 0))
+
+
+def _active(fields: Iterable[Field], values: Mapping[str, Any]) -> Iterator[Field]:
+    """``fields``, each followed by the inputs that its value brings. ``values`` may be filled meanwhile."""
+    for entry in fields:
+        yield entry
+        value = values.get(entry.name)
+        yield from _active(entry.parts.get(value, ()) if isinstance(value, str) else (), values)
 
 
 def _field(name: str, spec: Sequence[Any], is_required: bool) -> Field:
     kind, config = spec[0], spec[1] if len(spec) > 1 else {}
-    options = kind if isinstance(kind, list) else config.get("options", []) if kind == "COMBO" else []
+    options = kind if isinstance(kind, list) else config.get("options", []) if kind in ("COMBO", _BY_OPTION) else []
+    parts = {}
+    if kind == _BY_OPTION:
+        parts = {option["key"]: tuple(_fields(option["inputs"], f"{name}.")) for option in options}
+        options = list(parts)
     return Field(
         name=name,
-        kind="COMBO" if isinstance(kind, list) else kind,
+        kind="COMBO" if isinstance(kind, list) or parts else "*" if kind == _ANY else kind,
+        is_socket=bool(config.get("forceInput")),
+        parts=parts,
         is_required=is_required,
         options=tuple(options),
         least=float(config.get("min", -math.inf)),
@@ -221,11 +252,11 @@ def _widget_values(node: Mapping[str, Any], kind: Kind | None) -> dict[str, Any]
     values = node.get("widgets_values") or []
     if isinstance(values, Mapping) or kind is None:
         return dict(values) if isinstance(values, Mapping) else {}
-    named, left = {}, list(values)
-    for name, entry in kind.fields.items():
-        if entry.kind in _WIDGETS and left:
-            named[name] = left.pop(0)
-            if (entry.has_control or name in _SEEDS) and left and left[0] in _SEED_CONTROLS:
+    named, left = dict[str, Any](), list(values)
+    for entry in _active(kind.fields.values(), named):
+        if entry.kind in _WIDGETS and not entry.is_socket and left:
+            named[entry.name] = left.pop(0)
+            if (entry.has_control or entry.name in _SEEDS) and left and left[0] in _SEED_CONTROLS:
                 left.pop(0)
     return named
 
@@ -510,7 +541,8 @@ def faults(graph: Any, kinds: Kinds) -> list[str]:
 
 
 def _node_faults(graph: Graph, kinds: Kinds, node: Mapping[str, Any]) -> Iterator[str]:
-    fields = kinds[node["class_type"]].fields
+    own = kinds[node["class_type"]].fields.values()
+    fields = {entry.name: entry for entry in _active(own, node["inputs"])}
     for name, entry in fields.items():
         if entry.is_required and name not in node["inputs"]:
             yield f"{name} is missing"

@@ -231,3 +231,72 @@ def test_every_shipped_workflow_is_read_or_refused_in_a_line():
             base_graph(name, KINDS)
             read += 1
     assert read > 5
+
+
+SAVED = [
+    {"key": "png", "inputs": {"required": {"bits": ["COMBO", {"options": ["8", "16"]}]}, "optional": {}}},
+    {"key": "exr", "inputs": {"required": {"level": ["INT", {"min": 1, "max": 9}]}}},
+]
+DYNAMIC = {
+    "Load": {"input": {"required": {}}, "output": ["IMAGE"]},
+    "Text": {"input": {"required": {}}, "output": ["STRING"]},
+    "Switch": {
+        "input": {"required": {"on": ["BOOLEAN"], "a": ["COMFY_MATCHTYPE_V3", {"template": {"template_id": "t"}}]}},
+        "output": ["COMFY_MATCHTYPE_V3"],
+    },
+    "Save": {
+        "input": {
+            "required": {
+                "format": ["COMFY_DYNAMICCOMBO_V3", {"options": SAVED}],
+                "name": ["STRING"],
+                "images": [
+                    "COMFY_AUTOGROW_V3",
+                    {
+                        "template": {
+                            "input": {"required": {"image": ["IMAGE", {"forceInput": True}]}},
+                            "prefix": "image",
+                            "min": 1,
+                            "max": 3,
+                        }
+                    },
+                ],
+            }
+        },
+        "output": [],
+        "output_node": True,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("saved", "problem"),
+    [
+        ({"format": "png", "format.bits": "16", "images.image0": ["2", 0]}, None),
+        ({"format": "exr", "format.level": 3, "images.image0": ["1", 0], "images.image2": ["2", 0]}, None),
+        ({"format": "exr", "format.bits": "16", "images.image0": ["1", 0]}, "format.level is missing"),
+        ({"format": "exr", "format.level": 10, "images.image0": ["1", 0]}, "format.level: 10 is not between 1 and 9"),
+        ({"format": "gif", "images.image0": ["1", 0]}, "format: the server has no 'gif'"),
+        ({"format": "png", "format.bits": "8"}, "images.image0 is missing"),
+        ({"format": "png", "format.bits": "8", "images.image0": ["3", 0]}, "images.image0: takes IMAGE, and output 0"),
+        (
+            {"format": "png", "format.bits": "8", "images.image0": ["1", 0], "images.image3": ["1", 0]},
+            "there is no input images.image3",
+        ),
+    ],
+)
+def test_dynamic_inputs_follow_their_values(saved, problem):
+    kinds = read_kinds(DYNAMIC, "comfy")
+    graph = {
+        "1": {"class_type": "Load", "inputs": {}},
+        "2": {"class_type": "Switch", "inputs": {"on": True, "a": ["1", 0]}},
+        "3": {"class_type": "Text", "inputs": {}},
+        "4": {"class_type": "Save", "inputs": {"name": "a", **saved}},
+    }
+    found = faults(graph, kinds)
+    assert found == [] if problem is None else problem in found[0], found
+
+
+def test_the_editors_values_of_a_dynamic_choice_are_read_by_position():
+    node = {"id": 1, "type": "Save", "widgets_values": ["exr", 4, "a name"], "inputs": []}
+    graph = flatten({"nodes": [node], "links": []}, read_kinds(DYNAMIC, "comfy"))
+    assert graph["1"]["inputs"] == {"format": "exr", "format.level": 4, "name": "a name"}
