@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final
 
@@ -142,6 +142,18 @@ def understand(text: str, first_id: int = 0) -> Ledger:
     things = tuple(replace(each, id=each.id + first_id) for each in found.things)
     relations = tuple(Relation(each.subject + first_id, each.kind, each.other + first_id) for each in found.relations)
     return replace(found, things=things, relations=relations)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A preposition that relates things. Written by `_Reader._read_place`."""
+
+    phrase: Any
+    """Its words: "in front of"."""
+    kind: str
+    """The relation that it names."""
+    objects: tuple[Any, ...]
+    """The nouns or pronouns behind it."""
 
 
 class _Reader:
@@ -424,6 +436,7 @@ class _Reader:
                     bind(self.things, id, (), (text,))
 
     def _read_place(self, preposition: Any) -> None:
+        """Relate the things that a preposition places to its objects."""
         whole = _whole if preposition.lower_ != "at" else lambda noun: noun
         objects = [whole(child) for child in preposition.children if child.dep_ == "pobj"]
         others = [id for child in objects for id in self._listed(child)]
@@ -432,67 +445,71 @@ class _Reader:
             return
         if (phrase := self._spoken(preposition)) is None:
             return
-        kind = _kind(phrase)
+        place = _Place(phrase, _kind(phrase), tuple(objects))
         beside = {child.lower_ for child in preposition.children if child.dep_ == "pobj" for child in child.children}
-        if kind == "on" and objects and preposition.i + 1 < objects[0].i and beside & {"either", "both", "each"}:
-            kind = "next to"  # "on either side of the road"
+        if place.kind == "on" and objects and preposition.i + 1 < objects[0].i and beside & {"either", "both", "each"}:
+            place = replace(place, kind="next to")  # "on either side of the road"
         anchor = phrase[0]
-        while anchor.i in range(phrase.start, phrase.end) and anchor.head is not anchor and anchor.head.i != anchor.i:
+        while anchor.i in range(phrase.start, phrase.end) and anchor.head.i != anchor.i:
             anchor = anchor.head
         if anchor.i in range(phrase.start, phrase.end):  # the root: "one moon above the sea"
-            subjects = [
-                self.ids[child.i]
-                for child in anchor.children
-                if child.i < phrase.start and self.ids.get(child.i, _NOTHING) >= 0
-            ]
-            self._relate(subjects, kind, others)
+            before = [self.ids.get(child.i, _NOTHING) for child in anchor.children if child.i < phrase.start]
+            self._relate([id for id in before if id != _NOTHING], place.kind, others)
             return
-        subjects = self._owners(anchor, phrase.start)
-        if anchor.dep_ == "dobj" and anchor.head.lemma_ in _EVENTS:  # "doing a trick on a board"
-            subjects = self._subjects(anchor.head, phrase.start)
-        elif anchor.dep_ == "pobj" and kind in _WAYS and anchor.i in self.ids:  # "through a room towards a cat"
-            subjects = self._owners(anchor.head.head, phrase.start) or subjects
-        owned = next((child for child in anchor.children if child.dep_ == "dobj" and child.i < phrase.start), None)
-        if anchor.lemma_ in _HAVING and owned is not None:  # "people who have a dog on a leash"
-            subjects = self._listed(owned)
-        near, start = self._before(phrase.start)
-        if near != _NOTHING and any(
-            each.tag_ in ("WDT", "WP") for each in objects
-        ):  # "a bridge under which a boat passes"
-            others = [self.ids.get(phrase.start - 1, near)]
-        elif near != _NOTHING and any(each.pos_ == "PRON" for each in objects):
-            if self.doc[start].lower_ == "with" and objects[0].lower_ in ("it", "them"):  # "a table with a cup on it"
-                holder, _ = self._before(start)
-                is_only = not {*self.ids.values()} & {*range(holder)} or kind not in _VAGUE_PLACES
-                subjects, others = [near], [holder] if holder != _NOTHING and is_only else []
-            else:
-                others = [each for each in (*subjects, *others) if each != near][:1]
-                subjects = [near] if anchor.pos_ in ("VERB", "AUX") else subjects
-                others = [each for each in others if each not in subjects] or [
-                    each for child in objects for each in self._listed(child)
-                ]
+        subjects, others = self._pronouns_resolved(place, anchor, self._placed(place, anchor), others)
         if {*others} <= {*subjects} and len(objects) == 1 and objects[0].lower_ in ("it", "them"):
             others = self._first_of_sentence(phrase[0].sent.start - 1)  # "A cat sits. A dog is next to it."
-        elif near != _NOTHING and kind != "with" and any(_is_own_part(each) for each in objects):
-            opener = self.doc[start]
-            if opener.lower_ == "with" or opener.pos_ == "VERB":  # "an owl with a mouse in its beak"
-                subjects = [near]
-        elif (
-            kind == "in"
-            and anchor.dep_ == "pobj"
-            and anchor.i in self.ids
-            and not {each.lower_ for each in objects} & _WORN
-        ):  # "next to a tree in a garden": both are
-            outer = self._spoken(anchor.head)
-            if (
-                outer is not None
-                and _kind(outer) in _VAGUE_PLACES
-                and (others_of := self._owners(outer[0].head, outer.start))
-            ):
-                subjects = others_of
-        elif kind == "with" and self._comes_back(objects):  # "a man next to a donkey with baggage on it"
-            subjects = [holder for holder, _ in [self._before(phrase.start)] if holder != _NOTHING]
-        self._relate(subjects, kind, others)
+        elif (found := self._other_subjects(place, anchor)) is not None:
+            subjects = found
+        self._relate(subjects, place.kind, others)
+
+    def _placed(self, place: _Place, anchor: Any) -> list[int]:
+        """Things that ``place`` places, as the parse has it: those of the word ``anchor`` that the preposition hangs on."""
+        start = place.phrase.start
+        owned = next((child for child in anchor.children if child.dep_ == "dobj" and child.i < start), None)
+        if anchor.lemma_ in _HAVING and owned is not None:  # "people who have a dog on a leash"
+            return self._listed(owned)
+        if anchor.dep_ == "dobj" and anchor.head.lemma_ in _EVENTS:  # "doing a trick on a board"
+            return self._subjects(anchor.head, start)
+        found = self._owners(anchor, start)
+        if anchor.dep_ == "pobj" and place.kind in _WAYS and anchor.i in self.ids:  # "through a room towards a cat"
+            return self._owners(anchor.head.head, start) or found
+        return found
+
+    def _pronouns_resolved(
+        self, place: _Place, anchor: Any, subjects: list[int], others: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """``subjects`` and ``others`` where an object is a pronoun, which stands for the thing before the preposition or for one further up."""
+        near, start = self._before(place.phrase.start)
+        if near == _NOTHING:
+            return subjects, others
+        if any(each.tag_ in ("WDT", "WP") for each in place.objects):  # "a bridge under which a boat passes"
+            return subjects, [self.ids.get(place.phrase.start - 1, near)]
+        if not any(each.pos_ == "PRON" for each in place.objects):
+            return subjects, others
+        if self.doc[start].lower_ == "with" and place.objects[0].lower_ in ("it", "them"):  # "a table with a cup on it"
+            holder, _ = self._before(start)
+            is_only = not {*self.ids.values()} & {*range(holder)} or place.kind not in _VAGUE_PLACES
+            return [near], [holder] if holder != _NOTHING and is_only else []
+        others = [each for each in (*subjects, *others) if each != near][:1]
+        subjects = [near] if anchor.pos_ in ("VERB", "AUX") else subjects
+        others = [each for each in others if each not in subjects]
+        return subjects, others or [id for child in place.objects for id in self._listed(child)]
+
+    def _other_subjects(self, place: _Place, anchor: Any) -> list[int] | None:
+        """Things that ``place`` places where the parse is wrong; None: it is right."""
+        near, start = self._before(place.phrase.start)
+        if near != _NOTHING and place.kind != "with" and any(_is_own_part(each) for each in place.objects):
+            is_held = self.doc[start].lower_ == "with" or self.doc[start].pos_ == "VERB"
+            return [near] if is_held else None  # "an owl with a mouse in its beak"
+        is_garment = {each.lower_ for each in place.objects} & _WORN
+        if place.kind == "in" and anchor.dep_ == "pobj" and anchor.i in self.ids and not is_garment:
+            outer = self._spoken(anchor.head)  # "next to a tree in a garden": both are
+            if outer is not None and _kind(outer) in _VAGUE_PLACES:
+                return self._owners(outer[0].head, outer.start) or None
+        if place.kind == "with" and self._comes_back(place.objects):  # "a man next to a donkey with baggage on it"
+            return [near] if near != _NOTHING else []
+        return None
 
     def _first_of_sentence(self, at: int) -> list[int]:
         """The first thing of the sentence of token ``at``; empty: there is none."""
