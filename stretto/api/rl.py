@@ -24,7 +24,7 @@ from stretto.flow.run import Result, has_begun, run_rl, start_of
 from stretto.learning.algorithms import load_algorithm
 from stretto.learning.recipe import START, DistillConfig, RlRecipe, TeacherConfig
 from stretto.learning.teachers import check_teachers
-from stretto.model.parallel import join, stored
+from stretto.model.parallel import check_split, join, stored
 from stretto.post.distill import STAGE as DISTILL
 from stretto.post.distill import gaps, parent_settings, teacher_settings
 from stretto.post.panel import EVALUATES, REWARDS
@@ -112,10 +112,11 @@ def _in_this_process(recipe: RlRecipe) -> RlRecipe:
         return recipe
     field, name = next(iter(local.items()))
     runtime = recipe.runtime
-    if runtime.kind == "ray" or runtime.isolate == "all":
+    is_shared = "loss.advantage" in local and recipe.trainer.ranks > 1
+    if runtime.kind == "ray" or runtime.isolate == "all" or is_shared:
         raise UserError(
             f"{field}: {name} is defined in a notebook or a script, which worker processes cannot import; write it to a file and name it "
-            f"FILE.py:{name} (in Jupyter, begin its cell with %%writefile FILE.py), or use runtime.kind local and isolate none"
+            f"FILE.py:{name} (in Jupyter, begin its cell with %%writefile FILE.py), or use runtime.kind local, isolate none and one trainer rank"
         )
     isolate = "none" if "loss.advantage" in local else runtime.isolate
     say(f"{', '.join(local.values())}: defined in this program, so verifiers run in its process")
@@ -228,11 +229,11 @@ def _run(
         raise UserError(f"{folder}: --resume: there is no such run; start it without --resume")
     has_begun(folder, resume)
     start = checkpoint_folder(model) if model is not None else (start_of(folder) if resume else None)
-    if start is not None:
-        stored(start)  # raises an error before anything is written
+    devices = _devices(device)
+    check_ranks(recipe, start, devices)  # raises an error before anything is written
     if start is None or (recipe.start is not None and recipe.start.model is None):
         start = made_start(recipe, folder, start, device)
-    job = Job(recipe, folder, start, resume, _devices(device), wandb_project, stage)
+    job = Job(recipe, folder, start, resume, devices, wandb_project, stage)
     with progress(stage, recipe.train.steps) as advance:
         result = run_rl(job, advance, lambda text: console.print(text))
     console.print(
@@ -243,6 +244,31 @@ def _run(
     )
     console.print(f"report: {report_rl_run(folder)}")
     return result
+
+
+def check_ranks(recipe: RlRecipe, start: Path | None, devices: Sequence[str]) -> None:
+    """Check that the recipe's trainer ranks have a GPU each among ``devices``, or the CPU, and that they can divide the experts of the
+    policy, which begins at ``start`` or is the recipe's own, and of its teachers.
+
+    Raises UserError: they cannot, or a checkpoint cannot be read.
+    """
+    trainer, num_devices = recipe.trainer, len(devices)
+    if trainer.ranks > num_devices and devices != ("cpu",):
+        raise UserError(
+            f"trainer.ranks: {trainer.ranks} ranks need a GPU each, and this machine has {num_devices}; use at most {num_devices}, or "
+            "--device cpu"
+        )
+    configs = [] if start is None else [stored(start).config]
+    if recipe.start is not None and recipe.start.model is not None:
+        configs.append(recipe.start.model)
+    teachers = (
+        [] if recipe.distill is None else [each.checkpoint for each in recipe.distill.teachers.values() if not each.url]
+    )
+    if trainer.ep > 1:
+        names = [*recipe.teachers.values(), *filter(None, teachers)]
+        configs += [stored(checkpoint_folder(each)).config for each in names]
+    for config in configs:
+        check_split(config, trainer.ranks, trainer.ep, "trainer.ep")
 
 
 def _online_recipe(recipe: RlRecipe, source: str, start: Path | None, self_teacher: bool) -> RlRecipe:

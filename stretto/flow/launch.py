@@ -7,6 +7,7 @@ Imports no torch: only the processes of trainer and engines import it.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from stretto.learning.dialogue import Dialogue, teacher_dialogues
 from stretto.learning.recipe import WEIGHTS, PoolConfig, Prompts, RlRecipe, SandboxConfig, SourceConfig, plan_prompts
 from stretto.runtime.pool import ElasticPool, Limits
 from stretto.runtime.runtime import (
+    Caller,
     DeadlinePassed,
     Handle,
     Placement,
@@ -52,6 +54,10 @@ _START_S = 300.0
 """Deadline for the start of a role: start an interpreter, import torch, read a checkpoint."""
 _STEP_S = 3600.0
 """Deadline of a call to the trainer. The watchdog reports other roles earlier."""
+_DEATH_S = 20.0
+"""Longest time from the death of a process to its report: the time for which the error of a trainer's rank may be the consequence of
+another rank's death."""
+_POLL_S = 0.1
 _ASK_S = 10.0
 """Deadline for a role to report its state."""
 CALL_SLACK_S = 10.0
@@ -162,7 +168,8 @@ def check_sources(
 class Factories:
     """Factories of the roles. Role factories are picklable, because they are called in other processes."""
 
-    trainer: Callable[[], Any]
+    trainers: Sequence[Callable[..., Any]]
+    """By rank."""
     engines: Sequence[Callable[[], Any]]
     reward: Callable[[Collection[str]], Callable[[], Any]]
     """Returns the factory of a verifier for some sources."""
@@ -170,12 +177,12 @@ class Factories:
     """Returns the factory of an agent with some engines and verifiers."""
 
 
-def spread(devices: Sequence[str], num_engines: int) -> tuple[str, list[str]]:
-    """Devices of the trainer and of each engine. Of several devices, the trainer gets the first and the engines share the
-    others in turn."""
-    trainer, *others = devices
-    others = others or [trainer]
-    return trainer, [others[number % len(others)] for number in range(num_engines)]
+def spread(devices: Sequence[str], num_ranks: int, num_engines: int) -> tuple[list[str], list[str]]:
+    """Devices of each rank of the trainer and of each engine. The ranks get the first devices, and the engines share the others in
+    turn, or all devices if there are no others."""
+    trainers = [devices[rank % len(devices)] for rank in range(num_ranks)]
+    others = devices[num_ranks:] or devices
+    return trainers, [others[number % len(others)] for number in range(num_engines)]
 
 
 def make_factories(job: Job, tables: SourceTables, tokenizer: Tokenizer, files: RunFiles) -> Factories:
@@ -190,9 +197,11 @@ def make_factories(job: Job, tables: SourceTables, tokenizer: Tokenizer, files: 
         part = SourceTables({name: tables.sources[name] for name in names}, tables.sandbox)
         return partial(RewardRole, part, deadline_s)
 
-    own, others = spread(job.devices, recipe.rollout.engines)
+    own, others = spread(job.devices, recipe.trainer.ranks, recipe.rollout.engines)
     engines = [partial(_engine, job, files, number, device) for number, device in enumerate(others)]
-    return Factories(partial(_trainer, job, files, own), engines, reward, agent)
+    if len(own) == 1:
+        return Factories([partial(_trainer, job, files, *own)], engines, reward, agent)
+    return Factories([partial(_trainer_rank, job, files, *each) for each in enumerate(own)], engines, reward, agent)
 
 
 def _trainer(job: Job, files: RunFiles, device: str) -> Any:
@@ -201,6 +210,15 @@ def _trainer(job: Job, files: RunFiles, device: str) -> Any:
 
     kind = TrainerRole if files.is_shared else RemoteTrainer
     return open_trainer(job.recipe, files.folder_here(), files.start_here(), device, job.stage, files.store, kind)
+
+
+def _trainer_rank(job: Job, files: RunFiles, rank: int, device: str, caller: Caller) -> Any:
+    from stretto.learning.remote_trainer import RemoteTrainer  # imports torch, in the role's process
+    from stretto.learning.trainer import TrainerRank, TrainerRole
+
+    kind = TrainerRole if files.is_shared else RemoteTrainer
+    opened = partial(kind, job.recipe, files.folder_here(), files.start_here(), stage=job.stage, store=files.store)
+    return TrainerRank(opened, job.recipe.trainer, rank, device, caller)
 
 
 def _engine(job: Job, files: RunFiles, number: int, device: str) -> Any:
@@ -220,11 +238,68 @@ class TrainerLost(RuntimeError):  # noqa: N818 - data for `run_rl`, which starts
 
 
 @dataclass(frozen=True, slots=True)
+class Gang:
+    """The ranks of the trainer, of one incarnation: when one dies, the gang is lost."""
+
+    runtime: Runtime
+    ranks: tuple[Handle, ...]
+
+    async def join(self) -> Gang:
+        """Let the ranks meet, and build the trainer on each. Raises as `call`."""
+        if len(self.ranks) > 1:
+            address = await Gang(self.runtime, self.ranks[:1]).call("meet", deadline_s=_ASK_S)
+            await self.call("join", address, deadline_s=_START_S)
+        return self
+
+    async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
+        """Result of the first rank's ``method``, when all ranks, which are called with the same arguments, have answered.
+        Raises TrainerLost: a rank died or hangs. UserError: the method raised a UserError or any other error."""
+        call = partial(self.runtime.call, deadline_s=deadline_s)
+        calls = [asyncio.ensure_future(call(rank, method, *args)) for rank in self.ranks]
+        try:
+            await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            errors = await self._errors(calls)
+        finally:
+            await _cancelled(calls)
+        if not errors:
+            return calls[0].result()
+        for error in errors:
+            if _is_loss(error):
+                raise TrainerLost(str(error)) from error
+        error = next((each for each in errors if isinstance(each, UserError)), errors[0])
+        if isinstance(error, RoleError):
+            problem = f"trainer: {method}: {error.kind}: {error.message}"
+            raise UserError(f"{problem}; see the log, then continue with --resume") from error
+        raise error
+
+    async def _errors(self, calls: Sequence[asyncio.Future[Any]]) -> list[BaseException]:
+        """Errors of ``calls``, some of which have ended, and deaths of ranks. A rank may fail because another one has died, before
+        the runtime notices that death, so a rank's own error stands only if within `_DEATH_S` no death is found."""
+        end_s = time.monotonic() + _DEATH_S
+        while errors := [error for each in calls if each.done() and (error := each.exception()) is not None]:
+            statuses = map(self.runtime.status, self.ranks)
+            errors += [RoleDied(each.name, each.why) for each in statuses if each.state is not RoleState.ALIVE]
+            is_lost = any(map(_is_loss, errors))
+            is_agreed = sum(isinstance(each, UserError) for each in errors) == len(calls)
+            if is_lost or is_agreed or len(calls) == 1 or time.monotonic() > end_s:
+                break
+            await asyncio.sleep(_POLL_S)
+        return errors
+
+
+def _is_loss(error: BaseException) -> bool:
+    """Whether a rank's ``error`` loses the trainer: it died or hangs, or a store did not answer, between two steps perhaps."""
+    return isinstance(error, (RoleDied, DeadlinePassed)) or (
+        isinstance(error, RoleError) and error.kind == InfraError.__name__
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Roles:
     """All roles of one attempt. Made by `start_roles`."""
 
     runtime: Runtime
-    trainer: Handle
+    trainer: Gang
     engines: Mapping[str, Handle]
     agents: ElasticPool
     """Each lease is for one group."""
@@ -244,7 +319,7 @@ class Roles:
     @property
     def unpooled(self) -> tuple[Handle, ...]:
         """Roles outside the pools."""
-        return (self.trainer, *self.engines.values(), *self.fixed_rewards)
+        return (*self.trainer.ranks, *self.engines.values(), *self.fixed_rewards)
 
     def restarts(self, engine: str) -> int:
         return self.runtime.status(self.engines[engine]).restarts
@@ -258,19 +333,8 @@ class Roles:
         await self.runtime.call(self.engines[engine], "activate", weights, deadline_s=_LOAD_S)
 
     async def call_trainer(self, method: str, *args: Any, deadline_s: float = _STEP_S) -> Any:
-        """Result of the trainer's method.
-        Raises TrainerLost: the trainer died or hangs. UserError: the method raised a UserError or any other error."""
-        try:
-            return await self.runtime.call(self.trainer, method, *args, deadline_s=deadline_s)
-        except (RoleDied, DeadlinePassed) as lost:
-            raise TrainerLost(str(lost)) from lost
-        except RoleError as error:
-            if (
-                error.kind == InfraError.__name__
-            ):  # the store does not answer: the trainer's state may be between two steps
-                raise TrainerLost(str(error)) from error
-            problem = f"trainer: {method}: {error.kind}: {error.message}"
-            raise UserError(f"{problem}; see the log, then continue with --resume") from error
+        """`Gang.call` of the trainer."""
+        return await self.trainer.call(method, *args, deadline_s=deadline_s)
 
     def forget(self, ordinal: int) -> None:
         """Delete the token logs of a group that is stored."""
@@ -283,7 +347,7 @@ class Roles:
         for handle in self.unpooled:
             status = self.runtime.status(handle)
             if status.state is RoleState.DEAD:
-                if handle == self.trainer:
+                if handle in self.trainer.ranks:
                     raise TrainerLost(f"{handle.name}: {status.why}")
                 raise UserError(
                     f"{handle.name}: {status.why}; failures.restarts: it was started again {status.restarts} times; "
@@ -349,8 +413,17 @@ async def start_roles(
     def limits(sizes: PoolConfig, slots: int) -> Limits:
         return Limits(min=sizes.min, max=sizes.max, utilisation=sizes.utilisation, slots=slots)
 
-    # the trainer is not restarted alone, because its weights and the ledger return to a snapshot together
-    work = [spawn(factories.trainer, name="trainer", placement=place)]
+    async def gang() -> Gang:
+        # no rank is restarted alone, because their weights and the ledger return to a snapshot together
+        if len(factories.trainers) == 1:
+            return Gang(runtime, (await spawn(factories.trainers[0], name="trainer", placement=place),))
+        spawns = [
+            spawn(factory, name=f"trainer-{rank}", placement=Placement.PROCESS)
+            for rank, factory in enumerate(factories.trainers)
+        ]
+        return await Gang(runtime, tuple(await _together(*spawns))).join()
+
+    work: list[Coroutine[Any, Any, Any]] = [gang()]
     work += [
         spawn(factory, name=f"engine-{number}", placement=place, restarts=again)
         for number, factory in enumerate(factories.engines)
@@ -388,7 +461,12 @@ async def _together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
     try:
         return await asyncio.gather(*tasks)
     except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _cancelled(tasks)
         raise
+
+
+async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel those of ``tasks`` that have not ended, and wait for them."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -471,7 +471,8 @@ class Logbook:
             return RoleRow(handle.name, status.state.value, load, waiting, status.restarts, status.pid, note)
 
         share = self._metrics.get("wait/trainer_share")
-        rows = [row(roles.trainer, 0, 0, "" if share is None else f"waited {share:.0%} of the last step")]
+        note = "" if share is None else f"waited {share:.0%} of the last step"
+        rows = [row(handle, 0, 0, note) for handle in roles.trainer.ranks]
         for handle, each in engines:
             note = f"version {each.weight_version}, {each.num_free_pages:,} of {each.num_pages:,} pages free"
             rows.append(row(handle, each.num_running, each.num_waiting, note))

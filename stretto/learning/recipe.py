@@ -33,8 +33,9 @@ STATUS_FILE, SPANS_FILE, TRACE_FILE = "status.json", "spans.jsonl", "trace.json"
 """Outputs for monitoring, beside the files of `stretto.base.track`."""
 ADVANTAGES = ("grpo", "dr_grpo", "rloo")
 """Names of the algorithms in `stretto.learning.algorithms`."""
-LAYOUT = ("runtime.", "failures.", "sandbox.", "store", "rollout.address", "rollout.start_s")
-"""Tables and fields of the recipe that do not affect the result: placement, deadlines, isolation. A resumed run may change them."""
+LAYOUT = ("runtime.", "failures.", "sandbox.", "trainer.", "store", "rollout.address", "rollout.start_s")
+"""Tables and fields of the recipe that do not affect the result, except for rounding: placement, deadlines, isolation, number of trainer
+ranks. A resumed run may change them."""
 STEERING = (
     "optim.lr",
     "train.steps",
@@ -500,6 +501,22 @@ class RlTrainConfig(Config):
     """Step size of the experts' balance bias. 0: a changing bias would add to the mismatch between engines and trainer."""
 
 
+class TrainerConfig(Config):
+    """Ranks of the trainer: processes that share its weights and its rows. Their number changes sums by rounding only."""
+
+    ranks: int = Field(default=1, gt=0)
+    """Number of ranks; each of several has a process, and a GPU where there are GPUs. Divides ``train.micro_rows``."""
+    ep: int = Field(default=1, gt=0)
+    """Number of neighbouring ranks over which the experts of a layer are divided. Divides ``ranks`` and the number of experts of
+    every layer."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.ranks % self.ep:
+            raise ValueError(f"ep {self.ep} does not divide the number of ranks, {self.ranks}; choose a divisor")
+        return self
+
+
 class RlRecipe(Config):
     """A whole run."""
 
@@ -533,6 +550,7 @@ class RlRecipe(Config):
     store: str = "file"
     """Where groups, token logs and weights lie. ``file``: in the run folder, which all roles see. An address such as
     ``s3://bucket/runs``: in an object store. ``ray``: in the memory of the Ray cluster. Keys belong into the environment."""
+    trainer: TrainerConfig = TrainerConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -566,6 +584,10 @@ class RlRecipe(Config):
         if self.rollout.engine in ("vllm", "sglang") and self.precision.rollout == "fp8":
             raise ValueError(
                 f"precision.rollout 'fp8': weights go to {self.rollout.engine} in fp32 or bf16; choose one of these"
+            )
+        if self.train.micro_rows % self.trainer.ranks:
+            raise ValueError(
+                f"train.micro_rows {self.train.micro_rows} cannot be divided among trainer.ranks {self.trainer.ranks}; use a multiple"
             )
         widest = self.staleness * self.train.prompts + 1
         if self.window is not None and self.window > widest:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,19 +44,20 @@ from stretto.learning.metrics import samples as sample_scalars
 from stretto.learning.metrics import update as update_scalars
 from stretto.learning.objective import PolicyObjective
 from stretto.learning.passes import Pass, place, score
-from stretto.learning.recipe import ADVANTAGES, SNAPSHOTS, STEERING, DistillConfig, LossConfig, RlRecipe
+from stretto.learning.recipe import ADVANTAGES, SNAPSHOTS, STEERING, DistillConfig, LossConfig, RlRecipe, TrainerConfig
 from stretto.learning.samples import load_group, packed_bytes
 from stretto.learning.teachers import give_lessons, open_teachers, target_logprobs
 from stretto.learning.weights import is_quantised, pack_state
 from stretto.model.checkpoint import known_hash
 from stretto.model.elastic import load_balance
-from stretto.model.parallel import Ranks, device_name, full_state, join, read_placed
+from stretto.model.parallel import MeetingPoint, Ranks, device_name, full_state, join, join_gang, read_placed
 from stretto.model.spec import Subnet, count
 from stretto.model.transformer import Context, Recorder, Replay, Transformer
 from stretto.ops.logprob import Teacher, chosen_logprobs
 from stretto.ops.matmul import Arithmetic
 from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.schedule import learning_rate
+from stretto.runtime.runtime import Caller
 from stretto.runtime.store import FolderStore, Store
 from stretto.train.loop import peak_memory, write_trained
 from stretto.train.snapshot import Change, SnapshotMeta, Snapshots, changes_between, read_meta
@@ -68,6 +69,8 @@ FLIPS_EVERY = 10
 """Steps between two measurements of route flips, if these need a forward pass of their own."""
 _TRIED_TOKENS = 8
 """Number of tokens on which new weights are checked."""
+_BEFORE = "before"
+"""Name of the log-probabilities before the update, among the values per token of a step."""
 _PROGRESS = "distill"
 """Key of the sources' `Progress` in a snapshot, beside the controller's cut."""
 
@@ -116,6 +119,34 @@ def open_trainer(
 ) -> TrainerRole:
     """The trainer of a run with one rank, on ``device``: an object of the class ``kind``."""
     return kind(recipe, run, start, ranks=Ranks(0, 1, torch.device(device)), stage=stage, store=store)
+
+
+class TrainerRank:
+    """One rank of a trainer with several: `join` makes it a `TrainerRole`, whose methods it then has."""
+
+    def __init__(
+        self, opened: Callable[..., TrainerRole], config: TrainerConfig, rank: int, device: str, caller: Caller
+    ) -> None:
+        """``opened``: returns the trainer of the ``ranks`` that it is given."""
+        self._opened = opened
+        self._ranks = Ranks(rank, config.ranks, torch.device(device), config.ep)
+        self._host = caller.host
+        self._meeting: MeetingPoint | None = None
+        self._trainer: TrainerRole | None = None
+
+    def meet(self) -> tuple[str, int]:
+        """Open the place where the ranks meet, and return its address. Called on the first rank."""
+        self._meeting = MeetingPoint(self._host, self._ranks.world)
+        return self._meeting.address
+
+    def join(self, address: tuple[str, int]) -> None:
+        """Join the other ranks, which are called at the same time. Raises UserError: as `TrainerRole`."""
+        self._trainer = self._opened(ranks=join_gang(self._ranks, self._meeting or address, self._host))
+
+    def __getattr__(self, name: str) -> Any:
+        if self._trainer is None:
+            raise AttributeError(f"{name}: this rank has not joined the others")
+        return getattr(self._trainer, name)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -199,7 +230,7 @@ class TrainerRole:
         with self._meter:
             refs = sorted(refs, key=lambda ref: ref.ordinal)
             shape = (config.num_moe_layers, max([config.top_k, *config.top_k_by_layer]))
-            groups = [load_group(ref.location, *shape, self._store) for ref in refs]
+            groups = self._ranks.first(lambda: [load_group(ref.location, *shape, self._store) for ref in refs])
             scores = self._scores_before(step, groups)
             updates = self._plan(groups)
             flat = [micro for update in updates for micro in update.passes]
@@ -390,12 +421,15 @@ class TrainerRole:
                 micro.scores[name] = score(teacher, micro, temperature)
         samples = [sample for group in update.samples for sample in group]
         lengths = [sample.num_inputs for sample in samples]
+        scored = self._all_rows(update.passes, [micro.scores for micro in update.passes])
         for name in update.passes[0].scores:
-            values = [self._all_rows(micro, micro.scores[name]) for micro in update.passes]
+            values = [each[name] for each in scored]
             streams = by_sample([micro.batch for micro in update.passes], values, lengths)
             for sample, stream_S in zip(samples, streams, strict=True):
                 sample.scores[name] = stream_S
-        credits = self._credits(update.samples)
+        credits = self._ranks.first(
+            lambda: self._credits(update.samples)
+        )  # an algorithm of a user's need not repeat itself
         if self._scorers:
             flops = give_lessons(update.samples, update.passes, self._scorers, self._distill, self._ranks)
             self._meter.add(flops=flops)
@@ -442,7 +476,7 @@ class TrainerRole:
             for lesson in micro.lessons:
                 own_M = micro.scores["policy"].flatten()[lesson.places_M]
                 kls[-1][lesson.places_M] = lesson.estimate(target_logprobs(lesson, micro) - lesson.summed(own_M))
-        kl_N, sources_N = self._gathered(update.passes, kls), _sources(update)
+        kl_N, sources_N = self._gathered(update.passes, [{"kl": each} for each in kls])["kl"], _sources(update)
         for source, name in self._distill.teacher_of().items():
             here_N = sources_N == source
             if source in self._progress or not here_N.any() or kl_N[here_N].mean() >= self._distill.kl_floor:
@@ -485,10 +519,12 @@ class TrainerRole:
         """All scalars of the step that just ended; the same on every rank."""
         version, recipe = self.version - 1, self._recipe
         passes = [micro for update in updates for micro in update.passes]
-        by_pass = [streams for result in results for streams in result.streams_N]
-        streams = {name: self._gathered(passes, [each[name] for each in by_pass]) for name in by_pass[0]}
-        before = [micro.scores["policy"] for micro in passes if "policy" in micro.scores]
-        before_N = self._gathered(passes, before) if before else streams["logp"]
+        by_pass = [dict(streams) for result in results for streams in result.streams_N]
+        for each, micro in zip(by_pass, passes, strict=True):
+            if "policy" in micro.scores:  # of all passes or of none
+                each[_BEFORE] = micro.scores["policy"]
+        streams = self._gathered(passes, by_pass)
+        before_N = streams.pop(_BEFORE, streams["logp"])
         batches, num_samples = [micro.batch for micro in passes], sum(len(group.trajectories) for group in groups)
         behaviour_N = _of_targets(batches, "behaviour_BT").astype(np.float64)
         updates_N = np.repeat(
@@ -523,16 +559,30 @@ class TrainerRole:
         }
         return {name: float(value) for name, value in scalars.items()}
 
-    def _gathered(self, passes: Sequence[Pass], mine: Sequence[Tensor]) -> np.ndarray:
-        """Values of all targets, from the rows of all ranks, in the order of the batches: fp64 [N]."""
-        values = [
-            self._all_rows(micro, value)[micro.batch.targets_BT != IGNORED]
-            for micro, value in zip(passes, mine, strict=True)
-        ]
-        return np.concatenate(values).astype(np.float64)
+    def _gathered(self, passes: Sequence[Pass], mine: Sequence[Mapping[str, Tensor]]) -> dict[str, np.ndarray]:
+        """Values of all targets by name, from the rows of all ranks, in the order of the batches: fp64 [N]."""
+        rows = self._all_rows(passes, mine)
+        kept = [micro.batch.targets_BT != IGNORED for micro in passes]
+        return {
+            name: np.concatenate([each[name][kept_BT] for each, kept_BT in zip(rows, kept, strict=True)]).astype(
+                np.float64
+            )
+            for name in mine[0]
+        }
 
-    def _all_rows(self, micro: Pass, mine: Tensor) -> np.ndarray:
-        """Rows [B, T] of all ranks, from ``mine``, the values of this rank's rows."""
-        rows_BT = torch.zeros(micro.batch.tokens_BT.shape, device=self._ranks.device)
-        rows_BT[self._ranks.rows(len(rows_BT))] = mine.view(-1, rows_BT.shape[1])
-        return self._ranks.sum(rows_BT).cpu().numpy()
+    def _all_rows(self, passes: Sequence[Pass], mine: Sequence[Mapping[str, Tensor]]) -> list[dict[str, np.ndarray]]:
+        """Values [B, T] of the rows of all ranks by name, for each pass, from ``mine``, the values of this rank's rows. One
+        collective call, however many passes and names there are."""
+        names = list(mine[0])
+        if not names:
+            return [{} for _ in passes]
+        flat = torch.cat([each[name].float().flatten() for each in mine for name in names])
+        sizes = [each[name].numel() for each in mine for name in names]
+        parts = [rank.split(sizes) for rank in self._ranks.gather(flat).cpu()]
+        return [
+            {
+                name: torch.cat([rank[number * len(names) + place] for rank in parts]).view(shape).numpy()
+                for place, name in enumerate(names)
+            }
+            for number, shape in enumerate(micro.batch.tokens_BT.shape for micro in passes)
+        ]

@@ -10,10 +10,14 @@ this rank, R ranks, D hidden, F = 2·I, I expert width.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import os
 import platform
+import socket
+import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -23,6 +27,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # torch names no exports
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -37,13 +42,19 @@ from stretto.model.streamed import StreamedState
 from stretto.model.transformer import MoeLayer, Transformer, initial_state, load_state, skeleton
 from stretto.ops.grouped import ExpertBiases, Experts, group_multiple, group_slots, grouped_swiglu
 from stretto.ops.grouped import compute_dtype as product_dtype
-from stretto.ops.operators import Routes
+from stretto.ops.matmul import ArithmeticOperators, ExpertMatrices
+from stretto.ops.operators import Operators, Routes
 
 TIMEOUT_S = 600.0
 """Timeout of collectives in a step, for a rank that hangs (the death of a rank is detected at once). Writing to disk must fit in."""
 PATIENCE_S = 7 * 24 * 3600.0
 """Timeout while one rank works alone before the first step, for example tokenises a corpus."""
 
+_LOOPBACK, _LOOPBACK_INTERFACE = "127.0.0.1", "lo0" if sys.platform == "darwin" else "lo"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable with the name of gloo's network interface."""
+_SIOCGIFADDR = 0x8915
+"""Linux' request for the address of an interface."""
 Result = TypeVar("Result")
 
 
@@ -74,6 +85,14 @@ class Ranks:
         if self.world > 1:
             dist.all_reduce(value)
         return value
+
+    def gather(self, value: Tensor) -> Tensor:
+        """``value`` of every rank [R, …]. Its shape must be the same on all ranks."""
+        if self.world == 1:
+            return value[None]
+        gathered = [torch.empty_like(value) for _ in range(self.world)]
+        dist.all_gather(gathered, value)
+        return torch.stack(gathered)
 
     def agree(self, values: tuple[int, ...]) -> tuple[int, ...]:
         """Broadcast rank 0's ``values``; their number must be the same on all ranks."""
@@ -157,19 +176,65 @@ def join(device: str = "auto", ep: int = 1) -> Ranks:
     ranks = Ranks(rank, world, torch.device(kind), ep)
     if world == 1:
         return ranks
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(world):
+        os.environ.setdefault(_GLOO_INTERFACE, _LOOPBACK_INTERFACE)
+    return _connected(ranks)
+
+
+class MeetingPoint:
+    """Where the ranks of one incarnation of a gang meet: a key-value store in the process of the first rank, on a free port."""
+
+    def __init__(self, host: str, world: int):
+        """``host``: address of this machine, which the machines of the other ranks reach."""
+        self.store: Store = TCPStore(host, 0, world, is_master=True, wait_for_workers=False)
+        self.address = host, int(self.store.port)
+
+
+def join_gang(ranks: Ranks, meeting: MeetingPoint | tuple[str, int], host: str) -> Ranks:
+    """Join the other ranks of a gang. Returns ``ranks`` with its process groups.
+
+    Args:
+        ranks: rank, number of ranks, device and ``ep`` of this process, which is in no process group yet.
+        meeting: on the first rank the meeting point, on the others its address.
+        host: address of this machine, at which the other ranks reach it.
+    """
+    if ranks.device.type == "cuda":
+        torch.cuda.set_device(ranks.device)
+    if (interface := _interface(host)) is not None:
+        os.environ.setdefault(_GLOO_INTERFACE, interface)
+    store = meeting.store if isinstance(meeting, MeetingPoint) else TCPStore(*meeting, ranks.world, is_master=False)
+    return _connected(ranks, store)
+
+
+def _connected(ranks: Ranks, store: Store | None = None) -> Ranks:
+    """``ranks`` with its process groups. ``store``: where the ranks meet; None: as torchrun's environment says."""
     if not dist.is_initialized():
-        if os.environ.get("LOCAL_WORLD_SIZE") == str(world):
-            # without this, gloo looks up the host's address in the network, which a laptop or a container may not have
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         on_gpu = ranks.device.type == "cuda"
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             timeout=timedelta(seconds=TIMEOUT_S),
             device_id=ranks.device if on_gpu else None,
+            store=store,
+            rank=-1 if store is None else ranks.rank,
+            world_size=-1 if store is None else ranks.world,
         )
         # also after an error: closed connections make the other ranks' collectives fail at once
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     return replace(ranks, patient=dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S)))
+
+
+def _interface(host: str) -> str | None:
+    """Name of this machine's network interface with the address ``host``; None: not found. Unless gloo knows it, gloo looks up the name
+    of the machine, which a laptop or a container may not have."""
+    if host == _LOOPBACK:
+        return _LOOPBACK_INTERFACE
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address, or another system than Linux
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == host:
+                    return name
+    return None
 
 
 def device_name(device: torch.device) -> str:
@@ -315,6 +380,7 @@ def _shard(model: Transformer, ranks: Ranks, dtype: torch.dtype) -> Transformer:
     """
     if ranks.world == 1:
         return model
+    check_split(model.config, ranks.world, ranks.ep)
     kind = ranks.device.type
     everyone = init_device_mesh(kind, (ranks.world,), mesh_dim_names=("ranks",))
     gathered = None if dtype == torch.float32 else dtype
@@ -339,16 +405,23 @@ def _shard(model: Transformer, ranks: Ranks, dtype: torch.dtype) -> Transformer:
     return model
 
 
-def _spread_experts(layer: MoeLayer, grid: DeviceMesh, everyone: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """Give each rank of a row of ``grid`` (copies × ep) its block of experts, and shard each expert over the copies."""
-    copies, ep = grid.shape
-    num_experts, num_rows, hidden = layer.gate_up.shape
-    if num_experts % ep:
-        raise UserError(f"train.ep: {ep} does not divide the {num_experts} experts of a layer; choose a divisor")
+def check_split(config: ModelConfig, world: int, ep: int, field: str = "train.ep") -> None:
+    """Raises UserError: ``world`` ranks, ``ep`` of them expert-parallel, cannot divide the experts of ``config`` evenly. ``field``:
+    name of the setting in the error."""
+    if ep == 1 or not config.experts_by_layer:
+        return
+    copies, num_rows, hidden = world // ep, 2 * config.expert_intermediate_size, config.hidden_size
+    for num_experts in config.experts_by_layer:
+        if num_experts % ep:
+            raise UserError(f"{field}: {ep} does not divide the {num_experts} experts of a layer; choose a divisor")
     if num_rows % copies or hidden % copies:
         raise UserError(
-            f"train.ep: {copies} ranks cannot split experts of {num_rows} x {hidden} evenly; use more expert-parallel ranks"
+            f"{field}: {copies} ranks cannot split experts of {num_rows} x {hidden} evenly; use more expert-parallel ranks"
         )
+
+
+def _spread_experts(layer: MoeLayer, grid: DeviceMesh, everyone: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """Give each rank of a row of ``grid`` (copies × ep) its block of experts, and shard each expert over the copies."""
     for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
         if (parameter := getattr(layer, name)) is not None:
             setattr(layer, name, nn.Parameter(distribute_tensor(parameter.data, grid["ep"], [Shard(0)])))
@@ -391,11 +464,14 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _experts(group: dist.ProcessGroup, x_ND: Tensor, routes: Routes, weights: Experts) -> Tensor:
-    """`stretto.ops.grouped.experts` over the ranks of ``group``, all of which must call it together.
+def _experts(group: dist.ProcessGroup, operators: Operators, x_ND: Tensor, routes: Routes, weights: Experts) -> Tensor:
+    """``operators.experts`` over the ranks of ``group``, all of which must call it together.
 
     Rank r has the experts r·L to (r + 1)·L − 1. Dropless: an expert computes all tokens that choose it. The nested expert order is
     interleaved over the ranks, so a smaller Subnet loads all ranks equally.
+
+    With the operators of an `Arithmetic`, gates travel with their tokens and multiply the input of the down projection, as on one rank,
+    so every output has the bits that it has on one rank if these operators are batch-invariant.
     """
     chosen_NK, (gate_up_EFD, down_EDI, biases, clamp) = routes.chosen_NK, weights
     assert isinstance(gate_up_EFD, DTensor) and isinstance(down_EDI, DTensor), "experts are not sharded"
@@ -408,25 +484,37 @@ def _experts(group: dist.ProcessGroup, x_ND: Tensor, routes: Routes, weights: Ex
     # Copy, then permute: in the gradient of a permutation each row has one writer, so the result does not depend on an order of
     # summation. Slots sorted by expert are also sorted by the rank of the expert.
     x_SD = x_ND.to(product_dtype(x_ND)).repeat_interleave(num_chosen, dim=0).index_select(0, slots.order_P)
+    if isinstance(operators, ArithmeticOperators):
+        gates_S1 = operators.rounded(routes.gates_NK).reshape(-1, 1).index_select(0, slots.order_P)
+        x_SD = torch.cat([x_SD, gates_S1], 1)  # one exchange for both
     x_MD = _Swap.apply(x_SD, sent, received, group)
     local_biases = None if biases is None else ExpertBiases(*(_local(bias) for bias in biases))
     own = Experts(gate_up_EFD.to_local(), down_EDI.to_local(), local_biases, clamp)
-    y_MD = _local_experts(x_MD, arriving_RL, own)
+    y_MD = _local_experts(operators, x_MD, arriving_RL, own)
     y_SD = _Swap.apply(y_MD, received, sent, group).index_select(0, slots.place_S)
     y_NKD = y_SD.view(num_tokens, num_chosen, x_ND.shape[1])
+    if isinstance(operators, ArithmeticOperators):
+        return operators.summed_experts(y_NKD)
     return (y_NKD * routes.gates_NK.unsqueeze(-1).to(y_NKD.dtype)).sum(1)
 
 
-def _local_experts(x_MD: Tensor, arrived_RL: Tensor, own: Experts) -> Tensor:
-    """Expert outputs [M, D] of rows sorted by source rank, then expert; ``arrived_RL``: number of rows of each.
+def _local_experts(operators: Operators, x_MD: Tensor, arrived_RL: Tensor, own: Experts) -> Tensor:
+    """Expert outputs [M, D] of rows sorted by source rank, then expert; ``arrived_RL``: number of rows of each. With the operators of
+    an `Arithmetic`, the last column of ``x_MD`` is the gate that multiplies the output.
 
     Within an expert, rows keep the order of ranks, which is that of the global batch on one rank.
     """
     num_ranks, num_local = arrived_RL.shape
+    is_plain = not isinstance(operators, ArithmeticOperators)
     expert_M = torch.arange(num_local, device=x_MD.device).repeat(num_ranks).repeat_interleave(arrived_RL.flatten())
-    slots = group_slots(expert_M[:, None], num_local, group_multiple(x_MD, len(x_MD) / num_local))
+    multiple = group_multiple(x_MD, len(x_MD) / num_local) if is_plain else 1
+    slots = group_slots(expert_M[:, None], num_local, multiple)
     x_PD = x_MD.index_select(0, slots.order_P)
-    y_MD = grouped_swiglu(x_PD, slots.ends_E, own)
+    if isinstance(operators, ArithmeticOperators):
+        matrices = ExpertMatrices(own.gate_up_EFD.unbind(0), own.down_EDI.unbind(0))
+        y_MD = operators.expert_rows(x_PD[:, :-1], x_PD[:, -1:], slots.ends_E.tolist(), matrices, own)
+    else:
+        y_MD = grouped_swiglu(x_PD, slots.ends_E, own)
     return y_MD.index_select(0, slots.place_S)
 
 

@@ -136,7 +136,7 @@ class MoeLayer(nn.Module):
         self.register_buffer("rank_E", torch.empty(num_experts, dtype=torch.int64), persistent=False)
         self.register_buffer("bias_WE", torch.empty(config.num_branches, num_experts))
         self.reset_buffers()
-        self.exchange: Callable[[Tensor, Routes, Experts], Tensor] | None = None
+        self.exchange: Callable[[Operators, Tensor, Routes, Experts], Tensor] | None = None
         """Replaces `stretto.ops.operators.Operators.experts` if the experts are on several ranks; set by
         `stretto.model.parallel.placed`."""
 
@@ -172,8 +172,11 @@ class MoeLayer(nn.Module):
         """
         x_ND = x_BTD.flatten(0, 1)  # before the router's view: autograd adds the gradients of later views first
         routes, counts_WE = self.route(x_BTD, num_experts, top_k, widths, operators, routing)
-        assert self.exchange is None or operators is ORDINARY, "experts on several ranks need the ordinary operators"
-        y_BTD = (self.exchange or operators.experts)(x_ND, routes, self.experts).view(x_BTD.shape)
+        if self.exchange is None:
+            y_ND = operators.experts(x_ND, routes, self.experts)
+        else:
+            y_ND = self.exchange(operators, x_ND, routes, self.experts)
+        y_BTD = y_ND.view(x_BTD.shape)
         if self.shared is not None:
             y_BTD = operators.rounded(y_BTD + self.shared(x_BTD, operators))
         return y_BTD, counts_WE

@@ -136,9 +136,24 @@ class ArithmeticOperators(Operators):
         (num_tokens, num_chosen), slots = routes.chosen_NK.shape, group_slots(routes.chosen_NK, num_experts + 1)
         x_SD = x_ND.index_select(0, slots.token_P)
         gates_S1 = self.rounded(routes.gates_NK).reshape(-1).index_select(0, slots.order_P)[:, None]
+        ends = slots.ends_E.tolist()[:num_experts]
+        y_SD = self.expert_rows(x_SD[: ends[-1]], gates_S1[: ends[-1]], ends, matrices, weights)
+        if ends[-1] < len(x_SD):
+            y_SD = torch.cat([y_SD, x_ND.new_zeros(len(x_SD) - ends[-1], x_ND.shape[1])])
+        return self.summed_experts(y_SD.index_select(0, slots.place_S).view(num_tokens, num_chosen, -1))
+
+    def summed_experts(self, y_NKD: Tensor) -> Tensor:
+        """Sum of the gated outputs of each token's experts, in the order of the experts."""
+        return self.rounded(exact.sum_in_order(y_NKD, 1))
+
+    def expert_rows(
+        self, x_SD: Tensor, gates_S1: Tensor, ends: Sequence[int], matrices: ExpertMatrices, weights: Experts
+    ) -> Tensor:
+        """Gated outputs [S, D] of slots sorted by expert. ``ends``: end of each expert's slots. Without a single slot, the result still
+        depends on all matrices, so that these get gradients of zero, as on the other ranks of expert parallelism."""
         parts, start = [], 0
-        for expert, end in enumerate(slots.ends_E.tolist()[:num_experts]):
-            if end > start:
+        for expert, end in enumerate(ends):
+            if end > start or not len(x_SD):
                 part = slice(start, end)
                 gate_up_bias_F, down_bias_D = (
                     (bias[expert] for bias in weights.biases) if weights.biases else (None, None)
@@ -148,9 +163,7 @@ class ArithmeticOperators(Operators):
                 bias_SD = None if down_bias_D is None else down_bias_D * gates_S1[part]
                 parts.append(self.linear(hidden_SI, matrices.downs[expert], bias_SD))
             start = end
-        parts.append(x_ND.new_zeros(num_tokens * num_chosen - start, x_ND.shape[1]))
-        y_SD = torch.cat(parts).index_select(0, slots.place_S)
-        return self.rounded(exact.sum_in_order(y_SD.view(num_tokens, num_chosen, -1), 1))
+        return torch.cat(parts)
 
     def head(self, weight_VD: Tensor) -> Callable[[Tensor], Tensor]:
         inner = self.arithmetic.inner

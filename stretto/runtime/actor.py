@@ -339,6 +339,10 @@ class LocalCaller(Caller):
         self._connections: dict[str, Connection] = {}
         self._connecting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
+    @property
+    def host(self) -> str:
+        return "127.0.0.1"
+
     async def call(self, handle: Handle, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
         async with deadline(handle.name, method, deadline_s):
             if handle.id in self._actors:

@@ -47,6 +47,10 @@ _log = logging.getLogger(__name__)
 class RayCaller(Caller):
     """`Caller` in the driver or in an actor."""
 
+    @property
+    def host(self) -> str:
+        return str(ray.util.get_node_ip_address())
+
     async def call(self, handle: Handle, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
         ref = handle.address.call.remote(method, args, kwargs)
         try:

@@ -171,6 +171,11 @@ class Caller(ABC):
     def __init__(self) -> None:
         self._casts: set[asyncio.Task[None]] = set()
 
+    @property
+    @abstractmethod
+    def host(self) -> str:
+        """Address of this process's machine, which the processes of other roles can reach."""
+
     @abstractmethod
     async def call(self, handle: Handle, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
         """Result of ``method``.
@@ -234,6 +239,10 @@ class Runtime(Caller, Generic[R]):
         self._roles: dict[str, R] = {}
         """By handle id."""
         self._ended: dict[str, RoleStatus] = {}
+
+    @property
+    def host(self) -> str:
+        return self._caller.host
 
     async def __aenter__(self) -> Self:
         return self

@@ -161,7 +161,7 @@ def drive(
         }
     )
     factories = Factories(
-        trainer=partial(Trainer, world),
+        trainers=[partial(Trainer, world)],
         engines=[partial(Engine, world, f"engine-{number}") for number in range(num_engines)],
         reward=lambda names: object,
         agent=lambda engines, verifiers: partial(Agent, world),
@@ -455,7 +455,7 @@ def test_a_run_whose_groups_all_fail_stops_with_the_reason(tmp_path: Path) -> No
 def test_a_trainer_that_dies_is_lost_at_once_also_while_nobody_asks_it(tmp_path: Path) -> None:
     async def kill(task: Task, attempt: int) -> GroupRef:
         assert world.runtime is not None and world.roles is not None
-        await world.runtime.kill(world.roles.trainer, hard=True)
+        await world.runtime.kill(world.roles.trainer.ranks[0], hard=True)
         await asyncio.sleep(60)
         raise AssertionError("nobody waits for this group")
 

@@ -18,14 +18,24 @@ from stretto.flow import rollout
 from stretto.flow.agent import AgentRole
 from stretto.flow.clients import PooledRewards, RemoteRewards, RewardRequest, Verifiers, connect
 from stretto.flow.files import open_files
-from stretto.flow.launch import Factories, Job, Roles, SourceTables, make_factories, spread, start_roles
+from stretto.flow.launch import (
+    Factories,
+    Gang,
+    Job,
+    Roles,
+    SourceTables,
+    TrainerLost,
+    make_factories,
+    spread,
+    start_roles,
+)
 from stretto.flow.log import pool_rows, pool_scalars
 from stretto.flow.reward import RewardRole
 from stretto.flow.rollout import EngineRole
 from stretto.learning.recipe import RlRecipe, SandboxConfig, SourceConfig
 from stretto.model.parallel import Ranks
 from stretto.runtime.local import LocalRuntime
-from stretto.runtime.runtime import Handle
+from stretto.runtime.runtime import Handle, Placement
 from tests.engine.engines import engine
 from tests.flow.agents import MODEL, TASK, tokenizer
 from tests.flow.agents import recipe as agent_recipe
@@ -56,7 +66,7 @@ def factories(folder: Path, score_s: float) -> Factories:
 
     opened = partial(engine, MODEL)
     return Factories(
-        trainer=Idle,
+        trainers=[Idle],
         engines=[partial(EngineRole, opened)],
         reward=lambda names: partial(RewardRole, partial(sources, tuple(names)), score_s),
         agent=agent,
@@ -75,15 +85,18 @@ def with_roles(folder: Path, work: Callable[[Roles], Awaitable[None]], score_s: 
 
 
 def test_each_role_has_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert spread(("cpu",), 2) == ("cpu", ["cpu", "cpu"])
-    assert spread(("cuda:0", "cuda:1"), 1) == ("cuda:0", ["cuda:1"])
-    assert spread(("cuda:0", "cuda:1", "cuda:2"), 3) == ("cuda:0", ["cuda:1", "cuda:2", "cuda:1"])
+    assert spread(("cpu",), 1, 2) == (["cpu"], ["cpu", "cpu"])
+    assert spread(("cuda:0", "cuda:1"), 1, 1) == (["cuda:0"], ["cuda:1"])
+    assert spread(("cuda:0", "cuda:1", "cuda:2"), 1, 3) == (["cuda:0"], ["cuda:1", "cuda:2", "cuda:1"])
+    assert spread(("cuda:0", "cuda:1", "cuda:2"), 2, 2) == (["cuda:0", "cuda:1"], ["cuda:2", "cuda:2"])
+    assert spread(("cuda:0", "cuda:1"), 2, 1) == (["cuda:0", "cuda:1"], ["cuda:0"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # and yet nobody asked for it
     start = checkpoint(tmp_path / "start")
     job = Job(policy_recipe(), tmp_path / "run", start, devices=("cpu",))
     files = open_files(job.recipe, job.folder, job.start)
     made = make_factories(job, SourceTables({}, SandboxConfig()), tokenizer(), files)
-    assert made.trainer()._ranks == Ranks(0, 1, torch.device("cpu"))
+    (trainer,) = made.trainers
+    assert trainer()._ranks == Ranks(0, 1, torch.device("cpu"))
     asked = []
     monkeypatch.setattr(
         rollout, "open_rollout_engine", lambda recipe, start, device: asked.append(device) or engine(MODEL)
@@ -93,7 +106,7 @@ def test_each_role_has_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     made = make_factories(job, SourceTables({}, SandboxConfig()), tokenizer(), files)
     for factory in made.engines:
         factory().close()
-    assert asked == ["cpu:1", "cpu:2", "cpu:1"] and made.trainer.args[-1] == "meta"
+    assert asked == ["cpu:1", "cpu:2", "cpu:1"] and made.trainers[0].args[-1] == "meta"
 
 
 def test_sources_that_are_judged_alike_share_a_pool(tmp_path: Path) -> None:
@@ -160,3 +173,71 @@ def test_sources_are_closed_if_a_later_one_is_refused(tmp_path: Path) -> None:
     with SourceTables({"own": own}, SandboxConfig()).opened():
         assert not (tmp_path / "closed").exists()
     assert (tmp_path / "closed").exists()
+
+
+class Rank:
+    """A trainer's rank that records its calls, and answers, raises or dies as it is told."""
+
+    def __init__(self, number: int, behaviour: str = ""):
+        self._number, self._behaviour = number, behaviour
+        self.seen: list[object] = []
+
+    async def meet(self) -> tuple[str, int]:
+        return "host", self._number
+
+    async def join(self, address: tuple[str, int]) -> None:
+        self.seen.append(address)
+
+    async def step(self, text: str) -> tuple[int, list[object]]:
+        self.seen.append(text)
+        if self._behaviour == "waits for a rank that died":
+            await asyncio.sleep(0.3)
+            raise ConnectionError("connection closed by peer")
+        if self._behaviour == "hangs":
+            await asyncio.sleep(60)
+        if self._behaviour == "refuses":
+            raise UserError("group-7: damaged")
+        if self._behaviour == "fails":
+            raise ZeroDivisionError("a bug")
+        return self._number, self.seen
+
+
+def gang_of(*behaviours: str, killed: int | None = None) -> object:
+    """Answer of a gang with these ranks to ``join`` and ``step``; rank ``killed`` is killed during the step."""
+
+    async def run() -> object:
+        async with asyncio.timeout(30), LocalRuntime() as local:
+            handles = [
+                await local.spawn(Rank, number, each, name=f"trainer-{number}", placement=Placement.ASYNC)
+                for number, each in enumerate(behaviours)
+            ]
+            gang = await Gang(local, tuple(handles)).join()
+            step = asyncio.ensure_future(gang.call("step", "refs", deadline_s=20.0))
+            if killed is not None:
+                await asyncio.sleep(0.1)
+                await local.kill(handles[killed], hard=True)
+            return await step
+
+    return asyncio.run(run())
+
+
+def test_a_gang_meets_at_its_first_rank_and_answers_as_it() -> None:
+    assert gang_of("", "", "") == (0, [("host", 0), "refs"])
+    assert gang_of("") == (0, ["refs"])  # a single rank meets nobody
+
+
+def test_the_death_of_any_rank_loses_the_gang() -> None:
+    with pytest.raises(TrainerLost, match="trainer-1: it was killed"):
+        gang_of("hangs", "hangs", killed=1)
+    with pytest.raises(TrainerLost, match="trainer-1: it was killed"):  # whatever the others say of it
+        gang_of("waits for a rank that died", "", killed=1)
+
+
+def test_an_error_of_a_rank_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"^group-7: damaged$"):
+        gang_of("refuses", "refuses")
+    monkeypatch.setattr("stretto.flow.launch._DEATH_S", 0.2)
+    with pytest.raises(UserError, match=r"^trainer: step: ZeroDivisionError: a bug; .*--resume"):
+        gang_of("hangs", "fails")
+    with pytest.raises(UserError, match=r"^group-7: damaged$"):
+        gang_of("hangs", "refuses")

@@ -250,3 +250,13 @@ def test_a_source_may_hold_out_more_than_the_run_looks_at() -> None:
     assert prompts.sizes == (None, 10) and RECIPE.train.eval_prompts < 20
     trained = {task.item for task in map(prompts.task, range(200)) if task.source == "few"}
     assert trained == set(range(10))
+
+
+def test_ranks_divide_rows_and_ep_divides_ranks() -> None:
+    assert recipe(trainer__ranks=2, trainer__ep=2).trainer.ranks == 2
+    with pytest.raises(
+        ValidationError, match=r"train.micro_rows 2 cannot be divided among trainer.ranks 4; use a multiple"
+    ):
+        recipe(trainer__ranks=4)
+    with pytest.raises(ValidationError, match=r"ep 3 does not divide the number of ranks, 2; choose a divisor"):
+        recipe(trainer__ranks=2, trainer__ep=3)
