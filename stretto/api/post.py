@@ -15,6 +15,7 @@ from stretto.api.train import (
     ADAPTER,
     begun_run,
     claim_run,
+    has_begun,
     new_info,
     new_job,
     own_tokenizer,
@@ -75,7 +76,7 @@ def sft(
         val_fraction: share of the data to hold out, 0 to 0.5; 0.01 by default, up to 0.1 of little text.
         steps: number of optimiser steps; short for the setting ``train.steps``.
         settings: overrides of single recipe keys: ``["train.rows=8"]``.
-        resume: continue from the newest snapshot in ``out``.
+        resume: continue from the newest snapshot in ``out``; begin where there is no run yet.
         device: ``cpu``, ``cuda`` or ``auto``.
         wandb: name of a W&B project to log to.
 
@@ -97,6 +98,7 @@ def sft(
     if model is None:
         raise UserError("--model: missing; name the run or checkpoint to train")
     parsed = read_recipe(recipe, SftRecipe, overriding(settings, {"lora.rank": lora, "train.steps": steps}))
+    resume = has_begun(folder, resume)
     text, ranks = TextOptions(val, val_fraction, is_chat=True), join(device, parsed.train.ep)
     origin, adapters = checkpoint_folder(place(model)).resolve(), None if adapter is None else Path(adapter)
     network = stored(origin)  # refuses a damaged checkpoint before text is tokenised

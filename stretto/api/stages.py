@@ -31,6 +31,7 @@ from stretto.api.train import (
     check_teacher,
     claim_run,
     find_teacher,
+    has_begun,
     held_out,
     kept_checkpoint,
     model_to_go_on_with,
@@ -48,7 +49,7 @@ from stretto.api.train import (
 )
 from stretto.base.config import overriding, read_recipe, validate
 from stretto.base.errors import UserError, user_errors
-from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, require_apart, require_new, write_json
+from stretto.base.paths import CHECKPOINT, checkpoint_folder, claimed, require_apart, require_new, write_json
 from stretto.base.records import Meter
 from stretto.evals.loss import evaluate as loss_of
 from stretto.model.elastic import extract as cut_out
@@ -138,7 +139,7 @@ def pretrain(
         origin: run or checkpoint whose network and tokenizer to continue from; the recipe's ``[model]`` is then not read.
         steps: number of optimiser steps; short for the setting ``train.steps``.
         settings: overrides of single recipe keys: ``["train.rows=8"]``.
-        resume: continue from the newest snapshot in ``out``.
+        resume: continue from the newest snapshot in ``out``; begin where there is no run yet.
         device: ``cpu``, ``cuda`` or ``auto``.
         wandb: name of a W&B project to log to.
 
@@ -150,8 +151,8 @@ def pretrain(
     """
     folder = run_folder(out, recipe, "pretrain")
     start = None if origin is None else place(origin)
-    given = None
-    if start is not None or (resume and (folder / RUN_FILE).is_file()):
+    given, resume = None, has_begun(folder, resume)
+    if start is not None or resume:
         given = model_to_go_on_with(folder, start)
     parsed = read_recipe(recipe, Recipe, overriding(settings, {"train.steps": steps}), given)
     default_family(parsed.network())  # raises an error before the training if no family can store the network
@@ -253,7 +254,7 @@ def elasticize(
         text_field: field that holds the text in JSONL, CSV, Parquet and datasets.
         steps: number of optimiser steps; short for the setting ``train.steps``.
         settings: overrides of single recipe keys: ``["train.rows=8"]``.
-        resume: continue from the newest snapshot in ``out``.
+        resume: continue from the newest snapshot in ``out``; begin where there is no run yet.
         device: ``cpu``, ``cuda`` or ``auto``.
 
     Raises:
@@ -261,8 +262,9 @@ def elasticize(
     """
     keys = {"trainable": trainable, "cached_logits": cache_logits, "train.steps": steps}
     parsed = read_recipe(recipe, ElasticizeRecipe, overriding(settings, keys))
-    ranks, named, text = join(device, parsed.train.ep), listed_data(data), TextOptions(val, val_fraction, text_field)
     folder, in_place = place(source) if out is None else Path(out), out is None
+    resume = has_begun(folder, resume, in_place)
+    ranks, named, text = join(device, parsed.train.ep), listed_data(data), TextOptions(val, val_fraction, text_field)
 
     def begin() -> RunInfo:
         origin = kept_checkpoint(folder) if in_place else checkpoint_folder(place(source)).resolve()
@@ -496,7 +498,7 @@ def heal(
         text_field: field that holds the text in JSONL, CSV, Parquet and datasets.
         steps: number of optimiser steps; short for the setting ``train.steps``.
         settings: overrides of single recipe keys: ``["train.rows=8"]``.
-        resume: continue from the newest snapshot of ``{out}.run``.
+        resume: continue from the newest snapshot of ``{out}.run``; begin where there is none.
         force: replace the checkpoint ``out``.
         device: ``cpu``, ``cuda`` or ``auto``.
 
@@ -506,6 +508,7 @@ def heal(
     out_folder = new_folder(model, "heal") if out is None else Path(out)
     parsed = read_recipe(recipe, HealRecipe, overriding(settings, {"train.steps": steps}))
     run = out_folder.with_name(out_folder.name + ".run")
+    resume = has_begun(run, resume)
     folder, teacher_place = checkpoint_folder(place(model)), None if teacher is None else place(teacher)
     teacher_folder = None if teacher_place is None else checkpoint_folder(teacher_place)
     for source in filter(None, (folder, teacher_folder)):

@@ -98,6 +98,7 @@ def _held_out(
     # No more rows in a batch than training has, because memory suffices for those. The same rows on any number of ranks that divides
     # the batch, so that losses before and after a change of ranks are comparable.
     batch = min(EVAL_BATCH_ROWS if EVAL_BATCH_ROWS % world == 0 else train.micro_rows, train.micro_rows)
+    batch = -(-batch // world) * world  # every rank has as many rows, which measurements of layers need
     rows, seq_len = batch * max(1, train.eval_rows // (batch * len(parts))), train.seq_len
     if info.held_out is not None:
         sizes = [size for size in range(world, batch + 1, world) if info.held_out.rows % size == 0]
@@ -132,6 +133,16 @@ def claim_run(
     info = start()
     write_json(run / RUN_FILE, info.model_dump(mode="json"))
     return info
+
+
+def has_begun(run: Path, resume: bool, in_place: bool = False) -> bool:
+    """Whether there is a run in ``run`` to ``resume``. Without one, ``resume`` begins it, so that torchrun can repeat one command. All ranks
+    call this before they join, and so before rank 0 writes the record of the run.
+
+    Args:
+        in_place: the run trains the checkpoint of an adopted run, whose record is no run to resume.
+    """
+    return resume and (run / RUN_FILE).is_file() and not (in_place and read_info(run).stage == "adopt")
 
 
 def begun_run(

@@ -13,6 +13,7 @@ import typer.core
 
 from stretto.base.errors import UserError, of_system
 from stretto.cli.judge import judge
+from stretto.cli.launch import end_for_good, exit_if_ended
 from stretto.cli.options import Command
 from stretto.cli.pictures import enhance, paint, studio
 from stretto.cli.post import compare, distill, evaluate, merge, online, run, sft
@@ -97,6 +98,7 @@ def wait_briefly(environment: MutableMapping[str, str]) -> None:
 
 def main() -> None:
     """Entry point: bad input becomes one line and exit code 2, a run that diverged 3, Ctrl-C 130."""
+    exit_if_ended()
     wait_briefly(os.environ)  # OpenMP reads the environment when torch is imported
     try:
         code = app(prog_name="stretto", standalone_mode=False)  # newer versions of typer return the exit code
@@ -148,6 +150,7 @@ def _repeat_option(command: Any, arguments: Sequence[str]) -> str | None:
 
 
 def _fail(message: str, code: int) -> NoReturn:
+    end_for_good(message, code)
     # a message may quote a file's content: control characters are escaped
     shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in message)
     sys.stderr.write(f"stretto: {shown}\n")

@@ -23,6 +23,22 @@ RunOut = Annotated[
 Settings = Annotated[list[str], Option("--set", help="Override of one recipe key, for example train.steps=100.")]
 Steps = Annotated[int | None, Option(help="Number of training steps; short for --set train.steps=N.")]
 Resume = Annotated[bool, Option("--resume", help="Continue from the newest snapshot.")]
+ResumeOrBegin = Annotated[
+    bool,
+    Option(
+        "--resume",
+        help="Continue from the newest snapshot; begin where there is no run yet, so that restarts repeat one command.",
+    ),
+]
+Launch = Annotated[
+    int | None,
+    Option(
+        "--launch",
+        help="Number of ranks to start on this machine with torchrun, which restarts them all, with --resume, when one dies. Default: "
+        "this process is the only rank.",
+    ),
+]
+MaxRestarts = Annotated[int, Option("--max-restarts", help="With --launch: largest number of restarts.")]
 Force = Annotated[bool, Option("--force", help="Replace what the output folder or file holds.")]
 Device = Annotated[str, Option(help="Device: cpu, cuda or auto.")]
 Wandb = Annotated[str | None, Option(help="W&B project to log to, beside TensorBoard.")]

@@ -8,7 +8,23 @@ from typing import Annotated
 from typer import Argument, Option
 
 import stretto
-from stretto.cli.options import Device, Force, Recipe, Resume, RunOut, Settings, Source, Start, Steps, Wandb, say
+from stretto.cli.launch import launch, without_launch
+from stretto.cli.options import (
+    Device,
+    Force,
+    Launch,
+    MaxRestarts,
+    Recipe,
+    Resume,
+    ResumeOrBegin,
+    RunOut,
+    Settings,
+    Source,
+    Start,
+    Steps,
+    Wandb,
+    say,
+)
 
 
 def sft(
@@ -42,15 +58,19 @@ def sft(
     ] = False,
     steps: Steps = None,
     settings: Settings = [],  # noqa: B006
-    resume: Resume = False,
+    resume: ResumeOrBegin = False,
     device: Device = "auto",
     wandb: Wandb = None,
+    ranks: Launch = None,
+    max_restarts: MaxRestarts = 20,
 ) -> None:
     """Train a checkpoint on conversations (supervised fine-tuning): every weight or adapters, one size or all sizes.
 
     Reads a checkpoint and conversations; writes a run folder.
     """
-    options = locals()
+    options = without_launch(locals())
+    if ranks is not None:
+        launch(ranks, max_restarts, device)
     result = stretto.sft(**options)
     hint = f"stretto report {result.source}; " if data else ""
     say(f"checkpoint: {result.folder}\nnext: {hint}stretto chat {result.source}")

@@ -10,12 +10,15 @@ from typer import Argument, Option
 
 import stretto
 from stretto.base.errors import UserError
+from stretto.cli.launch import launch, without_launch
 from stretto.cli.options import (
     Data,
     Device,
     Force,
+    Launch,
+    MaxRestarts,
     Recipe,
-    Resume,
+    ResumeOrBegin,
     RunFolder,
     RunOut,
     Settings,
@@ -50,21 +53,26 @@ def pretrain(
     ] = None,
     steps: Steps = None,
     settings: Settings = [],  # noqa: B006
-    resume: Resume = False,
+    resume: ResumeOrBegin = False,
     device: Device = "auto",
     wandb: Wandb = None,
+    ranks: Launch = None,
+    max_restarts: MaxRestarts = 20,
 ) -> None:
     """Pre-train an elastic network on text, from random weights or from a checkpoint.
 
     Reads a recipe and text; writes a run folder with token shards, snapshots, metrics and a checkpoint.
     """
-    options = locals()
+    options = without_launch(locals())
     from stretto.base.config import overriding, read_recipe
     from stretto.train.recipe import Recipe as PretrainRecipe
 
     if origin is None and not resume:  # otherwise the network's description comes from another checkpoint
         # a bad recipe is refused before torch is imported
         options["recipe"] = read_recipe(recipe, PretrainRecipe, overriding(settings, {"train.steps": steps}))
+    if ranks is not None:
+        parsed = options["recipe"]
+        launch(ranks, max_restarts, device, parsed.train.ep if isinstance(parsed, PretrainRecipe) else 1)
     result = stretto.pretrain(**options | {"out": out or Path("runs") / recipe.stem})
     _say_next(result.source)
 
@@ -168,19 +176,23 @@ def elasticize(
     ] = None,
     steps: Steps = None,
     settings: Settings = [],  # noqa: B006
-    resume: Resume = False,
+    resume: ResumeOrBegin = False,
     device: Device = "auto",
+    ranks: Launch = None,
+    max_restarts: MaxRestarts = 20,
 ) -> None:
     """Train a checkpoint further so that its smaller sizes work too, with the unchanged checkpoint as teacher.
 
     Reads a run or checkpoint and text; writes a run folder, or trains an adopted run in place.
     """
-    options = locals()
+    options = without_launch(locals())
     from stretto.base.config import overriding, read_recipe
     from stretto.train.recipe import ElasticizeRecipe
 
     keys = {"trainable": trainable, "cached_logits": cache_logits, "train.steps": steps}
     options["recipe"] = read_recipe(recipe, ElasticizeRecipe, overriding(settings, keys))
+    if ranks is not None:
+        launch(ranks, max_restarts, device, options["recipe"].train.ep)
     result = stretto.elasticize(**options)
     _say_next(result.source)
 
@@ -305,19 +317,23 @@ def heal(
     ] = None,
     steps: Steps = None,
     settings: Settings = [],  # noqa: B006
-    resume: Resume = False,
+    resume: ResumeOrBegin = False,
     force: Force = False,
     device: Device = "auto",
+    ranks: Launch = None,
+    max_restarts: MaxRestarts = 20,
 ) -> None:
     """Train an extracted checkpoint for a short while, on text and towards the network that it was cut from.
 
     Reads the checkpoint and text; writes a checkpoint folder, and the run's files to OUT.run.
     """
-    options = locals()
+    options = without_launch(locals())
     from stretto.base.config import overriding, read_recipe
     from stretto.train.recipe import HealRecipe
 
     options["recipe"] = read_recipe(recipe, HealRecipe, overriding(settings, {"train.steps": steps}))
+    if ranks is not None:
+        launch(ranks, max_restarts, device, options["recipe"].train.ep)
     result = stretto.heal(options.pop("source"), **options)
     say(f"checkpoint: {result.folder}")
 

@@ -221,7 +221,11 @@ class Batches(Protocol):
 
 
 class Loader:
-    """Batches of a mixture. `state` and `restore` resume at the exact token, on any number of ranks."""
+    """Batches of a mixture. `state` and `restore` resume at the exact token, on any number of ranks.
+
+    A rank without rows, where there are more ranks than rows, gets a row of padding: all ranks must run the same passes, because each
+    pass communicates.
+    """
 
     def __init__(
         self,
@@ -242,12 +246,9 @@ class Loader:
             seq_len: positions of a row, T.
             seed: decides the order of parts, documents and rows.
             rank: this rank, of ``world``.
-
-        Raises:
-            UserError: ``rows`` is not a multiple of ``world``.
         """
         assert len(datasets) == len(weights) > 0, f"{len(datasets)} data sets, {len(weights)} weights"
-        self._rows, self._own = rows, _own_rows(rows, rank, world)
+        self._rows, self._own = rows, share_of(rows, rank, world)
         self._datasets, self._weights = list(datasets), [float(weight) for weight in weights]
         self._seq_len, self._seed = seq_len, seed
         self._position = 0
@@ -310,7 +311,9 @@ def eval_batches(
     Raises:
         UserError: ``rows`` is not a multiple of ``world``.
     """
-    own = _own_rows(rows, rank, world)
+    if rows % world:
+        raise UserError(f"rows: {rows} rows cannot be shared evenly by {world} ranks; use a multiple of {world}")
+    own = share_of(rows, rank, world)
     stream = RowStream(data, seq_len, key_of(seed))
     batches: list[Batch] = []
     while not stream.at_epoch_end and (num_batches is None or len(batches) < num_batches):
@@ -320,12 +323,10 @@ def eval_batches(
     return batches
 
 
-def _own_rows(rows: int, rank: int, world: int) -> slice:
-    """This rank's slice of the rows of a global batch."""
-    assert 0 <= rank < world, f"rank {rank} of {world}"
-    if rows <= 0 or rows % world:
-        raise UserError(f"rows: {rows} rows cannot be shared evenly by {world} ranks; use a multiple of {world}")
-    return slice(rank * rows // world, (rank + 1) * rows // world)
+def share_of(rows: int, rank: int, world: int) -> slice:
+    """This rank's slice of the rows of a global batch; shares differ by at most one row, and rank 0 has one of the largest."""
+    assert 0 <= rank < world and rows > 0, f"rank {rank} of {world}, {rows} rows"
+    return slice(-(-rank * rows // world), -(-(rank + 1) * rows // world))
 
 
 def _num_targets(data: Documents, piece: Piece) -> int:
@@ -337,10 +338,10 @@ def _num_targets(data: Documents, piece: Piece) -> int:
 def _batch(
     rows: Sequence[Row], parts_B: NDArray[np.int64], datasets: Sequence[Documents], seq_len: int, own: slice
 ) -> Batch:
-    """The batch with this rank's ``own`` rows of the global ``rows``."""
-    own_parts_B = parts_B[own]
+    """The batch with this rank's ``own`` rows of the global ``rows``, or with a row of padding if it has none."""
+    own_rows, own_parts_B = (rows[own], parts_B[own]) if rows[own] else ([()], np.array([-1]))
     packed = fill_rows(
-        rows[own],
+        own_rows,
         seq_len,
         lambda row, number: datasets[own_parts_B[row]].document(number),
         lambda row, number: datasets[own_parts_B[row]].learnt(number),

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from stretto.base.errors import UserError
 from stretto.base.records import LINEAGE_FILE, read_lineage
+from stretto.data.loader import share_of
 from stretto.model.checkpoint import Checkpoint
 from stretto.model.elastic import with_branch_rows
 from stretto.model.families import Family
@@ -46,7 +47,7 @@ from stretto.ops.matmul import ArithmeticOperators, ExpertMatrices
 from stretto.ops.operators import Operators, Routes
 
 TIMEOUT_S = 600.0
-"""Timeout of collectives in a step, for a rank that hangs (the death of a rank is detected at once). Writing to disk must fit in."""
+"""Timeout of collectives in a step, for a rank that hangs (the death of a rank is detected at once)."""
 PATIENCE_S = 7 * 24 * 3600.0
 """Timeout while one rank works alone before the first step, for example tokenises a corpus."""
 
@@ -69,21 +70,22 @@ class Ranks:
     ep: int = 1
     """Number of neighbouring ranks that the experts of a layer are divided over; divides ``world``."""
     patient: dist.ProcessGroup | None = None
-    """Process group of all ranks with the timeout `PATIENCE_S`; None for one rank."""
+    """Process group of all ranks on the CPU with the timeout `PATIENCE_S`, for work that may take long: tokenising before the first
+    step, and writing snapshots in a thread during training. None for one rank."""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def rows(self, num_rows: int) -> slice:
-        """The rows of a global batch of ``num_rows`` rows that belong to this rank: a contiguous block."""
-        share = num_rows // self.world
-        return slice(self.rank * share, (self.rank + 1) * share)
+        """The rows of a global batch of ``num_rows`` rows that belong to this rank: a contiguous block. Where the ranks do not divide the
+        rows, the sizes differ by one; rank 0 has the largest, and the last ranks have none if there are more ranks than rows."""
+        return share_of(num_rows, self.rank, self.world)
 
-    def sum(self, value: Tensor) -> Tensor:
-        """Sum over all ranks, in place."""
+    def sum(self, value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+        """Sum over all ranks, in place. ``group``: the process group to use; None: the default one."""
         if self.world > 1:
-            dist.all_reduce(value)
+            dist.all_reduce(value, group=group)
         return value
 
     def gather(self, value: Tensor) -> Tensor:
@@ -157,20 +159,10 @@ def join(device: str = "auto", ep: int = 1) -> Ranks:
     Raises:
         UserError: an unknown or missing device, or ``ep`` does not divide the number of ranks.
     """
-    if device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"--device {device}: unknown; use auto, cpu or cuda")
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     variables = (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
     world, rank, local = (int(os.environ.get(name, default)) for name, default in variables)
-    if ep < 1 or world % ep:
-        raise UserError(f"train.ep: {ep} does not divide the number of ranks, {world}; choose one of its divisors")
+    kind = check_ranks(device, ep, world, local + 1)
     if kind == "cuda":
-        num = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if local >= num:
-            problem = f"torch {torch.__version__} finds no CUDA device"
-            if num:
-                problem = f"this machine has {num} CUDA devices, and this is its rank {local + 1}"
-            raise UserError(f"--device cuda: {problem}; use cpu, or auto, which uses the devices that exist")
         torch.cuda.set_device(local)
         kind = f"cuda:{local}"
     ranks = Ranks(rank, world, torch.device(kind), ep)
@@ -235,6 +227,22 @@ def _interface(host: str) -> str | None:
                 if socket.inet_ntoa(found[20:24]) == host:
                     return name
     return None
+
+
+def check_ranks(device: str, ep: int, world: int, num_here: int) -> str:
+    """``cpu`` or ``cuda``: where ``world`` ranks, ``num_here`` of them on this machine, compute. Raises the errors of `join`."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--device {device}: unknown; use auto, cpu or cuda")
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if ep < 1 or world % ep:
+        raise UserError(f"train.ep: {ep} does not divide the number of ranks, {world}; choose one of its divisors")
+    num = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cuda" and num_here > num:
+        problem = f"torch {torch.__version__} finds no CUDA device"
+        if num:
+            problem = f"this machine has {num} CUDA devices, and this is its rank {num_here}"
+        raise UserError(f"--device cuda: {problem}; use cpu, or auto, which uses the devices that exist")
+    return kind
 
 
 def device_name(device: torch.device) -> str:

@@ -51,7 +51,16 @@ from stretto.train.recipe import (
     with_branches,
 )
 from stretto.train.sampler import MicroPlan, Sampler, WidthPlan
-from stretto.train.snapshot import LAYOUT, STEERING, Change, SnapshotMeta, Snapshots, changes_between, read_meta
+from stretto.train.snapshot import (
+    LAYOUT,
+    STEERING,
+    Change,
+    SnapshotMeta,
+    Snapshots,
+    SnapshotWriter,
+    changes_between,
+    read_meta,
+)
 from stretto.train.step import (
     Distil,
     MicroBatch,
@@ -63,6 +72,7 @@ from stretto.train.step import (
     row_widths,
 )
 from stretto.train.teacher import CacheKey, LogitCache, Lookup, hash_state
+from stretto.train.watch import OwnTime, watched
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,10 +314,12 @@ class _Training:
         self.presets, self.rank_at = presets, rank_at
         self.recipe = recipe.model_dump(mode="json")
         self.snapshots = Snapshots(job.run / "snapshots", train.keep_snapshots)
+        self.writer = SnapshotWriter(self.snapshots, ranks, train.snapshot_writes)
         self.run_id, self.step = new_run_id(), 0
         self.meter = Meter(stage, device_name(ranks.device), ranks.world)
         self.tokens_by_kind: Counter[str] = Counter()
         self.window = _Window()
+        self.own_time: OwnTime | None = None
         self.changes: tuple[Change, ...] = ()
         meta, config = self._read_meta() if job.resume else None, origin.config
         if meta is not None and meta.expert_order is not None:
@@ -322,7 +334,7 @@ class _Training:
         self.optimizers = build_optimizers(recipe.optim, self.model)
         if meta is not None:
             self._resume(meta)
-        self.saved_s = time.monotonic()
+        self.saved_s, self.saved_step = time.monotonic(), self.step if meta is not None else None
 
     def _freeze_all_but_routers(self) -> None:
         """Freeze all parameters except routers, norms and biases, and print the memory that this saves."""
@@ -382,19 +394,29 @@ class _Training:
         self.changes = meta.changes + changes_between(meta.recipe, self.recipe, STEERING, meta.step)
 
     def run(self, plan: Callable[[int], Plan]) -> Trained:
-        """Train to the end of the recipe and write a last snapshot.
+        """Train to the end of the recipe and write a last snapshot. Snapshots are written while training goes on; a failed one raises
+        `UserError` after the next step.
 
         After Ctrl-C or SIGTERM the current step ends and a snapshot is written. Ctrl-C then raises KeyboardInterrupt, and SIGTERM ends
         the process with its usual exit code. A second signal acts at once.
         """
         train, ranks, tracker = self.train, self.ranks, self.job.tracker
+        self.own_time = (
+            None if train.compile else OwnTime(self.model, ranks)
+        )  # hooks would cut compiled blocks into pieces
         if train.compile:
             for block in self.model.blocks:
                 block.compile()
         log = tracker(self.step) if tracker is not None and ranks.is_first else None
         bar = progress(self.stage, train.steps) if ranks.is_first else nullcontext(lambda num=1, status=None: None)
+        hang_s, first_step = 60 * train.hang_minutes, self.step + 1
         try:
-            with deterministic(train.deterministic), bar as advance, _deferred_signals() as received:
+            with (
+                deterministic(train.deterministic),
+                watched(self.model, ranks, hang_s),
+                bar as advance,
+                _deferred_signals() as received,
+            ):
                 advance(self.step)
                 if self.step and ranks.is_first:
                     say(f"{self.stage}: resumes after step {self.step:,} of {train.steps:,}")
@@ -405,20 +427,28 @@ class _Training:
                 while self.step < train.steps:
                     with self.meter:
                         result = self._step(plan(self.step))
+                    if self.step == first_step:
+                        self.writer.reserve(self.model, self.optimizers)
                     if self.step in self.rank_at and self.job.held_out:
                         self._rank_layers()
                     self._report(result, log)
                     advance(1, "skipped" if result is None else f"loss {result.nll:.3f}")
                     # signals and clocks differ between ranks, and all ranks must save at the same step
                     is_due = ranks.is_first and time.monotonic() - self.saved_s >= 60 * train.snapshot_minutes
-                    flags = [signal.SIGINT in received, signal.SIGTERM in received, is_due]
-                    interrupted, terminated, due = ranks.sum(torch.tensor(flags, device=ranks.device).long()).tolist()
+                    flags = [signal.SIGINT in received, signal.SIGTERM in received, is_due, self.writer.has_failed]
+                    sums = ranks.sum(torch.tensor(flags, device=ranks.device).long()).tolist()
+                    interrupted, terminated, due, failed = sums
+                    if failed:
+                        self.writer.wait()  # raises
                     if interrupted or terminated or due:
                         self._save()
                     if interrupted or terminated:
+                        self.writer.wait()
                         raise KeyboardInterrupt if interrupted else SystemExit(128 + signal.SIGTERM)
             self._save()
+            self.writer.wait()
         finally:
+            self.writer.close()
             if log is not None:
                 log.close()
         return Trained(
@@ -435,7 +465,7 @@ class _Training:
             return None
         set_learning_rate(self.optimizers, learning_rate(self.optim, self.step, train.steps))
         batches = []
-        rows = ranks.rows(train.micro_rows)
+        rows = self._plan_rows(train.micro_rows)
         for number, (micro, teacher) in enumerate(plan.passes):
             loaded = self.job.loader.next()
             batch = EvalBatch.of(loaded, ranks.device)
@@ -450,7 +480,8 @@ class _Training:
                 distil = replace(teacher, rows=self._narrow_rows(micro.widths, batch.targets_BT))
             else:
                 distil = teacher
-            batches.append(MicroBatch(micro.kind, batch.ids_BT, batch.targets_BT, ctx, micro.subnet, num, distil))
+            arrays = batch.ids_BT, batch.targets_BT, ctx
+            batches.append(MicroBatch(micro.kind, *arrays, micro.subnet, num, distil, num_rows=train.micro_rows))
         try:
             result = optimisation_step(
                 self.model,
@@ -476,10 +507,15 @@ class _Training:
         window.num_narrow_rows += sum(micro.num_narrow_rows for micro, _ in plan.passes)
         return result
 
+    def _plan_rows(self, num_rows: int) -> slice:
+        """This rank's rows in the plan of a micro-batch. A rank without rows uses the plan of row 0 for its row of padding."""
+        rows = self.ranks.rows(num_rows)
+        return rows if rows.stop > rows.start else slice(0, 1)
+
     def _narrow_rows(self, widths: WidthPlan, targets_BT: Tensor) -> TaughtRows:
         """The rows that use fewer experts than the Subnet. In the other rows the trained Subnet is the full network, its own teacher."""
         ranks, narrow_B = self.ranks, np.logical_not(widths.allowed_BE.all(axis=1))
-        own_B = torch.from_numpy(narrow_B[ranks.rows(len(narrow_B))]).to(ranks.device)
+        own_B = torch.from_numpy(narrow_B[self._plan_rows(len(narrow_B))]).to(ranks.device)
         num_targets = ranks.sum((targets_BT[own_B] != IGNORED).sum())
         return TaughtRows(own_B, int(narrow_B.sum()), int(num_targets))
 
@@ -526,6 +562,7 @@ class _Training:
         if result is not None and (step % train.log_every == 0 or last):
             lr = learning_rate(self.optim, step - 1, train.steps)
             scalars |= {**self.window.scalars(), "optim/lr": lr, "optim/grad_norm": result.grad_norm}
+            scalars |= {} if self.own_time is None else self.own_time.report(step)
             # the full network's experts: largest load over the mean
             loads = [load_balance(counts_WE[0]) for counts_WE in result.counts.values() if counts_WE[0].sum() > 0]
             if loads:
@@ -550,8 +587,8 @@ class _Training:
                 log.say(f"step {self.step:>6,}  " + "  ".join(f"{name} {value:.4f}" for name, value in losses.items()))
 
     def _save(self) -> None:
-        """Write a snapshot, unless this step already has one."""
-        if self.snapshots.latest() == self.snapshots.path(self.step):
+        """Begin to write a snapshot, unless this step already has one."""
+        if self.saved_step == self.step:
             return
         meta = SnapshotMeta(
             step=self.step,
@@ -566,8 +603,8 @@ class _Training:
             pace=self.pace,
             changes=self.changes,
         )
-        self.snapshots.save(self.model, self.optimizers, meta, self.ranks)
-        self.saved_s = time.monotonic()
+        self.writer.save(self.model, self.optimizers, meta)
+        self.saved_s, self.saved_step = time.monotonic(), self.step
 
 
 @contextmanager

@@ -113,6 +113,14 @@ class TrainConfig(Config):
     snapshot_minutes: float = Field(default=3.0, gt=0)
     """Minutes after the last snapshot at which another one is written, however few steps were made. A killed run loses at most these."""
     keep_snapshots: int = Field(default=2, gt=0)
+    snapshot_writes: Literal["background", "blocking"] = "background"
+    """``background``: a step waits for a copy of weights and optimiser state in host memory only, and a thread writes the copy to disk.
+    ``blocking``: no copy; a step waits until the snapshot is on disk.
+    """
+    hang_minutes: float = Field(default=8.0, gt=0, lt=10)
+    """On several ranks: minutes without the end of a forward pass after which a rank prints the stacks of its threads and ends with an
+    error, so that torchrun restarts the run. Collectives time out after ten minutes.
+    """
     log_every: int = Field(default=10, gt=0)
     skip_steps: tuple[int, ...] = ()
     """Steps, by their number in the log, whose rows are read but not trained on. Skips rows on which the loss is not finite."""

@@ -1,19 +1,24 @@
-"""Snapshots: the complete state of a run. A resumed run gives bit-identical results, with any number of ranks."""
+"""Snapshots: the complete state of a run. A resumed run gives bit-identical results, with any number of ranks.
+
+`Snapshots` writes and reads them. `SnapshotWriter` writes them while training goes on.
+"""
 
 from __future__ import annotations
 
 import shutil
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
@@ -27,8 +32,8 @@ from stretto.model.transformer import Transformer
 from stretto.train.pace import Pace
 
 META = "meta.json"
-LAYOUT = ("train.ep",)
-"""Fields of a recipe that decide where things are computed, not what. A resumed run may change them."""
+LAYOUT = ("train.ep", "train.snapshot_writes", "train.hang_minutes")
+"""Fields of a recipe that decide where and when things are done, not what is computed. A resumed run may change them."""
 STEERING = (
     "optim.lr",
     "train.steps",
@@ -103,15 +108,19 @@ class Snapshots:
         """Write a snapshot with all ranks, then delete the oldest ones beyond ``keep``. Raises `UserError` on all ranks: the disk is full
         or the folder is not writable; older snapshots are unaffected.
         """
+        self.write(_state(model, optimizers), meta, ranks)
+
+    def write(self, state: dict[str, Any], meta: SnapshotMeta, ranks: Ranks) -> None:
+        """`save` for ``state``, the tensors of network and optimisers. Uses the process group ``ranks.patient`` only, so that a thread can
+        call it during training."""
         final = self.path(meta.step)
         partial = self.folder / f".{final.name}.partial"
-        state = {"model": model.state_dict(), "optim": _optimizer_state(model, optimizers)}
         with self._attempt(final, ranks):
             if ranks.is_first:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._sweep()
         with self._attempt(final, ranks), _without_single_process_warning():
-            save(state, checkpoint_id=partial, no_dist=ranks.world == 1)
+            save(state, checkpoint_id=partial, process_group=ranks.patient, no_dist=ranks.world == 1)
         with self._attempt(final, ranks):
             if ranks.is_first:
                 (partial / META).write_text(meta.model_dump_json(indent=2), encoding="utf-8")
@@ -131,7 +140,7 @@ class Snapshots:
             for optimizer, parameter, name in _owned(model, optimizers):
                 if not any(key.startswith(f"optim.{name}.") for key in stored):
                     del optimizer.state[parameter]  # the parameter had no gradient before the snapshot
-            state = {"model": model.state_dict(), "optim": _optimizer_state(model, optimizers)}
+            state = _state(model, optimizers)
             with _without_single_process_warning():
                 load(state, checkpoint_id=path, no_dist=ranks.world == 1)
         except (OSError, RuntimeError, ValueError, KeyError, CheckpointException) as error:
@@ -147,7 +156,7 @@ class Snapshots:
             yield
         except (OSError, RuntimeError, CheckpointException) as caught:
             error = caught
-        if not ranks.sum(torch.tensor(int(error is not None), device=ranks.device)):
+        if not ranks.sum(torch.tensor(int(error is not None)), ranks.patient):
             return
         if ranks.is_first:
             self._sweep()
@@ -162,6 +171,56 @@ class Snapshots:
             remove(partial)
 
 
+class SnapshotWriter:
+    """Writes the snapshots of a run while it trains: a step waits for a copy of the state in memory, and a thread writes the copy.
+
+    At most one snapshot is in flight: the next one waits for it. All ranks must call all methods at the same step.
+    """
+
+    def __init__(self, snapshots: Snapshots, ranks: Ranks, writes: Literal["background", "blocking"]):
+        """``writes``: ``blocking`` makes no copy, and `save` returns when the snapshot is on disk."""
+        self._snapshots, self._ranks = snapshots, ranks
+        self._thread = ThreadPoolExecutor(1, "snapshots") if writes == "background" else None
+        # keeps the memory of the copy for the next snapshot: to copy into new memory takes about twenty times as long
+        on_gpu = ranks.device.type == "cuda"
+        self._stager = DefaultStager(StagingOptions(on_gpu, False, False, False))
+        self._writing: Future[None] | None = None
+
+    def reserve(self, model: Transformer, optimizers: Sequence[Optimizer]) -> None:
+        """Allocate the memory of the copy, so that no later step waits for that. Called after the first step, because optimisers
+        create their state in it."""
+        if self._thread is not None:
+            self._stager.stage(_state(model, optimizers))
+
+    def save(self, model: Transformer, optimizers: Sequence[Optimizer], meta: SnapshotMeta) -> None:
+        """Begin to write a snapshot. Raises `UserError`: this one, or the one before, cannot be written."""
+        self.wait()
+        state = _state(model, optimizers)
+        if self._thread is None:
+            self._snapshots.write(state, meta, self._ranks)
+        else:
+            copy = self._stager.stage(state)
+            assert isinstance(copy, dict), "the stager was configured to copy at once"
+            self._writing = self._thread.submit(self._snapshots.write, copy, meta, self._ranks)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the snapshot in flight failed on this rank. The other ranks notice that later; `wait` then raises on all of them."""
+        return self._writing is not None and self._writing.done() and self._writing.exception() is not None
+
+    def wait(self) -> None:
+        """Wait until no snapshot is in flight. Raises `UserError`: it cannot be written."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def close(self) -> None:
+        """Wait for the snapshot in flight, whose error is not raised, and end the thread."""
+        if self._thread is not None:
+            self._thread.shutdown()
+        self._stager.close()
+
+
 def read_meta(path: Path) -> SnapshotMeta:
     """Metadata of the snapshot in ``path``. Raises `UserError`: missing, or of another version."""
     try:
@@ -174,6 +233,11 @@ def _owned(model: Transformer, optimizers: Sequence[Optimizer]) -> list[tuple[Op
     """Every parameter for which an optimiser has state, with optimiser and name."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return [(optimizer, parameter, names[parameter]) for optimizer in optimizers for parameter in optimizer.state]
+
+
+def _state(model: Transformer, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """All tensors of a snapshot, not copied."""
+    return {"model": model.state_dict(), "optim": _optimizer_state(model, optimizers)}
 
 
 def _optimizer_state(model: Transformer, optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Tensor]]:

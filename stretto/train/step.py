@@ -105,6 +105,8 @@ class MicroBatch:
     distil: Distil | Recorded | None = None
     objective: Objective | None = None
     """Loss of the pass; None: cross-entropy, or its weighted sum with ``distil``, averaged over the step's target tokens."""
+    num_rows: int | None = None
+    """Rows over all ranks; None: every rank has as many as this one."""
 
 
 def row_widths(plan: WidthPlan | None, rows: slice, device: torch.device) -> RowWidths | None:
@@ -169,10 +171,14 @@ def optimisation_step(
     for batch in batches:
         # gradients are summed over ranks, not averaged, so each pass contributes its share of the global mean
         share = 1.0 if batch.objective is not None else 1.0 / total_tokens
+        # a rank without rows computes a row of padding, whose routes must not move the balance biases
+        is_padding = batch.ctx.documents_BT is not None and bool((batch.ctx.documents_BT < 0).all())
         for done in forward_backward(model, batch, dtype, share):
             nll_by_kind[done.kind] += done.measured.nll_N.sum()
             tokens_by_kind[done.kind] += done.num_target_tokens
             for row, counts_WE in done.counts.items():
+                if is_padding:
+                    counts_WE = torch.zeros_like(counts_WE)
                 counts[row] = counts[row] + counts_WE if row in counts else counts_WE
             if batch.objective is not None:
                 streams_N.append(done.measured.streams_N)
@@ -299,13 +305,14 @@ def _partly_taught(
 def _executed_flops(config: ModelConfig, batch: MicroBatch, world: int) -> int:
     """FLOPs of the passes of all ranks: forward and backward of trained passes, forward of a teacher."""
     num_passes = 4 if batch.ctx.recompute else 3
-    num_rows, length = batch.ids_BT.shape
-    student, distil = num_passes * _forward_flops(config, batch.subnet, num_rows * world, length), batch.distil
+    num_own, length = batch.ids_BT.shape
+    num_rows = num_own * world if batch.num_rows is None else batch.num_rows
+    student, distil = num_passes * _forward_flops(config, batch.subnet, num_rows, length), batch.distil
     if distil is None or (distil.ce_weight == 1.0 and not (isinstance(distil, Distil) and distil.learns)):
         return student
     if isinstance(distil, Recorded):
-        return student + _forward_flops(distil.config, distil.config.full(), num_rows * world, length)
-    num_taught = num_rows * world if distil.rows is None else distil.rows.num_rows
+        return student + _forward_flops(distil.config, distil.config.full(), num_rows, length)
+    num_taught = num_rows if distil.rows is None else distil.rows.num_rows
     forward = _forward_flops(distil.model.config, distil.subnet, num_taught, length)
     return student + (num_passes if distil.learns else 1) * forward
 

@@ -116,8 +116,10 @@ class LogitCache:
                 advance(done // micro_rows)
                 while done < num_rows:
                     batch = EvalBatch.of(loader.next(), ranks.device)
-                    with writing(self.folder):
-                        self._write(done + ranks.rows(micro_rows).start, self._top(teacher, batch, dtype))
+                    own, top = ranks.rows(micro_rows), self._top(teacher, batch, dtype)
+                    if own.stop > own.start:
+                        with writing(self.folder):
+                            self._write(done + own.start, top)
                     done += micro_rows
                     if done >= num_rows or done // micro_rows % BATCHES_PER_RECORD == 0:
                         ranks.barrier()

@@ -71,7 +71,7 @@ def test_resumes_to_the_token(make_set: Make, num_before: int) -> None:
     assert num_before == 0 or not same(following[0], fresh().next())
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_ranks_share_one_global_batch(make_set: Make, world: int) -> None:
     parts = [make_set("a", 50), make_set("b", 20)]
     whole = Loader(parts, [1, 1], rows=8, seq_len=T, seed=5)
@@ -84,6 +84,19 @@ def test_ranks_share_one_global_batch(make_set: Make, world: int) -> None:
         assert {share.global_target_tokens for share in shares} == {batch.num_target_tokens}
         assert batch.num_target_tokens == (batch.targets_BT != IGNORED).sum()
     assert {json.dumps(rank.state()) for rank in ranks} == {json.dumps(whole.state())}
+
+
+def test_a_rank_without_rows_gets_a_row_of_padding(make_set: Make) -> None:
+    data = make_set("a", 50)
+    whole = Loader([data], [1], rows=3, seq_len=T, seed=5).next()
+    shares = [Loader([data], [1], rows=3, seq_len=T, seed=5, rank=rank, world=5).next() for rank in range(5)]
+    assert [len(share.tokens_BT) for share in shares] == [1] * 5
+    padding = [share for share in shares if (share.documents_BT == PADDING).all()]
+    assert len(padding) == 2 and all((share.targets_BT == IGNORED).all() for share in padding)
+    assert [share.num_target_tokens for share in padding] == [0, 0]
+    real_BT = np.concatenate([share.tokens_BT for share in shares if (share.documents_BT != PADDING).any()])
+    assert np.array_equal(real_BT, whole.tokens_BT)
+    assert {share.global_target_tokens for share in shares} == {whole.num_target_tokens}
 
 
 def test_rows_come_from_the_part_they_name(make_set: Make) -> None:
@@ -129,7 +142,7 @@ def test_refuses_another_run(make_set: Make) -> None:
         with pytest.raises(UserError, match=f"loader state: {name}: was .*; resume with the same data and recipe"):
             loader.restore(state)
     with pytest.raises(UserError, match="rows: 5 rows cannot be shared evenly by 2 ranks"):
-        Loader([one], [1], rows=5, seq_len=T, seed=0, world=2)
+        eval_batches(one, rows=5, seq_len=T, world=2)
 
 
 def test_resumes_on_another_number_of_ranks(make_set: Make) -> None:

@@ -56,6 +56,7 @@ class Bytes:
 def recipe(
     *,
     steps: int = STEPS,
+    rows: int = ROWS,
     tied: bool = True,
     sampler: str = "anchored",
     optim: str = "adamw",
@@ -78,7 +79,7 @@ def recipe(
         },
         "optim": {"lr": 3e-3, "warmup_steps": 2, "name": optim},
         "train": {
-            "steps": steps, "rows": ROWS, "seq_len": LENGTH, "micro_batches": 2, "eval_every": 3, "log_every": 1,
+            "steps": steps, "rows": rows, "seq_len": LENGTH, "micro_batches": 2, "eval_every": 3, "log_every": 1,
             "snapshot_every": RESUMED_AT, "keep_snapshots": 5, "dtype": "float32", **train,
         },
     }  # fmt: skip
@@ -326,6 +327,24 @@ def test_a_run_goes_on_with_other_ranks(resumed: Bench, name: str) -> None:
 @pytest.mark.parametrize(("whole", "resumed_run"), [("two", "two-to-two"), ("split", "split-to-split")])
 def test_a_run_goes_on_bit_for_bit_with_the_same_ranks(resumed: Bench, whole: str, resumed_run: str) -> None:
     resumed.check_equal(whole, resumed_run, first_step=RESUMED_AT + 1, exactly=True)
+
+
+@pytest.mark.slow
+def test_ranks_need_not_divide_the_rows(bench: Bench) -> None:
+    """Eight rows of a micro-batch on three ranks, and two, so that one rank has none."""
+    cases = [
+        bench.case(f"{name}-{world}", steps=6, **changes) | {"eval_rows": 12}
+        for world in (1, 3)
+        for name, changes in {
+            "uneven": {},
+            "fewer": {"rows": 4, "joint": True},
+            "fewer-ernie": {"rows": 4, "sampler": "ernie"},
+        }.items()
+    ]
+    bench.train(1, cases[:3])
+    bench.train(3, cases[3:])
+    for name in ("uneven", "fewer", "fewer-ernie"):
+        bench.check_equal(f"{name}-1", f"{name}-3")
 
 
 @pytest.mark.slow

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Context, Transformer, build
 from stretto.optim.build import build_optimizers
 from stretto.optim.schedule import OptimConfig
-from stretto.train.snapshot import LAYOUT, SnapshotMeta, Snapshots
+from stretto.train.snapshot import LAYOUT, SnapshotMeta, Snapshots, SnapshotWriter, _state
 
 CONFIG = ModelConfig(
     vocab_size=17, hidden_size=8, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=4, num_experts=4, top_k=2,
@@ -74,6 +76,68 @@ def test_one_rank_hears_no_warning(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         snapshots.save(model, optimizers, meta(1), join("cpu"))
         snapshots.load(snapshots.path(1), model, optimizers, join("cpu"))
+
+
+def read_back(path: Path) -> dict[str, torch.Tensor]:
+    """Weights and moments of a snapshot, by name."""
+    model = build(CONFIG, 9)
+    optimizers = build_optimizers(OptimConfig(lr=1e-2), model)
+    Snapshots(path.parent, 9).load(path, model, optimizers, join("cpu"))
+    moments = {
+        f"{name} {key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizers[0].state[parameter].items()
+    }
+    return {**model.state_dict(), **moments}
+
+
+@pytest.mark.parametrize("writes", ["background", "blocking"])
+def test_a_snapshot_holds_the_state_of_its_step_while_training_goes_on(
+    tmp_path: Path, writes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, snapshots, released = build(CONFIG, 0), Snapshots(tmp_path, 9), threading.Event()
+    optimizers, write = build_optimizers(OptimConfig(lr=1e-2), model), Snapshots.write
+
+    def slowly(*arguments: Any) -> None:
+        assert released.wait(60.0)
+        write(*arguments)
+
+    monkeypatch.setattr(Snapshots, "write", slowly if writes == "background" else write)
+    writer = SnapshotWriter(snapshots, join("cpu"), writes)
+    train(model, optimizers, CONFIG.full(), 0)
+    writer.reserve(model, optimizers)
+    for step in (1, 2):
+        train(model, optimizers, CONFIG.full(), step)
+        released.set() if step == 2 else None
+        writer.save(model, optimizers, meta(step))
+        if step == 1 and writes == "background":
+            assert snapshots.latest() is None, "the step did not wait for the disk"
+    writer.wait()
+    writer.close()
+    assert snapshots.latest() == snapshots.path(2)
+
+    plain, again = Snapshots(tmp_path / "plain", 9), build(CONFIG, 0)
+    others = build_optimizers(OptimConfig(lr=1e-2), again)
+    train(again, others, CONFIG.full(), 0)
+    for step in (1, 2):
+        train(again, others, CONFIG.full(), step)
+        write(plain, _state(again, others), meta(step), join("cpu"))
+        expected, found = read_back(plain.path(step)), read_back(snapshots.path(step))
+        assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_failed_snapshot_is_known_before_the_next(tmp_path: Path) -> None:
+    model, folder = build(CONFIG, 0), tmp_path / "snapshots"
+    folder.write_text("a file where the folder should be")
+    optimizers = build_optimizers(OptimConfig(lr=1e-2), model)
+    writer = SnapshotWriter(Snapshots(folder, 2), join("cpu"), "background")
+    assert not writer.has_failed
+    writer.save(model, optimizers, meta(1))
+    writer.close()
+    assert writer.has_failed
+    with pytest.raises(UserError, match=r"step-0000001: cannot be written: .*there is no earlier snapshot.*--resume"):
+        writer.wait()
+    assert not writer.has_failed
 
 
 def test_a_resume_may_lay_experts_out_anew_but_change_nothing_else() -> None:

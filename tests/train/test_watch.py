@@ -1,0 +1,86 @@
+"""A hang ends the process with the stacks of its threads, and slow ranks are named. `tests/cli/test_launch.py` has real ranks."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stretto.model.parallel import Ranks
+from stretto.model.transformer import Context, Transformer, build
+from stretto.train import watch
+from stretto.train.watch import OwnTime, watched
+from tests.train.test_snapshot import CONFIG
+
+TWO = Ranks(0, 2, torch.device("cpu"))
+
+
+class WithAnother(Ranks):
+    """The first of three ranks; the last one takes as long as ``seconds``, the one between no time."""
+
+    seconds: float
+
+    def sum(self, value: Tensor, group: Any = None) -> Tensor:
+        value[2] = self.seconds
+        return value
+
+
+def run(model: Transformer) -> None:
+    ids_BT = torch.zeros(1, 4, dtype=torch.int64)
+    model(ids_BT, CONFIG.full(), Context.plain(ids_BT))
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Exit codes with which the watchdog would have ended this process."""
+    codes: list[int] = []
+
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(watch, "GRACE_S", 0.0)
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **options: None)
+    return codes
+
+
+def test_a_hang_prints_the_stacks_and_ends_the_process(ends: list[int], capfd: pytest.CaptureFixture[str]) -> None:
+    def the_place_that_hangs() -> None:
+        deadline_s = time.monotonic() + 30.0
+        while not ends and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+
+    model = build(CONFIG, 0)
+    with watched(model, TWO, 0.2):
+        run(model)
+        the_place_that_hangs()
+    assert ends == [1]
+    printed = capfd.readouterr().err
+    assert "rank 0 of 2: no forward pass ended in 0.2 s; the stacks of its threads:" in printed
+    assert "in the_place_that_hangs" in printed
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_forward_passes_and_a_lone_rank_are_no_hang(ends: list[int], world: int) -> None:
+    model = build(CONFIG, 0)
+    with watched(model, Ranks(0, world, torch.device("cpu")), 5.0 if world > 1 else 0.01):
+        for _ in range(5):
+            run(model)
+            time.sleep(0.02)
+    assert ends == [] and not model._forward_hooks
+
+
+def test_a_slow_rank_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    model, ranks = build(CONFIG, 0), WithAnother(0, 3, torch.device("cpu"))
+    own = OwnTime(model, ranks)
+    run(model)
+    object.__setattr__(ranks, "seconds", 50.0)
+    assert own.report(10)["speed/slowest_over_median"] > 10.0
+    assert "step 10: rank 2 is slow: 50.00 s in attention" in capsys.readouterr().out
+    run(model)
+    object.__setattr__(ranks, "seconds", 0.0)
+    assert own.report(20)["speed/slowest_over_median"] >= 1.0
+    assert "slow" not in capsys.readouterr().out
+    assert OwnTime(build(CONFIG, 0), Ranks(0, 1, torch.device("cpu"))).report(1) == {}
