@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from stretto.base.track import say
+from stretto.model.attention import Attention, Mla
 from stretto.model.parallel import Ranks
 from stretto.model.transformer import Transformer
 
@@ -80,9 +81,9 @@ class OwnTime:
         self._ranks, self._begun_s, self._seconds = ranks, time.perf_counter(), 0.0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         if ranks.world > 1:
-            for block in model.blocks:
-                block.attention.register_forward_pre_hook(self._begin)
-                block.attention.register_forward_hook(self._end)
+            for attention in (module for module in model.modules() if isinstance(module, Attention | Mla)):
+                attention.register_forward_pre_hook(self._begin)
+                attention.register_forward_hook(self._end)
 
     def _begin(self, *_: Any) -> None:
         if self._ranks.device.type == "cuda":

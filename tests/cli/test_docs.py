@@ -83,7 +83,7 @@ def test_formats(tmp_path: Path, served_run: Path, stretto: Run) -> None:
 def test_several_processes(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
     (tmp_path / "book.txt").write_text("".join(f"A line of a book, and its number is {n}.\n" for n in range(3000)))
-    printed = execute("DISTRIBUTED.md", tmp_path, STEPS=2, MORE=4, LAST=6)
+    printed = execute("CLUSTER.md", tmp_path, STEPS=2, MORE=4, LAST=6)
     assert "6 of 6" in printed
     assert len(list((tmp_path / "runs/two/checkpoint").glob("*.safetensors"))) == 1
 
