@@ -510,7 +510,7 @@ class _Training:
     def _plan_rows(self, num_rows: int) -> slice:
         """This rank's rows in the plan of a micro-batch. A rank without rows uses the plan of row 0 for its row of padding."""
         rows = self.ranks.rows(num_rows)
-        return rows if rows.stop > rows.start else slice(0, 1)
+        return rows if np.arange(num_rows)[rows].size else slice(0, 1)
 
     def _narrow_rows(self, widths: WidthPlan, targets_BT: Tensor) -> TaughtRows:
         """The rows that use fewer experts than the Subnet. In the other rows the trained Subnet is the full network, its own teacher."""

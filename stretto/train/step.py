@@ -171,14 +171,10 @@ def optimisation_step(
     for batch in batches:
         # gradients are summed over ranks, not averaged, so each pass contributes its share of the global mean
         share = 1.0 if batch.objective is not None else 1.0 / total_tokens
-        # a rank without rows computes a row of padding, whose routes must not move the balance biases
-        is_padding = batch.ctx.documents_BT is not None and bool((batch.ctx.documents_BT < 0).all())
         for done in forward_backward(model, batch, dtype, share):
             nll_by_kind[done.kind] += done.measured.nll_N.sum()
             tokens_by_kind[done.kind] += done.num_target_tokens
             for row, counts_WE in done.counts.items():
-                if is_padding:
-                    counts_WE = torch.zeros_like(counts_WE)
                 counts[row] = counts[row] + counts_WE if row in counts else counts_WE
             if batch.objective is not None:
                 streams_N.append(done.measured.streams_N)
@@ -245,7 +241,7 @@ def _passes(model: Transformer, batch: MicroBatch, autocast: torch.autocast) -> 
             if distil.learns:
                 measured = Measured(*head_loss(hidden_ND, distil.model.head_VD, taught.targets_BT.flatten()))
         if distil.learns:
-            yield Pass("full", measured, output.counts, taught.num_target_tokens)
+            yield Pass("full", measured, _counted(output.counts, taught.ctx), taught.num_target_tokens)
         if distil.ce_weight < 1.0:
             teacher, ce_weight = Teacher(hidden_ND.detach(), distil.model.head_VD), distil.ce_weight
             taught_N = None if distil.rows is None else distil.rows.taught_B.repeat_interleave(batch.ids_BT.shape[1])
@@ -258,20 +254,26 @@ def _passes(model: Transformer, batch: MicroBatch, autocast: torch.autocast) -> 
             measured = Measured(*head_loss(hidden_ND, model.head_VD, targets_N, teacher, ce_weight))
         else:
             measured = _partly_taught(hidden_ND, model.head_VD, targets_N, taught_N, teacher, ce_weight)
-    yield Pass(batch.kind, measured, output.counts, num)
+    yield Pass(batch.kind, measured, _counted(output.counts, batch.ctx), num)
+
+
+def _counted(counts: dict[int, Tensor], ctx: Context) -> dict[int, Tensor]:
+    """``counts`` of a pass; zeros if all rows are padding, as on a rank without rows, since the balance biases follow the counts."""
+    is_padding = ctx.documents_BT is not None and bool((ctx.documents_BT < 0).all())
+    return {row: torch.zeros_like(counts_WE) for row, counts_WE in counts.items()} if is_padding else counts
 
 
 def _taught_rows(batch: MicroBatch, rows: TaughtRows) -> MicroBatch:
     """The ``rows`` of ``batch`` as a batch.
 
-    A rank without such rows computes its first row without targets, so that all ranks make the same collective calls.
+    A rank without such rows computes its first row as padding, so that all ranks make the same collective calls.
     """
-    chosen_B, targets_BT = rows.taught_B, batch.targets_BT
+    chosen_B, targets_BT, documents_BT = rows.taught_B, batch.targets_BT, batch.ctx.documents_BT
     if not chosen_B.any():
         chosen_B = torch.zeros_like(chosen_B).index_fill_(0, chosen_B.new_zeros(1, dtype=torch.int64), True)
-        targets_BT = torch.full_like(targets_BT, IGNORED)
+        targets_BT, documents_BT = torch.full_like(targets_BT, IGNORED), torch.full_like(targets_BT, -1)
     assert batch.ctx.shared_BT2 is None, "rows with a shared prefix cannot be taught in part"
-    documents_BT = None if batch.ctx.documents_BT is None else batch.ctx.documents_BT[chosen_B]
+    documents_BT = None if documents_BT is None else documents_BT[chosen_B]
     ctx = replace(batch.ctx, positions_BT=batch.ctx.positions_BT[chosen_B], documents_BT=documents_BT, widths=None)
     return replace(
         batch,
