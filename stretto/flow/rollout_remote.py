@@ -16,7 +16,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,7 +33,7 @@ from stretto.data.loader import key_of
 from stretto.engine.request import EngineStats
 from stretto.flow.clients import Generated, GenerateRequest, KeptTokens, Unavailable, within
 from stretto.learning.recipe import RlRecipe
-from stretto.learning.weights import fetch
+from stretto.learning.weights import fetch, publish
 from stretto.model.checkpoint import describe, write_checkpoint
 from stretto.model.families import kept_family
 from stretto.model.spec import ModelConfig
@@ -160,9 +160,25 @@ class Dialect(ABC):
     health: ClassVar[str] = "/health"
     """Path that answers while the server is alive."""
 
-    def __init__(self, server: Server, recipe: RlRecipe, config: ModelConfig):
-        self._server, self._recipe, self._config = server, recipe, config
-        self._replays = recipe.replay == "r3" and config.num_moe_layers > 0
+    def __init__(
+        self,
+        server: Server,
+        recipe: RlRecipe,
+        start: Path,
+        folder: Path,
+        fetch: Callable[[WeightVersion], Mapping[str, Tensor]],
+    ):
+        """
+        Args:
+            start: the run's start, for the network's shape, family and tokenizer.
+            folder: folder for files that the server reads.
+            fetch: returns the tensors of a version.
+        """
+        self._server, self._recipe = server, recipe
+        self._start, self._folder, self._fetch = start, folder.resolve(), fetch
+        self._described = describe(start)
+        self._config = self._described.config
+        self._replays = recipe.replay == "r3" and self._config.num_moe_layers > 0
 
     @abstractmethod
     def check(self) -> None:
@@ -178,15 +194,19 @@ class Dialect(ABC):
         """Log-probabilities of ``tokens`` after the first at temperature 1. Raises as `generate`."""
 
     @abstractmethod
-    async def load(self, version: WeightVersion, label: str) -> None:
-        """Replace the weights, name them ``label``, and drop all keys and values of the old ones. Raises as `generate`."""
+    async def load(self, version: WeightVersion, label: str) -> Path | None:
+        """Replace the weights, name them ``label``, and drop all keys and values of the old ones. Returns what was written for the
+        server. Raises as `generate`, and as ``fetch``."""
 
     async def stats(self) -> EngineStats | None:
         """The server's own counters; None: `RemoteEngineRole` counts."""
         return None
 
-    def settle(self, version: WeightVersion) -> None:  # noqa: B027 - most servers need nothing
-        """``version`` is active; older ones are not needed any more."""
+    def settle(self, active: Path | None) -> None:
+        """Delete all files that were written for the server, but ``active``."""
+        for path in self._folder.iterdir() if self._folder.is_dir() else ():
+            if path != active:
+                remove(path)
 
     def _fits(self, max_len: int, option: str) -> None:
         if max_len < self._recipe.train.seq_len:
@@ -238,53 +258,40 @@ class Stretto(Dialect):
         scores: list[float] = await self._server.post("/rollout/score", {"tokens": list(tokens)})
         return scores
 
-    async def load(self, version: WeightVersion, label: str) -> None:
-        await self._server.post("/rollout/load", {"label": label, "version": asdict(version)})
+    async def load(self, version: WeightVersion, label: str) -> Path | None:
+        location, written = Path(version.location).resolve(), None
+        if not location.is_file():  # it is in a store, which the server does not know
+            sent = await asyncio.to_thread(lambda: publish(self._folder, version.number, self._fetch(version)))
+            version, location = sent, Path(sent.location)
+            written = location
+        await self._server.post(
+            "/rollout/load", {"label": label, "version": asdict(replace(version, location=str(location)))}
+        )
+        return written
 
     async def stats(self) -> EngineStats | None:
         return EngineStats(**await self._server.get("/rollout/stats", _CONNECT_S))
 
 
 class ByFolder(Dialect):
-    """A server that reads versions of the weights as Hugging Face checkpoints, which this role writes below ``folder``."""
+    """A server that reads versions of the weights as Hugging Face checkpoints."""
 
-    def __init__(
-        self,
-        server: Server,
-        recipe: RlRecipe,
-        config: ModelConfig,
-        start: Path,
-        folder: Path,
-        fetch: Callable[[WeightVersion], Mapping[str, Tensor]],
-    ):
-        """``fetch`` returns the tensors of a version. ``start``: the run's start, whose family and tokenizer are written too."""
-        super().__init__(server, recipe, config)
-        self._start, self._folder, self._fetch = start, folder.resolve(), fetch
-        self._family = kept_family(config, describe(start).family)
-
-    async def load(self, version: WeightVersion, label: str) -> None:
-        path = self._path(version)
+    async def load(self, version: WeightVersion, label: str) -> Path:
+        path = self._folder / label
         if not path.is_dir():
             await asyncio.to_thread(self._write, version, path)
         await self._update(path, label)
-
-    def settle(self, version: WeightVersion) -> None:
-        for path in self._folder.iterdir():
-            if path != self._path(version):
-                remove(path)
+        return path
 
     @abstractmethod
     async def _update(self, path: Path, label: str) -> None:
         """Have the server read ``path``."""
 
-    def _path(self, version: WeightVersion) -> Path:
-        return self._folder / f"version-{version.number}-{version.checksum[:8]}"
-
     def _write(self, version: WeightVersion, path: Path) -> None:
         tokenizer = self._start if (self._start / "tokenizer.json").is_file() else None
         dtype = _DTYPES[self._recipe.precision.rollout]
-        state = self._fetch(version)
-        write_checkpoint(path, state, self._config, family=self._family, tokenizer_dir=tokenizer, dtype=dtype)
+        family = kept_family(self._config, self._described.family)
+        write_checkpoint(path, self._fetch(version), self._config, family=family, tokenizer_dir=tokenizer, dtype=dtype)
 
     def _check_paths(self, needed: Sequence[str], remedy: str) -> None:
         """Raises UserError: the server's own list of endpoints lacks one of ``needed``, or nothing answers."""
@@ -456,6 +463,10 @@ def moe_routes(routes_RNK: np.ndarray, config: ModelConfig) -> np.ndarray:
     return routes_RNK.astype(np.uint8 if config.num_experts <= 255 else np.uint16)
 
 
+DIALECTS: Mapping[str, type[Dialect]] = {"stretto": Stretto, "vllm": Vllm, "sglang": Sglang}
+"""By the recipe's ``rollout.engine``."""
+
+
 class RemoteEngineRole:
     """One server at an address, behind the methods of `EngineRole`. Each sampled token carries the version of its weights."""
 
@@ -480,16 +491,13 @@ class RemoteEngineRole:
         self.name, self._recipe, self._folder = name, recipe, folder
         self._config = describe(start).config
         self._server = Server(address, recipe.rollout.engine)
-        self._dialect: Dialect
-        if recipe.rollout.engine == "stretto":
-            self._dialect = Stretto(self._server, recipe, self._config)
-        else:
-            kind = {"vllm": Vllm, "sglang": Sglang}[recipe.rollout.engine]
-            self._dialect = kind(self._server, recipe, self._config, start, folder, fetch)
+        self._dialect = DIALECTS[recipe.rollout.engine](self._server, recipe, start, folder, fetch)
         self._dialect.check()
         self.version = -1
         """Version of the active weights."""
         self._active: WeightVersion | None = None
+        self._written: Path | None = None
+        """What was written for the server when it loaded weights last."""
         self._numbers: dict[str, int] = {}
         """Numbers of the versions by their labels on the server."""
         self._kept = KeptTokens(name)
@@ -545,7 +553,7 @@ class RemoteEngineRole:
                 if problem := await self._loaded(version):
                     await self._go_back(problem)
                 self.version, self._active = version.number, version
-                self._dialect.settle(version)
+                self._dialect.settle(self._written)
             self._is_ready.set()
 
     async def stats(self) -> EngineStats:
@@ -612,7 +620,7 @@ class RemoteEngineRole:
         """Load ``version`` and score the canary. Returns what is wrong; empty if the server agrees with the trainer."""
         label = f"{version.number}-{version.checksum[:12]}"
         self._numbers[label] = version.number
-        await self._dialect.load(version, label)
+        self._written = await self._dialect.load(version, label)
         scores = await self._dialect.score(canary_tokens(self._config.vocab_size))
         assert len(version.canary) == NUM_CANARY, f"version {version.number} has a canary of {len(version.canary)}"
         tolerance = self._recipe.rollout.canary or _CANARY[self._recipe.precision.rollout]
