@@ -126,6 +126,10 @@ def serve_rollout_command(source: Path, options: ServeOptions, settings: ServeSe
         raise UserError(f"--rollout, {unused[0]}: an RL run samples from the full network; leave it out")
     folder, device = checkpoint_folder(source), join(options.device).device
     dtype = _dtype(options, device)
+    if options.tp > 1 and dtype != torch.float32:
+        raise UserError(
+            f"--tp {options.tp}: ranks do not round as a trainer in {str(dtype).removeprefix('torch.')}; add --dtype float32, or leave --tp out"
+        )
     config = _engine_config(options).replace(
         page_size=_ROLLOUT_PAGE, precision="fp32" if dtype == torch.float32 else "bf16"
     )
@@ -275,6 +279,11 @@ def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedMode
     memory = None if options.memory is None else parse_bytes(options.memory, "--memory")
     config = _engine_config(options)
     cut, presets = None, read_presets(folder)
+    if options.tp > 1 and options.subnet in (AUTO, BEST):
+        raise UserError(
+            f"--subnet {options.subnet}: extracts a Subnet, which cannot be read in parts; with --tp {options.tp}, name a preset or "
+            "layers=…,experts=…,top_k=…"
+        )
     if options.subnet == AUTO:
         fit = fitting_subnet(source, memory, options.latency_ms, device, dtype, config)
         cut, step = fit.subnet, "" if fit.step_ms is None else f", {fit.step_ms:.2f} ms a token alone"
