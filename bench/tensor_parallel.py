@@ -6,13 +6,15 @@ Each network has random weights and is written as a checkpoint, which every rank
 the full network and its smallest preset, and share beginnings of prompts. ``equal`` counts requests whose tokens are those of one rank.
 The logit difference is the largest over all positions of all prompts, each computed in one step. Memory is that of the tensors of
 rank 0; ``of 1/N`` is its ratio to an N-th of one rank's. Embedding and output matrix are whole on every rank, and so is
-the cache of latent attention. All ranks run torch's operators; the last row of a network has the compiled kernels, which
+the cache of latent attention. ``CPU ms/token`` adds the processor time of all ranks, which other programs on the machine change less
+than tokens/s. All ranks run torch's operators; the last row of a network has the compiled kernels, which
 one rank uses by default. Fails (exit code 1) unless all tokens are equal.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -68,7 +70,9 @@ class Found:
     tokens: list[tuple[int, ...]]
     logits_MV: Tensor
     tokens_per_s: float
-    """Sampled tokens of all requests, prompts included in the time."""
+    """Sampled tokens of all requests by wall time, prompts included in the time."""
+    processor_ms: float
+    """Processor time of all ranks for one sampled token, milliseconds."""
     weight_bytes: int
     cache_bytes: int
 
@@ -85,7 +89,17 @@ def main() -> None:
     for name, network in NETWORKS.items():
         if options.networks and name not in options.networks.split(","):
             continue
-        columns = ("ranks", "equal", "logit difference", "tokens/s", "weights", "of 1/N", "cache", "of 1/N")
+        columns = (
+            "ranks",
+            "equal",
+            "logit difference",
+            "tokens/s",
+            "CPU ms/token",
+            "weights",
+            "of 1/N",
+            "cache",
+            "of 1/N",
+        )
         shown = table(f"{name}: {NUM_REQUESTS} greedy requests of {options.tokens} tokens, fp32", *columns)
         with tempfile.TemporaryDirectory() as folder:
             write_checkpoint(folder, random_network(network), network)
@@ -113,18 +127,20 @@ def measure(folder: Path, num_ranks: int, num_tokens: int, library: Library) -> 
         asked = list(requests(engine.network, num_tokens))
         logits_MV = torch.cat([_logits(engine, request) for request in asked])
         list(map(engine.add, asked))
-        started_s, tokens = time.perf_counter(), dict[str, list[int]]()
+        started_s, used_s, tokens = time.perf_counter(), _processor_s(engine), dict[str, list[int]]()
         while engine.has_work:
             for event in engine.step():
                 if hasattr(event, "token"):
                     tokens.setdefault(event.request_id, []).append(event.token)
-        elapsed_s = time.perf_counter() - started_s
+        elapsed_s, used_s = time.perf_counter() - started_s, _processor_s(engine) - used_s
         weights = {tensor.data_ptr(): tensor.nbytes for tensor in engine.model.state_dict().values()}
         cache_bytes = engine.stats().cache_bytes
     del engine
     gc.collect()
     found = [tuple(tokens[request.id]) for request in asked]
-    return Found(found, logits_MV, sum(map(len, found)) / elapsed_s, sum(weights.values()), cache_bytes)
+    num_found = sum(map(len, found))
+    times = (num_found / elapsed_s, 1000 * used_s / num_found)
+    return Found(found, logits_MV, *times, sum(weights.values()), cache_bytes)
 
 
 def requests(network: ModelConfig, num_tokens: int) -> Iterator[Request]:
@@ -145,12 +161,22 @@ def _logits(engine: Engine, request: Request) -> Tensor:
     return engine._runner.forward([Chunk(request.prompt, 0, pages, subnet, num_tokens)], False).clone()
 
 
+def _processor_s(engine: Engine) -> float:
+    """Processor time of all ranks, seconds."""
+    followers = [] if engine._team is None else engine._team._followers.processes
+    ticks = 0
+    for process in followers:
+        fields = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])  # user and system time
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+
 def _cells(found: Found, one: Found, num_ranks: int) -> list[str]:
     difference, largest = float((found.logits_MV - one.logits_MV).abs().max()), float(one.logits_MV.abs().max())
     sizes = []
     for own, whole in ((found.weight_bytes, one.weight_bytes), (found.cache_bytes, one.cache_bytes)):
         sizes += [f"{own / 1e6:.1f} MB", f"{own * num_ranks / whole:.2f}"]
-    return [f"{difference:.1e} of {largest:.0f}", f"{found.tokens_per_s:.0f}", *sizes]
+    return [f"{difference:.1e} of {largest:.0f}", f"{found.tokens_per_s:.0f}", f"{found.processor_ms:.1f}", *sizes]
 
 
 if __name__ == "__main__":
