@@ -64,6 +64,8 @@ CALL_SLACK_S = 10.0
 """Time by which the deadline of an agent's call exceeds the group's lease."""
 _LOAD_S = 120.0
 """Deadline for an engine to load new weights."""
+_OWN_GPU = "cuda:0"
+"""Device of a role for which Ray has reserved a GPU: it sees no other one."""
 _AGENT_GROUPS = 64
 """Groups of one isolated agent: with small models, enough to keep one core busy. The limit rises if the largest pool could not
 hold all groups of the run."""
@@ -209,6 +211,7 @@ def _trainer(job: Job, files: RunFiles, device: str) -> Any:
     from stretto.learning.trainer import TrainerRole, open_trainer
 
     kind = TrainerRole if files.is_shared else RemoteTrainer
+    device = _OWN_GPU if job.recipe.resources.trainer.gpus else device
     return open_trainer(job.recipe, files.folder_here(), files.start_here(), device, job.stage, files.store, kind)
 
 
@@ -226,6 +229,7 @@ def _engine(job: Job, files: RunFiles, number: int, device: str) -> Any:
     from stretto.flow.rollout_remote import RemoteEngineRole
     from stretto.learning.channel import open_channel
 
+    device = _OWN_GPU if job.recipe.resources.engines.gpus else device
     name, start, fetch = f"engine-{number}", files.start_here(), open_channel(files.store, files.run).fetch
     if addresses := job.recipe.rollout.address:
         folder = files.folder_here() / WEIGHTS / name
@@ -408,6 +412,7 @@ async def start_roles(
     place = Placement.THREAD if config.kind == "local" and config.isolate == "none" else Placement.PROCESS
 
     spawn = partial(runtime.spawn, deadline_s=_START_S)
+    needs = recipe.resources.needs()
     pool = partial(ElasticPool, runtime, deadline_s=_START_S)
 
     def limits(sizes: PoolConfig, slots: int) -> Limits:
@@ -416,16 +421,18 @@ async def start_roles(
     async def gang() -> Gang:
         # no rank is restarted alone, because their weights and the ledger return to a snapshot together
         if len(factories.trainers) == 1:
-            return Gang(runtime, (await spawn(factories.trainers[0], name="trainer", placement=place),))
+            return Gang(
+                runtime, (await spawn(factories.trainers[0], name="trainer", placement=place, needs=needs["trainer"]),)
+            )
         spawns = [
-            spawn(factory, name=f"trainer-{rank}", placement=Placement.PROCESS)
+            spawn(factory, name=f"trainer-{rank}", placement=Placement.PROCESS, needs=needs["trainer"])
             for rank, factory in enumerate(factories.trainers)
         ]
         return await Gang(runtime, tuple(await _together(*spawns))).join()
 
     work: list[Coroutine[Any, Any, Any]] = [gang()]
     work += [
-        spawn(factory, name=f"engine-{number}", placement=place, restarts=again)
+        spawn(factory, name=f"engine-{number}", placement=place, restarts=again, needs=needs["engines"])
         for number, factory in enumerate(factories.engines)
     ]
     rewards: dict[str, ElasticPool] = {}
@@ -444,13 +451,23 @@ async def start_roles(
         agent_placement, agent_limits = Placement.PROCESS, limits(config.agents, slots)
         verifier = factories.reward(tuple(at_once))
         names = [f"reward-{number}" for number in range(config.rewards.max)]
-        work += [spawn(verifier, name=name, placement=Placement.PROCESS, restarts=again) for name in names]
+        work += [
+            spawn(verifier, name=name, placement=Placement.PROCESS, restarts=again, needs=needs["rewards"])
+            for name in names
+        ]
     async with AsyncExitStack() as stack:
         started = await _together(*work, *map(stack.enter_async_context, rewards.values()))
         trainer, *others = started[: len(work)]
         engines, fixed = tuple(others[: len(factories.engines)]), tuple(others[len(factories.engines) :])
         agent, drain_s = factories.agent(engines, by_source if is_together else fixed), recipe.failures.lease_s
-        agents = pool(agent, name="agent", placement=agent_placement, limits=agent_limits, drain_s=drain_s)
+        agents = pool(
+            agent,
+            name="agent",
+            placement=agent_placement,
+            limits=agent_limits,
+            drain_s=drain_s,
+            needs=needs["agents"],
+        )
         await stack.enter_async_context(agents)
         yield Roles(runtime, trainer, {handle.name: handle for handle in engines}, agents, rewards, fixed)
 

@@ -87,6 +87,7 @@ async def _run(job: Job, advance: Advance, say: Say) -> Result:
     with claimed(folder):
         async with await open_runtime(recipe.runtime.kind, recipe.runtime.address) as runtime:
             has_begun(folder, job.resume)
+            await runtime.check(recipe.resources.needs())
             files = await asyncio.to_thread(open_files, recipe, folder, job.start)
             resumes = claim_recipe(recipe, folder, job.resume)
             factories = make_factories(job, tables, tokenizer, files)

@@ -19,6 +19,7 @@ from stretto.base.trajectory import Task
 from stretto.data.loader import key_of, permute
 from stretto.model.spec import ModelConfig
 from stretto.optim.schedule import OptimConfig
+from stretto.runtime.runtime import Needs
 from stretto.text.similar import Similarity
 from stretto.train.recipe import SelfTaughtConfig
 
@@ -33,7 +34,7 @@ STATUS_FILE, SPANS_FILE, TRACE_FILE = "status.json", "spans.jsonl", "trace.json"
 """Outputs for monitoring, beside the files of `stretto.base.track`."""
 ADVANTAGES = ("grpo", "dr_grpo", "rloo")
 """Names of the algorithms in `stretto.learning.algorithms`."""
-LAYOUT = ("runtime.", "failures.", "sandbox.", "trainer.", "store", "rollout.address", "rollout.start_s")
+LAYOUT = ("runtime.", "failures.", "sandbox.", "trainer.", "resources.", "store", "rollout.address", "rollout.start_s")
 """Tables and fields of the recipe that do not affect the result, except for rounding: placement, deadlines, isolation, number of trainer
 ranks. A resumed run may change them."""
 STEERING = (
@@ -517,6 +518,34 @@ class TrainerConfig(Config):
         return self
 
 
+class NeedsConfig(Config):
+    """What each role of a kind needs of its node, on a Ray cluster."""
+
+    cpus: float = Field(default=0.0, ge=0)
+    gpus: float = Field(default=0.0, ge=0)
+    """GPUs; roles with less than one share it."""
+    memory_gb: float = Field(default=0.0, ge=0)
+    """Memory in gigabytes. Ray keeps it free; it does not limit the role."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Labels of the node, such as ``{pool = "gpu"}`` for nodes that were started with ``ray start --labels pool=gpu``."""
+
+
+class ResourcesConfig(Config):
+    """Places of the roles on a Ray cluster. A role without needs runs on any node."""
+
+    trainer: NeedsConfig = NeedsConfig()
+    engines: NeedsConfig = NeedsConfig()
+    agents: NeedsConfig = NeedsConfig()
+    rewards: NeedsConfig = NeedsConfig()
+
+    def needs(self) -> dict[str, Needs]:
+        """By kind of role."""
+        roles = {"trainer": self.trainer, "engines": self.engines, "agents": self.agents, "rewards": self.rewards}
+        return {
+            name: Needs(role.cpus, role.gpus, int(role.memory_gb * 1e9), role.labels) for name, role in roles.items()
+        }
+
+
 class RlRecipe(Config):
     """A whole run."""
 
@@ -547,6 +576,7 @@ class RlRecipe(Config):
     sandbox: SandboxConfig = SandboxConfig()
     failures: FailureConfig = FailureConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+    resources: ResourcesConfig = ResourcesConfig()
     store: str = "file"
     """Where groups, token logs and weights lie. ``file``: in the run folder, which all roles see. An address such as
     ``s3://bucket/runs``: in an object store. ``ray``: in the memory of the Ray cluster. Keys belong into the environment."""
@@ -605,6 +635,8 @@ class RlRecipe(Config):
             raise ValueError(
                 f"teachers: {self.loss.advantage!r} asks none; set loss.advantage to a function of your own, or leave them out"
             )
+        if self.runtime.kind == "local" and self.resources != ResourcesConfig():
+            raise ValueError("resources: places on a Ray cluster; start with --runtime ray, or leave the table out")
         if self.store not in ("file", "ray") and "://" not in self.store:
             raise ValueError(
                 f"store {self.store!r}: no such place; choose file, ray, or an address such as s3://bucket/runs"

@@ -33,6 +33,7 @@ from stretto.base.errors import UserError
 from stretto.runtime.actor import CLOSE_S, Actor, Connection, LocalCaller, Worker
 from stretto.runtime.runtime import (
     Handle,
+    Needs,
     Placement,
     Role,
     RoleDied,
@@ -233,7 +234,10 @@ class LocalRuntime(Runtime[_LocalRole]):
         (await self._server).close()
         self._folder.cleanup()
 
-    def _place(self, id: str, name: str, work: Work, placement: Placement, restarts: int) -> _LocalRole:
+    async def check(self, needs: Mapping[str, Needs]) -> None:
+        """Every role has its place on this machine."""
+
+    def _place(self, id: str, name: str, work: Work, placement: Placement, restarts: int, needs: Needs) -> _LocalRole:
         begin: Callable[[], _RoleThread | _RoleProcess]
         if placement is Placement.PROCESS:
             pickled, handle = _pickled(work, name), Handle(id, name, str(Path(self._folder.name) / id))

@@ -19,9 +19,11 @@ from typing import Any, Self
 
 from stretto.base.errors import UserError
 from stretto.runtime.runtime import (
+    NOTHING,
     START_DEADLINE_S,
     DeadlinePassed,
     Handle,
+    Needs,
     Placement,
     RoleDied,
     RoleState,
@@ -127,6 +129,7 @@ class ElasticPool:
         limits: Limits,
         deadline_s: float = START_DEADLINE_S,
         drain_s: float = 60.0,
+        needs: Needs = NOTHING,
     ):
         """``drain_s``: longest wait for the last calls of a worker that is being ended, in seconds."""
         self.name = name
@@ -135,7 +138,9 @@ class ElasticPool:
         """Reason why `lease` fails for all callers; None: it does not."""
         self._runtime = runtime
         self._drain_s = drain_s
-        self._spawn = functools.partial(runtime.spawn, role, *args, placement=placement, deadline_s=deadline_s)
+        self._spawn = functools.partial(
+            runtime.spawn, role, *args, placement=placement, deadline_s=deadline_s, needs=needs
+        )
         self._opened_s = time.monotonic()
         self._workers: list[_Worker] = []
         self._queue: deque[asyncio.Future[_Worker]] = deque()

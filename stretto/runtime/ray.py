@@ -18,13 +18,16 @@ from typing import Any, Self
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+import stretto
 from stretto.base.errors import UserError
 from stretto.runtime.actor import CLOSE_S, Actor, Worker
 from stretto.runtime.runtime import (
     Caller,
     DeadlinePassed,
     Handle,
+    Needs,
     Placement,
     Role,
     RoleDied,
@@ -41,6 +44,8 @@ _BEAT_S = 0.5
 _POLL_S = 0.05
 _CONNECT_S = 10.0
 """Longest wait for a cluster's answer, in seconds."""
+_VERSION_S = 30.0
+"""Longest wait for a node to name its version of the package, in seconds."""
 _log = logging.getLogger(__name__)
 
 
@@ -166,9 +171,32 @@ class RayRuntime(Runtime[_RayRole]):
         if self._owns_cluster:
             await asyncio.to_thread(ray.shutdown)
 
-    def _place(self, id: str, name: str, work: Work, placement: Placement, restarts: int) -> _RayRole:
-        # The role's own worker queues calls, so Ray must not.
-        actor = ray.remote(RoleActor).options(num_cpus=0, max_restarts=restarts, max_concurrency=10_000)
+    async def check(self, needs: Mapping[str, Needs]) -> None:
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        for role, need in needs.items():
+            if not any(_fits(node, need) for node in nodes):
+                described = "; ".join(_described(node) for node in nodes)
+                raise UserError(
+                    f"resources.{role}: no node has {_wanted(need)}; change it, or add such a node. The nodes: {described}"
+                )
+        if len(nodes) > 1:
+            own = _version()
+            for node, found in zip(nodes, await asyncio.gather(*map(_version_of, nodes)), strict=True):
+                if found != own:
+                    raise UserError(
+                        f"--address: node {node['NodeManagerAddress']} has {found}, this machine has {own}; install the same there"
+                    )
+
+    def _place(self, id: str, name: str, work: Work, placement: Placement, restarts: int, needs: Needs) -> _RayRole:
+        actor = ray.remote(RoleActor).options(
+            num_cpus=needs.cpus,
+            num_gpus=needs.gpus,
+            memory=needs.memory_bytes,
+            label_selector=dict(needs.labels),
+            scheduling_strategy="SPREAD",
+            max_restarts=restarts,
+            max_concurrency=10_000,  # the role's own worker queues calls, so Ray must not
+        )
         reference = ray.put(work)
         return _RayRole(Handle(id, name, actor.remote(name, [reference])), restarts, work=reference)
 
@@ -218,6 +246,46 @@ class RayRuntime(Runtime[_RayRole]):
                 with suppress(ActorUnavailableError, TimeoutError):
                     await asyncio.wait_for(asyncio.wrap_future(actor.look.remote().future()), CLOSE_S)
                 await asyncio.sleep(_POLL_S)
+
+
+def _fits(node: Mapping[str, Any], need: Needs) -> bool:
+    """Whether an empty ``node`` of `ray.nodes` has what a role needs."""
+    has, labels = node["Resources"], node.get("Labels", {})
+    amounts = {"CPU": need.cpus, "GPU": need.gpus, "memory": need.memory_bytes}
+    return all(has.get(name, 0) >= amount for name, amount in amounts.items()) and need.labels.items() <= labels.items()
+
+
+def _wanted(need: Needs) -> str:
+    amounts = {"CPUs": need.cpus, "GPUs": need.gpus, "GB of memory": need.memory_bytes / 1e9}
+    parts = [f"{amount:g} {name}" for name, amount in amounts.items() if amount]
+    return " and ".join(parts + [f"the label {name}={value}" for name, value in need.labels.items()])
+
+
+def _described(node: Mapping[str, Any]) -> str:
+    has, labels = node["Resources"], node.get("Labels", {})
+    own = ", ".join(f"{name}={value}" for name, value in labels.items() if not name.startswith("ray.io/"))
+    return (
+        f"{node['NodeManagerAddress']} has {has.get('CPU', 0):g} CPUs, {has.get('GPU', 0):g} GPUs, "
+        f"{has.get('memory', 0) / 1e9:.1f} GB, labels: {own or 'none'}"
+    )
+
+
+def _version() -> str:
+    return f"stretto {stretto.__version__}"
+
+
+async def _version_of(node: Mapping[str, Any]) -> str:
+    """`_version` on ``node``, or why there is none."""
+    there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    ref = ray.remote(_version).options(num_cpus=0, scheduling_strategy=there, max_retries=0).remote()
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(ref.future()), _VERSION_S)
+    except TimeoutError:
+        return f"not answered within {_VERSION_S:g} s"
+    except RayError as error:
+        lines = str(error).strip().splitlines()
+        missing = next((line for line in reversed(lines) if "No module named" in line), "")
+        return f"no stretto ({missing})" if missing else _reason(error)
 
 
 def _reason(error: Exception) -> str:

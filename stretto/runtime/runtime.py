@@ -22,7 +22,7 @@ import logging
 import math
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -72,6 +72,21 @@ class Placement(Enum):
     """In a thread of the driver's process, for torch, whose kernels release Python's lock."""
     PROCESS = "process"
     """In its own process, for Python code that computes, and for code that may crash or hang."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a role needs of its node in a cluster. On one machine there is no choice."""
+
+    cpus: float = 0.0
+    gpus: float = 0.0
+    """A role with a whole GPU sees it as ``cuda:0``; several roles with parts of one share it."""
+    memory_bytes: int = 0
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels of the node."""
+
+
+NOTHING = Needs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +273,7 @@ class Runtime(Caller, Generic[R]):
         placement: Placement,
         restarts: int = 0,
         deadline_s: float = START_DEADLINE_S,
+        needs: Needs = NOTHING,
     ) -> Handle:
         """Start a role and wait until its constructor has returned.
 
@@ -271,7 +287,7 @@ class Runtime(Caller, Generic[R]):
             DeadlinePassed: the constructor took too long; its process was killed.
             RoleDied: its process died before.
         """
-        spawned = self._place(uuid.uuid4().hex[:16], name, (role, args), placement, restarts)
+        spawned = self._place(uuid.uuid4().hex[:16], name, (role, args), placement, restarts, needs)
         spawned.deadline_s = deadline_s
         self._roles[spawned.handle.id] = spawned
         try:
@@ -325,7 +341,12 @@ class Runtime(Caller, Generic[R]):
         await asyncio.gather(*(self.kill(handle) for handle in self.handles()))
 
     @abstractmethod
-    def _place(self, id: str, name: str, work: Work, placement: Placement, restarts: int) -> R:
+    async def check(self, needs: Mapping[str, Needs]) -> None:
+        """Check that roles with ``needs``, by the name of the role, have a place.
+        Raises UserError: there is none, or a node has not this version of the package."""
+
+    @abstractmethod
+    def _place(self, id: str, name: str, work: Work, placement: Placement, restarts: int, needs: Needs) -> R:
         """Record of a role that is about to start."""
 
     @abstractmethod
