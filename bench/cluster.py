@@ -1,0 +1,174 @@
+"""RL on a Ray cluster of four nodes that share no folder, against the plain synchronous loop on one machine, to the bit.
+
+    python -m bench.cluster [--steps 4]
+
+Each node is a raylet with a ``/tmp`` of its own, in its own mount namespace (this needs root). The driver is on the first node; labels
+place trainer, engines, and agents and verifiers on the three others. Each run has a staleness of 0. An audit hook in every Python
+process of the three nodes counts attempts to open a file below the driver's folders. The control run has the store ``file``: it must
+fail, because no role finds the start checkpoint.
+Fails (exit code 1) if a run with another store differs from the plain loop or opens a foreign path, or if the control run works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from bench.common.measure import table, wide_console
+from bench.common.s3 import s3_server
+from bench.sync_equality import plain_run, recipe, start_of, whole_run
+from stretto.base.errors import UserError
+
+NODES = 4
+_ROLES = {"trainer": 1, "engines": 2, "agents": 3, "rewards": 3}
+"""Node of each kind of role; the driver is on node 0."""
+_DRIVER_FOLDER = "/tmp/driver"
+_HOOK = f"""
+import os, sys
+def hook(event, args):
+    if event in ("open", "os.listdir", "os.scandir") and str(args[0]).startswith("{_DRIVER_FOLDER}"):
+        with os.fdopen(os.open(os.environ["FOREIGN_LOG"], os.O_APPEND | os.O_CREAT | os.O_WRONLY), "a") as log:
+            log.write(f"{{args[0]}}\\n")
+sys.addaudithook(hook)
+"""
+
+
+def in_namespace(node_tmp: Path, *command: str) -> list[str]:
+    """``command`` with ``node_tmp`` as its /tmp."""
+    return ["unshare", "-m", "sh", "-c", 'mount --bind "$0" /tmp && exec "$@"', str(node_tmp), *command]
+
+
+@contextmanager
+def cluster(base: Path) -> Iterator[str]:
+    """Address of the cluster, with one folder of ``base`` as /tmp of each node."""
+    (base / "hook").mkdir()
+    (base / "hook" / "sitecustomize.py").write_text(_HOOK)
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}  # also of the driver
+    host = ray.util.get_node_ip_address()
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        address = f"{host}:{probe.getsockname()[1]}"
+    program, nodes = str(Path(sys.executable).with_name("ray")), list[subprocess.Popen[bytes]]()
+    try:
+        for number in range(NODES):
+            tmp, env = base / f"node-{number}", dict(os.environ)
+            tmp.mkdir()
+            if number:
+                env |= {
+                    "PYTHONPATH": f"{base / 'hook'}:{env.get('PYTHONPATH', '')}",
+                    "FOREIGN_LOG": str(base / "foreign.txt"),
+                }
+            role = [f"--address={address}"] if number else ["--head", f"--port={address.partition(':')[2]}"]
+            options = [f"--labels=node={number}", "--num-cpus=2", "--block"]
+            options += ["--object-store-memory=200000000", "--disable-usage-stats", "--include-dashboard=false"]
+            if number:
+                options.remove("--include-dashboard=false")
+            with (base / f"node-{number}.log").open("wb") as log:
+                command = in_namespace(tmp, program, "start", *role, *options)
+                nodes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+            while number == 0 and not _answers(address):
+                time.sleep(0.5)
+        yield address
+    finally:
+        for node in reversed(nodes):
+            end(psutil.Process(node.pid))
+
+
+def end(node: psutil.Process) -> None:
+    """End ``node`` with all its processes."""
+    processes = [*node.children(recursive=True), node]
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, 30)
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.partition(":")
+    with socket.socket() as sock:
+        return sock.connect_ex((host, int(port))) == 0
+
+
+def drive(address: str, store: str, steps: int, folder: Path, start: Path) -> dict[str, Any]:
+    """In the driver's namespace: run, and describe the result as JSON."""
+    resources = {role: {"labels": {"node": str(node)}} for role, node in _ROLES.items()}
+    chosen = recipe(steps, store=store, resources=resources, runtime={"kind": "ray", "address": address})
+    ray.init(address=address, logging_level="error")
+    while sum(node["Alive"] for node in ray.nodes()) < NODES:
+        time.sleep(0.5)
+    try:
+        found = whole_run(store, chosen, folder, start, lambda num, status: None)
+    except UserError as error:
+        return {"problem": str(error)}
+    return {"checksum": found.checksum, "wall_s": found.wall_s}
+
+
+def in_driver(base: Path, *arguments: str) -> dict[str, Any]:
+    """Result of `drive` with ``arguments`` in a process on the first node."""
+    command = in_namespace(base / "node-0", sys.executable, "-m", "bench.cluster", "--driver", *arguments)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=900)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--driver"]:
+        address, store, steps, folder, start = sys.argv[2:]
+        print("\n" + json.dumps(drive(address, store, int(steps), Path(folder), Path(start))))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=4)
+    options = parser.parse_args()
+    rows, is_broken = list[tuple[str, ...]](), False
+    base = Path(tempfile.mkdtemp(prefix="stretto-", dir="/var/tmp"))
+    with s3_server() as s3:
+        try:
+            first = recipe(options.steps)
+            start = start_of(first, base / "sft")
+            plain = plain_run(first, base / "plain", start, lambda num, status: None)
+            with cluster(base) as address:
+                shutil.copytree(start, base / "node-0" / "driver" / "start")
+                for number, (name, store) in enumerate({"ray": "ray", "s3": s3, "file (control)": "file"}.items()):
+                    foreign = base / "foreign.txt"
+                    foreign.unlink(missing_ok=True)
+                    folder = f"{_DRIVER_FOLDER}/run-{number}"
+                    found = in_driver(base, address, store, str(options.steps), folder, f"{_DRIVER_FOLDER}/start")
+                    num_foreign = len(foreign.read_text().splitlines()) if foreign.exists() else 0
+                    is_equal = found.get("checksum") == plain.checksum
+                    is_control = store == "file"
+                    is_broken |= is_equal == is_control or (num_foreign == 0) == is_control
+                    result = found.get("problem") or ("equal" if is_equal else "differs")
+                    aim = "fails" if is_control else "equal, 0"
+                    rows.append((name, result[:90], f"{num_foreign}", aim, f"{found.get('wall_s', 0):.1f}"))
+        finally:
+            shutil.rmtree(base)
+    made = table(
+        "Four nodes without a shared folder",
+        "store",
+        "weights against the plain loop",
+        "foreign opens",
+        "aim",
+        "wall s",
+    )
+    for row in rows:
+        made.add_row(*row)
+    wide_console().print(made)
+    sys.exit(is_broken)
+
+
+if __name__ == "__main__":
+    main()

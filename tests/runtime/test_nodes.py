@@ -1,0 +1,74 @@
+"""Places of roles on a cluster: what does not fit is refused before anything starts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from stretto.base.errors import UserError
+from stretto.runtime.runtime import Needs
+
+ray = pytest.importorskip("ray")
+
+NODE: dict[str, Any] = {
+    "NodeID": "a",
+    "Alive": True,
+    "NodeManagerAddress": "10.0.0.7",
+    "Resources": {"CPU": 8.0, "memory": 32e9},
+    "Labels": {"ray.io/node-id": "a", "pool": "cpu"},
+}
+GPU_NODE = NODE | {"NodeManagerAddress": "10.0.0.8", "Resources": {"CPU": 4.0, "GPU": 2.0}, "Labels": {"pool": "gpu"}}
+
+
+def check(monkeypatch: pytest.MonkeyPatch, needs: Needs, *nodes: dict[str, Any], version: str = "") -> None:
+    from stretto.runtime import ray as module
+
+    async def version_of(node: Any) -> str:
+        return version or module._version()
+
+    monkeypatch.setattr(ray, "nodes", lambda: list(nodes))
+    monkeypatch.setattr(module, "_version_of", version_of)
+    asyncio.run(module.RayRuntime(owns_cluster=False).check({"trainer": needs}))
+
+
+def test_needs_that_one_node_meets_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for needs in (Needs(), Needs(gpus=0.5, labels={"pool": "gpu"}), Needs(cpus=8, memory_bytes=int(30e9))):
+        check(monkeypatch, needs, NODE, GPU_NODE)
+
+
+@pytest.mark.parametrize(
+    ("needs", "wanted"),
+    [
+        (Needs(labels={"pool": "tpu"}), "the label pool=tpu"),
+        (Needs(cpus=8, labels={"pool": "gpu"}), "8 CPUs and the label pool=gpu"),
+        (Needs(gpus=4), "4 GPUs"),
+        (Needs(memory_bytes=int(64e9)), "64 GB of memory"),
+    ],
+)
+def test_needs_that_no_node_meets_are_refused_with_the_nodes(
+    needs: Needs, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=f"^resources.trainer: no node has {wanted}; ") as caught:
+        check(monkeypatch, needs, NODE, GPU_NODE, NODE | {"Alive": False, "Labels": needs.labels})
+    assert "10.0.0.7 has 8 CPUs, 0 GPUs, 32.0 GB, labels: pool=cpu" in str(caught.value)
+    assert "ray.io" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_node_with_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"^--address: node 10.0.0.7 has stretto 0.0.1, this machine has stretto "):
+        check(monkeypatch, Needs(), NODE, GPU_NODE, version="stretto 0.0.1")
+
+
+@pytest.mark.slow
+def test_a_real_cluster_without_the_label_is_refused_at_once() -> None:
+    from stretto.runtime.ray import RayRuntime
+
+    async def run() -> None:
+        async with await RayRuntime.open("local") as runtime:
+            await runtime.check({"engines": Needs(cpus=1)})
+            with pytest.raises(UserError, match=r"^resources.engines: no node has the label pool=gpu"):
+                await runtime.check({"engines": Needs(labels={"pool": "gpu"})})
+
+    asyncio.run(run())
