@@ -220,6 +220,7 @@ def _trainer_rank(job: Job, files: RunFiles, rank: int, device: str, caller: Cal
     from stretto.learning.trainer import TrainerRank, TrainerRole
 
     kind = TrainerRole if files.is_shared else RemoteTrainer
+    device = _OWN_GPU if job.recipe.resources.trainer.gpus else device
     opened = partial(kind, job.recipe, files.folder_here(), files.start_here(), stage=job.stage, store=files.store)
     return TrainerRank(opened, job.recipe.trainer, rank, device, caller)
 
