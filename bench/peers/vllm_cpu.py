@@ -1,7 +1,7 @@
 """Worker extension for vLLM 0.32 on a CPU: reloaded weights reach its packed copies. For ``--worker-extension-cls bench.peers.vllm_cpu.Repacked``.
 
 vLLM packs the weights of experts and of a tied head for its CPU kernels when it loads them first. `reload_weights` leaves the packed head
-as it is, and copies unpacked experts over packed ones. It reports no error, and the log-probabilities are wrong (docs/log/cluster.md).
+as it is, and copies unpacked experts over packed ones. It reports no error, and the log-probabilities are wrong (docs/log/rl.md).
 """
 
 from __future__ import annotations

