@@ -128,7 +128,7 @@ async def _attempt(
     try:
         if resumes:
             await asyncio.to_thread(sweep, job.folder, files.store, ledger)
-        controller = Controller(_limits(recipe), prompts.task, ledger)
+        controller = Controller(controller_limits(recipe), prompts.task, ledger)
         lost = await asyncio.to_thread(files.store.missing, [ref.location for ref in ledger.ready_groups()])
         if lost:
             controller.vanished([ref.ordinal for ref in ledger.ready_groups() if ref.location in lost])
@@ -149,7 +149,8 @@ async def _attempt(
         ledger.close()
 
 
-def _limits(recipe: RlRecipe) -> Limits:
+def controller_limits(recipe: RlRecipe) -> Limits:
+    """The settings of ``recipe`` that the controller needs."""
     rollout, train = recipe.rollout, recipe.train
     # If groups wait for slow tools and verifiers, the engines have places for all of them.
     is_fast = rollout.max_turns == 1 and not SourceTables(recipe.sources, recipe.sandbox).are_slow

@@ -100,11 +100,9 @@ class Memory:
         return sum(getattr(self, each.name) for each in fields(self))
 
 
-def layer_bytes(config: ModelConfig, length: int, dtype: Dtype, *, packed: bool, ep: int) -> tuple[float, float, float]:
+def layer_bytes(config: ModelConfig, dtype: Dtype, ep: int) -> tuple[float, float, float]:
     """Of one layer: bytes per token that autograd keeps, bytes per token of temporaries in its backward pass, and bytes per slot
     (a token at one of its experts) that the all-to-all of expert parallelism needs.
-
-    ``packed``: rows have a mask of their own, so that the scores' mask [T, T] is kept.
     """
     each, hidden = (WIDE if dtype == "float32" else 2), config.hidden_size
     latent = config.latent
@@ -121,7 +119,6 @@ def layer_bytes(config: ModelConfig, length: int, dtype: Dtype, *, packed: bool,
         turned = 0
     if config.qk_norm or config.qk_norm_wide:
         kept += turned * (WIDE + (each if is_mixed else 0)) + WIDE * (heads + kv_heads)
-    kept += length if packed else 0
     temporary = each * 3 * (heads + 2 * kv_heads) * width
     if not config.num_moe_layers:
         inner = config.dense_intermediate_size
@@ -156,20 +153,24 @@ def training_memory(
     Args:
         length: tokens per row.
         teacher_params: parameters of networks that only score.
-        packed: rows hold several documents, as in RL and SFT.
+        packed: rows hold several documents, as in RL and SFT, so that there is a mask [T, T] for each.
         taught: a chunk's logits of a teacher are in memory too.
         repeats: a micro-batch has several backward passes, so that gradients exist during the second.
     """
     parts, each = sizes(config), (WIDE if dtype == "float32" else 2)
     ranks, num_tokens, num_layers = layout.ranks, layout.rows * length, config.num_layers
     held = parts.replicated + (parts.total - parts.replicated) / ranks
-    kept, temporary, exchange = layer_bytes(config, length, dtype, packed=packed, ep=layout.ep)
+    kept, temporary, exchange = layer_bytes(config, dtype, layout.ep)
     # without FSDP, autocast keeps a bf16 copy of each weight for the backward pass
     casts = (parts.total - parts.outer) / num_layers * each if dtype != "float32" and ranks == 1 else 0.0
     layer = num_tokens * kept + casts
     stream = num_tokens * config.hidden_size * WIDE
     # with recompute, a layer keeps its input, and all of its activations only during its own backward pass
-    activations = num_layers * (stream if layout.recompute else layer) + 3 * stream + num_tokens * 40
+    activations = (
+        num_layers * (stream if layout.recompute else layer)
+        + 3 * stream
+        + num_tokens * (40 + (length if packed else 0))
+    )
     recomputed = layer if layout.recompute else 0.0
     by_muon = (parts.total - parts.outer - parts.replicated) / ranks if optimiser == "muon" else 0.0
     states = WIDE * (2 * held - by_muon)  # two moments for AdamW, one for Muon

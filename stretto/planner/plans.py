@@ -23,9 +23,9 @@ from stretto.train.recipe import ElasticConfig, Recipe
 
 HANDOVER = 5e9
 """Bytes per second at which weights reach an engine (assumed: the aim of issue 29)."""
-SIMULATED_STEPS = 6
+SIMULATED_STEPS = 4
 """Steps that a simulation counts, beside those that fill the pipeline."""
-MOST_SIMULATED = 4
+MOST_SIMULATED = 3
 """Layouts that a sweep of an RL recipe simulates: those with the highest bound on their speed."""
 MOST_GPUS_OF_ENGINE = 8
 _MOST_EP = 64
@@ -372,10 +372,10 @@ class _Rl:
         }
         answer, spread = self.answer, workload.answer_spread
 
-        def tokens(rng: Any) -> float:
-            return min(rollout.max_tokens, rng.lognormvariate(math.log(answer) - spread**2 / 2, spread))
+        def tokens(rng: Any, ordinal: int) -> float:
+            return max(1.0, min(rollout.max_tokens, rng.lognormvariate(math.log(answer) - spread**2 / 2, spread)))
 
-        def verdict(rng: Any) -> float:
+        def verdict(rng: Any, ordinal: int) -> float:
             if not workload.verdict_s:
                 return 0.0
             return rng.lognormvariate(
@@ -389,7 +389,7 @@ class _Rl:
             batch=self.batch,
             decode_s=each.__getitem__,
             tokens=tokens,
-            step_s=lambda rng: step_s,
+            step_s=lambda rng, step: step_s,
             prefill_s=half * prefill_s(self.config, self.prompt, self.engine_bytes, hardware, gpus),
             verifiers=workload.verifiers or recipe.runtime.rewards.max,
             verdict_s=verdict,

@@ -20,7 +20,8 @@ from stretto.base.trajectory import GroupRef, Task
 from stretto.flow.controller import Controller, Dispatch, Limits
 from stretto.flow.ledger import Ledger
 
-Draw = Callable[[random.Random], float]
+Draw = Callable[[random.Random, int], float]
+"""A random time or number, for the group of this ordinal or for the step of this number (from 0)."""
 BUSY = 0.9
 """Share of the time from which a part counts as the limit."""
 
@@ -45,7 +46,7 @@ class Roles:
     """Time of a group's prompt, for which its engine's steps wait."""
     verifiers: int = 1
     """Answers judged at once."""
-    verdict_s: Draw = lambda rng: 0.0
+    verdict_s: Draw = lambda rng, ordinal: 0.0
     store_s: float = 0.0
     """Time from the last verdict of a group until it is ready."""
     publish_s: float = 0.0
@@ -79,6 +80,7 @@ class Simulated:
 class _Engine:
     """Sequences of one engine, measured in tokens that each sequence has got since the start (``progress``)."""
 
+    number: int
     progress: float = 0.0
     at_s: float = 0.0
     """Time up to which ``progress`` is known; in the future while the engine computes a prompt or loads weights."""
@@ -86,7 +88,6 @@ class _Engine:
     """Heap of (progress at which the sequence ends, tie-breaker, ordinal)."""
     waiting: deque[tuple[float, int]] = field(default_factory=deque)
     load: int = 0
-    version: int = 0
     next_event: int = -1
     """Number of the event that ends its next sequence; older ones are void."""
     place_s: float = 0.0
@@ -112,7 +113,9 @@ class _Run:
         self._controller = Controller(roles.limits, self._task, self.ledger, lambda: self.now)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._engines = [_Engine() for _ in range(roles.engines)]
+        self._engines = [_Engine(number) for number in range(roles.engines)]
+        self._loads = [(0, number) for number in range(roles.engines)]
+        self._version = 0  # of the engines
         self._versions: dict[int, int] = {}
         self._left: dict[int, int] = {}  # by ordinal, answers without a verdict
         self._queue: deque[int] = deque()  # ordinals of answers that wait for a verifier
@@ -168,7 +171,7 @@ class _Run:
             return
         if self._controller.next_batch() is not None:
             self._is_training = True
-            seconds = self.roles.step_s(self._rng)
+            seconds = self.roles.step_s(self._rng, self._controller.version)
             self._trainer_s += seconds + self.roles.publish_s
             self._after(seconds, self._trained)
 
@@ -180,31 +183,42 @@ class _Run:
 
     def _published(self, version: int) -> None:
         self._is_training = False
-        for number, engine in enumerate(self._engines):
-            self._after(self.roles.deliver_s, partial(self._load, number, engine, version))
+        self._after(self.roles.deliver_s, partial(self._load, version))
         self._turn()
 
-    def _load(self, number: int, engine: _Engine, version: int) -> None:
-        self._pause(engine, self.roles.activate_s)
-        self._after(self.roles.activate_s, partial(self._activate, number, engine, version))
+    def _load(self, version: int) -> None:
+        """All engines begin to load ``version``."""
+        for engine in self._engines:
+            self._pause(engine, self.roles.activate_s)
+        self._after(self.roles.activate_s, partial(self._activate, version))
 
-    def _activate(self, number: int, engine: _Engine, version: int) -> None:
-        if version > engine.version:
-            engine.version = version
-            self._controller.engine_active(str(number), version)
-            self._turn()
+    def _activate(self, version: int) -> None:
+        self._version = max(version, self._version)
+        for number in range(self.roles.engines):
+            self._controller.engine_active(str(number), self._version)
+        self._turn()
 
     def _dispatch(self, dispatch: Dispatch) -> None:
         ordinal = dispatch.task.ordinal
         self._controller.attempt_begun(ordinal, dispatch.attempt)
-        engine = min(self._engines, key=lambda each: each.load)
+        engine = self._least_loaded()
         self._left[ordinal] = self.roles.group
-        self._versions[ordinal] = engine.version
-        engine.load += self.roles.group
+        self._versions[ordinal] = self._version
+        self._add_load(engine, self.roles.group)
         self._advance(engine)
         for _ in range(self.roles.group):
-            engine.waiting.append((max(1.0, self.roles.tokens(self._rng)), ordinal))
+            engine.waiting.append((self.roles.tokens(self._rng, ordinal), ordinal))
         self._pause(engine, self.roles.prefill_s)
+
+    def _least_loaded(self) -> _Engine:
+        """The engine with the fewest samples. Entries of the heap are void once the engine's load has changed."""
+        while self._loads[0][0] != self._engines[self._loads[0][1]].load:
+            heapq.heappop(self._loads)
+        return self._engines[self._loads[0][1]]
+
+    def _add_load(self, engine: _Engine, num: int) -> None:
+        engine.load += num
+        heapq.heappush(self._loads, (engine.load, engine.number))
 
     def _advance(self, engine: _Engine) -> None:
         """Bring ``engine`` up to now, unless it computes something else until later."""
@@ -239,7 +253,7 @@ class _Run:
         engine.progress = max(engine.progress, engine.running[0][0])  # rounding may leave it a little before its end
         while engine.running and engine.running[0][0] <= engine.progress:
             _, _, ordinal = heapq.heappop(engine.running)
-            engine.load -= 1
+            self._add_load(engine, -1)
             self._queue.append(ordinal)
         self._judge()
         self._plan(engine)
@@ -248,9 +262,10 @@ class _Run:
         """Give waiting answers to free verifiers."""
         while self._queue and self._judging < self.roles.verifiers:
             self._judging += 1
-            seconds = self.roles.verdict_s(self._rng)
+            ordinal = self._queue.popleft()
+            seconds = self.roles.verdict_s(self._rng, ordinal)
             self._verifier_s += seconds
-            self._after(seconds, partial(self._judged, self._queue.popleft()))
+            self._after(seconds, partial(self._judged, ordinal))
 
     def _judged(self, ordinal: int) -> None:
         self._judging -= 1

@@ -22,8 +22,8 @@ def roles(staleness: int = 4, steps: int = 20, **changes: Any) -> Roles:
         "engines": 1,
         "batch": 4,
         "decode_s": lambda batch: DECODE_S,
-        "tokens": lambda rng: TOKENS,
-        "step_s": lambda rng: 0.01,
+        "tokens": lambda rng, number: TOKENS,
+        "step_s": lambda rng, number: 0.01,
         "verifiers": 64,
     }
     return Roles(**given | changes)
@@ -38,20 +38,20 @@ def test_engines_limit_by_their_tokens_per_second(engines: int) -> None:
 
 @pytest.mark.parametrize("verifiers", [1, 2, 4])
 def test_verifiers_limit_by_their_verdicts_per_second(verifiers: int) -> None:
-    found = simulate(roles(engines=8, verifiers=verifiers, verdict_s=lambda rng: 1.0))
+    found = simulate(roles(engines=8, verifiers=verifiers, verdict_s=lambda rng, number: 1.0))
     assert found.limit == "verifiers"
     assert found.samples_per_s == pytest.approx(verifiers, rel=0.06)
 
 
 def test_the_trainer_limits_by_its_steps_per_second() -> None:
-    found = simulate(roles(engines=8, step_s=lambda rng: 4.0, publish_s=1.0))
+    found = simulate(roles(engines=8, step_s=lambda rng, number: 4.0, publish_s=1.0))
     assert found.limit == "trainer"
     assert found.samples_per_s == pytest.approx(16 / 5.0, rel=0.02)
 
 
 def test_at_staleness_0_the_roles_take_turns() -> None:
     found = simulate(
-        roles(staleness=0, engines=4, step_s=lambda rng: 0.5, deliver_s=0.1, activate_s=0.2, prefill_s=0.05)
+        roles(staleness=0, engines=4, step_s=lambda rng, number: 0.5, deliver_s=0.1, activate_s=0.2, prefill_s=0.05)
     )
     # prompt, tokens, step, and the way of the weights, one after the other
     assert found.samples_per_s == pytest.approx(16 / (0.05 + 0.5 + 0.5 + 0.1 + 0.2), rel=0.02)
@@ -61,11 +61,11 @@ def test_at_staleness_0_the_roles_take_turns() -> None:
 
 @pytest.mark.parametrize("staleness", [1, 2, 8])
 def test_the_bound_on_staleness_holds(staleness: int) -> None:
-    spread = {"tokens": lambda rng: rng.lognormvariate(3.0, 1.0), "uniform": 0.2}
-    found = simulate(roles(staleness=staleness, engines=2, step_s=lambda rng: 0.3, **spread))
+    spread = {"tokens": lambda rng, number: rng.lognormvariate(3.0, 1.0), "uniform": 0.2}
+    found = simulate(roles(staleness=staleness, engines=2, step_s=lambda rng, number: 0.3, **spread))
     assert 0 < found.max_staleness <= staleness
 
 
 def test_equal_seeds_give_equal_runs() -> None:
-    spread = roles(tokens=lambda rng: rng.lognormvariate(3.0, 1.0))
+    spread = roles(tokens=lambda rng, number: rng.lognormvariate(3.0, 1.0))
     assert simulate(spread, 1) == simulate(spread, 1) != simulate(spread, 2)
