@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from typing import Any, Literal
 
 from pydantic import Field
@@ -95,7 +96,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Layouts of a recipe on a cluster, the fastest that fits first."""
+    """Layouts of a recipe on a cluster, the fastest that fits first. Layouts that are neither faster nor smaller are left out."""
 
     recipe: str
     kind: Literal["pretrain", "rl"]
@@ -160,10 +161,13 @@ def plan_pretrain(recipe: Recipe, name: str, cluster: Cluster, sweep: bool, pric
         facts = (config, layout, train.seq_len, dtype, recipe.optim.name)
         memory = training_memory(*facts, taught=taught, repeats=repeats)
         step = step_time(*facts, hardware, extra_forwards=extra)
-        tried.append(_prediction(layout, memory, step, cluster, train.steps, train.rows * train.seq_len, price))
-    notes = []
-    if extra:
-        notes.append("Smaller Subnets are counted as the full network: an upper bound of their time.")
+        num_tokens = train.rows * train.seq_len
+        tried.append(_prediction(layout, memory, step, step.total, step.limit, cluster, train.steps, num_tokens, price))
+    notes = ["Smaller Subnets are counted as the full network: an upper bound of their time."] if extra else []
+    if not sweep and own.micro_rows % own.ranks:
+        notes.append(
+            f"{own.ranks} ranks do not divide the {own.micro_rows} rows of a micro-batch: some compute padding."
+        )
     return _plan(name, "pretrain", cluster, config, dtype, train.steps, tried, len(tried), notes)
 
 
@@ -217,10 +221,7 @@ def _why_undivided(config: ModelConfig, ranks: int, ep: int) -> str | None:
 
 def _check(layout: Layout, config: ModelConfig, cluster: Cluster) -> None:
     """Raise `UserError` if ``layout`` cannot be divided."""
-    problem = _why_undivided(config, layout.ranks, layout.ep)
-    if problem is None and layout.micro_rows % layout.ranks:
-        problem = f"{layout.micro_rows} rows of a micro-batch cannot be shared by {layout.ranks} ranks; use a multiple"
-    if problem is not None:
+    if (problem := _why_undivided(config, layout.ranks, layout.ep)) is not None:
         raise UserError(f"--gpus {cluster}: {problem}, or let --sweep choose")
 
 
@@ -231,20 +232,21 @@ def _dtype(asked: str, hardware: Hardware) -> Dtype:
 
 
 def _prediction(
-    layout: Layout, memory: Memory, step: StepTime, cluster: Cluster, steps: int, num_tokens: float, price: float | None
+    layout: Layout,
+    memory: Memory,
+    step: StepTime,
+    step_s: float,
+    limit: str,
+    cluster: Cluster,
+    steps: int,
+    num_tokens: float,
+    price: float | None,
 ) -> Prediction:
-    hours = steps * step.total / 3600 * cluster.num
-    return Prediction(
-        layout=layout,
-        memory=memory,
-        available=cluster.hardware.memory * (1 - cluster.hardware.reserved),
-        step=step,
-        step_s=step.total,
-        limit=step.limit,
-        tokens_per_s=num_tokens / step.total,
-        gpu_hours=hours,
-        dollars=None if price is None else price * hours,
-    )
+    """``num_tokens``: of one step."""
+    hours, hardware = steps * step_s / 3600 * cluster.num, cluster.hardware
+    dollars = None if price is None else price * hours
+    available = hardware.memory * (1 - hardware.reserved)
+    return Prediction(layout, memory, available, step, step_s, limit, num_tokens / step_s, hours, dollars)
 
 
 def _plan(
@@ -264,13 +266,16 @@ def _plan(
             f"--gpus {cluster}: no layout divides the recipe's rows and experts; change train.rows, or the number"
         )
     fitting = [each for each in found if each.fits]
-    # what does not fit is shown by how little it lacks
-    ordered = sorted(fitting, key=lambda each: each.step_s) or sorted(found, key=lambda each: each.peak)
+    ordered = sorted(fitting, key=lambda each: (float(f"{each.step_s:.4g}"), each.peak))
+    if kind == "pretrain":  # a slower layout is worth showing if it needs less memory than all faster ones
+        least = [math.inf, *accumulate((each.peak for each in ordered), min)]
+        ordered = [each for each, before in zip(ordered, least, strict=False) if each.peak < before]
+    ordered = ordered or sorted(found, key=lambda each: each.peak)  # what does not fit, by how little it lacks
     most_ranks = max(each.layout.ranks for each in ordered)
     sources = sources_of(cluster.hardware, dtype, engines=kind == "rl", ranks=most_ranks)
     if not fitting:
-        least = size_in_bytes(ordered[0].peak)
-        notes = [*notes, f"No layout fits: the smallest needs {least} of {size_in_bytes(ordered[0].available)}."]
+        needed = size_in_bytes(ordered[0].peak)
+        notes = [*notes, f"No layout fits: the smallest needs {needed} of {size_in_bytes(ordered[0].available)}."]
     return Plan(
         recipe=name,
         kind=kind,
@@ -300,6 +305,31 @@ class _Rl:
     def alone(self) -> bool:
         """Whether trainer and engines share one accelerator."""
         return self.cluster.num == 1
+
+    @property
+    def usable(self) -> float:
+        """Bytes of an accelerator."""
+        return self.cluster.hardware.memory * (1 - self.cluster.hardware.reserved)
+
+    @property
+    def gpus_of_engine(self) -> int:
+        """Accelerators over which an engine is split, until it fits."""
+        needed = self.engine_memory().total / self.usable
+        return next((each for each in (1, 2, 4) if needed <= each), MOST_GPUS_OF_ENGINE)
+
+    def engines(self, layout: Layout) -> int:
+        return self.recipe.rollout.engines if self.alone else (self.cluster.num - layout.ranks) // self.gpus_of_engine
+
+    def decode_s(self, batch: int) -> float:
+        hardware, gpus = self.cluster.hardware, self.gpus_of_engine
+        seconds = decode_s(self.config, batch, self.context, self.engine_bytes, hardware, gpus)
+        return 2 * seconds if self.alone else seconds
+
+    def bound_s(self, layout: Layout) -> float:
+        """A lower bound of the time of a step: that of the slower of trainer and engines."""
+        num_tokens = self.recipe.train.prompts * self.recipe.rollout.group * self.answer
+        rate = self.batch * self.engines(layout) / self.decode_s(self.batch)
+        return max(self.step(layout).total, num_tokens / rate)
 
     @property
     def dtype(self) -> Dtype:
@@ -357,8 +387,8 @@ class _Rl:
         # on a CPU the copy of the weights that is being published is in the same memory
         return replace(memory, teacher=memory.teacher + (WIDE * total if self.cluster.hardware.name == "cpu" else 0))
 
-    def roles(self, layout: Layout, engines: int, gpus: int) -> Roles:
-        recipe, workload, hardware = self.recipe, self.workload, self.cluster.hardware
+    def roles(self, layout: Layout) -> Roles:
+        recipe, workload, hardware, engines = self.recipe, self.workload, self.cluster.hardware, self.engines(layout)
         train, rollout, half = recipe.train, recipe.rollout, 2.0 if self.alone else 1.0
         capacity = engines * self.batch // rollout.group if rollout.max_turns == 1 and not workload.verdict_s else None
         window = recipe.window or default_window(train.prompts, recipe.staleness, capacity and max(1, capacity))
@@ -366,10 +396,7 @@ class _Rl:
         limits = Limits(train.prompts, recipe.staleness, window, lease_s=math.inf, num_steps=steps)
         step_s = half * self.step(layout).total
         weights = count(self.config, self.config.full()).total_params * self.engine_bytes
-        each = {
-            batch: half * decode_s(self.config, batch, self.context, self.engine_bytes, hardware, gpus)
-            for batch in range(1, self.batch + 1)
-        }
+        each = {batch: self.decode_s(batch) for batch in range(1, self.batch + 1)}
         answer, spread = self.answer, workload.answer_spread
 
         def tokens(rng: Any, ordinal: int) -> float:
@@ -390,7 +417,7 @@ class _Rl:
             decode_s=each.__getitem__,
             tokens=tokens,
             step_s=lambda rng, step: step_s,
-            prefill_s=half * prefill_s(self.config, self.prompt, self.engine_bytes, hardware, gpus),
+            prefill_s=half * prefill_s(self.config, self.prompt, self.engine_bytes, hardware, self.gpus_of_engine),
             verifiers=workload.verifiers or recipe.runtime.rewards.max,
             verdict_s=verdict,
             publish_s=2 * WIDE * weights / self.engine_bytes / hardware.bandwidth,
@@ -407,38 +434,36 @@ def plan_rl(
     sweep: bool,
     price: float | None,
     workload: Workload,
-    trainer: tuple[int, int] = (1, 1),
 ) -> Plan:
-    """The recipe with one trainer of ``trainer`` (ranks, ep) and engines on all other accelerators, or (``sweep``) every split.
-    Raises `UserError`: it cannot be divided."""
+    """The recipe's own trainer ranks with engines on all other accelerators, or (``sweep``) every split. Raises `UserError`: it cannot
+    be divided."""
     facts = _Rl(recipe, config, cluster, workload, price)
-    usable = cluster.hardware.memory * (1 - cluster.hardware.reserved)
-    engine = facts.engine_memory().total
-    gpus = next((each for each in (1, 2, 4, 8) if engine / each <= usable), MOST_GPUS_OF_ENGINE)
-    own = Layout(*trainer, recipe.train.micro_rows, 1)
+    train, ranks, gpus = recipe.train, recipe.trainer.ranks, facts.gpus_of_engine
+    own = Layout(ranks, recipe.trainer.ep, train.micro_rows, 1)
     layouts: Iterable[Layout] = [own]
     if sweep:
-        layouts = _rl_layouts(config, recipe.train.micro_rows, cluster.num - (0 if facts.alone else gpus))
+        layouts = _rl_layouts(config, train.micro_rows, cluster.num - (0 if facts.alone else gpus))
     else:
         _check(own, config, cluster)
-        if not facts.alone and cluster.num - trainer[0] < gpus:
+        if train.micro_rows % ranks:
             raise UserError(
-                f"--gpus {cluster}: {trainer[0]} trainer ranks leave {cluster.num - trainer[0]} GPUs, and an engine needs {gpus}; "
-                "take more, or let --sweep choose"
+                f"{name}: trainer.ranks: {ranks} ranks cannot share train.micro_rows {train.micro_rows}; use a multiple"
             )
-    by_ranks: dict[int, tuple[tuple[bool, float], Layout]] = {}
-    num_tried = 0
-    for layout in map(facts.passes, layouts):
-        num_tried += 1
-        rank = (facts.memory(layout).total > usable, facts.step(layout).total)
-        if layout.ranks not in by_ranks or rank < by_ranks[layout.ranks][0]:
-            by_ranks[layout.ranks] = rank, layout
-    bounds = sorted(
-        (_fastest(facts, layout, gpus), lacks, number) for number, ((lacks, _), layout) in enumerate(by_ranks.values())
-    )
-    chosen = sorted(bounds, key=lambda each: (each[1], each[0]))[:MOST_SIMULATED]
-    best = [list(by_ranks.values())[number][1] for *_, number in chosen]
-    found = [_simulated(facts, layout, gpus) for layout in best]
+        if not facts.alone and facts.engines(own) < 1:
+            raise UserError(
+                f"--gpus {cluster}: {ranks} trainer ranks leave {cluster.num - ranks}, and an engine needs {gpus}; take more, or let "
+                "--sweep choose"
+            )
+    tried = [facts.passes(layout) for layout in layouts]
+    fastest: dict[
+        int, tuple[bool, float, int]
+    ] = {}  # by ranks: whether it lacks memory, bound of its time, place in ``tried``
+    for place, layout in enumerate(tried):
+        lacks = facts.memory(layout).total > facts.usable
+        key = (lacks, facts.bound_s(layout), place)
+        fastest[layout.ranks] = min(key, fastest.get(layout.ranks, key))
+    best = [tried[place] for *_, place in sorted(fastest.values())[:MOST_SIMULATED]]
+    found = [_simulated(facts, layout) for layout in best]
     notes = []
     if workload.answer_tokens is None:
         notes.append(
@@ -450,19 +475,7 @@ def plan_rl(
         )
     if facts.alone:
         notes.append("Trainer and engine share one accelerator, each at half its speed (assumed).")
-    return _plan(name, "rl", cluster, config, facts.dtype, recipe.train.steps, found, num_tried, notes)
-
-
-def _engines(facts: _Rl, layout: Layout, gpus: int) -> int:
-    return facts.recipe.rollout.engines if facts.alone else (facts.cluster.num - layout.ranks) // gpus
-
-
-def _fastest(facts: _Rl, layout: Layout, gpus: int) -> float:
-    """A lower bound of the time of a step: that of the slower of trainer and engines."""
-    rollout, batch = facts.recipe.rollout, facts.batch
-    num_tokens = facts.recipe.train.prompts * rollout.group * facts.answer
-    each = decode_s(facts.config, batch, facts.context, facts.engine_bytes, facts.cluster.hardware, gpus)
-    return max(facts.step(layout).total, num_tokens * each / (batch * _engines(facts, layout, gpus)))
+    return _plan(name, "rl", cluster, config, facts.dtype, train.steps, found, len(tried), notes)
 
 
 def _rl_layouts(config: ModelConfig, micro_rows: int, most: int) -> Iterator[Layout]:
@@ -473,22 +486,19 @@ def _rl_layouts(config: ModelConfig, micro_rows: int, most: int) -> Iterator[Lay
                     yield Layout(ranks, ep, rows, 1)
 
 
-def _simulated(facts: _Rl, layout: Layout, gpus: int) -> Prediction:
-    recipe, engines = facts.recipe, _engines(facts, layout, gpus)
-    found = simulate(facts.roles(layout, engines, gpus))
-    num_samples = recipe.train.prompts * recipe.rollout.group
-    step_s, step = num_samples / found.samples_per_s, facts.step(layout)
-    base = _prediction(layout, facts.memory(layout), step, facts.cluster, recipe.train.steps, 1.0, facts.price)
-    hours = recipe.train.steps * step_s / 3600 * facts.cluster.num
+def _simulated(facts: _Rl, layout: Layout) -> Prediction:
+    recipe, engines, step = facts.recipe, facts.engines(layout), facts.step(layout)
+    found = simulate(facts.roles(layout))
+    step_s = recipe.train.prompts * recipe.rollout.group / found.samples_per_s
+    limit = f"trainer: {step.limit}" if found.limit == "trainer" else found.limit
+    num_tokens = recipe.train.prompts * recipe.rollout.group * facts.answer
+    base = _prediction(
+        layout, facts.memory(layout), step, step_s, limit, facts.cluster, recipe.train.steps, num_tokens, facts.price
+    )
     return replace(
         base,
-        step_s=step_s,
-        limit=f"trainer: {step.limit}" if found.limit == "trainer" else found.limit,
-        tokens_per_s=found.samples_per_s * facts.answer,
-        gpu_hours=hours,
-        dollars=None if facts.price is None else facts.price * hours,
         engines=0 if facts.alone else engines,
-        gpus_of_engine=gpus,
+        gpus_of_engine=facts.gpus_of_engine,
         engine_memory=facts.engine_memory(),
         simulated=found,
     )

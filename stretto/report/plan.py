@@ -74,7 +74,7 @@ def plan_figure(plan: Plan) -> Figure:
     _bars(memory, parts)
     memory.axvline(shown[0].available / 2**30, color=INK, linewidth=1.4, linestyle=(0, (3, 2)), zorder=4)
     style.subtitle(
-        memory, ["dotted: what an accelerator has", "trainer" if plan.kind == "rl" else "the peak of a step"]
+        memory, ["dashed: what an accelerator has", "trainer" if plan.kind == "rl" else "the peak of a step"]
     )
     style.dress(time, "Time of a step", "seconds", "", grid="x")
     _bars(time, [_times(each) for each in shown])
@@ -106,7 +106,7 @@ def _bars(axes: Axes, rows: list[dict[str, float]]) -> None:
         axes.barh(
             range(len(rows)), widths, left=lefts, height=0.6, color=colour, edgecolor="white", label=name, zorder=2
         )
-    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.13), ncols=5, frameon=False, fontsize=TEXT_PT - 2)
+    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.13), ncols=4, frameon=False, fontsize=TEXT_PT - 2)
 
 
 def write_plan(plan: Plan, path: Path) -> None:

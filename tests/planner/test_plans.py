@@ -43,7 +43,6 @@ def test_a_network_too_large_does_not_fit_and_says_how_much_it_lacks() -> None:
 @pytest.mark.parametrize(
     ("gpus", "settings", "words"),
     [
-        ("16xH100", [], "8 rows of a micro-batch cannot be shared by 16 ranks"),
         ("4xH100", ["train.ep=8"], "ep 8 does not divide 4 ranks"),
         ("6xH100", ["train.rows=24", "train.ep=2"], "copies cannot split"),
     ],
@@ -97,3 +96,16 @@ def test_the_measured_step_is_predicted() -> None:
     for dtype, measured in (("bfloat16", 72_073), ("float32", 14_684)):
         step = step_time(config, Layout(1, 1, 8, 1), 2048, dtype, "adamw", hardware)  # type: ignore[arg-type]
         assert 16_384 / step.total == pytest.approx(measured, rel=0.05)
+
+
+def test_ranks_that_do_not_divide_the_rows_compute_padding() -> None:
+    divided, padded = stretto.plan("small", "8xH100"), stretto.plan("small", "12xH100")
+    assert padded.best.layout.rows == divided.best.layout.rows == 1
+    assert any("padding" in note for note in padded.notes) and not any("padding" in note for note in divided.notes)
+
+
+def test_the_trainer_ranks_of_an_rl_recipe_count() -> None:
+    one, four = (stretto.plan("rl_gym", "8xH100", settings=[f"trainer.ranks={num}"]).best for num in (1, 4))
+    assert (one.layout.ranks, one.engines, four.layout.ranks, four.engines) == (1, 7, 4, 4)
+    with pytest.raises(UserError, match="leave 0"):
+        stretto.plan("rl_gym", "8xH100", settings=["trainer.ranks=8"])
