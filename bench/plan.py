@@ -83,7 +83,7 @@ def main() -> None:
         for name in names:
             changes, layout, length, dtype, optimiser = SHAPES[name]
             config = ModelConfig.model_validate(BASE | changes)
-            predicted = training_memory(config, layout, length, dtype, optimiser).total
+            predicted = training_memory(config, layout, length, dtype, optimiser, on_gpu=False).total
             measured = _measured(name, layout.ranks)
             error = predicted / measured - 1
             holds = abs(error) <= AIM

@@ -147,6 +147,7 @@ def training_memory(
     packed: bool = False,
     taught: bool = False,
     repeats: bool = False,
+    on_gpu: bool = True,
 ) -> Memory:
     """Peak of one rank over a training step.
 
@@ -155,12 +156,15 @@ def training_memory(
         teacher_params: parameters of networks that only score.
         packed: rows hold several documents, as in RL and SFT, so that there is a mask [T, T] for each.
         taught: a chunk's logits of a teacher are in memory too.
+        on_gpu: in fp32, CUDA's attention without a mask keeps all scores where query heads share a key head: no fused kernel has both.
         repeats: a micro-batch has several backward passes, so that gradients exist during the second.
     """
     parts, each = sizes(config), (WIDE if dtype == "float32" else 2)
     ranks, num_tokens, num_layers = layout.ranks, layout.rows * length, config.num_layers
     held = parts.replicated + (parts.total - parts.replicated) / ranks
     kept, temporary, exchange = layer_bytes(config, dtype, layout.ep)
+    if on_gpu and dtype == "float32" and not packed and config.num_heads != config.num_kv_heads:
+        kept += WIDE * config.num_heads * length
     # without FSDP, autocast keeps a bf16 copy of each weight for the backward pass
     casts = (parts.total - parts.outer) / num_layers * each if dtype != "float32" and ranks == 1 else 0.0
     layer = num_tokens * kept + casts

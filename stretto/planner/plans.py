@@ -159,7 +159,7 @@ def plan_pretrain(recipe: Recipe, name: str, cluster: Cluster, sweep: bool, pric
     tried = []
     for layout in layouts:
         facts = (config, layout, train.seq_len, dtype, recipe.optim.name)
-        memory = training_memory(*facts, taught=taught, repeats=repeats)
+        memory = training_memory(*facts, taught=taught, repeats=repeats, on_gpu=hardware.name != "cpu")
         step = step_time(*facts, hardware, extra_forwards=extra)
         num_tokens = train.rows * train.seq_len
         tried.append(_prediction(layout, memory, step, step.total, step.limit, cluster, train.steps, num_tokens, price))
