@@ -445,10 +445,6 @@ def plan_rl(
         layouts = _rl_layouts(config, train.micro_rows, cluster.num - (0 if facts.alone else gpus))
     else:
         _check(own, config, cluster)
-        if train.micro_rows % ranks:
-            raise UserError(
-                f"{name}: trainer.ranks: {ranks} ranks cannot share train.micro_rows {train.micro_rows}; use a multiple"
-            )
         if not facts.alone and facts.engines(own) < 1:
             raise UserError(
                 f"--gpus {cluster}: {ranks} trainer ranks leave {cluster.num - ranks}, and an engine needs {gpus}; take more, or let "

@@ -34,7 +34,7 @@ def test_json_has_all_figures_and_the_files_are_written(stretto: Run, tmp_path: 
     [
         (["small", "--gpus", "64xH10"], ("--gpus 64xH10", "did you mean 'H100'?", "MI300X")),
         (["small", "--gpus", "64"], ("--gpus 64", "64xH100")),
-        (["rl_gym", "--gpus", "4xH100", "--set", "trainer.ranks=3"], ("trainer.ranks", "3 ranks")),
+        (["rl_gym", "--gpus", "4xH100", "--set", "trainer.ranks=3"], ("train.micro_rows 8", "trainer.ranks 3")),
         (["small", "--gpus", "4xH100", "--set", "train.ep=8"], ("ep 8", "4 ranks")),
         (["small", "--gpus", "4xH100", "--price", "-1"], ("--price -1",)),
         (["small", "--gpus", "4xH100", "--model", "runs/x"], ("--model",)),
