@@ -437,8 +437,8 @@ def _spread_experts(layer: MoeLayer, grid: DeviceMesh, everyone: DeviceMesh, pol
     # outputs are cloned below because FSDP warns of outputs that are views
     if layer.shared is not None:
         biases = {parameter for parameter in layer.shared.parameters() if parameter.dim() == 1}
-        if biases:  # a product with a bias returns a view
-            layer.shared.register_forward_hook(lambda module, arguments, y_BTD: y_BTD.clone())
+        # a product with a bias, or one by the operators of an `Arithmetic`, returns a view
+        layer.shared.register_forward_hook(lambda module, arguments, y_BTD: y_BTD.clone() if y_BTD._is_view() else None)
         fully_shard(layer.shared, mesh=everyone, mp_policy=policy, ignored_params=biases)
     else:  # without shared experts, the layer's output is a view of the experts' output
         layer.register_forward_hook(lambda module, arguments, output: (output[0].clone(), output[1]))

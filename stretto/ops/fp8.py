@@ -73,10 +73,10 @@ def _scale(largest: Tensor) -> Tensor:
 
 def quantise_rows(x_ND: Tensor) -> Fp8Rows:
     """Quantise ``x_ND`` with one scale per 128 entries of a row."""
-    num_rows, num_inner = x_ND.shape
-    blocks_NJ = F.pad(x_ND.detach().float(), (0, -num_inner % BLOCK)).view(num_rows, -1, BLOCK)
+    num_inner = x_ND.shape[1]
+    blocks_NJ = F.pad(x_ND.detach().float(), (0, -num_inner % BLOCK)).unflatten(1, (-1, BLOCK))
     scale_NJ = _scale(blocks_NJ.abs().amax(-1))
-    quantised_ND = (blocks_NJ / scale_NJ[..., None]).to(FP8).view(num_rows, -1)[:, :num_inner]
+    quantised_ND = (blocks_NJ / scale_NJ[..., None]).to(FP8).flatten(1)[:, :num_inner]
     return Fp8Rows(quantised_ND.contiguous(), scale_NJ)
 
 
