@@ -232,6 +232,8 @@ class RoleRow:
     pid: int | None = None
     """Process id; None while there is no process."""
     note: str = ""
+    node: str = ""
+    """Address of the role's node in a cluster; empty on one machine."""
 
 
 class RunStatus(Config):
@@ -468,7 +470,9 @@ class Logbook:
 
         def row(handle: Handle, load: float, waiting: float, note: str) -> RoleRow:
             status = roles.runtime.status(handle)
-            return RoleRow(handle.name, status.state.value, load, waiting, status.restarts, status.pid, note)
+            return RoleRow(
+                handle.name, status.state.value, load, waiting, status.restarts, status.pid, note, status.node
+            )
 
         share = self._metrics.get("wait/trainer_share")
         note = "" if share is None else f"waited {share:.0%} of the last step"

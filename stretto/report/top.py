@@ -23,6 +23,8 @@ WIDTH = 80
 _OLD_S = 10.0
 """Seconds without a new status after which the run is shown as dead."""
 _BARS = "▁▂▃▄▅▆▇█"
+_BUSY = 0.5
+"""Least share of the time for which the limiting part is busy."""
 _A_ROW = 3
 _ROLE_WIDTH = 20
 _BESIDE_NOTES = 25
@@ -79,7 +81,10 @@ def picture(folder: Path, status: RunStatus, now_s: float, width: int = WIDTH) -
     parts: list[RenderableType] = [_head(folder, status, now_s, width)]
     if status.rewards:
         parts.append(_curve(status.rewards, width))
-    parts += [_numbers(status), _groups(status), _roles(status, width)]
+    parts += [_numbers(status), _groups(status)]
+    if limit := limiting_part(status):
+        parts.append(Text(f"limited by     {limit}", style="bold"))
+    parts.append(_roles(status, width))
     if status.waits:
         lines = [_cut(Text(line, no_wrap=True), width - 4) for line in status.waits]
         parts.append(Panel(Group(*lines), title="longest waits", title_align="left", width=width, border_style="dim"))
@@ -148,6 +153,24 @@ def _groups(status: RunStatus) -> Table:
     return grid
 
 
+def limiting_part(status: RunStatus) -> str:
+    """The part of the run that was busy for the largest share of the last step, with that share; empty before the first step. If no
+    part was busy for half of the time, the groups in flight are too few to keep one busy, or wait for tools."""
+    engines = [idle for name, idle in status.metrics.items() if name.startswith("bubble/engine-")]
+    idle = {
+        "the trainer": status.metrics.get("bubble/trainer"),
+        "the engines": sum(engines) / len(engines) if engines else None,
+        "the verifiers": status.metrics.get("bubble/rewards"),
+    }
+    busy = {name: 1.0 - share for name, share in idle.items() if share is not None}
+    if "the trainer" not in busy:
+        return ""
+    name = max(busy, key=lambda name: busy[name])
+    if busy[name] < _BUSY:
+        return f"the number of groups in flight, or their tools: {name}, most busy, worked {busy[name]:.0%} of the time"
+    return f"{name}: busy {busy[name]:.0%} of the last step"
+
+
 def _roles(status: RunStatus, width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, expand=False, pad_edge=True, padding=(0, 1))
     # a long note is truncated before the other columns are
@@ -179,7 +202,7 @@ def _note(row: RoleRow) -> Text:
         text.append(f"{row.state}  ", style="red")
     if row.restarts:
         text.append(f"{row.restarts:,} restart{'' if row.restarts == 1 else 's'}  ", style="yellow")
-    return text.append(row.note, style="dim")
+    return text.append(f"{row.note}, on {row.node}" if row.node else row.note, style="dim")
 
 
 def sparkline(values: list[float], width: int) -> str:

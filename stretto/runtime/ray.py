@@ -84,9 +84,10 @@ class RoleActor:
         self._incarnation = uuid.uuid4().hex
         self._begun: tuple[Actor, asyncio.Task[Exception | None]] | None = None
 
-    async def look(self) -> tuple[str, int, Exception | None]:
-        """Wait for the role's constructor; returns the incarnation's id, its process id, and the exception of the constructor."""
-        return self._incarnation, os.getpid(), await asyncio.shield(self._begin()[1])
+    async def look(self) -> tuple[str, int, str, Exception | None]:
+        """Wait for the role's constructor; returns the incarnation's id, its process id, the address of its node, and the exception of
+        the constructor."""
+        return self._incarnation, os.getpid(), ray.util.get_node_ip_address(), await asyncio.shield(self._begin()[1])
 
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Exception | None]:
         """Result and exception of ``method``. The exception is returned, because Ray would wrap a raised one."""
@@ -226,11 +227,11 @@ class RayRuntime(Runtime[_RayRole]):
 
     async def _look(self, role: _RayRole) -> Exception | None:
         """Poll the actor; returns the exception of its constructor (later incarnations end themselves instead)."""
-        incarnation, pid, error = await role.handle.address.look.remote()
+        incarnation, pid, node, error = await role.handle.address.look.remote()
         if role.incarnation not in ("", incarnation) and error is None:
             role.restarts += 1
             role.state = RoleState.ALIVE
-        role.incarnation, role.pid = incarnation, pid
+        role.incarnation, role.pid, role.node = incarnation, pid, node
         return error
 
     async def _end(self, role: _RayRole, hard: bool) -> None:

@@ -123,6 +123,8 @@ class RoleStatus:
     restarts: int
     why: str = ""
     """Cause of the end of the last incarnation."""
+    node: str = ""
+    """Address of the role's node in a cluster; empty on one machine."""
 
 
 class RuntimeFailure(RuntimeError):  # noqa: N818 - as all of these, it says what happened
@@ -231,10 +233,11 @@ class Role:
     pid: int | None = None
     restarts: int = 0
     why: str = ""
+    node: str = ""
     watch: asyncio.Task[None] | None = None
 
     def status(self) -> RoleStatus:
-        return RoleStatus(self.handle.name, self.state, self.pid, self.restarts, self.why)
+        return RoleStatus(self.handle.name, self.state, self.pid, self.restarts, self.why, self.node)
 
 
 R = TypeVar("R", bound=Role)

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from stretto.base.errors import UserError
 from stretto.flow.log import RoleRow, RunStatus, read_status, write_status
-from stretto.report.top import SHOWN, picture, sparkline
+from stretto.report.top import SHOWN, limiting_part, picture, sparkline
 
 STATUS = RunStatus(
     updated_s=1000.0,
@@ -112,3 +112,30 @@ def test_why_a_run_stopped_is_shown_whole() -> None:
     why = "sources.digits: item 3: score() raised KeyError: 'gold'; correct the task or take it out of the recipe"
     text = shown(STATUS.model_copy(update={"state": why}), 1001.0, width=80)
     assert why.replace(" ", "") in "".join(text.replace("│", "").replace("━", "").split())
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        ({}, ""),
+        ({"bubble/trainer": 0.05, "bubble/engine-0": 0.4}, "the trainer: busy 95% of the last step"),
+        (
+            {"bubble/trainer": 0.7, "bubble/engine-0": 0.1, "bubble/engine-1": 0.3, "bubble/rewards": 0.9},
+            "the engines: busy 80% of the last step",
+        ),
+        ({"bubble/trainer": 0.7, "bubble/engine-0": 0.6, "bubble/rewards": 0.0}, "the verifiers: busy 100%"),
+        (
+            {"bubble/trainer": 0.7, "bubble/engine-0": 0.6},
+            "the number of groups in flight, or their tools: the engines",
+        ),
+    ],
+)
+def test_the_part_that_limits_the_run_is_named(metrics: dict[str, float], expected: str) -> None:
+    status = STATUS.model_copy(update={"metrics": metrics})
+    assert limiting_part(status).startswith(expected) and (expected or not limiting_part(status))
+    assert ("limited by" in shown(status, 1001.0)) == bool(expected)
+
+
+def test_a_role_on_a_cluster_shows_its_node() -> None:
+    role = RoleRow("engine-0", "alive", 3, 1, 0, note="version 2", node="10.0.0.7")
+    assert "version 2, on 10.0.0.7" in shown(STATUS.model_copy(update={"roles": [role]}), 1001.0)
