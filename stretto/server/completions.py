@@ -13,7 +13,19 @@ from pydantic import Field, field_validator
 from stretto.engine.request import Completion, TokenEvent, TopLogprob
 from stretto.server.dialects import Call, Piece, Thought, read_answer
 from stretto.server.elastic import Elastic, Rung
-from stretto.server.generate import MAX_CHOICES, Answer, Backend, Generation, Job, Sampled, finite, is_cut, sse
+from stretto.server.generate import (
+    MAX_CHOICES,
+    Answer,
+    Backend,
+    Generation,
+    Job,
+    OnlyFalse,
+    OnlyTrue,
+    Sampled,
+    finite,
+    is_cut,
+    sse,
+)
 from stretto.server.limits import ApiError, parse_body
 from stretto.server.messages import (
     Allowed,
@@ -120,6 +132,10 @@ class ChatBody(ShortChatBody, Generation):
     """Variables for the chat template, for example ``{"enable_thinking": false}``."""
     modalities: list[Literal["text"]] | None = None
     store: NoStore = False
+    continue_final_message: OnlyFalse = False
+    separate_reasoning: OnlyTrue = True
+    stream_reasoning: OnlyTrue = True
+    include_reasoning: OnlyTrue = True
 
 
 def read_chat(backend: Backend, tree: Any, rung: Rung) -> Answer:

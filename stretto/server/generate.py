@@ -43,7 +43,7 @@ from stretto.server.limits import (
     overloaded,
     while_connected,
 )
-from stretto.server.messages import CONTEXT_LENGTH, TEXT_OR_LIST, Body, FieldError, Prompts, TokenId
+from stretto.server.messages import CONTEXT_LENGTH, TEXT_OR_LIST, Allowed, Body, FieldError, Prompts, TokenId
 from stretto.server.metrics import Metrics
 from stretto.text.stream import BYTE_OF_CHARACTER
 from stretto.text.tokenizer import Tokenizer
@@ -57,6 +57,9 @@ MAX_STOPS = 16
 _SEEDS = 1 << 63
 """OpenAI takes any integer as a seed, the engine takes 0 to ``_SEEDS - 1``."""
 StopText = Annotated[str, Field(min_length=1)]
+OnlyTrue = Annotated[bool, Allowed((True,), "must be true, is {}; leave it out")]
+OnlyFalse = Annotated[bool, Allowed((False,), "must be false, is {}; leave it out")]
+"""Fields of vLLM and SGLang in the one value that describes this server. Routers write them into every body."""
 
 
 class StreamOptions(Body):
@@ -97,6 +100,9 @@ class Generation(Body):
     elastic: Elastic | None = None
     return_token_ids: bool = False
     return_routes: bool = False
+    no_stop_trim: OnlyFalse = False
+    skip_special_tokens: OnlyTrue = True
+    return_hidden_states: OnlyFalse = False
 
 
 @dataclass(frozen=True, slots=True)
