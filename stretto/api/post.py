@@ -20,7 +20,6 @@ from stretto.api.train import (
     new_job,
     own_tokenizer,
     same_folder,
-    stem_of,
     write_result,
 )
 from stretto.base.config import overriding, read_recipe, validate
@@ -135,7 +134,7 @@ def sft(
         adapter_out = folder / ADAPTER if keep_adapter else None
         trained = sft_conversations(complete, job, origin, adapters=info.adapters, keep=adapter_out)
         presets = complete.elastic.anchors if complete.elastic is not None else sizes
-        write_result(folder / CHECKPOINT, folder.name, info, trained, ranks, presets, stem_of(origin, network))
+        write_result(folder / CHECKPOINT, folder.name, info, trained, ranks, presets, network)
     return load(folder, device=device)
 
 

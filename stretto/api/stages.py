@@ -44,7 +44,6 @@ from stretto.api.train import (
     put_in_place,
     require_adopted,
     same_folder,
-    stem_of,
     write_result,
 )
 from stretto.base.config import overriding, read_recipe, validate
@@ -170,9 +169,8 @@ def pretrain(
         info = ranks.first(lambda: claim_run(folder, resume, held, begin))
         parent = info.parent
         begun = stored(parent) if parent is not None else None
-        stem = stem_of(parent, begun) if parent is not None and begun is not None else None
         trained = loop.pretrain(parsed, new_job(folder, info, ranks, resume, wandb), begun)
-        write_result(folder / CHECKPOINT, folder.name, info, trained, ranks, parsed.elastic.anchors, stem)
+        write_result(folder / CHECKPOINT, folder.name, info, trained, ranks, parsed.elastic.anchors, begun)
     return load(folder, device=device)
 
 
@@ -293,7 +291,7 @@ def elasticize(
         trained = loop.elasticize(info.recipe, new_job(folder, info, ranks, resume), network, taught_by)
         result = folder / ("elasticized" if in_place else CHECKPOINT)
         anchors = info.recipe.elastic.anchors
-        write_result(result, folder.name, info, trained, ranks, anchors, stem_of(origin, network), origin)
+        write_result(result, folder.name, info, trained, ranks, anchors, network, origin)
         if in_place:
             ranks.first(lambda: put_in_place(folder, result))
     return load(folder, device=device)
@@ -528,5 +526,5 @@ def heal(
         info = ranks.first(lambda: claim_run(run, resume, held, begin))
         taught_by = stored(info.teacher) if info.teacher is not None else None
         trained = loop.heal(parsed, new_job(run, info, ranks, resume), student, taught_by)
-        write_result(out_folder, out_folder.name, info, trained, ranks, student.presets, stem_of(folder, student))
+        write_result(out_folder, out_folder.name, info, trained, ranks, student.presets, student)
     return load(out_folder, device=device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -14,12 +13,11 @@ import numpy as np
 from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, remove, write_json
-from stretto.base.records import LINEAGE_FILE, Lineage, history, read_lineage
+from stretto.base.records import LINEAGE_FILE, history, read_lineage
 from stretto.base.track import Tracker, say
 from stretto.data.loader import Batch, Loader, eval_batches
 from stretto.data.pack import IGNORED
 from stretto.evals.loss import EvalBatch
-from stretto.model.families import Family
 from stretto.model.parallel import Origin, Ranks, stored
 from stretto.model.spec import ModelConfig, SubnetChoice
 from stretto.text.tokenizer import load_tokenizer
@@ -220,22 +218,6 @@ def new_info(
     return info
 
 
-@dataclass(frozen=True, slots=True)
-class Stem:
-    """Properties that a trained checkpoint inherits from the checkpoint it started from."""
-
-    family: Family | None
-    """Architecture on disk; None: the default one."""
-    parents: tuple[Lineage, ...]
-    """Lineage of the starting checkpoint; empty for a foreign one."""
-
-
-def stem_of(folder: Path, origin: Origin) -> Stem:
-    """``origin``: the network of the checkpoint ``folder``."""
-    lineage = (read_lineage(folder),) if (folder / LINEAGE_FILE).is_file() else ()
-    return Stem(origin.family, lineage)
-
-
 def own_tokenizer(folder: Path) -> Path:
     """The checkpoint ``folder``. Raises `UserError`: it has no tokenizer."""
     if not (folder / "tokenizer.json").is_file():
@@ -318,10 +300,10 @@ def write_result(
     trained: Trained,
     ranks: Ranks,
     presets: Mapping[str, SubnetChoice],
-    stem: Stem | None,
+    origin: Origin | None,
     tokenizer: Path | None = None,
 ) -> Path:
-    """Write the trained checkpoint ``out`` with its lineage; rank 0 writes."""
+    """Write the checkpoint ``out``, trained from ``origin``, with its lineage; rank 0 writes."""
     rows = held_out_rows(info, info.train, ranks.world)
     return write_trained(
         out,
@@ -334,8 +316,8 @@ def write_result(
         | {"mixture": trained.tokens_by_kind, "pace": trained.pace.model_dump()}
         | {"changes": [change.model_dump() for change in trained.changes], "held_out": rows.model_dump()},
         tokenizer_dir=tokenizer or info.tokenizer,
-        parents=stem.parents if stem is not None else (),
-        family=stem.family if stem is not None else None,
+        parents=(origin.lineage,) if origin is not None and origin.lineage is not None else (),
+        family=origin.family if origin is not None else None,
         run_id=trained.run_id,
         data_hash=info.data_hash,
         presets=presets,

@@ -33,7 +33,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from stretto.base.errors import UserError
-from stretto.base.records import LINEAGE_FILE, read_lineage
+from stretto.base.records import LINEAGE_FILE, Lineage, read_lineage
 from stretto.data.loader import share_of
 from stretto.model.checkpoint import Checkpoint
 from stretto.model.elastic import with_branch_rows
@@ -336,6 +336,8 @@ class Origin:
     """Architecture of its checkpoint; None: it has none."""
     presets: Mapping[str, SubnetChoice] = field(default_factory=dict)
     """Named Subnets of its checkpoint."""
+    lineage: Lineage | None = None
+    """Lineage of its checkpoint; None: a foreign one, or none."""
 
 
 def stored(folder: Path) -> Origin:
@@ -347,8 +349,9 @@ def stored(folder: Path) -> Origin:
     def place(config: ModelConfig, ranks: Ranks, dtype: torch.dtype) -> Transformer:
         return read_placed(folder, ranks, dtype, config).model
 
+    lineage = read_lineage(folder) if (folder / LINEAGE_FILE).is_file() else None
     with StreamedState(folder) as state:
-        return Origin(state.config, place, state.description.family, state.description.presets)
+        return Origin(state.config, place, state.description.family, state.description.presets, lineage)
 
 
 def random_network(config: ModelConfig, seed: int) -> Origin:

@@ -17,7 +17,6 @@ import torch
 
 from stretto.base.errors import UserError
 from stretto.base.paths import remove
-from stretto.base.records import LINEAGE_FILE, Lineage, read_lineage
 from stretto.base.track import say
 from stretto.base.trajectory import Task
 from stretto.data import pack
@@ -26,11 +25,8 @@ from stretto.data.loader import Batch, Loader, Mixture, key_of
 from stretto.data.pack import Piece
 from stretto.learning.dialogue import Dialogue
 from stretto.learning.recipe import SUPERVISED, Prompts, RlRecipe, StartConfig, plan_prompts
-from stretto.model.checkpoint import read_family, read_presets
-from stretto.model.families import Family
 from stretto.model.lora import add_adapters, load_adapters, merge, write_adapters
 from stretto.model.parallel import Origin, Ranks, join, random_network, stored
-from stretto.model.spec import SubnetChoice
 from stretto.model.transformer import Transformer
 from stretto.sandbox.tools import MAX_TEXT
 from stretto.tasks.session import schemas
@@ -73,7 +69,9 @@ def sft_conversations(
         UserError: as `stretto.train.loop.finetune`, or adapters that do not fit.
         NonFiniteError: a loss or gradient is not finite.
     """
-    family, lora = read_family(origin), recipe.lora
+    network, lora = stored(origin), recipe.lora
+    assert network.family is not None, "a checkpoint has one"
+    family = network.family
     if lora is not None and job.ranks.world > 1:
         raise UserError(
             "lora: adapters are trained in one process only, because ranks hold parts of each weight; start one process"
@@ -85,8 +83,8 @@ def sft_conversations(
         if adapters is not None:
             load_adapters(adapters, model, family, lora)
 
-    presets = recipe.elastic.anchors if recipe.elastic is not None else read_presets(origin)
-    trained = finetune(recipe, job, stored(origin), presets, adapt if lora else None)
+    presets = recipe.elastic.anchors if recipe.elastic is not None else network.presets
+    trained = finetune(recipe, job, network, presets, adapt if lora else None)
     if lora is None:
         return trained
     if keep is not None:
@@ -155,7 +153,7 @@ def sft(
         raise UserError("recipe: start: missing; add one, or give a checkpoint with --model")
     prompts = plan_prompts(recipe, {name: source.num_items for name, source in sources.items()})
     initial = _initial(recipe, start, origin)
-    config = initial.network.config
+    config = initial.config
     if tokenizer is None:
         tokenizer = load_tokenizer(origin) if origin else learn_tokenizer(sources, prompts, config.vocab_size)
     if tokenizer.vocab_size > config.vocab_size:
@@ -165,7 +163,7 @@ def sft(
     torch.set_num_threads(recipe.train.threads)
     out = Path(out)
     run, tool_chars = out.with_name(f"{out.name}.run"), recipe.rollout.tool_chars
-    plan = _plan_of(recipe, start).for_network(config, initial.presets or {})
+    plan = _plan_of(recipe, start).for_network(config, initial.presets)
     job = Job(
         run=run,
         loader=Demonstrations(
@@ -178,7 +176,7 @@ def sft(
         ranks=ranks,
         resume=Snapshots(run / "snapshots", 1).latest() is not None,
     )
-    trained = finetune(plan, job, initial.network, {})
+    trained = finetune(plan, job, initial, {})
     files = out.with_name(f"{out.name}.tokenizer")
     if ranks.is_first:
         tokenizer.save(files)
@@ -193,7 +191,7 @@ def sft(
         tokenizer_dir=files,
         family=initial.family,
         presets=initial.presets if plan.elastic is None else plan.elastic.anchors,
-        parents=initial.parents,
+        parents=(initial.lineage,) if initial.lineage is not None else (),
         run_id=trained.run_id,
     )
     if ranks.is_first:
@@ -201,31 +199,16 @@ def sft(
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class _Initial:
-    """Initial network of a start, and the properties that its checkpoint inherits."""
-
-    network: Origin
-    family: Family | None = None
-    presets: Mapping[str, SubnetChoice] | None = None
-    parents: tuple[Lineage, ...] = ()
-
-
-def _initial(recipe: RlRecipe, start: StartConfig, origin: Path | None) -> _Initial:
+def _initial(recipe: RlRecipe, start: StartConfig, origin: Path | None) -> Origin:
     """The checkpoint ``origin``, or random weights."""
     model, seed = start.model, recipe.train.seed
     if origin is None:
         if model is None:
             raise UserError("recipe: start.model: missing; describe a network, or name one with --model")
-        return _Initial(random_network(model, seed))
+        return random_network(model, seed)
     if model is not None:
         raise UserError(f"recipe: start.model: describes a new network, and --model names {origin}; leave one out")
-    return _Initial(
-        network=stored(origin),
-        family=read_family(origin),
-        presets=read_presets(origin),
-        parents=(read_lineage(origin),) if (origin / LINEAGE_FILE).is_file() else (),
-    )
+    return stored(origin)
 
 
 def _plan_of(recipe: RlRecipe, start: StartConfig) -> SftRecipe:
