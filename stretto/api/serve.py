@@ -121,9 +121,10 @@ def serve_rollout_command(source: Path, options: ServeOptions, settings: ServeSe
         raise UserError(
             f"--rollout, --host {settings.host}: other machines can reach it; set --api-key or STRETTO_API_KEYS"
         )
-    given = {"--subnet": options.subnet, "--latency-ms": options.latency_ms, "--writer": options.writer}
-    if unused := [name for name, value in given.items() if value is not None]:
-        raise UserError(f"--rollout, {unused[0]}: an RL run samples from the full network; leave it out")
+    given: dict[str, Any] = {"--subnet": options.subnet, "--latency-ms": options.latency_ms, "--writer": options.writer}
+    given |= {"--memory": options.memory, "--floor": settings.floor, "--cors": settings.cors_origins}
+    if unused := [name for name, value in given.items() if value]:
+        raise UserError(f"--rollout, {unused[0]}: has no effect on the engine of an RL run; leave it out")
     folder, device = checkpoint_folder(source), join(options.device).device
     dtype = _dtype(options, device)
     if options.tp > 1 and dtype != torch.float32:

@@ -56,6 +56,9 @@ def copy(served_run: Path, tmp_path: Path) -> Path:
         ("--subnet auto --memory 10KB", ("--memory 10000", "smallest sub-model", "needs")),
         ("--subnet auto --latency-ms 0.000001", ("--latency-ms 1e-06", "ms a token here")),
         ("--latency-ms 5", ("--latency-ms", "--subnet auto")),
+        ("--rollout --subnet corner", ("--rollout, --subnet", "leave it out")),
+        ("--rollout --floor corner", ("--rollout, --floor", "leave it out")),
+        ("--rollout --host 0.0.0.0", ("--rollout, --host 0.0.0.0", "set --api-key or STRETTO_API_KEYS")),
     ],
 )
 def test_options(stretto: Run, served_run: Path, options: str, words: tuple[str, ...]) -> None:

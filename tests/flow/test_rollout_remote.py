@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from bench.common.server import in_thread
+from bench.rollout_engines import our_server as our_rows
 from stretto.base.errors import InfraError, UserError
 from stretto.base.trajectory import canary_tokens
 from stretto.data.loader import key_of
@@ -350,3 +351,35 @@ def test_the_trainer_publishes_its_canary_for_engines_at_an_address(start: Path)
     local = EngineRole(lambda: engine(MODEL), name="local")
     np.testing.assert_allclose(asyncio.run(local.score(canary_tokens(CONFIG.vocab_size))), scores_of(MODEL), atol=1e-5)
     local.close()
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"engine": "vllm"}, "address does not fit engine 'vllm': give the addresses"),
+        ({"address": "http://a:1"}, "address does not fit engine 'own': leave it out, or set engine"),
+        ({"engine": "vllm", "address": "a:1"}, "'a:1' is not of the form http://HOST:PORT"),
+        ({"engine": "vllm", "address": ["http://a:1", "http://a:1"]}, "engines 2 and 1 different addresses"),
+        ({"engine": "vllm", "address": "http://a:1", "engines": 3}, "engines 3 and 1 different addresses"),
+    ],
+)
+def test_addresses_that_do_not_fit(rollout: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        recipe(rollout={"group": 4, "max_tokens": 18, **rollout})
+
+
+def test_an_address_may_stand_alone_and_sets_the_number_of_engines() -> None:
+    for address, num in (("http://a:1", 1), (["http://a:1", "http://b:1/"], 2)):
+        rollout = recipe(rollout={"group": 4, "max_tokens": 18, "engine": "vllm", "address": address}).rollout
+        assert rollout.engines == len(rollout.address) == num
+    with pytest.raises(ValueError, match="weights go to vllm in fp32 or bf16"):
+        recipe(
+            rollout={"group": 4, "max_tokens": 18, "engine": "vllm", "address": "http://a:1"},
+            precision={"rollout": "fp8"},
+        )
+
+
+@pytest.mark.slow
+def test_a_run_on_our_server_has_the_weights_of_the_run_with_its_own_engine(tmp_path: Path) -> None:
+    (row,) = our_rows(tmp_path)
+    assert row[1] == "equal"
