@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -18,6 +20,8 @@ import uvicorn
 
 from stretto.harness import suites
 from stretto.server.server import open_socket
+
+_VLLM_START_S = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,40 @@ def serving(source: Path, *flags: str, **settings: Any) -> Iterator[Server]:
     """`stretto.harness.suites.serving` with a `Server`. Raises `UserError`: the server did not start."""
     with suites.serving(source, *flags, **settings) as (url, process):
         yield Server(url, process.pid, process)
+
+
+@contextmanager
+def serving_vllm(python: str, checkpoint: Path, *flags: str) -> Iterator[str]:
+    """Address of a vLLM server of ``checkpoint`` in the environment of the interpreter ``python``, on this machine's CPU, in fp32."""
+    with open_socket("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    settings = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    sizes = ("--max-model-len", "128", "--max-num-seqs", "32", "--port", str(port), "--host", "127.0.0.1")
+    modes = ("--enforce-eager", "--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--dtype", "float32")
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint), *sizes, *modes, *flags]
+    environment = os.environ | settings | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        try:
+            stop_s = time.monotonic() + _VLLM_START_S
+            while process.poll() is None and time.monotonic() < stop_s:
+                try:
+                    if httpx.get(f"http://127.0.0.1:{port}/health", timeout=5.0, trust_env=False).is_success:
+                        break
+                except httpx.TransportError:
+                    time.sleep(1.0)
+            else:
+                log.seek(0)
+                raise SystemExit(log.read().decode(errors="replace")[-2000:] + "\nvLLM did not start")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait()
 
 
 @contextmanager
