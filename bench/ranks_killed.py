@@ -30,7 +30,7 @@ from bench.common.measure import table, wide_console
 from stretto.base.track import METRICS_FILE, progress, read_metrics, say
 from stretto.data.demo_text import demo_documents
 
-RANKS, STEPS = 4, 120
+RANKS, STEPS = 4, 60
 RESTART_S = 30.0
 """Aim for the time that a restart may take beside the steps since the last snapshot."""
 POLL_S = 0.05
@@ -122,6 +122,7 @@ def main() -> None:
                     run = folder / f"{arm}-{runs}"
                     made = train(run, arm, options.interval, rng, options.kills - len(kills))
                     kills += made
+                    say(f"{arm}: lost {', '.join(f'{kill.lost_s:.1f} s (rank {kill.rank})' for kill in made)}")
                     same = {name: same[name] and result(run)[name] == whole[name] for name in same}
                     advance(len(made))
             lost_s = [kill.lost_s for kill in kills]

@@ -106,9 +106,8 @@ class OwnTime:
             return {}
         if self._events:
             self._events[-1][1].synchronize()
-        own_R = torch.zeros(ranks.world, device=ranks.device)
-        own_R[ranks.rank] = self._seconds + sum(1e-3 * start.elapsed_time(end) for start, end in self._events)
-        own_s = ranks.sum(own_R).tolist()
+        own = self._seconds + sum(1e-3 * start.elapsed_time(end) for start, end in self._events)
+        own_s = ranks.gather(torch.tensor(own, device=ranks.device)).tolist()
         elapsed_s, self._begun_s, self._seconds = now_s - self._begun_s, now_s, 0.0
         self._events.clear()
         median_s = statistics.median(own_s)

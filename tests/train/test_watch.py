@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -21,13 +20,12 @@ TWO = Ranks(0, 2, torch.device("cpu"))
 
 
 class WithAnother(Ranks):
-    """The first of three ranks; the last one takes as long as ``seconds``, the one between no time."""
+    """The first of three ranks; the last one takes as long as ``seconds``, the one between as long as this one."""
 
     seconds: float
 
-    def sum(self, value: Tensor, group: Any = None) -> Tensor:
-        value[2] = self.seconds
-        return value
+    def gather(self, value: Tensor) -> Tensor:
+        return torch.stack([value, value, torch.tensor(self.seconds)])
 
 
 def run(model: Transformer) -> None:
@@ -53,12 +51,12 @@ def test_a_hang_prints_the_stacks_and_ends_the_process(ends: list[int], capfd: p
             time.sleep(0.01)
 
     model = build(CONFIG, 0)
-    with watched(model, TWO, 0.2):
-        run(model)
+    run(model)
+    with watched(model, TWO, 1.0):
         the_place_that_hangs()
     assert ends == [1]
     printed = capfd.readouterr().err
-    assert "rank 0 of 2: no forward pass ended in 0.2 s; the stacks of its threads:" in printed
+    assert "rank 0 of 2: no forward pass ended in 1 s; the stacks of its threads:" in printed
     assert "in the_place_that_hangs" in printed
 
 
