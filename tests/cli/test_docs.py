@@ -80,6 +80,7 @@ def test_formats(tmp_path: Path, served_run: Path, stretto: Run) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # five commands, two of which start several processes
 def test_several_processes(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
     (tmp_path / "book.txt").write_text("".join(f"A line of a book, and its number is {n}.\n" for n in range(3000)))
