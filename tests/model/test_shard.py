@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from bench.common.quantiser import KINDS, quantise
 from stretto.base.errors import UserError
 from stretto.model.attention import Geometry
 from stretto.model.checkpoint import TensorFiles, read_checkpoint, write_checkpoint
+from stretto.model.gguf import write_gguf
 from stretto.model.shard import Shard
 from stretto.model.spec import ClampedSwiGlu, LatentAttention, ModelConfig
 from stretto.model.transformer import Transformer
+from stretto.text.tokenizer import train_tokenizer
 from tests.model.checkpoints import NETWORKS, QWEN, SHAPE, network
 
 GPT_OSS: dict[str, Any] = {
@@ -59,6 +62,26 @@ def test_a_rank_reads_its_part_and_nothing_else_of_divided_tensors(
         sum(part["blocks.1.attention.out.weight"].numel() for part in parts)
         == whole["blocks.1.attention.out.weight"].numel()
     )
+
+
+@pytest.mark.parametrize("form", ["fp8 in small blocks", "mxfp4", "gguf"])
+def test_quantised_weights_are_cut_after_they_are_dequantised(tmp_path: Path, form: str) -> None:
+    family, changes = OTHERS["gpt-oss"] if form == "mxfp4" else NETWORKS["glm"]
+    shape = {"hidden_size": 64, "expert_intermediate_size": 64, "vocab_size": 320}
+    model, source = network(**{**changes, **shape}), tmp_path / "c"
+    train_tokenizer(iter(["what is written " * 9]), 300).save(tmp_path / "tokenizer")
+    write_checkpoint(source, model, model.config, family=family, tokenizer_dir=tmp_path / "tokenizer")
+    if form == "gguf":
+        source = tmp_path / "c.gguf"
+        write_gguf(tmp_path / "c", source)
+    else:
+        quantise(source, KINDS[form], tmp_path / "meant")
+        (source / "stretto.json").unlink()
+    whole = read_checkpoint(source, dtype=torch.float32).model.state_dict()
+    for rank in range(2):
+        shard = Shard(rank, 2)
+        for name, tensor in read_checkpoint(source, dtype=torch.float32, shard=shard).model.state_dict().items():
+            assert torch.equal(tensor, shard.cut(name, whole[name], tuple(tensor.shape), model.config)), (rank, name)
 
 
 def test_sums_over_the_parts_of_a_layer_are_the_layer() -> None:
