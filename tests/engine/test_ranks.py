@@ -96,9 +96,9 @@ def test_two_ranks_choose_the_tokens_and_experts_of_one(name: str, tmp_path: Pat
 
 def test_sizes_routes_preemption_prefix_cache_and_new_weights(tmp_path: Path) -> None:
     tight = {"num_pages": 40, "max_batch": 8}
-    single = engine(network(config=CONFIG), **tight)
+    single = engine(network(), **tight)
     requests = [replace(each, want_routes=at % 2 == 0) for at, each in enumerate(mixed(6, 1))]
-    with divided(network(config=CONFIG), tmp_path, **tight) as subject:
+    with divided(network(), tmp_path, **tight) as subject:
         for asked in (requests, requests[-2:]):  # the second time, pages of the first are found
             same(subject.generate(asked), single.generate(asked))
         ours, theirs = subject.stats(), single.stats()
@@ -117,10 +117,24 @@ def test_sizes_routes_preemption_prefix_cache_and_new_weights(tmp_path: Path) ->
         same(subject.generate(requests[2:3]), single.generate(requests[2:3]))
 
 
+@pytest.mark.slow
+def test_two_ranks_in_bf16_are_no_further_from_fp32_than_one(tmp_path: Path) -> None:
+    requests = [request(f"r{at}", range(3, 3 + 9 * at), max_tokens=1, prompt_logprobs=True) for at in range(1, 6)]
+
+    def scores(subject: Engine) -> np.ndarray:
+        return np.concatenate([each.prompt_logprobs for each in subject.generate(requests)])
+
+    exact, one = scores(engine(network())), scores(engine(network().bfloat16()))
+    with divided(network().bfloat16(), tmp_path) as subject:
+        two = scores(subject)
+    # each rank rounds its part of a sum: at most twice as many roundings
+    assert 0 < np.abs(two - exact).mean() < 2 * np.abs(one - exact).mean()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks") / "checkpoint"
-    write_checkpoint(folder, network(config=CONFIG), CONFIG)
+    write_checkpoint(folder, network(), CONFIG)
     return folder
 
 
@@ -161,7 +175,7 @@ def test_what_ranks_cannot_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.slow
 def test_processes_serve_and_end_with_the_engine(folder: Path) -> None:
     requests = mixed(6, 1)
-    expected = engine(network(config=CONFIG)).generate(requests)
+    expected = engine(network()).generate(requests)
     subject = opened(folder, 2)
     same(subject.generate(requests), expected)
     (process,) = processes(subject)

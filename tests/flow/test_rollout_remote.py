@@ -26,6 +26,7 @@ from stretto.flow.clients import GenerateRequest, Unavailable
 from stretto.flow.rollout import EngineRole
 from stretto.flow.rollout_remote import Ask, RemoteEngineRole, Server, Vllm, moe_routes
 from stretto.flow.rollout_server import create_rollout_app
+from stretto.harness.suites import serving
 from stretto.learning.trainer import TrainerRole
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.transformer import build
@@ -111,6 +112,28 @@ def test_our_server_gives_what_an_engine_in_this_process_gives_to_the_bit(start:
         assert set((await remote.generate(ASK)).segment.versions.tolist()) == {8}
 
     with our_server() as (url, _):
+        using(open_role("stretto", url, start), work)
+    local.close()
+
+
+@pytest.mark.slow
+def test_our_server_divided_over_two_ranks(start: Path) -> None:
+    """The command, with an engine of two processes: tokens and routes as of one rank, before and after an update."""
+    local = EngineRole(lambda: engine(MODEL), name="local")
+
+    async def work(remote: RemoteEngineRole) -> None:
+        for number, model in ((7, MODEL), (8, OTHER), (9, MODEL)):
+            await remote.activate(version_of(start.parent, number, model))
+            found = await remote.generate(ASK)
+            assert set(found.segment.versions.tolist()) == {number}
+        expected = await local.generate(ASK)
+        np.testing.assert_array_equal(found.segment.tokens, expected.segment.tokens)
+        np.testing.assert_array_equal(found.routes, expected.routes)
+        # fp32 sums in another order
+        np.testing.assert_allclose(found.segment.logprobs, expected.segment.logprobs, rtol=0, atol=2e-4)
+
+    options = ("--rollout", "--tp", "2", "--dtype", "float32", "--cache-memory", "4MiB")
+    with serving(start, *options) as (url, _):
         using(open_role("stretto", url, start), work)
     local.close()
 
