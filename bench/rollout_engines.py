@@ -56,8 +56,8 @@ def run(name: str, chosen: RlRecipe, folder: Path, start: Path) -> Outcome:
 
 
 def held_out(folder: Path) -> str:
-    rewards = [row["eval/reward"] for row in read_metrics(folder) if "eval/reward" in row]
-    return f"{rewards[0]:.3f} → {rewards[-1]:.3f}"
+    first, *_, last = [row["eval/reward"] for row in read_metrics(folder) if "eval/reward" in row]
+    return f"{first:.3f} → {last:.3f}"
 
 
 def our_server(folder: Path) -> list[Row]:
@@ -75,7 +75,6 @@ def our_server(folder: Path) -> list[Row]:
 def on_vllm(name: str, start: Path, url: str, folder: Path, make: Make, own: Outcome) -> list[Row]:
     """The run of ``own`` with vLLM at ``url``."""
     other = run(f"{name}, vLLM", make(VLLM | {"address": url}), folder / "vllm", start)
-    # below 1e-12, K3 is rounding
     ours, theirs = (max(float(np.mean(each.mismatch)), 1e-12) for each in (own, other))
     rewards = f"{held_out(folder / 'vllm')} (ours {held_out(folder / 'own')})"
     k3 = f"{np.mean(other.mismatch):.1e} (ours {np.mean(own.mismatch):.1e})"
@@ -113,6 +112,7 @@ def planted(start: Path, url: str, folder: Path, make: Make) -> list[Row]:
         state = dict(fetch(second))
         state["blocks.1.attention.out.weight"] = torch.zeros_like(state["blocks.1.attention.out.weight"])
         zeros = replace(publish(folder / "planted", 1, state), canary=second.canary)
+        second = replace(second, number=1)  # the engine ignores older versions
         stale = replace(second, location=first.location, checksum=first.checksum)
         await role.activate(first)
         rows = []

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -233,6 +234,25 @@ def test_our_server_with_other_weights_than_announced(start: Path) -> None:
             await remote.activate(replace(version, canary=scores_of(OTHER)))
         with pytest.raises(UserError, match=r"none\.safetensors: no such file"):
             await remote.activate(replace(version, location=str(start / "none.safetensors")))
+
+    with our_server() as (url, _):
+        using(open_role("stretto", url, start), work)
+
+
+def test_weights_that_are_one_small_step_behind_are_noticed(start: Path) -> None:
+    moved = network(seed=0)
+    moved.load_state_dict(MODEL.state_dict())
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter.add_(1e-3 * torch.randn_like(parameter).sign())
+
+    async def work(remote: RemoteEngineRole) -> None:
+        first, second = version_of(start.parent, 0, MODEL), version_of(start.parent, 1, moved)
+        await remote.activate(first)
+        with pytest.raises(UserError, match=r"canary: .*; version 0 is active again"):
+            await remote.activate(replace(second, location=first.location, checksum=first.checksum))
+        await remote.activate(second)
+        assert remote.version == 1
 
     with our_server() as (url, _):
         using(open_role("stretto", url, start), work)
