@@ -23,7 +23,7 @@ from stretto.planner.speed import StepTime, decode_s, prefill_s, sources_of, ste
 from stretto.train.recipe import ElasticConfig, Recipe
 
 HANDOVER = 5e9
-"""Bytes per second at which weights reach an engine (assumed: the aim of issue 29)."""
+"""Bytes per second at which weights reach an engine (assumed)."""
 SIMULATED_STEPS = 4
 """Steps that a simulation counts, beside those that fill the pipeline."""
 MOST_SIMULATED = 3
@@ -61,7 +61,8 @@ class Prediction:
     step: StepTime
     step_s: float
     """Time from one step to the next; in RL with the waiting for samples."""
-    limit: str
+    slowest: str
+    """Part that takes the longest."""
     tokens_per_s: float
     gpu_hours: float
     """Of the whole run, all accelerators of the cluster included, also idle ones."""
@@ -84,14 +85,20 @@ class Prediction:
         return self.peak <= self.available
 
     @property
+    def limit(self) -> str:
+        """What to change first: memory where it is lacking, else the slowest part."""
+        if self.fits or self.engine_memory is None:
+            return self.slowest if self.fits else "memory"
+        is_engine = self.engine_memory.total / self.gpus_of_engine > self.available
+        return "memory of an engine" if is_engine else "memory of the trainer"
+
+    @property
     def name(self) -> str:
         """The layout in words, for tables."""
         if self.simulated is None:
             return str(self.layout)
-        engines = counted(self.engines or 1, "engine") + (
-            f" of {self.gpus_of_engine} GPUs" if self.gpus_of_engine > 1 else ""
-        )
-        return f"trainer: {self.layout}; {engines}"
+        split = f" of {self.gpus_of_engine} GPUs" if self.gpus_of_engine > 1 else ""
+        return f"trainer: {self.layout}; {counted(self.engines or 1, 'engine')}{split}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,27 +129,12 @@ class Plan:
 
     def tree(self) -> dict[str, Any]:
         """All figures as plain JSON values; sizes in bytes, times in seconds."""
-        head = {
-            "recipe": self.recipe,
-            "kind": self.kind,
-            "cluster": {"num": self.cluster.num, "hardware": self.cluster.hardware.name},
-            "status": "measured" if self.is_measured else "predicted",
-            "params": self.params,
-            "active_params": self.active_params,
-            "dtype": self.dtype,
-            "steps": self.steps,
-            "tried": self.num_tried,
-            "sources": dict(self.sources),
-            "notes": list(self.notes),
-        }
-        return head | {"layouts": [_row(each) for each in self.predictions]}
-
-
-def _row(each: Prediction) -> dict[str, Any]:
-    found = asdict(each) | {"fits": each.fits, "peak": each.peak, "name": each.name}
-    found["memory"]["total"] = each.memory.total
-    found["step"]["total"] = each.step.total
-    return found
+        kept = ("recipe", "kind", "params", "active_params", "dtype", "steps", "num_tried", "sources", "notes")
+        head = {name: getattr(self, name) for name in kept} | {"cluster": str(self.cluster)}
+        head["status"] = "measured" if self.is_measured else "predicted"
+        derived = ("name", "fits", "limit", "peak")
+        rows = [asdict(each) | {name: getattr(each, name) for name in derived} for each in self.predictions]
+        return head | {"layouts": rows}
 
 
 def plan_pretrain(recipe: Recipe, name: str, cluster: Cluster, sweep: bool, price: float | None) -> Plan:
@@ -236,7 +228,7 @@ def _prediction(
     memory: Memory,
     step: StepTime,
     step_s: float,
-    limit: str,
+    slowest: str,
     cluster: Cluster,
     steps: int,
     num_tokens: float,
@@ -246,7 +238,7 @@ def _prediction(
     hours, hardware = steps * step_s / 3600 * cluster.num, cluster.hardware
     dollars = None if price is None else price * hours
     available = hardware.memory * (1 - hardware.reserved)
-    return Prediction(layout, memory, available, step, step_s, limit, num_tokens / step_s, hours, dollars)
+    return Prediction(layout, memory, available, step, step_s, slowest, num_tokens / step_s, hours, dollars)
 
 
 def _plan(
@@ -451,16 +443,15 @@ def plan_rl(
                 "--sweep choose"
             )
     tried = [facts.passes(layout) for layout in layouts]
-    fastest: dict[
-        int, tuple[bool, float, int]
-    ] = {}  # by ranks: whether it lacks memory, bound of its time, place in ``tried``
+    # by ranks: whether memory is lacking, the bound of the time, and the place in ``tried``
+    fastest: dict[int, tuple[bool, float, int]] = {}
     for place, layout in enumerate(tried):
         lacks = facts.memory(layout).total > facts.usable
         key = (lacks, facts.bound_s(layout), place)
         fastest[layout.ranks] = min(key, fastest.get(layout.ranks, key))
     best = [tried[place] for *_, place in sorted(fastest.values())[:MOST_SIMULATED]]
     found = [_simulated(facts, layout) for layout in best]
-    notes = []
+    notes = ["Trainer and engine share one accelerator, each at half its speed (assumed)."] if facts.alone else []
     if workload.answer_tokens is None:
         notes.append(
             f"Answers are taken to have rollout.max_tokens {recipe.rollout.max_tokens}, the most: give --answer-tokens."
@@ -469,8 +460,6 @@ def plan_rl(
         notes.append(
             f"The cache holds {facts.batch} of the {recipe.rollout.max_batch} sequences of a batch: raise rollout.cache_bytes."
         )
-    if facts.alone:
-        notes.append("Trainer and engine share one accelerator, each at half its speed (assumed).")
     return _plan(name, "rl", cluster, config, facts.dtype, train.steps, found, len(tried), notes)
 
 
@@ -486,10 +475,10 @@ def _simulated(facts: _Rl, layout: Layout) -> Prediction:
     recipe, engines, step = facts.recipe, facts.engines(layout), facts.step(layout)
     found = simulate(facts.roles(layout))
     step_s = recipe.train.prompts * recipe.rollout.group / found.samples_per_s
-    limit = f"trainer: {step.limit}" if found.limit == "trainer" else found.limit
+    slowest = f"trainer: {step.limit}" if found.limit == "trainer" else found.limit
     num_tokens = recipe.train.prompts * recipe.rollout.group * facts.answer
     base = _prediction(
-        layout, facts.memory(layout), step, step_s, limit, facts.cluster, recipe.train.steps, num_tokens, facts.price
+        layout, facts.memory(layout), step, step_s, slowest, facts.cluster, recipe.train.steps, num_tokens, facts.price
     )
     return replace(
         base,

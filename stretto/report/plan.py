@@ -53,7 +53,7 @@ def _line(plan: Plan, each: Prediction) -> tuple[Cell, ...]:
     cells = (
         Cell(each.name),
         Cell("yes" if each.fits else "NO"),
-        Cell(each.limit if each.fits else "memory"),
+        Cell(each.limit),
         Cell(f"{numbers.size_in_bytes(each.peak)}", each.peak, f"of {numbers.size_in_bytes(each.available)}"),
         Cell(numbers.duration(each.step_s), each.step_s),
         Cell(numbers.si(each.tokens_per_s), each.tokens_per_s),
@@ -86,7 +86,7 @@ def plan_figure(plan: Plan) -> Figure:
 
 def _two_lines(each: Prediction) -> str:
     """The layout, and below it what limits it."""
-    return f"{each.name}\nlimit: {each.limit if each.fits else 'memory'}"
+    return f"{each.name}\nlimit: {each.limit}"
 
 
 def _times(each: Prediction) -> dict[str, float]:

@@ -23,7 +23,7 @@ def test_json_has_all_figures_and_the_files_are_written(stretto: Run, tmp_path: 
     result = stretto("plan", "rl_gym", "--gpus", "4xH100", "--verdict-s", "2", "--json", "-o", picture)
     tree = json.loads(result.out)
     assert tree["status"] == "predicted" and tree["kind"] == "rl"
-    assert {"weights", "optimiser", "total"} <= tree["layouts"][0]["memory"].keys()
+    assert tree["layouts"][0]["fits"] and {"weights", "optimiser"} <= tree["layouts"][0]["memory"].keys()
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert stretto("plan", "small", "--gpus", "4xA100", "-o", page).code == 0
     assert "4xA100" in page.read_text(encoding="utf-8")
