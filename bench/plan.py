@@ -46,6 +46,14 @@ TINY = BASE | {
     "num_experts": 4,
     "top_k": 1,
 }
+MIXED = {
+    "hidden_size": 384,
+    "num_layers": 4,
+    "dense_layers": (0,),
+    "dense_intermediate_size": 1536,
+    "top_k": 3,
+    "tie_embeddings": True,
+}
 DENSE = {"dense_layers": (0, 1, 2, 3, 4, 5), "dense_intermediate_size": 1024}
 WIDE_EXPERTS = {"num_experts": 64, "top_k": 2, "num_layers": 4}
 Shape = tuple[dict[str, object], Layout, int, Dtype, str]
@@ -59,6 +67,7 @@ SHAPES: dict[str, Shape] = {  # changes of BASE, layout, tokens per row, dtype, 
     "64 experts": (WIDE_EXPERTS, Layout(1, 1, 2, 1), 256, "float32", "muon"),
     "vocabulary 32,768": ({"vocab_size": 32768, "num_layers": 2}, Layout(1, 1, 2, 1), 1024, "bfloat16", "adamw"),
     "16 layers": ({"num_layers": 16}, Layout(1, 1, 1, 2), 512, "float32", "adamw"),
+    "one dense layer, tied head": (MIXED, Layout(1, 1, 3, 1), 384, "float32", "adamw"),
     "2 ranks": ({}, Layout(2, 1, 8, 1), 512, "float32", "adamw"),
     "2 ranks, ep 2": ({}, Layout(2, 2, 8, 2), 512, "float32", "adamw"),
     "2 ranks, ep 2, Muon": (WIDE_EXPERTS, Layout(2, 2, 4, 1), 512, "float32", "muon"),

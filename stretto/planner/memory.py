@@ -108,7 +108,7 @@ def layer_bytes(config: ModelConfig, dtype: Dtype, ep: int) -> tuple[float, floa
     latent = config.latent
     heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
     is_mixed = dtype != "float32"
-    kept = 2 * hidden * WIDE  # both norms keep the normed stream
+    kept: float = 2 * hidden * WIDE  # both norms keep the normed stream
     if latent is None:
         qkv, turned = (heads + 2 * kv_heads) * width, (heads + kv_heads) * width
         kept += each * (hidden + qkv + turned + heads * width) + WIDE * heads
@@ -120,20 +120,20 @@ def layer_bytes(config: ModelConfig, dtype: Dtype, ep: int) -> tuple[float, floa
     if config.qk_norm or config.qk_norm_wide:
         kept += turned * (WIDE + (each if is_mixed else 0)) + WIDE * (heads + kv_heads)
     temporary = each * 3 * (heads + 2 * kv_heads) * width
-    if not config.num_moe_layers:
-        inner = config.dense_intermediate_size
-        return kept + each * (4 * inner + hidden), max(temporary, each * (4 * inner + hidden)), 0.0
-    slots, inner = config.top_k, config.expert_intermediate_size
-    shared = config.num_shared_experts * inner
-    kept += hidden * WIDE + 2 * config.num_experts * WIDE  # the router's input and scores, in fp32
-    kept += each * 4 * shared + (each * hidden if is_mixed and shared else 0)
-    exchange = 0.0
+    slots, inner, dense = config.top_k, config.expert_intermediate_size, config.dense_intermediate_size
+    shared, num_dense = config.num_shared_experts * inner, len(config.dense_layers)
+    in_dense = each * (4 * dense + hidden)
+    in_moe = hidden * WIDE + 2 * config.num_experts * WIDE  # the router's input and scores, in fp32
+    in_moe += each * 4 * shared + (each * hidden if is_mixed and shared else 0)
     if ep == 1:
-        kept += slots * (each * (hidden + 5 * inner) + 44)
+        in_moe += slots * (each * (hidden + 5 * inner) + 44)
     else:  # gates multiply the output, so that it is kept
-        kept += slots * (each * (2 * hidden + 4 * inner) + 60)
-        exchange = 2.0 * each * hidden
-    return kept, max(temporary, slots * (each * (hidden + 3 * inner) + (WIDE + each) * hidden)), exchange
+        in_moe += slots * (each * (2 * hidden + 4 * inner) + 60)
+    kept += (num_dense * in_dense + config.num_moe_layers * in_moe) / config.num_layers
+    temporary = max(temporary, in_dense if num_dense else 0)
+    if config.num_moe_layers:
+        temporary = max(temporary, slots * (each * (hidden + 3 * inner) + (WIDE + each) * hidden))
+    return kept, temporary, 2.0 * each * hidden if ep > 1 else 0.0
 
 
 def training_memory(
