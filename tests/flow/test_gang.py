@@ -68,9 +68,13 @@ async def trained(kind: str, refs: list[list[GroupRef]], run: Path, start: Path)
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # several processes on a shared machine
 @pytest.mark.parametrize("kind", ["local", "ray"])
-def test_a_gang_trains_as_one_rank_and_goes_on_from_its_snapshot(kind: str, tmp_path: Path) -> None:
+def test_a_gang_trains_as_one_rank_and_goes_on_from_its_snapshot(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     if kind == "ray":
-        pytest.importorskip("ray")
+        ray = pytest.importorskip("ray")
+        ray.init(address="local", num_cpus=2, object_store_memory=160 << 20, include_dashboard=False)
+        request.addfinalizer(ray.shutdown)
     start = checkpoint(tmp_path / "start")
     refs = [refs_of(step, tmp_path) for step in range(2)]
     one = TrainerRole(recipe(train__micro_rows=4), tmp_path / "one", start, ranks=Ranks(0, 1, torch.device("cpu")))
