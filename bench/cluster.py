@@ -36,6 +36,8 @@ from stretto.base.errors import UserError
 NODES = 4
 _ROLES = {"trainer": 1, "engines": 2, "agents": 3, "rewards": 3}
 """Node of each kind of role; the driver is on node 0."""
+_START_S = 300.0
+"""Longest wait for a node to start, in seconds."""
 _DRIVER_FOLDER = "/tmp/driver"
 _HOOK = f"""
 import os, sys
@@ -57,7 +59,11 @@ def cluster(base: Path) -> Iterator[str]:
     """Address of the cluster, with one folder of ``base`` as /tmp of each node."""
     (base / "hook").mkdir()
     (base / "hook" / "sitecustomize.py").write_text(_HOOK)
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}  # also of the driver
+    os.environ |= {  # also of the driver
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_raylet_start_wait_time_s": f"{_START_S:g}",
+    }
     host = ray.util.get_node_ip_address()
     with socket.socket() as probe:
         probe.bind((host, 0))
@@ -108,7 +114,10 @@ def drive(address: str, store: str, steps: int, folder: Path, start: Path) -> di
     resources = {role: {"labels": {"node": str(node)}} for role, node in _ROLES.items()}
     chosen = recipe(steps, store=store, resources=resources, runtime={"kind": "ray", "address": address})
     ray.init(address=address, logging_level="error")
+    end_s = time.monotonic() + _START_S
     while sum(node["Alive"] for node in ray.nodes()) < NODES:
+        if time.monotonic() > end_s:
+            return {"problem": f"the cluster has {len(ray.nodes())} of {NODES} nodes after {_START_S:g} s"}
         time.sleep(0.5)
     try:
         found = whole_run(store, chosen, folder, start, lambda num, status: None)
