@@ -20,23 +20,24 @@ from tests.api.conftest import RECIPE, Run
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def commands(page: str) -> str:
-    """All blocks of ``page`` that are marked bash."""
-    blocks = re.findall(
-        r"^```bash\n(.*?)^```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    )
+def commands(page: str, section: str = "") -> str:
+    """All blocks of ``page``, or of one ``section`` of it, that are marked bash."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    if section:
+        text = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     assert blocks, page
     return "".join(blocks)
 
 
-def execute(page: str, folder: Path, **environment: object) -> str:
-    """Run ``page`` in ``folder``; what it printed."""
+def execute(page: str, folder: Path, section: str = "", **environment: object) -> str:
+    """Run ``page``, or one ``section`` of it, in ``folder``; what it printed."""
     told = {name: str(value) for name, value in environment.items()}
     places = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     for name in told:
-        assert f"${{{name}:-" in commands(page), f"{page} does not read {name}"
+        assert f"${{{name}:-" in commands(page, section), f"{page} does not read {name}"
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", commands(page)],
+        ["bash", "-euo", "pipefail", "-c", commands(page, section)],
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | places | told,
         capture_output=True,
@@ -80,11 +81,11 @@ def test_formats(tmp_path: Path, served_run: Path, stretto: Run) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # five commands, two of which start several processes
+@pytest.mark.timeout(900)  # three commands, two of which start several processes
 def test_several_processes(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
     (tmp_path / "book.txt").write_text("".join(f"A line of a book, and its number is {n}.\n" for n in range(3000)))
-    printed = execute("CLUSTER.md", tmp_path, STEPS=2, MORE=4, LAST=6)
+    printed = execute("CLUSTER.md", tmp_path, "Pre-training on several ranks", STEPS=2, MORE=4, LAST=6)
     assert "6 of 6" in printed
     assert len(list((tmp_path / "runs/two/checkpoint").glob("*.safetensors"))) == 1
 
