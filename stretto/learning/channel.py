@@ -106,22 +106,22 @@ def open_channel(store: Store, run: Path) -> Channel:
 
 
 def _chunks(tensors: Mapping[str, Tensor], chunk_bytes: int) -> Iterator[Buffer]:
-    """A description of ``tensors``, then their bytes in chunks, one in memory at a time."""
+    """A description of ``tensors``, then their bytes in chunks. All chunks use the same memory, so each must be written before the
+    next is taken."""
     layouts = [
         _Layout(name, str(each.dtype).removeprefix("torch."), tuple(each.shape)) for name, each in tensors.items()
     ]
     yield msgspec.msgpack.encode(layouts)
-    chunk, num, num_left = bytearray(), 0, sum(each.nbytes for each in tensors.values())
+    num_left = sum(each.nbytes for each in tensors.values())
+    chunk, num = memoryview(bytearray(min(chunk_bytes, num_left))), 0
     for tensor in tensors.values():
         content = tensor.reshape(-1).view(torch.uint8).numpy().data
         while len(content):
-            if not num:
-                chunk = bytearray(min(chunk_bytes, num_left))
-            part = content[: chunk_bytes - num]
+            part = content[: len(chunk) - num]
             chunk[num : num + len(part)] = part
             num, content, num_left = num + len(part), content[len(part) :], num_left - len(part)
-            if num == len(chunk):
-                yield memoryview(chunk)
+            if num == len(chunk) or not num_left:
+                yield chunk[:num]
                 num = 0
 
 

@@ -74,7 +74,8 @@ class RemoteStore(Store, Protocol):
     """A store for roles that share no folder. It also passes on data that is larger than a file should be."""
 
     def write_chunks(self, name: str, chunks: Iterable[Buffer]) -> str:
-        """Write a list of byte strings and return its location. It need not outlive the process that writes it. Raises InfraError."""
+        """Write a list of byte strings and return its location. Each is written before the next is taken. The list need not outlive the
+        process that writes it. Raises InfraError."""
         ...
 
     def read_chunks(self, location: str) -> Iterator[Buffer]:
