@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from bench.common.plain_loop import run_plainly
 from bench.sync_equality import checksum, recipe, start_of, whole_run
 from stretto.base.config import read_recipe, validate
+from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, RECIPES
 from stretto.base.records import Receipt, new_lineage
 from stretto.flow.launch import Job
@@ -104,7 +106,17 @@ def test_a_killed_run_is_the_whole_one(tmp_path: Path, starts: dict[str, Path]) 
     assert found.checksum == checksum(tmp_path / "plain")
 
 
-def test_teachers_as_a_command_line_names_them(tmp_path: Path) -> None:
+def with_checkpoints(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> None:
+    """Work in ``folder``, with checkpoints at ``names``."""
+    monkeypatch.chdir(folder)
+    for name in names:
+        Path(name).mkdir(parents=True)
+        Path(name, "config.json").write_text("{}")
+        save_file({"embedding": torch.zeros(2)}, Path(name, "model.safetensors"))
+
+
+def test_teachers_as_a_command_line_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_checkpoints(monkeypatch, tmp_path, "runs/a b", "runs/net")
     told = teacher_settings(["maths=runs/a b", "code=runs/net:experts=4,top_k=1", "far=https://x:8/y"])
     assert told == [
         'distill.teachers.maths.checkpoint="runs/a b"',
@@ -115,7 +127,17 @@ def test_teachers_as_a_command_line_names_them(tmp_path: Path) -> None:
     assert parent_settings(Path("runs/net"))[1] == 'distill.teachers.parent.domains=["*"]'
 
 
-def test_the_recipes_that_are_shown_are_recipes() -> None:
+def test_a_teacher_that_is_missing_or_damaged_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_checkpoints(monkeypatch, tmp_path, "runs/net")
+    with pytest.raises(UserError, match=r"^--teacher far=runs/none: runs/none: config.json: no such file"):
+        teacher_settings(["far=runs/none"])
+    Path("runs/net/model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(UserError, match=r"^--teacher near=runs/net: runs/net/model.safetensors: not readable"):
+        teacher_settings(["near=runs/net"])
+
+
+def test_the_recipes_that_are_shown_are_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_checkpoints(monkeypatch, tmp_path, "runs/rl_gym")
     page = (RECIPES.parents[1] / "docs" / "DISTILL.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     shown = validate(RlRecipe, tomllib.loads(block), "docs/DISTILL.md")
