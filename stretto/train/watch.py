@@ -5,9 +5,10 @@ from __future__ import annotations
 import faulthandler
 import os
 import statistics
-import tempfile
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -64,11 +65,13 @@ def watched(model: Transformer, ranks: Ranks, timeout_s: float) -> Iterator[None
 
 
 def _print_stacks(reason: str) -> None:
-    """Write the stacks of all threads to stderr in one piece, so that those of several ranks do not mix."""
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        os.write(2, f"{reason}; the stacks of its threads:\n{file.read()}\n".encode())
+    """Write the stacks of all threads to stderr, the main thread's first, in one piece, so that those of several ranks do not mix.
+    (faulthandler leaves out the oldest threads, and so the main one, where there are more than a hundred.)"""
+    main, names = threading.main_thread().ident, {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = [f"{reason}; the stacks of its threads:\n"]
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda each: each[0] != main):
+        stacks.append(f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}\n")
+    os.write(2, "".join(stacks).encode())
 
 
 class OwnTime:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import threading
 import time
 
 import pytest
@@ -52,12 +53,18 @@ def test_a_hang_prints_the_stacks_and_ends_the_process(ends: list[int], capfd: p
 
     model = build(CONFIG, 0)
     run(model)
+    others = [
+        threading.Thread(target=the_place_that_hangs, daemon=True) for _ in range(120)
+    ]  # more than faulthandler shows
+    for thread in others:
+        thread.start()
     with watched(model, TWO, 1.0):
         the_place_that_hangs()
     assert ends == [1]
     printed = capfd.readouterr().err
     assert "rank 0 of 2: no forward pass ended in 1 s; the stacks of its threads:" in printed
-    assert "in the_place_that_hangs" in printed
+    _, _, stacks = printed.partition("the stacks of its threads:\n")
+    assert stacks.startswith("Thread MainThread:") and stacks.count("in the_place_that_hangs") > 120
 
 
 @pytest.mark.parametrize("world", [1, 2])
