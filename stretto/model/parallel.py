@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -43,8 +43,10 @@ from stretto.model.streamed import StreamedState
 from stretto.model.transformer import MoeLayer, Transformer, initial_state, load_state, skeleton
 from stretto.ops.grouped import ExpertBiases, Experts, group_multiple, group_slots, grouped_swiglu
 from stretto.ops.grouped import compute_dtype as product_dtype
-from stretto.ops.matmul import ArithmeticOperators, ExpertMatrices
 from stretto.ops.operators import Operators, Routes
+
+if TYPE_CHECKING:
+    from stretto.ops.matmul import ArithmeticOperators
 
 TIMEOUT_S = 600.0
 """Timeout of collectives in a step, for a rank that hangs (the death of a rank is detected at once)."""
@@ -495,8 +497,9 @@ def _experts(group: dist.ProcessGroup, operators: Operators, x_ND: Tensor, route
     # Copy, then permute: in the gradient of a permutation each row has one writer, so the result does not depend on an order of
     # summation. Slots sorted by expert are also sorted by the rank of the expert.
     x_SD = x_ND.to(product_dtype(x_ND)).repeat_interleave(num_chosen, dim=0).index_select(0, slots.order_P)
-    if isinstance(operators, ArithmeticOperators):
-        gates_S1 = operators.rounded(routes.gates_NK).reshape(-1, 1).index_select(0, slots.order_P)
+    arithmetic = _arithmetic(operators)
+    if arithmetic is not None:
+        gates_S1 = arithmetic.rounded(routes.gates_NK).reshape(-1, 1).index_select(0, slots.order_P)
         x_SD = torch.cat([x_SD, gates_S1], 1)  # one exchange for both
     x_MD = _Swap.apply(x_SD, sent, received, group)
     local_biases = None if biases is None else ExpertBiases(*(_local(bias) for bias in biases))
@@ -504,8 +507,8 @@ def _experts(group: dist.ProcessGroup, operators: Operators, x_ND: Tensor, route
     y_MD = _local_experts(operators, x_MD, arriving_RL, own)
     y_SD = _Swap.apply(y_MD, received, sent, group).index_select(0, slots.place_S)
     y_NKD = y_SD.view(num_tokens, num_chosen, x_ND.shape[1])
-    if isinstance(operators, ArithmeticOperators):
-        return operators.summed_experts(y_NKD)
+    if arithmetic is not None:
+        return arithmetic.summed_experts(y_NKD)
     return (y_NKD * routes.gates_NK.unsqueeze(-1).to(y_NKD.dtype)).sum(1)
 
 
@@ -516,17 +519,22 @@ def _local_experts(operators: Operators, x_MD: Tensor, arrived_RL: Tensor, own: 
     Within an expert, rows keep the order of ranks, which is that of the global batch on one rank.
     """
     num_ranks, num_local = arrived_RL.shape
-    is_plain = not isinstance(operators, ArithmeticOperators)
+    arithmetic = _arithmetic(operators)
     expert_M = torch.arange(num_local, device=x_MD.device).repeat(num_ranks).repeat_interleave(arrived_RL.flatten())
-    multiple = group_multiple(x_MD, len(x_MD) / num_local) if is_plain else 1
+    multiple = group_multiple(x_MD, len(x_MD) / num_local) if arithmetic is None else 1
     slots = group_slots(expert_M[:, None], num_local, multiple)
     x_PD = x_MD.index_select(0, slots.order_P)
-    if isinstance(operators, ArithmeticOperators):
-        matrices = ExpertMatrices(own.gate_up_EFD.unbind(0), own.down_EDI.unbind(0))
-        y_MD = operators.expert_rows(x_PD[:, :-1], x_PD[:, -1:], slots.ends_E.tolist(), matrices, own)
-    else:
+    if arithmetic is None:
         y_MD = grouped_swiglu(x_PD, slots.ends_E, own)
+    else:
+        ends = slots.ends_E.tolist()
+        y_MD = arithmetic.expert_rows(x_PD[:, :-1], x_PD[:, -1:], ends, arithmetic.matrices(own), own)
     return y_MD.index_select(0, slots.place_S)
+
+
+def _arithmetic(operators: Operators) -> ArithmeticOperators | None:
+    """``operators`` if they belong to an `Arithmetic`, whose module plain training does not import; else None."""
+    return None if operators.is_plain else cast("ArithmeticOperators", operators)
 
 
 class _Swap(torch.autograd.Function):

@@ -87,6 +87,8 @@ class ExpertMatrices:
 class ArithmeticOperators(Operators):
     """Operators for an arithmetic that is not plain."""
 
+    is_plain = False
+
     def __init__(self, arithmetic: Arithmetic):
         self.arithmetic = arithmetic
 
@@ -123,8 +125,12 @@ class ArithmeticOperators(Operators):
         return self.rounded(function(gate_up_NF, clamp))
 
     def experts(self, x_ND: Tensor, routes: Routes, weights: Experts) -> Tensor:
-        matrices = ExpertMatrices(weights.gate_up_EFD.unbind(0), weights.down_EDI.unbind(0))
-        return self.prepared_experts(x_ND, routes, matrices, weights)
+        return self.prepared_experts(x_ND, routes, self.matrices(weights), weights)
+
+    @staticmethod
+    def matrices(weights: Experts) -> ExpertMatrices:
+        """The matrices of ``weights``, which are rounded when they are used."""
+        return ExpertMatrices(weights.gate_up_EFD.unbind(0), weights.down_EDI.unbind(0))
 
     def prepared_experts(self, x_ND: Tensor, routes: Routes, matrices: ExpertMatrices, weights: Experts) -> Tensor:
         """Output of the experts [N, D], computed expert by expert; only biases and clamp are taken from ``weights``.

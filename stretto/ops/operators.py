@@ -205,6 +205,8 @@ class Operators:
     """Interface of the operators of a forward pass, implemented with torch's own. Subclasses compute the same functions, with
     gradients, in another arithmetic."""
 
+    is_plain = True
+    """Whether these are torch's own, and not those of a `stretto.ops.matmul.Arithmetic`."""
     norm = staticmethod(rms_norm)
     swiglu = staticmethod(swiglu)
     rotary_tables = staticmethod(rotary_tables)
