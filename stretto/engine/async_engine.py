@@ -9,11 +9,9 @@ engine: `AsyncEngine.error` has the cause, and the process should end too. The e
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import logging
 import math
 import queue
-import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -24,6 +22,7 @@ from functools import partial
 from typing import Any, Self, TypeVar
 
 from stretto.base.errors import UserError
+from stretto.base.stacks import stacks
 from stretto.engine.engine import Engine
 from stretto.engine.grammar import MAX_TRIALS, GrammarState
 from stretto.engine.request import Completion, EngineStats, Event, QueueFull, Request
@@ -317,7 +316,7 @@ class AsyncEngine:
             if since_s is None or time.monotonic() - since_s <= limit_s:
                 continue
             self._is_hung = True
-            _log.critical("the engine has made no progress for %g s; all threads:\n%s", limit_s, _stacks())
+            _log.critical("the engine has made no progress for %g s; all threads:\n%s", limit_s, stacks())
             self._fail(
                 EngineFailed(f"the engine has failed: no progress for {limit_s:g} s; the log shows where it hangs")
             )
@@ -347,14 +346,6 @@ class AsyncEngine:
                     del self._open[event.request_id]
         for loop, deliveries in by_loop.items():
             _from_thread(loop, _deliver, deliveries)
-
-
-def _stacks() -> str:
-    """Python stacks of all threads of the process."""
-    with tempfile.TemporaryFile("w+") as file:  # faulthandler needs a file descriptor
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return file.read()
 
 
 @contextmanager

@@ -22,7 +22,16 @@ from stretto.flow.clients import Verifiers, connect
 from stretto.flow.files import RunFiles
 from stretto.flow.reward import RewardRole
 from stretto.learning.dialogue import Dialogue, teacher_dialogues
-from stretto.learning.recipe import WEIGHTS, PoolConfig, Prompts, RlRecipe, SandboxConfig, SourceConfig, plan_prompts
+from stretto.learning.recipe import (
+    WEIGHTS,
+    NeedsConfig,
+    PoolConfig,
+    Prompts,
+    RlRecipe,
+    SandboxConfig,
+    SourceConfig,
+    plan_prompts,
+)
 from stretto.runtime.pool import ElasticPool, Limits
 from stretto.runtime.runtime import (
     Caller,
@@ -207,22 +216,30 @@ def make_factories(job: Job, tables: SourceTables, tokenizer: Tokenizer, files: 
 
 
 def _trainer(job: Job, files: RunFiles, device: str) -> Any:
-    from stretto.learning.remote_trainer import RemoteTrainer  # imports torch, in the role's process
-    from stretto.learning.trainer import TrainerRole, open_trainer
+    from stretto.learning.trainer import open_trainer  # imports torch, in the role's process
 
-    kind = TrainerRole if files.is_shared else RemoteTrainer
-    device = _OWN_GPU if job.recipe.resources.trainer.gpus else device
-    return open_trainer(job.recipe, files.folder_here(), files.start_here(), device, job.stage, files.store, kind)
+    return open_trainer(_trainer_with(job, files), _own_or(device, job.recipe.resources.trainer))
 
 
 def _trainer_rank(job: Job, files: RunFiles, rank: int, device: str, caller: Caller) -> Any:
-    from stretto.learning.remote_trainer import RemoteTrainer  # imports torch, in the role's process
-    from stretto.learning.trainer import TrainerRank, TrainerRole
+    from stretto.learning.trainer import TrainerRank
+
+    device = _own_or(device, job.recipe.resources.trainer)
+    return TrainerRank(_trainer_with(job, files), job.recipe.trainer, rank, device, caller)
+
+
+def _trainer_with(job: Job, files: RunFiles) -> Callable[..., Any]:
+    """Returns the trainer of the ``ranks`` that it is given."""
+    from stretto.learning.remote_trainer import RemoteTrainer
+    from stretto.learning.trainer import TrainerRole
 
     kind = TrainerRole if files.is_shared else RemoteTrainer
-    device = _OWN_GPU if job.recipe.resources.trainer.gpus else device
-    opened = partial(kind, job.recipe, files.folder_here(), files.start_here(), stage=job.stage, store=files.store)
-    return TrainerRank(opened, job.recipe.trainer, rank, device, caller)
+    return partial(kind, job.recipe, files.folder_here(), files.start_here(), stage=job.stage, store=files.store)
+
+
+def _own_or(device: str, needs: NeedsConfig) -> str:
+    """The device of a role with ``needs``: the GPU that Ray has reserved for it, or else ``device``."""
+    return _OWN_GPU if needs.gpus else device
 
 
 def _engine(job: Job, files: RunFiles, number: int, device: str) -> Any:
@@ -230,7 +247,7 @@ def _engine(job: Job, files: RunFiles, number: int, device: str) -> Any:
     from stretto.flow.rollout_remote import RemoteEngineRole
     from stretto.learning.channel import open_channel
 
-    device = _OWN_GPU if job.recipe.resources.engines.gpus else device
+    device = _own_or(device, job.recipe.resources.engines)
     name, start, fetch = f"engine-{number}", files.start_here(), open_channel(files.store, files.run).fetch
     if addresses := job.recipe.rollout.address:
         folder = files.folder_here() / WEIGHTS / name
@@ -278,8 +295,11 @@ class Gang:
         raise error
 
     async def _errors(self, calls: Sequence[asyncio.Future[Any]]) -> list[BaseException]:
-        """Errors of ``calls``, some of which have ended, and deaths of ranks. A rank may fail because another one has died, before
-        the runtime notices that death, so a rank's own error stands only if within `_DEATH_S` no death is found."""
+        """Errors of those of ``calls`` that have ended, and the deaths of ranks.
+
+        When a rank dies, the other ranks may fail before the runtime reports the death. So after an error this waits for a death, at
+        most `_DEATH_S`. Only if none is reported, the error is the rank's own.
+        """
         end_s = time.monotonic() + _DEATH_S
         while errors := [error for each in calls if each.done() and (error := each.exception()) is not None]:
             statuses = map(self.runtime.status, self.ranks)

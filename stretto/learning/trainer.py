@@ -114,11 +114,9 @@ def micro_batch(
     return MicroBatch("policy", tokens_BT, targets_BT, ctx, subnet, num_targets, objective=objective)
 
 
-def open_trainer(
-    recipe: RlRecipe, run: Path, start: Path, device: str, stage: str, store: Store, kind: type[TrainerRole]
-) -> TrainerRole:
-    """The trainer of a run with one rank, on ``device``: an object of the class ``kind``."""
-    return kind(recipe, run, start, ranks=Ranks(0, 1, torch.device(device)), stage=stage, store=store)
+def open_trainer(opened: Callable[..., TrainerRole], device: str) -> TrainerRole:
+    """The trainer of a run with one rank, on ``device``. ``opened``: returns the trainer of the ``ranks`` that it is given."""
+    return opened(ranks=Ranks(0, 1, torch.device(device)))
 
 
 class TrainerRank:

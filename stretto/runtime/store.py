@@ -144,25 +144,22 @@ class UrlStore:
     """Objects below a URL, such as ``s3://bucket/run``. Locations are names.
 
     The URL is one of `pyarrow.fs.FileSystem.from_uri`: s3, gs, hdfs, file; its query holds options such as ``region`` and
-    ``endpoint_override``. Keys come from the environment, as with AWS's own tools, or from the URL; no message shows them.
+    ``endpoint_override``. Keys come from the environment, as with AWS's own tools; no message shows them.
     An object cannot be appended to: a log is a folder of numbered parts, which a thread writes.
     """
 
     def __init__(self, url: str, folder: str) -> None:
         """``folder``: folder below ``url``, which only this run uses."""
         self._url, self._folder = url, folder
-        self._start()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return UrlStore, (self._url, self._folder)
-
-    def _start(self) -> None:
         self._changed = threading.Condition()
         self._unwritten: dict[str, list[bytes]] = {}
         """Appended bytes by the name of the log."""
         self._num_parts: dict[str, int] = {}
         self._error: InfraError | None = None
         self._writer: threading.Thread | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UrlStore, (self._url, self._folder)  # another process has a thread of its own
 
     def check(self) -> None:
         """Write, read and delete an object. Raises UserError: the URL is wrong, or the store refuses or does not answer."""

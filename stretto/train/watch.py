@@ -5,16 +5,15 @@ from __future__ import annotations
 import faulthandler
 import os
 import statistics
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from stretto.base.stacks import stacks
 from stretto.base.track import say
 from stretto.model.attention import Attention, Mla
 from stretto.model.parallel import Ranks
@@ -49,7 +48,9 @@ def watched(model: Transformer, ranks: Ranks, timeout_s: float) -> Iterator[None
             faulthandler.dump_traceback_later(2 * timeout_s, exit=True, file=2)
             if ended.wait(min(1.0, timeout_s / 4)):
                 return
-        _print_stacks(f"rank {ranks.rank} of {ranks.world}: no forward pass ended in {timeout_s:g} s")
+        reason = f"rank {ranks.rank} of {ranks.world}: no forward pass ended in {timeout_s:g} s"
+        # one write, so that the stacks of several ranks do not mix
+        os.write(2, f"{reason}; the stacks of its threads:\n{stacks()}\n".encode())
         time.sleep(GRACE_S)
         os._exit(1)
 
@@ -62,16 +63,6 @@ def watched(model: Transformer, ranks: Ranks, timeout_s: float) -> Iterator[None
         thread.join()
         faulthandler.cancel_dump_traceback_later()
         hook.remove()
-
-
-def _print_stacks(reason: str) -> None:
-    """Write the stacks of all threads to stderr, the main thread's first, in one piece, so that those of several ranks do not mix.
-    (faulthandler leaves out the oldest threads, and so the main one, where there are more than a hundred.)"""
-    main, names = threading.main_thread().ident, {thread.ident: thread.name for thread in threading.enumerate()}
-    stacks = [f"{reason}; the stacks of its threads:\n"]
-    for ident, frame in sorted(sys._current_frames().items(), key=lambda each: each[0] != main):
-        stacks.append(f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}\n")
-    os.write(2, "".join(stacks).encode())
 
 
 class OwnTime:

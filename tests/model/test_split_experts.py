@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,8 +16,8 @@ from stretto.model.transformer import Context, Replay, Transformer
 from stretto.ops.grouped import Experts
 from stretto.ops.matmul import Arithmetic, ArithmeticOperators, ExpertMatrices
 from tests.flow.policies import SHAPE, checkpoint
+from tests.ranks import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 ROWS, LENGTH, HOT = 4, 12, 7
 ARITHMETICS = [
     *(Arithmetic(precision, True) for precision in ("fp32", "bf16", "fp8")),
@@ -84,19 +81,8 @@ def compare(folder: Path, ranks: Ranks, arithmetic: Arithmetic, kind: str) -> No
 
 
 def launch(world: int, ep: int, folder: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
-    for rank in range(world):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
-        environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
-        command = [sys.executable, "-m", "tests.model.test_split_experts", str(folder), str(ep)]
-        processes.append(subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True))
-    for process in processes:
-        _, errors = process.communicate(timeout=580)
-        assert process.returncode == 0, errors[-3000:]
+    for done in run_ranks(world, [sys.executable, "-m", "tests.model.test_split_experts", str(folder), str(ep)]):
+        assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import math
 import os
 import random
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,8 +22,8 @@ from stretto.data.shards import tokenise
 from stretto.data.sources import Document
 from stretto.model.parallel import join
 from stretto.train.recipe import Recipe
+from tests.ranks import ROOT, run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("rank_worker.py")
 STEPS, RESUMED_AT, ROWS, LENGTH = 12, 6, 16, 32
 pytestmark = pytest.mark.timeout(900)  # several processes on a shared machine
@@ -112,25 +111,7 @@ class Bench:
         """Run ``cases`` in ``world`` processes that know of each other as torchrun's do."""
         path = self.folder / f"cases-{len(list(self.folder.glob('cases-*')))}.json"
         path.write_text(json.dumps(cases))
-        return self.start(world, [sys.executable, str(WORKER), str(path)])
-
-    def start(self, world: int, command: list[str]) -> list[subprocess.CompletedProcess[str]]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        processes = []
-        for rank in range(world):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
-            environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
-            processes.append(
-                subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            )
-        done = []
-        for process in processes:
-            out, err = process.communicate(timeout=600)
-            done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
-        return done
+        return run_ranks(world, [sys.executable, str(WORKER), str(path)])
 
     def train(self, world: int, cases: list[dict[str, Any]]) -> None:
         for done in self.launch(world, cases):
@@ -253,7 +234,7 @@ def test_what_other_families_have_is_spread_like_the_rest(bench: Bench, name: st
 @pytest.mark.slow
 def test_ranks_wait_for_the_first_longer_than_for_a_collective(bench: Bench) -> None:
     """Tokenising takes hours, a collective's time-out is for ranks that hang."""
-    for done in bench.start(2, [sys.executable, str(WORKER.with_name("first_worker.py"))]):
+    for done in run_ranks(2, [sys.executable, str(WORKER.with_name("first_worker.py"))]):
         assert (done.returncode, done.stdout) == (0, "data: missing\n"), done.stderr
 
 
