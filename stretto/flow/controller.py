@@ -35,6 +35,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from stretto.base.errors import UserError
 from stretto.base.trajectory import Ending, GroupRef, Task
 from stretto.flow.ledger import Entry, Ledger
 
@@ -186,9 +187,15 @@ class Controller:
             self._lose(entry, why, counts)
 
     def vanished(self, ordinals: Sequence[int]) -> None:
-        """Stored groups were lost with a part of the store. They are dispatched again."""
+        """Stored groups were lost with a part of the store. They are dispatched again. Raises UserError: the store lost one of them
+        ``max_attempts`` times, and will hardly keep it the next time."""
         self._events["vanished"] += len(ordinals)
         self.ledger.record("vanished", durable=True, ordinals=sorted(ordinals))
+        for ordinal in ordinals:
+            if (times := self.state.alive[ordinal].num_vanished) >= self.limits.max_attempts:
+                raise UserError(
+                    f"store: it lost group {ordinal} {times} times; check whether something deletes its files, and continue with --resume"
+                )
 
     def next_batch(self) -> tuple[GroupRef, ...] | None:
         """The groups of the next step, by ordinal; None while there are too few."""

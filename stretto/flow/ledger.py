@@ -51,6 +51,8 @@ class Entry:
     """The stored group; None until it is ready."""
     num_overtaken: int = 0
     """Number of younger groups that were trained before it."""
+    num_vanished: int = 0
+    """How often the store lost the group."""
 
 
 @dataclass(slots=True)
@@ -97,6 +99,7 @@ class State:
         on are chosen again, because a group must not wait for groups of later steps."""
         for ordinal in ordinals:
             self.alive[ordinal].ref = None
+            self.alive[ordinal].num_vanished += 1
         broken = [step for step, chosen in self.batches.items() if not set(ordinals).isdisjoint(chosen)]
         self.batches = {step: chosen for step, chosen in self.batches.items() if step < min(broken, default=step + 1)}
 

@@ -96,10 +96,10 @@ class RemoteStore(Store, Protocol):
 
 
 class FolderStore:
-    """Files below ``folder``. Locations are paths."""
+    """Files below ``folder``. Locations are absolute paths."""
 
     def __init__(self, folder: Path | str) -> None:
-        self._folder = Path(folder)
+        self._folder = Path(folder).absolute()
 
     def write(self, name: str, content: bytes, *, durable: bool = False) -> str:
         path = self._folder / name
@@ -137,7 +137,7 @@ class FolderStore:
 
 
 FILES = FolderStore(Path())
-"""Reads locations of any `FolderStore`, which are paths."""
+"""Reads locations of any `FolderStore`, which are absolute paths."""
 
 
 class UrlStore:

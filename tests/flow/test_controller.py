@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from stretto.base.errors import UserError
 from stretto.flow.controller import Controller, Limits, Watchdog, default_window
 from stretto.flow.ledger import Ledger
 from tests.flow.refs import check, ref, task
@@ -177,6 +178,17 @@ def test_a_group_is_given_up_after_so_many_failures_of_its_own(tmp_path: Path) -
     clock.now = 20.0
     controller.admit()
     assert controller.counts()["failed"] == 5
+
+
+def test_a_store_that_loses_a_group_again_and_again_ends_the_run(tmp_path: Path) -> None:
+    controller, _ = started(tmp_path)
+    controller.admit()
+    controller.group_ready(ref(0))
+    controller.vanished([0])
+    assert handed(controller) == [(0, 1)]
+    controller.group_ready(replace(ref(0), attempt=1))
+    with pytest.raises(UserError, match=r"store: it lost group 0 2 times; .* --resume"):
+        controller.vanished([0])
 
 
 def test_an_attempt_knows_whether_it_is_the_last(tmp_path: Path) -> None:

@@ -46,12 +46,15 @@ def ray_store() -> Iterator[Any]:
     ray.shutdown()
 
 
-KINDS = ["folder", "url", "s3", pytest.param("ray", marks=pytest.mark.slow)]
+KINDS = ["folder", "relative folder", "url", "s3", pytest.param("ray", marks=pytest.mark.slow)]
 
 
 @pytest.fixture
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     kind = request.param
+    if kind == "relative folder":
+        monkeypatch.chdir(tmp_path)
+        return FolderStore("run")
     if kind == "folder":
         return FolderStore(tmp_path / "run")
     if kind == "ray":
@@ -95,7 +98,7 @@ def test_a_log_is_appended_to_in_order_and_begun_anew(store: Store) -> None:
     assert store.names("tokens") == ["tokens/2.log"]
 
 
-REMOTE = KINDS[1:]
+REMOTE = KINDS[2:]
 
 
 @pytest.mark.parametrize("store", REMOTE, indirect=True)
