@@ -19,7 +19,7 @@ from bench.common.measure import bench_parser, finish, table, wide_console
 from stretto.base.numbers import duration, si
 from stretto.base.track import progress
 from stretto.flow.controller import Limits
-from stretto.planner.plans import Workload
+from stretto.planner.rl import Workload
 from stretto.planner.simulate import Roles, simulate
 
 AIM_LINEAR = 0.9

@@ -423,7 +423,7 @@ def plan(
     if out is not None and out.suffix not in (".png", ".html"):
         raise UserError(f"--out {out}: must end in .png or .html")
     from stretto.base.config import validate
-    from stretto.planner.plans import Workload
+    from stretto.planner.rl import Workload
 
     given = {
         "answer_tokens": answer_tokens,

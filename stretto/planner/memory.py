@@ -6,6 +6,7 @@ letters: N tokens of a rank's micro-batch, K experts per token, D hidden, I expe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from stretto.base.numbers import counted
@@ -14,8 +15,9 @@ from stretto.planner.hardware import Dtype
 
 CHUNK = 1024
 """Tokens whose logits are in memory at once (`stretto.ops.logprob`, which this room cannot import: it imports torch)."""
-WIDE = 4
-"""Bytes of a number in fp32, in which weights, gradients, moments and the residual stream are held."""
+BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2}
+WIDE = BYTES["float32"]
+"""Bytes of each number of the weights, gradients, moments and residual stream, which are held in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Numbers of parameters by how they are divided over ranks."""
+    """Numbers of parameters of the full network by how they are divided over ranks."""
 
     outer: int
     """Embedding, head and final norm: gathered for the whole pass."""
@@ -56,11 +58,14 @@ class Sizes:
     """Largest stack of matrices that Muon updates at once."""
     total: int
 
+    def held(self, ranks: int) -> float:
+        """Parameters on each of ``ranks`` ranks."""
+        return self.replicated + (self.total - self.replicated) / ranks
+
 
 def sizes(config: ModelConfig) -> Sizes:
-    """The parts of the full network of ``config``; together `count`'s total."""
-    full, hidden = config.full(), config.hidden_size
-    total = count(config, full).total_params
+    hidden = config.hidden_size
+    total = count(config, config.full()).total_params
     outer = config.vocab_size * hidden * (1 if config.tie_embeddings else 2) + hidden
     expert = 3 * hidden * config.expert_intermediate_size
     if config.expert_bias:
@@ -70,18 +75,18 @@ def sizes(config: ModelConfig) -> Sizes:
     norms = 2 * hidden * config.num_layers
     others = total - outer - routers - norms - sum(config.experts_by_layer) * expert
     qkv = hidden * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    stacks = [experts * 2 // 3, 2 * hidden * config.dense_intermediate_size, qkv]
-    return Sizes(outer, routers + norms, others // config.num_layers, experts, max(stacks), total)
+    matrix = max(experts * 2 // 3, 2 * hidden * config.dense_intermediate_size, qkv)
+    return Sizes(outer, routers + norms, others // config.num_layers, experts, matrix, total)
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Peak memory of one rank by part, in bytes."""
+    """Peak memory of one rank or engine by part, in bytes."""
 
     weights: float
-    gradients: float
-    optimiser: float
-    activations: float
+    gradients: float = 0.0
+    optimiser: float = 0.0
+    activations: float = 0.0
     """Kept for the backward pass of one micro-batch."""
     head: float = 0.0
     """Logits of a chunk, and the head's gradient before it is summed."""
@@ -100,12 +105,20 @@ class Memory:
         return sum(getattr(self, each.name) for each in fields(self))
 
 
-def layer_bytes(config: ModelConfig, dtype: Dtype, ep: int) -> tuple[float, float, float]:
-    """Of one layer: bytes per token that autograd keeps, bytes per token of temporaries in its backward pass, and bytes per slot
-    (a token at one of its experts) that the all-to-all of expert parallelism needs.
-    """
-    each, hidden = (WIDE if dtype == "float32" else 2), config.hidden_size
-    latent = config.latent
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """Activations of one layer, in bytes."""
+
+    kept: float
+    """Per token: what autograd keeps."""
+    temporary: float
+    """Per token: temporary tensors of the backward pass."""
+    exchanged: float
+    """Per token at one of its experts: what the all-to-all of expert parallelism needs."""
+
+
+def layer_bytes(config: ModelConfig, dtype: Dtype, ep: int) -> LayerBytes:
+    each, hidden, latent = BYTES[dtype], config.hidden_size, config.latent
     heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
     is_mixed = dtype != "float32"
     kept: float = 2 * hidden * WIDE  # both norms keep the normed stream
@@ -120,9 +133,9 @@ def layer_bytes(config: ModelConfig, dtype: Dtype, ep: int) -> tuple[float, floa
     if config.qk_norm or config.qk_norm_wide:
         kept += turned * (WIDE + (each if is_mixed else 0)) + WIDE * (heads + kv_heads)
     temporary = each * 3 * (heads + 2 * kv_heads) * width
-    slots, inner, dense = config.top_k, config.expert_intermediate_size, config.dense_intermediate_size
+    slots, inner = config.top_k, config.expert_intermediate_size
     shared, num_dense = config.num_shared_experts * inner, len(config.dense_layers)
-    in_dense = each * (4 * dense + hidden)
+    in_dense = each * (4 * config.dense_intermediate_size + hidden)
     in_moe = hidden * WIDE + 2 * config.num_experts * WIDE  # the router's input and scores, in fp32
     in_moe += each * 4 * shared + (each * hidden if is_mixed and shared else 0)
     if ep == 1:
@@ -130,10 +143,11 @@ def layer_bytes(config: ModelConfig, dtype: Dtype, ep: int) -> tuple[float, floa
     else:  # gates multiply the output, so that it is kept
         in_moe += slots * (each * (2 * hidden + 4 * inner) + 60)
     kept += (num_dense * in_dense + config.num_moe_layers * in_moe) / config.num_layers
-    temporary = max(temporary, in_dense if num_dense else 0)
+    if num_dense:
+        temporary = max(temporary, in_dense)
     if config.num_moe_layers:
         temporary = max(temporary, slots * (each * (hidden + 3 * inner) + (WIDE + each) * hidden))
-    return kept, temporary, 2.0 * each * hidden if ep > 1 else 0.0
+    return LayerBytes(kept, temporary, 2.0 * each * hidden if ep > 1 else 0.0)
 
 
 def training_memory(
@@ -143,7 +157,6 @@ def training_memory(
     dtype: Dtype,
     optimiser: str,
     *,
-    teacher_params: float = 0.0,
     packed: bool = False,
     taught: bool = False,
     repeats: bool = False,
@@ -153,45 +166,44 @@ def training_memory(
 
     Args:
         length: tokens per row.
-        teacher_params: parameters of networks that only score.
         packed: rows hold several documents, as in RL and SFT, so that there is a mask [T, T] for each.
         taught: a chunk's logits of a teacher are in memory too.
-        on_gpu: in fp32, CUDA's attention without a mask keeps all scores where query heads share a key head: no fused kernel has both.
         repeats: a micro-batch has several backward passes, so that gradients exist during the second.
+        on_gpu: in fp32, CUDA's attention without a mask keeps all scores where query heads share a key head: no fused kernel has both.
     """
-    parts, each = sizes(config), (WIDE if dtype == "float32" else 2)
+    parts, each, bytes_of = sizes(config), BYTES[dtype], layer_bytes(config, dtype, layout.ep)
     ranks, num_tokens, num_layers = layout.ranks, layout.rows * length, config.num_layers
-    held = parts.replicated + (parts.total - parts.replicated) / ranks
-    kept, temporary, exchange = layer_bytes(config, dtype, layout.ep)
-    if on_gpu and dtype == "float32" and not packed and config.num_heads != config.num_kv_heads:
+    is_mixed, has_scores = dtype != "float32", on_gpu and dtype == "float32" and not packed
+    kept = bytes_of.kept
+    if has_scores and config.num_heads != config.num_kv_heads:
         kept += WIDE * config.num_heads * length
     # without FSDP, autocast keeps a bf16 copy of each weight for the backward pass
-    casts = (parts.total - parts.outer) / num_layers * each if dtype != "float32" and ranks == 1 else 0.0
+    casts = (parts.total - parts.outer) / num_layers * each if is_mixed and ranks == 1 else 0.0
     layer = num_tokens * kept + casts
     stream = num_tokens * config.hidden_size * WIDE
     # with recompute, a layer keeps its input, and all of its activations only during its own backward pass
-    activations = (
-        num_layers * (stream if layout.recompute else layer)
-        + 3 * stream
-        + num_tokens * (40 + (length if packed else 0))
-    )
+    layers = num_layers * (stream if layout.recompute else layer)
+    activations = layers + 3 * stream + num_tokens * (40 + (length if packed else 0))
     recomputed = layer if layout.recompute else 0.0
-    by_muon = (parts.total - parts.outer - parts.replicated) / ranks if optimiser == "muon" else 0.0
-    states = WIDE * (2 * held - by_muon)  # two moments for AdamW, one for Muon
-    gradients = WIDE * held
+
     vocabulary = config.vocab_size * config.hidden_size
-    chunk: float = min(CHUNK, num_tokens) * config.vocab_size * (8 if dtype == "float32" else 12) * (2 if taught else 1)
+    chunk: float = min(CHUNK, num_tokens) * config.vocab_size * (12 if is_mixed else 8) * (2 if taught else 1)
     if num_tokens <= CHUNK:
         chunk /= 2
-    head = vocabulary * WIDE + chunk + (vocabulary * each if dtype != "float32" else 0)
+    head = vocabulary * WIDE + chunk + (vocabulary * each if is_mixed else 0)
+
     outer = parts.outer * WIDE if ranks > 1 else 0.0
     # a block's weights and those of the next one, and its gradients before and during their sum in fp32
     block = (parts.block + parts.experts / layout.ep) * (3 * each + WIDE) if ranks > 1 else 0.0
     backward = {
-        "transient": num_tokens * temporary,
+        "transient": num_tokens * bytes_of.temporary,
         "gathered": outer + block,
-        "exchanged": num_tokens * config.top_k * exchange,
+        "exchanged": num_tokens * config.top_k * bytes_of.exchanged,
     }
+
+    held = parts.held(ranks)
+    by_muon = (parts.total - parts.outer - parts.replicated) / ranks if optimiser == "muon" else 0.0
+    gradients, states = WIDE * held, WIDE * (2 * held - by_muon)  # two moments for AdamW, one for Muon
     is_first = layout.micro_batches == 1 and not repeats
     moments = (  # one of them is the peak: logits, the last block's backward pass, the first block's, the optimiser
         {"gradients": 0.0 if is_first else gradients, "activations": activations, "head": head, "gathered": outer},
@@ -200,12 +212,11 @@ def training_memory(
         {"gradients": gradients, "transient": parts.matrix * WIDE * 4 if optimiser == "muon" else 0.0},
     )
     peak = max(moments, key=lambda moment: sum(moment.values()))
-    fixed = Memory(WIDE * held, 0.0, states, 0.0, teacher=teacher_params / ranks * WIDE)
-    return replace(fixed, **peak)
+    return replace(Memory(WIDE * held, optimiser=states), **peak)
 
 
 def engine_memory(config: ModelConfig, weight_bytes: int, cache_bytes: float, max_batch: int, prefill: int) -> Memory:
     """Memory of an engine: weights, the next version of the weights beside them while it is loaded, cache, and one step."""
     total = count(config, config.full()).total_params
     step = max(max_batch, prefill) * weight_bytes * 8 * config.hidden_size + max_batch * config.vocab_size * 3 * WIDE
-    return Memory(2.0 * total * weight_bytes, 0.0, 0.0, step, cache=cache_bytes)
+    return Memory(2.0 * total * weight_bytes, activations=step, cache=cache_bytes)

@@ -1,21 +1,175 @@
-"""`stretto.plan` and the command `stretto plan`: memory, speed, limit and cost of a recipe on a cluster, before anything runs. No torch."""
+"""`stretto.plan` and the command `stretto plan`: layouts of a recipe on a cluster, each with memory, speed, limit and cost. No torch."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from stretto.base.config import Config, read_recipe, read_tree, source_name
 from stretto.base.errors import UserError, user_errors
+from stretto.base.numbers import counted, size_in_bytes
 from stretto.base.paths import checkpoint_folder, read_json
 from stretto.learning.recipe import RlRecipe
 from stretto.model.families import from_hf
-from stretto.model.spec import ModelConfig
-from stretto.planner.hardware import parse_cluster
-from stretto.planner.plans import Plan, Workload, plan_pretrain, plan_rl
-from stretto.train.recipe import Recipe
+from stretto.model.spec import ModelConfig, count
+from stretto.planner.hardware import Cluster, Dtype, parse_cluster
+from stretto.planner.memory import Layout, Memory, training_memory
+from stretto.planner.rl import RlRun, Workload
+from stretto.planner.simulate import Simulated, simulate
+from stretto.planner.speed import StepTime, step_time
+from stretto.train.recipe import ElasticConfig, Recipe
+
+MOST_SIMULATED = 3
+"""Layouts that a sweep of an RL recipe simulates: those with the highest bound on their speed."""
+_MOST_EP = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One layout."""
+
+    layout: Layout
+    """Of the trainer."""
+    memory: Memory
+    """Of a trainer's rank."""
+    available: float
+    """Bytes of an accelerator that a rank can use."""
+    step: StepTime
+    step_s: float
+    """Time from one step to the next; in RL with the waiting for samples."""
+    slowest: str
+    """Part that takes the longest."""
+    tokens_per_s: float
+    gpu_hours: float
+    """Of the whole run, all accelerators of the cluster included, also idle ones."""
+    dollars: float | None
+    engines: int = 0
+    """0: none, or they share the trainer's accelerator."""
+    gpus_of_engine: int = 1
+    engine_memory: Memory | None = None
+    simulated: Simulated | None = None
+
+    @property
+    def peak(self) -> float:
+        """Bytes on the fullest accelerator."""
+        if self.engine_memory is None:
+            return self.memory.total
+        engine = self.engine_memory.total / self.gpus_of_engine
+        return max(self.memory.total, engine) if self.engines else self.memory.total + engine
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.available
+
+    @property
+    def limit(self) -> str:
+        """What to change first: memory where it is lacking, else the slowest part."""
+        if self.fits or self.engine_memory is None:
+            return self.slowest if self.fits else "memory"
+        is_engine = self.engine_memory.total / self.gpus_of_engine > self.available
+        return "memory of an engine" if is_engine else "memory of the trainer"
+
+    @property
+    def name(self) -> str:
+        """The layout in words, for tables."""
+        if self.simulated is None:
+            return str(self.layout)
+        split = f" of {self.gpus_of_engine} GPUs" if self.gpus_of_engine > 1 else ""
+        return f"trainer: {self.layout}; {counted(self.engines or 1, 'engine')}{split}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Layouts of a recipe on a cluster, the fastest that fits first. Layouts that are neither faster nor smaller are left out."""
+
+    recipe: str
+    kind: Literal["pretrain", "rl"]
+    cluster: Cluster
+    network: ModelConfig
+    dtype: Dtype
+    steps: int
+    step_tokens: float
+    """Trained tokens of one step."""
+    price: float | None
+    """Dollars of one accelerator for one hour."""
+    predictions: tuple[Prediction, ...] = ()
+    num_tried: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Prediction:
+        return self.predictions[0]
+
+    @property
+    def params(self) -> int:
+        return count(self.network, self.network.full()).total_params
+
+    @property
+    def active_params(self) -> int:
+        return count(self.network, self.network.full()).active_params
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """Efficiencies by name, each with the log entry that measured it on this hardware; empty: assumed."""
+        hardware = self.cluster.hardware
+        used = {"share of products": hardware.share[self.dtype].source}
+        if any(each.layout.ranks > 1 for each in self.predictions):
+            used["share of links"] = ""
+        if self.kind == "rl":
+            used |= {"launches of a decoding step": hardware.layer_s.source, "bandwidth of decoding": ""}
+        return used
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether all efficiencies were measured on this hardware; else the plan is a prediction."""
+        return all(self.sources.values())
+
+    def tree(self) -> dict[str, Any]:
+        """All figures as plain JSON values; sizes in bytes, times in seconds."""
+        kept = ("recipe", "kind", "params", "active_params", "dtype", "steps", "num_tried", "sources", "notes")
+        head = {name: getattr(self, name) for name in kept} | {"cluster": str(self.cluster)}
+        head["status"] = "measured" if self.is_measured else "predicted"
+        derived = ("name", "fits", "limit", "peak")
+        rows = [asdict(each) | {name: getattr(each, name) for name in derived} for each in self.predictions]
+        return head | {"layouts": rows}
+
+    def predict(self, layout: Layout, memory: Memory, step: StepTime, step_s: float, slowest: str) -> Prediction:
+        """One layout of this plan."""
+        hours = self.steps * step_s / 3600 * self.cluster.num
+        return Prediction(
+            layout=layout,
+            memory=memory,
+            available=self.cluster.hardware.usable,
+            step=step,
+            step_s=step_s,
+            slowest=slowest,
+            tokens_per_s=self.step_tokens / step_s,
+            gpu_hours=hours,
+            dollars=None if self.price is None else self.price * hours,
+        )
+
+    def of(self, found: Sequence[Prediction], num_tried: int, notes: Sequence[str]) -> Plan:
+        """This plan with those of ``found`` that are worth showing. Raises `UserError`: there are none."""
+        if not found:
+            raise UserError(
+                f"--gpus {self.cluster}: no layout divides the recipe's rows and experts; change train.rows, or the number"
+            )
+        ordered = sorted(
+            (each for each in found if each.fits), key=lambda each: (float(f"{each.step_s:.4g}"), each.peak)
+        )
+        if not ordered:  # by how little they lack
+            ordered = sorted(found, key=lambda each: each.peak)
+            needed, available = size_in_bytes(ordered[0].peak), size_in_bytes(ordered[0].available)
+            notes = [*notes, f"No layout fits: the smallest needs {needed} of {available}."]
+        elif self.kind == "pretrain":  # a slower layout is worth showing if it needs less memory than all faster ones
+            least = [math.inf, *accumulate((each.peak for each in ordered), min)]
+            ordered = [each for each, before in zip(ordered, least, strict=False) if each.peak < before]
+        return replace(self, predictions=tuple(ordered), num_tried=num_tried, notes=tuple(notes))
 
 
 @user_errors
@@ -48,12 +202,20 @@ def plan(
         raise UserError(f"--price {price:g}: give dollars per accelerator and hour, 0 or more")
     if _is_rl(recipe):
         parsed = read_recipe(recipe, RlRecipe, settings)
-        return plan_rl(parsed, _network(parsed, name, model), name, cluster, sweep, price, workload or Workload())
+        run = RlRun(parsed, _network(parsed, name, model), cluster, workload or Workload())
+        empty = Plan(name, "rl", cluster, run.config, run.dtype, parsed.train.steps, run.step_tokens, price)
+        return _plan_rl(run, empty, sweep)
     if model is not None:
         raise UserError(
             f"--model: {name} is a recipe of {Recipe.command}, which has its own [model]; leave --model out"
         )
-    return plan_pretrain(read_recipe(recipe, Recipe, settings), name, cluster, sweep, price)
+    given = read_recipe(recipe, Recipe, settings)
+    train, is_gpu = given.train, cluster.hardware.is_gpu
+    is_bf16 = train.dtype == "bfloat16" or (train.dtype == "auto" and is_gpu)
+    dtype: Dtype = "bfloat16" if is_bf16 else "float32"
+    tokens = train.rows * train.seq_len
+    empty = Plan(name, "pretrain", cluster, given.network(), dtype, train.steps, tokens, price)
+    return _plan_pretrain(given, empty, sweep)
 
 
 def _is_rl(recipe: Any) -> bool:
@@ -72,3 +234,138 @@ def _network(recipe: RlRecipe, name: str, model: str | os.PathLike[str] | None) 
             f"{name}: has no [start.model], so the network is unknown; name a run or checkpoint with --model"
         )
     return recipe.start.model
+
+
+def _plan_pretrain(recipe: Recipe, empty: Plan, sweep: bool) -> Plan:
+    """``empty`` with the recipe's own layout on all accelerators, or (``sweep``) with all that divide."""
+    train, elastic, config, cluster = recipe.train, recipe.elastic, empty.network, empty.cluster
+    layouts = [Layout(cluster.num, train.ep, train.micro_rows, train.micro_batches, train.recompute)]
+    notes = []
+    if sweep:
+        layouts = list(_pretrain_layouts(config, train.rows, cluster.num))
+    else:
+        _check(layouts[0], config, cluster)
+        if train.micro_rows % cluster.num:
+            padded = f"{cluster.num} ranks do not divide the {train.micro_rows} rows of a micro-batch"
+            notes.append(f"{padded}: some compute padding.")
+    is_elastic = elastic.sampler != "off"
+    taught = is_elastic and elastic.anchor_ce_weight < 1 and bool(elastic.anchors)
+    extra = _extra_forwards(elastic, train.recompute, taught)
+    if extra:
+        notes.insert(0, "Smaller Subnets are counted as the full network: an upper bound of their time.")
+    tried = []
+    for layout in layouts:
+        shape = (config, layout, train.seq_len, empty.dtype, recipe.optim.name)
+        repeats = is_elastic and elastic.joint
+        memory = training_memory(*shape, taught=taught, repeats=repeats, on_gpu=cluster.hardware.is_gpu)
+        step = step_time(*shape, cluster.hardware, extra_forwards=extra)
+        tried.append(empty.predict(layout, memory, step, step.total, step.limit))
+    return empty.of(tried, len(tried), notes)
+
+
+def _extra_forwards(elastic: ElasticConfig, recompute: bool, taught: bool) -> float:
+    """Mean number of forward passes beside the trained one. A second trained pass counts as three, or four with ``recompute``."""
+    if elastic.sampler == "off":
+        return 0.0
+    share = 1 - elastic.starts_at
+    if elastic.joint:
+        smaller = elastic.anchor_share + elastic.depth_share + elastic.top_k_share + elastic.width_share
+        return share * min(1.0, smaller) * (4 if recompute else 3)
+    return share * elastic.anchor_share if taught else 0.0
+
+
+def _pretrain_layouts(config: ModelConfig, rows: int, num: int) -> Iterator[Layout]:
+    """Layouts on ``num`` accelerators, or on a half, a quarter and so on of them."""
+    ranks = num
+    while True:
+        for ep in _parallels(config, ranks):
+            for micro_batches in _divisors(rows // ranks) if rows % ranks == 0 else ():
+                for recompute in (False, True):
+                    yield Layout(ranks, ep, rows // micro_batches, micro_batches, recompute)
+        if ranks % 2:
+            return
+        ranks //= 2
+
+
+def _divisors(num: int) -> list[int]:
+    return [each for each in range(1, num + 1) if num % each == 0]
+
+
+def _parallels(config: ModelConfig, ranks: int) -> list[int]:
+    """Numbers of expert-parallel ranks that divide ranks, experts, and the rows of an expert."""
+    return [ep for ep in range(1, min(ranks, _MOST_EP) + 1) if _why_undivided(config, ranks, ep) is None]
+
+
+def _why_undivided(config: ModelConfig, ranks: int, ep: int) -> str | None:
+    """Why ``ranks`` cannot share the network with ``ep``; None if they can."""
+    if ranks % ep:
+        return f"ep {ep} does not divide {ranks} ranks; choose one of its divisors"
+    uneven = next((experts for experts in config.experts_by_layer if experts % ep), None)
+    if uneven is not None:
+        return f"ep {ep} does not divide the {uneven} experts of a layer; choose a divisor"
+    copies, inner, hidden = ranks // ep, 2 * config.expert_intermediate_size, config.hidden_size
+    if ep > 1 and (inner % copies or hidden % copies):
+        return f"{copies} copies cannot split experts of {inner} x {hidden} evenly; choose a larger ep"
+    return None
+
+
+def _check(layout: Layout, config: ModelConfig, cluster: Cluster) -> None:
+    """Raise `UserError` if ``layout`` cannot be divided."""
+    if (problem := _why_undivided(config, layout.ranks, layout.ep)) is not None:
+        raise UserError(f"--gpus {cluster}: {problem}, or let --sweep choose")
+
+
+def _plan_rl(run: RlRun, empty: Plan, sweep: bool) -> Plan:
+    """``empty`` with the recipe's own trainer ranks and engines on all other accelerators, or (``sweep``) with every split."""
+    recipe, num, gpus = run.recipe, run.cluster.num, run.gpus_of_engine
+    ranks, micro_rows = recipe.trainer.ranks, recipe.train.micro_rows
+    own = Layout(ranks, recipe.trainer.ep, micro_rows, 1)
+    layouts: Iterable[Layout] = [own]
+    if sweep:
+        layouts = _rl_layouts(run.config, micro_rows, num if run.is_shared else max(1, num - gpus))
+    else:
+        _check(own, run.config, run.cluster)
+        if not run.is_shared and run.engines(own) < 1:
+            raise UserError(
+                f"--gpus {run.cluster}: {ranks} trainer ranks leave {num - ranks}, and an engine needs {gpus}; take more, or let "
+                "--sweep choose"
+            )
+    tried = [run.passes(layout) for layout in layouts]
+    # by ranks: whether memory is lacking, the bound of the time, and the place in ``tried``
+    fastest: dict[int, tuple[bool, float, int]] = {}
+    for place, layout in enumerate(tried):
+        key = (run.memory(layout).total > run.hardware.usable, run.bound_s(layout), place)
+        fastest[layout.ranks] = min(key, fastest.get(layout.ranks, key))
+    best = [tried[place] for *_, place in sorted(fastest.values())[:MOST_SIMULATED]]
+    notes = []
+    if run.is_shared:
+        notes.append("Trainer and engine share one accelerator, each at half its speed (assumed).")
+    if run.workload.answer_tokens is None:
+        most = recipe.rollout.max_tokens
+        notes.append(f"Answers are taken to have rollout.max_tokens {most}, the most: give --answer-tokens.")
+    if run.batch < recipe.rollout.max_batch:
+        held = f"{run.batch} of the {recipe.rollout.max_batch} sequences"
+        notes.append(f"The cache holds {held} of a batch: raise rollout.cache_bytes.")
+    return empty.of([_simulated(run, empty, layout) for layout in best], len(tried), notes)
+
+
+def _rl_layouts(config: ModelConfig, micro_rows: int, most: int) -> Iterator[Layout]:
+    """Layouts of a trainer with up to ``most`` ranks."""
+    for ranks in (2**power for power in range(most.bit_length())):
+        for ep in _parallels(config, ranks):
+            for rows in {max(ranks, micro_rows // 4), max(ranks, micro_rows), ranks * max(1, 4 * micro_rows // ranks)}:
+                if rows % ranks == 0:
+                    yield Layout(ranks, ep, rows, 1)
+
+
+def _simulated(run: RlRun, empty: Plan, layout: Layout) -> Prediction:
+    step, found = run.step(layout), simulate(run.roles(layout))
+    step_s = run.recipe.train.prompts * run.recipe.rollout.group / found.samples_per_s
+    slowest = f"trainer: {step.limit}" if found.limit == "trainer" else found.limit
+    return replace(
+        empty.predict(layout, run.memory(layout), step, step_s, slowest),
+        engines=0 if run.is_shared else run.engines(layout),
+        gpus_of_engine=run.gpus_of_engine,
+        engine_memory=run.engine_memory,
+        simulated=found,
+    )

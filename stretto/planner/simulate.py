@@ -68,9 +68,11 @@ class Simulated:
     samples_per_s: float
     """Trained samples per second, without the steps of the first fill."""
     trainer_busy: float
+    """Share of the time in which it trains or publishes."""
     engines_busy: float
     """Share of the engines' places that are taken while the run lasts."""
     verifiers_busy: float
+    """Share of the verifiers that judge."""
     max_staleness: int
     limit: str
     """Part that limits: trainer, engines or verifiers; else the staleness bound, for which all of them wait."""
@@ -80,14 +82,12 @@ class Simulated:
 class _Engine:
     """Sequences of one engine, measured in tokens that each sequence has got since the start (``progress``)."""
 
-    number: int
     progress: float = 0.0
     at_s: float = 0.0
     """Time up to which ``progress`` is known; in the future while the engine computes a prompt or loads weights."""
     running: list[tuple[float, int, int]] = field(default_factory=list)
     """Heap of (progress at which the sequence ends, tie-breaker, ordinal)."""
     waiting: deque[tuple[float, int]] = field(default_factory=deque)
-    load: int = 0
     next_event: int = -1
     """Number of the event that ends its next sequence; older ones are void."""
     place_s: float = 0.0
@@ -105,6 +105,8 @@ def simulate(roles: Roles, seed: int = 0) -> Simulated:
 
 
 class _Run:
+    """State of a simulation: a clock, a heap of future events, and the queues of engines and verifiers."""
+
     def __init__(self, roles: Roles, journal: Path, seed: int) -> None:
         assert roles.limits.num_steps is not None, "a simulation needs a last step"
         self.roles, self.now = roles, 0.0
@@ -113,21 +115,19 @@ class _Run:
         self._controller = Controller(roles.limits, self._task, self.ledger, lambda: self.now)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._engines = [_Engine(number) for number in range(roles.engines)]
-        self._loads = [(0, number) for number in range(roles.engines)]
-        self._version = 0  # of the engines
-        self._versions: dict[int, int] = {}
+        self._engines = [_Engine() for _ in range(roles.engines)]
+        self._version = 0  # of the engines' weights
+        self._versions: dict[int, int] = {}  # by ordinal, that of the weights at the dispatch
         self._left: dict[int, int] = {}  # by ordinal, answers without a verdict
         self._queue: deque[int] = deque()  # ordinals of answers that wait for a verifier
         self._judging = self._num_ready = 0
         self._is_training = False
         self._trainer_s = self._verifier_s = 0.0
         self._ends_s: list[float] = []
-        for number in range(roles.engines):
-            self._controller.engine_active(str(number), 0)
+        self._controller.engine_active("all", self._version)
 
     def play(self) -> Simulated:
-        """Every event, until the last step ends."""
+        """Run all events in order of time until the last step ends."""
         self._turn()
         limits = self.roles.limits
         assert limits.num_steps is not None
@@ -194,31 +194,19 @@ class _Run:
 
     def _activate(self, version: int) -> None:
         self._version = max(version, self._version)
-        for number in range(self.roles.engines):
-            self._controller.engine_active(str(number), self._version)
+        self._controller.engine_active("all", self._version)
         self._turn()
 
     def _dispatch(self, dispatch: Dispatch) -> None:
         ordinal = dispatch.task.ordinal
         self._controller.attempt_begun(ordinal, dispatch.attempt)
-        engine = self._least_loaded()
+        engine = min(self._engines, key=lambda each: len(each.running) + len(each.waiting))
         self._left[ordinal] = self.roles.group
         self._versions[ordinal] = self._version
-        self._add_load(engine, self.roles.group)
         self._advance(engine)
         for _ in range(self.roles.group):
             engine.waiting.append((self.roles.tokens(self._rng, ordinal), ordinal))
         self._pause(engine, self.roles.prefill_s)
-
-    def _least_loaded(self) -> _Engine:
-        """The engine with the fewest samples. Entries of the heap are void once the engine's load has changed."""
-        while self._loads[0][0] != self._engines[self._loads[0][1]].load:
-            heapq.heappop(self._loads)
-        return self._engines[self._loads[0][1]]
-
-    def _add_load(self, engine: _Engine, num: int) -> None:
-        engine.load += num
-        heapq.heappush(self._loads, (engine.load, engine.number))
 
     def _advance(self, engine: _Engine) -> None:
         """Bring ``engine`` up to now, unless it computes something else until later."""
@@ -253,7 +241,6 @@ class _Run:
         engine.progress = max(engine.progress, engine.running[0][0])  # rounding may leave it a little before its end
         while engine.running and engine.running[0][0] <= engine.progress:
             _, _, ordinal = heapq.heappop(engine.running)
-            self._add_load(engine, -1)
             self._queue.append(ordinal)
         self._judge()
         self._plan(engine)

@@ -7,12 +7,11 @@ all-to-all of expert parallelism and the optimiser wait for nothing and add to i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stretto.model.spec import ModelConfig, count
 from stretto.planner.hardware import DECODE_SHARE, LATENCY_S, LINK_SHARE, Dtype, Hardware
-from stretto.planner.memory import WIDE, Layout, sizes
+from stretto.planner.memory import BYTES, WIDE, Layout, sizes
 
 UPDATE_BYTES = 52
 """Bytes that clipping, casts and AdamW move for each parameter of a rank: 12 + 12 + 28 (Muon's momentum moves about as many)."""
@@ -57,21 +56,20 @@ def gather_s(num_bytes: float, group: int, in_node: int, hardware: Hardware) -> 
     """
     if group == 1:
         return 0.0
-    share = LINK_SHARE.value
-    seconds = num_bytes * (1 - 1 / group) / (hardware.link * share)
+    seconds = num_bytes * (1 - 1 / group) / (hardware.link * LINK_SHARE)
     if group > in_node:
-        seconds = max(seconds, num_bytes * (1 - in_node / group) / (in_node * hardware.network * share))
-    return seconds + LATENCY_S.value * math.log2(group)
+        seconds = max(seconds, num_bytes * (1 - in_node / group) / (in_node * hardware.network * LINK_SHARE))
+    return seconds + LATENCY_S * math.log2(group)
 
 
 def exchange_s(num_bytes: float, ep: int, hardware: Hardware) -> float:
     """Time of an all-to-all in which every rank sends ``num_bytes`` in equal parts to ``ep`` neighbouring ranks."""
     if ep == 1:
         return 0.0
-    near, share = min(ep, hardware.per_node), LINK_SHARE.value
-    inside = num_bytes * (near - 1) / ep / (hardware.link * share)
-    outside = num_bytes * (ep - near) / ep / (hardware.network * share)
-    return max(inside, outside) + LATENCY_S.value * math.log2(ep)
+    near = min(ep, hardware.per_node)
+    inside = num_bytes * (near - 1) / ep / (hardware.link * LINK_SHARE)
+    outside = num_bytes * (ep - near) / ep / (hardware.network * LINK_SHARE)
+    return max(inside, outside) + LATENCY_S * math.log2(ep)
 
 
 def step_time(
@@ -89,52 +87,56 @@ def step_time(
     Args:
         extra_forwards: forward passes beside the trained one, of teachers and references, per micro-batch.
     """
-    counts, parts = count(config, config.full()), sizes(config)
+    parts, each, num_layers = sizes(config), BYTES[dtype], config.num_layers
     ranks, ep, num = layout.ranks, layout.ep, layout.micro_batches
-    each, num_layers = (WIDE if dtype == "float32" else 2), config.num_layers
-    rate = hardware.flops[dtype] * hardware.share[dtype].value
     num_tokens, passes = layout.rows * length, (4 if layout.recompute else 3) + extra_forwards
-    compute = num * passes * counts.forward_flops(num_tokens, length) / rate
+    flops = count(config, config.full()).forward_flops(num_tokens, length)
     experts = parts.experts * config.num_moe_layers
-    dense = parts.total - experts
-    weights = num * passes * each * (dense + experts / ep) / hardware.bandwidth
-    # matrices of blocks are gathered in the forward and in the backward pass, embedding and head once, in fp32
-    near = min(hardware.per_node, ranks)
-    copies, near_copies = ranks // ep, max(1, min(hardware.per_node, ranks) // ep)
-    blocks = parts.block * num_layers
-    gathers = (2 * each + WIDE) * blocks, (2 * each + WIDE) * experts / ep, 2 * WIDE * parts.outer
-    gathered = gather_s(gathers[0] + gathers[2], ranks, near, hardware) + gather_s(
-        gathers[1], copies, near_copies, hardware
-    )
-    if ranks > 1:
-        gathered += 3 * num_layers * LATENCY_S.value * math.log2(ranks)
+    weights = each * (parts.total - experts + experts / ep)
     slots = num_tokens * config.top_k * config.hidden_size * each
     exchanges = (6 if layout.recompute else 4) * config.num_moe_layers
-    held = parts.replicated + (parts.total - parts.replicated) / ranks
-    update = UPDATE_BYTES * held / hardware.bandwidth
+    update = UPDATE_BYTES * parts.held(ranks) / hardware.bandwidth
     if optimiser == "muon":
-        update += _muon_s(config, ranks, near, hardware)
-    launches = num * passes * num_layers * hardware.layer_s.value
-    exchange = num * exchanges * exchange_s(slots, ep, hardware)
-    return StepTime(compute, weights, num * gathered, launches, exchange, update)
+        update += _muon_s(config, ranks, hardware)
+    return StepTime(
+        compute=num * passes * flops / hardware.rate(dtype),
+        weights=num * passes * weights / hardware.bandwidth,
+        gathers=num * _gathers_s(config, layout, dtype, hardware),
+        launches=num * passes * num_layers * hardware.layer_s.value,
+        exchange=num * exchanges * exchange_s(slots, ep, hardware),
+        update=update,
+    )
 
 
-def _muon_s(config: ModelConfig, ranks: int, near: int, hardware: Hardware) -> float:
+def _gathers_s(config: ModelConfig, layout: Layout, dtype: Dtype, hardware: Hardware) -> float:
+    """Time of FSDP's collectives in one pass: it gathers the matrices of blocks in the forward and in the backward pass and sums their
+    gradients in fp32; embedding and head it gathers once, in fp32."""
+    if layout.ranks == 1:
+        return 0.0
+    parts, num_layers = sizes(config), config.num_layers
+    ranks, copies, near = layout.ranks, layout.ranks // layout.ep, min(hardware.per_node, layout.ranks)
+    width = 2 * BYTES[dtype] + WIDE
+    whole = width * parts.block * num_layers + 2 * WIDE * parts.outer
+    experts = width * parts.experts * config.num_moe_layers / layout.ep
+    seconds = gather_s(whole, ranks, near, hardware) + gather_s(experts, copies, max(1, near // layout.ep), hardware)
+    return seconds + 3 * num_layers * LATENCY_S * math.log2(ranks)
+
+
+def _muon_s(config: ModelConfig, ranks: int, hardware: Hardware) -> float:
     """Time in which each rank gathers all hidden matrices and orthogonalises them, as `stretto.optim.build.orthogonal` does."""
-    dtype: Dtype = "float32" if hardware.name == "cpu" else "bfloat16"
     hidden, inner = config.hidden_size, config.expert_intermediate_size
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    num_experts = sum(config.experts_by_layer)
-    shapes = [(num_experts, 2 * inner, hidden), (num_experts, hidden, inner)]
-    shapes += [(config.num_layers, heads, hidden), (config.num_layers, hidden, config.num_heads * config.head_dim)]
+    shapes = [(config.num_layers, heads, hidden), (config.num_layers, hidden, config.num_heads * config.head_dim)]
     for width, num in (
+        (inner, sum(config.experts_by_layer)),
         (config.dense_intermediate_size, len(config.dense_layers)),
         (config.num_shared_experts * inner, config.num_moe_layers),
     ):
         shapes += [(num, 2 * width, hidden), (num, hidden, width)]
     flops = sum(NEWTON_SCHULZ * num * (4 * min(m, n) ** 2 * max(m, n) + 2 * min(m, n) ** 3) for num, m, n in shapes)
-    gathered = gather_s(sum(WIDE * num * m * n for num, m, n in shapes), ranks, near, hardware)
-    return gathered + flops / (hardware.flops[dtype] * hardware.share[dtype].value)
+    num_bytes = sum(WIDE * num * m * n for num, m, n in shapes)
+    seconds = gather_s(num_bytes, ranks, min(hardware.per_node, ranks), hardware)
+    return seconds + flops / hardware.rate("bfloat16" if hardware.is_gpu else "float32")
 
 
 def decode_s(
@@ -144,30 +146,26 @@ def decode_s(
 
     Launches take a time of their own for each layer. Weights (of the experts that the batch touches) and cached keys and values
     are read at a share of the bandwidth, from ``gpus`` accelerators at once.
+
+    Args:
+        num_bytes: bytes of a weight.
     """
-    counts, parts = count(config, config.full()), sizes(config)
-    touched = 1 - (1 - config.top_k / config.num_experts) ** batch
-    experts = parts.experts * config.num_moe_layers
-    moved = num_bytes * (counts.total_params - experts * (1 - touched) + batch * context * counts.kv_elements)
-    dtype: Dtype = "float32" if num_bytes == WIDE else "bfloat16"
-    products = batch * counts.forward_flops(1, context) / (hardware.flops[dtype] * hardware.share[dtype].value)
-    launches = config.num_layers * (hardware.layer_s.value + hardware.slot_s.value * batch)
-    reduces = 2 * config.num_layers * LATENCY_S.value * math.log2(gpus) if gpus > 1 else 0.0
-    return launches + max(moved / (hardware.bandwidth * DECODE_SHARE.value), products) / gpus + reduces
+    counts = count(config, config.full())
+    untouched = (1 - config.top_k / config.num_experts) ** batch
+    experts = sizes(config).experts * config.num_moe_layers
+    moved = num_bytes * (counts.total_params - experts * untouched + batch * context * counts.kv_elements)
+    products = batch * counts.forward_flops(1, context) / hardware.rate(_dtype_of(num_bytes))
+    launches = config.num_layers * (hardware.layer_s.value + hardware.slot_s * batch)
+    reduces = 2 * config.num_layers * LATENCY_S * math.log2(gpus)
+    return launches + max(moved / (hardware.bandwidth * DECODE_SHARE), products) / gpus + reduces
 
 
 def prefill_s(config: ModelConfig, num_tokens: int, num_bytes: int, hardware: Hardware, gpus: int = 1) -> float:
     """Time in which an engine computes a prompt of ``num_tokens``."""
-    dtype: Dtype = "float32" if num_bytes == WIDE else "bfloat16"
     flops = count(config, config.full()).forward_flops(num_tokens, num_tokens)
-    return flops / (hardware.flops[dtype] * hardware.share[dtype].value * gpus)
+    return flops / (hardware.rate(_dtype_of(num_bytes)) * gpus)
 
 
-def sources_of(hardware: Hardware, dtype: Dtype, *, engines: bool, ranks: int) -> Mapping[str, str]:
-    """Every efficiency that a prediction uses, with its entry in the log; empty where nobody measured it."""
-    used = {"share of products": hardware.share[dtype].source}
-    if ranks > 1:
-        used["share of links"] = LINK_SHARE.source
-    if engines:
-        used |= {"launches of a decoding step": hardware.layer_s.source, "bandwidth of decoding": DECODE_SHARE.source}
-    return used
+def _dtype_of(num_bytes: int) -> Dtype:
+    """The products' data type in an engine with weights of ``num_bytes``; FP8 is taken as fast as bf16."""
+    return "float32" if num_bytes == WIDE else "bfloat16"

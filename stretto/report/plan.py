@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from stretto.base import numbers
 from stretto.base.paths import replacing
-from stretto.planner.plans import Plan, Prediction
+from stretto.planner.plan import Plan, Prediction
 from stretto.report import style
 from stretto.report.page import NOTHING, Cell, Page, Section, Table, render, to_png
 from stretto.report.style import INK, MUTED, PINK, SERIES, TEXT_PT

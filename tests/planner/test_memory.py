@@ -58,7 +58,7 @@ def test_kept_activations_are_those_of_autograd(name: str, dtype: Dtype) -> None
     ):
         model(ids_BT, config.full(), Context.plain(ids_BT))
     measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    each, _, _ = layer_bytes(config, dtype, 1)
+    each = layer_bytes(config, dtype, 1).kept
     weights = 2 * (count(config, config.full()).total_params - sizes(config).outer) if dtype == "bfloat16" else 0
     predicted = rows * length * (config.num_layers * each + 4 * config.hidden_size) + weights
     assert predicted == pytest.approx(measured, rel=0.06)

@@ -12,7 +12,7 @@ from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.planner.hardware import HARDWARE, parse_cluster
 from stretto.planner.memory import Layout
-from stretto.planner.plans import Workload
+from stretto.planner.rl import Workload
 from stretto.planner.speed import exchange_s, gather_s, step_time
 from stretto.train.recipe import Recipe
 
