@@ -248,16 +248,16 @@ def _plan_pretrain(recipe: Recipe, empty: Plan, sweep: bool) -> Plan:
         if train.micro_rows % cluster.num:
             padded = f"{cluster.num} ranks do not divide the {train.micro_rows} rows of a micro-batch"
             notes.append(f"{padded}: some compute padding.")
-    is_elastic = elastic.sampler != "off"
+    is_elastic, on_gpu = elastic.sampler != "off", cluster.hardware.is_gpu
     taught = is_elastic and elastic.anchor_ce_weight < 1 and bool(elastic.anchors)
-    extra = _extra_forwards(elastic, train.recompute, taught)
-    if extra:
+    if _extra_forwards(elastic, False, taught):
         notes.insert(0, "Smaller Subnets are counted as the full network: an upper bound of their time.")
     tried = []
     for layout in layouts:
         shape = (config, layout, train.seq_len, empty.dtype, recipe.optim.name)
         repeats = is_elastic and elastic.joint
-        memory = training_memory(*shape, taught=taught, repeats=repeats, on_gpu=cluster.hardware.is_gpu)
+        memory = training_memory(*shape, taught=taught, repeats=repeats, on_gpu=on_gpu)
+        extra = _extra_forwards(elastic, layout.recompute, taught)
         step = step_time(*shape, cluster.hardware, extra_forwards=extra)
         tried.append(empty.predict(layout, memory, step, step.total, step.limit))
     return empty.of(tried, len(tried), notes)

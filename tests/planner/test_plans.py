@@ -27,6 +27,15 @@ def test_the_sweep_is_at_least_as_fast_as_the_own_layout() -> None:
     assert [each.step_s for each in swept.predictions] == sorted(each.step_s for each in swept.predictions)
 
 
+def test_a_layout_of_a_sweep_is_planned_as_if_the_recipe_named_it() -> None:
+    joint = ["elastic.joint=true"]
+    swept = stretto.plan("small", "8xH100", sweep=True, settings=joint)
+    recomputed = next(each for each in swept.predictions if each.layout.recompute and each.layout.ranks == 8)
+    rows = [f"train.micro_batches={recomputed.layout.micro_batches}", f"train.ep={recomputed.layout.ep}"]
+    own = stretto.plan("small", "8xH100", settings=[*joint, *rows, "train.recompute=true"]).best
+    assert (own.layout, own.step_s) == (recomputed.layout, recomputed.step_s)
+
+
 def test_costs_are_of_all_accelerators() -> None:
     found = stretto.plan("small", "4xH100", price=2.0)
     hours = RECIPE.train.steps * found.best.step_s / 3600
