@@ -97,6 +97,9 @@ class Memory:
     exchanged: float = 0.0
     """Buffers of the all-to-all of expert parallelism."""
     teacher: float = 0.0
+    snapshot: float = 0.0
+    """Copy of weights and optimiser state from which `stretto.train.snapshot.SnapshotWriter` writes; 0 where the copy is in the memory
+    of an accelerator's host."""
     cache: float = 0.0
     """Keys and values of an engine."""
 

@@ -257,10 +257,17 @@ def _plan_pretrain(recipe: Recipe, empty: Plan, sweep: bool) -> Plan:
         shape = (config, layout, train.seq_len, empty.dtype, recipe.optim.name)
         repeats = is_elastic and elastic.joint
         memory = training_memory(*shape, taught=taught, repeats=repeats, on_gpu=on_gpu)
+        if train.snapshot_writes == "background" and not on_gpu:
+            memory = replace(memory, snapshot=memory.weights + memory.optimiser)
         extra = _extra_forwards(elastic, layout.recompute, taught)
         step = step_time(*shape, cluster.hardware, extra_forwards=extra)
         tried.append(empty.predict(layout, memory, step, step.total, step.limit))
-    return empty.of(tried, len(tried), notes)
+    found = empty.of(tried, len(tried), notes)
+    if train.snapshot_writes != "background" or not on_gpu:
+        return found
+    copied = size_in_bytes(found.best.memory.weights + found.best.memory.optimiser)
+    note = f"Each rank keeps a copy of its weights and optimiser state for snapshots, {copied}, in the host's memory."
+    return replace(found, notes=(*found.notes, note))
 
 
 def _extra_forwards(elastic: ElasticConfig, recompute: bool, taught: bool) -> float:

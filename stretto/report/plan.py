@@ -18,7 +18,8 @@ MOST_SHOWN = 6
 """Layouts in the table and in the figure."""
 _MEMORY = {
     "weights": "weights", "gradients": "gradients", "optimiser": "optimiser", "activations": "activations", "head": "head",
-    "transient": "temporary", "gathered": "gathered", "exchanged": "all-to-all", "teacher": "teachers", "cache": "KV cache",
+    "transient": "temporary", "gathered": "gathered", "exchanged": "all-to-all", "teacher": "teachers",
+    "snapshot": "copy for snapshots", "cache": "KV cache",
 }  # fmt: skip
 _TIME = {"compute": "compute", "exchange": "all-to-all", "update": "optimiser", "wait": "waits for samples"}
 _COLOURS = (*SERIES, PINK, MUTED, "#7a5195", "#2f4b7c")

@@ -36,6 +36,17 @@ def test_a_layout_of_a_sweep_is_planned_as_if_the_recipe_named_it() -> None:
     assert (own.layout, own.step_s) == (recomputed.layout, recomputed.step_s)
 
 
+def test_the_copy_for_snapshots_is_counted_where_it_lies() -> None:
+    written = {
+        writes: stretto.plan("small", "2xcpu", settings=[f"train.snapshot_writes={writes}"]).best
+        for writes in ("background", "blocking")
+    }
+    state = written["blocking"].memory.weights + written["blocking"].memory.optimiser
+    assert written["background"].peak - written["blocking"].peak == state > 0
+    on_gpu = stretto.plan("small", "2xH100")
+    assert on_gpu.best.memory.snapshot == 0 and any("host's memory" in note for note in on_gpu.notes)
+
+
 def test_costs_are_of_all_accelerators() -> None:
     found = stretto.plan("small", "4xH100", price=2.0)
     hours = RECIPE.train.steps * found.best.step_s / 3600
