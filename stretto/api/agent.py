@@ -291,7 +291,7 @@ def agent_command(
             runs = to_end(_runs(model, server, prompt, first_query, new_desk, options, serving or ServeOptions()))
         except httpx.TransportError as error:
             raise UserError(
-                f"--server {server}: nobody answers there ({type(error).__name__}); check the address"
+                f"--server {server}: no server answers ({type(error).__name__}); start it, or check the address"
             ) from None
         except ApiFailure as failure:
             raise UserError(f"{name}: {failure.message}; see docs/AGENT.md") from None

@@ -213,6 +213,8 @@ def compare(
     Raises:
         UserError: evaluations of different problems, or as `evaluate`.
     """
+    if not models:
+        raise UserError("compare: no models; name at least one")
     folder = new_folder(str(shown(models[0])).partition(":")[0], "compare") if out is None else Path(out)
     if isinstance(teachers, Mapping):
         teachers = [f"{name}={shown(each)}" for name, each in teachers.items()]
@@ -242,12 +244,12 @@ def compare(
         own = {domain for domain, path in taught.items() if path == text}
         missing = wanted if text in named else only_domains(wanted, own)
         places[text] = _evaluated(text, missing, folder / "evals", asked, device)
-    found = {text: read_evaluation(place) for text, place in places.items()}
+    found = {text: read_evaluation(path) for text, path in places.items()}
     guides = {domain: found[path] for domain, path in taught.items()}
-    place, compared = 0 if reference is None else named.index(reference), [found[text] for text in named]
-    done = compared_by_domain(compared, guides, asked.seed, place)
+    first, compared = 0 if reference is None else named.index(reference), [found[text] for text in named]
+    done = compared_by_domain(compared, guides, asked.seed, first)
     if battle:
-        done = replace(done, battles=play_battles(compared, [places[text] for text in named], place, asked.seed))
+        done = replace(done, battles=play_battles(compared, [places[text] for text in named], first, asked.seed))
     write_result(folder / COMPARISON_FILE, asdict(done))
     tables = [comparison_table(done), *([] if done.battles is None else [battle_table(done.battles)])]
     show(tables, folder / COMPARISON_FILE, comparison_page(done))
@@ -287,9 +289,8 @@ def _evaluate(
     chosen = None
     if subnet is not None:
         chosen = named_subnet(source, subnet, read_config(folder), read_presets(folder))
-    name = f"{_name(source)}{f':{subnet}' if subnet else ''}"
-    place = str(join(device).device)
-    found = evaluate_suites(folder, suites, out, options, name=name, subnet=chosen, device=place)
+    used = str(join(device).device)
+    found = evaluate_suites(folder, suites, out, options, name=_title(source, subnet), subnet=chosen, device=used)
     tables = [score_table(found), asked_table(found), cost_table(found), place_table(found)]
     if any(domain.is_graded for domain in found.domains.values()):
         panels = writing_panels(out, suites_of(found.asked), _similar(), corpus)
@@ -319,9 +320,11 @@ def _similar() -> Similarity:
     return partial(similarity_NN, kind="meaning")
 
 
-def _name(source: Path) -> str:
+def _title(source: Path, subnet: str | None) -> str:
+    """Name of the run or checkpoint, and of the size."""
     resolved = source.resolve()
-    return resolved.parent.name if resolved.name == CHECKPOINT else resolved.name
+    name = resolved.parent.name if resolved.name == CHECKPOINT else resolved.name
+    return f"{name}:{subnet}" if subnet else name
 
 
 def _evaluated(text: str, suites: Mapping[str, SuiteConfig], folder: Path, options: EvalOptions, device: str) -> Path:
@@ -331,9 +334,9 @@ def _evaluated(text: str, suites: Mapping[str, SuiteConfig], folder: Path, optio
     path, subnet = sized(text)
     if not suites:
         raise UserError(f"{text}: contains no evaluation; name the --suite, or run `stretto eval` before")
-    place = "-".join(part for part in (*path.parts[-3:], subnet) if part not in ("/", "", CHECKPOINT))
-    _evaluate(path, suites, folder / place, options, subnet or None, device)
-    return folder / place
+    out = folder / "-".join(part for part in (*path.parts[-3:], subnet) if part not in ("/", "", CHECKPOINT))
+    _evaluate(path, suites, out, options, subnet or None, device)
+    return out
 
 
 # Suites of other harnesses: each harness in turn evaluates a server of the checkpoint
@@ -381,7 +384,7 @@ def _ask_harnesses(
         asked = {suite: budget.model_dump() | {"sources": dict.fromkeys(found[suite], suite)} for suite in suites}
         judged = [one for each in found.values() for one in each.values()]
         done = Evaluation(
-            f"{source.resolve().name}{f':{subnet}' if subnet else ''}",
+            _title(source, subnet),
             {"prompt": "chat, by the harness", "weights": weights_hash(folder), "subnet": subnet, "suites": asked},
             mean_of(domains, options.seed),
             domains,

@@ -6,12 +6,12 @@ Shape letters: B rows, T positions, V vocabulary.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
-from itertools import count as numbers
 from pathlib import Path
 from typing import Any, overload
 
@@ -164,7 +164,7 @@ class Score:
     @property
     def bits_per_byte(self) -> float:
         """Negative log-likelihood in bits over UTF-8 bytes: comparable between tokenizers."""
-        return -self.log_likelihood / (self.num_bytes * 0.6931471805599453)
+        return -self.log_likelihood / (self.num_bytes * math.log(2))
 
 
 class Scores(Sequence[Score]):
@@ -186,7 +186,7 @@ class Scores(Sequence[Score]):
     @property
     def bits_per_byte(self) -> float:
         """Negative log-likelihood of all texts in bits, divided by their number of UTF-8 bytes."""
-        bits = -sum(row.log_likelihood for row in self._rows) / 0.6931471805599453
+        bits = -sum(row.log_likelihood for row in self._rows) / math.log(2)
         return bits / sum(row.num_bytes for row in self._rows)
 
     @property
@@ -230,7 +230,6 @@ class Model:
             raise UserError(f"dtype {dtype}: unknown; use {', '.join(DTYPES)}")
         default = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         self.dtype = DTYPES[dtype] if dtype is not None else default
-        self._numbers = numbers()
 
     @property
     def run(self) -> Path | None:
@@ -329,10 +328,11 @@ class Model:
 
     @user_errors
     def stream(self, prompt: str, *, subnet: SubnetLike = None, **sampling: Any) -> Iterator[str]:
-        """Yield the continuation of one prompt piece by piece while it is generated. Arguments and errors as in `generate`."""
+        """Yield the continuation of one prompt piece by piece while it is generated. Arguments and errors as in `generate`. Closing the
+        iterator ends the generation."""
         check_text(prompt, "prompt")
         ids = self.tokenizer.encode(prompt) or [self.tokenizer.eos_id]
-        return stream(self._engine, ids, self.subnet(subnet), _sampling(sampling))
+        return stream(self._idle_engine(), ids, self.subnet(subnet), _sampling(sampling))
 
     @user_errors
     def chat(
@@ -360,17 +360,25 @@ class Model:
         return _generation(self.tokenizer.decode(ids), completion)
 
     def _run(self, prompts: Sequence[Sequence[int]], subnet: Subnet, sampling: Sampling) -> list[Completion]:
-        engine = self._engine
-        names = [f"model-{next(self._numbers)}" for _ in prompts]
-        for name, ids in zip(names, prompts, strict=True):
-            engine.add(Request(name, tuple(ids), sampling, Phases(subnet)))
-        done: dict[str, Completion] = {}
-        while engine.has_work:
-            done |= {event.request_id: event for event in engine.step() if isinstance(event, Completion)}
-        for each in done.values():
+        engine = self._idle_engine()
+        requests = [
+            Request(f"model-{number}", tuple(ids), sampling, Phases(subnet)) for number, ids in enumerate(prompts)
+        ]
+        try:
+            done = engine.generate(requests)
+        finally:  # after an error or an interrupt, the engine must be idle again
+            for request in requests:
+                engine.abort(request.id)
+        for each in done:
             if each.error is not None:
                 raise UserError(f"generate: the engine could not finish this request: {each.error}")
-        return [done[name] for name in names]
+        return done
+
+    def _idle_engine(self) -> Engine:
+        """The engine. Raises `UserError`: it generates the text of an open `stream`, whose pieces another request would take."""
+        if self._engine.has_work:
+            raise UserError("stream: the last one is not finished; read it to its end, or close it")
+        return self._engine
 
     @user_errors
     @torch.no_grad()

@@ -50,7 +50,7 @@ def parse_size(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """What expands requests: a model or a server with its sampling options, or the fixed suffix."""
+    """The part that expands requests: a model or a server with its sampling options, or the fixed suffix."""
 
     model: Path | None = None
     server: str | None = None
@@ -71,11 +71,11 @@ class Writer:
 
     @property
     def is_there(self) -> bool:
-        """Whether the user named one; else `paint` and `studio` leave requests as they are."""
+        """Whether the user chose a writer; else `paint` and `studio` leave requests as they are."""
         return self.model is not None or self.server is not None or self.wording is not None
 
     def says(self, enhanced: Enhanced) -> str:
-        """Whose words stand in ``enhanced``, for the user."""
+        """Line for the user that names the author of the prompt in ``enhanced``."""
         if enhanced.writer is Wording.MODEL:
             return f"written by {self.model or self.server}"
         hint = "; --writer model has it written by the model" if self.wording is None and self.is_there else ""
@@ -207,7 +207,7 @@ def paint_command(
 
 
 def _written(writer: Writer, prompt: str, size: tuple[int, int]) -> str:
-    """The prompt for the backend. Prints whose words stand in it."""
+    """The prompt for the backend. Prints its author."""
     if not writer.is_there:
         return prompt
     enhanced = writer.enhanced(prompt, size)

@@ -164,6 +164,8 @@ def merge(
     Raises:
         UserError: different networks or tokenizers, no base where the method needs one, or ``out`` exists.
     """
+    if not models:
+        raise UserError("merge: no models; name at least two")
     parsed = validate(MergeOptions, {"method": method, "weights": list(weights), **options}, "stretto merge")
     folder = new_folder(models[0], "merge") if out is None else Path(out)
     require_new(folder, force)

@@ -120,7 +120,7 @@ def extract_command(
     with meter, metered(checkpoint.model, meter):
         extracted = verified_extract(checkpoint.model, subnet, _probe(source, checkpoint, ranks))
     found = read_search(source)
-    if found is not None and size != BEST and found.result.chosen.subnet != size:
+    if found is not None and found.result.chosen.subnet != subnet:
         found = None  # the search's cost belongs to the Subnet that it chose
     write_trained(
         out,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
+from socket import socket
 from typing import Any
 
 import httpx
@@ -94,7 +95,7 @@ class ServeOptions:
     tp: int = 1
     """Ranks of tensor parallelism."""
     writer: str | None = None
-    """Who words the prompts for pictures: ``suffix`` or ``model``; None: the checkpoint's default."""
+    """Author of the prompts for pictures: ``suffix`` or ``model``; None: the checkpoint's default."""
 
 
 def serve_command(source: Path, options: ServeOptions, settings: ServeSettings) -> None:
@@ -105,14 +106,10 @@ def serve_command(source: Path, options: ServeOptions, settings: ServeSettings) 
         with closing(AsyncEngine(opened.engine).start()) as service:
             app = create_app(service, model, settings)
             open_door(app, wording or default_wording(model.is_enhancer))
-            host, port = listening.getsockname()[:2]
             if warning := settings.exposure():
                 _warn(warning)
-            _announce(opened, model, f"http://{f'[{host}]' if ':' in host else host}:{port}")
-            make_server(app).run(sockets=[listening])
-            if service.error is not None:  # a supervisor such as systemd restarts a process with this exit code
-                sys.stderr.write(f"stretto: {service.error}; the server ends\n")
-                raise typer.Exit(1)
+            _announce(opened, model)
+            _run_server(app, listening, service)
 
 
 def serve_rollout_command(source: Path, options: ServeOptions, settings: ServeSettings) -> None:
@@ -139,13 +136,18 @@ def serve_rollout_command(source: Path, options: ServeOptions, settings: ServeSe
         opened = partial(open_recording_engine, folder, config, str(device), routes=True)
         with closing(EngineRole(opened, name="the server")) as role:
             app = create_rollout_app(role, network, config.precision, settings)
-            host, port = listening.getsockname()[:2]
             _say(f"{folder}: rollout engine in {config.precision}; it waits for weights")
-            _say(f"{SERVING}http://{f'[{host}]' if ':' in host else host}:{port}")
-            make_server(app).run(sockets=[listening])
-            if role.service.error is not None:
-                sys.stderr.write(f"stretto: {role.service.error}; the server ends\n")
-                raise typer.Exit(1)
+            _run_server(app, listening, role.service)
+
+
+def _run_server(app: Starlette, listening: socket, service: AsyncEngine) -> None:
+    """Print the address, and serve ``app`` until stopped, or until its engine fails."""
+    host, port = listening.getsockname()[:2]
+    _say(f"{SERVING}http://{f'[{host}]' if ':' in host else host}:{port}")
+    make_server(app).run(sockets=[listening])
+    if service.error is not None:  # a supervisor such as systemd restarts a process with this exit code
+        sys.stderr.write(f"stretto: {service.error}; the server ends\n")
+        raise typer.Exit(1)
 
 
 @contextmanager
@@ -329,14 +331,19 @@ def _take_threads(model: Transformer) -> None:
 def stream(
     engine: Engine, ids: list[int], subnet: Subnet, sampling: Sampling, visible_ids: frozenset[int] = frozenset()
 ) -> Iterator[str]:
-    """Yield the continuation of ``ids`` piece by piece. Raises `UserError`: the engine could not finish the request."""
-    engine.add(Request("console", tuple(ids), sampling, Phases(subnet), visible_ids=visible_ids))
-    while engine.has_work:
-        for event in engine.step():
-            if isinstance(event, TokenEvent):
-                yield event.text
-            elif event.error is not None:
-                raise UserError(f"the completion failed: {event.error}")
+    """Yield the continuation of ``ids`` piece by piece. Closing the iterator ends the request. Raises `UserError`: the engine could not
+    finish the request."""
+    request = Request("console", tuple(ids), sampling, Phases(subnet), visible_ids=visible_ids)
+    engine.add(request)
+    try:
+        while engine.has_work:
+            for event in engine.step():
+                if isinstance(event, TokenEvent):
+                    yield event.text
+                elif event.error is not None:
+                    raise UserError(f"the completion failed: {event.error}")
+    finally:
+        engine.abort(request.id)
 
 
 def least_trained(opened: OpenedEngine) -> Least:
@@ -370,7 +377,8 @@ def _stages(lineage: Lineage) -> Iterator[str]:
         yield from _stages(parent)
 
 
-def _announce(opened: OpenedEngine, model: ServedModel, url: str) -> None:
+def _announce(opened: OpenedEngine, model: ServedModel) -> None:
+    """Print name, sizes, kernels and context of the model that is served."""
     config, usual = model.config, model.default.of(model.config)
     total, active = count(config, config.full()).total_params, count(config, usual).active_params
     kernels = ", ".join(f"{name}: {kind}" for name, kind in sorted(opened.engine.stats().kernels.items()))
@@ -389,7 +397,6 @@ def _announce(opened: OpenedEngine, model: ServedModel, url: str) -> None:
         _say(note)
     limit = "" if stats.max_len == most else f" (of {most:,} the network has)"
     _say(f"context: {stats.max_len:,} tokens{limit}; cache: {size_in_bytes(stats.cache_bytes)}")
-    _say(f"{SERVING}{url}")
 
 
 def _warn(text: str) -> None:

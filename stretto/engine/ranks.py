@@ -190,7 +190,7 @@ class Followers:
 
 
 class Team:
-    """Rank 0's side of the other ranks. Their processes end with this object, and with this process."""
+    """The other ranks' processes, which rank 0 starts, sends plans to, and ends. They end with this object, and with this process."""
 
     def __init__(self, setup: Setup, network: ModelConfig, followers: Followers):
         """``setup``: that of rank 0. ``followers`` have theirs, and read their weights until `join`."""

@@ -72,7 +72,7 @@ class Shard:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def silence(self, state: Mapping[str, Tensor]) -> None:
-        """Set the biases to zero that rank 0 adds, on all other ranks."""
+        """On all ranks but rank 0, set those biases to zero that rank 0 adds."""
         for name, tensor in state.items():
             if self.rank and name.endswith(_ADDED_ONCE):
                 tensor.zero_()

@@ -66,9 +66,9 @@ def watched(model: Transformer, ranks: Ranks, timeout_s: float) -> Iterator[None
 
 
 class OwnTime:
-    """Time that this rank spends in attention, which never waits for another rank: what a slow rank needs more of.
+    """Time that this rank spends in attention. A slow rank spends more than the others.
 
-    All ranks take the same time for a step, because they wait for each other in it.
+    The time of a whole step does not show a slow rank, because all ranks wait for each other in a step. No rank waits in attention.
     """
 
     def __init__(self, model: Transformer, ranks: Ranks):

@@ -238,9 +238,7 @@ def test_bad_input(
 def test_what_cannot_be_asked(stretto: Command, served_run: Path, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        refused(
-            stretto("agent", "Who?", "--server", f"http://127.0.0.1:{free.getsockname()[1]}"), "nobody answers there"
-        )
+        refused(stretto("agent", "Who?", "--server", f"http://127.0.0.1:{free.getsockname()[1]}"), "no server answers")
     refused(stretto("agent", " ", "--model", served_run), "QUESTION: is empty")
     refused(stretto("agent", "Who? " * 400, "--model", served_run), "tokens")
     shutil.copytree(served_run / "checkpoint", tmp_path / "bare")

@@ -108,6 +108,8 @@ def test_a_score_is_the_sum_of_log_probabilities(model: stretto.Model) -> None:
         (lambda m: stretto.search(m.folder, max_total=34), "for 34 % write 0.34"),
         (lambda m: stretto.search(m.folder, max_total=0.5), "not a run folder"),
         (lambda m: stretto.extract(m, "corner", m.folder), "choose another folder"),
+        (lambda m: stretto.compare([]), "no models"),
+        (lambda m: stretto.merge("average", []), "no models"),
         (lambda m: stretto.rl({"sources": {"x": {"kind": lambda: 0}}}), "defined inside a function"),
     ],
 )
@@ -126,8 +128,21 @@ def test_what_the_system_refuses_is_a_user_error(model: stretto.Model, tmp_path:
 def test_a_model_continues_after_a_request_that_fails(served_run: Path) -> None:
     fresh = stretto.load(served_run, device="cpu")
     with pytest.raises(UserError):
-        fresh.generate("x" * 5000)
+        fresh.generate(["x", "x" * 5000])
     assert fresh.generate("x", max_tokens=2).token_ids
+
+
+def test_an_open_stream_keeps_its_pieces_and_a_closed_one_is_forgotten(served_run: Path) -> None:
+    fresh = stretto.load(served_run, device="cpu")
+    whole, pieces = fresh.generate(PROMPT, max_tokens=12).text, fresh.stream(PROMPT, max_tokens=12)
+    begun = next(pieces)
+    for other in (lambda: fresh.generate("x"), lambda: fresh.stream("x")):
+        with pytest.raises(UserError, match="read it to its end, or close it"):
+            other()
+    assert begun + "".join(pieces) == whole
+    for _ in fresh.stream(PROMPT, max_tokens=12):
+        break
+    assert "".join(fresh.stream(PROMPT, max_tokens=12)) == whole
 
 
 def test_from_text_to_a_small_model(tmp_path: Path, text: Path) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from stretto.api.search import SEARCH_FILE, SearchRecord
+from stretto.api.search import SEARCH_FILE, SearchRecord, extract_command
 from stretto.api.serve import Fit, ServeOptions, _open, fitting_subnet, parse_bytes
 from stretto.base.errors import UserError
-from stretto.base.records import Receipt
+from stretto.base.records import Receipt, read_lineage
 from stretto.engine.loading import least_bytes, open_engine
 from stretto.engine.request import EngineConfig
 from stretto.model.spec import Subnet, count, extracted_config
@@ -82,6 +82,10 @@ def test_what_is_chosen_can_be_opened(served_run: Path) -> None:
         fit(served_run, needed - 1)
 
 
+SEARCHED = 10**9
+"""Tokens of a search; an extraction has far fewer."""
+
+
 def searched(source: Path, folder: Path, losses: dict[Subnet, float | None]) -> Path:
     """A copy of the run ``source`` whose search found ``losses``; None was only predicted."""
     shutil.copytree(source, folder)
@@ -115,7 +119,7 @@ def searched(source: Path, folder: Path, losses: dict[Subnet, float | None]) -> 
         correlations=Correlations(predicted_true=None, predicted_true_within=None, before_after_healing=None),
         wall_s=1.0,
     )
-    record = SearchRecord(result=result, receipt=Receipt(stage="search", device="cpu"))
+    record = SearchRecord(result=result, receipt=Receipt(stage="search", device="cpu", tokens=SEARCHED))
     (folder / SEARCH_FILE).write_text(json.dumps(record.model_dump(mode="json")))
     return folder
 
@@ -127,6 +131,20 @@ def test_searched_it_is_the_lowest_loss_that_fits(served_run: Path, tmp_path: Pa
     assert (fit(run).subnet, fit(run).nll) == (half, 2.4)
     least = fit(run, needs(half) - 1)
     assert (least.subnet, least.nll, least.name) == (SMALL, 2.9, SMALL.label())
+
+
+def test_the_cost_of_a_search_goes_with_the_size_that_it_chose(served_run: Path, tmp_path: Path) -> None:
+    """Under each of the names of that size, and with no other size."""
+    half = PRESETS["half"].of(SERVED)
+    run = searched(served_run, tmp_path / "run", {half: 2.4, SERVED.full(): 2.5})
+    (run / "run.json").unlink()
+    spec = f"layers={len(half.layers)},experts={half.experts[0]},top_k={half.top_k[0]}"
+    for number, (size, is_chosen) in enumerate(
+        {"best": True, "half": True, spec: True, half: True, "corner": False}.items()
+    ):
+        out = tmp_path / str(number)
+        extract_command(run, size, out, "cpu")
+        assert (read_lineage(out).receipt.tokens >= SEARCHED) == is_chosen, size
 
 
 def test_speed_is_measured_where_it_is_asked_for(served_run: Path) -> None:
