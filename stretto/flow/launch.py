@@ -10,12 +10,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import InfraError, UserError
+from stretto.base.paths import read_json
 from stretto.base.trajectory import WeightVersion
 from stretto.flow.agent import AgentRole, Wait, check_room
 from stretto.flow.clients import Verifiers, connect
@@ -23,9 +24,12 @@ from stretto.flow.files import RunFiles
 from stretto.flow.reward import RewardRole
 from stretto.learning.dialogue import Dialogue, teacher_dialogues
 from stretto.learning.recipe import (
+    RECIPE_FILE,
     WEIGHTS,
     NeedsConfig,
     PoolConfig,
+    Precision,
+    PrecisionConfig,
     Prompts,
     RlRecipe,
     SandboxConfig,
@@ -173,6 +177,41 @@ def check_sources(
         if offers_tools and tokenizer.chat_template and (note := tool_form(tokenizer.chat_template).note()):
             say(note)
         return prompts, {name: source.at_once for name, source in sources.items()}
+
+
+class _Device:
+    """A role that says which precision the trainer has on its device unless the recipe chooses."""
+
+    def __init__(self, device: str):
+        self._device = device
+
+    def precision(self) -> Precision:
+        from stretto.ops.matmul import default_precision  # imports torch, where the device is
+
+        return default_precision(self._device)
+
+
+async def with_precision(runtime: Runtime, job: Job, say: Callable[[str], None]) -> Job:
+    """``job`` with its precision in place of ``auto``: that of the run in its folder, or of the trainer's device."""
+    recipe, path = job.recipe, job.folder / RECIPE_FILE
+    given, source = recipe.precision, ""
+    if "auto" in (given.train, given.rollout) and job.resume and path.exists():
+        kept = PrecisionConfig.model_validate(read_json(path)["precision"])
+        given, source = given.filled(kept.trainer, kept.engines), ", as when the run started"
+    elif given.train == "auto":
+        device = _own_or(job.devices[0], recipe.resources.trainer)
+        place = Placement.THREAD if recipe.runtime.kind == "local" else Placement.PROCESS
+        needs = recipe.resources.needs()["trainer"]
+        role = await runtime.spawn(
+            partial(_Device, device), name="device", placement=place, deadline_s=_START_S, needs=needs
+        )
+        given = given.filled(await runtime.call(role, "precision", deadline_s=_START_S))
+        await runtime.kill(role)
+        source = f", which the trainer's device {device} decides"
+    else:
+        given = given.filled(given.train)
+    say(f"precision: trainer {given.trainer}, engines {given.engines}{source}")
+    return replace(job, recipe=recipe.replace(precision=given))
 
 
 @dataclass(frozen=True, slots=True)

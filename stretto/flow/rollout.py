@@ -22,6 +22,7 @@ from stretto.flow.clients import Generated, GenerateRequest, KeptTokens, Unavail
 from stretto.learning.recipe import RlRecipe
 from stretto.learning.weights import fetch
 from stretto.model.spec import Subnet
+from stretto.ops.matmul import default_precision
 
 _PROMPT_TOKENS = {"cpu": 1024, "cuda": 8192}
 """Prompt tokens of one engine step, by device. A GPU takes as long for a few tokens as for many."""
@@ -33,14 +34,14 @@ def open_rollout_engine(recipe: RlRecipe, start: Path, device: str) -> Engine:
     With compiled kernels on a CPU, or batch-invariant operators elsewhere, the result of a request is a function of weights,
     prompt and seed, to the bit. A run without staleness is then reproducible.
     """
-    rollout, precision = recipe.rollout, recipe.precision
+    rollout, precision = recipe.rollout, recipe.on(default_precision(device)).precision
     torch.set_num_threads(rollout.threads)
     prompt_tokens = _PROMPT_TOKENS["cpu" if torch.device(device).type == "cpu" else "cuda"]
     config = EngineConfig(
         cache_bytes=rollout.cache_bytes,
         max_batch=rollout.max_batch,
         max_step_tokens=max(prompt_tokens, rollout.max_batch),
-        precision=precision.rollout,
+        precision=precision.engines,
         batch_invariant=precision.batch_invariant,
         page_size=rollout.page_size,
     )

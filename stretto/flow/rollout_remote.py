@@ -234,8 +234,8 @@ class Stretto(Dialect):
                     f"{where}: serves a network with {name} {info[name]}, the run's has {value}; serve the run's start"
                 )
         precision = self._recipe.precision
-        if info["precision"] != precision.rollout:
-            problem = f"computes in {info['precision']}, and precision.rollout is {precision.rollout}"
+        if info["precision"] != precision.engines:
+            problem = f"computes in {info['precision']}, and precision.rollout is {precision.engines}"
             raise UserError(f"{where}: {problem}; change one of them (--dtype)")
         if precision.batch_invariant and not info["is_batch_invariant"]:
             raise UserError(f"{where}: is not batch-invariant; leave precision.batch_invariant out")
@@ -289,7 +289,7 @@ class ByFolder(Dialect):
 
     def _write(self, version: WeightVersion, path: Path) -> None:
         tokenizer = self._start if (self._start / "tokenizer.json").is_file() else None
-        dtype = _DTYPES[self._recipe.precision.rollout]
+        dtype = _DTYPES[self._recipe.precision.engines]
         family = kept_family(self._config, self._described.family)
         write_checkpoint(path, self._fetch(version), self._config, family=family, tokenizer_dir=tokenizer, dtype=dtype)
 
@@ -328,9 +328,9 @@ class Vllm(ByFolder):
             raise UserError(
                 f"{where}: gives log-probabilities at temperature 1; start it with --logprobs-mode processed_logprobs"
             )
-        dtype, wanted = str(model.get("dtype")).removeprefix("torch."), str(_DTYPES[self._recipe.precision.rollout])
+        dtype, wanted = str(model.get("dtype")).removeprefix("torch."), str(_DTYPES[self._recipe.precision.engines])
         if dtype != wanted.removeprefix("torch."):
-            problem = f"computes in {dtype}, and precision.rollout is {self._recipe.precision.rollout}"
+            problem = f"computes in {dtype}, and precision.rollout is {self._recipe.precision.engines}"
             raise UserError(f"{where}: {problem}; change one of them (--dtype)")
         does = (config.get("aux_output_config") or {}).get("enable_return_routed_experts", False)
         self._records_routes(does, "--enable-return-routed-experts")
@@ -623,7 +623,7 @@ class RemoteEngineRole:
         self._written = await self._dialect.load(version, label)
         scores = await self._dialect.score(canary_tokens(self._config.vocab_size))
         assert len(version.canary) == NUM_CANARY, f"version {version.number} has a canary of {len(version.canary)}"
-        tolerance = self._recipe.rollout.canary or _CANARY[self._recipe.precision.rollout]
+        tolerance = self._recipe.rollout.canary or _CANARY[self._recipe.precision.engines]
         difference = float(np.abs(np.subtract(scores, version.canary)).mean())
         if difference <= tolerance:  # False for NaN
             return ""

@@ -27,6 +27,7 @@ from stretto.flow.launch import (
     check_sources,
     make_factories,
     start_roles,
+    with_precision,
 )
 from stretto.flow.ledger import Ledger
 from stretto.flow.log import Advance, Logbook, Say, Trace, write_trace
@@ -88,6 +89,8 @@ async def _run(job: Job, advance: Advance, say: Say) -> Result:
         async with await open_runtime(recipe.runtime.kind, recipe.runtime.address) as runtime:
             has_begun(folder, job.resume)
             await runtime.check(recipe.resources.needs())
+            job = await with_precision(runtime, job, say)
+            recipe = job.recipe
             files = await asyncio.to_thread(open_files, recipe, folder, job.start)
             resumes = claim_recipe(recipe, folder, job.resume)
             factories = make_factories(job, tables, tokenizer, files)

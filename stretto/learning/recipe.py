@@ -386,12 +386,31 @@ class RewardConfig(Config):
 
 
 class PrecisionConfig(Config):
-    """Arithmetic of engines and trainer."""
+    """Arithmetic of engines and trainer. Weights and optimiser states of the trainer are in fp32 in every precision."""
 
-    rollout: Precision = "fp32"
-    train: Precision = "fp32"
+    rollout: Precision | Literal["auto"] = "auto"
+    """``auto``: that of the trainer."""
+    train: Precision | Literal["auto"] = "auto"
+    """``auto``: bf16 on a GPU that multiplies in bf16, else fp32 (`RlRecipe.on`). A resumed run keeps the precision of its start."""
     batch_invariant: bool = False
     """Use operators whose result for a token does not depend on the rest of the batch, in engines and trainer."""
+
+    @property
+    def engines(self) -> Precision:
+        """Precision of the engines of a run."""
+        assert self.rollout != "auto", "the run has a precision before its roles start"
+        return self.rollout
+
+    @property
+    def trainer(self) -> Precision:
+        """Precision of the trainer of a run."""
+        assert self.train != "auto", "the run has a precision before its roles start"
+        return self.train
+
+    def filled(self, train: Precision, rollout: Precision | None = None) -> Self:
+        """These settings with the arguments in place of ``auto``; ``rollout`` None: that of the trainer."""
+        train = train if self.train == "auto" else self.train
+        return self.replace(train=train, rollout=(rollout or train) if self.rollout == "auto" else self.rollout)
 
 
 class PoolConfig(Config):
@@ -581,6 +600,10 @@ class RlRecipe(Config):
     """Where groups, token logs and weights lie. ``file``: in the run folder, which all roles see. An address such as
     ``s3://bucket/runs``: in an object store. ``ray``: in the memory of the Ray cluster. Keys belong into the environment."""
     trainer: TrainerConfig = TrainerConfig()
+
+    def on(self, default: Precision) -> Self:
+        """This recipe without precisions ``auto``. ``default``: precision of the trainer's device."""
+        return self.replace(precision=self.precision.filled(default))
 
     @model_validator(mode="before")
     @classmethod

@@ -54,7 +54,7 @@ from stretto.model.parallel import MeetingPoint, Ranks, device_name, full_state,
 from stretto.model.spec import Subnet, count
 from stretto.model.transformer import Context, Recorder, Replay, Transformer
 from stretto.ops.logprob import Teacher, chosen_logprobs
-from stretto.ops.matmul import Arithmetic
+from stretto.ops.matmul import Arithmetic, default_precision
 from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.schedule import learning_rate
 from stretto.runtime.runtime import Caller
@@ -183,17 +183,18 @@ class TrainerRole:
         """Read the checkpoint ``start`` onto the device of ``ranks``; None: as torchrun's environment says. ``stage``: name of the
         stage in the lineage of the result. ``store``: has the groups and takes the weights; None: the run folder.
         Raises UserError: the checkpoint or a teacher cannot be read, or the ranks cannot share the rows."""
-        self._recipe, self._run, self._start, self._stage = recipe, Path(run), Path(start), stage
+        self._ranks = ranks or join()
+        self._recipe = recipe = recipe.on(default_precision(self._ranks.device))
+        self._run, self._start, self._stage = Path(run), Path(start), stage
         self._store = store or FolderStore(self._run)
         self._channel = open_channel(self._store, self._run)
-        self._ranks = ranks or join()
         train = recipe.train
         if train.micro_rows % self._ranks.world:
             raise UserError(
                 f"train.micro_rows: {train.micro_rows} rows cannot be shared by {self._ranks.world} ranks; use a multiple"
             )
         torch.set_num_threads(train.threads)
-        self._arithmetic = Arithmetic(recipe.precision.train, recipe.precision.batch_invariant)
+        self._arithmetic = Arithmetic(recipe.precision.trainer, recipe.precision.batch_invariant)
         self._origin = read_placed(self._start, self._ranks)
         self._model = self._origin.model
         self._optimizers = build_optimizers(recipe.optim, self._model)
@@ -275,10 +276,10 @@ class TrainerRole:
         return await asyncio.to_thread(self._write_version, number, state) if self._ranks.is_first else None
 
     def _write_version(self, number: int, state: Mapping[str, Tensor]) -> WeightVersion:
-        if self._recipe.precision.rollout == "bf16":
+        if self._recipe.precision.engines == "bf16":
             # an engine in bf16 rounds these weights anyway; its router, norms and head stay in fp32
             state = {name: each.bfloat16() if is_quantised(name) else each for name, each in state.items()}
-        elif self._recipe.precision.rollout == "fp8":
+        elif self._recipe.precision.engines == "fp8":
             state = pack_state(state)  # quantising again in the engine gives the same bytes
         version = replace(self._channel.publish(number, state), canary=self._canary)
         self._channel.retire(KEEP_VERSIONS)

@@ -27,6 +27,7 @@ from stretto.ops import exact, fp8, grouped
 from stretto.ops.exact import FixedMatrix
 from stretto.ops.grouped import Clamp, Experts, group_slots
 from stretto.ops.operators import ORDINARY, Operators, Routes, Weight, rms_norm
+from stretto.ops.tuning import trains_in_bf16
 
 Precision = Literal["fp32", "bf16", "fp8"]
 
@@ -58,6 +59,11 @@ class Arithmetic:
 
 
 PLAIN = Arithmetic()
+
+
+def default_precision(device: torch.device | str) -> Precision:
+    """Precision of an RL run whose recipe leaves it to the trainer's ``device``."""
+    return "bf16" if trains_in_bf16(torch.device(device)) else "fp32"
 
 
 def prepare(weight_FD: Tensor, arithmetic: Arithmetic) -> Weight:

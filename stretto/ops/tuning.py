@@ -107,6 +107,12 @@ def deterministic(wanted: bool = True) -> Iterator[None]:
         settings.fill_uninitialized_memory = before[1]
 
 
+def trains_in_bf16(device: torch.device) -> bool:
+    """Whether training on ``device`` computes in bf16 unless the user chooses: on a GPU with bf16 units. On a CPU with such units
+    fp32 may be faster."""
+    return device.type != "cpu" and multiplies_bf16(device)
+
+
 def multiplies_bf16(device: torch.device) -> bool:
     """Whether ``device`` has units for products in bf16; a CPU without them emulates them, a hundred times slower."""
     if device.type == "cuda":

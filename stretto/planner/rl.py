@@ -45,9 +45,10 @@ class RlRun:
 
     def __init__(self, recipe: RlRecipe, config: ModelConfig, cluster: Cluster, workload: Workload) -> None:
         rollout, self.hardware = recipe.rollout, cluster.hardware
+        recipe = recipe.on("fp32" if self.hardware.name == "cpu" else "bf16")  # as every GPU of the table
         self.recipe, self.config, self.cluster, self.workload = recipe, config, cluster, workload
-        self.dtype: Dtype = "float32" if recipe.precision.train == "fp32" else "bfloat16"
-        self.weight_bytes = {"fp32": 4, "bf16": 2, "fp8": 1}[recipe.precision.rollout]
+        self.dtype: Dtype = "float32" if recipe.precision.trainer == "fp32" else "bfloat16"
+        self.weight_bytes = {"fp32": 4, "bf16": 2, "fp8": 1}[recipe.precision.engines]
         """Bytes of a weight in an engine."""
         counts = count(config, config.full())
         self.params = counts.total_params

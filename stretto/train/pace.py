@@ -20,7 +20,7 @@ from stretto.base.track import say
 from stretto.model.parallel import Ranks
 from stretto.model.spec import ModelConfig, extracted_config, fixed_layers
 from stretto.model.transformer import build
-from stretto.ops.tuning import MARGIN, fastest_threads, multiplies_bf16, seconds_of, thread_counts
+from stretto.ops.tuning import MARGIN, fastest_threads, multiplies_bf16, seconds_of, thread_counts, trains_in_bf16
 from stretto.train.step import MicroBatch, forward_backward
 
 LONG_BATCH_S = 2.0
@@ -64,12 +64,11 @@ def find_pace(
         next_batch: returns batches of the full network with the router's own routes, as in training. Each call must give a new
             batch: matrix products of sizes that were seen before are faster.
     """
-    has_units = multiplies_bf16(ranks.device)
     if ranks.device.type != "cpu":
-        dtype = choice if choice != "auto" else "bfloat16" if has_units else "float32"
+        dtype = choice if choice != "auto" else "bfloat16" if trains_in_bf16(ranks.device) else "float32"
         return Pace(dtype=dtype, num_threads=torch.get_num_threads())
     first: Literal["float32", "bfloat16"] = "float32" if choice == "auto" else choice
-    others: list[Literal["bfloat16"]] = ["bfloat16"] if choice == "auto" and has_units else []
+    others: list[Literal["bfloat16"]] = ["bfloat16"] if choice == "auto" and multiplies_bf16(ranks.device) else []
     if not others and len(thread_counts()) == 1:
         return Pace(dtype=first, num_threads=torch.get_num_threads())
     if ranks.world > 1:  # a rank that holds a part of the network may not have memory for all of it

@@ -78,7 +78,7 @@ def a_double(kind: str, **switches: Any) -> Iterator[tuple[str, Double]]:
 
 def open_role(kind: str, url: str, start: Path, **changes: Any) -> RemoteEngineRole:
     made = recipe(rollout={"group": 4, "max_tokens": 18, "engine": kind, "address": url, "start_s": 0.1}, **changes)
-    return RemoteEngineRole(made, url, start, start.parent / "engine-0")
+    return RemoteEngineRole(made.on("fp32"), url, start, start.parent / "engine-0")
 
 
 def using(made: RemoteEngineRole, work: Callable[[RemoteEngineRole], Awaitable[Any]]) -> Any:
@@ -224,7 +224,8 @@ def test_our_server_gets_weights_that_are_in_a_store(start: Path) -> None:
         assert remote.version == 0 and len(list((start.parent / "engine-0").iterdir())) == 1
 
     with our_server() as (url, _):
-        using(RemoteEngineRole(made, url, start, start.parent / "engine-0", lambda wanted: MODEL.state_dict()), work)
+        fetched = RemoteEngineRole(made.on("fp32"), url, start, start.parent / "engine-0", lambda _: MODEL.state_dict())
+        using(fetched, work)
 
 
 def test_our_server_with_other_weights_than_announced(start: Path) -> None:
@@ -362,7 +363,7 @@ def test_answers_that_vllm_0_32_gave(start: Path) -> None:
 
     async def work() -> None:
         with running(Starlette(routes=[Route("/inference/v1/generate", answer, methods=["POST"])])) as url:
-            dialect = Vllm(Server(url, "vllm"), recipe(), start, start.parent, dict)
+            dialect = Vllm(Server(url, "vllm"), recipe().on("fp32"), start, start.parent, dict)
             reply = await dialect.generate(Ask([1], 0, ASK))
             assert list(reply.tokens) == [198, 68, 29, 50, 5113, 216] and reply.labels == ["default"] * 6
             assert reply.logprobs[0] == pytest.approx(-3.3027437) and reply.routes is None

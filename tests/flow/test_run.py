@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 import shutil
@@ -20,6 +21,7 @@ from bench.common.killing import GROUP, PROMPTS, RECIPE, STEPS, Killed
 from bench.common.run_account import Account, paired_difference
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
+from stretto.base.paths import write_json
 from stretto.base.trajectory import GroupRef, Task, WeightVersion
 from stretto.engine.engine import Engine
 from stretto.engine.request import Event
@@ -27,7 +29,7 @@ from stretto.flow import rollout
 from stretto.flow import rollout as engines
 from stretto.flow.clients import Generated
 from stretto.flow.controller import Controller, Limits
-from stretto.flow.launch import Job
+from stretto.flow.launch import Job, with_precision
 from stretto.flow.ledger import Ledger
 from stretto.flow.log import read_status
 from stretto.flow.run import Result, claim_recipe, run_rl, sweep
@@ -35,6 +37,8 @@ from stretto.learning import channel
 from stretto.learning.recipe import JOURNAL_FILE, RlRecipe
 from stretto.learning.samples import log_name
 from stretto.learning.weights import fetch, publish
+from stretto.ops import matmul
+from stretto.runtime.local import open_runtime
 from stretto.runtime.store import FolderStore
 
 
@@ -72,6 +76,50 @@ def test_a_changed_recipe_is_refused_by_its_field_before_anything_is_written(tmp
     with pytest.raises(UserError, match="holds a run already; continue it with --resume"):
         claim_recipe(recipe, run, resume=False)
     assert claim_recipe(read_recipe(recipe_file, RlRecipe, ["runtime.isolate=none"]), run, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "is_bf16", "recorded", "expected"),
+    [
+        ({}, False, None, ("fp32", "fp32", "which the trainer's device cuda:0 decides")),
+        ({}, True, None, ("bf16", "bf16", "which the trainer's device cuda:0 decides")),
+        ({"train": "fp32"}, True, None, ("fp32", "fp32", "")),
+        ({"rollout": "fp8"}, True, None, ("bf16", "fp8", "which the trainer's device cuda:0 decides")),
+        ({}, True, ("fp32", "fp32"), ("fp32", "fp32", "as when the run started")),
+        ({}, False, ("bf16", "fp8"), ("bf16", "fp8", "as when the run started")),
+        ({"train": "bf16"}, False, ("bf16", "fp32"), ("bf16", "fp32", "as when the run started")),
+    ],
+)
+def test_the_precision_is_the_recipes_else_the_runs_else_that_of_the_trainers_device(
+    given: dict[str, str],
+    is_bf16: bool,
+    recorded: tuple[str, str] | None,
+    expected: tuple[str, str, str],
+    tmp_path: Path,
+    recipe_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU is played by what it would answer."""
+    monkeypatch.setattr(matmul, "trains_in_bf16", lambda device: is_bf16 and device == torch.device("cuda:0"))
+    recipe, said = (
+        read_recipe(recipe_file, RlRecipe, [f'precision.{name}="{each}"' for name, each in given.items()]),
+        [],
+    )
+    if recorded is not None:
+        train, rollout = recorded
+        write_json(
+            tmp_path / "recipe.json", recipe.replace(precision={"train": train, "rollout": rollout}).model_dump()
+        )
+
+    async def found() -> RlRecipe:
+        async with await open_runtime("local", "") as runtime:
+            job = Job(recipe, tmp_path, tmp_path / "start", recorded is not None, ("cuda:0", "cuda:1"))
+            return (await with_precision(runtime, job, said.append)).recipe
+
+    precision = asyncio.run(found()).precision
+    train, rollout, why = expected
+    assert (precision.trainer, precision.engines) == (train, rollout)
+    assert said == [f"precision: trainer {train}, engines {rollout}{why and ', '}{why}"]
 
 
 def test_what_a_kill_left_behind_goes_and_what_is_needed_stays(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stretto.base.errors import UserError
+from stretto.base.records import read_lineage
 from stretto.base.trajectory import Group, GroupRef, WeightVersion
 from stretto.learning.algorithms import Streams, give_credit, unroll
 from stretto.learning.batch import pack
@@ -617,3 +618,24 @@ def test_a_dense_network_is_trained(tmp_path: Path) -> None:
     before = weights(trainer)
     report = trainer.step(stored(tmp_path / "groups", made), 0)
     assert report.num_samples == 16 and not same(before, weights(trainer))
+
+
+def test_weights_and_moments_are_in_fp32_when_the_step_computes_in_bf16(tmp_path: Path, start: Path) -> None:
+    trainers = {
+        name: role(tmp_path / str(name), start, precision={} if name is None else {"train": name})
+        for name in (None, "fp32", "bf16")
+    }
+    for trainer in trainers.values():
+        trainer.step(refs_of(0, tmp_path), 0)
+    default, exact, rounded = (weights(trainer) for trainer in trainers.values())
+    assert same(default, exact) and not same(rounded, exact), "this is a CPU"
+    trainer = trainers["bf16"]
+    moments = [each for optim in trainer._optimizers for kept in optim.state.values() for each in kept.values()]
+    kept = [each for each in (*trainer._model.parameters(), *moments) if each.is_floating_point()]
+    assert {each.dtype for each in kept} == {torch.float32}
+    assert (len(moments) > 0 and trainer._recipe.precision.engines == "bf16") and rounded[
+        "norm.weight"
+    ].dtype == torch.float32
+    trainer.write(tmp_path / "out")
+    settings = read_lineage(tmp_path / "out").config
+    assert settings["precision"] == {"train": "bf16", "rollout": "bf16", "batch_invariant": False}

@@ -88,6 +88,16 @@ def test_rl_names_the_part_that_limits() -> None:
     assert limit(verdict_s=30.0, verifiers=100_000) == "staleness bound"
 
 
+def test_the_precision_of_rl_follows_the_hardware_unless_the_recipe_chooses() -> None:
+    found = [stretto.plan("rl_gym", cluster, settings=chosen) for cluster, chosen in (
+        ("1xcpu", []), ("4xH100", []), ("4xH100", ['precision.train="fp32"']),
+    )]  # fmt: skip
+    assert [each.dtype for each in found] == ["float32", "bfloat16", "float32"]
+    exact, rounded = found[2].best, found[1].best
+    assert exact.engine_memory is not None and rounded.engine_memory is not None
+    assert exact.engine_memory.weights == 2 * rounded.engine_memory.weights
+
+
 def test_the_rl_sweep_tries_splits_between_trainer_and_engines() -> None:
     found = stretto.plan("rl_gym", "8xH100", sweep=True)
     splits = {(each.layout.ranks, each.engines) for each in found.predictions}
