@@ -181,17 +181,15 @@ class WeightVersion:
     num_bytes: int
     canary: tuple[float, ...] = ()
     """Log-probabilities of `canary_tokens` under these weights, in nats, as the trainer computes them. An engine at an address must
-    agree with them after it has loaded the weights. Empty: not computed."""
+    agree with them after it has loaded the weights. Empty: not computed. Written by `stretto.learning.canary`."""
+    tolerance: float = 0.0
+    """Largest mean difference to ``canary``, in nats, that the rounding of the engine's precision explains."""
 
 
-NUM_CANARY = 32
-"""Number of tokens of the canary that have a log-probability."""
-
-
-def canary_tokens(vocab_size: int) -> list[int]:
-    """The tokens on which trainer and engine are compared after an update of weights: one without a log-probability, then
-    `NUM_CANARY`, spread over the vocabulary."""
-    return [(number * 2_654_435_761 + 1) % vocab_size for number in range(NUM_CANARY + 1)]
+def canary_tokens(vocab_size: int, num: int) -> list[int]:
+    """The tokens on which trainer and engine are compared after an update of weights: one without a log-probability, then ``num``,
+    spread over the vocabulary."""
+    return [(number * 2_654_435_761 + 1) % vocab_size for number in range(num + 1)]
 
 
 @dataclass(frozen=True, slots=True)

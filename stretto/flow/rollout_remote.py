@@ -2,7 +2,7 @@
 
 `RemoteEngineRole` has the methods of `stretto.flow.rollout.EngineRole`. A `Dialect` translates its calls into one server's requests.
 Every version of the weights has a label on the server, which the server returns with the tokens that it sampled. After each update the
-role scores a few fixed tokens on the server (the canary); the log-probabilities must agree with the trainer's.
+role scores fixed tokens on the server (the canary, `stretto.learning.canary`); the log-probabilities must agree with the trainer's.
 
 Shape letters: R rows of routes, N layers of the server's routes, L MoE layers, K route slots.
 """
@@ -28,19 +28,17 @@ from torch import Tensor
 from stretto.base.endpoint import excerpt
 from stretto.base.errors import InfraError, UserError, one_line
 from stretto.base.paths import remove
-from stretto.base.trajectory import NUM_CANARY, Segment, WeightVersion, canary_tokens
+from stretto.base.trajectory import Segment, WeightVersion, canary_tokens
 from stretto.data.loader import key_of
 from stretto.engine.request import EngineStats
 from stretto.flow.clients import Generated, GenerateRequest, KeptTokens, Unavailable, within
+from stretto.learning.canary import disagreement
 from stretto.learning.recipe import RlRecipe
 from stretto.learning.weights import fetch, publish
 from stretto.model.checkpoint import describe, write_checkpoint
 from stretto.model.families import kept_family
 from stretto.model.spec import ModelConfig
 
-_CANARY = {"fp32": 1e-4, "bf16": 0.2, "fp8": 0.5}
-"""Defaults of ``rollout.canary``. Right weights of SmolLM2-135M on vLLM-CPU differ by 1.1e-5 in fp32 and 0.067
-in bf16 (docs/log/rl.md)."""
 _PROBE_S = 2.0
 """Seconds between two checks that the server is alive. A server needs longer to restart, so no restart is missed."""
 _CONNECT_S = 5.0
@@ -496,6 +494,8 @@ class RemoteEngineRole:
         self.version = -1
         """Version of the active weights."""
         self._active: WeightVersion | None = None
+        self._scores: list[float] = []
+        """The server's scores of the canary with the active weights."""
         self._written: Path | None = None
         """What was written for the server when it loaded weights last."""
         self._numbers: dict[str, int] = {}
@@ -621,16 +621,14 @@ class RemoteEngineRole:
         label = f"{version.number}-{version.checksum[:12]}"
         self._numbers[label] = version.number
         self._written = await self._dialect.load(version, label)
-        scores = await self._dialect.score(canary_tokens(self._config.vocab_size))
-        assert len(version.canary) == NUM_CANARY, f"version {version.number} has a canary of {len(version.canary)}"
-        tolerance = self._recipe.rollout.canary or _CANARY[self._recipe.precision.engines]
-        difference = float(np.abs(np.subtract(scores, version.canary)).mean())
-        if difference <= tolerance:  # False for NaN
-            return ""
-        return (
-            f"{self._server.where}: canary: after loading version {version.number}, its log-probabilities of {NUM_CANARY} fixed "
-            f"tokens differ from the trainer's by {difference:.2g} nats on average, more than {tolerance:g}"
-        )
+        assert version.canary, f"version {version.number} has no canary"
+        scores = await self._dialect.score(canary_tokens(self._config.vocab_size, len(version.canary)))
+        tolerance, active = self._recipe.rollout.canary or version.tolerance, self._active
+        is_again = active is not None and active.number == version.number
+        if wrong := disagreement(scores, version, tolerance, None if is_again else active, self._scores):
+            return f"{self._server.where}: canary: after loading version {version.number}, {wrong}"
+        self._scores = scores
+        return ""
 
     async def _go_back(self, problem: str) -> None:
         """Load the version before the one that has ``problem``. Always raises UserError; requests go on if that succeeded."""

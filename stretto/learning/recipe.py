@@ -100,8 +100,8 @@ class RolloutConfig(Config):
     start_s: float = Field(default=30.0, gt=0)
     """Time for a server to answer at the start of the run, or again after it has stopped answering, in seconds."""
     canary: float | None = Field(default=None, gt=0)
-    """Largest mean difference between the log-probabilities of a server and of the trainer on 32 fixed tokens, in nats. A server
-    with a larger difference has not loaded the weights that it was given. None: 1e-4 in fp32, 0.2 in bf16, 0.5 in fp8."""
+    """Largest mean difference between the log-probabilities of a server and of the trainer on fixed tokens, in nats. A server
+    with a larger difference has not loaded the weights that it was given. None: what rounding explains (`stretto.learning.canary`)."""
     engines: int = Field(default=1, gt=0)
     """Number of engines; with ``address``, the number of addresses."""
     max_batch: int = Field(default=64, gt=0)

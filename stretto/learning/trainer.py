@@ -25,10 +25,11 @@ from torch import Tensor
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
 from stretto.base.records import Meter, Receipt, new_run_id
-from stretto.base.trajectory import Group, GroupRef, WeightVersion, canary_tokens
+from stretto.base.trajectory import Group, GroupRef, WeightVersion
 from stretto.data.pack import IGNORED, PADDING
 from stretto.learning.algorithms import Streams, TokenCredit, give_credit, load_algorithm, unroll
 from stretto.learning.batch import Batch, at_targets, by_sample, pack
+from stretto.learning.canary import score_canary
 from stretto.learning.channel import open_channel
 from stretto.learning.distillation import (
     DistillObjective,
@@ -214,8 +215,8 @@ class TrainerRole:
         """Version of the weights: number of completed steps."""
         self._copied: tuple[int, Mapping[str, Tensor]]
         """A version and its weights, between `copy_weights` and `publish`."""
-        self._canary: tuple[float, ...] = ()
-        """`WeightVersion.canary` of the version in ``_copied``."""
+        self._canary: tuple[tuple[float, ...], float] = (), 0.0
+        """`score_canary` of the version in ``_copied``."""
 
     def step(self, refs: Sequence[GroupRef], step: int) -> StepReport:
         """Train on ``refs`` as step ``step`` (from 0). Groups are ordered by their ordinals.
@@ -266,7 +267,7 @@ class TrainerRole:
         state = {name: tensor.clone() for name, tensor in full_state(self._model).items()}
         self._copied = self.version, state
         if self._recipe.rollout.address:
-            self._canary = self._score_canary()
+            self._canary = score_canary(self._model, self._recipe, self._ranks.device)
 
     async def publish(self) -> WeightVersion | None:
         """Write the weights of the last `copy_weights` to the run's folder of weights, concurrently with the next step. Returns
@@ -281,17 +282,10 @@ class TrainerRole:
             state = {name: each.bfloat16() if is_quantised(name) else each for name, each in state.items()}
         elif self._recipe.precision.engines == "fp8":
             state = pack_state(state)  # quantising again in the engine gives the same bytes
-        version = replace(self._channel.publish(number, state), canary=self._canary)
+        canary, tolerance = self._canary
+        version = replace(self._channel.publish(number, state), canary=canary, tolerance=tolerance)
         self._channel.retire(KEEP_VERSIONS)
         return version
-
-    @torch.no_grad()
-    def _score_canary(self) -> tuple[float, ...]:
-        """`WeightVersion.canary` of the current weights. Every rank computes it."""
-        ids_BT = torch.tensor([canary_tokens(self._model.config.vocab_size)], device=self._ranks.device)
-        hidden_BTD = self._model(ids_BT[:, :-1], self._model.config.full(), Context.plain(ids_BT[:, :-1])).hidden_BTD
-        logp_T, _ = chosen_logprobs(hidden_BTD[0], self._model.head_VD, ids_BT[0, 1:])
-        return tuple(logp_T.tolist())
 
     def save(self, cut: Mapping[str, Any]) -> Path:
         """Write a snapshot that includes the controller's ``cut`` of the same step.

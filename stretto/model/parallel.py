@@ -144,10 +144,10 @@ class Ranks:
             norm = nn.utils.get_total_norm(grads, foreach=True)
         else:
             # replicated gradients are on every rank, so only the first rank counts them
-            counted = [_local(grad) for grad in grads if self.is_first or isinstance(grad, DTensor)]
+            counted = [local_part(grad) for grad in grads if self.is_first or isinstance(grad, DTensor)]
             norm = self.sum(nn.utils.get_total_norm(counted, foreach=True).square()).sqrt()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([_local(grad) for grad in grads], scale)
+        torch._foreach_mul_([local_part(grad) for grad in grads], scale)
         return float(norm)
 
 
@@ -322,7 +322,9 @@ def own_part(tensor: DTensor) -> list[tuple[int, int]]:
         size = -(-(stop - start) // num)
         bounds[placement.dim] = min(start + place * size, stop), min(start + (place + 1) * size, stop)
     sizes = tuple(stop - start for start, stop in bounds)
-    assert sizes == tuple(tensor.to_local().shape), f"a shard of {tuple(tensor.to_local().shape)} is not {bounds}"
+    assert sizes == tuple(tensor.to_local().shape), (
+        f"a shard of {tuple(tensor.to_local().shape)} is not {bounds}"
+    )
     return bounds
 
 
@@ -472,7 +474,14 @@ def _gradients(model: nn.Module) -> Iterable[Tensor]:
     return (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def reshard(model: Transformer) -> None:
+    """Drop the matrices of ``model`` that a forward pass without a backward pass has left gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def local_part(tensor: Tensor) -> Tensor:
     """This rank's shard of ``tensor``."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -502,7 +511,7 @@ def _experts(group: dist.ProcessGroup, operators: Operators, x_ND: Tensor, route
         gates_S1 = arithmetic.rounded(routes.gates_NK).reshape(-1, 1).index_select(0, slots.order_P)
         x_SD = torch.cat([x_SD, gates_S1], 1)  # one exchange for both
     x_MD = _Swap.apply(x_SD, sent, received, group)
-    local_biases = None if biases is None else ExpertBiases(*(_local(bias) for bias in biases))
+    local_biases = None if biases is None else ExpertBiases(*(local_part(bias) for bias in biases))
     own = Experts(gate_up_EFD.to_local(), down_EDI.to_local(), local_biases, clamp)
     y_MD = _local_experts(operators, x_MD, arriving_RL, own)
     y_SD = _Swap.apply(y_MD, received, sent, group).index_select(0, slots.place_S)

@@ -20,16 +20,17 @@ from starlette.routing import Route
 
 from bench.common.server import in_thread
 from stretto.base.errors import UserError
-from stretto.base.trajectory import WeightVersion, canary_tokens
+from stretto.base.trajectory import WeightVersion
 from stretto.flow.clients import Generated, GenerateRequest
 from stretto.flow.rollout import EngineRole
 from stretto.flow.rollout_remote import to_text
+from stretto.learning.canary import score_canary
 from stretto.learning.weights import publish
 from stretto.model.checkpoint import read_checkpoint
-from stretto.model.transformer import Context, Transformer
-from stretto.ops.logprob import chosen_logprobs
+from stretto.model.transformer import Transformer
 from stretto.server.limits import cut_connection
 from tests.engine.engines import CONFIG, engine, network
+from tests.flow.policies import recipe
 
 WRONG = network(seed=9)
 VLLM_SAMPLING = {
@@ -40,16 +41,12 @@ VLLM_SAMPLING = {
 SGLANG_SAMPLING = {"temperature", "top_p", "top_k", "sampling_seed", "max_new_tokens", "stop_token_ids"}
 
 
-@torch.no_grad()
-def scores_of(model: Transformer) -> tuple[float, ...]:
-    """The canary as the trainer computes it."""
-    ids_BT = torch.tensor([canary_tokens(model.config.vocab_size)])
-    hidden_BTD = model(ids_BT[:, :-1], model.config.full(), Context.plain(ids_BT[:, :-1])).hidden_BTD
-    return tuple(chosen_logprobs(hidden_BTD[0], model.head_VD, ids_BT[0, 1:])[0].tolist())
-
-
-def version_of(folder: Path, number: int, model: Transformer) -> WeightVersion:
-    return replace(publish(folder, number, model.state_dict()), canary=scores_of(model))
+def version_of(folder: Path, number: int, model: Transformer, precision: str = "fp32") -> WeightVersion:
+    """A published version with the canary of the trainer, for vLLM. ``precision``: that of the engines."""
+    at = {"group": 4, "max_tokens": 18, "engine": "vllm", "address": "http://127.0.0.1:9"}
+    plan = recipe(rollout=at, precision={"rollout": precision}).on("fp32")
+    canary, tolerance = score_canary(model, plan, torch.device("cpu"))
+    return replace(publish(folder, number, model.state_dict()), canary=canary, tolerance=tolerance)
 
 
 class Double:

@@ -15,15 +15,25 @@ from stretto.learning.trainer import TrainerRole
 from stretto.model.parallel import full_state, join
 from tests.flow.policies import recipe
 
+PLAN = recipe(
+    loss__kl_weight=0.1,
+    replay="r3",
+    train__micro_rows=4,
+    rollout__engine="stretto",
+    rollout__address="http://127.0.0.1:9",
+    precision={"train": "fp32", "rollout": "bf16"},
+)
+
 
 def main(start: Path, refs_file: Path, out: Path) -> None:
     ranks = join("cpu")
     refs = pickle.loads(refs_file.read_bytes())
-    plan = recipe(loss__kl_weight=0.1, replay="r3", train__micro_rows=4)
-    trainer = TrainerRole(plan, out / "run", start, ranks=ranks)
-    reports = [trainer.step(some, step) for step, some in enumerate(refs)]
+    trainer = TrainerRole(PLAN, out / "run", start, ranks=ranks)
+    reports = []
+    for step, some in enumerate(refs):
+        reports.append(trainer.step(some, step))
+        trainer.copy_weights()  # scores the canary with rounded weights, which the next step must not see
     trainer.save({"step": 2})
-    trainer.copy_weights()
     version = asyncio.run(trainer.publish())
     assert (version is not None) == ranks.is_first
     state, reference = full_state(trainer._model), trainer._teachers["reference"]
@@ -33,6 +43,8 @@ def main(start: Path, refs_file: Path, out: Path) -> None:
             assert all(isinstance(each, DTensor) and 2 * each.to_local().numel() == each.numel() for each in matrices)
     torch.save({name: tensor.clone() for name, tensor in state.items()}, out / f"weights-{ranks.rank}.pt")
     scalars = [dict(report.scalars) for report in reports]
+    if version is not None:
+        (out / "canary.json").write_text(json.dumps([*version.canary, version.tolerance]), encoding="utf-8")
     (out / f"scalars-{ranks.rank}.json").write_text(json.dumps(scalars), encoding="utf-8")
 
 

@@ -17,6 +17,7 @@ from stretto.base.errors import UserError
 from stretto.learning.trainer import TrainerRole
 from stretto.model.parallel import Ranks, join
 from tests.flow.policies import checkpoint, recipe
+from tests.learning.rank_worker import PLAN
 from tests.learning.test_trainer import refs_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,12 +68,11 @@ def test_two_ranks_are_one(tmp_path: Path) -> None:
     assert alone.keys() == shared.keys()
     for name, tensor in alone.items():
         assert torch.allclose(shared[name], tensor, atol=1e-4), name
-    again = TrainerRole(
-        recipe(loss__kl_weight=0.1, replay="r3", train__micro_rows=4),
-        tmp_path / "world-2" / "run",
-        start,
-        ranks=join("cpu"),
+    (*one_T, tolerance), (*two_T, _) = (
+        json.loads((tmp_path / f"world-{world}" / "canary.json").read_text(encoding="utf-8")) for world in (1, 2)
     )
+    assert two_T == pytest.approx(one_T, abs=tolerance)
+    again = TrainerRole(PLAN, tmp_path / "world-2" / "run", start, ranks=join("cpu"))
     assert again.resume() == {"step": 2} and again.version == 2
 
 
