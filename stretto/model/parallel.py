@@ -322,9 +322,7 @@ def own_part(tensor: DTensor) -> list[tuple[int, int]]:
         size = -(-(stop - start) // num)
         bounds[placement.dim] = min(start + place * size, stop), min(start + (place + 1) * size, stop)
     sizes = tuple(stop - start for start, stop in bounds)
-    assert sizes == tuple(tensor.to_local().shape), (
-        f"a shard of {tuple(tensor.to_local().shape)} is not {bounds}"
-    )
+    assert sizes == tuple(tensor.to_local().shape), f"a shard of {tuple(tensor.to_local().shape)} is not {bounds}"
     return bounds
 
 
