@@ -1,13 +1,14 @@
 """Final weights of asynchronous RL runs with a staleness of 0 against the plain synchronous loop, to the bit.
 
-    python -m bench.sync_equality [--steps 8] [--ray] [--s3] [--precision fp32 --batch-invariant] [--threads 1]
+    python -m bench.sync_equality [--steps 8] [--ray] [--s3] [--gloo] [--precision fp32 --batch-invariant] [--threads 1]
 
 All runs use one tiny recipe and one start: a network after a few steps of SFT on digits, so that groups with equal rewards, which are
 dropped and replaced, occur. The plain loop (`bench.common.plain_loop`) samples, trains and loads weights in turn. The other runs are
 whole runs with controller, leases, snapshots and held-out evaluations: roles in threads; in threads with two engines with small
 caches; in processes; and with ``--ray`` as actors of a Ray cluster that the bench starts. With
 ``--s3``, groups, token logs, snapshots and weights of processes pass through an S3 server, and with ``--ray`` through the memory of the
-cluster, so that no role reads another's folder. The runs in processes also run with a process, the
+cluster, so that no role reads another's folder. With ``--gloo``, weights also go from the trainer's memory to the engines of processes,
+by torch.distributed. The runs in processes also run with a process, the
 trainer's included, killed by SIGKILL after every other step. A last run with a staleness of 1 must differ.
 Fails (exit code 1) if another run differs from the plain loop, or if that one does not.
 """
@@ -103,6 +104,8 @@ def variants(options: argparse.Namespace, s3: str) -> dict[str, RlRecipe]:
     kinds = {"processes": made(runtime={"isolate": "all"})}
     if s3:
         kinds["processes, store s3"] = made(runtime={"isolate": "all"}, store=s3)
+    if options.gloo:
+        kinds["processes, channel gloo"] = made(runtime={"isolate": "all"}, channel="gloo", rollout={"engines": 2})
     if options.ray:
         cluster = {"kind": "ray", "address": "local"}
         kinds |= {"Ray": made(runtime=cluster), "Ray, store ray": made(runtime=cluster, store="ray")}
@@ -189,6 +192,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="threads of each engine and of the trainer")
     parser.add_argument("--ray", action="store_true", help="also run on Ray, also with the store ray")
     parser.add_argument("--s3", action="store_true", help="also run with files and weights on an S3 server")
+    parser.add_argument("--gloo", action="store_true", help="also run with the channel gloo")
     parser.add_argument(
         "--precision", choices=("fp32", "bf16", "fp8"), default="fp32", help="precision of engine and trainer"
     )

@@ -175,7 +175,7 @@ class WeightVersion:
     number: int
     """Number of optimisation steps."""
     location: str
-    """Path of the file of tensors."""
+    """Where the channel of the run finds the tensors; with files, their path."""
     checksum: str
     """SHA-256 over names, types, shapes and bytes of all tensors."""
     num_bytes: int

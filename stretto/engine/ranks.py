@@ -112,11 +112,9 @@ class Ranks:
             options = torch_ranks.ProcessGroupNCCL.Options()
             options._timeout = timeout
             return Ranks(setup.shard, network, torch_ranks.ProcessGroupNCCL(store, rank, num_ranks, options), team)
-        options = torch_ranks.ProcessGroupGloo._Options()
-        options._timeout = timeout
-        # the loopback address: other machines cannot connect, and gloo does not look up the host's name
-        options._devices = [torch_ranks.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        return Ranks(setup.shard, network, torch_ranks.ProcessGroupGloo(store, rank, num_ranks, options), team)
+        # the loopback address: other machines cannot connect
+        group = gloo_group(store, rank, num_ranks, "127.0.0.1", setup.timeout_s)
+        return Ranks(setup.shard, network, group, team)
 
     def sum(self, part: Tensor) -> Tensor:
         """Sum of all ranks' ``part``, in place."""
@@ -136,6 +134,19 @@ class Ranks:
         options.rootRank = 0
         self.group.broadcast([buffer], options).wait()
         return self.shard.cut(name, buffer, tuple(own.shape), self.network)
+
+
+def gloo_group(store: Any, rank: int, num_ranks: int, host: str, timeout_s: float) -> Any:
+    """A gloo process group (``ProcessGroupGloo``) of its own, beside torch's default group.
+
+    ``store``: where the ranks meet. ``host``: address of this machine, at which the others reach it; gloo then does not look up the
+    machine's name. ``timeout_s``: longest time of an operation, and of the wait for the other ranks.
+    """
+    gloo: Any = dist.ProcessGroupGloo  # whose type stubs lack what follows
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options._devices = [gloo.create_device(hostname=host)]
+    return gloo(store, rank, num_ranks, options)
 
 
 @dataclass(slots=True)

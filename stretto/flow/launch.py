@@ -250,30 +250,31 @@ def make_factories(job: Job, tables: SourceTables, tokenizer: Tokenizer, files: 
     own, others = spread(job.devices, recipe.trainer.ranks, recipe.rollout.engines)
     engines = [partial(_engine, job, files, number, device) for number, device in enumerate(others)]
     if len(own) == 1:
-        return Factories([partial(_trainer, job, files, *own)], engines, reward, agent)
+        return Factories([partial(_trainer, job, files, own[0])], engines, reward, agent)
     return Factories([partial(_trainer_rank, job, files, *each) for each in enumerate(own)], engines, reward, agent)
 
 
-def _trainer(job: Job, files: RunFiles, device: str) -> Any:
+def _trainer(job: Job, files: RunFiles, device: str, caller: Caller) -> Any:
     from stretto.learning.trainer import open_trainer  # imports torch, in the role's process
 
-    return open_trainer(_trainer_with(job, files), _own_or(device, job.recipe.resources.trainer))
+    return open_trainer(_trainer_with(job, files, caller), _own_or(device, job.recipe.resources.trainer))
 
 
 def _trainer_rank(job: Job, files: RunFiles, rank: int, device: str, caller: Caller) -> Any:
     from stretto.learning.trainer import TrainerRank
 
     device = _own_or(device, job.recipe.resources.trainer)
-    return TrainerRank(_trainer_with(job, files), job.recipe.trainer, rank, device, caller)
+    return TrainerRank(_trainer_with(job, files, caller), job.recipe.trainer, rank, device, caller)
 
 
-def _trainer_with(job: Job, files: RunFiles) -> Callable[..., Any]:
+def _trainer_with(job: Job, files: RunFiles, caller: Caller) -> Callable[..., Any]:
     """Returns the trainer of the ``ranks`` that it is given."""
     from stretto.learning.remote_trainer import RemoteTrainer
     from stretto.learning.trainer import TrainerRole
 
     kind = TrainerRole if files.is_shared else RemoteTrainer
-    return partial(kind, job.recipe, files.folder_here(), files.start_here(), stage=job.stage, store=files.store)
+    opened = partial(kind, job.recipe, files.folder_here(), files.start_here(), stage=job.stage)
+    return partial(opened, store=files.store, host=caller.host)
 
 
 def _own_or(device: str, needs: NeedsConfig) -> str:
@@ -287,7 +288,8 @@ def _engine(job: Job, files: RunFiles, number: int, device: str) -> Any:
     from stretto.learning.channel import open_channel
 
     device = _own_or(device, job.recipe.resources.engines)
-    name, start, fetch = f"engine-{number}", files.start_here(), open_channel(files.store, files.run).fetch
+    name, start = f"engine-{number}", files.start_here()
+    fetch = open_channel(job.recipe.channel, files.store, files.run).fetch
     if addresses := job.recipe.rollout.address:
         folder = files.folder_here() / WEIGHTS / name
         return RemoteEngineRole(job.recipe, addresses[number], start, folder, fetch, name=name)

@@ -113,7 +113,7 @@ class EngineRole:
 
         Raises:
             UserError: its file cannot be read, or has tensors of another network; the old weights stay active.
-            InfraError: the engine is dead.
+            InfraError: the engine is dead, or the weights cannot be fetched now; then the old ones stay active.
         """
         async with self._activating:
             if version.number > self.version:

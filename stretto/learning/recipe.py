@@ -24,6 +24,7 @@ from stretto.text.similar import Similarity
 from stretto.train.recipe import SelfTaughtConfig
 
 Precision = Literal["fp32", "bf16", "fp8"]
+ChannelKind = Literal["store", "gloo"]
 SNAPSHOTS, WEIGHTS, GROUPS, LOGS, START = "snapshots", "weights", "groups", "tokens", "sft"
 """Folders of a run, beside `stretto.base.paths.CHECKPOINT`: trainer states, published versions, finished groups, token logs,
 and the start, if the run trained it."""
@@ -34,7 +35,17 @@ STATUS_FILE, SPANS_FILE, TRACE_FILE = "status.json", "spans.jsonl", "trace.json"
 """Outputs for monitoring, beside the files of `stretto.base.track`."""
 ADVANTAGES = ("grpo", "dr_grpo", "rloo")
 """Names of the algorithms in `stretto.learning.algorithms`."""
-LAYOUT = ("runtime.", "failures.", "sandbox.", "trainer.", "resources.", "store", "rollout.address", "rollout.start_s")
+LAYOUT = (
+    "runtime.",
+    "failures.",
+    "sandbox.",
+    "trainer.",
+    "resources.",
+    "store",
+    "channel",
+    "rollout.address",
+    "rollout.start_s",
+)
 """Tables and fields of the recipe that do not affect the result, except for rounding: placement, deadlines, isolation, number of trainer
 ranks. A resumed run may change them."""
 STEERING = (
@@ -599,6 +610,9 @@ class RlRecipe(Config):
     store: str = "file"
     """Where groups, token logs and weights lie. ``file``: in the run folder, which all roles see. An address such as
     ``s3://bucket/runs``: in an object store. ``ray``: in the memory of the Ray cluster. Keys belong into the environment."""
+    channel: ChannelKind = "store"
+    """How weights reach the run's own engines. ``store``: as files or chunks in ``store``. ``gloo``: from the memory of the trainer's
+    process, by torch.distributed."""
     trainer: TrainerConfig = TrainerConfig()
 
     def on(self, default: Precision) -> Self:
@@ -670,6 +684,8 @@ class RlRecipe(Config):
             raise ValueError("store 'ray' needs runtime.kind 'ray': start with --runtime ray, or choose another store")
         if self.store != "file" and self.rollout.address:
             raise ValueError("rollout.address: servers read the weights from the run folder; set store to 'file'")
+        if self.channel == "gloo" and self.rollout.address:
+            raise ValueError("rollout.address: servers read the weights from the run folder; set channel to 'store'")
         if strange := sorted(self.rewards.keys() - self.sources.keys()):
             known = f"{nearest(strange[0], self.sources)}; there are {', '.join(self.sources)}"
             raise ValueError(f"rewards.{strange[0]}: no such source{known}")

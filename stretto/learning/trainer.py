@@ -180,15 +180,17 @@ class TrainerRole:
         ranks: Ranks | None = None,
         stage: str = "rl",
         store: Store | None = None,
+        host: str = "127.0.0.1",
     ):
         """Read the checkpoint ``start`` onto the device of ``ranks``; None: as torchrun's environment says. ``stage``: name of the
-        stage in the lineage of the result. ``store``: has the groups and takes the weights; None: the run folder.
+        stage in the lineage of the result. ``store``: has the groups and takes the weights; None: the run folder. ``host``: address of
+        this machine, at which engines fetch weights with the channel gloo.
         Raises UserError: the checkpoint or a teacher cannot be read, or the ranks cannot share the rows."""
         self._ranks = ranks or join()
         self._recipe = recipe = recipe.on(default_precision(self._ranks.device))
         self._run, self._start, self._stage = Path(run), Path(start), stage
         self._store = store or FolderStore(self._run)
-        self._channel = open_channel(self._store, self._run)
+        self._channel = open_channel(recipe.channel, self._store, self._run, host)
         train = recipe.train
         if train.micro_rows % self._ranks.world:
             raise UserError(
@@ -270,8 +272,8 @@ class TrainerRole:
             self._canary = score_canary(self._model, self._recipe, self._ranks.device)
 
     async def publish(self) -> WeightVersion | None:
-        """Write the weights of the last `copy_weights` to the run's folder of weights, concurrently with the next step. Returns
-        None on all ranks but the first. Raises UserError: the disk is full."""
+        """Publish the weights of the last `copy_weights` on the run's channel, concurrently with the next step. Returns None on all
+        ranks but the first. Raises UserError: the disk is full."""
         number, state = self._copied
         del self._copied  # else the copy would stay in memory
         return await asyncio.to_thread(self._write_version, number, state) if self._ranks.is_first else None

@@ -28,7 +28,7 @@ from stretto.learning.metrics import StepReport
 from stretto.learning.recipe import RlRecipe
 from stretto.runtime.local import LocalRuntime
 from stretto.runtime.pool import ElasticPool
-from stretto.runtime.runtime import DeadlinePassed, Handle, RoleDied
+from stretto.runtime.runtime import DeadlinePassed, Handle, RoleDied, RoleError
 from stretto.runtime.store import FolderStore
 from tests.flow.refs import check, ref, task
 
@@ -539,6 +539,8 @@ class Engines:
         """Versions activated, in every incarnation."""
         self.dies: Iterator[str] = iter(())
         """For each activation, a death ``before`` it was done, ``after``, ``between`` asking and doing, or none."""
+        self.gone: set[int] = set()
+        """Versions that cannot be fetched any more."""
 
     def restarts(self, name: str) -> int:
         return self.num_restarts if name == "engine-0" else 0
@@ -548,6 +550,8 @@ class Engines:
             return
         await self.is_open.wait()
         await asyncio.sleep(0)
+        if weights.number in self.gone:
+            raise RoleError(name, "activate", "InfraError", "the trainer has a newer version", "")
         death = next(self.dies, "")
         if death == "before":
             self.has = -1
@@ -590,6 +594,30 @@ def test_an_engine_gets_the_newest_weights_whenever_it_dies(tmp_path: Path, deat
         return roles.serves
 
     assert asyncio.run(play()) == [0, 0]
+
+
+def test_an_engine_that_comes_too_late_for_a_version_gets_the_next_one_without_a_restart(tmp_path: Path) -> None:
+    async def play() -> None:
+        roles = Engines()
+        controller = Controller(LIMITS, task, Ledger.start(tmp_path / "groups.sqlite"))
+        problems: list[BaseException] = []  # also of a restart, which these roles have not
+        with Trace(tmp_path) as trace:
+            following = EngineWeights(roles, controller, trace, moved=lambda: None, failed=problems.append)  # type: ignore[arg-type]
+            roles.is_open.clear()
+            following.publish(WeightVersion(0, "", "", 0))
+            await asyncio.sleep(0)  # the engine is asked for version 0
+            for dispatch in controller.admit():
+                controller.group_ready(ref(dispatch.task.ordinal))
+            assert controller.next_batch() is not None
+            controller.trained(0)
+            roles.gone = {0}
+            following.publish(WeightVersion(1, "", "", 0))
+            roles.is_open.set()
+            await asyncio.wait_for(settled(following), 60)
+            await following.close()
+        assert roles.serves == [1] and not problems, problems
+
+    asyncio.run(play())
 
 
 @pytest.mark.parametrize("death", ["", "noticed", "between", "after"])

@@ -115,7 +115,7 @@ def test_the_plain_loop_ends_after_the_step_that_its_time_is_over_in() -> None:
 @pytest.mark.timeout(900)
 def test_the_final_weights_are_the_plain_loops_to_the_bit(tmp_path: Path) -> None:
     """Runs in threads, with two small engines, in processes, and in processes that are killed; but not with staleness."""
-    options = argparse.Namespace(steps=5, threads=1, ray=False, precision="fp32", batch_invariant=False)
+    options = argparse.Namespace(steps=5, threads=1, ray=False, gloo=True, precision="fp32", batch_invariant=False)
     runs = variants(options, "")
     *equal, last = runs
     start = start_of(runs[equal[0]], tmp_path / "sft")

@@ -159,6 +159,14 @@ def test_replay_of_the_policys_own_routes_needs_several_updates() -> None:
     recipe(replay="r2", train__minibatches=2)
 
 
+def test_a_channel_that_cannot_carry_the_weights_is_refused() -> None:
+    assert recipe(channel="gloo").channel == "gloo" and recipe().channel == "store"
+    with pytest.raises(ValidationError, match="'store' or 'gloo'"):
+        recipe(channel="nccl")
+    with pytest.raises(ValidationError, match=r"servers read the weights from the run folder; set channel to 'store'"):
+        recipe(channel="gloo", rollout__engine="stretto", rollout__address="http://127.0.0.1:1")
+
+
 def test_teachers_need_somebody_who_asks_them() -> None:
     with pytest.raises(ValidationError, match="teachers: 'grpo' asks none"):
         recipe(teachers={"maths": "runs/maths"})
