@@ -109,7 +109,7 @@ def test_gloo_keeps_one_version_and_ends_with_the_channel() -> None:
         sender.fetch(versions[1])
     del sender
     gc.collect()
-    with pytest.raises(InfraError, match="cannot be fetched: .* refused"):
+    with pytest.raises(InfraError, match=r"cannot be fetched: .* refused"):
         GlooChannel().fetch(versions[2])
 
 
