@@ -32,8 +32,10 @@ from stretto.flow.launch import (
 from stretto.flow.log import pool_rows, pool_scalars
 from stretto.flow.reward import RewardRole
 from stretto.flow.rollout import EngineRole
+from stretto.learning.channel import open_channel
 from stretto.learning.recipe import RlRecipe, SandboxConfig, SourceConfig
 from stretto.model.parallel import Ranks
+from stretto.runtime.actor import LocalCaller
 from stretto.runtime.local import LocalRuntime
 from stretto.runtime.runtime import Handle, Placement
 from tests.engine.engines import engine
@@ -84,6 +86,21 @@ def with_roles(folder: Path, work: Callable[[Roles], Awaitable[None]], score_s: 
     asyncio.run(run())
 
 
+def test_the_trainer_sends_weights_from_the_address_of_its_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalCaller, "host", "127.0.0.2")
+    job = Job(policy_recipe(channel="gloo"), tmp_path / "run", checkpoint(tmp_path / "start"))
+    files = open_files(job.recipe, job.folder, job.start)
+    (factory,) = make_factories(job, SourceTables({}, SandboxConfig()), tokenizer(), files).trainers
+    trainer = factory(caller=LocalCaller({}))
+    trainer.copy_weights()
+    version = asyncio.run(trainer.publish())
+    assert version.location.startswith("gloo://127.0.0.2:")
+    fetched = open_channel("gloo", files.store, job.folder).fetch(version)
+    assert all(torch.equal(fetched[name], each) for name, each in trainer._model.state_dict().items())
+
+
 def test_each_role_has_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert spread(("cpu",), 1, 2) == (["cpu"], ["cpu", "cpu"])
     assert spread(("cuda:0", "cuda:1"), 1, 1) == (["cuda:0"], ["cuda:1"])
@@ -96,7 +113,7 @@ def test_each_role_has_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     files = open_files(job.recipe, job.folder, job.start)
     made = make_factories(job, SourceTables({}, SandboxConfig()), tokenizer(), files)
     (trainer,) = made.trainers
-    assert trainer()._ranks == Ranks(0, 1, torch.device("cpu"))
+    assert trainer(caller=LocalCaller({}))._ranks == Ranks(0, 1, torch.device("cpu"))
     asked = []
     monkeypatch.setattr(
         rollout, "open_rollout_engine", lambda recipe, start, device: asked.append(device) or engine(MODEL)

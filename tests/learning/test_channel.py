@@ -114,7 +114,7 @@ def test_gloo_keeps_one_version_and_ends_with_the_channel() -> None:
 
 
 def test_an_engine_that_asks_and_dies_does_not_disturb_others() -> None:
-    sender = GlooChannel(wait_s=0.5)  # for the engine that never comes
+    sender = GlooChannel(wait_s=2.0)  # for the engine that never comes
     version = sender.publish(1, STATE)
     location = urlsplit(version.location)
     store = channel._connected(str(location.hostname), int(location.port or 0), 60.0)
