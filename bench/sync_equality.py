@@ -109,6 +109,8 @@ def variants(options: argparse.Namespace, s3: str) -> dict[str, RlRecipe]:
     if options.ray:
         cluster = {"kind": "ray", "address": "local"}
         kinds |= {"Ray": made(runtime=cluster), "Ray, store ray": made(runtime=cluster, store="ray")}
+        if options.gloo:
+            kinds["Ray, channel gloo"] = made(runtime=cluster, store="ray", channel="gloo")
     runs |= {f"η = 0, {kind}{how}": chosen for kind, chosen in kinds.items() for how in ("", KILLED)}
     return runs | {"η = 1, threads": made(staleness=1, runtime=threads)}
 
