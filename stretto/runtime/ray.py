@@ -115,9 +115,6 @@ class RoleActor:
         try:
             await actor.start(lambda: work, RayCaller())
         except (UserError, RuntimeFailure) as error:
-            if ray.get_runtime_context().was_current_actor_reconstructed:
-                _log.warning("%s: could not be restarted: %s", self._name, error)
-                os._exit(1)  # Ray restarts the actor if it has restarts left
             return error
         return None
 
@@ -226,11 +223,16 @@ class RayRuntime(Runtime[_RayRole]):
                 return
 
     async def _look(self, role: _RayRole) -> Exception | None:
-        """Poll the actor; returns the exception of its constructor (later incarnations end themselves instead)."""
+        """Poll the actor; returns the exception of its constructor. A later incarnation whose constructor fails is ended."""
         incarnation, pid, node, error = await role.handle.address.look.remote()
-        if role.incarnation not in ("", incarnation) and error is None:
+        is_later = role.incarnation not in ("", incarnation)
+        if is_later and error is None:
             role.restarts += 1
             role.state = RoleState.ALIVE
+        elif is_later:
+            role.state, role.why = RoleState.RESTARTING, str(error)
+            _log.warning("%s: could not be restarted: %s", role.handle.name, error)
+            await self._interrupt(role)  # Ray starts the next incarnation if there are restarts left
         role.incarnation, role.pid, role.node = incarnation, pid, node
         return error
 
