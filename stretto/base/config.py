@@ -197,18 +197,47 @@ def read_versioned(path: Path, kind: type[ConfigT], version: int) -> ConfigT:
 def check_unchanged(
     old: Mapping[str, Any], new: Mapping[str, Any], where: Path | str, free: Sequence[str] = ()
 ) -> None:
-    """Compare the recipe of the run in folder ``where`` (as plain data) with the one it is to be resumed with.
+    """Compare the recipe of the run in folder ``where`` (as plain data, see `completed`) with the one it is to be resumed with.
 
     Fields in ``free`` may differ; a name that ends with a dot stands for a whole table. Raises `UserError`: another field
     differs; the message names the first one.
     """
     tables = tuple(name for name in free if name.endswith("."))
-    for field, (before, after) in differences(old, new).items():
+    for field, values in differences(old, new).items():
         if field not in free and not field.startswith(tables):
+            before, after = ("not set" if value is None else repr(value) for value in values)
             raise UserError(
-                f"{where}: {field}: was {before!r} when this run started, is {after!r} now; "
+                f"{where}: {field}: was {before} when this run started, is {after} now; "
                 "change it back, or start a new run folder"
             )
+
+
+def completed(kind: type[Config], tree: Mapping[str, Any]) -> dict[str, Any]:
+    """``tree``, a recipe of ``kind`` that an older version may have written as plain data, with the default of each key that it lacks.
+    Keys that ``kind`` does not know any more stay. A recipe that is invalid for another reason is returned as it is.
+    Nested keys of the result may be joined by dots.
+    """
+    known: dict[str, Any] = copy.deepcopy(dict(tree))
+    try:
+        kind.model_validate(known)
+    except ValidationError as error:
+        for each in error.errors(include_url=False):
+            if each["type"] == "extra_forbidden":
+                _remove(known, each["loc"])
+    try:
+        dump = kind.model_validate(known).model_dump(mode="json")
+    except ValidationError:
+        return dict(tree)
+    return {**_flat(tree), **_flat(dump)}
+
+
+def _remove(tree: Any, loc: Sequence[int | str]) -> None:
+    """Delete the key that pydantic calls ``loc``, which also names members of unions."""
+    *above, last = loc
+    for part in above:
+        if isinstance(tree, list) or part in tree:
+            tree = tree[part]
+    tree.pop(last, None)
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from stretto.base.config import check_unchanged
+from stretto.base.config import check_unchanged, completed
 from stretto.base.errors import InfraError, UserError
 from stretto.base.paths import CHECKPOINT, claimed, read_json, remove, write_json
 from stretto.base.track import read_metrics
@@ -190,7 +190,7 @@ def claim_recipe(recipe: RlRecipe, folder: Path, resume: bool) -> bool:
     Raises UserError: the run has another recipe; or as `has_begun`."""
     has_run, path, new = has_begun(folder, resume), folder / RECIPE_FILE, recipe.model_dump(mode="json")
     if has_run:
-        check_unchanged(read_json(path), new, folder, (*LAYOUT, *STEERING))
+        check_unchanged(completed(RlRecipe, read_json(path)), new, folder, (*LAYOUT, *STEERING))
     write_json(path, new)
     return has_run
 

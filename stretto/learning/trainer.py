@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stretto.base.config import completed
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
 from stretto.base.records import Meter, Receipt, new_run_id
@@ -323,7 +324,7 @@ class TrainerRole:
             raise UserError(
                 f"{self._run}: train.steps: {self._recipe.train.steps} is less than the {meta.step} steps that are done; raise it"
             )
-        self._changes = meta.changes + changes_between(meta.recipe, recipe, STEERING, meta.step)
+        self._changes = meta.changes + changes_between(completed(RlRecipe, meta.recipe), recipe, STEERING, meta.step)
         self._snapshots.load(path, self._model, self._optimizers, self._ranks)
         self.version, self._run_id, self._num_tokens = meta.step, meta.run_id, meta.tokens_by_kind["policy"]
         self._meter = Meter(self._stage, meta.receipt.device, self._ranks.world, spent=meta.receipt)

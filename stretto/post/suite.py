@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from stretto.base.config import Config, check_unchanged, read_tree, validate
+from stretto.base.config import Config, check_unchanged, completed, read_tree, validate
 from stretto.base.errors import UserError, nearest
 from stretto.base.paths import claimed, read_json, write_json, write_text, writing
 from stretto.base.records import LINEAGE_FILE, history, read_lineage
@@ -296,7 +296,9 @@ def evaluate(
     }
     with claimed(out):
         if (out / ASKED_FILE).is_file():
-            check_unchanged(read_json(out / ASKED_FILE), asked, out, free=("baselines", "embed"))
+            before = read_json(out / ASKED_FILE)
+            before["suites"] = {name: completed(SuiteConfig, suite) for name, suite in before["suites"].items()}
+            check_unchanged(before, asked, out, free=("baselines", "embed"))
         if (out / RESULT_FILE).is_file():
             found = read_evaluation(out)
             if found.asked == asked and not any(domain.num_infra for domain in found.domains.values()):

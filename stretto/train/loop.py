@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from stretto.base.config import check_unchanged
+from stretto.base.config import Config, check_unchanged, completed
 from stretto.base.errors import UserError
 from stretto.base.records import Lineage, Meter, Receipt, new_lineage, new_run_id
 from stretto.base.track import Tracker, progress, say
@@ -349,9 +349,9 @@ class _Training:
                 f"{num_trained * mb_each:,.1f} MB, all parameters' would take {num_all * mb_each:,.1f} MB"
             )
 
-    def _read_meta(self) -> SnapshotMeta | None:
-        """Metadata of the newest snapshot; None: the run was killed before its first one, and begins again. Raises `UserError`: the
-        recipe or the data do not continue it."""
+    def _read_meta(self, kind: type[Config]) -> SnapshotMeta | None:
+        """Metadata of the newest snapshot, with its recipe of ``kind`` completed; None: the run was killed before its first one, and
+        begins again. Raises `UserError`: the recipe or the data do not continue it."""
         job, path = self.job, self.snapshots.latest()
         if path is None:
             if self.ranks.is_first:
@@ -362,6 +362,7 @@ class _Training:
             raise UserError(
                 f"{job.run}: data: changed since this run started; use the same data, or start a new run folder"
             )
+        meta = meta.replace(recipe=completed(kind, meta.recipe))
         check_unchanged(meta.recipe, self.recipe, job.run, (*LAYOUT, *STEERING))
         if meta.step > self.train.steps:
             raise UserError(

@@ -21,7 +21,7 @@ from bench.common.killing import GROUP, PROMPTS, RECIPE, STEPS, Killed
 from bench.common.run_account import Account, paired_difference
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
-from stretto.base.paths import write_json
+from stretto.base.paths import read_json, write_json
 from stretto.base.trajectory import GroupRef, Task, WeightVersion
 from stretto.engine.engine import Engine
 from stretto.engine.request import Event
@@ -34,7 +34,7 @@ from stretto.flow.ledger import Ledger
 from stretto.flow.log import read_status
 from stretto.flow.run import Result, claim_recipe, run_rl, sweep
 from stretto.learning import channel
-from stretto.learning.recipe import JOURNAL_FILE, RlRecipe
+from stretto.learning.recipe import JOURNAL_FILE, RECIPE_FILE, RlRecipe
 from stretto.learning.samples import log_name
 from stretto.learning.weights import fetch, publish
 from stretto.ops import matmul
@@ -120,6 +120,29 @@ def test_the_precision_is_the_recipes_else_the_runs_else_that_of_the_trainers_de
     train, rollout, why = expected
     assert (precision.trainer, precision.engines) == (train, rollout)
     assert said == [f"precision: trainer {train}, engines {rollout}{why and ', '}{why}"]
+
+
+def test_a_run_of_an_older_version_goes_on_and_only_a_real_change_is_refused(tmp_path: Path, recipe_file: Path) -> None:
+    run, recipe = tmp_path / "run", read_recipe(recipe_file, RlRecipe)
+    claim_recipe(recipe, run, resume=False)
+    (run / JOURNAL_FILE).touch()
+    written = read_json(run / RECIPE_FILE)
+    del written["resources"], written["rollout"]["tool_chars"], written["window"]
+    write_json(run / RECIPE_FILE, written)
+    assert claim_recipe(recipe, run, resume=True), "keys that the older version did not know have their defaults"
+    write_json(run / RECIPE_FILE, written)
+    changed = read_recipe(recipe_file, RlRecipe, ["rollout.tool_chars=500"])
+    with pytest.raises(
+        UserError, match=r"rollout\.tool_chars: was 4000 when this run started, is 500 now; change it back"
+    ):
+        claim_recipe(changed, run, resume=True)
+    with pytest.raises(UserError, match=r"window: was not set when this run started, is 2 now"):
+        claim_recipe(read_recipe(recipe_file, RlRecipe, ["window=2"]), run, resume=True)
+    written["rollout"]["forgotten"] = 3
+    written["failures"]["forgotten"] = 3
+    write_json(run / RECIPE_FILE, written)
+    with pytest.raises(UserError, match=r"rollout\.forgotten: was 3 when this run started, is not set now"):
+        claim_recipe(recipe, run, resume=True)
 
 
 def test_what_a_kill_left_behind_goes_and_what_is_needed_stays(tmp_path: Path) -> None:

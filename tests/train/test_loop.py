@@ -261,7 +261,7 @@ def test_what_cannot_be_resumed_is_refused(run: Any, make_tokens: Callable[[int]
             0.2,
             r"optim\.weight_decay: was 0\.1 when this run started, is 0\.2 now; change it back",
         ),
-        "elastic__anchors": ({"corner": {"layers": 5}}, r"elastic\.anchors\.corner\.experts: was 4 .* is None now"),
+        "elastic__anchors": ({"corner": {"layers": 5}}, r"elastic\.anchors\.corner\.experts: was 4 .* is not set now"),
         "train__steps": (11, r"train\.steps: 11 is less than the 12 steps that are done; raise it"),
         "train__rows": (8, r"train\.rows: was 4"),
         "model__num_layers": (7, r"model\.num_layers: was 6"),
