@@ -14,16 +14,17 @@ from rich.markup import escape
 from stretto.api.model import Model, load
 from stretto.api.search import extract_command
 from stretto.api.stages import ModelLike, PathLike, place, run_folder, shown
-from stretto.base.config import read_recipe, source_name
+from stretto.base.config import check_unchanged, completed, read_recipe, source_name
 from stretto.base.errors import UserError, user_errors
 from stretto.base.paths import checkpoint_folder
+from stretto.base.records import read_lineage
 from stretto.base.track import progress, say
 from stretto.evals.ranker import scope_of
 from stretto.flow.launch import Job, SourceTables
-from stretto.flow.run import Result, has_begun, run_rl, start_of
+from stretto.flow.run import Result, check_places, opened, run_opened, start_of
 from stretto.learning.algorithms import load_algorithm
-from stretto.learning.recipe import START, DistillConfig, RlRecipe, TeacherConfig
-from stretto.learning.teachers import check_teachers
+from stretto.learning.recipe import START, DistillConfig, RlRecipe, StartConfig, TeacherConfig
+from stretto.learning.teachers import check_teachers, find_teachers
 from stretto.model.parallel import check_split, join, stored
 from stretto.post.distill import STAGE as DISTILL
 from stretto.post.distill import gaps, parent_settings, teacher_settings
@@ -190,9 +191,9 @@ def distill(
     parents = parent_settings(student) if subnet is not None and student is not None and not named else []
     parsed = _in_this_process(read_recipe(recipe, RlRecipe, [*parents, *teacher_settings(named), *settings]))
     folder = run_folder(out, recipe, "distill")
-    student = _distill_student(parsed, folder, student, subnet, resume, device)
-    result = _run(parsed, folder, student, resume=resume, device=device, wandb_project=wandb, stage=DISTILL)
-    assert parsed.distill is not None, "_distill_student has checked it"
+    _check_student(parsed, student, subnet, resume)
+    result = _run(parsed, folder, student, subnet, resume=resume, device=device, wandb_project=wandb, stage=DISTILL)
+    assert parsed.distill is not None, "_check_student has checked it"
     _say_gaps(folder, parsed.distill)
     return RlRun(folder, result)
 
@@ -201,13 +202,14 @@ def _run(
     recipe: RlRecipe,
     folder: Path,
     model: Path | None,
+    subnet: str | None = None,
     *,
     resume: bool = False,
     device: str = "auto",
     wandb_project: str | None = None,
     stage: str = "rl",
 ) -> Result:
-    """Run ``recipe`` in ``folder`` as ``stage``, beginning with ``model`` or with the recipe's ``[start]``.
+    """Run ``recipe`` in ``folder`` as ``stage``, beginning with ``model``, its ``subnet``, or the recipe's ``[start]``.
 
     Raises:
         UserError: bad input, or a run that cannot continue.
@@ -225,17 +227,21 @@ def _run(
                 "of `stretto judge train --part reward`"
             )
     load_algorithm(recipe.loss.advantage)  # raises an error before anything is written
-    if resume and not folder.is_dir():
-        raise UserError(f"{folder}: --resume: there is no such run; start it without --resume")
-    has_begun(folder, resume)
-    start = checkpoint_folder(model) if model is not None else (start_of(folder) if resume else None)
     devices = _devices(device)
-    check_ranks(recipe, start, devices)  # raises an error before anything is written
-    if start is None or (recipe.start is not None and recipe.start.model is None):
-        start = made_start(recipe, folder, start, device)
-    job = Job(recipe, folder, start, resume, devices, wandb_project, stage)
-    with progress(stage, recipe.train.steps) as advance:
-        result = run_rl(job, advance, lambda text: console.print(text))
+    with opened(folder, resume) as has_run:
+        start = checkpoint_folder(model) if model is not None else (start_of(folder) if resume else None)
+        if model is not None and subnet is not None:
+            start = folder / STUDENT
+            if not has_run:
+                extract_command(model, subnet, start, device)
+        check_ranks(recipe, start, devices)  # raises an error before anything is written
+        if start is None or (recipe.start is not None and recipe.start.model is None):
+            if not (folder / START).is_dir():
+                _check_before_training(Job(recipe, folder, folder / START, resume, devices), start)
+            start = made_start(recipe, folder, start, device)
+        job = Job(recipe, folder, start, resume, devices, wandb_project, stage)
+        with progress(stage, recipe.train.steps) as advance:
+            result = run_opened(job, has_run, advance, lambda text: console.print(text))
     console.print(
         f"held-out reward {result.first_reward:.3f} → {result.last_reward:.3f}, "
         f"KL to the start {result.moved:.3g} nats per token\ncheckpoint: {result.checkpoint}\n"
@@ -244,6 +250,16 @@ def _run(
     )
     console.print(f"report: {report_rl_run(folder)}")
     return result
+
+
+def _check_before_training(job: Job, origin: Path | None) -> None:
+    """Check what ``job`` will need later, before its start is trained from ``origin`` or from random weights.
+    Raises UserError: an address, a label, a key or a checkpoint is wrong."""
+    start = job.recipe.start
+    config = stored(origin).config if origin is not None else None if start is None else start.model
+    if config is not None:  # else `made_start` refuses
+        check_places(job, config)
+        find_teachers(job.recipe)
 
 
 def check_ranks(recipe: RlRecipe, start: Path | None, devices: Sequence[str]) -> None:
@@ -299,13 +315,8 @@ def _online_recipe(recipe: RlRecipe, source: str, start: Path | None, self_teach
     return recipe
 
 
-def _distill_student(
-    recipe: RlRecipe, folder: Path, model: Path | None, subnet: str | None, resume: bool, device: str
-) -> Path | None:
-    """The student of a distillation in ``folder``: ``model``, or its ``subnet``, which is extracted unless it exists already.
-
-    Raises `UserError`: no teachers, no student, or a teacher whose tokenizer or vocabulary does not fit.
-    """
+def _check_student(recipe: RlRecipe, model: Path | None, subnet: str | None, resume: bool) -> None:
+    """Raises `UserError`: a distillation has no teachers, no student, or a teacher whose tokenizer or vocabulary does not fit."""
     if recipe.distill is None:
         raise UserError("recipe: distill: missing; name teachers in [distill.teachers], or with --teacher NAME=DIR")
     if subnet is not None and model is None:
@@ -314,9 +325,6 @@ def _distill_student(
         raise UserError("--model: missing; name the run or checkpoint to train")
     if model is not None and subnet is None:
         check_teachers(recipe, checkpoint_folder(model))
-    elif model is not None and subnet is not None and not has_begun(folder, resume):
-        extract_command(model, subnet, folder / STUDENT, device)
-    return folder / STUDENT if subnet is not None else model
 
 
 def _say_gaps(folder: Path, config: DistillConfig) -> None:
@@ -331,9 +339,16 @@ def made_start(recipe: RlRecipe, folder: Path, origin: Path | None = None, devic
 
     Args:
         origin: checkpoint to train, for a ``[start]`` without a network of its own.
+
+    Raises:
+        UserError: another start was trained there, or as `stretto.post.sft.sft`.
     """
     out = folder / START
     if out.is_dir():
+        trained = read_lineage(out).config.get("start")
+        if recipe.start is not None and trained is not None:
+            before, now = completed(StartConfig, trained), recipe.start.model_dump(mode="json")
+            check_unchanged({"start": before}, {"start": now}, folder)
         return out
     if recipe.start is None:
         raise UserError("--model: missing, and the recipe has no [start]; name a run or checkpoint to begin with")

@@ -231,7 +231,7 @@ def completed(kind: type[Config], tree: Mapping[str, Any]) -> dict[str, Any]:
     return {**_flat(tree), **_flat(dump)}
 
 
-def _remove(tree: Any, loc: Sequence[int | str]) -> None:
+def _remove(tree: Any, loc: Sequence[Any]) -> None:
     """Delete the key that pydantic calls ``loc``, which also names members of unions."""
     *above, last = loc
     for part in above:

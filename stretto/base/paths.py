@@ -11,7 +11,7 @@ import secrets
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,13 @@ def sized(text: str) -> tuple[Path, str]:
 def claimed(folder: Path) -> Iterator[None]:
     """Claim ``folder`` for this process: no other process can claim it meanwhile. The claim also ends when the process is killed.
 
-    In a run folder, partial files of a killed process are removed. A folder that the claim created is removed if nothing is written
-    into it.
+    In a run folder, partial files of a killed process are removed. Folders that the claim created are removed if nothing is written
+    into them.
 
     Raises:
         UserError: another process has claimed it, or the folder cannot be written.
     """
-    is_new = not folder.exists()
+    created = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK_FILE).open("a+", encoding="utf-8")
@@ -76,8 +76,11 @@ def claimed(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            if is_new and [path.name for path in folder.iterdir()] == [LOCK_FILE]:
+            if created and [path.name for path in folder.iterdir()] == [LOCK_FILE]:
                 remove(folder)
+                for parent in created[1:]:
+                    with suppress(OSError):  # something else was written into it
+                        parent.rmdir()
 
 
 def _remove_partial(folder: Path) -> None:

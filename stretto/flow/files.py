@@ -74,6 +74,19 @@ class RunFiles:
         remove(local_folder(self.id))
 
 
+def check_store(recipe: RlRecipe) -> None:
+    """Check the store of ``recipe`` with a folder that is deleted again. A store ``ray`` needs a connection to the cluster.
+    Raises UserError: the store refuses, or does not answer."""
+    if recipe.store == "ray":
+        from stretto.runtime.ray_store import check_copies
+
+        check_copies(recipe.failures.copies)
+    elif recipe.store != "file":
+        store = UrlStore(recipe.store, f"check-{secrets.token_hex(6)}")
+        store.check()
+        store.destroy()
+
+
 def open_files(recipe: RlRecipe, run: Path, start: Path) -> RunFiles:
     """The files of the run in the folder ``run``, on the store of ``recipe``. A store ``ray`` needs a connection to the cluster.
     Raises UserError: the store refuses, or does not answer. InfraError: it stopped to answer."""

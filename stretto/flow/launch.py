@@ -36,6 +36,7 @@ from stretto.learning.recipe import (
     SourceConfig,
     plan_prompts,
 )
+from stretto.model.spec import ModelConfig
 from stretto.runtime.pool import ElasticPool, Limits
 from stretto.runtime.runtime import (
     Caller,
@@ -275,6 +276,27 @@ def _trainer_with(job: Job, files: RunFiles, caller: Caller) -> Callable[..., An
     kind = TrainerRole if files.is_shared else RemoteTrainer
     opened = partial(kind, job.recipe, files.folder_here(), files.start_here(), stage=job.stage)
     return partial(opened, store=files.store, host=caller.host)
+
+
+async def check_servers(runtime: Runtime[Any], job: Job, config: ModelConfig) -> None:
+    """`stretto.flow.rollout_remote.check_server` for all addresses of ``job``, from where its engines will run."""
+    recipe = job.recipe
+    needs = recipe.resources.needs()["engines"]
+
+    async def check(number: int, address: str) -> None:
+        work = partial(_check_server, recipe, address, config, job.folder)
+        name = f"engine-{number}"
+        await runtime.kill(
+            await runtime.spawn(work, name=name, placement=Placement.THREAD, deadline_s=_START_S, needs=needs)
+        )
+
+    await _together(*(check(*each) for each in enumerate(recipe.rollout.address)))
+
+
+def _check_server(recipe: RlRecipe, address: str, config: ModelConfig, run: Path) -> None:
+    from stretto.flow.rollout_remote import check_server  # imports torch
+
+    check_server(recipe, address, config, run)
 
 
 def _own_or(device: str, needs: NeedsConfig) -> str:

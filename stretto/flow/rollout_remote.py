@@ -33,7 +33,7 @@ from stretto.data.loader import key_of
 from stretto.engine.request import EngineStats
 from stretto.flow.clients import Generated, GenerateRequest, KeptTokens, Unavailable, within
 from stretto.learning.canary import disagreement
-from stretto.learning.recipe import RlRecipe
+from stretto.learning.recipe import START, WEIGHTS, RlRecipe
 from stretto.learning.weights import fetch, publish
 from stretto.model.checkpoint import describe, write_checkpoint
 from stretto.model.families import kept_family
@@ -162,20 +162,21 @@ class Dialect(ABC):
         self,
         server: Server,
         recipe: RlRecipe,
+        config: ModelConfig,
         start: Path,
         folder: Path,
         fetch: Callable[[WeightVersion], Mapping[str, Tensor]],
     ):
         """
         Args:
-            start: the run's start, for the network's shape, family and tokenizer.
+            config: shape of the run's network.
+            start: the run's start, for the network's family and tokenizer; `check` does not need it.
             folder: folder for files that the server reads.
             fetch: returns the tensors of a version.
         """
         self._server, self._recipe = server, recipe
         self._start, self._folder, self._fetch = start, folder.resolve(), fetch
-        self._described = describe(start)
-        self._config = self._described.config
+        self._config = config
         self._replays = recipe.replay == "r3" and self._config.num_moe_layers > 0
 
     @abstractmethod
@@ -288,7 +289,7 @@ class ByFolder(Dialect):
     def _write(self, version: WeightVersion, path: Path) -> None:
         tokenizer = self._start if (self._start / "tokenizer.json").is_file() else None
         dtype = _DTYPES[self._recipe.precision.engines]
-        family = kept_family(self._config, self._described.family)
+        family = kept_family(self._config, describe(self._start).family)
         write_checkpoint(path, self._fetch(version), self._config, family=family, tokenizer_dir=tokenizer, dtype=dtype)
 
     def _check_paths(self, needed: Sequence[str], remedy: str) -> None:
@@ -465,6 +466,13 @@ DIALECTS: Mapping[str, type[Dialect]] = {"stretto": Stretto, "vllm": Vllm, "sgla
 """By the recipe's ``rollout.engine``."""
 
 
+def check_server(recipe: RlRecipe, address: str, config: ModelConfig, run: Path) -> None:
+    """Check the server at ``address`` before the run in the folder ``run`` has a start, which will have the shape ``config``.
+    Raises UserError: nothing answers there, or the server cannot do what the run needs."""
+    server = Server(address, recipe.rollout.engine)
+    DIALECTS[recipe.rollout.engine](server, recipe, config, run / START, run / WEIGHTS, fetch).check()
+
+
 class RemoteEngineRole:
     """One server at an address, behind the methods of `EngineRole`. Each sampled token carries the version of its weights."""
 
@@ -489,7 +497,7 @@ class RemoteEngineRole:
         self.name, self._recipe, self._folder = name, recipe, folder
         self._config = describe(start).config
         self._server = Server(address, recipe.rollout.engine)
-        self._dialect = DIALECTS[recipe.rollout.engine](self._server, recipe, start, folder, fetch)
+        self._dialect = DIALECTS[recipe.rollout.engine](self._server, recipe, self._config, start, folder, fetch)
         self._dialect.check()
         self.version = -1
         """Version of the active weights."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -17,13 +18,14 @@ from stretto.base.paths import CHECKPOINT, claimed, read_json, remove, write_jso
 from stretto.base.track import read_metrics
 from stretto.flow.controller import Controller, Limits, default_window
 from stretto.flow.driver import Driver
-from stretto.flow.files import RunFiles, open_files
+from stretto.flow.files import RunFiles, check_store, open_files
 from stretto.flow.launch import (
     CALL_SLACK_S,
     Job,
     Roles,
     SourceTables,
     TrainerLost,
+    check_servers,
     check_sources,
     make_factories,
     start_roles,
@@ -45,8 +47,9 @@ from stretto.learning.recipe import (
     RlRecipe,
 )
 from stretto.learning.samples import logged_ordinals, remove_logs
+from stretto.model.spec import ModelConfig
 from stretto.runtime.local import open_runtime
-from stretto.runtime.runtime import RoleDied, RuntimeFailure, to_end
+from stretto.runtime.runtime import DeadlinePassed, RoleDied, RuntimeFailure, to_end
 from stretto.runtime.store import Store
 from stretto.text.tokenizer import load_tokenizer
 
@@ -67,52 +70,97 @@ class Result:
     """KL divergence of the policy to its start on the last held-out samples, in nats per token."""
 
 
+@contextmanager
+def opened(folder: Path, resume: bool) -> Iterator[bool]:
+    """Claim a run folder until the end of the context, which gets whether the folder holds a run to resume. A run that was killed before
+    its first group does not count.
+    Raises UserError: there is no folder to resume, or it holds a run and ``resume`` is False, or an older version began that run."""
+    if resume and not folder.is_dir():
+        raise UserError(f"{folder}: --resume: there is no such run; start it without --resume")
+    with claimed(folder):
+        if (folder / OLD_JOURNAL_FILE).exists():
+            raise UserError(
+                f"{folder / OLD_JOURNAL_FILE}: written by an older version; end that run with it, or choose another folder with --out"
+            )
+        has_run = (folder / JOURNAL_FILE).exists() or any((folder / SNAPSHOTS).glob("step-*"))
+        if has_run and not resume:
+            raise UserError(
+                f"{folder}: holds a run already; continue it with --resume, or choose another folder with --out"
+            )
+        yield has_run
+
+
+def check_places(job: Job, config: ModelConfig) -> None:
+    """Check, before the start of ``job`` is trained, which will have the shape ``config``, that the roles will find a cluster with room
+    for them, their store, and the servers that sample for them. Leaves nothing behind.
+    Raises UserError: one of them is missing, refuses, or does not fit."""
+
+    async def check() -> None:
+        recipe = job.recipe
+        async with await open_runtime(recipe.runtime.kind, recipe.runtime.address) as runtime:
+            await runtime.check(recipe.resources.needs())
+            await asyncio.to_thread(check_store, recipe)
+            if recipe.rollout.address:
+                await check_servers(runtime, await with_precision(runtime, job, lambda text: None), config)
+
+    try:
+        to_end(check())
+    except (RoleDied, DeadlinePassed) as failure:
+        raise UserError(f"rollout.address: cannot be checked: {failure}") from failure
+
+
 def run_rl(job: Job, advance: Advance, say: Say) -> Result:
-    """Run ``job`` to its end, from its start or from the last snapshot.
+    """`run_opened` in a folder that is opened first."""
+    with opened(job.folder, job.resume) as has_run:
+        return run_opened(job, has_run, advance, say)
+
+
+def run_opened(job: Job, has_run: bool, advance: Advance, say: Say) -> Result:
+    """Run ``job`` to its end in its folder, which is `opened`, from the last snapshot or the start.
     Raises UserError: a task fails its own check, the run in the folder does not match, or the run cannot continue."""
     gc.freeze()  # else garbage collection scans all modules repeatedly, for a tenth of the loop's time
     try:
-        return to_end(_run(job, advance, say))
+        return to_end(_run(job, has_run, advance, say))
     except InfraError as error:
         raise UserError(f"{error}; continue with --resume when it answers") from error
     finally:
         gc.unfreeze()
 
 
-async def _run(job: Job, advance: Advance, say: Say) -> Result:
+async def _run(job: Job, resumes: bool, advance: Advance, say: Say) -> Result:
     """Make attempts until one finishes the run. An attempt also ends when its trainer dies."""
     recipe, folder = job.recipe, job.folder
     tables, tokenizer = SourceTables(dict(recipe.sources), recipe.sandbox), load_tokenizer(job.start)
     prompts, at_once = await asyncio.to_thread(check_sources, recipe, tables, tokenizer, say)
     num_attempts = 0
-    with claimed(folder):
-        async with await open_runtime(recipe.runtime.kind, recipe.runtime.address) as runtime:
-            has_begun(folder, job.resume)
-            await runtime.check(recipe.resources.needs())
-            job = await with_precision(runtime, job, say)
-            recipe = job.recipe
-            files = await asyncio.to_thread(open_files, recipe, folder, job.start)
-            resumes = claim_recipe(recipe, folder, job.resume)
-            factories = make_factories(job, tables, tokenizer, files)
-            with Trace(folder) as trace:
-                log = Logbook(job, prompts, trace, advance, say)
-                while True:
-                    num_attempts += 1
-                    try:
-                        async with start_roles(runtime, factories, recipe, at_once) as roles:
-                            await _attempt(job, files, roles, prompts, trace, log, resumes)
-                        break
-                    except (TrainerLost, RoleDied) as lost:  # RoleDied: a role died while the roles were started
-                        if num_attempts > recipe.failures.restarts:
-                            raise UserError(
-                                f"{lost}; failures.restarts: {num_attempts} attempts were lost; continue with --resume"
-                            ) from lost
-                        say(f"{lost}; resuming from the last snapshot")
-                        for handle in reversed(runtime.handles()):
-                            with suppress(RuntimeFailure):  # the role is already dead
-                                await runtime.kill(handle, hard=True)
-                        resumes = (folder / JOURNAL_FILE).exists()
-            await asyncio.to_thread(files.finish)  # no step will be repeated, and samples in flight are cancelled
+    async with await open_runtime(recipe.runtime.kind, recipe.runtime.address) as runtime:
+        await runtime.check(recipe.resources.needs())
+        job = await with_precision(runtime, job, say)
+        recipe = job.recipe
+        if resumes:
+            check_recipe(recipe, folder)
+        files = await asyncio.to_thread(open_files, recipe, folder, job.start)
+        write_json(folder / RECIPE_FILE, recipe.model_dump(mode="json"))
+        factories = make_factories(job, tables, tokenizer, files)
+        with Trace(folder) as trace:
+            log = Logbook(job, prompts, trace, advance, say)
+            while True:
+                num_attempts += 1
+                try:
+                    async with start_roles(runtime, factories, recipe, at_once) as roles:
+                        await _attempt(job, files, roles, prompts, trace, log, resumes)
+                    break
+                except (TrainerLost, RoleDied) as lost:  # RoleDied: a role died while the roles were started
+                    if num_attempts > recipe.failures.restarts:
+                        raise UserError(
+                            f"{lost}; failures.restarts: {num_attempts} attempts were lost; continue with --resume"
+                        ) from lost
+                    say(f"{lost}; resuming from the last snapshot")
+                    for handle in reversed(runtime.handles()):
+                        with suppress(RuntimeFailure):  # the role is already dead
+                            await runtime.kill(handle, hard=True)
+                    resumes = (folder / JOURNAL_FILE).exists()
+        await asyncio.to_thread(files.finish)  # no step will be repeated, and samples in flight are cancelled
     write_trace(folder)
     rows = read_metrics(folder)
     held_out = [row["eval/reward"] for row in rows if "eval/reward" in row]
@@ -170,29 +218,10 @@ def controller_limits(recipe: RlRecipe) -> Limits:
     )
 
 
-def has_begun(folder: Path, resume: bool) -> bool:
-    """Whether the folder holds a run to resume. A run that was killed before its first group does not count.
-    Raises UserError: there is a run and ``resume`` is False, or an older version began the run."""
-    if (folder / OLD_JOURNAL_FILE).exists():
-        raise UserError(
-            f"{folder / OLD_JOURNAL_FILE}: written by an older version; end that run with it, or choose another folder with --out"
-        )
-    has_run = (folder / JOURNAL_FILE).exists() or any((folder / SNAPSHOTS).glob("step-*"))
-    if has_run and not resume:
-        raise UserError(
-            f"{folder}: holds a run already; continue it with --resume, or choose another folder with --out"
-        )
-    return has_run
-
-
-def claim_recipe(recipe: RlRecipe, folder: Path, resume: bool) -> bool:
-    """Write ``recipe`` into the folder. Returns whether there is a run to resume.
-    Raises UserError: the run has another recipe; or as `has_begun`."""
-    has_run, path, new = has_begun(folder, resume), folder / RECIPE_FILE, recipe.model_dump(mode="json")
-    if has_run:
-        check_unchanged(completed(RlRecipe, read_json(path)), new, folder, (*LAYOUT, *STEERING))
-    write_json(path, new)
-    return has_run
+def check_recipe(recipe: RlRecipe, folder: Path) -> None:
+    """Raises UserError: ``recipe`` cannot resume the run in the folder, which has another one."""
+    before = completed(RlRecipe, read_json(folder / RECIPE_FILE))
+    check_unchanged(before, recipe.model_dump(mode="json"), folder, (*LAYOUT, *STEERING))
 
 
 def start_of(folder: Path) -> Path | None:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.base.endpoint import Unanswered, patiently
-from stretto.base.errors import UserError
+from stretto.base.errors import UserError, one_line
 from stretto.base.paths import checkpoint_folder
 from stretto.base.records import Lineage
 from stretto.learning.algorithms import Streams
@@ -46,6 +46,8 @@ Groups = Sequence[Sequence[Streams]]
 KEY_VARIABLE = "OPENAI_API_KEY"
 _NUM_REQUESTS = 8
 """Concurrent requests to a server."""
+_FIND_S = 30.0
+"""Longest wait for a server to answer `find_teachers`, in seconds."""
 _PAUSE_S = 1.0
 """Seconds before the second attempt at a request; each further pause is twice as long."""
 _MIN_EQUAL = 0.5
@@ -79,6 +81,30 @@ class Scorer(Protocol):
 
     def score(self, groups: Groups) -> Scores:
         """Scores of samples prepared by `as_read`. Raises UserError: the teacher is not available any more."""
+
+
+def find_teachers(recipe: RlRecipe) -> None:
+    """Check, before the student exists, that the teachers' checkpoints are there and that their servers answer.
+    Raises UserError: one is missing, does not answer, or refuses the key."""
+    folders = {f"teachers.{name}": folder for name, folder in recipe.teachers.items()}
+    for name, config in {} if recipe.distill is None else recipe.distill.teachers.items():
+        where = f"distill.teachers.{name}"
+        if config.url is None:
+            assert config.checkpoint is not None, "a teacher has one of both"
+            folders[f"{where}.checkpoint"] = config.checkpoint
+        else:
+            try:
+                reply = httpx.get(f"{config.url.rstrip('/')}/v1/models", headers=_headers(), timeout=_FIND_S)
+            except httpx.HTTPError as error:
+                problem = f"does not answer: {one_line(error)}; start the server, or correct the address"
+                raise UserError(f"{where}.url: {config.url}: {problem}") from None
+            if reply.status_code in (401, 403):
+                raise UserError(f"{where}.url: {config.url}: refuses the key; correct {KEY_VARIABLE}")
+    for where, folder in folders.items():
+        try:
+            check_files(checkpoint_folder(folder))
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
 
 
 def check_teachers(recipe: RlRecipe, start: Path) -> None:
@@ -124,6 +150,11 @@ def open_teachers(recipe: RlRecipe, start: Path, ranks: Ranks, arithmetic: Arith
         if (translation := _translation(recipe, name, start, folder)) is not None:
             teachers[name] = TranslatedTeacher(teachers[name], translation)
     return teachers
+
+
+def _headers() -> dict[str, str]:
+    key = os.environ.get(KEY_VARIABLE)
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:
@@ -280,8 +311,7 @@ class RemoteTeacher:
         """``tokenizer``: checked against the server's replies; None: not checked. Raises UserError: the server does not answer."""
         self._where, self._url = f"distill.teachers.{name}: {config.url}", str(config.url).rstrip("/")
         self._failures, self._tokenizer, self._ranks = recipe.failures, tokenizer, ranks
-        key = os.environ.get(KEY_VARIABLE)
-        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._headers = _headers()
         self._model = config.model or ranks.first(self._first_model)
 
     def score(self, groups: Groups) -> Scores:

@@ -142,12 +142,17 @@ def _reason(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def open_ray_store(run: str, copies: int) -> RayStore:
-    """The store of the run with id ``run``, on the cluster to which this process is connected. It is created if it does not exist.
-    Raises UserError: the cluster has fewer nodes than ``copies``."""
+def check_copies(copies: int) -> None:
+    """Raises UserError: the cluster has fewer nodes than ``copies``."""
     num_nodes = sum(node["Alive"] for node in ray.nodes())
     if num_nodes < copies:
         raise UserError(f"failures.copies: {copies}, and the cluster has {num_nodes} nodes; lower it, or add nodes")
+
+
+def open_ray_store(run: str, copies: int) -> RayStore:
+    """The store of the run with id ``run``, on the cluster to which this process is connected. It is created if it does not exist.
+    Raises UserError: the cluster has fewer nodes than ``copies``."""
+    check_copies(copies)
     options: Callable[..., Any] = ray.remote(Shelf).options
     return RayStore(
         [

@@ -162,7 +162,9 @@ class UrlStore:
         return UrlStore, (self._url, self._folder)  # another process has a thread of its own
 
     def check(self) -> None:
-        """Write, read and delete an object. Raises UserError: the URL is wrong, or the store refuses or does not answer."""
+        """Write, read, list and delete an object. Raises UserError: the URL is wrong, or the store refuses or does not answer."""
+        from pyarrow.fs import FileSelector
+
         try:
             files, path = _files(self._url)
             files.create_dir(f"{path}/{self._folder}", recursive=True)  # and the bucket, if the URL allows that
@@ -171,6 +173,7 @@ class UrlStore:
                 stream.write(b"stretto")
             with files.open_input_stream(probe) as stream:
                 assert stream.read() == b"stretto"
+            files.get_file_info(FileSelector(f"{path}/{self._folder}"))
             files.delete_file(probe)
         except (OSError, ValueError, NotImplementedError) as error:
             raise UserError(

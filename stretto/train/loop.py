@@ -321,7 +321,7 @@ class _Training:
         self.window = _Window()
         self.own_time: OwnTime | None = None
         self.changes: tuple[Change, ...] = ()
-        meta, config = self._read_meta() if job.resume else None, origin.config
+        meta, config = self._read_meta(type(recipe)) if job.resume else None, origin.config
         if meta is not None and meta.expert_order is not None:
             config = config.replace(expert_order=meta.expert_order)
         self.pace = self._choose_pace(config, meta)

@@ -172,3 +172,6 @@ def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="refused"), claimed(tmp_path / "new"):
         raise UserError("refused before anything began")
     assert not (tmp_path / "new").exists()
+    with pytest.raises(UserError), claimed(tmp_path / "runs" / "new"):
+        raise UserError("refused before anything began")
+    assert not (tmp_path / "runs").exists(), "nor folders above it, which the claim made"

@@ -49,6 +49,42 @@ def test_a_bad_recipe_is_refused_before_anything_is_written(
     assert not run.exists()
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            ("rollout.engine=vllm", "rollout.address=http://127.0.0.1:9", "rollout.start_s=0.1"),
+            ("rollout.address: vllm at http://127.0.0.1:9: does not answer", "correct the address"),
+        ),
+        (("store=file:///proc/run",), ("store: file:///proc/run: ", "check the address")),
+        (("runtime.kind=ray", "runtime.address=127.0.0.1:1"), ("--address 127.0.0.1:1: no Ray cluster answers",)),
+        (("loss.advantage=lesson.py:mine", "teachers.big=nowhere"), ("teachers.big: nowhere", "no such file")),
+        (
+            ("distill.form=sampled", "distill.teachers.flip.url=http://127.0.0.1:9"),
+            ("distill.teachers.flip.url: http://127.0.0.1:9: does not answer", "correct the address"),
+        ),
+    ],
+)
+def test_a_wrong_address_is_refused_before_the_start_is_trained(
+    stretto: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: tuple[str, ...], words: Any
+) -> None:
+    (tmp_path / "lesson.py").write_text("def mine(groups, config):\n    return []\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("stretto.api.rl.sft", lambda *_, **__: pytest.fail("the start was trained"))
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    refused(stretto("rl", tiny, "--out", "runs/run", "--device", "cpu", *overrides), *words)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_start_that_was_trained_by_another_recipe_is_not_used(
+    stretto: Run, tiny: Path, finished: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished / "sft", run / "sft")
+    result = stretto("rl", tiny, "--out", run, "--device", "cpu", "--set", "start.steps=26")
+    refused(result, "run: start.steps: was 25 when this run started, is 26 now", "new run folder")
+
+
 def test_r2_needs_several_updates(stretto: Run, tiny: Path, tmp_path: Path) -> None:
     refused(stretto("rl", tiny, "--out", tmp_path / "run", "--set", "replay=r2"), "replay 'r2'", "train.minibatches")
     assert not (tmp_path / "run").exists()

@@ -24,9 +24,11 @@ from stretto.base.trajectory import canary_tokens
 from stretto.data.loader import key_of
 from stretto.engine.engine import Engine
 from stretto.flow.clients import GenerateRequest, Unavailable
+from stretto.flow.launch import Job
 from stretto.flow.rollout import EngineRole
 from stretto.flow.rollout_remote import Ask, RemoteEngineRole, Server, Vllm, moe_routes
 from stretto.flow.rollout_server import create_rollout_app
+from stretto.flow.run import check_places
 from stretto.harness.suites import serving
 from stretto.learning.trainer import TrainerRole
 from stretto.model.checkpoint import write_checkpoint
@@ -329,6 +331,16 @@ def test_another_vocabulary_is_refused_at_the_start(kind: str, tmp_path: Path) -
             open_role(kind, url, tmp_path / str(size))
 
 
+def test_a_server_is_checked_before_the_run_has_a_start(tmp_path: Path) -> None:
+    with a_double("vllm") as (url, _):
+        rollout = {"group": 4, "max_tokens": 18, "engine": "vllm", "address": url, "start_s": 0.1}
+        job = Job(recipe(rollout=rollout), tmp_path / "run", tmp_path / "run" / "sft")
+        check_places(job, CONFIG)
+        with pytest.raises(UserError, match=r"serves a vocabulary of more than"):
+            check_places(job, CONFIG.replace(vocab_size=CONFIG.vocab_size - 16))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_nothing_or_something_else_at_the_address(start: Path) -> None:
     with pytest.raises(
         UserError, match=r"at http://127\.0\.0\.1:9: does not answer: .*start the server, or correct the address"
@@ -363,7 +375,7 @@ def test_answers_that_vllm_0_32_gave(start: Path) -> None:
 
     async def work() -> None:
         with running(Starlette(routes=[Route("/inference/v1/generate", answer, methods=["POST"])])) as url:
-            dialect = Vllm(Server(url, "vllm"), recipe().on("fp32"), start, start.parent, dict)
+            dialect = Vllm(Server(url, "vllm"), recipe().on("fp32"), CONFIG, start, start.parent, dict)
             reply = await dialect.generate(Ask([1], 0, ASK))
             assert list(reply.tokens) == [198, 68, 29, 50, 5113, 216] and reply.labels == ["default"] * 6
             assert reply.logprobs[0] == pytest.approx(-3.3027437) and reply.routes is None

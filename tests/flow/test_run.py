@@ -32,7 +32,7 @@ from stretto.flow.controller import Controller, Limits
 from stretto.flow.launch import Job, with_precision
 from stretto.flow.ledger import Ledger
 from stretto.flow.log import read_status
-from stretto.flow.run import Result, claim_recipe, run_rl, sweep
+from stretto.flow.run import Result, check_recipe, opened, run_rl, sweep
 from stretto.learning import channel
 from stretto.learning.recipe import JOURNAL_FILE, RECIPE_FILE, RlRecipe
 from stretto.learning.samples import log_name
@@ -61,21 +61,39 @@ def ref(ordinal: int, folder: Path) -> GroupRef:
     return GroupRef(ordinal, 0, str(folder / f"group-{ordinal:08d}-0.group"), 2, 4, 0, 0.5, False)
 
 
-def test_a_changed_recipe_is_refused_by_its_field_before_anything_is_written(tmp_path: Path, recipe_file: Path) -> None:
+def began(recipe: RlRecipe, run: Path) -> None:
+    """Leave a run folder as a run of ``recipe`` does that was killed after its first group."""
+    write_json(run / RECIPE_FILE, recipe.model_dump(mode="json"))
+    (run / JOURNAL_FILE).touch()
+
+
+def test_a_folder_is_opened_once_and_says_whether_it_holds_a_run(tmp_path: Path, recipe_file: Path) -> None:
+    run = tmp_path / "runs" / "run"
+    with pytest.raises(UserError, match=r"--resume: there is no such run"), opened(run, resume=True):
+        pass
+    with opened(run, resume=False) as has_run, pytest.raises(UserError, match="is running in it"), opened(run, True):
+        assert not has_run
+    assert list(tmp_path.iterdir()) == [recipe_file], "nothing was written"
+    write_json(run / RECIPE_FILE, {})
+    with opened(run, resume=True) as has_run:
+        assert not has_run, "no group was dispatched: there is nothing to go on with"
+    (run / JOURNAL_FILE).touch()
+    with opened(run, resume=True) as has_run:
+        assert has_run
+    with pytest.raises(UserError, match="holds a run already; continue it with --resume"), opened(run, resume=False):
+        pass
+
+
+def test_a_changed_recipe_is_refused_by_its_field(tmp_path: Path, recipe_file: Path) -> None:
     run = tmp_path / "run"
     recipe = read_recipe(recipe_file, RlRecipe)
-    assert not claim_recipe(recipe, run, resume=False)
+    began(recipe, run)
+    check_recipe(recipe, run)
     changed = read_recipe(recipe_file, RlRecipe, ["optim.weight_decay=0.5", "staleness=3"])
-    assert not claim_recipe(changed, run, resume=True), "no group was handed out: there is nothing to go on with"
-    claim_recipe(recipe, run, resume=True)
-    before = (run / "recipe.json").read_text()
-    (run / JOURNAL_FILE).touch()
     with pytest.raises(UserError, match=r"optim\.weight_decay: was .* when this run started, is 0\.5 now") as error:
-        claim_recipe(changed, run, resume=True)
-    assert "\n" not in str(error.value) and (run / "recipe.json").read_text() == before
-    with pytest.raises(UserError, match="holds a run already; continue it with --resume"):
-        claim_recipe(recipe, run, resume=False)
-    assert claim_recipe(read_recipe(recipe_file, RlRecipe, ["runtime.isolate=none"]), run, resume=True)
+        check_recipe(changed, run)
+    assert "\n" not in str(error.value)
+    check_recipe(read_recipe(recipe_file, RlRecipe, ["runtime.isolate=none"]), run)
 
 
 @pytest.mark.parametrize(
@@ -124,25 +142,22 @@ def test_the_precision_is_the_recipes_else_the_runs_else_that_of_the_trainers_de
 
 def test_a_run_of_an_older_version_goes_on_and_only_a_real_change_is_refused(tmp_path: Path, recipe_file: Path) -> None:
     run, recipe = tmp_path / "run", read_recipe(recipe_file, RlRecipe)
-    claim_recipe(recipe, run, resume=False)
-    (run / JOURNAL_FILE).touch()
+    began(recipe, run)
     written = read_json(run / RECIPE_FILE)
     del written["resources"], written["rollout"]["tool_chars"], written["window"]
     write_json(run / RECIPE_FILE, written)
-    assert claim_recipe(recipe, run, resume=True), "keys that the older version did not know have their defaults"
-    write_json(run / RECIPE_FILE, written)
+    check_recipe(recipe, run)  # keys that the older version did not know have their defaults
     changed = read_recipe(recipe_file, RlRecipe, ["rollout.tool_chars=500"])
     with pytest.raises(
         UserError, match=r"rollout\.tool_chars: was 4000 when this run started, is 500 now; change it back"
     ):
-        claim_recipe(changed, run, resume=True)
+        check_recipe(changed, run)
     with pytest.raises(UserError, match=r"window: was not set when this run started, is 2 now"):
-        claim_recipe(read_recipe(recipe_file, RlRecipe, ["window=2"]), run, resume=True)
-    written["rollout"]["forgotten"] = 3
-    written["failures"]["forgotten"] = 3
+        check_recipe(read_recipe(recipe_file, RlRecipe, ["window=2"]), run)
+    written["rollout"]["forgotten"] = written["failures"]["forgotten"] = 3
     write_json(run / RECIPE_FILE, written)
     with pytest.raises(UserError, match=r"rollout\.forgotten: was 3 when this run started, is not set now"):
-        claim_recipe(recipe, run, resume=True)
+        check_recipe(recipe, run)
 
 
 def test_what_a_kill_left_behind_goes_and_what_is_needed_stays(tmp_path: Path) -> None:
