@@ -38,6 +38,8 @@ MOST_FILES = 16
 # Where an import of our own may hide in a function, besides the command line; each with the reason.
 LATE_IMPORTS = {
     "stretto/api/pictures.py": "diffusers is an extra",
+    "stretto/api/rl.py": "matplotlib draws the report when the run has ended",
+    "stretto/api/stages.py": "matplotlib draws a search, and the ranks of a training draw nothing",
     "stretto/harness/inspect_entry.py": "every command of inspect_ai loads it, whatever its model is",
     "stretto/flow/launch.py": "torch is imported where a role lives, not where it is described",
     "stretto/flow/files.py": "Ray is an extra",

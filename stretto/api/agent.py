@@ -22,9 +22,9 @@ import rich
 from pydantic import Field, model_validator
 from rich.markup import escape
 
-from stretto.api.serve import ServeOptions, check_text, check_url, environment_keys, served_here
+from stretto.api.serve import ServeOptions, check_url, environment_keys, served_here
 from stretto.base.config import Config
-from stretto.base.errors import UserError, nearest
+from stretto.base.errors import UserError, check_text, nearest
 from stretto.base.paths import write_text
 from stretto.base.track import progress
 from stretto.report.transcript import (

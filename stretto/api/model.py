@@ -20,13 +20,12 @@ from torch import Tensor
 
 from stretto.api.adopt import AdoptOptions, adopt_command, find_source
 from stretto.api.search import BEST, export_command, named_subnet, read_search
-from stretto.api.serve import check_text, stream
 from stretto.base.config import validate
-from stretto.base.errors import UserError, user_errors
+from stretto.base.errors import UserError, check_text, user_errors
 from stretto.base.numbers import params, si
 from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder
 from stretto.base.records import Lineage
-from stretto.engine.engine import Engine
+from stretto.engine.engine import Engine, stream
 from stretto.engine.loading import generation_ends
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling
 from stretto.evals.loss import EvalBatch

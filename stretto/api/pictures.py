@@ -19,8 +19,8 @@ from PIL import Image
 from rich.markup import escape
 
 from stretto.api.agent import endpoint
-from stretto.api.serve import ServeOptions, check_text, check_url
-from stretto.base.errors import UserError, nearest, one_line
+from stretto.api.serve import ServeOptions, check_url
+from stretto.base.errors import UserError, check_text, nearest, one_line
 from stretto.base.paths import checkpoint_folder, claimed, replacing
 from stretto.base.records import LINEAGE_FILE, read_lineage
 from stretto.base.track import progress

@@ -31,7 +31,6 @@ from stretto.post.distill import gaps, parent_settings, teacher_settings
 from stretto.post.panel import EVALUATES, REWARDS
 from stretto.post.sft import sft
 from stretto.report.page import Plot
-from stretto.report.rl import panels, read_rl_run, report_rl_run, reward
 from stretto.tasks.registry import source_kind
 
 STUDENT = "student"
@@ -57,6 +56,8 @@ class RlRun:
 
     def plot(self) -> Plot:
         """Figure of the reward over steps, on training and on held-out problems."""
+        from stretto.report.rl import panels, read_rl_run, reward
+
         data = read_rl_run(self.folder)
         return Plot(panels(data, reward(data)))
 
@@ -248,6 +249,8 @@ def _run(
         f"execution trace: {folder / 'trace.json'} (ui.perfetto.dev, chrome://tracing)\n"
         f"next: stretto chat {result.checkpoint}; tensorboard --logdir {folder}"
     )
+    from stretto.report.rl import report_rl_run
+
     console.print(f"report: {report_rl_run(folder)}")
     return result
 

@@ -25,15 +25,15 @@ from starlette.applications import Starlette
 
 from stretto.api.search import BEST, best_subnet, read_search
 from stretto.base.config import validate
-from stretto.base.errors import UserError
+from stretto.base.errors import UserError, check_text
 from stretto.base.numbers import params, size_in_bytes
 from stretto.base.paths import checkpoint_folder
 from stretto.base.records import Lineage
 from stretto.base.track import progress
 from stretto.engine.async_engine import AsyncEngine
-from stretto.engine.engine import Engine
+from stretto.engine.engine import Engine, stream
 from stretto.engine.loading import OpenedEngine, least_bytes, open_engine
-from stretto.engine.request import EngineConfig, Phases, Request, Sampling, TokenEvent
+from stretto.engine.request import EngineConfig, Sampling
 from stretto.flow.rollout import EngineRole, open_recording_engine
 from stretto.flow.rollout_server import create_rollout_app
 from stretto.harness.suites import serving
@@ -223,15 +223,6 @@ def _answer(
     return Message(role="assistant", content=content, reasoning_content=thoughts or None)
 
 
-def check_text(text: str, source: str) -> None:
-    """Raises `UserError` if ``text`` has surrogates: Python's form of bytes from arguments or a console that are not UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        problem = f"character {error.start + 1} is not UTF-8"
-        raise UserError(f"{source}: {problem}; write text in UTF-8") from None
-
-
 def check_url(url: str, option: str) -> None:
     """Raises `UserError` if ``url`` is not an HTTP address."""
     try:
@@ -326,24 +317,6 @@ def _take_threads(model: Transformer) -> None:
     if device.type == "cpu" and len(thread_counts()) > 1:
         seconds, workload = engine_seconds(device), usual_workloads(model.config)[0]
         fastest_threads(lambda: seconds(model, workload))
-
-
-def stream(
-    engine: Engine, ids: list[int], subnet: Subnet, sampling: Sampling, visible_ids: frozenset[int] = frozenset()
-) -> Iterator[str]:
-    """Yield the continuation of ``ids`` piece by piece. Closing the iterator ends the request. Raises `UserError`: the engine could not
-    finish the request."""
-    request = Request("console", tuple(ids), sampling, Phases(subnet), visible_ids=visible_ids)
-    engine.add(request)
-    try:
-        while engine.has_work:
-            for event in engine.step():
-                if isinstance(event, TokenEvent):
-                    yield event.text
-                elif event.error is not None:
-                    raise UserError(f"the completion failed: {event.error}")
-    finally:
-        engine.abort(request.id)
 
 
 def least_trained(opened: OpenedEngine) -> Least:

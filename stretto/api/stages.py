@@ -56,7 +56,6 @@ from stretto.model.families import default_family
 from stretto.model.parallel import device_name, in_memory, join, stored
 from stretto.model.spec import Subnet, named_subnets
 from stretto.report.page import Cell, Plot, Table
-from stretto.report.search import candidates
 from stretto.subnets.latency import LatencyTable, read_table
 from stretto.subnets.search import SearchOptions, SearchResult, SearchSpace
 from stretto.subnets.search import search as search_subnets
@@ -341,6 +340,8 @@ class Search:
 
     def plot(self) -> Plot:
         """Figure of loss over size: every candidate, the limits, and the chosen sub-network."""
+        from stretto.report.search import candidates
+
         return Plot(candidates(self.result))
 
     def __repr__(self) -> str:

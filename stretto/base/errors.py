@@ -60,3 +60,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """``" (did you mean 'x'?)"`` for the known name closest to ``name``, or an empty string."""
     match = difflib.get_close_matches(name[:_MAX_NAME_CHARS], list(known), n=1, cutoff=0.5)
     return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def check_text(text: str, source: str) -> None:
+    """Raises `UserError` if ``text`` has surrogates: Python's form of bytes from arguments or a console that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        problem = f"character {error.start + 1} is not UTF-8"
+        raise UserError(f"{source}: {problem}; write text in UTF-8") from None

@@ -13,7 +13,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
@@ -27,12 +27,23 @@ from stretto.engine.cache import PageAllocator
 from stretto.engine.forward_torch import KvPool
 from stretto.engine.grammar import GrammarState
 from stretto.engine.ranks import Ranks
-from stretto.engine.request import VERSIONS, Completion, EngineConfig, EngineStats, Event, QueueFull, Request
+from stretto.engine.request import (
+    VERSIONS,
+    Completion,
+    EngineConfig,
+    EngineStats,
+    Event,
+    Phases,
+    QueueFull,
+    Request,
+    Sampling,
+    TokenEvent,
+)
 from stretto.engine.runner import MAX_NATIVE_TOKENS, Runner, WeightSource, pages_within, read_weights
 from stretto.engine.sampling import Row, SamplerCache, process, sample, top_log_probs
 from stretto.engine.scheduler import Scheduler
 from stretto.engine.sequence import NOT_FINITE, Admission, Chunk, SequenceState, StepPlan, SubnetTable
-from stretto.model.spec import count, executed
+from stretto.model.spec import Subnet, count, executed
 from stretto.model.transformer import Transformer
 from stretto.ops.matmul import Arithmetic
 from stretto.ops.native import Library, choose_tokens
@@ -351,6 +362,24 @@ class Engine:
             return
         fresh = self._runner.read_routes(seq.lost_pages, num_saved, seq.lost_tokens)
         seq.routes = fresh if seq.routes is None else np.concatenate((seq.routes, fresh))
+
+
+def stream(
+    engine: Engine, ids: list[int], subnet: Subnet, sampling: Sampling, visible_ids: frozenset[int] = frozenset()
+) -> Iterator[str]:
+    """Yield the continuation of ``ids`` piece by piece. Closing the iterator ends the request. Raises `UserError`: the engine could not
+    finish the request."""
+    request = Request("console", tuple(ids), sampling, Phases(subnet), visible_ids=visible_ids)
+    engine.add(request)
+    try:
+        while engine.has_work:
+            for event in engine.step():
+                if isinstance(event, TokenEvent):
+                    yield event.text
+                elif event.error is not None:
+                    raise UserError(f"the completion failed: {event.error}")
+    finally:
+        engine.abort(request.id)
 
 
 class _Choice(NamedTuple):

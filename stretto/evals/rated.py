@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import scipy  # its parts are imported when they are used: stats takes most of a second
 import torch
 from pydantic import Field
-from scipy import stats
 from torch import Tensor
 
 from stretto.base.config import Config
@@ -166,7 +166,9 @@ def measure_ratings(path: Path, rated: Sequence[RatedText], states_ND: Tensor) -
     )
     of_author = [np.flatnonzero([each.author == author for each in rated]) for author in authors]
     draws = group_draws(of_author, rng)
-    found = np.array([[stats.spearmanr(each[draw], ratings_N[draw]).statistic for each in values] for draw in draws])
+    found = np.array(
+        [[scipy.stats.spearmanr(each[draw], ratings_N[draw]).statistic for each in values] for draw in draws]
+    )
 
     def interval(values_R: np.ndarray) -> Interval:
         low, high = np.nanquantile(values_R[1:], (TAIL, 1 - TAIL))

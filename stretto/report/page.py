@@ -11,11 +11,10 @@ from html import escape
 from importlib.resources import files
 from io import BytesIO, StringIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import rich.table
 from jinja2 import Environment, StrictUndefined
-from matplotlib.figure import Figure
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -23,7 +22,11 @@ from rich.text import Text
 
 from stretto.base.paths import replacing
 from stretto.base.track import progress
-from stretto.report.style import DPI
+
+if (
+    TYPE_CHECKING
+):  # tables are printed by commands that draw nothing, and matplotlib takes longer to import than they do
+    from matplotlib.figure import Figure
 
 REPORT_FOLDER = "report"
 PAGE = "report.html"
@@ -214,7 +217,7 @@ def to_png(figure: Figure) -> bytes:
     """The figure as a PNG on white."""
     buffer = BytesIO()
     # without date and version, equal data gives equal bytes
-    figure.savefig(buffer, format="png", dpi=DPI, facecolor="white", metadata={"Software": None})
+    figure.savefig(buffer, format="png", dpi="figure", facecolor="white", metadata={"Software": None})
     return buffer.getvalue()
 
 

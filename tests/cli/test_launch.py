@@ -67,6 +67,16 @@ def test_an_end_for_good_is_no_failure_for_torchrun(monkeypatch: pytest.MonkeyPa
         exit_if_ended()
 
 
+def test_a_rank_imports_nothing_that_draws_or_serves() -> None:
+    """A restarted rank pays for its imports, and the driver of an RL run imports the same."""
+    unneeded = ("matplotlib", "scipy.stats", "starlette", "uvicorn", "pyarrow", "tensorboard")
+    code = (
+        f"import sys, stretto.api.stages, stretto.api.rl; print([name for name in {unneeded} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
 class Launched:
     """`stretto pretrain --launch 2` in ``run``, in a process of its own."""
 
