@@ -10,7 +10,9 @@ from __future__ import annotations
 import errno
 import functools
 import json
+import logging
 import os
+import re
 import tempfile
 import threading
 import time
@@ -29,6 +31,12 @@ RETRY_S = 60.0
 """Time for which an operation on a store that does not answer is tried again, in seconds."""
 CHUNK_BYTES = 64 << 20
 """Largest part of a file that `send_folder` writes at once."""
+_REFUSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_REFUSALS = re.compile(
+    r"ACCESS_DENIED|INVALID_ACCESS_KEY|INVALID_CLIENT_TOKEN|SIGNATURE|NO_SUCH_BUCKET|HTTP status (401|403|507)|Quota"
+)
+"""Words of a store that refuses an operation, in Arrow's messages: another try would not help."""
+_log = logging.getLogger(__name__)
 _MANIFEST = "manifest.json"
 _PAUSES_S = (0.1, 5.0)
 """First and longest pause between two tries; each pause doubles."""
@@ -41,7 +49,7 @@ class Store(Protocol):
 
     def write(self, name: str, content: bytes, *, durable: bool = False) -> str:
         """Write a file whole and return its location. Readers never see a part of it. ``durable``: it survives a power failure.
-        Raises UserError: the disk is full. InfraError: the store does not answer."""
+        Raises UserError: the store is full, or refuses the keys. InfraError: the store does not answer."""
         ...
 
     def append(self, name: str, content: bytes) -> None:
@@ -155,7 +163,7 @@ class UrlStore:
         self._unwritten: dict[str, list[bytes]] = {}
         """Appended bytes by the name of the log."""
         self._num_parts: dict[str, int] = {}
-        self._error: InfraError | None = None
+        self._error: InfraError | UserError | None = None
         self._writer: threading.Thread | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -259,9 +267,11 @@ class UrlStore:
                 name, contents = next(iter(self._unwritten.items()))
                 num_written, number = len(contents), self._num_parts.get(name, 1)
                 content = b"".join(contents)
-            error = None
+            error: InfraError | UserError | None = None
             try:
                 self._put(self._part(name, number), content)
+            except UserError as problem:
+                error = problem
             except Exception as problem:  # nothing else would see it
                 error = InfraError(str(problem))
             with self._changed:
@@ -272,6 +282,8 @@ class UrlStore:
                         del self._unwritten[name]
                 self._error = error or self._error
                 self._changed.notify_all()
+                if error is not None:
+                    self._changed.wait(_PAUSES_S[1])  # the next append comes sooner
 
     @staticmethod
     def _part(name: str, number: int) -> str:
@@ -306,20 +318,26 @@ class UrlStore:
         return self._again("list", folder, list_)
 
     def _again(self, what: str, name: str, work: Callable[[Any, str], T]) -> T:
-        """Result of ``work`` on the file system and path; tried again for `RETRY_S`."""
+        """Result of ``work`` on the file system and path; tried again for `RETRY_S`. Raises UserError: the store refuses. InfraError: it
+        does not answer."""
         files, path = _files(self._url)
         pause_s, longest_s = _PAUSES_S
-        end_s = time.monotonic() + RETRY_S
+        end_s, is_told = time.monotonic() + RETRY_S, False
         while True:
             try:
                 return work(files, f"{path}/{self._folder}/{name}")
             except FileNotFoundError:
                 raise
             except OSError as error:
+                problem = f"store: cannot {what} {self.describe(name)}"
+                if error.errno in _REFUSED_ERRNOS or _REFUSALS.search(str(error)):
+                    remedy = "make room or correct the keys, then continue with --resume"
+                    raise UserError(f"{problem}: {_reason(error)}; {remedy}") from None
                 if time.monotonic() + pause_s > end_s:
-                    raise InfraError(
-                        f"store: cannot {what} {self.describe(name)} for {RETRY_S:g} s: {_reason(error)}"
-                    ) from None
+                    raise InfraError(f"{problem} for {RETRY_S:g} s: {_reason(error)}") from None
+                if not is_told:
+                    _log.warning("%s: %s; trying again for %g s", problem, _reason(error), RETRY_S)
+                    is_told = True
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
 

@@ -12,6 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from bench.common.s3 import s3_server
 from stretto.base.errors import InfraError, UserError
@@ -25,6 +29,7 @@ from stretto.runtime.store import (
     has_folder,
     send_folder,
 )
+from tests.flow.remote_servers import running
 
 
 @pytest.fixture(scope="module")
@@ -157,12 +162,53 @@ def test_a_store_that_refuses_is_one_line_without_keys(url: str, problem: str, m
     assert problem in message and "secret" not in message and "\n" not in message
 
 
-def test_a_server_that_is_gone_is_waited_for_and_then_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (403, "AccessDenied"),
+        (403, "InvalidAccessKeyId"),
+        (403, "SignatureDoesNotMatch"),
+        (403, "QuotaExceeded"),
+        (507, "Full"),
+    ],
+)
+def test_a_store_that_refuses_in_the_middle_is_told_at_once(
+    status: int, code: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Wrong keys and a full store: no wait mends them."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key-of-the-test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-of-the-test")
+
+    async def refuse(http: Request) -> Response:
+        return Response(
+            f"<Error><Code>{code}</Code><Message>no</Message></Error>", status, media_type="application/xml"
+        )
+
+    with running(Starlette(routes=[Route("/{path:path}", refuse, methods=["GET", "PUT", "POST", "DELETE"])])) as url:
+        store = UrlStore(f"s3://bucket/runs?endpoint_override={url}&region=us-east-1", "run")
+        with pytest.raises(
+            UserError, match=r"^store: cannot write s3://bucket/runs/run/groups/a: .*; make room"
+        ) as caught:
+            store.write("groups/a", b"content")
+        store.append("tokens/1.log", b"lost")
+        store.flush()
+        with pytest.raises(UserError, match="continue with --resume"):
+            store.append("tokens/1.log", b"lost")
+        with pytest.raises(UserError):
+            store.write("tokens/1.log", b"")  # what was appended is dropped, so that nothing is written after the test
+    told = str(caught.value) + caplog.text
+    assert "\n" not in str(caught.value) and "of-the-test" not in told
+
+
+def test_a_server_that_is_gone_is_waited_for_and_then_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     store = UrlStore(f"file://{tmp_path}", "run")
     monkeypatch.setattr(module, "RETRY_S", 0.3)
     (tmp_path / "run").write_text("a file where the folder was")
     with pytest.raises(InfraError, match=r"^store: cannot write file://.*/run/groups/a for 0.3 s: "):
         store.write("groups/a", b"")
+    assert caplog.text.count("trying again for 0.3 s") == 1
     store.append("tokens/1.log", b"one ")
     store.flush()
     with pytest.raises(InfraError, match="cannot write"):
