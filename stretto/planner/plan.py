@@ -332,10 +332,10 @@ def _plan_rl(run: RlRun, empty: Plan, sweep: bool) -> Plan:
         layouts = _rl_layouts(run.config, micro_rows, num if run.is_shared else max(1, num - gpus))
     else:
         _check(own, run.config, run.cluster)
-        if not run.is_shared and run.engines(own) < 1:
+        if ranks > 1 if run.is_shared else run.engines(own) < 1:
             raise UserError(
-                f"--gpus {run.cluster}: {ranks} trainer ranks leave {num - ranks}, and an engine needs {gpus}; take more, or let "
-                "--sweep choose"
+                f"--gpus {run.cluster}: {ranks} trainer ranks leave {max(0, num - ranks)}, and an engine needs {gpus}; take more, or "
+                "let --sweep choose"
             )
     tried = [run.passes(layout) for layout in layouts]
     # by ranks: whether memory is lacking, the bound of the time, and the place in ``tried``

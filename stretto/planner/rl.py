@@ -10,6 +10,7 @@ from functools import cache
 from pydantic import Field
 
 from stretto.base.config import Config
+from stretto.base.errors import UserError
 from stretto.flow.controller import Limits, default_window
 from stretto.learning.recipe import ADVANTAGES, RlRecipe
 from stretto.model.spec import ModelConfig, count
@@ -44,7 +45,16 @@ class RlRun:
     """An RL recipe on a cluster, with everything that does not depend on the trainer's layout."""
 
     def __init__(self, recipe: RlRecipe, config: ModelConfig, cluster: Cluster, workload: Workload) -> None:
+        """Raises `UserError`: answers or prompts of ``workload`` that the recipe does not allow."""
         rollout, self.hardware = recipe.rollout, cluster.hardware
+        for option, asked, most, key in (
+            ("--answer-tokens", workload.answer_tokens, rollout.max_tokens, "rollout.max_tokens"),
+            ("--prompt-tokens", workload.prompt_tokens, recipe.train.seq_len - 1, "train.seq_len"),
+        ):
+            if asked is not None and asked > most:
+                raise UserError(
+                    f"{option} {asked:g}: {key} of the recipe allows {most}; give less, or change it with --set"
+                )
         recipe = recipe.on("fp32" if self.hardware.name == "cpu" else "bf16")  # as every GPU of the table
         self.recipe, self.config, self.cluster, self.workload = recipe, config, cluster, workload
         self.dtype: Dtype = "float32" if recipe.precision.trainer == "fp32" else "bfloat16"
