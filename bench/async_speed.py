@@ -33,7 +33,7 @@ from typing import Any
 
 from pydantic import Field
 
-from bench.common.measure import table, wide_console
+from bench.common.measure import bench_parser, table, wide_console
 from stretto.api.rl import made_start
 from stretto.base.config import Config, read_recipe, validate
 from stretto.base.paths import RECIPES, checkpoint_folder
@@ -260,7 +260,7 @@ def compare(options: argparse.Namespace, start: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--recipe", type=Path, default=RECIPES / "rl_gym.toml")
     parser.add_argument(
         "--model", type=Path, help="checkpoint to start from; default: the recipe's own start is trained"

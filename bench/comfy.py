@@ -12,7 +12,6 @@ foreign word, a missing prompt, or a template of Stretto's own list whose graph 
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import httpx
 
+from bench.common.measure import bench_parser
 from stretto.base.errors import UserError
 from stretto.pictures.backend import PaintRequest
 from stretto.pictures.comfy import Comfy
@@ -81,7 +81,7 @@ def held_graphs(url: str, name: str, asked: PaintRequest, own: Graph, kinds: Kin
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--server", required=True)
     parser.add_argument("--models", type=Path)
     parser.add_argument("--all", action="store_true")

@@ -22,7 +22,7 @@ from typing import Any
 import rich
 from rich.table import Table
 
-from bench.common.measure import table, wide_console
+from bench.common.measure import bench_parser, table, wide_console
 from stretto.api.train import held_out, open_loader
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT, read_json, write_json
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--data", type=Path, help="data folder of `stretto tokenize`, or text")
     parser.add_argument("--recipe", type=Path, default=RECIPE)
     parser.add_argument("--steps", type=int, default=120)

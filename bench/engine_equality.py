@@ -11,7 +11,6 @@ Fails (exit code 1) unless all tokens are equal, and sequences were preempted or
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from bench.common.measure import table, wide_console
+from bench.common.measure import bench_parser, table, wide_console
 from bench.common.naive_engine import generate_naive, logits_naive, subnets_by_position
 from bench.common.networks import random_network, shape
 from stretto.base.paths import checkpoint_folder
@@ -56,7 +55,7 @@ class Difference:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--run", type=Path, help="a run or a checkpoint; default: random weights of the demo's shape")
     parser.add_argument("--kernels", choices=("native", "torch"), help="default: both, where they compile")

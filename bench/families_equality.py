@@ -17,7 +17,6 @@ detected.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import traceback
@@ -37,7 +36,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from bench.common.foreign import LENGTH, Draw, draw, make
-from bench.common.measure import table, wide_console
+from bench.common.measure import bench_parser, table, wide_console
 from stretto.base.errors import UserError
 from stretto.base.track import progress
 from stretto.model import checkpoint, quantised
@@ -66,7 +65,7 @@ class Judged:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--families", default=",".join(FAMILIES))
     parser.add_argument("--each", type=int, default=20, help="checkpoints per family")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first checkpoint of each family")

@@ -28,7 +28,7 @@ import rich
 import torch
 from torch import Tensor
 
-from bench.common.measure import half_width, table, wide_console
+from bench.common.measure import bench_parser, half_width, table, wide_console
 from bench.elastic_quality import RECIPE, own_text
 from stretto.api.adopt import AdoptOptions
 from stretto.base.config import read_recipe
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--data", type=Path, help="data folder of `stretto tokenize`, or text")
     parser.add_argument("--recipe", type=Path, default=RECIPE, help="network and training")
     parser.add_argument("--steps", type=int, default=60)

@@ -30,7 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.common.measure import table, wide_console
+from bench.common.measure import bench_parser, finish, table, wide_console
 from stretto.base.paths import RECIPES
 from stretto.base.records import LINEAGE_FILE, read_lineage
 from stretto.base.track import progress, say
@@ -158,7 +158,7 @@ class Kill:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=("demo", "run", "sft", "elasticize"))
     parser.add_argument("--kills", type=int, default=20, help="number of kills, divided between the stages")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random moments")
@@ -178,9 +178,7 @@ def main() -> None:
             kills += made
             wrong += problems
     print_kills(kills, options)
-    for problem in wrong:
-        say(problem)
-    raise SystemExit(1 if wrong else 0)
+    finish(wrong)
 
 
 def prepare(folder: Path, interval_s: float, needs_start: bool) -> None:

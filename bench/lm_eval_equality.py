@@ -10,7 +10,6 @@ or if the server's smallest preset, as a mutant, is within it. Needs the package
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -26,7 +25,7 @@ from typing import Any
 
 from rich.table import Table
 
-from bench.common.measure import table, wide_console
+from bench.common.measure import bench_parser, table, wide_console
 from bench.common.networks import write_network
 from bench.common.server import serving
 from stretto.base.errors import UserError
@@ -62,7 +61,7 @@ class Scores:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--source", type=Path, help="checkpoint with presets; default: random weights")
     parser.add_argument("--questions", type=int, default=40)
     parser.add_argument("--texts", type=int, default=12)

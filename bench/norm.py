@@ -31,7 +31,7 @@ import numpy as np
 from rich.console import Console
 from scipy.optimize import isotonic_regression
 
-from bench.common.measure import table
+from bench.common.measure import bench_parser, table
 from bench.common.post_runs import HeldOut, imitate, learn, merged, start
 from bench.common.study import Results, Run, carry_out, read_results
 from stretto.base.config import read_recipe, validate
@@ -542,7 +542,7 @@ def read_study(options: argparse.Namespace) -> Study:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("out", type=Path, help="folder of the study; finished runs there are not repeated")
     parser.add_argument("--recipe", type=Path, default=RECIPE)
     parser.add_argument("--set", dest="settings", action="append", default=[], help="override one key of the recipe")

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +29,7 @@ from stretto.optim.schedule import OptimConfig
 from stretto.planner.hardware import Dtype
 from stretto.planner.memory import Layout, training_memory
 from stretto.train.step import MicroBatch, optimisation_step
+from tests.ranks import run_ranks
 
 AIM = 0.10
 STEPS = 2
@@ -83,6 +82,7 @@ def main() -> None:
     if options.worker:
         print(json.dumps(peak_bytes(*SHAPES[options.worker])), flush=True)
         return
+    os.environ.update(QUIET_ALLOCATORS)  # of the processes that are measured
     shown = table(
         "peak memory of rank 0: predicted, and measured as resident memory above that of a tiny step",
         *("shape", "parameters", "layout", "dtype", "predicted", "measured", "error", f"aim ±{AIM:.0%}"),
@@ -107,25 +107,9 @@ def main() -> None:
 
 def _measured(name: str, world: int) -> float:
     """Peak bytes of rank 0 in ``world`` new processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = []
-    for rank in range(world):
-        environment = os.environ | QUIET_ALLOCATORS | {"OMP_NUM_THREADS": "1"}
-        if world > 1:
-            environment |= {
-                "WORLD_SIZE": str(world),
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(world),
-            }
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [sys.executable, "-m", "bench.plan", "--worker", name]
-        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    outputs = [process.communicate()[0] for process in ranks]
-    assert not any(process.returncode for process in ranks), f"{name}: a rank failed"
-    return float(json.loads(outputs[0].splitlines()[-1]))
+    done = run_ranks(world, [sys.executable, "-m", "bench.plan", "--worker", name])
+    assert not any(rank.returncode for rank in done), f"{name}: a rank failed: {done[0].stderr[-2000:]}"
+    return float(json.loads(done[0].stdout.splitlines()[-1]))
 
 
 def peak_bytes(changes: dict[str, object], layout: Layout, length: int, dtype: Dtype, optimiser: str) -> int:

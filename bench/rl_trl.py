@@ -17,7 +17,6 @@ policies, on the same problems with the same seeds.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -35,7 +34,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from bench.common.measure import SLOW, Calibration, table, times, wide_console
+from bench.common.measure import SLOW, Calibration, bench_parser, table, times, wide_console
 from bench.common.policies import held_out_reward, our_gradient, worst_advantage
 from stretto.api.rl import made_start
 from stretto.base.config import read_recipe
@@ -187,7 +186,7 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--peer", required=True, metavar="trl=PYTHON", help="interpreter with TRL")
     parser.add_argument("--start", type=Path, help="run or checkpoint to start from")
     parser.add_argument("--recipe", type=Path, default=RECIPES / "rl_gym.toml")

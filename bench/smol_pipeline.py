@@ -30,7 +30,7 @@ from typing import Any
 from rich.console import Console
 
 import stretto
-from bench.common.measure import table, wide_console
+from bench.common.measure import bench_parser, table, wide_console
 from stretto.base.config import read_recipe
 from stretto.base.numbers import duration, si
 from stretto.base.paths import CHECKPOINT, RECIPES, checkpoint_folder, write_json, write_text
@@ -289,7 +289,7 @@ def _receipt(out: Path, stage: str) -> tuple[str, str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="adopted run or checkpoint")
     for name, content in (
         ("gsm8k", "JSONL of question and answer"),
