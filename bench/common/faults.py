@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from stretto.base.errors import UserError
@@ -75,7 +76,9 @@ def faulty_rows(name: str, start: Path, chosen: RlRecipe, folder: Path) -> list[
                 (f"{name}, planted: {plant}", found, "caught" if must else "none in bf16", is_caught or not must)
             )
         await role.activate(second)
-        rows.append((f"{name}, then the right weights", f"version {role.version}", "version 1", role.version == 1))
+        difference = float(np.abs(np.subtract(role._scores, second.canary)).mean())
+        found = f"version {role.version}, by {difference:.2g} nats (tolerance {second.tolerance:.2g})"
+        rows.append((f"{name}, then the right weights", found, "version 1", role.version == 1))
         await role.close()
 
     asyncio.run(work())

@@ -73,6 +73,7 @@ def serving_vllm(python: str, checkpoint: Path, *flags: str) -> Iterator[str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # else the first request waits for a compiler
     }
     sizes = ("--max-model-len", "128", "--max-num-seqs", "32", "--port", str(port), "--host", "127.0.0.1")
     modes = ("--enforce-eager", "--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--dtype", "float32")
