@@ -85,8 +85,9 @@ class Server:
                     return self._checked(client.request(method, path, json=body, params=query), path)
                 except (httpx.TransportError, InfraError) as error:
                     if time.monotonic() >= stop_s:
-                        remedy = "start the server, or correct the address"
-                        raise UserError(f"{self.where}: does not answer: {one_line(error)}; {remedy}") from None
+                        remedy = "start the server, raise rollout.start_s if it needs longer, or correct the address"
+                        problem = f"does not answer within {wait_s:g} s: {one_line(error)}"
+                        raise UserError(f"{self.where}: {problem}; {remedy}") from None
                     time.sleep(0.2)
 
     async def post(self, path: str, body: Any = None, **query: str) -> Any:
