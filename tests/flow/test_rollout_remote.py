@@ -343,7 +343,8 @@ def test_a_server_is_checked_before_the_run_has_a_start(tmp_path: Path) -> None:
 
 def test_nothing_or_something_else_at_the_address(start: Path) -> None:
     with pytest.raises(
-        UserError, match=r"at http://127\.0\.0\.1:9: does not answer within 0\.1 s: .*start the server, raise rollout\.start_s"
+        UserError,
+        match=r"at http://127\.0\.0\.1:9: does not answer within 0\.1 s: .*start the server, raise rollout\.start_s",
     ):
         open_role("vllm", "http://127.0.0.1:9", start)
     with running(Starlette()) as url:
