@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stretto.api.model import Generation, Model, Score, Scores, Sizes, load
     from stretto.api.pipeline import run
     from stretto.api.post import Server, merge, serve, sft
+    from stretto.api.quantise import quantise
     from stretto.api.rl import RlRun, distill, online, rl
     from stretto.api.stages import Search, adopt, elasticize, extract, heal, latency, pretrain, search
     from stretto.model.spec import Subnet
@@ -27,6 +28,7 @@ _PLACES = {
     "stretto.api.model": ("Generation", "Model", "Score", "Scores", "Sizes", "load"),
     "stretto.api.pipeline": ("run",),
     "stretto.api.post": ("Server", "merge", "serve", "sft"),
+    "stretto.api.quantise": ("quantise",),
     "stretto.api.rl": ("RlRun", "distill", "online", "rl"),
     "stretto.api.stages": ("Search", "adopt", "elasticize", "extract", "heal", "latency", "pretrain", "search"),
     "stretto.model.spec": ("Subnet",),
@@ -60,6 +62,7 @@ __all__ = [
     "online",
     "plan",
     "pretrain",
+    "quantise",
     "rl",
     "run",
     "search",

@@ -458,7 +458,7 @@ class Model:
         Args:
             out: folder to write, or a file for ``gguf``.
             family: architecture on disk (docs/FORMATS.md); None: its own, or one that can hold the network.
-            dtype: ``float32``, ``bfloat16``, ``float16``; with ``gguf`` also ``q8_0``.
+            dtype: ``float32``, ``bfloat16``, ``float16``; with ``gguf`` also ``q8_0`` and ``q4_0``.
             force: replace what ``out`` holds.
 
         Returns:
@@ -467,7 +467,7 @@ class Model:
         Raises:
             UserError: the family cannot hold the network, ``out`` exists, or ``out`` cannot be written.
         """
-        known = (*DTYPES, *(["q8_0"] if gguf else []))
+        known = (*DTYPES, *(["q8_0", "q4_0"] if gguf else []))
         if dtype not in known:
             raise UserError(f"dtype {dtype}: unknown; use {', '.join(known)}")
         export_command(self.source, family, Path(out), dtype, gguf, force)

@@ -29,7 +29,7 @@ from stretto.base.track import say
 from stretto.harness.suites import serving
 from stretto.learning.recipe import RlRecipe
 from stretto.model.lora import read_adapter_config
-from stretto.model.parallel import join, stored
+from stretto.model.parallel import join, stored_for_training
 from stretto.post.merge import MergeOptions
 from stretto.post.merge import merge as merge_checkpoints
 from stretto.post.sft import open_conversations, sft_conversations
@@ -100,7 +100,7 @@ def sft(
     resume = has_begun(folder, resume)
     text, ranks = TextOptions(val, val_fraction, is_chat=True), join(device, parsed.train.ep)
     origin, adapters = checkpoint_folder(place(model)).resolve(), None if adapter is None else Path(adapter)
-    network = stored(origin)  # refuses a damaged checkpoint before text is tokenised
+    network = stored_for_training(origin)  # refuses a damaged checkpoint before text is tokenised
     config, sizes = network.config, network.presets
     if adapters is not None:
         if parsed.lora is not None:

@@ -25,7 +25,7 @@ from stretto.flow.run import Result, check_places, opened, run_opened, start_of
 from stretto.learning.algorithms import load_algorithm
 from stretto.learning.recipe import START, DistillConfig, RlRecipe, StartConfig, TeacherConfig
 from stretto.learning.teachers import check_teachers, find_teachers
-from stretto.model.parallel import check_split, join, stored
+from stretto.model.parallel import check_split, join, stored, stored_for_training
 from stretto.post.distill import STAGE as DISTILL
 from stretto.post.distill import gaps, parent_settings, teacher_settings
 from stretto.post.panel import EVALUATES, REWARDS
@@ -277,7 +277,7 @@ def check_ranks(recipe: RlRecipe, start: Path | None, devices: Sequence[str]) ->
             f"trainer.ranks: {trainer.ranks} ranks need a GPU each, and this machine has {num_devices}; use at most {num_devices}, or "
             "--device cpu"
         )
-    configs = [] if start is None else [stored(start).config]
+    configs = [] if start is None else [stored_for_training(start).config]
     if recipe.start is not None and recipe.start.model is not None:
         configs.append(recipe.start.model)
     teachers = (
@@ -328,6 +328,8 @@ def _check_student(recipe: RlRecipe, model: Path | None, subnet: str | None, res
         raise UserError("--model: missing; name the run or checkpoint to train")
     if model is not None and subnet is None:
         check_teachers(recipe, checkpoint_folder(model))
+    elif model is not None and not resume:
+        stored_for_training(checkpoint_folder(model))  # before the student is written
 
 
 def _say_gaps(folder: Path, config: DistillConfig) -> None:

@@ -15,9 +15,10 @@ from stretto.base.paths import RUN_FILE, checkpoint_folder, read_json, require_a
 from stretto.base.records import Meter, Receipt
 from stretto.base.track import progress, say
 from stretto.evals.loss import EvalBatch
-from stretto.model.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_integers, write_checkpoint
 from stretto.model.families import kept_family, parse_family
 from stretto.model.gguf import write_gguf
+from stretto.model.integers import slice_integers
 from stretto.model.parallel import Ranks, device_name, join
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, check_subnet, named_subnets, parse_subnet
 from stretto.model.transformer import Context
@@ -105,6 +106,7 @@ def extract_command(
     source: Path, size: str | Subnet, out: Path, device: str = "auto", force: bool = False
 ) -> Extracted:
     """Extract a Subnet of ``source`` as the checkpoint ``out``, after its logits were compared with those of the masked network.
+    Integer weights stay the same integers.
 
     Args:
         size: the Subnet, a preset, ``best`` (the choice of the run's last search), or ``layers=…,experts=…,top_k=…``.
@@ -116,6 +118,7 @@ def extract_command(
     checkpoint = load_checkpoint(source, ranks)
     subnet = size if isinstance(size, Subnet) else named_subnet(source, size, checkpoint.config, checkpoint.presets)
     check_subnet(checkpoint.config, subnet)
+    integers = slice_integers(checkpoint.config, subnet, read_integers(checkpoint.folder))
     meter = Meter("extract", device_name(ranks.device), ranks.world)
     with meter, metered(checkpoint.model, meter):
         extracted = verified_extract(checkpoint.model, subnet, _probe(source, checkpoint, ranks))
@@ -134,6 +137,7 @@ def extract_command(
         tokenizer_dir=_tokenizer_of(checkpoint.folder),
         parents=(checkpoint.lineage,) if checkpoint.lineage else (),
         spent=found.receipt if found else None,
+        integers=integers,
     )
     return extracted
 

@@ -50,10 +50,12 @@ from stretto.base.config import overriding, read_recipe, validate
 from stretto.base.errors import UserError, user_errors
 from stretto.base.paths import CHECKPOINT, checkpoint_folder, claimed, require_apart, require_new, write_json
 from stretto.base.records import Meter
+from stretto.base.track import say
 from stretto.evals.loss import evaluate as loss_of
+from stretto.model.checkpoint import stores_integers
 from stretto.model.elastic import extract as cut_out
 from stretto.model.families import default_family
-from stretto.model.parallel import device_name, in_memory, join, stored
+from stretto.model.parallel import device_name, in_memory, join, stored, stored_for_training
 from stretto.model.spec import Subnet, named_subnets
 from stretto.report.page import Cell, Plot, Table
 from stretto.subnets.latency import LatencyTable, read_table
@@ -265,7 +267,7 @@ def elasticize(
 
     def begin() -> RunInfo:
         origin = kept_checkpoint(folder) if in_place else checkpoint_folder(place(source)).resolve()
-        network = stored(origin)  # refuses a damaged checkpoint before text is tokenised
+        network = stored_for_training(origin)  # refuses a damaged checkpoint before text is tokenised
         config = network.config
         teacher_folder = None if teacher is None else check_teacher(config.vocab_size, place(teacher))
         complete = parsed.for_network(config, network.presets)
@@ -514,6 +516,8 @@ def heal(
         require_apart(out_folder, source)
     require_new(out_folder, force or resume)
     student = stored(folder)  # refuses a damaged checkpoint before text is tokenised
+    if stores_integers(folder):
+        say(f"{folder}: its integer weights are dequantised for healing; quantise the healed checkpoint again")
     ranks, named, text = join(device, parsed.train.ep), listed_data(data), TextOptions(val, val_fraction, text_field)
 
     def begin() -> RunInfo:

@@ -18,7 +18,7 @@ from stretto.base.track import Tracker, say
 from stretto.data.loader import Batch, Loader, eval_batches
 from stretto.data.pack import IGNORED
 from stretto.evals.loss import EvalBatch
-from stretto.model.parallel import Origin, Ranks, stored
+from stretto.model.parallel import Origin, Ranks, stored, stored_for_training
 from stretto.model.spec import ModelConfig, SubnetChoice
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.loop import Job, Trained, write_trained
@@ -41,7 +41,7 @@ def model_to_go_on_with(run: Path, origin: Path | None) -> dict[str, Any] | None
         if begun.parent is None or not isinstance(begun.recipe, Recipe):
             return None
         return {"model": begun.recipe.model.model_dump(mode="json")}
-    return {"model": stored(checkpoint_folder(origin)).config.model_dump(mode="json")}
+    return {"model": stored_for_training(checkpoint_folder(origin)).config.model_dump(mode="json")}
 
 
 def new_job(

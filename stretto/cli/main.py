@@ -30,13 +30,26 @@ from stretto.cli.stages import (
     latency,
     plan,
     pretrain,
+    quantise,
     report,
     search,
     tokenize,
 )
 
 SECTIONS: dict[str, tuple[Callable[..., None], ...]] = {
-    "From text to a small model": (pretrain, adopt, elasticize, tokenize, latency, search, extract, heal, export, demo),
+    "From text to a small model": (
+        pretrain,
+        adopt,
+        elasticize,
+        tokenize,
+        latency,
+        search,
+        extract,
+        heal,
+        quantise,
+        export,
+        demo,
+    ),
     "Results": (report, cost, plan),
     "Post-training": (run, sft, rl, distill, online, top, merge),
     "Evaluation": (evaluate, compare),

@@ -338,6 +338,42 @@ def heal(
     say(f"checkpoint: {result.folder}")
 
 
+def quantise(
+    source: Source,
+    out: Annotated[Path, Option("-o", "--out", help="Checkpoint folder to write.")],
+    dtype: Annotated[str, Option(help="Integers of experts and attention: int8 or int4.")] = "int8",
+    method: Annotated[
+        str,
+        Option(help="Method: rtn (rounding to nearest) or gptq (errors on calibration text are made up for; slower)."),
+    ] = "rtn",
+    experts: Annotated[
+        str | None, Option(help="Integers of all feed-forward weights: int8, int4 or none. Default: --dtype.")
+    ] = None,
+    attention: Annotated[
+        str | None, Option(help="Integers of attention's projections: int8, int4 or none. Default: --dtype.")
+    ] = None,
+    head: Annotated[
+        str | None, Option(help="Integers of the output matrix: int8, int4 or none. Default: int8.")
+    ] = None,
+    group: Annotated[int, Option(help="Number of neighbouring inputs with one scale.")] = 32,
+    zeros: Annotated[bool, Option("--zeros", help="Give each group of 4 bits a zero as well.")] = False,
+    data: Annotated[
+        list[str],
+        Option(help="Calibration text for gptq, PATH@WEIGHT in a mixture. Default: the training text of the run."),
+    ] = [],  # noqa: B006
+    calibration_tokens: Annotated[int, Option(help="Number of calibration tokens.")] = 16_384,
+    device: Device = "auto",
+    force: Force = False,
+) -> None:
+    """Write a checkpoint with integer weights, of which every size is the quantised size.
+
+    Reads a run or checkpoint, and text with --method gptq; writes a checkpoint folder.
+    """
+    options = locals()
+    stretto.quantise(options.pop("source"), **options)
+    say(f"checkpoint: {out}\nnext: stretto chat {out}; stretto extract {out} --subnet PRESET -o SMALL")
+
+
 def export(
     source: Source,
     out: Annotated[Path, Option("-o", "--out", help="Folder to write, or file with --gguf.")],
@@ -347,7 +383,9 @@ def export(
             help="Architecture on disk (docs/FORMATS.md). Default: the checkpoint's own, or one that can hold the network."
         ),
     ] = None,
-    dtype: Annotated[str, Option(help="Data type: float32, bfloat16, float16; with --gguf also q8_0.")] = "float32",
+    dtype: Annotated[
+        str, Option(help="Data type: float32, bfloat16, float16; with --gguf also q8_0 and q4_0.")
+    ] = "float32",
     gguf: Annotated[bool, Option("--gguf", help="Write a GGUF file for llama.cpp.")] = False,
     force: Force = False,
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -43,13 +44,14 @@ from stretto.model.families import (
     stored_tensors,
     to_hf,
 )
-from stretto.model.families.quantisation import quantisation
+from stretto.model.families.quantisation import packed_config, quantisation
 from stretto.model.gguf_read import GgufFile, gguf_file
 from stretto.model.headers import ELASTIC_FILE, INDEX_FILE, WEIGHTS_FILE, WeightFiles, damaged
-from stretto.model.quantised import Dequantised, TensorSource, require_shape
+from stretto.model.quantised import CODES, SCALES, SHAPE, ZEROS, Dequantised, TensorSource, require_shape
 from stretto.model.shard import Shard, ShardSource
 from stretto.model.spec import ModelConfig, SubnetChoice
 from stretto.model.transformer import MoeLayer, Transformer, skeleton
+from stretto.ops.int_weights import IntWeight, pack
 from stretto.text.tokenizer import TURN_END, load_tokenizer
 
 SCHEMA = 1
@@ -74,7 +76,13 @@ _OURS = (
 """Patterns of the files of a checkpoint; a folder with other files is never replaced."""
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Supported dtypes of weights, by safetensors' name."""
-_STORED_DTYPES = {**_DTYPES, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8}
+_STORED_DTYPES = {
+    **_DTYPES,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+}
 """Supported dtypes, with those of quantised weights and their scales."""
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -117,6 +125,7 @@ def write_checkpoint(
     presets: Mapping[str, SubnetChoice] | None = None,
     lineage: Lineage | Callable[[Mapping[Path, str]], Lineage] | None = None,
     dtype: torch.dtype | None = None,
+    integers: Mapping[str, IntWeight] = MappingProxyType({}),
     max_shard_bytes: int = _SHARD_BYTES,
     whole: Sequence[Path] = (),
     advance: Callable[[int], None] | None = None,
@@ -132,6 +141,7 @@ def write_checkpoint(
         lineage: the record to write, or a function that creates it from the SHA-256 of each file of ``whole``, called after the
             weights are written. Its ``weights_hash`` is set here.
         dtype: dtype of the weights on disk; None: that of the model. Selection biases are always fp32.
+        integers: integer weights by their names in the state dict, which are written in place of those of the state.
         max_shard_bytes: largest size of a file of weights.
         whole: safetensors files that already have tensors of the result, in ``family`` and ``dtype``; they are copied.
         advance: called with the number of bytes of each file written.
@@ -154,14 +164,18 @@ def write_checkpoint(
         partial.mkdir(parents=True)
         ids = {name: generation.get(name) for name in _TOKEN_IDS}
         single_ids = {name: value[0] if isinstance(value, list) else value for name, value in ids.items()}
-        write_json(partial / "config.json", to_hf(config, family, _dtype_name(dtype)) | single_ids)
+        tree = to_hf(config, family, _dtype_name(dtype)) | single_ids
+        tensors = list(stored_tensors(config, family))
+        if integers:
+            tree["quantization_config"] = _integer_settings(tensors, integers)
+        write_json(partial / "config.json", tree)
         write_json(partial / GENERATION_FILE, generation)
         description = StrettoFile(family=family, config=config, presets=dict(presets or {}))
         write_json(partial / STRETTO_FILE, description.model_dump(mode="json"))
-        tensors = list(stored_tensors(config, family))
+        source = _Source(state, dtype, integers)
         with ThreadPoolExecutor(1) as pool:
             hashing = pool if lineage is not None else None
-            digests = _write_weights(partial, tensors, state, dtype, max_shard_bytes, whole, hashing, advance)
+            digests = _write_weights(partial, tensors, source, max_shard_bytes, whole, hashing, advance)
         biases = {name: state[name].detach().cpu() for name in state if name.endswith(".bias_WE")}
         if biases:
             write_file(partial / ELASTIC_FILE, biases)
@@ -223,6 +237,52 @@ def read_checkpoint(
         layer.set_order(order, device)  # not in the state dict, so still on the meta device
     lineage = read_lineage(folder) if (folder / LINEAGE_FILE).is_file() else None
     return Checkpoint(model, config, family, description.presets, lineage, folder)
+
+
+def read_integers(folder: Path | str) -> dict[str, IntWeight]:
+    """The integer weights of a checkpoint as they are stored, by their names in our state dict; those of several tensors on disk (queries,
+    keys and values) only if all are integers of one form. Empty for a checkpoint without integer weights. Raises `UserError` as
+    `read_checkpoint` does.
+    """
+    folder = Path(folder)
+    if not stores_integers(folder):
+        return {}
+    description = describe(folder)
+    shapes = {name: tuple(tensor.shape) for name, tensor in skeleton(description.config).state_dict().items()}
+    pieces: dict[str, list[tuple[Stored, IntWeight | None]]] = {}
+    with open_tensors(folder) as files:
+        assert isinstance(files, Dequantised), folder
+        for stored in readable(description.config, description.family, files, folder):
+            if stored.ours is not None and _is_packable(stored):
+                pieces.setdefault(stored.ours, []).append((stored, files.int_weight(stored.name, stored.shape)))
+    return {name: whole for name, parts in pieces.items() if (whole := _joined(parts, shapes[name], name)) is not None}
+
+
+def _joined(parts: Sequence[tuple[Stored, IntWeight | None]], shape: tuple[int, ...], name: str) -> IntWeight | None:
+    """The integer weight ``name`` of ``shape`` from its tensors on disk; None: they are not all integers of one form."""
+    weights = [weight for _, weight in parts if weight is not None]
+    forms = {(weight.bits, weight.group, weight.zeros is None, weight.scales.dtype) for weight in weights}
+    if len(weights) < len(parts) or len(forms) != 1:
+        return None
+
+    def join(tensors: Sequence[Tensor]) -> Tensor:
+        whole = tensors[0].new_zeros(*shape[:-1], tensors[0].shape[-1])
+        for (stored, _), tensor in zip(parts, tensors, strict=True):
+            from_stored(replace(stored, shape=tuple(tensor.shape)), tensor, {name: whole})
+        return whole
+
+    zeros = [weight.zeros for weight in weights if weight.zeros is not None]
+    codes, scales = ([getattr(weight, field) for weight in weights] for field in ("codes", "scales"))
+    return IntWeight(join(codes), join(scales), join(zeros) if zeros else None, weights[0].bits)
+
+
+def stores_integers(folder: Path) -> bool:
+    """Whether a checkpoint has integer weights, as `stretto quantise` writes them."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return False
+    how = quantisation(read_json(path), str(path))
+    return how is not None and how.is_packed
 
 
 def read_config(folder: Path | str) -> ModelConfig:
@@ -563,11 +623,67 @@ class TensorFiles(WeightFiles):
         require_shape(self.path(name), name, self.stored_as(name)[1], shape)
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What a checkpoint is written from."""
+
+    state: Mapping[str, Tensor]
+    dtype: torch.dtype
+    integers: Mapping[str, IntWeight]
+
+    def tensors(self, stored: Stored) -> dict[str, Tensor]:
+        """The tensors on disk for ``stored``: one, or those of an integer weight."""
+        weight = self.integers.get(stored.ours or "")
+        if weight is None or not _is_packable(stored):
+            return {stored.name: to_stored(stored, self.state, self.dtype)}
+        assert stored.ours is not None
+
+        def on_disk(values: Tensor) -> Tensor:
+            place = replace(stored, shape=(stored.shape[0], values.shape[-1]))
+            return to_stored(place, {str(stored.ours): values}, values.dtype)
+
+        found = {CODES: pack(on_disk(weight.codes), weight.bits), SCALES: on_disk(weight.scales)}
+        if weight.zeros is not None:
+            zeros_FJ = on_disk(weight.zeros)
+            padding = zeros_FJ.new_zeros(-len(zeros_FJ) % (32 // weight.bits), zeros_FJ.shape[1])
+            found[ZEROS] = pack(torch.cat((zeros_FJ, padding)).mT, weight.bits).mT.contiguous()
+        found[SHAPE] = torch.tensor(stored.shape)
+        return {stored.name + ending: tensor for ending, tensor in found.items()}
+
+    def num_bytes(self, stored: Stored) -> int:
+        weight, size = self.integers.get(stored.ours or ""), math.prod(stored.shape)
+        if weight is None or not _is_packable(stored):
+            return size * (torch.float32 if stored.always_fp32 else self.dtype).itemsize
+        num_groups, zeros = size // weight.group, weight.bits if weight.zeros is not None else 0
+        return (size * weight.bits + num_groups * (8 * weight.scales.itemsize + zeros)) // 8
+
+
+def _is_packable(stored: Stored) -> bool:
+    """Whether ``stored`` is a weight of the form that integer weights have on disk."""
+    return len(stored.shape) == 2 and not stored.is_stacked and not stored.is_copy
+
+
+def _integer_settings(tensors: Sequence[Stored], integers: Mapping[str, IntWeight]) -> dict[str, Any]:
+    """The ``quantization_config`` of a checkpoint with ``integers``: modules of equal bits and groups, by the ends of their names."""
+    names: dict[tuple[int, int, bool], set[str]] = {}
+    others = set()
+    for stored in tensors:
+        module = re.sub(r"\d+", "[0-9]+", re.escape(stored.name.removesuffix(".weight")))
+        weight = integers.get(stored.ours or "")
+        if weight is not None:
+            names.setdefault((weight.bits, weight.group, weight.zeros is not None), set()).add(module)
+        elif len(stored.shape) == 2 and "embed_tokens" not in stored.name:
+            others.add(module)
+    schemes = {f"^({'|'.join(sorted(modules))})$": scheme for scheme, modules in names.items()}
+    # experts that only fill a layer up have names like those of the others
+    ignored = others.difference(*names.values())
+    return packed_config(schemes, [f"re:^{module}$" for module in sorted(ignored)])
+
+
 def _write_weights(
     folder: Path,
     tensors: list[Stored],
-    state: Mapping[str, Tensor],
-    dtype: torch.dtype,
+    source: _Source,
     max_shard_bytes: int,
     whole: Sequence[Path],
     hashing: Executor | None,
@@ -583,18 +699,15 @@ def _write_weights(
     shards: list[list[Stored]] = [[]]
     size, total = 0, 0
 
-    def num_bytes(stored: Stored) -> int:
-        return math.prod(stored.shape) * (torch.float32 if stored.always_fp32 else dtype).itemsize
-
     for stored in tensors:
-        total += num_bytes(stored)
+        total += source.num_bytes(stored)
         if stored.name in copied:
             continue
-        if shards[-1] and size + num_bytes(stored) > max_shard_bytes:
+        if shards[-1] and size + source.num_bytes(stored) > max_shard_bytes:
             shards.append([])
             size = 0
         shards[-1].append(stored)
-        size += num_bytes(stored)
+        size += source.num_bytes(stored)
     parts: list[Path | list[Stored]] = [*whole, *(shard for shard in shards if shard)]
     weight_map: dict[str, str] = {}
     digests: dict[str, str | Future[str]] = {}
@@ -604,12 +717,13 @@ def _write_weights(
             digests[file] = copy_file(part, folder / file, advance)
             weight_map |= dict.fromkeys(names_of[part], file)
             continue
-        write_file(folder / file, {stored.name: to_stored(stored, state, dtype) for stored in part})
-        weight_map |= {stored.name: file for stored in part}
+        found = {name: tensor for stored in part for name, tensor in source.tensors(stored).items()}
+        write_file(folder / file, found)
+        weight_map |= dict.fromkeys(found, file)
         if hashing is not None:
             digests[file] = hashing.submit(file_sha256, folder / file)
         if advance is not None:
-            advance(sum(map(num_bytes, part)))
+            advance(sum(map(source.num_bytes, part)))
     if len(parts) > 1:
         write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return {file: digest if isinstance(digest, str) else digest.result() for file, digest in digests.items()}

@@ -43,6 +43,7 @@ _TYPES: dict[str, tuple[Kind, gguf.LlamaFileType]] = {
     "f16": (Kind.F16, gguf.LlamaFileType.MOSTLY_F16),
     "bf16": (Kind.BF16, gguf.LlamaFileType.MOSTLY_BF16),
     "q8_0": (Kind.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+    "q4_0": (Kind.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
 }
 _VALUE_TYPES = {
     bool: gguf.GGUFValueType.BOOL,
@@ -125,7 +126,7 @@ def write_gguf(
     """Write the checkpoint in ``folder`` as the GGUF file ``path``.
 
     Args:
-        dtype: ``f32``, ``f16``, ``bf16`` or ``q8_0``; norms, routers and biases are fp32, as in llama.cpp's own files.
+        dtype: ``f32``, ``f16``, ``bf16``, ``q8_0`` or ``q4_0``; norms, routers and biases are fp32, as in llama.cpp's own files.
         pre_tokenizer: llama.cpp's name of the tokenizer's splitting rule, which is not checked. Needed only for byte-level tokenizers
             that are neither common nor trained by Stretto.
         advance: called with the number of bytes of each tensor written.

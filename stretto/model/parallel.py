@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from stretto.base.errors import UserError
 from stretto.base.records import LINEAGE_FILE, Lineage, read_lineage
 from stretto.data.loader import share_of
-from stretto.model.checkpoint import Checkpoint
+from stretto.model.checkpoint import Checkpoint, stores_integers
 from stretto.model.elastic import with_branch_rows
 from stretto.model.families import Family
 from stretto.model.spec import ModelConfig, SubnetChoice
@@ -354,6 +354,16 @@ def stored(folder: Path) -> Origin:
     lineage = read_lineage(folder) if (folder / LINEAGE_FILE).is_file() else None
     with StreamedState(folder) as state:
         return Origin(state.config, place, state.description.family, state.description.presets, lineage)
+
+
+def stored_for_training(folder: Path) -> Origin:
+    """`stored`, for a network whose weights are trained. Raises `UserError` also if they are integers: steps of an optimiser are smaller
+    than the distance between two codes."""
+    if stores_integers(folder):
+        raise UserError(
+            f"{folder}: integer weights cannot be trained; train the checkpoint that it was quantised from, and quantise the result"
+        )
+    return stored(folder)
 
 
 def random_network(config: ModelConfig, seed: int) -> Origin:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stretto.model.families.quantisation import Quantisation
 from stretto.model.headers import damaged
+from stretto.ops.int_weights import BITS, IntWeight, unpack
 
 _FP8 = torch.float8_e4m3fn
 _NAN_BITS = 0x7F0
@@ -24,6 +25,10 @@ _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E8M0_BIAS = 127
 _IGNORED = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".output_scale")
 """Scales of activations, which do not apply to stored weights."""
+
+
+CODES, SCALES, ZEROS, SHAPE = "_packed", "_scale", "_zero_point", "_shape"
+"""Suffixes that are added to the name of a packed weight, for its codes, scales, zeros and shape (compressed-tensors' names)."""
 
 
 def require_shape(path: Path, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
@@ -75,9 +80,11 @@ class Dequantised:
 
     def __init__(self, inner: StoredSource, how: Quantisation) -> None:
         self._inner, self._how = inner, how
-        blocks = {name.removesuffix("_blocks") for name in inner.names if name.endswith("_blocks")}
-        self._packed = frozenset(blocks) if how.is_mxfp4 else frozenset()
-        hidden = {f"{name}{ending}" for name in self._packed for ending in ("_blocks", "_scales")}
+        endings = (CODES, SCALES, ZEROS, SHAPE) if how.is_packed else ("_blocks", "_scales")
+        self._values = endings[0]
+        blocks = {name.removesuffix(self._values) for name in inner.names if name.endswith(self._values)}
+        self._packed = frozenset(blocks) if how.is_mxfp4 or how.is_packed else frozenset()
+        hidden = {f"{name}{ending}" for name in self._packed for ending in endings}
         hidden |= {name for name in inner.names if name.endswith((*_IGNORED, how.scales))}
         self._names = (inner.names - hidden) | self._packed
 
@@ -86,7 +93,7 @@ class Dequantised:
         return self._names
 
     def path(self, name: str) -> Path:
-        return self._inner.path(f"{name}_blocks" if name in self._packed else name)
+        return self._inner.path(f"{name}{self._values}" if name in self._packed else name)
 
     def dtype(self, name: str) -> torch.dtype:
         return torch.bfloat16 if self._is_quantised(name) else self._inner.dtype(name)
@@ -98,15 +105,56 @@ class Dequantised:
         if not self._is_quantised(name):
             return self._inner.read(name, shape, part)
         self.check(name, shape)
+        if self._how.is_packed:
+            weight = self.int_weight(name, shape)
+            assert weight is not None, name
+            return weight.dequantise()[part]
         read = self._read_mxfp4 if name in self._packed else self._read_fp8
         experts = tuple(takewhile(lambda index: isinstance(index, int), part)) if len(shape) > 2 else ()
         return read(name, shape, experts)[part[len(experts) :]]
+
+    def int_weight(self, name: str, shape: tuple[int, ...]) -> IntWeight | None:
+        """The integer weight ``name`` of ``shape`` [F, D] as it is stored; None: it is stored in another form. Raises `UserError` as
+        `check` does."""
+        if not self._how.is_packed or name not in self._packed:
+            return None
+        self.check(name, shape)
+        codes_FP = self._inner.raw(name + CODES)
+        bits = 32 * codes_FP.shape[-1] // shape[-1]
+        zeros_FJ = None
+        if (stored := name + ZEROS) in self._inner.names:
+            zeros_FJ = unpack(self._inner.raw(stored).mT, bits).mT[: shape[0]].contiguous()
+        return IntWeight(unpack(codes_FP, bits), self._inner.raw(name + SCALES), zeros_FJ, bits)
+
+    def _check_int(self, name: str, shape: tuple[int, ...]) -> None:
+        """The number of bits follows from the shape of the codes, the size of a group from that of the scales."""
+        dtype, stored = self._inner.stored_as(name + CODES)
+        if len(shape) != 2 or len(stored) != 2 or dtype != torch.int32:
+            raise damaged(
+                self.path(name), name + CODES, f"{dtype} of shape {list(stored)} is no packed matrix in int32"
+            )
+        columns = stored[1]
+        bits = 32 * columns // shape[1]
+        if bits not in BITS:
+            raise damaged(
+                self.path(name), name + CODES, f"{columns} columns for {shape[1]} inputs are no codes of 4 or 8 bits"
+            )
+        self._compare(name + CODES, (shape[0], shape[1] * bits // 32))
+        num_groups = self._inner.stored_as(name + SCALES)[1][-1]
+        if num_groups < 1 or shape[1] % num_groups:
+            raise damaged(self.path(name), name + SCALES, f"{num_groups} groups do not divide {shape[1]} inputs")
+        self._compare(name + SCALES, (shape[0], num_groups))
+        if name + ZEROS in self._inner.names:
+            self._compare(name + ZEROS, (-(-shape[0] * bits // 32), num_groups))
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         if not self._is_quantised(name):
             self._inner.check(name, shape)
             return
         self._need_scales(name)
+        if self._how.is_packed:
+            self._check_int(name, shape)
+            return
         if name in self._packed:
             groups = (*shape[:-2], shape[-1], shape[-2] // 32)
             self._compare(f"{name}_blocks", (*groups, 16))

@@ -26,7 +26,7 @@ from stretto.data.pack import Piece
 from stretto.learning.dialogue import Dialogue
 from stretto.learning.recipe import SUPERVISED, Prompts, RlRecipe, StartConfig, plan_prompts
 from stretto.model.lora import add_adapters, load_adapters, merge, write_adapters
-from stretto.model.parallel import Origin, Ranks, join, random_network, stored
+from stretto.model.parallel import Origin, Ranks, join, random_network, stored, stored_for_training
 from stretto.model.transformer import Transformer
 from stretto.sandbox.tools import MAX_TEXT
 from stretto.tasks.session import schemas
@@ -208,7 +208,7 @@ def _initial(recipe: RlRecipe, start: StartConfig, origin: Path | None) -> Origi
         return random_network(model, seed)
     if model is not None:
         raise UserError(f"recipe: start.model: describes a new network, and --model names {origin}; leave one out")
-    return stored(origin)
+    return stored_for_training(origin)
 
 
 def _plan_of(recipe: RlRecipe, start: StartConfig) -> SftRecipe:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from stretto.model.families import Family
 from stretto.model.parallel import Origin, Ranks, copied, device_name, full_state, random_network
 from stretto.model.spec import ModelConfig, SubnetChoice, count
 from stretto.model.transformer import Transformer
+from stretto.ops.int_weights import IntWeight
 from stretto.ops.logprob import IGNORED
 from stretto.ops.tuning import deterministic, threads_kept
 from stretto.optim.build import build_optimizers, set_learning_rate
@@ -648,6 +650,7 @@ def write_trained(
     family: Family | None = None,
     presets: Mapping[str, SubnetChoice] | None = None,
     spent: Receipt | None = None,
+    integers: Mapping[str, IntWeight] = MappingProxyType({}),
 ) -> Path:
     """Write the checkpoint of a finished stage with its lineage. All ranks call this; rank 0 writes.
 
@@ -671,7 +674,14 @@ def write_trained(
             config=config,
         )
         write_checkpoint(
-            folder, state, model.config, family=family, tokenizer_dir=tokenizer_dir, presets=presets, lineage=lineage
+            folder,
+            state,
+            model.config,
+            family=family,
+            tokenizer_dir=tokenizer_dir,
+            presets=presets,
+            lineage=lineage,
+            integers=integers,
         )
     ranks.barrier()
     return folder

@@ -174,8 +174,8 @@ def test_scales_that_are_missing_or_do_not_fit_are_one_line(damage: str, tmp_pat
         ({"quant_method": "awq"}, "'awq' cannot be read"),
         ({"quant_method": "bitsandbytes"}, "'bitsandbytes' cannot be read"),
         (
-            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-            "'compressed-tensors' .pack-quantized. cannot",
+            {"quant_method": "compressed-tensors", "format": "int-quantized"},
+            "'compressed-tensors' .int-quantized. cannot",
         ),
         (
             {

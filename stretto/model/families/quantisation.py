@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ class Quantisation:
     block: tuple[int, int] | None = None
     """Numbers of rows and columns that share a scale; None: the whole tensor or each row, depending on the shape of the scales."""
     is_mxfp4: bool = False
+    is_packed: bool = False
+    """Whether weights are integers, packed as `stretto.ops.int_weights` describes: int4 or int8 in groups along the input."""
 
 
 def quantisation(tree: Mapping[str, Any], source: str) -> Quantisation | None:
@@ -33,10 +35,12 @@ def quantisation(tree: Mapping[str, Any], source: str) -> Quantisation | None:
         return Quantisation("_scale_inv", None if block is None else _block(block, source))
     if method == "compressed-tensors" and settings.get("format") == "float-quantized":
         return _compressed(settings, source)
+    if method == "compressed-tensors" and settings.get("format") == "pack-quantized":
+        return _packed(settings, source)
     form = f" ({settings['format']})" if isinstance(settings, Mapping) and "format" in settings else ""
     raise UserError(
         f"{source}: quantization_config: quant_method {method!r}{form} cannot be read, only fp8, mxfp4 and compressed-tensors"
-        " of FP8; use the bf16 checkpoint"
+        " of FP8 or of packed integers; use the bf16 checkpoint"
     )
 
 
@@ -55,6 +59,48 @@ def _compressed(settings: Mapping[str, Any], source: str) -> Quantisation:
             f"{source}: quantization_config.config_groups: {len(blocks)} kinds of scales are not supported, only one; use the bf16 checkpoint"
         )
     return Quantisation("_scale", blocks.pop())
+
+
+def _packed(settings: Mapping[str, Any], source: str) -> Quantisation:
+    for name, group in (settings.get("config_groups") or {}).items():
+        weights = group.get("weights") or {}
+        for field, known in (
+            ("type", ("int",)),
+            ("num_bits", (4, 8)),
+            ("strategy", ("group", "channel")),
+            ("actorder", (None, "weight", "static")),
+        ):
+            if weights.get(field) not in known:
+                raise UserError(
+                    f"{source}: quantization_config.config_groups.{name}: {field} {weights.get(field)!r} of packed weights cannot be"
+                    f" read, only {' and '.join(map(str, known))}; use the bf16 checkpoint"
+                )
+        if group.get("input_activations"):
+            raise UserError(
+                f"{source}: quantization_config.config_groups.{name}: quantised activations cannot be computed; use the bf16 checkpoint"
+            )
+    return Quantisation("_scale", is_packed=True)
+
+
+def packed_config(schemes: Mapping[str, tuple[int, int, bool]], ignored: Sequence[str]) -> dict[str, Any]:
+    """The ``quantization_config`` of packed integer weights.
+
+    Args:
+        schemes: bits, inputs per group, and whether groups have zeros, by a regular expression for the names of modules.
+        ignored: names of modules, or regular expressions after ``re:``, whose weights are not quantised.
+    """
+    groups = {}
+    for number, (pattern, (bits, group, zeros)) in enumerate(schemes.items()):
+        weights = {"num_bits": bits, "type": "int", "symmetric": not zeros, "strategy": "group", "group_size": group}
+        weights |= {"dynamic": False, "actorder": None, "observer": "minmax"}
+        groups[f"group_{number}"] = {"targets": [f"re:{pattern}"], "weights": weights}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": list(ignored),
+    }
 
 
 def _block(value: Any, source: str) -> tuple[int, int]:

@@ -1,0 +1,114 @@
+"""`stretto quantise`: the command, what other commands do with its checkpoint, and refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stretto.base.paths import CHECKPOINT
+from stretto.base.records import read_lineage
+from stretto.model.checkpoint import read_checkpoint, read_integers, read_presets, stores_integers
+from stretto.model.integers import round_to_nearest, slice_integers
+from stretto.ops.int_weights import IntScheme
+from tests.api.conftest import PRESETS, Run, refused
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_one_file_serves_every_size(stretto: Run, served_run: Path, tmp_path: Path, dtype: str) -> None:
+    quantised, small, exact = (tmp_path / name for name in ("quantised", "small", "exact"))
+    done = stretto("quantise", served_run, "--dtype", dtype, "--group", 16, "-o", quantised)
+    assert not done.code and "head: tied to the embedding" in done.out, done
+    assert read_presets(quantised) == PRESETS and read_lineage(quantised).stage == "quantise"
+    integers = read_integers(quantised)
+    assert {weight.bits for name, weight in integers.items() if "blocks" in name} == {int(dtype[3:])}
+    assert integers["head.weight"].bits == 8 and "embedding.weight" not in integers
+
+    # slicing the file gives the integers of the quantised slice
+    assert not stretto("extract", quantised, "--subnet", "half", "-o", small).code
+    assert not stretto("extract", served_run / CHECKPOINT, "--subnet", "half", "-o", exact).code
+    scheme = IntScheme(int(dtype[3:]), 16)
+    sliced, state = read_integers(small), read_checkpoint(exact).model.state_dict()
+    inside = [name for name in sliced if name.startswith("blocks.")]
+    for name, meant in round_to_nearest(state, dict.fromkeys(inside, scheme)).items():
+        assert torch.equal(sliced[name].codes, meant.codes) and torch.equal(sliced[name].scales, meant.scales), name
+    assert torch.equal(sliced["head.weight"].codes, integers["head.weight"].codes)
+
+    for size in ("full", "half", "corner"):
+        answer = stretto("generate", quantised, "--prompt", "steps", "--subnet", size, "--max-tokens", 4)
+        assert not answer.code, answer
+    exported = tmp_path / "exported"
+    assert not stretto("export", quantised, "-o", exported).code
+    assert not stores_integers(exported)
+    values, whole = read_checkpoint(exported).model.state_dict(), read_checkpoint(quantised).model.state_dict()
+    assert all(torch.equal(values[name], tensor) for name, tensor in whole.items())
+
+
+@pytest.mark.parametrize("type_name", ["q8_0", "q4_0"])
+def test_integers_are_exact_in_llama_cpp_s_type(
+    stretto: Run, recipe: Path, text: Path, tmp_path: Path, type_name: str
+) -> None:
+    run, quantised, file = tmp_path / "run", tmp_path / "quantised", tmp_path / "model.gguf"
+    widths = ["--set", "model.expert_intermediate_size=32", "--set", "train.steps=1"]
+    assert not stretto("pretrain", recipe, "--data", text, "--out", run, *widths).code
+    dtype = {"q8_0": "int8", "q4_0": "int4"}[type_name]
+    assert not stretto("quantise", run, "--dtype", dtype, "--head", dtype, "-o", quantised).code
+    assert not stretto("export", quantised, "--gguf", "--dtype", type_name, "-o", file).code
+    whole, packed = read_checkpoint(quantised).model.state_dict(), read_checkpoint(file).model.state_dict()
+    integers = read_integers(quantised)
+    assert integers and all(torch.equal(packed[name], whole[name]) for name in integers)
+
+
+def test_gptq_reads_the_run_s_own_text_and_healing_dequantises(
+    stretto: Run, recipe: Path, healing: Path, text: Path, tmp_path: Path
+) -> None:
+    run, quantised, small, healed = (tmp_path / name for name in ("run", "quantised", "small", "healed"))
+    assert not stretto("pretrain", recipe, "--data", text, "--out", run).code
+    options = ("--dtype", "int4", "--group", 16, "--method", "gptq", "--calibration-tokens", 512)
+    assert not stretto("quantise", run, *options, "--zeros", "-o", quantised).code
+    integers = read_integers(quantised)
+    assert integers["blocks.0.mlp.down"].zeros is not None and integers["head.weight"].zeros is None
+    checkpoint = read_checkpoint(quantised)
+    corner = checkpoint.presets["corner"].of(checkpoint.config)
+    assert not stretto("extract", quantised, "--subnet", "corner", "-o", small).code
+    sliced, found = slice_integers(checkpoint.config, corner, integers), read_integers(small)
+    assert all(torch.equal(found[name].dequantise(), weight.dequantise()) for name, weight in sliced.items())
+    done = stretto("heal", small, "-o", healed, "--data", run / "data" / "00", "--recipe", healing)
+    assert not done.code and "integer weights are dequantised for healing" in done.out + done.err, done
+    assert not stores_integers(healed) and stores_integers(small)
+    # text of its own, for a checkpoint outside a run
+    alone = tmp_path / "alone"
+    assert not stretto("quantise", run / CHECKPOINT, *options, "--data", text, "-o", alone).code
+    assert read_integers(alone).keys() == integers.keys()
+
+
+def test_refusals(stretto: Run, served_run: Path, recipe: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def quantise(*options: object) -> None:
+        refused(stretto("quantise", served_run / CHECKPOINT, "-o", out, *options[:-1]), *options[-1])
+        assert not out.exists()
+
+    quantise(("--group 32", "mlp.down has 16 inputs", "choose one of 8, 16"))
+    quantise("--group", 0, ("--group 0", "choose one of 8, 16, 32"))
+    quantise("--dtype", "int3", ("dtype", "int3"))
+    quantise("--method", "awq", ("method", "awq"))
+    quantise("--experts", "fp8", ("experts", "fp8"))
+    nothing = ("--experts", "none", "--attention", "none", "--head", "none")
+    quantise(*nothing, ("no part is left",))
+    quantise("--group", 16, "--method", "gptq", ("has no training text", "--data"))
+    quantise("--group", 16, "--method", "gptq", "--calibration-tokens", 0, ("calibration_tokens", "greater than 0"))
+    quantise("--group", 16, "--method", "gptq", "--data", tmp_path / "none", ("none",))
+
+    assert not stretto("quantise", served_run, "-o", out, "--group", 16).code
+    again = ("its weights are integers already",)
+    refused(stretto("quantise", out, "-o", tmp_path / "again", "--group", 16), *again)
+    refused(stretto("quantise", served_run, "-o", out, "--group", 16), "--force")
+    trained = ("integer weights cannot be trained", str(out))
+    run = tmp_path / "run"
+    refused(stretto("pretrain", recipe, "--from", out, "--data", text, "--out", run), *trained)
+    refused(stretto("elasticize", out, "--data", text, "--out", run), *trained)
+    refused(stretto("sft", "sft", "--model", out, "--data", text, "--out", run), *trained)
+    refused(stretto("rl", "rl_gym", "--model", out, "--out", run), *trained)
+    assert not run.exists()
