@@ -29,7 +29,7 @@ from stretto.engine.engine import Engine, stream
 from stretto.engine.loading import generation_ends
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling
 from stretto.evals.loss import EvalBatch
-from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config, read_presets
+from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config, read_integers, read_presets
 from stretto.model.parallel import join
 from stretto.model.spec import ModelConfig, Subnet, check_subnet, count, named_subnets
 from stretto.model.transformer import Context, Transformer
@@ -294,6 +294,7 @@ class Model:
             end_ids=generation_ends(self.folder, self.config.vocab_size),
             routes=False,
             library=native.load() if self.device.type == "cpu" else None,
+            integers=read_integers(self.folder),
         )
 
     @overload

@@ -13,9 +13,10 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +46,7 @@ from stretto.engine.scheduler import Scheduler
 from stretto.engine.sequence import NOT_FINITE, Admission, Chunk, SequenceState, StepPlan, SubnetTable
 from stretto.model.spec import Subnet, count, executed
 from stretto.model.transformer import Transformer
+from stretto.ops.int_weights import IntWeight
 from stretto.ops.matmul import Arithmetic
 from stretto.ops.native import Library, choose_tokens
 from stretto.text.tokenizer import Tokenizer
@@ -66,6 +68,7 @@ class Engine:
         seeds: Callable[[], int] = lambda: secrets.randbits(63),
         clock: Callable[[], float] = time.perf_counter,
         ranks: Ranks | None = None,
+        integers: Mapping[str, IntWeight] = MappingProxyType({}),
     ):
         """
         Args:
@@ -78,6 +81,7 @@ class Engine:
             seeds: called for each request without a seed.
             clock: time in seconds, for the times in `Usage`.
             ranks: ranks of tensor parallelism, ``config.tp`` of them; ``model`` is the part of this one, rank 0.
+            integers: integer weights, as in `Runner`.
 
         Raises:
             UserError: the cache would be smaller than one page.
@@ -99,6 +103,7 @@ class Engine:
             page_size=config.page_size,
             routes=routes,
             library=library,
+            integers=integers,
             arithmetic=Arithmetic(config.precision, config.batch_invariant),
             max_native_tokens=MAX_NATIVE_TOKENS if config.fast_prefill else None,
             cuda_graphs=config.cuda_graphs and model.embedding.weight.is_cuda,

@@ -7,7 +7,9 @@ logits, V vocabulary, T positions, R rotated pairs, D hidden.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +19,8 @@ from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.attention import Attention, rotary_frequencies
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Block, SwiGlu, Transformer
-from stretto.ops.native import MAX_GROUP, MAX_TOP_K, Decoder, Network
+from stretto.ops.int_weights import IntWeight
+from stretto.ops.native import INT_GROUP, MAX_GROUP, MAX_TOP_K, PANEL, Decoder, Network, Panels
 from stretto.ops.operators import rotary_tables
 
 
@@ -32,10 +35,28 @@ def why_not(config: ModelConfig) -> str:
     return ""
 
 
-class NativeForward:
-    """The compiled forward pass of one model over one cache. Weights may be overwritten in place, but not replaced."""
+_NAME = re.compile(r"blocks\.(\d+)\.(?:attention|mlp)\.(.+?)(?:\.weight)?")
 
-    def __init__(self, library: ctypes.CDLL, model: Transformer, subnets: SubnetTable, pool: KvPool):
+
+def fits_kernels(name: str, weight: IntWeight) -> bool:
+    """Whether there are kernels for the integer weight ``name``: groups of 32, and matrices that begin at a panel of rows."""
+    rows = weight.codes.shape[-2] // (2 if name.removesuffix(".weight").endswith("gate_up") else 1)
+    return weight.group == INT_GROUP and (name == "head.weight" or rows % PANEL == 0)
+
+
+class NativeForward:
+    """The compiled forward pass of one model over one cache. Weights may be overwritten in place, but not replaced; integer weights may
+    not be overwritten."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        model: Transformer,
+        subnets: SubnetTable,
+        pool: KvPool,
+        integers: Mapping[str, IntWeight] = MappingProxyType({}),
+    ):
+        """``integers``: weights by their names in the state dict, for which `fits_kernels` holds."""
         config = model.config
         assert pool.values_LPZGC is not None, "a pool without values"
         longest = min(config.max_positions, pool.keys_LPZGC.shape[1] * pool.keys_LPZGC.shape[2])
@@ -68,6 +89,8 @@ class NativeForward:
             keys_LPZGC=pool.keys_LPZGC,
             values_LPZGC=pool.values_LPZGC,
             routes_PZLK=pool.routes_PZLK,
+            integers=_panels(integers, config.num_layers) if integers else (),
+            int_head=Panels.of(integers["head.weight"]) if "head.weight" in integers else None,
         )
         self.library, self._config, self._subnets = library, config, subnets
         self._decoder = Decoder(library, network)
@@ -105,6 +128,15 @@ class NativeForward:
                 num_experts, top_k = next(moe)
                 choices[layer] = (num_experts, top_k, config.branch(num_experts))
         return choices
+
+
+def _panels(integers: Mapping[str, IntWeight], num_layers: int) -> list[dict[str, Panels]]:
+    """Integer weights of each layer by their names in `stretto.ops.native.INTEGERS`."""
+    layers: list[dict[str, Panels]] = [{} for _ in range(num_layers)]
+    for name, weight in integers.items():
+        if (found := _NAME.fullmatch(name)) is not None:
+            layers[int(found[1])][found[2].replace("shared.", "shared_")] = Panels.of(weight)
+    return layers
 
 
 def _layer(block: nn.Module, selection_bias: bool) -> dict[str, Tensor | None]:

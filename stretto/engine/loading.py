@@ -17,8 +17,9 @@ from stretto.engine.engine import Engine
 from stretto.engine.forward_torch import KvPool
 from stretto.engine.ranks import Team
 from stretto.engine.request import EngineConfig
-from stretto.model.checkpoint import read_checkpoint, read_config, read_presets
+from stretto.model.checkpoint import read_checkpoint, read_config, read_integers, read_presets
 from stretto.model.elastic import extract
+from stretto.model.integers import slice_integers
 from stretto.model.shard import Shard
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, extracted_config
 from stretto.ops.memory import free_bytes
@@ -105,12 +106,21 @@ def open_engine(
         checkpoint = read_checkpoint(folder, device=device, dtype=dtype, shard=shard)
         ranks = None if team is None else team.join()
         model = checkpoint.model.requires_grad_(False)
+        integers = read_integers(folder)
         if cut is not None:
+            integers = slice_integers(model.config, cut, integers)
             model, presets = extract(model, cut).requires_grad_(False), {}
         if library is None and device.type == "cpu" and ranks is None:
             library = load()
         end_ids = generation_ends(folder, model.config.vocab_size)
-        engine = Engine(model, tokenizer, config, end_ids=end_ids, routes=routes, library=library, ranks=ranks)
+        engine = Engine(
+            *(model, tokenizer, config),
+            end_ids=end_ids,
+            routes=routes,
+            library=library,
+            ranks=ranks,
+            integers=integers,
+        )
         stack.pop_all()
     name = folder.parent.name if (folder.parent / RUN_FILE).is_file() else folder.resolve().name
     subnets = {"full": model.config.full(), **{name: choice.of(model.config) for name, choice in presets.items()}}

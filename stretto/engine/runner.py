@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from stretto.base.errors import UserError
-from stretto.engine.forward_cpu import NativeForward, why_not
+from stretto.engine.forward_cpu import NativeForward, fits_kernels, why_not
 from stretto.engine.forward_torch import KvPool, TorchForward
 from stretto.engine.graphs import DecodeGraphs
 from stretto.engine.ranks import Cache, Ranks, Weights
@@ -25,6 +26,7 @@ from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.checkpoint import read_checkpoint, read_config, weights_hash
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Transformer, skeleton
+from stretto.ops.int_weights import IntWeight
 from stretto.ops.matmul import PLAIN, Arithmetic, kernels
 from stretto.ops.memory import free_bytes
 from stretto.ops.native import DTYPES, Library
@@ -97,9 +99,12 @@ class Runner:
         max_native_tokens: int | None = None,
         cuda_graphs: bool = False,
         ranks: Ranks | None = None,
+        integers: Mapping[str, IntWeight] = MappingProxyType({}),
     ):
         """
         Args:
+            integers: integer weights by their names in the state dict, whose values ``model`` has. The compiled kernels multiply by the
+                integers where they can; torch multiplies by the values.
             subnets: Subnets by their numbers in chunks.
             library: compiled kernels, for a CPU and plain arithmetic; None: torch computes.
             max_native_tokens: most tokens of a step that the kernels compute; None: no limit, so no token depends, to the bit,
@@ -121,9 +126,16 @@ class Runner:
         self.pool = KvPool.allocate(self.config, num_pages + has_graphs, page_size, dtype, device, routes)
         self._subnets, self._arithmetic, self._max_native_tokens = subnets, arithmetic, max_native_tokens
         self.native: NativeForward | None = None
+        self._int_bits, self._num_integers, self._num_fitting = (
+            {each.bits for each in integers.values()},
+            len(integers),
+            0,
+        )
         if not self._why_torch:
             assert library is not None and library.handle is not None
-            self.native = NativeForward(library.handle, model, subnets, self.pool)
+            fitting = {name: weight for name, weight in integers.items() if fits_kernels(name, weight)}
+            self.native = NativeForward(library.handle, model, subnets, self.pool, fitting)
+            self._num_fitting = len(fitting)
         self._torch = TorchForward(self.model, self._subnets, self.pool, self._arithmetic, ranks)
         if self._team is not None:
             self._team.tell(Cache(num_pages, page_size))
@@ -145,7 +157,18 @@ class Runner:
             decode += ", CUDA graphs"
         matrices = [parameter for parameter in self.model.blocks.parameters() if parameter.ndim > 1]
         products = {} if self._arithmetic.is_plain else kernels(self._arithmetic, matrices)
-        return {"prefill": prefill, "decode": decode, **products}
+        return {"prefill": prefill, "decode": decode, **products, **self._weights()}
+
+    def _weights(self) -> dict[str, str]:
+        """How steps use integer weights."""
+        if not self._num_integers:
+            return {}
+        kinds = " and ".join(f"int{bits}" for bits in sorted(self._int_bits))
+        if not self._num_fitting:
+            return {"weights": f"{kinds}, dequantised"}
+        rest = self._num_integers - self._num_fitting
+        where = "native steps" if rest == 0 else f"native steps, {rest} of {self._num_integers} weights dequantised"
+        return {"weights": f"{kinds} in {where}"}
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk], want_routes: bool) -> Tensor:
@@ -205,8 +228,12 @@ class Runner:
         other ranks.
 
         Raises:
-            UserError: a name is missing or unknown, or a shape differs; the weights are unchanged.
+            UserError: a name is missing or unknown, or a shape differs, or the engine has integer weights; the weights are unchanged.
         """
+        if self._num_integers:
+            raise UserError(
+                "weights: this engine has integer weights, which are not replaced; serve the new checkpoint in another"
+            )
         own = self.model.state_dict()
         whole = own if self._ranks is None else skeleton(self._ranks.network).state_dict()
         if state is not None:

@@ -27,18 +27,24 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.base.track import progress
+from stretto.ops.int_weights import IntWeight
 
 SOURCES = Path(__file__).parent
 VARIABLE = "STRETTO_NATIVE"
 DTYPES = (torch.float32, torch.bfloat16)
 """Supported data types of weights and cache. Sums are fp32. On a processor with a matrix unit (AMX), products with bf16 weights
 first round activations to bf16, as torch's do."""
+INTEGERS = ("qkv", "out", "gate_up", "down", "shared_gate_up", "shared_down")
+"""Weights of a layer that may be integers."""
 MAX_GROUP = 64
 """Largest number of query heads per key head: the size of arrays in attention.inc."""
+INT_GROUP, PANEL = 32, 16
+"""Inputs that share a scale of an integer weight, and rows that the kernels multiply together (integers.h)."""
 MAX_TOP_K = 256
 """Largest number of experts per token: the size of an array in experts.inc."""
 _log = logging.getLogger(__name__)
@@ -149,6 +155,10 @@ def _fields(kind: type, names: str) -> list[tuple[str, type]]:
     return [(name, kind) for name in names.split()]
 
 
+class _Integers(ctypes.Structure):
+    _fields_ = _fields(_POINTER, "codes scales zeros") + _fields(ctypes.c_int64, "bits")
+
+
 class _Shape(ctypes.Structure):
     _fields_ = (
         _fields(_INT, "num_layers hidden num_heads num_kv_heads head_dim rotary_half vocab page_size")
@@ -157,6 +167,7 @@ class _Shape(ctypes.Structure):
         + _fields(_FLOAT, "eps scaling attention_scale qkv_clip alpha limit")
         + _fields(ctypes.c_int64, "num_pages")
         + _fields(_POINTER, "cosine sine embedding norm head keys values routes")
+        + _fields(_Integers, "int_head")
     )
 
 
@@ -165,7 +176,8 @@ class _Layer(ctypes.Structure):
         _fields(_POINTER, "attention_norm qkv qkv_bias out out_bias q_norm k_norm sinks mlp_norm")
         + _fields(_POINTER, "gate_up gate_up_bias down down_bias router router_bias")
         + _fields(_POINTER, "shared_gate_up shared_gate_up_bias shared_down shared_down_bias bias rank")
-        + _fields(_INT, "num_experts inner shared_inner moe_row window")
+        + _fields(_INT, "num_experts inner shared_inner moe_row window unused")
+        + _fields(_Integers, " ".join(f"int_{name}" for name in INTEGERS))
     )
 
 
@@ -189,6 +201,54 @@ _RECORDS = (_Shape, _Layer, _Choice, _Step, _Choose)
 
 
 @dataclass(frozen=True, slots=True)
+class Panels:
+    """An integer weight in the kernels' order (integers.h): 16 rows at a time, the missing rows of the last filled with zeros.
+
+    Letters: Q = ⌈rows / 16⌉ panels, J groups of 32 inputs, B bytes.
+    """
+
+    codes_QJB: Tensor
+    """uint8."""
+    scales_QJ16: Tensor
+    """fp16."""
+    zeros_QJ16: Tensor | None
+    """int8."""
+    bits: int
+
+    @staticmethod
+    def of(weight: IntWeight) -> Panels:
+        """``weight`` […, F, D], whose leading dims are rows too. Its group must be `INT_GROUP`."""
+        assert weight.group == INT_GROUP, f"groups of {weight.group}"
+        codes_RD, scales_RJ = weight.codes.flatten(0, -2), weight.scales.flatten(0, -2)
+        rest = -len(codes_RD) % PANEL
+        unsigned_RD = F.pad((codes_RD.to(torch.int16) + 2 ** (weight.bits - 1)).to(torch.uint8), (0, 0, 0, rest))
+        quads = unsigned_RD.view(-1, PANEL, scales_RJ.shape[1], 8, 4).permute(0, 2, 3, 1, 4)
+        if weight.bits == 4:
+            quads = quads[:, :, 0::2] | quads[:, :, 1::2] << 4
+
+        def by_panel(values_RJ: Tensor) -> Tensor:
+            return F.pad(values_RJ, (0, 0, 0, rest)).view(-1, PANEL, values_RJ.shape[1]).mT.contiguous()
+
+        zeros = None if weight.zeros is None else by_panel(weight.zeros.flatten(0, -2))
+        return Panels(quads.flatten(2).contiguous(), by_panel(scales_RJ), zeros, weight.bits)
+
+    def record(self) -> _Integers:
+        """The record of abi.h; these tensors must outlive it."""
+        zeros = None if self.zeros_QJ16 is None else self.zeros_QJ16.data_ptr()
+        return _Integers(self.codes_QJB.data_ptr(), self.scales_QJ16.data_ptr(), zeros, self.bits)
+
+
+def int_product(library: ctypes.CDLL, weight: Panels, x_ND: Tensor, num_rows: int) -> Tensor:
+    """``x`` · ``weight``ᵀ [N, ``num_rows``] with the kernels of integer weights; tokens are quantised to 8 bits in groups. fp32."""
+    y_NF = torch.empty(len(x_ND), num_rows)
+    x_ND = x_ND.float().contiguous()
+    record = weight.record()
+    sizes = (_INT(len(x_ND)), _INT(x_ND.shape[1]), _INT(num_rows))
+    library.stretto_int_product(ctypes.byref(record), _POINTER(x_ND.data_ptr()), *sizes, _POINTER(y_NF.data_ptr()))
+    return y_NF
+
+
+@dataclass(frozen=True, slots=True)
 class Network:
     """A network for the kernels. Tensors are read in place, so a weight that is overwritten takes effect at once."""
 
@@ -208,6 +268,9 @@ class Network:
     values_LPZGC: Tensor
     routes_PZLK: Tensor | None
     """uint8 or uint16; L counts MoE layers here, K is the largest top-k."""
+    integers: Sequence[Mapping[str, Panels]] = ()
+    """For each layer, integer weights by their names in `INTEGERS`, which are used in place of its tensors; empty: none."""
+    int_head: Panels | None = None
 
 
 class Decoder:
@@ -224,7 +287,10 @@ class Decoder:
         self._ranks: list[Tensor] = []  # the kernels read them, so they must stay alive
         records, moe_row = (_Layer * len(network.layers))(), 0
         for place, num_experts in enumerate(self._num_experts):
+            integers = network.integers[place] if network.integers else {}
             records[place] = self._layer(network.layers[place], num_experts, moe_row, network.windows[place])
+            for name, panels in integers.items():
+                setattr(records[place], f"int_{name}", panels.record())
             moe_row += num_experts > 0
         self._handle = library.stretto_create(ctypes.byref(_shape(network, moe_row)), records)
         weakref.finalize(self, library.stretto_destroy, _POINTER(self._handle))
@@ -341,6 +407,7 @@ def _shape(network: Network, num_moe_layers: int) -> _Shape:
         keys=_pointer(network.keys_LPZGC, dtype),
         values=_pointer(network.values_LPZGC, dtype),
         routes=None if routes is None else _pointer(routes, routes.dtype),
+        int_head=_Integers() if network.int_head is None else network.int_head.record(),
     )
 
 

@@ -5,6 +5,14 @@
 
 extern "C" {
 
+// An integer weight [rows, inputs] in panels (integers.h); bits 0: the weight is not of integers.
+struct StrettoIntegers {
+    const uint8_t* codes;
+    const uint16_t* scales;  // fp16
+    const int8_t* zeros;     // null: none
+    int64_t bits;
+};
+
 // Sizes, options and tensors of the network.
 struct StrettoShape {
     int32_t num_layers, hidden, num_heads, num_kv_heads, head_dim, rotary_half, vocab, page_size;
@@ -19,6 +27,7 @@ struct StrettoShape {
     const void *embedding, *norm, *head;
     void *keys, *values;  // [layers, pages, page_size, kv_heads, head_dim]
     void* routes;         // [pages, page_size, moe_layers, route_slots] or null
+    StrettoIntegers int_head;
 };
 
 // Weights of one layer, in the network's data type unless stated; null if the layer has none.
@@ -30,6 +39,8 @@ struct StrettoLayer {
     const int32_t* rank;  // [experts], index in the nested order
     int32_t num_experts, inner, shared_inner, moe_row;  // num_experts 0: a dense block, moe_row is not used
     int32_t window;                                     // number of positions that a query sees; 0: all
+    int32_t unused;
+    StrettoIntegers int_qkv, int_out, int_gate_up, int_down, int_shared_gate_up, int_shared_down;  // in place of the weights
 };
 
 // Choices of one Subnet in one layer.

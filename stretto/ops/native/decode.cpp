@@ -17,6 +17,7 @@
 
 #include "abi.h"
 #include "barrier.h"
+#include "integers.h"
 #include "product.h"
 #include "sample.h"
 #include "tiles.h"
@@ -44,11 +45,34 @@ struct alignas(64) Share {
 constexpr int PHASES = 17;  // most phases of a layer; a step has four more: embedding, norm, packing, head
 constexpr int OWN = 4096;  // most elements that every thread norms or packs for itself: about two microseconds
 
-// Tokens of a product: rows of fp32 and, for products in tiles, the same rows in packed form.
+// Tokens of a product: rows of fp32 and, for products in tiles or with integers, the same rows in packed form.
 struct Inputs {
     const float* const* rows;
     const bfloat16* packed;
+    const IntRow* integers;
     int num;
+};
+
+// Quantised tokens. Every thread quantises all that it needs for itself.
+struct IntRows {
+    std::vector<IntRow> rows;
+    std::vector<int8_t> codes;
+    std::vector<float> scales;
+    std::vector<int32_t> sums;
+
+    void fill(const float* const* x, int num, int width) {
+        const int num_groups = width / GROUP;
+        rows.resize(num);
+        if (codes.size() < size_t(num) * width) codes.resize(size_t(num) * width);
+        if (sums.size() < size_t(num) * num_groups) scales.resize(size_t(num) * num_groups), sums.resize(size_t(num) * num_groups);
+        for (int i = 0; i < num; i++) {
+            int8_t* code = &codes[size_t(i) * width];
+            float* scale = &scales[size_t(i) * num_groups];
+            int32_t* sum = &sums[size_t(i) * num_groups];
+            quantise_row(x[i], width, code, scale, sum);
+            rows[i] = {code, scale, sum};
+        }
+    }
 };
 
 // Buffers of a step. They grow and never shrink.
@@ -66,7 +90,12 @@ inline void grow(std::vector<T>& v, size_t num) {
 template <class W>
 class Decoder {
   public:
-    Decoder(const StrettoShape& shape, const StrettoLayer* layers) : s(shape), layers(layers, layers + shape.num_layers) {}
+    Decoder(const StrettoShape& shape, const StrettoLayer* layers) : s(shape), layers(layers, layers + shape.num_layers) {
+        has_integers = shape.int_head.bits;
+        for (const auto& layer : this->layers)
+            for (const auto* each : {&layer.int_qkv, &layer.int_out, &layer.int_gate_up, &layer.int_down, &layer.int_shared_gate_up})
+                has_integers |= each->bits != 0;
+    }
 
     void step(const StrettoStep& step) {
         prepare(step);
@@ -121,6 +150,7 @@ class Decoder {
     std::vector<StrettoLayer> layers;
     Buffers b;
     const bool uses_tiles = std::is_same_v<W, bfloat16> && has_tiles();
+    bool has_integers = false;
     bool are_apart = false;     // whether all tokens of the step belong to different sequences
 };
 
@@ -141,6 +171,8 @@ struct Decoder<W>::Worker {
     std::vector<float> normed, slot_weight, scores;
     std::vector<double> selection, group_score;  // fp32 values for a softmax router
     std::vector<bfloat16> own, own_slots, own_queries;  // rows that each thread packs for itself
+    IntRows int_rows, int_slots;                        // quantised `rows`, and slots
+    std::vector<IntRow> int_slot_x;                     // quantised slots before gate_up
     std::vector<Span> spans, slot_spans, runs;
     std::vector<int32_t> first_span;  // by expert: index in slot_spans
     const bfloat16 *packed = nullptr, *packed_slots = nullptr;  // packed `rows` and slots
@@ -183,7 +215,7 @@ struct Decoder<W>::Worker {
 
     // Rows per task: few enough for an even distribution, enough for streaming from memory.
     int block(long num_rows) const {
-        const long even = num_rows / (8L * step.num_threads), least = d.uses_tiles ? 2 * TILE_ROWS : 8;
+        const long even = num_rows / (8L * step.num_threads), least = d.uses_tiles ? 2 * TILE_ROWS : d.has_integers ? PANEL : 8;
         return int(std::clamp(even / least * least, least, 64L));
     }
 
@@ -219,16 +251,25 @@ struct Decoder<W>::Worker {
 #endif
     }
 
-    // Packs the first `num` of `rows` for tiles.
+    // Packs the first `num` of `rows` for tiles, and quantises them for integer weights.
     void pack_rows(int num, int width) {
+        if (d.has_integers && width % GROUP == 0) int_rows.fill(rows.data(), num, width);
         spans.clear();
         for (int first = 0; first < num; first += TILE_TOKENS) spans.push_back({first, std::min(TILE_TOKENS, num - first), num == 1});
         packed = pack(rows.data(), spans, width, own, d.b.packed);
     }
 
-    Inputs inputs(int num) const { return {rows.data(), packed, num}; }
+    Inputs inputs(int num) const { return {rows.data(), packed, int_rows.rows.data(), num}; }
 
-    // Calls put(row, count, token, values) for rows [begin, end) of w, see `product`.
+    // Calls put(row, count, token, values) for rows [begin, end) of the weight that starts at w or at row `before` of `integers`, see
+    // `product`.
+    template <class Put>
+    void multiply(const W* w, const StrettoIntegers& integers, size_t before, int begin, int end, const Inputs& x, int width, Put put) {
+        if (integers.bits) int_product(integers, before, begin, end, x.integers, x.num, width, put);
+        else multiply(w, width, begin, end, x, width, put);
+    }
+
+    // The same for rows of values at distance `stride`.
     template <class Put>
     void multiply(const W* w, size_t stride, int begin, int end, const Inputs& x, int width, Put put) {
 #if defined(STRETTO_TILES)
@@ -262,14 +303,14 @@ struct Decoder<W>::Worker {
     }
 
     // x += w · rows + bias, for the active tokens.
-    void add_product(const void* w, int width, const void* bias) {
+    void add_product(const void* w, const StrettoIntegers& integers, int width, const void* bias) {
         pack_rows(num_active, width);
-        blocks(s.hidden, [&](int begin, int end) { add_rows(w, width, bias, begin, end); });
+        blocks(s.hidden, [&](int begin, int end) { add_rows(w, integers, width, bias, begin, end); });
     }
 
-    void add_rows(const void* w, int width, const void* bias, int begin, int end) {
+    void add_rows(const void* w, const StrettoIntegers& integers, int width, const void* bias, int begin, int end) {
         const W* by = static_cast<const W*>(bias);
-        multiply(static_cast<const W*>(w), width, begin, end, inputs(num_active), width,
+        multiply(static_cast<const W*>(w), integers, 0, begin, end, inputs(num_active), width,
                  [&](int row, int count, int a, const float* values) {
                      float* x = x_of(a) + row;
                      for (int i = 0; i < count; i++) x[i] += values[i] + (by ? widen(by[row + i]) : 0.0f);
@@ -277,9 +318,11 @@ struct Decoder<W>::Worker {
     }
 
     // Rows [begin, end) of gate, up and their activation, which is written to `gate`; both are [tokens, inner].
-    void swiglu(const W* w, const W* bias, int inner, int begin, int end, const Inputs& x, float* gate, float* up) {
-        multiply(w, s.hidden, begin, end, x, s.hidden, into(gate, inner, bias));
-        multiply(w + size_t(inner) * s.hidden, s.hidden, begin, end, x, s.hidden, into(up, inner, bias ? bias + inner : nullptr));
+    // `before`: the row of `integers` where the weight starts.
+    void swiglu(const W* w, const StrettoIntegers& integers, size_t before, const W* bias, int inner, int begin, int end, const Inputs& x,
+                float* gate, float* up) {
+        multiply(w, integers, before, begin, end, x, s.hidden, into(gate, inner, bias));
+        multiply(w + size_t(inner) * s.hidden, integers, before + inner, begin, end, x, s.hidden, into(up, inner, bias ? bias + inner : nullptr));
         for (int t = 0; t < x.num; t++) {
             const float* factor = up + size_t(t) * inner + begin;
             map(gate + size_t(t) * inner + begin, end - begin, [&](Vec g, int i) {
@@ -305,7 +348,7 @@ struct Decoder<W>::Worker {
         if (num == 0) return;
         normalise(s.norm, step.logit_tokens, num);
         blocks(vocab, [&](int begin, int end) {
-            multiply(static_cast<const W*>(s.head), hidden, begin, end, inputs(num), hidden,
+            multiply(static_cast<const W*>(s.head), s.int_head, 0, begin, end, inputs(num), hidden,
                      [&](int row, int count, int m, const float* values) {
                          std::memcpy(step.logits + size_t(m) * vocab + row, values, count * sizeof(float));
                      });
@@ -344,6 +387,17 @@ void stretto_step(void* handle, const StrettoStep* step) {
     auto* decoder = static_cast<stretto::AnyDecoder*>(handle);
     if (decoder->half) decoder->half->step(*step);
     else decoder->wide->step(*step);
+}
+
+// y [num, num_rows] = x [num, width] · w, for tests of the kernels of integer weights.
+void stretto_int_product(const StrettoIntegers* w, const float* x, int32_t num, int32_t width, int32_t num_rows, float* y) {
+    std::vector<const float*> rows;
+    for (int t = 0; t < num; t++) rows.push_back(x + size_t(t) * width);
+    stretto::IntRows quantised;
+    quantised.fill(rows.data(), num, width);
+    stretto::int_product(*w, 0, 0, num_rows, quantised.rows.data(), num, width, [&](int row, int count, int t, const float* values) {
+        std::memcpy(y + size_t(t) * num_rows + row, values, count * sizeof(float));
+    });
 }
 
 void stretto_choose(const StrettoChoose* choose) { stretto::choose(*choose); }
