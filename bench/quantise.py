@@ -18,19 +18,18 @@ import torch
 from torch import Tensor
 
 from bench.common.measure import bench_parser, finish, table, wide_console
-from stretto.api.quantise import QuantiseOptions, quantise_command
-from stretto.api.search import extract_command
+from stretto.api.search import QuantiseOptions, extract_command, quantise_command
 from stretto.api.train import held_out
 from stretto.base.paths import checkpoint_folder
 from stretto.evals.loss import EvalBatch
 from stretto.model.checkpoint import read_checkpoint, read_integers
-from stretto.model.elastic import extract
-from stretto.model.integers import round_to_nearest, slice_integers, untie
+from stretto.model.elastic import extract, slice_integers
 from stretto.model.parallel import join
 from stretto.model.spec import Subnet, named_subnets
 from stretto.model.transformer import Transformer
 from stretto.ops.int_weights import IntWeight
 from stretto.ops.logprob import IGNORED, head_loss
+from stretto.post.quantise import round_to_nearest, untie
 from stretto.train.run_folder import read_info
 
 AIMS = {("int8", "rtn"): 0.005, ("int8", "gptq"): 0.005, ("int4", "rtn"): None, ("int4", "gptq"): 0.05}

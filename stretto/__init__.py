@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from stretto.api.model import Generation, Model, Score, Scores, Sizes, load
     from stretto.api.pipeline import run
     from stretto.api.post import Server, merge, serve, sft
-    from stretto.api.quantise import quantise
     from stretto.api.rl import RlRun, distill, online, rl
-    from stretto.api.stages import Search, adopt, elasticize, extract, heal, latency, pretrain, search
+    from stretto.api.stages import Search, adopt, elasticize, extract, heal, latency, pretrain, quantise, search
     from stretto.model.spec import Subnet
     from stretto.planner.plan import plan
 
@@ -28,9 +27,18 @@ _PLACES = {
     "stretto.api.model": ("Generation", "Model", "Score", "Scores", "Sizes", "load"),
     "stretto.api.pipeline": ("run",),
     "stretto.api.post": ("Server", "merge", "serve", "sft"),
-    "stretto.api.quantise": ("quantise",),
     "stretto.api.rl": ("RlRun", "distill", "online", "rl"),
-    "stretto.api.stages": ("Search", "adopt", "elasticize", "extract", "heal", "latency", "pretrain", "search"),
+    "stretto.api.stages": (
+        "Search",
+        "adopt",
+        "elasticize",
+        "extract",
+        "heal",
+        "latency",
+        "pretrain",
+        "quantise",
+        "search",
+    ),
     "stretto.model.spec": ("Subnet",),
     "stretto.planner.plan": ("plan",),
 }

@@ -1,12 +1,15 @@
-"""Commands on a trained network: latency, extract and export, and the limits and records of a search."""
+"""Commands on a trained network: latency, extract, quantise and export, and the limits and records of a search."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal
 
 import torch
+from pydantic import Field
 
 from stretto.api.train import EVAL_BATCH_ROWS, held_out
 from stretto.base.config import Config, validate
@@ -14,14 +17,17 @@ from stretto.base.errors import UserError
 from stretto.base.paths import RUN_FILE, checkpoint_folder, read_json, require_apart, require_new
 from stretto.base.records import Meter, Receipt
 from stretto.base.track import progress, say
+from stretto.data.loader import Loader
 from stretto.evals.loss import EvalBatch
-from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_integers, write_checkpoint
+from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_integers, stores_integers, write_checkpoint
+from stretto.model.elastic import slice_integers
 from stretto.model.families import kept_family, parse_family
 from stretto.model.gguf import write_gguf
-from stretto.model.integers import slice_integers
 from stretto.model.parallel import Ranks, device_name, join
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, check_subnet, named_subnets, parse_subnet
 from stretto.model.transformer import Context
+from stretto.ops.int_weights import IntScheme
+from stretto.post.quantise import PARTS, gptq, round_to_nearest, schemes_of, untie
 from stretto.subnets.extract import Extracted, verified_extract
 from stretto.subnets.latency import LatencyTable, check, measure, read_table, usual_workloads, write_table
 from stretto.subnets.search import Limits, SearchResult, SearchSpace
@@ -153,6 +159,105 @@ def best_subnet(source: Path, config: ModelConfig) -> Subnet:
     if found is None:
         raise UserError(f"{source}: --subnet best: no search has been made here; run `stretto search {source}` first")
     return check_subnet(config, found.result.chosen.subnet)
+
+
+IntDtype = Literal["int8", "int4", "none"]
+ROW_TOKENS = 512
+"""Largest number of tokens of a calibration row, if the text is not the run's own."""
+
+
+class QuantiseOptions(Config):
+    """Options of `stretto quantise`."""
+
+    dtype: Literal["int8", "int4"]
+    method: Literal["rtn", "gptq"] = "rtn"
+    experts: IntDtype | None = None
+    attention: IntDtype | None = None
+    head: IntDtype | None = None
+    group: int = 32
+    zeros: bool = False
+    calibration_tokens: int = Field(default=16_384, gt=0)
+
+    def plan(self) -> dict[str, IntScheme]:
+        """The scheme of every part of the network that is quantised. The head has 8 bits unless it is named: it decides between tokens."""
+        defaults = {"experts": self.dtype, "attention": self.dtype, "head": "int8"}
+        chosen = {part: getattr(self, part) or defaults[part] for part in PARTS}
+        bits = {part: int(dtype.removeprefix("int")) for part, dtype in chosen.items() if dtype != "none"}
+        return {part: IntScheme(num, self.group, self.zeros and num == 4) for part, num in bits.items()}
+
+
+def quantise_command(
+    source: Path,
+    out: Path,
+    options: QuantiseOptions,
+    data: Sequence[str] = (),
+    device: str = "auto",
+    force: bool = False,
+) -> None:
+    """Quantise the checkpoint ``source`` and write it to ``out``, with its presets."""
+    folder = checkpoint_folder(source)
+    require_apart(out, folder)
+    require_new(out, force)
+    if stores_integers(folder):
+        raise UserError(f"{folder}: its weights are integers already; quantise the checkpoint that it was made from")
+    ranks = join(device)
+    checkpoint = load_checkpoint(source, ranks)
+    network, plan = checkpoint.model, options.plan()
+    if not plan:
+        raise UserError(
+            "stretto quantise: no part is left to quantise; leave one of --experts, --attention and --head out"
+        )
+    if "head" in plan and network.head is None:
+        say("head: tied to the embedding, which is not quantised; it becomes a matrix of its own")
+        untie(network)
+    schemes = schemes_of(network.config, checkpoint.family, plan)
+    state = network.state_dict()
+    meter = Meter("quantise", device_name(ranks.device), ranks.world)
+    with meter:
+        if options.method == "rtn":
+            integers = round_to_nearest(state, schemes)
+        else:
+            batches = _calibration(source, checkpoint, data, options.calibration_tokens, ranks)
+            subnets = list(named_subnets(network.config, checkpoint.presets).values())
+            with metered(network, meter), progress("gptq", network.config.num_layers) as advance:
+                integers = gptq(network, schemes, [(each.ids_BT, each.ctx) for each in batches], subnets, advance)
+    write_trained(
+        out,
+        network,
+        meter,
+        ranks,
+        name=out.name,
+        stage="quantise",
+        config={"source": str(folder.resolve()), "options": options.model_dump(mode="json")},
+        family=checkpoint.family,
+        tokenizer_dir=folder if (folder / "tokenizer.json").is_file() else None,
+        parents=(checkpoint.lineage,) if checkpoint.lineage else (),
+        presets=checkpoint.presets,
+        integers={name: weight.map(lambda tensor: tensor.cpu()) for name, weight in integers.items()},
+    )
+
+
+def _calibration(
+    source: Path, checkpoint: Checkpoint, data: Sequence[str], num_tokens: int, ranks: Ranks
+) -> list[EvalBatch]:
+    """Batches of about ``num_tokens`` tokens of ``data``, or of the training text of the run ``source``."""
+    config = checkpoint.config
+    with TemporaryDirectory() as folder:
+        if data:
+            if not (checkpoint.folder / "tokenizer.json").is_file():
+                raise UserError(f"{checkpoint.folder}: has no tokenizer.json; put the tokenizer beside the weights")
+            mixture, _, _ = prepare_data(Path(folder), data, checkpoint.folder, config.vocab_size)
+            length = min(ROW_TOKENS, config.max_positions)
+        else:
+            if not (source / RUN_FILE).is_file() or (info := read_info(source)).data is None:
+                raise UserError(
+                    f"{source}: --method gptq: has no training text of its own; name calibration text with --data"
+                )
+            mixture, length = info.mixture, info.train.seq_len
+        num_rows = max(1, num_tokens // length)
+        rows = min(num_rows, EVAL_BATCH_ROWS)
+        loader = Loader(mixture.open(), mixture.weights, rows, length, seed=0)
+        return [EvalBatch.of(loader.next(), ranks.device) for _ in range(num_rows // rows)]
 
 
 def export_command(source: Path, family: str | None, out: Path, dtype: str, gguf: bool, force: bool = False) -> None:

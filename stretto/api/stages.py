@@ -1,4 +1,4 @@
-"""The stages from text to an exported small model, as functions: pretrain, adopt, elasticize, latency, search, extract, heal.
+"""The stages from text to an exported small model, as functions: pretrain, adopt, elasticize, latency, search, extract, heal, quantise.
 
 Each stage takes folders or the results of other stages, writes a folder, and returns an object that opens it. The commands of the
 same names call these functions.
@@ -19,12 +19,14 @@ from stretto.api.model import Model, SubnetLike, load
 from stretto.api.search import (
     LATENCY_FILE,
     SEARCH_FILE,
+    QuantiseOptions,
     SearchRecord,
     extract_command,
     latency_command,
     load_checkpoint,
     on_other_data,
     parse_limits,
+    quantise_command,
 )
 from stretto.api.train import (
     begun_run,
@@ -533,3 +535,54 @@ def heal(
         trained = loop.heal(parsed, new_job(run, info, ranks, resume), student, taught_by)
         write_result(out_folder, out_folder.name, info, trained, ranks, student.presets, student)
     return load(out_folder, device=device)
+
+
+@user_errors
+def quantise(
+    model: ModelLike,
+    out: PathLike | None = None,
+    *,
+    dtype: str = "int8",
+    method: str = "rtn",
+    experts: str | None = None,
+    attention: str | None = None,
+    head: str | None = None,
+    group: int = 32,
+    zeros: bool = False,
+    data: Data = (),
+    calibration_tokens: int = 16_384,
+    device: str = "auto",
+    force: bool = False,
+) -> Model:
+    """Write a checkpoint with integer weights, of which every size is the quantised size (docs/QUANTISE.md).
+
+    Args:
+        model: run or checkpoint whose weights are not integers.
+        out: checkpoint folder to write; beside the model's, with the dtype added, by default.
+        dtype: ``int8`` or ``int4``, of experts and attention; the head has ``int8`` unless it is named.
+        method: ``rtn`` rounds to nearest; ``gptq`` makes up for errors on calibration text (2210.17323).
+        experts: ``int8``, ``int4`` or ``none`` for all feed-forward weights.
+        attention: the same for the projections of attention.
+        head: the same for the output matrix; a head that is tied to the embedding becomes a matrix of its own.
+        group: number of neighbouring inputs with one scale.
+        zeros: give each group of 4 bits a zero as well. Such weights cannot be exported to Q4_0, and vLLM has no experts with zeros.
+        data: calibration text; the training text of a run by default.
+        calibration_tokens: number of tokens of that text for ``gptq``.
+        device: ``cpu``, ``cuda`` or ``auto``.
+        force: replace what ``out`` holds.
+
+    Raises:
+        UserError: a group that does not divide the inputs of a weight, no calibration text, or ``out`` exists.
+    """
+    parts = {"experts": experts, "attention": attention, "head": head}
+    fields = {
+        "dtype": dtype,
+        "method": method,
+        "group": group,
+        "zeros": zeros,
+        "calibration_tokens": calibration_tokens,
+    }
+    options = validate(QuantiseOptions, fields | parts, "stretto quantise")
+    folder = new_folder(model, options.dtype) if out is None else Path(out)
+    quantise_command(place(model), folder, options, listed_data(data), device, force)
+    return load(folder, device=device)

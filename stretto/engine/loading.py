@@ -18,8 +18,7 @@ from stretto.engine.forward_torch import KvPool
 from stretto.engine.ranks import Team
 from stretto.engine.request import EngineConfig
 from stretto.model.checkpoint import read_checkpoint, read_config, read_integers, read_presets
-from stretto.model.elastic import extract
-from stretto.model.integers import slice_integers
+from stretto.model.elastic import extract, slice_integers
 from stretto.model.shard import Shard
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, extracted_config
 from stretto.ops.memory import free_bytes

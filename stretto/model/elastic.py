@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stretto.model.spec import ModelConfig, Subnet, extracted_config, kept_experts
 from stretto.model.transformer import MoeLayer, Transformer
+from stretto.ops.int_weights import IntWeight
 
 
 def slice_state(config: ModelConfig, subnet: Subnet, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -41,6 +42,19 @@ def slice_state(config: ModelConfig, subnet: Subnet, state: dict[str, Tensor]) -
                 -1 if rest == "mlp.bias_WE" else 0, torch.tensor(experts, device=tensor.device)
             )
         result[f"blocks.{subnet.layers.index(layer)}.{rest}"] = tensor.clone()
+    return result
+
+
+def slice_integers(config: ModelConfig, subnet: Subnet, integers: Mapping[str, IntWeight]) -> dict[str, IntWeight]:
+    """The integer weights of the ordinary network that is extracted as ``subnet``, by `slice_state`."""
+    result: dict[str, IntWeight] = {}
+    for bits in {weight.bits for weight in integers.values()}:
+        weights = {name: weight for name, weight in integers.items() if weight.bits == bits}
+        zeros = {name: weight.zeros for name, weight in weights.items() if weight.zeros is not None}
+        codes = {name: weight.codes for name, weight in weights.items()}
+        scales = {name: weight.scales for name, weight in weights.items()}
+        codes, scales, zeros = (slice_state(config, subnet, tensors) for tensors in (codes, scales, zeros))
+        result |= {name: IntWeight(codes[name], scales[name], zeros.get(name), bits) for name in codes}
     return result
 
 

@@ -10,8 +10,9 @@ import torch
 from stretto.base.paths import CHECKPOINT
 from stretto.base.records import read_lineage
 from stretto.model.checkpoint import read_checkpoint, read_integers, read_presets, stores_integers
-from stretto.model.integers import round_to_nearest, slice_integers
+from stretto.model.elastic import slice_integers
 from stretto.ops.int_weights import IntScheme
+from stretto.post.quantise import round_to_nearest
 from tests.api.conftest import PRESETS, Run, refused
 
 

@@ -21,13 +21,13 @@ from stretto.engine.engine import Engine
 from stretto.engine.loading import open_engine
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
-from stretto.model.integers import round_to_nearest, schemes_of
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice
 from stretto.model.transformer import Context, Transformer
 from stretto.ops.grouped import Experts, swiglu
 from stretto.ops.int_weights import IntScheme, IntWeight
 from stretto.ops.native import Library, load
 from stretto.ops.operators import Operators, Routes, Weight
+from stretto.post.quantise import round_to_nearest, schemes_of
 from tests.engine.engines import network
 
 CONFIG = ModelConfig(

@@ -1,30 +1,83 @@
-"""GPTQ: weights are quantised input by input, and the inputs that follow make up for the error (Frantar et al., 2210.17323).
+"""Quantisation of a network to integer weights: rounding to nearest, and GPTQ.
 
-The error is that of a layer's outputs on calibration text, so it depends on the products of the layer's inputs, their Hessian. A routed
-expert has a Hessian of its own, from the tokens that were routed to it; the inputs of its down projection are multiplied by the gates.
-The network is walked through once, layer by layer, and each layer sees the outputs of the quantised layers before it, for the
-full network and for smaller Subnets together, since one set of weights serves them all.
+GPTQ (Frantar et al., 2210.17323) quantises a weight input by input, and the inputs that follow make up for the error. The error is that of
+the outputs on calibration text, so it depends on the products of the inputs, their Hessian. A routed expert has a Hessian of its own,
+from the tokens that were routed to it; the inputs of its down projection are multiplied by the gates. The network is walked through
+once, layer by layer, and each layer sees the outputs of the quantised layers before it, for the full network and for smaller Subnets
+together, since one set of weights serves them all.
 
-Shape letters: B matrices, F outputs, D inputs, G inputs of a group, N tokens, E experts, I expert width, K experts per token.
+Shape letters: B matrices, F outputs, D inputs, G inputs of a group, N tokens, E experts, I expert width, K experts per token, V vocabulary.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from stretto.base.errors import UserError
 from stretto.model.attention import Geometry
-from stretto.model.spec import Subnet
-from stretto.model.transformer import Context, Transformer
+from stretto.model.families import Family, stored_tensors
+from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.transformer import Context, Transformer, skeleton
 from stretto.ops.grouped import Experts, group_slots, swiglu
-from stretto.ops.int_weights import IntScheme, IntWeight, group_grid, nearest_codes
+from stretto.ops.int_weights import IntScheme, IntWeight, check_group, group_grid, nearest_codes, quantise
 from stretto.ops.operators import Operators, Routes, Weight
 
+PARTS = ("experts", "attention", "head")
+"""Parts of a network that can be quantised. ``experts`` are all feed-forward weights: routed, shared and dense."""
+_PART = re.compile(
+    r"blocks\.\d+\.(?P<attention>attention\.\w+\.weight)"
+    r"|blocks\.\d+\.mlp\.(?P<experts>(shared\.)?(gate_up|down)(\.weight)?)"
+    r"|(?P<head>head\.weight)"
+)
 DAMPING = 0.01
 """Share of the mean of a Hessian's diagonal that is added to the diagonal (the paper's)."""
+
+
+def schemes_of(config: ModelConfig, family: Family, plan: Mapping[str, IntScheme]) -> dict[str, IntScheme]:
+    """The scheme of every weight (name in the state dict) of the parts in ``plan``.
+
+    Raises:
+        UserError: a group does not divide the inputs of a weight, or ``family`` stores the experts in a form without integers.
+    """
+    stacked = {stored.ours for stored in stored_tensors(config, family) if stored.is_stacked}
+    schemes = {}
+    for name, tensor in skeleton(config).state_dict().items():
+        part = part_of_weight(name)
+        if part not in plan:
+            continue
+        if name in stacked:
+            raise UserError(
+                f"--{part}: {family} stores all experts of a layer as one tensor, which has no integers; add --{part} none"
+            )
+        check_group(plan[part].group, tensor.shape[-1], name)
+        schemes[name] = plan[part]
+    return schemes
+
+
+def part_of_weight(name: str) -> str:
+    """The part of `PARTS` that the weight ``name`` of a state dict belongs to; empty: embeddings, routers, norms and biases."""
+    found = _PART.fullmatch(name)
+    return "" if found is None else next(part for part in PARTS if found[part] is not None)
+
+
+def untie(model: Transformer) -> None:
+    """Give ``model``, in place, a head of its own with the values of the embedding: the embedding is not quantised, the head may be."""
+    if model.head is not None:
+        return
+    model.config = model.config.replace(tie_embeddings=False)
+    weight_VD = model.embedding.weight
+    model.head = nn.Linear(weight_VD.shape[1], weight_VD.shape[0], bias=False, device="meta")
+    model.head.weight = nn.Parameter(weight_VD.detach().clone())
+
+
+def round_to_nearest(state: Mapping[str, Tensor], schemes: Mapping[str, IntScheme]) -> dict[str, IntWeight]:
+    """The weights in ``schemes``, each rounded to nearest."""
+    return {name: quantise(state[name], scheme) for name, scheme in schemes.items()}
 
 
 class Hessians(Operators):

@@ -13,15 +13,14 @@ import torch
 
 from stretto.base.errors import UserError
 from stretto.model.checkpoint import open_tensors, read_checkpoint, read_integers, stores_integers, write_checkpoint
-from stretto.model.elastic import extract, slice_state
+from stretto.model.elastic import extract, slice_integers, slice_state
 from stretto.model.families import Family
 from stretto.model.families.quantisation import quantisation
-from stretto.model.gptq import Hessians, compensated, gptq
-from stretto.model.integers import part_of_weight, round_to_nearest, schemes_of, slice_integers, untie
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.streamed import StreamedState
 from stretto.model.transformer import Context, Transformer
 from stretto.ops.int_weights import IntScheme, IntWeight, quantise
+from stretto.post.quantise import Hessians, compensated, gptq, part_of_weight, round_to_nearest, schemes_of, untie
 from tests.model.checkpoints import IDS, edit_tensors, logits, network
 
 WIDE: dict[str, Any] = {"head_dim": 32, "expert_intermediate_size": 32}
