@@ -3,27 +3,26 @@
     python -m bench.handover [--gb 1 4 7] [--channels file s3 ray gloo]
 
 A process publishes ``--gb`` of fp32 tensors; another one fetches them and copies them into tensors of the same shapes, as an engine does
-between two steps: that copy is the pause. Memory is the growth of each process's resident memory (without pages of shared files and
-of Ray's object store) at its peak, from before the publication to after the fetch, less the new version in the receiver, which it must
-hold (a file is mapped). To fit on a small machine, the tensors of the sender (not with ``file``), and those that the receiver replaces,
-lie in 1 GB of memory, again and again. Files, objects and Ray's object store hold one more version, in memory that is not counted. A
-size for which the machine has too little memory is not measured, and the table says so. The S3 server runs on this machine and keeps
-objects in its memory: its seconds say little about a real one. Fails (exit code 1) if a pause exceeds 0.2 s + bytes / (5 GB/s), or the
-extra memory of Ray or gloo 0.5 GB.
+between two steps: that copy is the pause. On a machine that other jobs use, the time for which a processor computes in the pause says
+more. Memory is the growth of each process's resident memory (without pages of shared files and of Ray's object store) at its peak, from
+before the publication to after the fetch, less the new version in the receiver, which it must hold (a file is mapped). To fit on a small
+machine, the tensors of the sender (not with ``file``), and those that the receiver replaces, lie in 1 GB of memory, again and again.
+Files, objects and Ray's object store hold one more version, in memory that is not counted. A size for which the machine has too little
+memory is not measured, and the table says so. The S3 server runs on this machine and keeps objects in its memory: its seconds say little
+about a real one. Fails (exit code 1) if a pause exceeds 0.2 s + bytes / (5 GB/s), or the extra memory of Ray or gloo 0.5 GB.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import pickle
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -73,53 +72,57 @@ def ray_store(address: str) -> RemoteStore:
     return open_ray_store("handover", copies=1)
 
 
-def send(kind: str, place: str, num_bytes: int, said: Any) -> None:
-    """Publish, write a line with version and seconds, and one with the peak of memory after the end of the input: chunks in Ray live as
-    long as their sender, and gloo sends only when it is asked."""
+def send(kind: str, place: str, num_bytes: int, said: Connection) -> None:
+    """Publish, say the version and the seconds, and after an answer the peak of memory: chunks in Ray live as long as their sender, and
+    gloo sends only when it is asked."""
     with channel(kind, place) as made:
         weights = state(num_bytes, num_bytes if kind == "file" else _POOL_BYTES)  # safetensors refuses shared memory
         with watched() as peak:
             started_s = time.perf_counter()
             version = made.publish(1, weights)
-            seconds = time.perf_counter() - started_s
-            said.write(pickle.dumps((version, seconds)).hex() + "\n")
-            said.flush()
-            sys.stdin.read()
-        said.write(pickle.dumps(peak.num_bytes).hex() + "\n")
+            said.send((version, time.perf_counter() - started_s))
+            said.recv()
+        said.send(peak.num_bytes)
 
 
-def receive(kind: str, place: str, num_bytes: int, version: Any) -> tuple[float, float, int]:
-    """Seconds of fetching, seconds of the pause, and peak of memory above the weights."""
+def receive(kind: str, place: str, num_bytes: int, said: Connection) -> None:
+    """Say the seconds of fetching, of the pause, and of a processor in the pause, and the peak of memory above the weights."""
     with channel(kind, place) as made:
         served = state(num_bytes)
+        version = said.recv()
         with watched() as peak:
             started_s = time.perf_counter()
             fetched = made.fetch(version)
-            fetched_s = time.perf_counter()
+            fetched_s, before_s = time.perf_counter(), time.thread_time()
             for name, tensor in served.items():
                 tensor.copy_(fetched[name])
-            paused_s = time.perf_counter()
+            paused_s, computed_s = time.perf_counter(), time.thread_time() - before_s
         name = next(reversed(served))
         assert torch.equal(served[name], fetched[name])
         own = 0 if kind == "file" else num_bytes  # a file is mapped
-    return fetched_s - started_s, paused_s - fetched_s, peak.num_bytes - own
+        said.send((fetched_s - started_s, paused_s - fetched_s, computed_s, peak.num_bytes - own))
 
 
-def measured(kind: str, place: str, num_bytes: int) -> tuple[float, float, float, int, int]:
-    """Seconds of publishing, fetching and pause; extra memory of sender and receiver."""
-    command = [sys.executable, "-m", "bench.handover", "--part"]
-    arguments = [kind, place, str(num_bytes)]
-    with subprocess.Popen(
-        [*command, "send", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as sender:
-        assert sender.stdout is not None and sender.stdin is not None
-        version, published_s = pickle.loads(bytes.fromhex(sender.stdout.readline().strip()))
-        given = pickle.dumps(version).hex()
-        done = subprocess.run([*command, "receive", *arguments, given], stdout=subprocess.PIPE, text=True, check=True)
-        sender.stdin.close()
-        sender_bytes = pickle.loads(bytes.fromhex(sender.stdout.readline().strip()))
-    fetched_s, paused_s, receiver_bytes = pickle.loads(bytes.fromhex(done.stdout.splitlines()[-1]))
-    return published_s, fetched_s, paused_s, sender_bytes, receiver_bytes
+def measured(kind: str, place: str, num_bytes: int) -> tuple[float, float, float, float, int, int]:
+    """Seconds of publishing, fetching, pause, and of a processor in the pause; extra memory of sender and receiver."""
+    processes, ends = [], []
+    context = multiprocessing.get_context("forkserver")  # whose processes need not import torch again
+    context.set_forkserver_preload(["stretto.learning.channel", "bench.common.measure"])
+    for work in (send, receive):
+        end, other = context.Pipe()
+        processes.append(context.Process(target=work, args=(kind, place, num_bytes, other)))
+        processes[-1].start()
+        other.close()  # so that the death of the process is an EOFError here
+        ends.append(end)
+    sender, receiver = ends
+    version, published_s = sender.recv()
+    receiver.send(version)
+    fetched_s, paused_s, computed_s, receiver_bytes = receiver.recv()
+    sender.send(None)
+    sender_bytes = sender.recv()
+    for process in processes:
+        process.join()
+    return published_s, fetched_s, paused_s, computed_s, sender_bytes, receiver_bytes
 
 
 @contextmanager
@@ -142,18 +145,7 @@ def place_of(kind: str) -> Iterator[str]:
         ray.shutdown()
 
 
-def part(name: str, kind: str, place: str, num_bytes: str, *version: str) -> None:
-    if name == "send":
-        send(kind, place, int(num_bytes), sys.stdout)
-    else:
-        found = receive(kind, place, int(num_bytes), pickle.loads(bytes.fromhex(version[0])))
-        print("\n" + pickle.dumps(found).hex())
-
-
 def main() -> None:
-    if sys.argv[1:2] == ["--part"]:
-        part(*sys.argv[2:])
-        return
     parser = bench_parser(__doc__)
     parser.add_argument("--gb", type=float, nargs="+", default=[1.0])
     parser.add_argument("--channels", nargs="+", choices=("file", "s3", "ray", "gloo"), default=["file", "ray", "gloo"])
@@ -165,6 +157,7 @@ def main() -> None:
         "publish s",
         "fetch s",
         "pause s",
+        "computing",
         "aim",
         "extra GB: sender, receiver",
         "aim",
@@ -179,13 +172,15 @@ def main() -> None:
                 if needed > free:
                     made.add_row(gigabytes, kind, f"not run: needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
                     continue
-                published_s, fetched_s, paused_s, sender, receiver = measured(kind, place, num_bytes)
+                *seconds, sender, receiver = measured(kind, place, num_bytes)
                 most_s = 0.2 + num_bytes / 5e9
                 has_aim = kind in ("ray", "gloo")
-                is_missed |= paused_s > most_s or (has_aim and max(sender, receiver) > _MOST_EXTRA_BYTES)
+                is_missed |= seconds[2] > most_s or (has_aim and max(sender, receiver) > _MOST_EXTRA_BYTES)
                 extra = f"{sender / 1e9:.2f}, {receiver / 1e9:.2f}"
-                times = (f"{published_s:.2f}", f"{fetched_s:.2f}", f"{paused_s:.2f}", f"≤ {most_s:.2f}")
-                made.add_row(gigabytes, kind, *times, extra, "≤ 0.5" if has_aim else "")
+                times = [f"{each:.2f}" for each in seconds] + [f"≤ {most_s:.2f}"]
+                row = (gigabytes, kind, *times, extra, "≤ 0.5" if has_aim else "")
+                print(*row, sep="  ", file=sys.stderr, flush=True)  # a run that is stopped has these
+                made.add_row(*row)
     wide_console().print(made)
     sys.exit(is_missed)
 
