@@ -9,7 +9,7 @@ import asyncio
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from stretto.base.config import check_unchanged, completed
@@ -118,9 +118,13 @@ def run_rl(job: Job, advance: Advance, say: Say) -> Result:
 def run_opened(job: Job, has_run: bool, advance: Advance, say: Say) -> Result:
     """Run ``job`` to its end in its folder, which is `opened`, from the last snapshot or the start.
     Raises UserError: a task fails its own check, the run in the folder does not match, or the run cannot continue."""
+    placed = replace(
+        job, folder=job.folder.resolve(), start=job.start.resolve()
+    )  # in a cluster, roles have other working directories
     gc.freeze()  # else garbage collection scans all modules repeatedly, for a tenth of the loop's time
     try:
-        return to_end(_run(job, has_run, advance, say))
+        found = to_end(_run(placed, has_run, advance, say))
+        return replace(found, checkpoint=job.folder / CHECKPOINT)
     except InfraError as error:
         raise UserError(f"{error}; continue with --resume when it answers") from error
     finally:

@@ -77,8 +77,14 @@ class RayCaller(Caller):
 class RoleActor:
     """One incarnation of a role. Ray creates a new one with the same arguments when the process dies."""
 
-    def __init__(self, name: str, work: Sequence[Any]):
-        """``work``: list with a Ray reference to the role's class and arguments; Ray would replace a bare reference by its value."""
+    def __init__(self, name: str, work: Sequence[Any], folder: str):
+        """
+        Args:
+            work: list with a Ray reference to the role's class and arguments; Ray would replace a bare reference by its value.
+            folder: the driver's working directory. Where it exists, relative paths of a recipe mean the same here.
+        """
+        with suppress(OSError):  # this node does not share it
+            os.chdir(folder)
         self._name = name
         self._work = work
         self._incarnation = uuid.uuid4().hex
@@ -196,7 +202,7 @@ class RayRuntime(Runtime[_RayRole]):
             max_concurrency=10_000,  # the role's own worker queues calls, so Ray must not
         )
         reference = ray.put(work)
-        return _RayRole(Handle(id, name, actor.remote(name, [reference])), restarts, work=reference)
+        return _RayRole(Handle(id, name, actor.remote(name, [reference], os.getcwd())), restarts, work=reference)
 
     async def _start(self, role: _RayRole) -> None:
         try:

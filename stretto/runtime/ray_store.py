@@ -10,11 +10,12 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError
 
 from stretto.base.errors import InfraError, UserError
 from stretto.runtime.store import RETRY_S, Buffer, not_listed
@@ -62,8 +63,9 @@ class RayStore:
         return name
 
     def append(self, name: str, content: bytes) -> None:
-        for shelf in self._shelves:  # calls of one process to one actor keep their order
-            shelf.append.remote(name, content)
+        with _room(f"append to {name}"):
+            for shelf in self._shelves:  # calls of one process to one actor keep their order
+                shelf.append.remote(name, content)
 
     def read(self, location: str) -> bytes:
         found = self._first("read", location)
@@ -86,9 +88,10 @@ class RayStore:
 
     def write_chunks(self, name: str, chunks: Iterable[Buffer]) -> str:
         """The chunks lie in Ray's object store on the writer's node, and are lost with the writer; the shelves keep references."""
-        refs = [
-            ray.put(np.frombuffer(chunk, np.uint8)) for chunk in chunks
-        ]  # an array is read in place, bytes are copied
+        with _room(f"write {name}"):
+            refs = [
+                ray.put(np.frombuffer(chunk, np.uint8)) for chunk in chunks
+            ]  # an array is read in place, bytes are copied
         self._on_all("write", name, refs)
         return name
 
@@ -121,7 +124,9 @@ class RayStore:
         end_s, problem = time.monotonic() + RETRY_S, ""
         while True:
             results = list[Any]()
-            for ref in [getattr(shelf, method).remote(*args) for shelf in self._shelves]:
+            with _room(f"{method} {args[0]}"):
+                refs = [getattr(shelf, method).remote(*args) for shelf in self._shelves]
+            for ref in refs:
                 try:
                     results.append(_result(ref, max(0.1, end_s - time.monotonic())))
                 except (RayError, TimeoutError) as error:
@@ -131,6 +136,16 @@ class RayStore:
             if time.monotonic() > end_s:
                 raise InfraError(f"store: ray: {method} {args[0]}: no copy has answered for {RETRY_S:g} s: {problem}")
             time.sleep(_PAUSE_S)
+
+
+@contextmanager
+def _room(what: str) -> Iterator[None]:
+    """Context for passing data to Ray. Raises UserError: this node has no room for it, in memory or on the disk to which Ray spills."""
+    try:
+        yield
+    except (ObjectStoreFullError, OutOfDiskError) as error:
+        remedy = "start Ray with a larger --object-store-memory, or free some disk space, then continue with --resume"
+        raise UserError(f"store: ray: cannot {what}: {_reason(error)}; {remedy}") from error
 
 
 def _result(ref: Any, timeout_s: float) -> Any:

@@ -168,8 +168,11 @@ def tiny(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of ``stretto rl`` that made its own start. Not to be changed."""
+    """A run of ``stretto rl`` that made its own start, by relative paths. Not to be changed."""
     folder = tmp_path_factory.mktemp("rl")
     (folder / "tiny.toml").write_text(TINY)
-    rl(folder / "tiny.toml", out=folder / "run", device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        result = rl("tiny.toml", out="run", device="cpu").result
+    assert result.checkpoint == Path("run/checkpoint")
     return folder / "run"

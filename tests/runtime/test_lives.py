@@ -150,6 +150,17 @@ def test_a_restart_whose_constructor_fails_counts(stage: Stage, tmp_path: Path) 
     stage.run(work)
 
 
+@processes
+def test_relative_paths_mean_the_same_in_a_role(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(runtime: Runtime) -> None:
+        monkeypatch.chdir(tmp_path)
+        closing = await stage.spawn(runtime, Closing, "left here")
+        await runtime.kill(closing)
+        assert (tmp_path / "left here").read_text() == "closed"
+
+    stage.run(work)
+
+
 @concurrent
 def test_closing_leaves_no_process(stage: Stage) -> None:
     pids: list[int] = []

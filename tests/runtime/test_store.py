@@ -200,6 +200,21 @@ def test_a_store_that_refuses_in_the_middle_is_told_at_once(
     assert "\n" not in str(caught.value) and "of-the-test" not in told
 
 
+def test_a_ray_store_without_room_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+    from stretto.runtime.ray_store import RayStore
+
+    def full(content: Any) -> Any:
+        raise ray.exceptions.OutOfDiskError("Local disk is full\nmany more lines")
+
+    monkeypatch.setattr(ray, "put", full)
+    with pytest.raises(
+        UserError, match=r"^store: ray: cannot write weights/1: .*--object-store-memory, or free"
+    ) as caught:
+        RayStore([]).write_chunks("weights/1", [b"content"])
+    assert "\n" not in str(caught.value)
+
+
 def test_a_server_that_is_gone_is_waited_for_and_then_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
