@@ -344,7 +344,7 @@ class EngineWeights:
                         continue  # the channel may have dropped that version; the engine still has its old one
                     if not isinstance(failure, RoleDied):
                         # the engine hangs or failed inside, and its version is unknown until it is restarted
-                        await self._roles.restart(self._roles.engines[name])
+                        await self._roles.restart(self._roles.engines[name], str(failure))
                     self._lost(name)
                     return
                 if self._roles.restarts(name) != restarts:

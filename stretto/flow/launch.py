@@ -7,6 +7,7 @@ Imports no torch: only the processes of trainer and engines import it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
@@ -57,6 +58,7 @@ from stretto.text.chat import tool_form
 from stretto.text.similar import embeddings
 from stretto.text.tokenizer import Tokenizer
 
+_log = logging.getLogger(__name__)
 _NEED_SANDBOX = ("code", "sheets", "tools")
 """Kinds of task that run programs. A task in a file of the user's may run programs too."""
 _MAY_WAIT = (*_NEED_SANDBOX, "judged")
@@ -446,18 +448,19 @@ class Roles:
                 raise UserError(f"{pool.name}: no worker can be started: {pool.error}; continue with --resume")
         for handle, stats in await self.ask_all(self.verifiers, "stats"):
             if stats.num_stuck and handle in self.fixed_rewards:
-                await self.restart(handle)
+                await self.restart(handle, f"{stats.num_stuck} of its threads hang in a task")
             elif stats.num_stuck:
                 for pool in self.rewards.values():
                     pool.replace(handle, hard=False)  # its other verifications may still end
         for handle, failure in await self.ask_all(self.engines.values(), "failure"):
             if failure:
-                await self.restart(handle)
+                await self.restart(handle, failure)
 
-    async def restart(self, handle: Handle) -> None:
-        """Restart an engine or a fixed verifier. Raises UserError: it cannot be restarted."""
+    async def restart(self, handle: Handle, why: str) -> None:
+        """Restart an engine or a fixed verifier, and log ``why``. Raises UserError: it cannot be restarted."""
         if not self._is_alive(handle):
             return  # the runtime restarts a role that has died
+        _log.warning("%s: %s; it is started again", handle.name, why)
         try:
             await self.runtime.restart(handle)
         except RuntimeFailure as failure:

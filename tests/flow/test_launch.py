@@ -37,6 +37,7 @@ from stretto.learning.recipe import RlRecipe, SandboxConfig, SourceConfig
 from stretto.model.parallel import Ranks
 from stretto.runtime.actor import LocalCaller
 from stretto.runtime.local import LocalRuntime
+from stretto.runtime.pool import ElasticPool, Limits
 from stretto.runtime.runtime import Handle, Placement
 from tests.engine.engines import engine
 from tests.flow.agents import MODEL, TASK, tokenizer
@@ -44,6 +45,7 @@ from tests.flow.agents import recipe as agent_recipe
 from tests.flow.judges import AT_ONCE, sources
 from tests.flow.policies import checkpoint
 from tests.flow.policies import recipe as policy_recipe
+from tests.runtime.roles import Worker
 
 
 class Idle:
@@ -155,6 +157,23 @@ def test_a_stuck_verifier_makes_way_and_others_end_what_they_do(tmp_path: Path) 
         assert roles.rewards["reward-x4"].stats().num_replaced == 1
 
     with_roles(tmp_path, work, score_s=1.0)
+
+
+def test_a_restart_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    """The server of an engine that died in the middle of an update, say: until it answers again, the run waits."""
+
+    async def work() -> None:
+        async with LocalRuntime() as runtime:
+            handle = await runtime.spawn(Worker, name="engine-0", placement=Placement.THREAD, restarts=1)
+            agents = ElasticPool(runtime, Worker, name="agent", placement=Placement.THREAD, limits=Limits())
+            roles = Roles(runtime, Gang(runtime, ()), {"engine-0": handle}, agents, {}, ())
+            await roles.restart(handle, "rollout.address: vllm at http://10.0.0.7:8000: gone")
+            assert roles.restarts("engine-0") == 1
+            with pytest.raises(UserError, match=r"engine-0: cannot be started again: .*continue with --resume"):
+                await roles.restart(handle, "gone again")
+
+    asyncio.run(work())
+    assert "engine-0: rollout.address: vllm at http://10.0.0.7:8000: gone; it is started again" in caplog.text
 
 
 @pytest.mark.slow
