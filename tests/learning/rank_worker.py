@@ -19,7 +19,7 @@ PLAN = recipe(
     loss__kl_weight=0.1,
     replay="r3",
     train__micro_rows=4,
-    rollout__engine="stretto",
+    rollout__engine="vllm",
     rollout__address="http://127.0.0.1:9",
     precision={"train": "fp32", "rollout": "bf16"},
 )
@@ -32,7 +32,10 @@ def main(start: Path, refs_file: Path, out: Path) -> None:
     reports = []
     for step, some in enumerate(refs):
         reports.append(trainer.step(some, step))
-        trainer.copy_weights()  # scores the canary with rounded weights, which the next step must not see
+        trainer.copy_weights()
+        head_VD = trainer._model.head_VD
+        if ranks.is_first:  # the canary is scored with rounded weights, which the next step must not see
+            assert torch.equal(head_VD, trainer._copied[1]["head.weight"])
     trainer.save({"step": 2})
     version = asyncio.run(trainer.publish())
     assert (version is not None) == ranks.is_first
