@@ -1,26 +1,35 @@
 """Loss of integer weights at every preset, beside the bf16 weights of the same run, and equality of slices.
 
     python -m bench.quantise RUN [--head int4] [--calibration-tokens 16384]
+    python -m bench.quantise RUN --speed [--threads 1] [--rounds 3]
 
 Quantises the checkpoint of RUN (`stretto demo` writes one) in every way, and measures the held-out rows of the run. The difference to bf16 is
 taken token by token, so its interval is much narrower than that of a loss. Aims: int8 at most +0.005 nats per token, int4 with GPTQ at most
 +0.05, at every preset; every tensor of an extracted preset equals the quantised tensor of the extracted preset to the bit (rounding to
 nearest), or the extracted values (GPTQ). Losses are measured with dequantised weights in fp32.
+
+With ``--speed``: processor time of a decoding step of the full network, with weights rounded to nearest, in turns; medians of the rounds.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import Tensor
 
-from bench.common.measure import bench_parser, finish, table, wide_console
+from bench.common.measure import bench_parser, finish, random_prompts, table, wide_console
 from stretto.api.search import QuantiseOptions, extract_command, quantise_command
 from stretto.api.train import held_out
 from stretto.base.paths import checkpoint_folder
+from stretto.engine.engine import Engine
+from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.evals.loss import EvalBatch
 from stretto.model.checkpoint import read_checkpoint, read_integers
 from stretto.model.elastic import extract, slice_integers
@@ -29,7 +38,8 @@ from stretto.model.spec import Subnet, named_subnets
 from stretto.model.transformer import Transformer
 from stretto.ops.int_weights import IntWeight
 from stretto.ops.logprob import IGNORED, head_loss
-from stretto.post.quantise import round_to_nearest, untie
+from stretto.ops.native import load
+from stretto.post.quantise import round_to_nearest, schemes_of, untie
 from stretto.train.run_folder import read_info
 
 AIMS = {("int8", "rtn"): 0.005, ("int8", "gptq"): 0.005, ("int4", "rtn"): None, ("int4", "gptq"): 0.05}
@@ -42,7 +52,13 @@ def main() -> None:
     parser.add_argument("--head", default="int8")
     parser.add_argument("--group", type=int, default=32)
     parser.add_argument("--calibration-tokens", type=int, default=16_384)
+    parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
+    if arguments.speed:
+        speed(arguments.run, arguments.threads, arguments.rounds)
+        return
     info = read_info(arguments.run)
     batches = held_out(info, info.train, join("cpu"))
     source = checkpoint_folder(arguments.run)
@@ -78,6 +94,46 @@ def main() -> None:
     wide_console().print(rows)
     print(f"{num_tokens:,} held-out tokens of {arguments.run}; intervals are 95 % of the mean of paired differences")
     finish(failures)
+
+
+def speed(run: Path, threads: int, rounds: int) -> None:
+    """Print processor milliseconds per decoding step by batch size and weights."""
+    torch.set_num_threads(threads)
+    checkpoint = read_checkpoint(checkpoint_folder(run), dtype=torch.float32)
+    model, settings = checkpoint.model, EngineConfig(num_pages=400, page_size=16, max_batch=16)
+    untie(model)
+    engines = {}
+    for name, dtype in {
+        "fp32": torch.float32,
+        "bf16": torch.bfloat16,
+        "int8": torch.float32,
+        "int4": torch.float32,
+    }.items():
+        integers = {}
+        if name.startswith("int"):
+            plan = QuantiseOptions.model_validate({"dtype": name}).plan()
+            integers = round_to_nearest(model.state_dict(), schemes_of(model.config, checkpoint.family, plan))
+        weights = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
+        engines[name] = Engine(weights, None, settings, library=load(), integers=integers)
+    numbers = itertools.count()
+
+    def processor_s(engine: Engine, batch: int, num_tokens: int) -> float:
+        sampling = Sampling(max_tokens=num_tokens, min_tokens=num_tokens, temperature=0.0)
+        for prompt in random_prompts(batch, 16, model.config.vocab_size, next(numbers)):
+            engine.add(Request(str(next(numbers)), tuple(prompt), sampling, Phases(model.config.full())))
+        start = time.process_time()
+        while engine.has_work:
+            engine.step()
+        return time.process_time() - start
+
+    rows = table(f"Processor milliseconds per decoding step, {threads} threads", "batch", *engines)
+    for batch in (1, 4, 16):
+        found: dict[str, list[float]] = {name: [] for name in engines}
+        for _ in range(rounds):
+            for name, engine in engines.items():  # a call's fixed cost and its prompt cancel
+                found[name].append((processor_s(engine, batch, 9) - processor_s(engine, batch, 1)) / 8)
+        rows.add_row(str(batch), *(f"{1e3 * median(values):.2f}" for values in found.values()))
+    wide_console().print(rows)
 
 
 @torch.no_grad()
