@@ -49,6 +49,7 @@ AIMS = {("int8", "rtn"): 0.005, ("int8", "gptq"): 0.005, ("int4", "rtn"): None, 
 def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("run", type=Path)
+    parser.add_argument("--dtypes", nargs="+", default=["int8", "int4"])
     parser.add_argument("--head", default="int8")
     parser.add_argument("--group", type=int, default=32)
     parser.add_argument("--calibration-tokens", type=int, default=16_384)
@@ -70,7 +71,7 @@ def main() -> None:
     rows.add_row("bf16", size_of(source, 0.5), *shares.values(), "", "")
     failures = []
     with tempfile.TemporaryDirectory() as folder:
-        for (dtype, method), aim in AIMS.items():
+        for (dtype, method), aim in [each for each in AIMS.items() if each[0][0] in arguments.dtypes]:
             fields = {"dtype": dtype, "method": method, "head": arguments.head, "group": arguments.group}
             options = QuantiseOptions(**fields, calibration_tokens=arguments.calibration_tokens)
             out = Path(folder) / f"{dtype}-{method}"
