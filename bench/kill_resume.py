@@ -261,7 +261,7 @@ def live(
         if (run / "snapshots").is_dir() and not stage.resumes_alone:
             command.append("--resume")
     life, num_read = Life(), 0
-    num_journals, partial = len([*run.rglob("groups.sqlite")]), set(run.rglob(".step-*.partial"))
+    num_journals, partial = len(below(run, "groups.sqlite")), below(run, ".step-*.partial")
     with (folder / "output").open("w+") as output:
         process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
         while life.code is None:
@@ -271,11 +271,11 @@ def live(
             for line in lines[num_read:]:
                 life.read(line, now_s, is_demo=not stage.command)
             num_read = len(lines)
-            if len(journals := [*run.rglob("groups.sqlite")]) > num_journals:  # its roles have started
+            if len(journals := below(run, "groups.sqlite")) > num_journals:  # its roles have started
                 num_journals = len(journals)
                 life.begin(now_s)
             life.seconds = now_s - (life.first_s or now_s)
-            is_saving = bool(set(run.rglob(".step-*.partial")) - partial)
+            is_saving = bool(below(run, ".step-*.partial") - partial)
             if length_s is not None and life.first_s and life.seconds >= length_s and (is_saving or not while_saving):
                 time.sleep(random.uniform(0.0, SAVING_S) if while_saving else 0.0)
                 process.kill()
@@ -287,6 +287,13 @@ def live(
     if life.code:
         raise SystemExit("\n".join(["the command failed by itself:", *lines]))
     return life
+
+
+def below(run: Path, pattern: str) -> set[Path]:
+    """Paths below ``run`` that match, while its command adds and removes folders."""
+    while True:
+        with suppress(FileNotFoundError):  # a folder was renamed before it was read
+            return set(run.rglob(pattern))
 
 
 def kill(run: Path, name: str, life: Life, limit_s: float) -> Kill:
