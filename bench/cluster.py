@@ -15,29 +15,23 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 
 from bench.common.measure import table, wide_console
+from bench.common.nodes import NODES, RESOURCES, START_S, cluster, in_namespace
 from bench.common.s3 import s3_server
 from bench.sync_equality import plain_run, recipe, start_of, whole_run
 from stretto.base.errors import UserError
 
-NODES = 4
-_ROLES = {"trainer": 1, "engines": 2, "agents": 3, "rewards": 3}
-"""Node of each kind of role; the driver is on node 0."""
-_START_S = 300.0
-"""Longest wait for a node to start, in seconds."""
 _DRIVER_FOLDER = "/tmp/driver"
 _HOOK = f"""
 import os, sys
@@ -49,75 +43,24 @@ sys.addaudithook(hook)
 """
 
 
-def in_namespace(node_tmp: Path, *command: str) -> list[str]:
-    """``command`` with ``node_tmp`` as its /tmp."""
-    return ["unshare", "-m", "sh", "-c", 'mount --bind "$0" /tmp && exec "$@"', str(node_tmp), *command]
-
-
 @contextmanager
-def cluster(base: Path) -> Iterator[str]:
-    """Address of the cluster, with one folder of ``base`` as /tmp of each node."""
+def audited(base: Path) -> Iterator[str]:
+    """Address of the cluster. Its nodes write the names of foreign files into ``foreign.txt``."""
     (base / "hook").mkdir()
     (base / "hook" / "sitecustomize.py").write_text(_HOOK)
-    os.environ |= {  # also of the driver
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_raylet_start_wait_time_s": f"{_START_S:g}",
-    }
-    host = ray.util.get_node_ip_address()
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        address = f"{host}:{probe.getsockname()[1]}"
-    program, nodes = str(Path(sys.executable).with_name("ray")), list[subprocess.Popen[bytes]]()
-    try:
-        for number in range(NODES):
-            tmp, env = base / f"node-{number}", dict(os.environ)
-            tmp.mkdir()
-            if number:
-                env |= {
-                    "PYTHONPATH": f"{base / 'hook'}:{env.get('PYTHONPATH', '')}",
-                    "FOREIGN_LOG": str(base / "foreign.txt"),
-                }
-            role = [f"--address={address}"] if number else ["--head", f"--port={address.partition(':')[2]}"]
-            options = [f"--labels=node={number}", "--num-cpus=2", "--block"]
-            options += ["--object-store-memory=200000000", "--disable-usage-stats", "--include-dashboard=false"]
-            if number:
-                options.remove("--include-dashboard=false")
-            with (base / f"node-{number}.log").open("wb") as log:
-                command = in_namespace(tmp, program, "start", *role, *options)
-                nodes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
-            while number == 0 and not _answers(address):
-                time.sleep(0.5)
-        yield address
-    finally:
-        for node in reversed(nodes):
-            end(psutil.Process(node.pid))
-
-
-def end(node: psutil.Process) -> None:
-    """End ``node`` with all its processes."""
-    processes = [*node.children(recursive=True), node]
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(processes, 30)
-
-
-def _answers(address: str) -> bool:
-    host, _, port = address.partition(":")
-    with socket.socket() as sock:
-        return sock.connect_ex((host, int(port))) == 0
+    path = f"{base / 'hook'}:{os.environ.get('PYTHONPATH', '')}"
+    with cluster(base, {"PYTHONPATH": path, "FOREIGN_LOG": str(base / "foreign.txt")}) as made:
+        yield made.address
 
 
 def drive(address: str, store: str, steps: int, folder: Path, start: Path) -> dict[str, Any]:
     """In the driver's namespace: run, and describe the result as JSON."""
-    resources = {role: {"labels": {"node": str(node)}} for role, node in _ROLES.items()}
-    chosen = recipe(steps, store=store, resources=resources, runtime={"kind": "ray", "address": address})
+    chosen = recipe(steps, store=store, resources=RESOURCES, runtime={"kind": "ray", "address": address})
     ray.init(address=address, logging_level="error")
-    end_s = time.monotonic() + _START_S
+    end_s = time.monotonic() + START_S
     while sum(node["Alive"] for node in ray.nodes()) < NODES:
         if time.monotonic() > end_s:
-            return {"problem": f"the cluster has {len(ray.nodes())} of {NODES} nodes after {_START_S:g} s"}
+            return {"problem": f"the cluster has {len(ray.nodes())} of {NODES} nodes after {START_S:g} s"}
         time.sleep(0.5)
     try:
         found = whole_run(store, chosen, folder, start, lambda num, status: None)
@@ -149,7 +92,7 @@ def main() -> None:
             first = recipe(options.steps)
             start = start_of(first, base / "sft")
             plain = plain_run(first, base / "plain", start, lambda num, status: None)
-            with cluster(base) as address:
+            with audited(base) as address:
                 shutil.copytree(start, base / "node-0" / "driver" / "start")
                 for number, (name, store) in enumerate({"ray": "ray", "s3": s3, "file (control)": "file"}.items()):
                     foreign = base / "foreign.txt"

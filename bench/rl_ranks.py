@@ -19,14 +19,13 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from bench.common.killing import GROUP, PROMPTS, RECIPE, STEPS, Killed
 from bench.common.measure import table, wide_console
-from bench.common.run_account import Account
+from bench.common.run_account import Account, num_other
 from stretto.api.rl import made_start
 from stretto.base.config import read_recipe
 from stretto.base.track import progress
@@ -138,24 +137,20 @@ def _kill(recipe: Path, folder: Path, num_kills: int, rng: random.Random) -> boo
     whole, killed = runs
     (samples, expected), (found, trained) = whole.account.samples(), killed.account.samples()
     lost, twice = sum((expected - trained).values()), sum((trained - expected).values())
-    num_other = sum(
-        not all(np.array_equal(a.tokens, b.tokens) for a, b in zip(each.segments, found[key].segments, strict=True))
-        for key, each in samples.items()
-        if key in found
-    )
+    num_others = num_other(samples, found)
     last = [max(path.name for path in (run.account.run / WEIGHTS).iterdir()) for run in runs]
     times = sorted(kill.recovered_s for kill in killed.kills if kill.recovered_s is not None)
     names = ", ".join(sorted(kill.name for kill in killed.kills))
     shown = table(f"kill -9 of {len(killed.kills)} ranks: {names}", "", "measured", "aim")
     shown.add_row("samples trained", f"{len(found):,}", f"{len(samples):,}")
     shown.add_row("samples lost, trained twice", f"{lost}, {twice}", "0, 0")
-    shown.add_row("samples with other tokens", str(num_other), "0")
+    shown.add_row("samples with other tokens", str(num_others), "0")
     shown.add_row("steps repeated", str(killed.account.num_rolled_back()), "")
     shown.add_row("final weights bitwise equal", "yes" if last[0] == last[1] else "no", "yes")
     shown.add_row("seconds to the next step", ", ".join(f"{each:.1f}" for each in times), f"< {RESTART_S:g}")
     wide_console().print(shown)
     is_prompt = len(killed.kills) == num_kills and bool(times) and times[-1] < RESTART_S
-    return lost == twice == num_other == 0 and last[0] == last[1] and is_prompt
+    return lost == twice == num_others == 0 and last[0] == last[1] and is_prompt
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import numpy as np
 
 from bench.common.run_account import Account, Key, logged
 from stretto.base.errors import UserError
+from stretto.base.paths import CHECKPOINT
 from stretto.flow.log import read_status
 
 RECIPE = (Path(__file__).parents[1] / "kill_roles.toml").read_text()
@@ -61,32 +62,38 @@ class Killed:
     logs: list[dict[Key, np.ndarray]] = field(default_factory=list)
     """Samples in flight at each kill."""
     job: subprocess.Popen[bytes] | None = None
+    command: list[str] | None = None
+    """Starts the job; None: ``stretto rl`` on this machine."""
 
     def finish(self, kinds: list[str]) -> None:
         """Run to the end, with one kill for each of ``kinds`` while the run lasts."""
-        self._start()
+        self.start()
         for kind in kinds:
             if not self._wait(kind) or not self._kill(kind):
                 break
-        while self._is_running():
+        self.end()
+
+    def end(self) -> None:
+        """Wait until the run has ended."""
+        while self.is_running():
             time.sleep(POLL_S)
         self.account.look()
 
-    def _start(self) -> None:
+    def start(self) -> None:
         run = self.account.run
-        command = [sys.executable, "-m", "stretto", "rl", str(self.recipe), "-o", str(run), "--device", "cpu"]
+        command = self.command or rl_command(self.recipe, run)
         if self.job is not None:
-            command.append("--resume")
+            command = [*command, "--resume"]
         with run.with_suffix(".log").open("ab") as log:
             environment = {"OMP_NUM_THREADS": "1", **os.environ}
             self.job = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
-    def _is_running(self) -> bool:
+    def is_running(self) -> bool:
         assert self.job is not None
         code = self.job.poll()
         if code is not None and not self._is_done():
             log = self.account.run.with_suffix(".log").read_text()
-            raise SystemExit(f"{self.account.run}: failed without a kill, exit code {code}:\n{log[-4000:]}")
+            raise SystemExit(f"{self.account.run}: failed, exit code {code}:\n{log[-4000:]}")
         self.account.look()
         self._note_recovery()
         if code is None and self._is_done():
@@ -97,9 +104,16 @@ class Killed:
 
     def _is_done(self) -> bool:
         try:
-            return read_status(self.account.run).state == "done"
+            # without a shared folder, the checkpoint arrives later than the state
+            is_written = (self.account.run / CHECKPOINT).exists()
+            return is_written and read_status(self.account.run).state == "done"
         except UserError:
             return False  # there is no status yet
+
+    def note(self, kill: Kill) -> None:
+        """Record a kill at the moment at which it is made."""
+        self.kills.append(kill)
+        self._moments.append((time.time(), self.account.look()))
 
     def _note_recovery(self) -> None:
         now = time.time()
@@ -119,7 +133,7 @@ class Killed:
         end_s = time.time() + self.rng.uniform(*LIFE_S)
         quiet_s = time.time()
         while time.time() < end_s if kind == "any" else self.account.look() < goal:
-            if not self._is_running():
+            if not self.is_running():
                 return False
             if self.account.look() != last:
                 last, quiet_s = self.account.look(), time.time()
@@ -127,13 +141,13 @@ class Killed:
                 raise SystemExit(f"{self.account.run}: hangs; {read_status(self.account.run)}")
             time.sleep(POLL_S)
         time.sleep(self.rng.uniform(0.0, 0.3))
-        return self._is_running()
+        return self.is_running()
 
     def _kill(self, kind: str) -> bool:
         """Kill one process of that kind; False: the run ended first."""
         assert self.job is not None
         while (victim := self._victim(kind)) is None:
-            if not self._is_running():
+            if not self.is_running():
                 return False
             time.sleep(POLL_S)
         name, pid = victim
@@ -144,14 +158,13 @@ class Killed:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             self.logs.pop()
-            return self._is_running()  # the process has just ended
-        self.kills.append(kill)
-        self._moments.append((time.time(), self.account.look()))
+            return self.is_running()  # the process has just ended
+        self.note(kill)
         if pid == self.job.pid:
             self.job.wait()
-            self._start()
+            self.start()
             time.sleep(ORPHANS_S)
-            kill.num_orphans = sum(map(_is_alive, children))
+            kill.num_orphans = sum(map(is_alive, children))
         return True
 
     def _victim(self, kind: str) -> tuple[str, int] | None:
@@ -171,6 +184,10 @@ class Killed:
         return self.rng.choice(found) if found else None
 
 
+def rl_command(recipe: Path, run: Path) -> list[str]:
+    return [sys.executable, "-m", "stretto", "rl", str(recipe), "-o", str(run), "--device", "cpu"]
+
+
 def _children(pid: int) -> list[int]:
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
@@ -179,7 +196,7 @@ def _children(pid: int) -> list[int]:
         return []
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

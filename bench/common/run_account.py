@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from stretto.base.paths import read_json
 from stretto.base.trajectory import Trajectory
+from stretto.flow.files import ID_FILE
 from stretto.flow.ledger import Event, read_events
 from stretto.learning.recipe import JOURNAL_FILE, LOGS
 from stretto.learning.samples import load_group, read_logs
+from stretto.runtime.store import UrlStore
 
 Key = tuple[int, int]
 """Ordinal of the group and number of the sample."""
@@ -27,7 +31,9 @@ class Account:
 
     run: Path
     kept: Path
-    """Folder for hard links to the files of groups."""
+    """Folder for hard links to the files of groups, or copies of them."""
+    store_url: str = ""
+    """Object store with the groups; empty: the run folder."""
     events: dict[int, Event] = field(default_factory=dict)
     """Events by number."""
 
@@ -38,7 +44,7 @@ class Account:
                 if event.number not in self.events:
                     self.events[event.number] = event
                     if event.kind == "ready":
-                        self._keep(Path(event.facts["group"]["location"]))
+                        self._keep(event.facts["group"]["location"])
         return max(self.events, default=0)
 
     def trained(self) -> dict[int, list[str]]:
@@ -74,10 +80,16 @@ class Account:
                     times[each.ordinal, each.sample] += 1
         return trained, times
 
-    def _keep(self, path: Path) -> None:
+    def _keep(self, location: str) -> None:
         self.kept.mkdir(exist_ok=True)
-        if path.exists() and not (self.kept / path.name).exists():
-            os.link(path, self.kept / path.name)
+        path, kept = Path(location), self.kept / Path(location).name
+        if kept.exists():
+            return
+        if self.store_url:
+            with suppress(FileNotFoundError):  # deleted since
+                kept.write_bytes(UrlStore(self.store_url, read_json(self.run / ID_FILE)["id"]).read(location))
+        elif path.exists():
+            os.link(path, kept)
 
 
 def logged(run: Path) -> dict[Key, np.ndarray]:
@@ -103,6 +115,16 @@ def is_kept(before: np.ndarray, trajectory: Trajectory) -> bool:
     """Whether the log-probabilities ``before`` are the first ones of the trained sample."""
     now = sampled(trajectory.segments)
     return len(now) >= len(before) and np.array_equal(now[: len(before)], before)
+
+
+def num_other(expected: dict[Key, Trajectory], found: dict[Key, Trajectory]) -> int:
+    """Number of samples in both whose tokens differ."""
+    pairs = [(each, found[key]) for key, each in expected.items() if key in found]
+    return sum(
+        len(one.segments) != len(other.segments)
+        or not all(np.array_equal(a.tokens, b.tokens) for a, b in zip(one.segments, other.segments, strict=True))
+        for one, other in pairs
+    )
 
 
 def paired_difference(differences: ArrayLike, num_draws: int = 9_999) -> tuple[float, float]:

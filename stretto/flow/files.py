@@ -6,6 +6,7 @@ own, the start checkpoint and snapshots travel through the store, and so does th
 
 from __future__ import annotations
 
+import fcntl
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from stretto.runtime.store import (
     send_folder,
 )
 
-_ID_FILE = "store.json"
+ID_FILE = "store.json"
 """In the run folder: the id under which the run's files lie in the store."""
 _START = "start"
 
@@ -58,8 +59,10 @@ class RunFiles:
         if self.is_shared:
             return self.start
         here = self.folder_here() / _START
-        if not here.exists():
-            fetch_folder(self.store, _START, here)
+        with (self.folder_here() / f"{_START}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # several roles of a machine start at the same time
+            if not here.exists():
+                fetch_folder(self.store, _START, here)
         return here
 
     def finish(self) -> None:
@@ -92,7 +95,7 @@ def open_files(recipe: RlRecipe, run: Path, start: Path) -> RunFiles:
     Raises UserError: the store refuses, or does not answer. InfraError: it stopped to answer."""
     if recipe.store == "file":
         return RunFiles(FolderStore(run), "", run, start)
-    path = run / _ID_FILE
+    path = run / ID_FILE
     id = read_json(path)["id"] if path.exists() else secrets.token_hex(6)
     store: RemoteStore
     if recipe.store == "ray":

@@ -351,7 +351,7 @@ class Gang:
         if not errors:
             return calls[0].result()
         for error in errors:
-            if _is_loss(error):
+            if is_loss(error):
                 raise TrainerLost(str(error)) from error
         error = next((each for each in errors if isinstance(each, UserError)), errors[0])
         if isinstance(error, RoleError):
@@ -369,7 +369,7 @@ class Gang:
         while errors := [error for each in calls if each.done() and (error := each.exception()) is not None]:
             statuses = map(self.runtime.status, self.ranks)
             errors += [RoleDied(each.name, each.why) for each in statuses if each.state is not RoleState.ALIVE]
-            is_lost = any(map(_is_loss, errors))
+            is_lost = any(map(is_loss, errors))
             is_agreed = sum(isinstance(each, UserError) for each in errors) == len(calls)
             if is_lost or is_agreed or len(calls) == 1 or time.monotonic() > end_s:
                 break
@@ -377,8 +377,8 @@ class Gang:
         return errors
 
 
-def _is_loss(error: BaseException) -> bool:
-    """Whether a rank's ``error`` loses the trainer: it died or hangs, or a store did not answer, between two steps perhaps."""
+def is_loss(error: BaseException) -> bool:
+    """Whether ``error`` of a rank loses the trainer: it died or hangs, or a store did not answer, between two steps perhaps."""
     return isinstance(error, (RoleDied, DeadlinePassed)) or (
         isinstance(error, RoleError) and error.kind == InfraError.__name__
     )
@@ -440,12 +440,11 @@ class Roles:
                 if handle in self.trainer.ranks:
                     raise TrainerLost(f"{handle.name}: {status.why}")
                 raise UserError(
-                    f"{handle.name}: {status.why}; failures.restarts: it was started again {status.restarts} times; "
-                    "continue with --resume"
+                    f"{handle.name}: {status.why}; failures.restarts: correct the cause, or raise it; then continue with --resume"
                 )
         for pool in self.pools:
             if pool.error is not None:
-                raise UserError(f"{pool.name}: no worker can be started: {pool.error}; continue with --resume")
+                raise UserError(f"{pool.name}: no worker can be started any more: {pool.error}; continue with --resume")
         for handle, stats in await self.ask_all(self.verifiers, "stats"):
             if stats.num_stuck and handle in self.fixed_rewards:
                 await self.restart(handle, f"{stats.num_stuck} of its threads hang in a task")
@@ -494,13 +493,20 @@ async def start_roles(
     """Context with all roles of an attempt. At the end its pools are closed; the other roles are left to the runtime.
     ``at_once``: by source, the number of answers that one verifier judges at once.
     Raises UserError: a role refused to start. RuntimeFailure: a role died or hangs."""
-    config, again = recipe.runtime, recipe.failures.restarts
+    config, failures = recipe.runtime, recipe.failures
     is_together = config.kind == "local" and config.isolate != "all"
     place = Placement.THREAD if config.kind == "local" and config.isolate == "none" else Placement.PROCESS
 
     spawn = partial(runtime.spawn, deadline_s=_START_S)
+    respawn = partial(spawn, restarts=failures.restarts, window_s=failures.restart_window_s)
     needs = recipe.resources.needs()
-    pool = partial(ElasticPool, runtime, deadline_s=_START_S)
+    pool = partial(
+        ElasticPool,
+        runtime,
+        deadline_s=_START_S,
+        restarts=failures.restarts,
+        window_s=failures.restart_window_s,
+    )
 
     def limits(sizes: PoolConfig, slots: int) -> Limits:
         return Limits(min=sizes.min, max=sizes.max, utilisation=sizes.utilisation, slots=slots)
@@ -519,7 +525,7 @@ async def start_roles(
 
     work: list[Coroutine[Any, Any, Any]] = [gang()]
     work += [
-        spawn(factory, name=f"engine-{number}", placement=place, restarts=again, needs=needs["engines"])
+        respawn(factory, name=f"engine-{number}", placement=place, needs=needs["engines"])
         for number, factory in enumerate(factories.engines)
     ]
     rewards: dict[str, ElasticPool] = {}
@@ -538,10 +544,7 @@ async def start_roles(
         agent_placement, agent_limits = Placement.PROCESS, limits(config.agents, slots)
         verifier = factories.reward(tuple(at_once))
         names = [f"reward-{number}" for number in range(config.rewards.max)]
-        work += [
-            spawn(verifier, name=name, placement=Placement.PROCESS, restarts=again, needs=needs["rewards"])
-            for name in names
-        ]
+        work += [respawn(verifier, name=name, placement=Placement.PROCESS, needs=needs["rewards"]) for name in names]
     async with AsyncExitStack() as stack:
         started = await _together(*work, *map(stack.enter_async_context, rewards.values()))
         trainer, *others = started[: len(work)]

@@ -27,6 +27,7 @@ from stretto.flow.launch import (
     TrainerLost,
     check_servers,
     check_sources,
+    is_loss,
     make_factories,
     start_roles,
     with_precision,
@@ -49,7 +50,7 @@ from stretto.learning.recipe import (
 from stretto.learning.samples import logged_ordinals, remove_logs
 from stretto.model.spec import ModelConfig
 from stretto.runtime.local import open_runtime
-from stretto.runtime.runtime import DeadlinePassed, RoleDied, RuntimeFailure, to_end
+from stretto.runtime.runtime import DeadlinePassed, Restarts, RoleDied, RoleError, RuntimeFailure, to_end
 from stretto.runtime.store import Store
 from stretto.text.tokenizer import load_tokenizer
 
@@ -136,7 +137,7 @@ async def _run(job: Job, resumes: bool, advance: Advance, say: Say) -> Result:
     recipe, folder = job.recipe, job.folder
     tables, tokenizer = SourceTables(dict(recipe.sources), recipe.sandbox), load_tokenizer(job.start)
     prompts, at_once = await asyncio.to_thread(check_sources, recipe, tables, tokenizer, say)
-    num_attempts = 0
+    again = Restarts(recipe.failures.restarts, recipe.failures.restart_window_s)
     async with await open_runtime(recipe.runtime.kind, recipe.runtime.address) as runtime:
         await runtime.check(recipe.resources.needs())
         job = await with_precision(runtime, job, say)
@@ -149,20 +150,27 @@ async def _run(job: Job, resumes: bool, advance: Advance, say: Say) -> Result:
         with Trace(folder) as trace:
             log = Logbook(job, prompts, trace, advance, say)
             while True:
-                num_attempts += 1
                 try:
                     async with start_roles(runtime, factories, recipe, at_once) as roles:
+                        again.began()
                         await _attempt(job, files, roles, prompts, trace, log, resumes)
                     break
-                except (TrainerLost, RoleDied) as lost:  # RoleDied: a role died while the roles were started
-                    if num_attempts > recipe.failures.restarts:
+                except DeadlinePassed as late:
+                    raise UserError(f"{late}; when the cluster has room for it, continue with --resume") from late
+                except (TrainerLost, RoleDied, RoleError) as lost:  # the last two: while the roles were started
+                    if isinstance(lost, RoleError) and not is_loss(lost):
+                        raise
+                    pause_s = again.next_pause_s()
+                    if pause_s is None:
                         raise UserError(
-                            f"{lost}; failures.restarts: {num_attempts} attempts were lost; continue with --resume"
+                            f"{lost}, after {again} of the trainer; failures.restarts: correct the cause, or raise it; then continue "
+                            "with --resume"
                         ) from lost
-                    say(f"{lost}; resuming from the last snapshot")
+                    say(f"{lost}; resuming from the last snapshot" + (f" in {pause_s:.0f} s" if pause_s > 1 else ""))
                     for handle in reversed(runtime.handles()):
                         with suppress(RuntimeFailure):  # the role is already dead
                             await runtime.kill(handle, hard=True)
+                    await asyncio.sleep(pause_s)
                     resumes = (folder / JOURNAL_FILE).exists()
         await asyncio.to_thread(files.finish)  # no step will be repeated, and samples in flight are cancelled
     write_trace(folder)

@@ -459,8 +459,10 @@ class FailureConfig(Config):
     lease_s: float = Field(default=300.0, gt=0)
     """Seconds that an agent has for a group, without the wait for a free agent; an unfinished group is then dispatched again."""
     max_attempts: int = Field(default=5, gt=0)
-    restarts: int = Field(default=100, ge=0)
-    """Largest number of restarts of one role, over the run."""
+    restarts: int = Field(default=10, ge=0)
+    """Largest number of restarts of one role within ``restart_window_s``; for a pool, times its largest size. One more ends the run."""
+    restart_window_s: float = Field(default=600.0, gt=0)
+    """Seconds over which restarts are counted. A role that dies soon after its start waits before the next one, longer each time."""
     copies: int = Field(default=1, gt=0)
     """With ``store = "ray"``: nodes that each keep all groups and token logs. Groups that are lost with all copies are sampled again."""
     stuck_s: float = Field(default=600.0, gt=0)

@@ -35,6 +35,7 @@ from stretto.runtime.runtime import (
     Handle,
     Needs,
     Placement,
+    Restarts,
     Role,
     RoleDied,
     RoleState,
@@ -46,8 +47,6 @@ from stretto.runtime.runtime import (
 _BACKLOG = 1024
 """Largest number of callers that wait while a role restarts."""
 _CONTROL = "control"  # id of the role that the driver calls in a process
-_QUICK_S, _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 0.1, 5.0
-"""A role that dies within _QUICK_S of its start is restarted after a pause, which doubles each time up to _LONGEST_PAUSE_S."""
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from stretto.runtime.local import main; main(*map(int, sys.argv[2:]))"
 
 
@@ -237,7 +236,7 @@ class LocalRuntime(Runtime[_LocalRole]):
     async def check(self, needs: Mapping[str, Needs]) -> None:
         """Every role has its place on this machine."""
 
-    def _place(self, id: str, name: str, work: Work, placement: Placement, restarts: int, needs: Needs) -> _LocalRole:
+    def _place(self, id: str, name: str, work: Work, placement: Placement, again: Restarts, needs: Needs) -> _LocalRole:
         begin: Callable[[], _RoleThread | _RoleProcess]
         if placement is Placement.PROCESS:
             pickled, handle = _pickled(work, name), Handle(id, name, str(Path(self._folder.name) / id))
@@ -250,7 +249,7 @@ class LocalRuntime(Runtime[_LocalRole]):
             begin = functools.partial(
                 _RoleThread, self._actors, self._local, handle, work, placement is Placement.THREAD
             )
-        return _LocalRole(handle, restarts, begin=begin, listener=listener)
+        return _LocalRole(handle, again, begin=begin, listener=listener)
 
     async def _start(self, role: _LocalRole) -> None:
         role.incarnation = role.begin()
@@ -260,23 +259,17 @@ class LocalRuntime(Runtime[_LocalRole]):
         await role.incarnation.kill()
 
     async def _watch(self, role: _LocalRole) -> None:
-        pause_s, began_s = 0.0, time.monotonic()
         while True:
             why = await role.incarnation.wait()
             if role.state is RoleState.ALIVE:  # else `restart` has killed it, or its start has failed
                 role.state, role.why = RoleState.RESTARTING, why
             role.pid = None
-            if role.restarts == role.max_restarts:
-                self._bury(role, role.why)
+            if not await self._pause(role):
                 return
-            role.restarts += 1
-            is_quick = time.monotonic() - began_s < _QUICK_S
-            pause_s = min(max(2 * pause_s, _PAUSE_S), _LONGEST_PAUSE_S) if is_quick else 0.0
-            await asyncio.sleep(pause_s)
-            began_s = time.monotonic()
             try:
                 await self._begin(role)
                 role.state = RoleState.ALIVE
+                role.again.began()
             except (UserError, RuntimeFailure) as error:
                 role.why = str(error)
 

@@ -25,6 +25,7 @@ from stretto.runtime.runtime import (
     Handle,
     Needs,
     Placement,
+    Restarts,
     RoleDied,
     RoleState,
     Runtime,
@@ -129,9 +130,12 @@ class ElasticPool:
         limits: Limits,
         deadline_s: float = START_DEADLINE_S,
         drain_s: float = 60.0,
+        restarts: int = 10,
+        window_s: float = 600.0,
         needs: Needs = NOTHING,
     ):
-        """``drain_s``: longest wait for the last calls of a worker that is being ended, in seconds."""
+        """``drain_s``: longest wait for the last calls of a worker that is being ended, in seconds. ``restarts``: largest number of
+        workers that die or hang, within ``window_s`` seconds, for each worker of the largest size; the pool fails after more."""
         self.name = name
         self.limits = limits
         self.error: Exception | None = None
@@ -141,6 +145,7 @@ class ElasticPool:
         self._spawn = functools.partial(
             runtime.spawn, role, *args, placement=placement, deadline_s=deadline_s, needs=needs
         )
+        self._again = Restarts(restarts * limits.max, window_s)
         self._opened_s = time.monotonic()
         self._workers: list[_Worker] = []
         self._queue: deque[asyncio.Future[_Worker]] = deque()
@@ -235,6 +240,10 @@ class ElasticPool:
                 self._num_replaced += 1
                 worker.is_leaving = True
                 self._keep(self._end(worker, hard))
+                if self._again.next_pause_s() is None:  # no pause, because all workers of a node die together
+                    why = self._runtime.status(handle).why or "it hangs"
+                    self._fail(RoleDied(worker.name, f"{why}, after {self._again}"))
+                    return
                 self._keep(self._start(self._new()))
 
     def stats(self) -> PoolStats:

@@ -24,11 +24,13 @@ import stretto
 from stretto.base.errors import UserError
 from stretto.runtime.actor import CLOSE_S, Actor, Worker
 from stretto.runtime.runtime import (
+    CONSTRUCTOR,
     Caller,
     DeadlinePassed,
     Handle,
     Needs,
     Placement,
+    Restarts,
     Role,
     RoleDied,
     RoleError,
@@ -52,26 +54,45 @@ _log = logging.getLogger(__name__)
 class RayCaller(Caller):
     """`Caller` in the driver or in an actor."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._away: set[str] = set()
+        """Ids of handles whose last call met an actor that was restarting. The next call waits until the actor answers."""
+
     @property
     def host(self) -> str:
         return str(ray.util.get_node_ip_address())
 
     async def call(self, handle: Handle, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
-        ref = handle.address.call.remote(method, args, kwargs)
+        ref = None
         try:
             async with deadline(handle.name, method, deadline_s):
+                await self._is_back(handle)
+                ref = handle.address.call.remote(method, args, kwargs)
                 result, error = await ref
         except (asyncio.CancelledError, DeadlinePassed):
-            ray.cancel(ref)
+            if ref is not None:
+                ray.cancel(ref)
             raise
         except RayTaskError as error:  # arguments or results that cannot be sent
             cause = error.cause if isinstance(error.cause, Exception) else error
             raise RoleError(handle.name, method, type(cause).__name__, str(cause), str(error)) from None
         except RayError as error:
+            if isinstance(error, ActorUnavailableError):
+                self._away.add(handle.id)
             raise RoleDied(handle.name, _reason(error)) from None
         if error is not None:
             raise error
         return result
+
+    async def _is_back(self, handle: Handle) -> None:
+        """Wait for the next incarnation of an actor that was restarting."""
+        while handle.id in self._away:
+            try:
+                await handle.address.look.remote()
+                self._away.discard(handle.id)
+            except ActorUnavailableError:
+                await asyncio.sleep(_BEAT_S)
 
 
 class RoleActor:
@@ -88,41 +109,40 @@ class RoleActor:
         self._name = name
         self._work = work
         self._incarnation = uuid.uuid4().hex
-        self._begun: tuple[Actor, asyncio.Task[Exception | None]] | None = None
+        self._actor: Actor | None = None
+        self._is_begun = asyncio.Event()
 
-    async def look(self) -> tuple[str, int, str, Exception | None]:
-        """Wait for the role's constructor; returns the incarnation's id, its process id, the address of its node, and the exception of
-        the constructor."""
-        return self._incarnation, os.getpid(), ray.util.get_node_ip_address(), await asyncio.shield(self._begin()[1])
+    async def look(self) -> tuple[str, int, str]:
+        """The incarnation's id, its process id, and the address of its node."""
+        return self._incarnation, os.getpid(), ray.util.get_node_ip_address()
 
-    async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Exception | None]:
-        """Result and exception of ``method``. The exception is returned, because Ray would wrap a raised one."""
-        try:
-            return await self._begin()[0].call(method, args, kwargs), None
-        except (UserError, RuntimeFailure) as error:
-            return None, error
-
-    async def close(self) -> None:
-        actor, _ = self._begin()
-        actor.end("it was ended")
-        await actor.close()
-
-    def _begin(self) -> tuple[Actor, asyncio.Task[Exception | None]]:
-        """Create and start the actor at the first call; Ray does not run the constructor on the actor's loop."""
-        if self._begun is None:
-            worker = Worker()
-            threading.Thread(target=worker.run, name=self._name, daemon=True).start()
-            actor = Actor(self._name, worker)
-            self._begun = actor, asyncio.create_task(self._start(actor))
-        return self._begun
-
-    async def _start(self, actor: Actor) -> Exception | None:
+    async def start(self) -> Exception | None:
+        """Create the role, and return the exception of its constructor, or None. Ray starts a process again at once and without limit;
+        its role is created when the driver calls this."""
+        worker = Worker()
+        threading.Thread(target=worker.run, name=self._name, daemon=True).start()
+        self._actor = actor = Actor(self._name, worker)
+        self._is_begun.set()
         work = await self._work[0]
         try:
             await actor.start(lambda: work, RayCaller())
         except (UserError, RuntimeFailure) as error:
             return error
         return None
+
+    async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Exception | None]:
+        """Result and exception of ``method``. The exception is returned, because Ray would wrap a raised one."""
+        await self._is_begun.wait()
+        assert self._actor is not None
+        try:
+            return await self._actor.call(method, args, kwargs), None
+        except (UserError, RuntimeFailure) as error:
+            return None, error
+
+    async def close(self) -> None:
+        if self._actor is not None:
+            self._actor.end("it was ended")
+            await self._actor.close()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -131,6 +151,8 @@ class _RayRole(Role):
     """Reference that keeps class and arguments in Ray's object store. Ray frees large arguments once an actor has started, and then
     could not restart it."""
     incarnation: str = ""
+    is_away: bool = False
+    """Whether an incarnation that works did not answer the last time."""
 
 
 class RayRuntime(Runtime[_RayRole]):
@@ -191,56 +213,66 @@ class RayRuntime(Runtime[_RayRole]):
                         f"--address: node {node['NodeManagerAddress']} has {found}, this machine has {own}; install the same there"
                     )
 
-    def _place(self, id: str, name: str, work: Work, placement: Placement, restarts: int, needs: Needs) -> _RayRole:
+    def _place(self, id: str, name: str, work: Work, placement: Placement, again: Restarts, needs: Needs) -> _RayRole:
         actor = ray.remote(RoleActor).options(
             num_cpus=needs.cpus,
             num_gpus=needs.gpus,
             memory=needs.memory_bytes,
             label_selector=dict(needs.labels),
             scheduling_strategy="SPREAD",
-            max_restarts=restarts,
+            max_restarts=-1 if again.most else 0,  # `_watch` counts them
             max_concurrency=10_000,  # the role's own worker queues calls, so Ray must not
         )
         reference = ray.put(work)
-        return _RayRole(Handle(id, name, actor.remote(name, [reference], os.getcwd())), restarts, work=reference)
+        return _RayRole(Handle(id, name, actor.remote(name, [reference], os.getcwd())), again, work=reference)
 
     async def _start(self, role: _RayRole) -> None:
         try:
-            error = await self._look(role)
+            await self._look(role)
+            error: Exception | None = await role.handle.address.start.remote()
         except RayError as problem:
             raise RoleDied(role.handle.name, _reason(problem)) from None
         if error is not None:
             raise error
 
     async def _interrupt(self, role: _RayRole) -> None:
+        role.is_away = False
         ray.kill(role.handle.address, no_restart=False)
 
     async def _watch(self, role: _RayRole) -> None:
         while True:
             await asyncio.sleep(_BEAT_S if role.state is RoleState.ALIVE else _POLL_S)
             try:
-                await self._look(role)
+                if await self._look(role):
+                    if not await self._pause(role):
+                        return
+                    async with deadline(role.handle.name, CONSTRUCTOR, role.deadline_s):
+                        await self._start(role)
+                    role.state = RoleState.ALIVE
+                    role.again.began()
+                elif role.is_away:
+                    role.state, role.is_away = RoleState.ALIVE, False
             except ActorUnavailableError as error:
                 if role.state is RoleState.ALIVE:
-                    role.state, role.why = RoleState.RESTARTING, _reason(error)
+                    role.state, role.why, role.is_away = RoleState.RESTARTING, _reason(error), True
             except RayActorError as error:
-                role.restarts = role.max_restarts  # polling can miss a short incarnation
                 self._bury(role, _reason(error))
                 return
+            except RoleDied as error:  # in its constructor: the next incarnation follows
+                role.why = error.why
+            except (UserError, RuntimeFailure) as error:
+                role.why = str(error)
+                await self._interrupt(role)
 
-    async def _look(self, role: _RayRole) -> Exception | None:
-        """Poll the actor; returns the exception of its constructor. A later incarnation whose constructor fails is ended."""
-        incarnation, pid, node, error = await role.handle.address.look.remote()
-        is_later = role.incarnation not in ("", incarnation)
-        if is_later and error is None:
-            role.restarts += 1
-            role.state = RoleState.ALIVE
-        elif is_later:
-            role.state, role.why = RoleState.RESTARTING, str(error)
-            _log.warning("%s: could not be restarted: %s", role.handle.name, error)
-            await self._interrupt(role)  # Ray starts the next incarnation if there are restarts left
-        role.incarnation, role.pid, role.node = incarnation, pid, node
-        return error
+    async def _look(self, role: _RayRole) -> bool:
+        """Poll the actor; returns whether it is another incarnation than the last time, which does not work yet."""
+        last = role.incarnation
+        role.incarnation, role.pid, role.node = await role.handle.address.look.remote()
+        if is_new := role.incarnation != last and bool(last):
+            role.is_away = False
+            if role.state is RoleState.ALIVE:
+                role.state, role.why = RoleState.RESTARTING, "its process has ended"
+        return is_new
 
     async def _end(self, role: _RayRole, hard: bool) -> None:
         """Kill the actor, and wait until Ray reports its death."""

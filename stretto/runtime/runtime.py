@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
@@ -35,6 +36,8 @@ START_DEADLINE_S = 60.0
 """Default deadline for the start of a role's process and its constructor, in seconds."""
 CONSTRUCTOR = "__init__"
 """Name of the method in errors of a constructor."""
+_CALM_S, _PAUSE_S, _LONGEST_PAUSE_S = 10.0, 0.1, 30.0
+"""Before the restart of a process that worked for less than _CALM_S there is a pause, which doubles each time."""
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -182,6 +185,37 @@ async def deadline(name: str, method: str, seconds: float) -> AsyncIterator[None
         raise DeadlinePassed(name, method, seconds) from None
 
 
+class Restarts:
+    """Limits restarts within a window of time, and slows those down that follow each other quickly."""
+
+    def __init__(self, most: int, window_s: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
+        """``most``: largest number of restarts within any ``window_s`` seconds of ``clock``."""
+        self.most, self._window_s, self._clock = most, window_s, clock
+        self._times_s: list[float] = []
+        self._began_s = math.inf
+        self._pause_s = 0.0
+
+    def __str__(self) -> str:
+        window = "" if self._window_s == math.inf else f" within {self._window_s:g} s"
+        return f"{self.most} restart{'' if self.most == 1 else 's'}{window}"
+
+    def began(self) -> None:
+        """What may be restarted works from now on."""
+        self._began_s = self._clock()
+
+    def next_pause_s(self) -> float | None:
+        """Count a restart. Returns the pause before it, in seconds; None: the window is full, and there must be no restart."""
+        now_s = self._clock()
+        self._times_s = [each_s for each_s in self._times_s if now_s - each_s < self._window_s]
+        if len(self._times_s) >= self.most:
+            return None
+        self._times_s.append(now_s)
+        is_calm = now_s - self._began_s >= _CALM_S
+        self._pause_s = 0.0 if is_calm else min(max(2 * self._pause_s, _PAUSE_S), _LONGEST_PAUSE_S)
+        self._began_s = math.inf
+        return self._pause_s
+
+
 class Caller(ABC):
     """Calls of roles. Belongs to one asyncio loop, so only async methods can use it."""
 
@@ -227,7 +261,7 @@ class Role:
     """A runtime's record of a role that has not ended permanently."""
 
     handle: Handle
-    max_restarts: int
+    again: Restarts
     deadline_s: float = START_DEADLINE_S
     state: RoleState = RoleState.ALIVE
     pid: int | None = None
@@ -275,6 +309,7 @@ class Runtime(Caller, Generic[R]):
         name: str,
         placement: Placement,
         restarts: int = 0,
+        window_s: float = math.inf,
         deadline_s: float = START_DEADLINE_S,
         needs: Needs = NOTHING,
     ) -> Handle:
@@ -282,15 +317,16 @@ class Runtime(Caller, Generic[R]):
 
         Args:
             role: a class, or a `functools.partial` of a class.
-            restarts: number of times that a process which dies (or is ended by `restart`) is started again with ``role``
-                and ``args``. Calls in flight fail; later calls reach the next incarnation.
+            restarts: number of times within ``window_s`` seconds that a process which dies (or is ended by `restart`) is started again
+                with ``role`` and ``args``, each time after a longer pause if it dies soon. Calls in flight fail; later calls reach the
+                next incarnation.
 
         Raises:
             UserError, RoleError: raised by the constructor; the role does not exist.
             DeadlinePassed: the constructor took too long; its process was killed.
             RoleDied: its process died before.
         """
-        spawned = self._place(uuid.uuid4().hex[:16], name, (role, args), placement, restarts, needs)
+        spawned = self._place(uuid.uuid4().hex[:16], name, (role, args), placement, Restarts(restarts, window_s), needs)
         spawned.deadline_s = deadline_s
         self._roles[spawned.handle.id] = spawned
         try:
@@ -298,6 +334,7 @@ class Runtime(Caller, Generic[R]):
         except BaseException:
             self._bury(spawned, "it could not be started")
             raise
+        spawned.again.began()
         spawned.watch = asyncio.create_task(self._watch(spawned))
         return spawned.handle
 
@@ -349,7 +386,7 @@ class Runtime(Caller, Generic[R]):
         Raises UserError: there is none, or a node has not this version of the package."""
 
     @abstractmethod
-    def _place(self, id: str, name: str, work: Work, placement: Placement, restarts: int, needs: Needs) -> R:
+    def _place(self, id: str, name: str, work: Work, placement: Placement, again: Restarts, needs: Needs) -> R:
         """Record of a role that is about to start."""
 
     @abstractmethod
@@ -382,6 +419,19 @@ class Runtime(Caller, Generic[R]):
             raise RoleDied(handle.name, self._ended[handle.id].why)
         assert handle.id in self._roles, f"{handle} does not belong to this runtime"
         return self._roles[handle.id]
+
+    async def _pause(self, role: R) -> bool:
+        """Count a restart and wait before it. False: there were too many, and the role has ended permanently."""
+        pause_s = role.again.next_pause_s()
+        if pause_s is None:
+            await self._end(role, hard=True)
+            self._bury(role, f"{role.why}, after {role.again}" if role.again.most else role.why)
+            return False
+        role.restarts += 1
+        if pause_s > 1:
+            _log.warning("%s: %s; it is restarted in %.0f s", role.handle.name, role.why, pause_s)
+        await asyncio.sleep(pause_s)
+        return True
 
     def _bury(self, role: R, why: str) -> None:
         """Record that the role has ended permanently."""

@@ -16,6 +16,7 @@ from stretto.base.errors import UserError
 from stretto.runtime.runtime import (
     DeadlinePassed,
     Placement,
+    Restarts,
     RoleDied,
     RoleError,
     RoleState,
@@ -175,3 +176,53 @@ def test_closing_leaves_no_process(stage: Stage) -> None:
     if stage.has_processes:
         psutil.wait_procs([psutil.Process(pid) for pid in pids if is_running(pid)], timeout=FAST_S)
         assert not any(is_running(pid) for pid in pids)
+
+
+def test_restarts_are_counted_within_a_window_and_slow_down_while_they_are_quick() -> None:
+    now_s = 0.0
+    again = Restarts(4, window_s=100.0, clock=lambda: now_s)
+    assert str(again) == "4 restarts within 100 s"
+    pauses_s = []
+    for _ in range(3):
+        pauses_s.append(again.next_pause_s())
+        again.began()
+        now_s += 1.0
+    assert pauses_s == [0.1, 0.2, 0.4], "each worked for a second only"
+    now_s += 20.0
+    assert again.next_pause_s() == 0.0, "it worked for long"
+    assert again.next_pause_s() is None, "the window is full"
+    now_s = 100.0
+    assert again.next_pause_s() == 0.1, "the first restart has left the window, and nothing worked since the last one"
+    assert again.next_pause_s() is None
+    assert Restarts(0).next_pause_s() is None
+
+
+def test_the_pause_has_a_limit() -> None:
+    again = Restarts(20, clock=lambda: 0.0)
+    assert [again.next_pause_s() for _ in range(11)][-3:] == [25.6, 30.0, 30.0]
+
+
+@processes
+def test_the_call_after_one_that_met_a_death_waits_for_the_next_incarnation(stage: Stage) -> None:
+    async def work(runtime: Runtime) -> None:
+        handle = await stage.spawn(runtime, Worker, 5, restarts=3)
+        for _ in range(2):
+            with pytest.raises(RoleDied):
+                await runtime.call(handle, "die", deadline_s=FAST_S)
+            assert await runtime.call(handle, "add", 1, deadline_s=3 * FAST_S) == 6
+
+    stage.run(work)
+
+
+@processes
+def test_the_last_words_of_a_role_name_the_limit(stage: Stage) -> None:
+    async def work(runtime: Runtime) -> None:
+        handle = await stage.spawn(runtime, Worker, 5, restarts=1, window_s=60.0)
+        for _ in range(2):
+            with pytest.raises(RoleDied):
+                await persistently(runtime, handle, "echo", 1)
+                await runtime.call(handle, "die", deadline_s=FAST_S)
+        await until(lambda: runtime.status(handle).state is RoleState.DEAD)
+        assert runtime.status(handle).why.endswith(", after 1 restart within 60 s")
+
+    stage.run(work)

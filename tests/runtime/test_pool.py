@@ -219,6 +219,20 @@ def test_workers_that_cannot_start_are_told_of() -> None:
     run(work)
 
 
+def test_a_pool_whose_workers_die_again_and_again_fails() -> None:
+    async def work(runtime: LocalRuntime) -> None:
+        async with pool(
+            runtime, Limits(min=1, max=2), placement=Placement.PROCESS, restarts=1, window_s=60.0
+        ) as subject:
+            for _ in range(3):
+                with pytest.raises(RoleDied):
+                    await subject.call("die", deadline_s=FAST_S)
+            with pytest.raises(RoleDied, match="after 2 restarts within 60 s"):
+                await subject.call("add", 1, deadline_s=FAST_S)
+
+    run(work)
+
+
 def test_closing_tells_those_who_wait() -> None:
     async def work(runtime: LocalRuntime) -> None:
         subject = pool(runtime, Limits(min=1, max=1))

@@ -1,0 +1,119 @@
+"""A Ray cluster of several nodes on one machine that share no folder: each node has a ``/tmp`` of its own, in its own mount namespace.
+
+This needs root. The label ``node`` of a node is its number; node 0 is the head, on which the driver belongs.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import ray
+
+from bench.common.s3 import answers
+
+NODES = 4
+ROLES = {"trainer": 1, "engines": 2, "agents": 3, "rewards": 3}
+"""Node of each kind of role; the driver is on node 0."""
+RESOURCES = {role: {"labels": {"node": str(node)}} for role, node in ROLES.items()}
+"""The table ``resources`` of a recipe with that placement."""
+START_S = 300.0
+"""Longest wait for a node to start, in seconds."""
+
+
+def in_namespace(node_tmp: Path, *command: str) -> list[str]:
+    """``command`` with ``node_tmp`` as its /tmp."""
+    return ["unshare", "-m", "sh", "-c", 'mount --bind "$0" /tmp && exec "$@"', str(node_tmp), *command]
+
+
+@dataclass(slots=True)
+class Cluster:
+    """The nodes of a cluster. Made by `cluster`."""
+
+    base: Path
+    address: str
+    env: Mapping[str, str]
+    """Environment of the nodes other than the head."""
+    nodes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    """Process of each node; all others of the node are below it."""
+    logs: dict[int, Path] = field(default_factory=dict)
+    num_started: int = 0
+
+    def tmp(self, number: int) -> Path:
+        """The /tmp of the first node with that number."""
+        return self.base / f"node-{number}"
+
+    def start(self, number: int) -> None:
+        """Start a node with an empty /tmp."""
+        tmp = self.tmp(number) if number not in self.nodes else self.base / f"node-{number}-{self.num_started}"
+        tmp.mkdir()
+        self.num_started += 1
+        role = [f"--address={self.address}"]
+        if number == 0:
+            role = ["--head", f"--port={self.address.partition(':')[2]}", "--include-dashboard=false"]
+        options = [f"--labels=node={number}", "--num-cpus=2", "--block", "--disable-usage-stats"]
+        options += ["--object-store-memory=200000000"]
+        program = str(Path(sys.executable).with_name("ray"))
+        with tmp.with_suffix(".log").open("wb") as log:
+            command = in_namespace(tmp, program, "start", *role, *options)
+            env = {**os.environ, **(self.env if number else {})}
+            self.nodes[number], self.logs[number] = (
+                subprocess.Popen(command, env=env, stdout=log, stderr=log),
+                Path(log.name),
+            )
+
+    def wait(self) -> None:
+        """Wait until all nodes are up."""
+        end_s = time.monotonic() + START_S
+        while waits_for := [log for log in self.logs.values() if "Ray runtime started" not in log.read_text()]:
+            assert time.monotonic() < end_s, f"not up after {START_S:g} s; see {waits_for}"
+            time.sleep(0.2)
+
+    def processes(self, number: int) -> list[psutil.Process]:
+        """All processes of a node."""
+        with suppress(psutil.NoSuchProcess):
+            node = psutil.Process(self.nodes[number].pid)
+            return [*node.children(recursive=True), node]
+        return []
+
+    def end(self, number: int) -> None:
+        """Kill a node with all its processes."""
+        processes = self.processes(number)
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(processes, 30)
+        self.nodes[number].wait()
+
+
+@contextmanager
+def cluster(base: Path, env: Mapping[str, str] | None = None) -> Iterator[Cluster]:
+    """A cluster of `NODES` nodes, with one folder of ``base`` as /tmp of each. ``env``: for all nodes but the head."""
+    os.environ |= {  # also of the driver
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_raylet_start_wait_time_s": f"{START_S:g}",
+    }
+    host = ray.util.get_node_ip_address()
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port = probe.getsockname()[1]
+    made = Cluster(base, f"{host}:{port}", env or {})
+    try:
+        made.start(0)
+        while not answers(host, port):
+            time.sleep(0.5)
+        for number in range(1, NODES):
+            made.start(number)
+        yield made
+    finally:
+        for number in reversed(made.nodes):
+            made.end(number)

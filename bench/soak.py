@@ -1,0 +1,153 @@
+"""Kills of actors, nodes, trainer ranks and the store server in one soak: RL on a Ray cluster of four nodes with files on an S3 server.
+
+    python -m bench.soak [--kills 30] [--steps 60] [--seed 0] [--keep DIR]
+
+The cluster is that of `bench.common.nodes`: nodes of this machine that share no folder. Labels place trainer (two ranks, gloo), engines,
+and agents and verifiers on nodes 1 to 3; the driver and Ray's head are on node 0, which is not killed. Staleness is 0. The kills, all by
+SIGKILL, each kind ``--kills`` times in random order:
+
+- actor: one process of a role (trainer rank, engine, agent, verifier) that the run's status names;
+- node: the raylet of node 1, 2 or 3 with all its processes. A new node with the same label and an empty disk starts at once;
+- rank: one rank of the trainer;
+- store: the S3 server. After 2 to 6 s it starts again, with the objects that it had (`bench.common.s3` keeps them on disk).
+
+Half of the kills are alone: the run has trained a step since the last one. The others are pairs of two kinds, up to 4 s apart. When a run
+ends before all kills are made, another one of the same recipe follows. Each must train the samples of an unbroken run of local processes
+with the same ranks, with equal tokens, none lost or twice, and end with its bits. A restart is the time from a kill to the next step.
+
+The control: a store server that comes back without its objects, as moto does by itself, must end the run with an error.
+Fails (exit code 1) if an aim is missed or the control run finishes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from bench.common.killing import PATIENCE_S, POLL_S, RECIPE, STEPS, Killed
+from bench.common.measure import table, wide_console
+from bench.common.nodes import ROLES, cluster
+from bench.common.run_account import Account, num_other
+from bench.common.s3 import s3_process
+from bench.common.soaked import KINDS, Soak
+from bench.rl_ranks import HEAD, RESTART_S
+from bench.sync_equality import checksum
+from stretto.base.track import progress
+
+RESTARTS = 60
+"""`failures.restarts`: the soak kills roles more often than the default allows within ten minutes."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=30, help="number of kills of each kind")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of each run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="folder for the runs; default: a temporary one")
+    options = parser.parse_args()
+    rng, runs = random.Random(options.seed), list[Killed]()
+    base = options.keep or Path(tempfile.mkdtemp(prefix="stretto-", dir="/var/tmp"))
+    base.mkdir(parents=True, exist_ok=True)
+    moments = plan(options.kills, rng)
+    try:
+        text = local_recipe(options.steps)
+        (base / "recipe.toml").write_text(text)
+        whole = Killed(base / "recipe.toml", Account(base / "whole", base / "whole-groups"), rng)
+        whole.finish([])
+        start = base / "whole" / "sft"
+        with s3_process(base / "s3.db") as server, cluster(base) as machines:
+            text, soak = cluster_recipe(text, machines.address, server.url), Soak(machines, server, base, rng)
+            began_s = time.monotonic()
+            with progress("kills", 4 * options.kills) as advance:
+                while moments:
+                    runs.append(soak.run(f"killed-{len(runs)}", start, text))
+                    soak.strike(runs[-1], moments)
+                    advance(len(runs[-1].kills), runs[-1].account.run.name)
+            good = report(whole, runs, options.kills, time.monotonic() - began_s)
+            good &= control(soak, soak.run("control", start, text))
+    finally:
+        if not options.keep:
+            shutil.rmtree(base)
+    sys.exit(not good)
+
+
+def plan(num_kills: int, rng: random.Random) -> list[tuple[str, ...]]:
+    """Kinds to kill at each moment: half of the kills alone, the others as pairs of two kinds."""
+    moments: list[tuple[str, ...]] = [(kind,) for kind in KINDS for _ in range(num_kills - num_kills // 2)]
+    for _ in range(num_kills // 2):
+        order = rng.sample(KINDS, len(KINDS))
+        moments += [tuple(order[:2]), tuple(order[2:])]
+    rng.shuffle(moments)
+    return moments
+
+
+def local_recipe(steps: int) -> str:
+    """The unbroken run: every role in a process of its own, two trainer ranks."""
+    text = RECIPE.replace(f"\nsteps = {STEPS}\n", f"\nsteps = {steps}\n").replace(
+        "chunk_tokens = 1 ", "chunk_tokens = 8 "
+    )
+    return f"{HEAD}{text}\n[trainer]\nranks = 2\nep = 2\n"
+
+
+def cluster_recipe(text: str, address: str, store: str) -> str:
+    """The same run on the cluster."""
+    text = text.replace('isolate = "all"', f'kind = "ray"\naddress = "{address}"')
+    places = "".join(f'[resources.{role}]\nlabels = {{ node = "{node}" }}\n' for role, node in ROLES.items())
+    return f'store = "{store}"\n{text}\n[failures]\nrestarts = {RESTARTS}\n{places}'
+
+
+def report(whole: Killed, runs: list[Killed], num_kills: int, wall_s: float) -> bool:
+    """Print both tables; returns whether all aims are met."""
+    kills, good = [kill for run in runs for kill in run.kills], True
+    title = f"SIGKILL: {len(kills)} kills in {len(runs)} runs and {wall_s / 60:.0f} minutes"
+    shown = table(title, "kind", "kills", "aim", "median restart, s", "longest", "aim", "victims")
+    for kind in KINDS:
+        some = [kill for kill in kills if kill.kind == kind]
+        times = [kill.recovered_s for kill in some if kill.recovered_s is not None] or [float("inf")]
+        names = ", ".join(f"{num} {name}" for name, num in sorted(Counter(kill.name for kill in some).items()))
+        figures = f"{statistics.median(times):.1f}", f"{max(times):.1f}", f"< {RESTART_S:g}"
+        shown.add_row(kind, f"{len(some)}", f"{num_kills}", *figures, names)
+        good &= len(some) == num_kills and max(times) < RESTART_S
+    wide_console().print(shown)
+    expected, times_expected = whole.account.samples()
+    bits, made = checksum(whole.account.run), table("against the unbroken run", "", "measured", "aim")
+    accounts = [run.account.samples() for run in runs]
+    num_trained = sum(len(found) for found, _ in accounts)
+    lost = sum(sum((times_expected - trained).values()) for _, trained in accounts)
+    twice = sum(sum((trained - times_expected).values()) for _, trained in accounts)
+    num_others = sum(num_other(expected, found) for found, _ in accounts)
+    num_equal = sum(checksum(run.account.run) == bits for run in runs)
+    made.add_row("samples trained", f"{num_trained:,}", f"{len(runs) * len(expected):,}")
+    made.add_row("samples lost, trained twice", f"{lost}, {twice}", "0, 0")
+    made.add_row("samples with other tokens", f"{num_others}", "0")
+    made.add_row("runs whose final weights are bitwise equal", f"{num_equal}", f"{len(runs)}")
+    made.add_row("steps repeated", f"{sum(run.account.num_rolled_back() for run in runs)}", "")
+    wide_console().print(made)
+    return good and lost == twice == num_others == 0 and num_equal == len(runs)
+
+
+def control(soak: Soak, run: Killed) -> bool:
+    """Whether a run ends with an error when the store server comes back without its objects."""
+    run.start()
+    while len(run.account.trained()) < 2:
+        assert run.is_running(), "the control run ended before the store server was killed"
+        time.sleep(POLL_S)
+    soak.server.kill()
+    soak.server.disk.unlink()
+    soak.server.start()
+    assert run.job is not None
+    code = run.job.wait(PATIENCE_S)
+    last = run.account.run.with_suffix(".log").read_text().strip().splitlines()[-1]
+    print(f"control, a store server without its objects: exit code {code} (aim: not 0): {last}")
+    return code != 0
+
+
+if __name__ == "__main__":
+    main()
