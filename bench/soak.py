@@ -1,6 +1,6 @@
 """Kills of actors, nodes, trainer ranks and the store server in one soak: RL on a Ray cluster of four nodes with files on an S3 server.
 
-    python -m bench.soak [--kills 30] [--steps 60] [--seed 0] [--keep DIR]
+    python -m bench.soak [--kills 30] [--minutes M] [--steps 60] [--seed 0] [--keep DIR]
 
 The cluster is that of `bench.common.nodes`: nodes of this machine that share no folder. Labels place trainer (two ranks, gloo), engines,
 and agents and verifiers on nodes 1 to 3; the driver and Ray's head are on node 0, which is not killed. Staleness is 0. The kills, all by
@@ -15,13 +15,14 @@ Half of the kills are alone: the run has trained a step since the last one. The 
 ends before all kills are made, another one of the same recipe follows. Each must train the samples of an unbroken run of local processes
 with the same ranks, with equal tokens, none lost or twice, and end with its bits. A restart is the time from a kill to the next step.
 
-The control: a store server that comes back without its objects, as moto does by itself, must end the run with an error.
-Fails (exit code 1) if an aim is missed or the control run finishes.
+Two controls must end with an error: a run whose store server comes back without its objects, as moto does by itself, and a run that may
+restart a role once while the trainer is killed three times. Fails (exit code 1) if an aim is missed or a control run finishes.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import shutil
 import statistics
@@ -29,9 +30,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
-from bench.common.killing import PATIENCE_S, POLL_S, RECIPE, STEPS, Killed
+from bench.common.killing import POLL_S, RECIPE, STEPS, Killed
 from bench.common.measure import table, wide_console
 from bench.common.nodes import ROLES, cluster
 from bench.common.run_account import Account, num_other
@@ -48,11 +50,12 @@ RESTARTS = 60
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=30, help="number of kills of each kind")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no more kills after this time")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of each run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="folder for the runs; default: a temporary one")
     options = parser.parse_args()
-    rng, runs = random.Random(options.seed), list[Killed]()
+    rng, runs, failed = random.Random(options.seed), list[Killed](), list[Killed]()
     base = options.keep or Path(tempfile.mkdtemp(prefix="stretto-", dir="/var/tmp"))
     base.mkdir(parents=True, exist_ok=True)
     moments = plan(options.kills, rng)
@@ -63,15 +66,23 @@ def main() -> None:
         whole.finish([])
         start = base / "whole" / "sft"
         with s3_process(base / "s3.db") as server, cluster(base) as machines:
-            text, soak = cluster_recipe(text, machines.address, server.url), Soak(machines, server, base, rng)
-            began_s = time.monotonic()
-            with progress("kills", 4 * options.kills) as advance:
-                while moments:
+            text, began_s = cluster_recipe(text, machines.address, server.url), time.monotonic()
+            with progress("kills", len(KINDS) * options.kills) as advance:
+                soak = Soak(machines, server, base, rng, advance, began_s + 60 * options.minutes)
+                while moments and time.monotonic() < soak.stop_s:
                     runs.append(soak.run(f"killed-{len(runs)}", start, text))
-                    soak.strike(runs[-1], moments)
-                    advance(len(runs[-1].kills), runs[-1].account.run.name)
-            good = report(whole, runs, options.kills, time.monotonic() - began_s)
-            good &= control(soak, soak.run("control", start, text))
+                    try:
+                        soak.strike(runs[-1], moments)
+                    except SystemExit as error:
+                        print(error)
+                        failed.append(runs.pop())
+                        break
+            soak.stop_s = math.inf
+            good = report(whole, runs, options.kills, time.monotonic() - began_s) and not failed
+            storm = text.replace(f"restarts = {RESTARTS}", "restarts = 1")
+            runs = [soak.run(f"control-{number}", start, each) for number, each in enumerate((storm, text))]
+            good &= control("one restart allowed", lambda: soak.strike(runs[0], [("rank",)] * 3))
+            good &= control("a store server without its objects", lambda: forget(soak, runs[1]))
     finally:
         if not options.keep:
             shutil.rmtree(base)
@@ -133,20 +144,28 @@ def report(whole: Killed, runs: list[Killed], num_kills: int, wall_s: float) -> 
     return good and lost == twice == num_others == 0 and num_equal == len(runs)
 
 
-def control(soak: Soak, run: Killed) -> bool:
-    """Whether a run ends with an error when the store server comes back without its objects."""
+def forget(soak: Soak, run: Killed) -> None:
+    """Control: the store server comes back without its objects."""
     run.start()
     while len(run.account.trained()) < 2:
         assert run.is_running(), "the control run ended before the store server was killed"
         time.sleep(POLL_S)
     soak.server.kill()
-    soak.server.disk.unlink()
+    for path in soak.server.disk.parent.glob(f"{soak.server.disk.name}*"):
+        path.unlink()
     soak.server.start()
-    assert run.job is not None
-    code = run.job.wait(PATIENCE_S)
-    last = run.account.run.with_suffix(".log").read_text().strip().splitlines()[-1]
-    print(f"control, a store server without its objects: exit code {code} (aim: not 0): {last}")
-    return code != 0
+    run.end()
+
+
+def control(name: str, work: Callable[[], None]) -> bool:
+    """Whether the run in ``work`` ends with an error, as it must."""
+    try:
+        work()
+    except SystemExit as error:
+        print(f"control, {name}: {str(error).strip().splitlines()[-1]}")
+        return True
+    print(f"control, {name}: the run ended WITHOUT AN ERROR")
+    return False
 
 
 if __name__ == "__main__":

@@ -59,7 +59,8 @@ class Cluster:
         role = [f"--address={self.address}"]
         if number == 0:
             role = ["--head", f"--port={self.address.partition(':')[2]}", "--include-dashboard=false"]
-        options = [f"--labels=node={number}", "--num-cpus=2", "--block", "--disable-usage-stats"]
+        # without CPUs, Ray starts no processes in advance; roles ask for none
+        options = [f"--labels=node={number}", "--num-cpus=0", "--block", "--disable-usage-stats"]
         options += ["--object-store-memory=200000000"]
         program = str(Path(sys.executable).with_name("ray"))
         with tmp.with_suffix(".log").open("wb") as log:
@@ -101,6 +102,7 @@ def cluster(base: Path, env: Mapping[str, str] | None = None) -> Iterator[Cluste
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "disabled",
         "RAY_raylet_start_wait_time_s": f"{START_S:g}",
+        "RAY_worker_niceness": "0",  # Ray's own default would leave roles no time on a busy machine
     }
     host = ray.util.get_node_ip_address()
     with socket.socket() as probe:

@@ -6,6 +6,7 @@ import random
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from stretto.flow.log import read_status
 
 KINDS = ("actor", "node", "rank", "store")
 ROLE_NAMES = ("trainer", "engine", "agent", "reward")
-EVENTS = (1, 30)
+EVENTS = (1, 15)
 """Events in the journal between the step after a kill and the next kill; a step has ten."""
 APART_S, OUTAGE_S = 4.0, (2.0, 6.0)
 """Longest time between two kills of one moment; shortest and longest outage of the store server. Seconds."""
@@ -35,6 +36,10 @@ class Soak:
     server: S3Process
     folder: Path
     rng: random.Random
+    advance: Callable[[int, str], None]
+    """Shows the progress after each kill."""
+    stop_s: float
+    """`time.monotonic` after which no more kills are made."""
     outage: threading.Timer | None = None
     """Starts the store server again."""
 
@@ -58,10 +63,12 @@ class Soak:
     def strike(self, run: Killed, moments: list[tuple[str, ...]]) -> None:
         """Let the run end, with kills at the first of ``moments``. Those that were made are removed from ``moments``."""
         run.start()
-        while moments and self._calm(run):
+        while moments and time.monotonic() < self.stop_s and self._calm(run):
             for number, kind in enumerate(moments.pop(0)):
                 time.sleep(self.rng.uniform(0, APART_S) if number else 0)
-                if not (run.is_running() and self._kill(run, kind)):
+                if run.is_running() and self._kill(run, kind):
+                    self.advance(1, f"{run.account.run.name}: {run.kills[-1].name}")
+                else:
                     moments.append((kind,))
         run.end()
 
@@ -72,7 +79,8 @@ class Soak:
             now = run.account.look()
             if now != last:
                 last, quiet_s = now, time.time()
-            assert time.time() - quiet_s < PATIENCE_S, f"{run.account.run}: hangs; {read_status(run.account.run)}"
+            if time.time() - quiet_s > PATIENCE_S:
+                raise SystemExit(f"{run.account.run}: hangs; {read_status(run.account.run)}")
             if not goal and run.account.trained() and all(kill.recovered_s is not None for kill in run.kills):
                 goal = now + self.rng.randint(*EVENTS)
             if goal and now >= goal:
@@ -84,13 +92,15 @@ class Soak:
         """Make one kill; False: the run ended first."""
         if kind in ("actor", "rank"):
             return self._kill_role(run, kind, self.rng.choice(ROLE_NAMES) if kind == "actor" else "trainer")
-        self.recover()
         if kind == "node":
+            self.machines.wait()
             number = self.rng.choice(sorted(set(ROLES.values())))
             run.note(Kill(kind, f"node {number}"))
             self.machines.end(number)
             self.machines.start(number)
             return True
+        if self.outage is not None:
+            self.outage.join()
         run.note(Kill(kind, "store"))
         self.server.kill()
         self.outage = threading.Timer(self.rng.uniform(*OUTAGE_S), self.server.start)
