@@ -45,6 +45,13 @@ from stretto.base.track import progress
 
 RESTARTS = 60
 """`failures.restarts`: the soak kills roles more often than the default allows within ten minutes."""
+CHANGES = {
+    "chunk_tokens = 1 ": "chunk_tokens = 8 ",
+    "engines = 2\n": "engines = 1\n",
+    "agents = { min = 2, max = 2 }": "agents = { min = 1, max = 1 }",
+    "rewards = { min = 1, max = 2 }": "rewards = { min = 1, max = 1 }",
+}
+"""One engine, agent and verifier, because starts of processes take most of the time of a restart on a machine of two cores."""
 
 
 def main() -> None:
@@ -101,9 +108,10 @@ def plan(num_kills: int, rng: random.Random) -> list[tuple[str, ...]]:
 
 def local_recipe(steps: int) -> str:
     """The unbroken run: every role in a process of its own, two trainer ranks."""
-    text = RECIPE.replace(f"\nsteps = {STEPS}\n", f"\nsteps = {steps}\n").replace(
-        "chunk_tokens = 1 ", "chunk_tokens = 8 "
-    )
+    text = RECIPE
+    for old, new in {**CHANGES, f"\nsteps = {STEPS}\n": f"\nsteps = {steps}\n"}.items():
+        assert old in text, old
+        text = text.replace(old, new)
     return f"{HEAD}{text}\n[trainer]\nranks = 2\nep = 2\n"
 
 

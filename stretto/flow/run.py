@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
+from typing import Any
 
 from stretto.base.config import check_unchanged, completed
 from stretto.base.errors import InfraError, UserError
@@ -50,7 +51,16 @@ from stretto.learning.recipe import (
 from stretto.learning.samples import logged_ordinals, remove_logs
 from stretto.model.spec import ModelConfig
 from stretto.runtime.local import open_runtime
-from stretto.runtime.runtime import DeadlinePassed, Restarts, RoleDied, RoleError, RuntimeFailure, to_end
+from stretto.runtime.runtime import (
+    DeadlinePassed,
+    Handle,
+    Restarts,
+    RoleDied,
+    RoleError,
+    Runtime,
+    RuntimeFailure,
+    to_end,
+)
 from stretto.runtime.store import Store
 from stretto.text.tokenizer import load_tokenizer
 
@@ -167,9 +177,7 @@ async def _run(job: Job, resumes: bool, advance: Advance, say: Say) -> Result:
                             "with --resume"
                         ) from lost
                     say(f"{lost}; resuming from the last snapshot" + (f" in {pause_s:.0f} s" if pause_s > 1 else ""))
-                    for handle in reversed(runtime.handles()):
-                        with suppress(RuntimeFailure):  # the role is already dead
-                            await runtime.kill(handle, hard=True)
+                    await asyncio.gather(*(_kill(runtime, handle) for handle in runtime.handles()))
                     await asyncio.sleep(pause_s)
                     resumes = (folder / JOURNAL_FILE).exists()
         await asyncio.to_thread(files.finish)  # no step will be repeated, and samples in flight are cancelled
@@ -177,6 +185,11 @@ async def _run(job: Job, resumes: bool, advance: Advance, say: Say) -> Result:
     rows = read_metrics(folder)
     held_out = [row["eval/reward"] for row in rows if "eval/reward" in row]
     return Result(folder / CHECKPOINT, held_out[0], held_out[-1], [row[MOVED] for row in rows if MOVED in row][-1])
+
+
+async def _kill(runtime: Runtime[Any], handle: Handle) -> None:
+    with suppress(RuntimeFailure):  # the role is already dead
+        await runtime.kill(handle, hard=True)
 
 
 async def _attempt(
