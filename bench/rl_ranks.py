@@ -58,7 +58,7 @@ def main() -> None:
         good = _compare(recipe, folder, options.steps) if options.steps else True
         if options.kills:
             text = recipe.read_text().replace(f"\nsteps = {STEPS}\n", f"\nsteps = {KILLED_STEPS}\n")
-            recipe.write_text(f"{text}\n[trainer]\nranks = 2\nep = 2\n")
+            recipe.write_text(f"{text}\n[trainer]\nranks = 2\nep = 2\n\n[failures]\nrestarts = {options.kills}\n")
             good &= _kill(recipe, folder, options.kills, random.Random(options.seed))
     raise SystemExit(0 if good else 1)
 

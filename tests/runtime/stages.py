@@ -80,7 +80,7 @@ async def persistently(runtime: Runtime, handle: Handle, method: str, *args: Any
     """Call until it is not met by a death."""
     while True:
         try:
-            return await runtime.call(handle, method, *args, deadline_s=FAST_S)
+            return await runtime.call(handle, method, *args, deadline_s=3 * FAST_S)
         except RoleDied:
             assert runtime.status(handle).state is not RoleState.DEAD
             await asyncio.sleep(0.02)
