@@ -399,8 +399,10 @@ class Sglang(ByFolder):
         request, wants_routes = ask.request, self._replays and ask.request.want_routes
         params = {
             "temperature": request.temperature,
-            "top_p": 1.0,
+            "top_p": 1.0,  # these four: a server may have other defaults (--preferred-sampling-params)
             "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
             "sampling_seed": ask.seed,
             "max_new_tokens": request.max_tokens,
             "stop_token_ids": list(request.stop_ids),  # with ignore_eos, SGLang would ignore these too

@@ -38,7 +38,10 @@ VLLM_SAMPLING = {
     "routed_experts_prompt_start",
 }
 """Fields of vLLM's SamplingParams that the double knows."""
-SGLANG_SAMPLING = {"temperature", "top_p", "top_k", "sampling_seed", "max_new_tokens", "stop_token_ids"}
+SGLANG_SAMPLING = {
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("sampling_seed", "max_new_tokens", "stop_token_ids"),
+}
 
 
 def version_of(folder: Path, number: int, model: Transformer, precision: str = "fp32") -> WeightVersion:
