@@ -459,7 +459,7 @@ class Roles:
         """Restart an engine or a fixed verifier, and log ``why``. Raises UserError: it cannot be restarted."""
         if not self._is_alive(handle):
             return  # the runtime restarts a role that has died
-        _log.warning("%s: %s; it is started again", handle.name, why)
+        _log.warning("%s: %s; it is started again", handle.name, why.removeprefix(f"{handle.name}: "))
         try:
             await self.runtime.restart(handle)
         except RuntimeFailure as failure:

@@ -95,7 +95,7 @@ class Server:
         try:
             reply = await self._client.post(path, json={} if body is None else body, params=query)
         except httpx.TransportError as error:
-            raise Unavailable(f"{self.where}: {path}: {type(error).__name__}: {one_line(error)}") from error
+            raise self._gone(path, error) from error
         return self._checked(reply, path)
 
     async def get(self, path: str, timeout_s: float) -> Any:
@@ -105,7 +105,11 @@ class Server:
         except httpx.TimeoutException:
             raise
         except httpx.TransportError as error:
-            raise Unavailable(f"{self.where}: {path}: {type(error).__name__}: {one_line(error)}") from error
+            raise self._gone(path, error) from error
+
+    def _gone(self, path: str, error: Exception) -> Unavailable:
+        reason = one_line(error) or type(error).__name__  # a broken connection may have no text
+        return Unavailable(f"{self.where}: {path}: no reply: {reason}")
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -167,13 +167,13 @@ def test_a_restart_says_why(caplog: pytest.LogCaptureFixture) -> None:
             handle = await runtime.spawn(Worker, name="engine-0", placement=Placement.THREAD, restarts=1)
             agents = ElasticPool(runtime, Worker, name="agent", placement=Placement.THREAD, limits=Limits())
             roles = Roles(runtime, Gang(runtime, ()), {"engine-0": handle}, agents, {}, ())
-            await roles.restart(handle, "rollout.address: vllm at http://10.0.0.7:8000: gone")
+            await roles.restart(handle, "engine-0: rollout.address: vllm at http://10.0.0.7:8000: gone")
             assert roles.restarts("engine-0") == 1
             with pytest.raises(UserError, match=r"engine-0: cannot be started again: .*continue with --resume"):
                 await roles.restart(handle, "gone again")
 
     asyncio.run(work())
-    assert "engine-0: rollout.address: vllm at http://10.0.0.7:8000: gone; it is started again" in caplog.text
+    assert " engine-0: rollout.address: vllm at http://10.0.0.7:8000: gone; it is started again" in caplog.text
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -344,6 +345,8 @@ def test_a_failed_snapshot_leaves_the_older_one(run: Any, reference: Trained, as
 
     def observe(model: Transformer, step: int) -> dict[str, float]:
         if step == 6 and not undo:
+            while not (run.folder / "snapshots" / "step-0000004").exists():  # a thread is writing it
+                time.sleep(0.01)
             undo.append(limit_file_size(run.folder, 20_000))
         return {}
 
