@@ -129,9 +129,8 @@ def run_rl(job: Job, advance: Advance, say: Say) -> Result:
 def run_opened(job: Job, has_run: bool, advance: Advance, say: Say) -> Result:
     """Run ``job`` to its end in its folder, which is `opened`, from the last snapshot or the start.
     Raises UserError: a task fails its own check, the run in the folder does not match, or the run cannot continue."""
-    placed = replace(
-        job, folder=job.folder.resolve(), start=job.start.resolve()
-    )  # in a cluster, roles have other working directories
+    # in a cluster, roles have other working directories
+    placed = replace(job, folder=job.folder.resolve(), start=job.start.resolve())
     gc.freeze()  # else garbage collection scans all modules repeatedly, for a tenth of the loop's time
     try:
         found = to_end(_run(placed, has_run, advance, say))

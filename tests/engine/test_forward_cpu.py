@@ -14,7 +14,7 @@ import torch
 from stretto.engine.engine import Engine
 from stretto.engine.request import Completion, EngineConfig, Request
 from stretto.model.transformer import Transformer
-from stretto.ops.native import DTYPES, Library, load
+from stretto.ops.native import DTYPES, Library
 from tests.engine.engines import FULL, PHASES, SUBNETS, check_idle, network, prompts, request, run
 
 
@@ -31,14 +31,6 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     """What the kernels are built for."""
     assert request.param in DTYPES and len(DTYPES) == 2
     return cast(torch.dtype, request.param)
-
-
-@pytest.fixture(scope="module")
-def library() -> Library:
-    found = load()
-    if found.handle is None:
-        pytest.skip(found.reason)
-    return found
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from stretto.model.spec import ModelConfig, Subnet, SubnetChoice
 from stretto.model.transformer import Context, Transformer
 from stretto.ops.grouped import Experts, swiglu
 from stretto.ops.int_weights import IntScheme, IntWeight
-from stretto.ops.native import Library, load
+from stretto.ops.native import Library
 from stretto.ops.operators import Operators, Routes, Weight
 from stretto.post.quantise import round_to_nearest, schemes_of
 from tests.engine.engines import network
@@ -42,14 +42,6 @@ PLANS = {
     "int4, head int8": {"experts": IntScheme(4), "attention": IntScheme(4), "head": IntScheme(8)},
     "experts int4 with zeros": {"experts": IntScheme(4, zeros=True)},
 }
-
-
-@pytest.fixture(scope="module")
-def library() -> Library:
-    found = load()
-    if found.handle is None:
-        pytest.skip(found.reason)
-    return found
 
 
 def rounded(plan: dict[str, IntScheme]) -> tuple[Transformer, dict[str, IntWeight]]:

@@ -1,13 +1,17 @@
-"""Comparison with a reference under a bound that is derived, not tuned."""
+"""What tests of the operators share: the compiled kernels, and a comparison under a bound that is derived, not tuned."""
 
 from __future__ import annotations
 
+import ctypes
 import math
+import shutil
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+
+from stretto.ops.native import load
 
 Close = Callable[[Tensor, Tensor, int], None]
 
@@ -28,3 +32,13 @@ def close() -> Close:
         assert worst <= 8 * math.sqrt(length) * unit, f"{worst:.3g} over {8 * math.sqrt(length) * unit:.3g}"
 
     return check
+
+
+@pytest.fixture(scope="session")
+def library() -> ctypes.CDLL:
+    """The compiled kernels. With a compiler, they must have been built."""
+    if not shutil.which("g++") and not shutil.which("clang++"):
+        pytest.skip("no C++ compiler")
+    handle = load().handle
+    assert handle is not None, load().reason
+    return handle

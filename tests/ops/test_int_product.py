@@ -6,26 +6,16 @@ Shape letters: N tokens, D inputs, F rows, J groups of 32 inputs.
 from __future__ import annotations
 
 import ctypes
-import shutil
 
 import pytest
 import torch
 from torch import Tensor
 
 from stretto.ops.int_weights import IntScheme, IntWeight, quantise
-from stretto.ops.native import Panels, int_product, load
+from stretto.ops.native import Panels, int_product
 from tests.ops.conftest import Close
 
 SCHEMES = {"int8": IntScheme(8), "int4": IntScheme(4), "int4 with zeros": IntScheme(4, zeros=True)}
-
-
-@pytest.fixture(scope="session")
-def library() -> ctypes.CDLL:
-    if not shutil.which("g++") and not shutil.which("clang++"):
-        pytest.skip("no C++ compiler")
-    handle = load().handle
-    assert handle is not None, load().reason
-    return handle
 
 
 def reference(weight: IntWeight, x_ND: Tensor) -> Tensor:

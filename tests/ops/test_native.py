@@ -61,15 +61,6 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    if not shutil.which("g++") and not shutil.which("clang++"):
-        pytest.skip("no C++ compiler")
-    handle = load().handle
-    assert handle is not None, load().reason
-    return handle
-
-
 def network(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Transformer:
     """Random weights large enough that routers decide clearly and biases and norms matter."""
     model = build(config, seed=1)
