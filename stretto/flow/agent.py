@@ -23,7 +23,16 @@ import numpy as np
 
 from stretto.base.errors import InfraError, UserError
 from stretto.base.trajectory import Group, GroupRef, Outcome, Task, Verdict
-from stretto.flow.clients import Clients, Forgotten, GenerateRequest, RewardRequest, Threads, Unavailable, within
+from stretto.flow.clients import (
+    CallsInFlight,
+    Clients,
+    Forgotten,
+    GenerateRequest,
+    RewardRequest,
+    Threads,
+    Unavailable,
+    within,
+)
 from stretto.flow.group_reward import Written, group_rewards
 from stretto.flow.own_session import History, OwnSession
 from stretto.learning.dialogue import Dialogue, ToolCall, Trees, teacher_dialogues
@@ -146,7 +155,7 @@ class AgentRole:
         self._engines, self._rewards = clients.engines, clients.rewards
         self._loads = [0] * len(self._engines)  # samples of this agent by engine
         self._tool_slots, self._reply_slots = asyncio.Semaphore(_TOOL_SLOTS), asyncio.Semaphore(_REPLY_SLOTS)
-        self._threads = Threads()
+        self._threads, self._calls = Threads(), CallsInFlight("agent")
         self._problems = asyncio.Lock()  # sources need not be thread-safe
         self._in_flight: dict[tuple[int, int | None], _InFlight] = {}
         self._stats = AgentStats()
@@ -161,15 +170,21 @@ class AgentRole:
             GroupFailed: an infrastructure error, or the lease ended; the next attempt continues from the logs.
             UserError: another attempt would not help: a full disk, a prompt that is too long, a template without tool turns.
         """
-        group = await self._within_lease(task, attempt, is_last=is_last)
-        # in a thread: if the lease ends meanwhile, the stored group is still reported
-        ref = await asyncio.to_thread(store_group, self._store, group)
+        async with self._calls.one():
+            group = await self._within_lease(task, attempt, is_last=is_last)
+            # in a thread: if the lease ends meanwhile, the stored group is still reported
+            ref = await asyncio.to_thread(store_group, self._store, group)
         self._stats.groups_finished += 1
         return ref
 
     async def evaluate(self, task: Task, temperature: float | None = None) -> Group:
         """Sample and verify ``task`` outside the run: nothing is logged or stored, and no routes are recorded. Raises as `run_group`."""
-        return await self._within_lease(task, None, temperature)
+        async with self._calls.one():
+            return await self._within_lease(task, None, temperature)
+
+    async def rewind(self) -> None:
+        """Drop all groups: the trainer returns to a snapshot, and the run dispatches them again."""
+        await self._calls.drop()
 
     async def forget(self, ordinal: int) -> None:
         """Delete the logs of an ordinal that has ended."""

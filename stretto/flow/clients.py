@@ -29,6 +29,7 @@ _SLACK_S = 5.0
 """Time by which a caller's deadline exceeds the deadline that the role keeps itself, for both ways of the call."""
 _KEPT_TOKENS = 1 << 24
 """Tokens of unfinished samples that an engine role keeps, over all samples: 64 MiB."""
+_DROP_POLL_S = 0.01
 _MAX_IDLE = 4
 """Largest number of idle threads kept for later calls."""
 
@@ -51,6 +52,37 @@ async def within(deadline_s: float, message: str) -> AsyncIterator[None]:
         if not limit.expired():
             raise  # an error of the context's body
         raise InfraError(message) from error
+
+
+class CallsInFlight:
+    """Calls of a role that `drop` ends together."""
+
+    def __init__(self, name: str):
+        """``name``: the role's, for errors."""
+        self._name = name
+        self._limits: set[asyncio.Timeout] = set()
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[None]:
+        """Context of one call. Raises InfraError: it was dropped."""
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                self._limits.add(limit)
+                yield
+        except TimeoutError as error:
+            if not limit.expired():
+                raise  # an error of the context's body
+            raise InfraError(f"{self._name}: dropped, because the trainer returns to a snapshot") from error
+        finally:
+            self._limits.discard(limit)
+
+    async def drop(self) -> None:
+        """Cancel all calls, and wait until they have ended."""
+        for limit in self._limits:
+            limit.reschedule(asyncio.get_running_loop().time())
+        while self._limits:
+            await asyncio.sleep(_DROP_POLL_S)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

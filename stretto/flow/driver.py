@@ -3,7 +3,7 @@
 Everything happens on one asyncio loop. Each group is a task of its own. The trainer makes one step at a time, while the weights
 of the step before are published. Every event ends in `Driver._dispatch`; only deaths of roles and expired leases, which send no
 event, are polled for. When the trainer dies, the attempt ends (`stretto.flow.launch.TrainerLost`): weights, optimiser and
-ledger return to the last snapshot together, with new roles.
+ledger return to the last snapshot together, with a new trainer. The other roles go on (`Roles.with_trainer`).
 """
 
 from __future__ import annotations

@@ -386,7 +386,7 @@ def is_loss(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """All roles of one attempt. Made by `start_roles`."""
+    """All roles of a run. Made by `start_roles`; a trainer that is lost is replaced by `with_trainer`."""
 
     runtime: Runtime
     trainer: Gang
@@ -415,12 +415,38 @@ class Roles:
         return self.runtime.status(self.engines[engine]).restarts
 
     def num_restarts(self) -> int:
-        """Restarts and replacements of all roles in this attempt."""
+        """Restarts and replacements of all roles but the trainer."""
         restarts = sum(self.runtime.status(handle).restarts for handle in self.unpooled)
         return restarts + sum(pool.stats().num_replaced for pool in self.pools)
 
     async def activate(self, engine: str, weights: WeightVersion) -> None:
         await self.runtime.call(self.engines[engine], "activate", weights, deadline_s=_LOAD_S)
+
+    async def with_trainer(self, factories: Factories, recipe: RlRecipe) -> Roles:
+        """These roles with a new trainer, after the last one was lost. The other roles go on: agents drop their groups, and engines
+        wait for the new trainer's weights. Raises as `start_trainer`."""
+        started, _ = await _together(start_trainer(self.runtime, factories, recipe), self._rewind())
+        return replace(self, trainer=started)
+
+    async def _rewind(self) -> None:
+        """Let no agent and no engine work for the lost trainer any more. Those that do not answer are restarted."""
+
+        async def rewind(handle: Handle, restart: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+            if not self._is_alive(handle):
+                return  # its next incarnation begins anew
+            try:
+                await self.runtime.call(handle, "rewind", deadline_s=_ASK_S)
+            except RoleDied:
+                pass
+            except RuntimeFailure as failure:
+                await restart(str(failure))
+
+        async def replace_agent(handle: Handle, why: str) -> None:
+            self.agents.replace(handle)
+
+        # agents first, so that none sends a request to an engine that is ready again
+        await _together(*(rewind(each, partial(replace_agent, each)) for each in self.agents.handles()))
+        await _together(*(rewind(each, partial(self.restart, each)) for each in self.engines.values()))
 
     async def call_trainer(self, method: str, *args: Any, deadline_s: float = _STEP_S) -> Any:
         """`Gang.call` of the trainer."""
@@ -486,19 +512,37 @@ class Roles:
         return self.runtime.status(handle).state is RoleState.ALIVE
 
 
+def _place_of(recipe: RlRecipe) -> Placement:
+    """Place of engines, and of a trainer with one rank."""
+    is_thread = recipe.runtime.kind == "local" and recipe.runtime.isolate == "none"
+    return Placement.THREAD if is_thread else Placement.PROCESS
+
+
+async def start_trainer(runtime: Runtime, factories: Factories, recipe: RlRecipe) -> Gang:
+    """All ranks of the trainer, in place of those that are left of an earlier one. No rank is restarted alone, because their weights
+    and the ledger return to a snapshot together.
+    Raises UserError: a rank refused to start. RuntimeFailure, TrainerLost: a rank died or hangs."""
+    num = len(factories.trainers)
+    names = ["trainer"] if num == 1 else [f"trainer-{rank}" for rank in range(num)]
+    await asyncio.gather(*(runtime.kill(handle, hard=True) for handle in runtime.handles() if handle.name in names))
+    place = _place_of(recipe) if num == 1 else Placement.PROCESS
+    spawn = partial(runtime.spawn, placement=place, deadline_s=_START_S, needs=recipe.resources.needs()["trainer"])
+    spawns = [spawn(factory, name=name) for factory, name in zip(factories.trainers, names, strict=True)]
+    return await Gang(runtime, tuple(await _together(*spawns))).join()
+
+
 @asynccontextmanager
 async def start_roles(
     runtime: Runtime, factories: Factories, recipe: RlRecipe, at_once: Mapping[str, int]
 ) -> AsyncIterator[Roles]:
-    """Context with all roles of an attempt. At the end its pools are closed; the other roles are left to the runtime.
+    """Context with all roles of a run. At the end its pools are closed; the other roles are left to the runtime.
     ``at_once``: by source, the number of answers that one verifier judges at once.
     Raises UserError: a role refused to start. RuntimeFailure: a role died or hangs."""
     config, failures = recipe.runtime, recipe.failures
-    is_together = config.kind == "local" and config.isolate != "all"
-    place = Placement.THREAD if config.kind == "local" and config.isolate == "none" else Placement.PROCESS
-
-    spawn = partial(runtime.spawn, deadline_s=_START_S)
-    respawn = partial(spawn, restarts=failures.restarts, window_s=failures.restart_window_s)
+    is_together, place = config.kind == "local" and config.isolate != "all", _place_of(recipe)
+    respawn = partial(
+        runtime.spawn, deadline_s=_START_S, restarts=failures.restarts, window_s=failures.restart_window_s
+    )
     needs = recipe.resources.needs()
     pool = partial(
         ElasticPool,
@@ -511,19 +555,7 @@ async def start_roles(
     def limits(sizes: PoolConfig, slots: int) -> Limits:
         return Limits(min=sizes.min, max=sizes.max, utilisation=sizes.utilisation, slots=slots)
 
-    async def gang() -> Gang:
-        # no rank is restarted alone, because their weights and the ledger return to a snapshot together
-        if len(factories.trainers) == 1:
-            return Gang(
-                runtime, (await spawn(factories.trainers[0], name="trainer", placement=place, needs=needs["trainer"]),)
-            )
-        spawns = [
-            spawn(factory, name=f"trainer-{rank}", placement=Placement.PROCESS, needs=needs["trainer"])
-            for rank, factory in enumerate(factories.trainers)
-        ]
-        return await Gang(runtime, tuple(await _together(*spawns))).join()
-
-    work: list[Coroutine[Any, Any, Any]] = [gang()]
+    work: list[Coroutine[Any, Any, Any]] = [start_trainer(runtime, factories, recipe)]
     work += [
         respawn(factory, name=f"engine-{number}", placement=place, needs=needs["engines"])
         for number, factory in enumerate(factories.engines)

@@ -308,7 +308,8 @@ class Logbook:
         self._metrics: dict[str, float] = {}
         self._rewards: list[float] = []
         self._shown_steps = 0
-        self._busy = Counts()  # busy times of the trace, which like this object lasts for all attempts
+        # these last for all attempts, as roles other than the trainer and the trace do
+        self._busy, self._restarts, self._role_scalars = Counts(), Counts(), RoleScalars(time.perf_counter())
         self._num_new_roles = self._num_undone = 0
         self._evaluation: asyncio.Task[None] | None = None
 
@@ -352,7 +353,7 @@ class Logbook:
         self._advance(step - self._shown_steps, None)
         self._shown_steps = step
         self._stepped_s = time.perf_counter()
-        self._role_scalars, self._counts = RoleScalars(self._stepped_s), Counts()
+        self._counts = Counts()
         for ending in ("filtered", "failed"):
             self._counts.grown(ending, controller.counts()[ending])
         return step + 1 if step else 0
@@ -385,7 +386,7 @@ class Logbook:
         filtered = self._counts.grown("filtered", counts["filtered"])
         uniform = scalars["reward/uniform_groups"] * len(refs)
         scalars["groups/uniform_share"] = (filtered + uniform) / (filtered + len(refs))
-        scalars["failures/restarts"] = self._num_new_roles + self._counts.grown("restarts", self._roles.num_restarts())
+        scalars["failures/restarts"] = self._num_new_roles + self._restarts.grown("", self._roles.num_restarts())
         scalars["failures/steps_undone"] = self._num_undone
         self._num_new_roles = self._num_undone = 0
         for why, num in self._controller.discarded.items():

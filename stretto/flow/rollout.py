@@ -18,7 +18,7 @@ from stretto.engine.async_engine import AsyncEngine, Closed, EngineFailed
 from stretto.engine.engine import Engine
 from stretto.engine.loading import open_engine
 from stretto.engine.request import Completion, EngineConfig, EngineStats, Phases, QueueFull, Request, Sampling
-from stretto.flow.clients import Generated, GenerateRequest, KeptTokens, Unavailable, within
+from stretto.flow.clients import CallsInFlight, Generated, GenerateRequest, KeptTokens, Unavailable, within
 from stretto.learning.recipe import RlRecipe
 from stretto.learning.weights import fetch
 from stretto.model.spec import Subnet
@@ -87,7 +87,7 @@ class EngineRole:
             self._is_ready.set()
         self._activating = asyncio.Lock()
         self._prefills: dict[bytes, asyncio.Event] = {}
-        self._kept = KeptTokens(name)
+        self._kept, self._calls = KeptTokens(name), CallsInFlight(name)
 
     async def generate(self, request: GenerateRequest) -> Generated:
         """Sample at most ``max_tokens`` after ``tokens``. A cancelled or late request is removed from the engine.
@@ -95,12 +95,12 @@ class EngineRole:
         Raises:
             Forgotten: the engine does not have the first ``num_kept`` tokens.
             Unavailable: the engine is dead.
-            InfraError: the queue is full, the deadline has passed, or the output is not finite.
+            InfraError: the queue is full, the deadline has passed, the output is not finite, or `rewind` was called.
             UserError: the network cannot process the request.
         """
         late = f"{self.name}: request {request.id}: not done within {request.deadline_s:g} s"
         try:
-            async with within(request.deadline_s, late):
+            async with self._calls.one(), within(request.deadline_s, late):
                 await self._is_ready.wait()
                 return await self._generate(request)
         except (EngineFailed, Closed) as error:
@@ -124,6 +124,19 @@ class EngineRole:
                     raise InfraError(f"{self.name}: {error}") from error
                 self.version = version.number
             self._is_ready.set()
+
+    async def rewind(self) -> None:
+        """Drop all requests, and sample nothing before the next `activate`, which may load an older version than the last one.
+        Raises EngineFailed: the engine is dead."""
+
+        def unload(engine: Engine) -> None:
+            engine.weight_version = -1
+
+        async with self._activating:
+            self._is_ready.clear()
+            await self._calls.drop()
+            await self.service.call(unload)
+            self.version = -1
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probabilities of ``tokens`` after the first, in nats, at temperature 1.

@@ -31,7 +31,7 @@ from stretto.base.paths import remove
 from stretto.base.trajectory import Segment, WeightVersion, canary_tokens
 from stretto.data.loader import key_of
 from stretto.engine.request import EngineStats
-from stretto.flow.clients import Generated, GenerateRequest, KeptTokens, Unavailable, within
+from stretto.flow.clients import CallsInFlight, Generated, GenerateRequest, KeptTokens, Unavailable, within
 from stretto.learning.canary import disagreement
 from stretto.learning.recipe import START, WEIGHTS, RlRecipe
 from stretto.learning.weights import fetch, publish
@@ -515,7 +515,7 @@ class RemoteEngineRole:
         """What was written for the server when it loaded weights last."""
         self._numbers: dict[str, int] = {}
         """Numbers of the versions by their labels on the server."""
-        self._kept = KeptTokens(name)
+        self._kept, self._calls = KeptTokens(name), CallsInFlight(name)
         self._is_ready = asyncio.Event()
         self._activating = asyncio.Lock()
         self._num_refused = 0
@@ -526,7 +526,7 @@ class RemoteEngineRole:
     async def generate(self, request: GenerateRequest) -> Generated:
         """Sample at most ``max_tokens`` after ``tokens``. Raises as `EngineRole.generate`."""
         late = f"{self.name}: request {request.id}: not done within {request.deadline_s:g} s"
-        async with within(request.deadline_s, late):
+        async with self._calls.one(), within(request.deadline_s, late):
             await self._is_ready.wait()
             tokens, refused, version = self._kept.prefix(request), self._num_refused, self.version
             started_s = time.time()
@@ -570,6 +570,13 @@ class RemoteEngineRole:
                 self.version, self._active = version.number, version
                 self._dialect.settle(self._written)
             self._is_ready.set()
+
+    async def rewind(self) -> None:
+        """See `EngineRole.rewind`."""
+        async with self._activating:
+            self._is_ready.clear()
+            await self._calls.drop()
+            self.version, self._active = -1, None
 
     async def stats(self) -> EngineStats:
         """Counters of the server, or of this role where the server has none. Raises InfraError: the server is gone."""

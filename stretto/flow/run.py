@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any
 
 from stretto.base.config import check_unchanged, completed
 from stretto.base.errors import InfraError, UserError
@@ -53,12 +52,9 @@ from stretto.model.spec import ModelConfig
 from stretto.runtime.local import open_runtime
 from stretto.runtime.runtime import (
     DeadlinePassed,
-    Handle,
     Restarts,
     RoleDied,
     RoleError,
-    Runtime,
-    RuntimeFailure,
     to_end,
 )
 from stretto.runtime.store import Store
@@ -142,7 +138,7 @@ def run_opened(job: Job, has_run: bool, advance: Advance, say: Say) -> Result:
 
 
 async def _run(job: Job, resumes: bool, advance: Advance, say: Say) -> Result:
-    """Make attempts until one finishes the run. An attempt also ends when its trainer dies."""
+    """Make attempts until one finishes the run. An attempt also ends when its trainer dies; the other roles go on in the next one."""
     recipe, folder = job.recipe, job.folder
     tables, tokenizer = SourceTables(dict(recipe.sources), recipe.sandbox), load_tokenizer(job.start)
     prompts, at_once = await asyncio.to_thread(check_sources, recipe, tables, tokenizer, say)
@@ -156,13 +152,20 @@ async def _run(job: Job, resumes: bool, advance: Advance, say: Say) -> Result:
         files = await asyncio.to_thread(open_files, recipe, folder, job.start)
         write_json(folder / RECIPE_FILE, recipe.model_dump(mode="json"))
         factories = make_factories(job, tables, tokenizer, files)
-        with Trace(folder) as trace:
+        roles: Roles | None = None
+        async with AsyncExitStack() as stack:
+            trace = stack.enter_context(Trace(folder))
             log = Logbook(job, prompts, trace, advance, say)
             while True:
                 try:
-                    async with start_roles(runtime, factories, recipe, at_once) as roles:
-                        again.began()
-                        await _attempt(job, files, roles, prompts, trace, log, resumes)
+                    with trace.span("trainer", "start"):
+                        if roles is None:
+                            started = start_roles(runtime, factories, recipe, at_once)
+                            roles = await stack.enter_async_context(started)
+                        else:
+                            roles = await roles.with_trainer(factories, recipe)
+                    again.began()
+                    await _attempt(job, files, roles, prompts, trace, log, resumes)
                     break
                 except DeadlinePassed as late:
                     raise UserError(f"{late}; when the cluster has room for it, continue with --resume") from late
@@ -176,7 +179,8 @@ async def _run(job: Job, resumes: bool, advance: Advance, say: Say) -> Result:
                             "with --resume"
                         ) from lost
                     say(f"{lost}; resuming from the last snapshot" + (f" in {pause_s:.0f} s" if pause_s > 1 else ""))
-                    await asyncio.gather(*(_kill(runtime, handle) for handle in runtime.handles()))
+                    if roles is None:  # some were not started: all begin anew
+                        await asyncio.gather(*(runtime.kill(handle, hard=True) for handle in runtime.handles()))
                     await asyncio.sleep(pause_s)
                     resumes = (folder / JOURNAL_FILE).exists()
         await asyncio.to_thread(files.finish)  # no step will be repeated, and samples in flight are cancelled
@@ -186,17 +190,13 @@ async def _run(job: Job, resumes: bool, advance: Advance, say: Say) -> Result:
     return Result(folder / CHECKPOINT, held_out[0], held_out[-1], [row[MOVED] for row in rows if MOVED in row][-1])
 
 
-async def _kill(runtime: Runtime[Any], handle: Handle) -> None:
-    with suppress(RuntimeFailure):  # the role is already dead
-        await runtime.kill(handle, hard=True)
-
-
 async def _attempt(
     job: Job, files: RunFiles, roles: Roles, prompts: Prompts, trace: Trace, log: Logbook, resumes: bool
 ) -> None:
     """Train from the last snapshot, or the start, to the recipe's last step, and write the checkpoint."""
     recipe, journal = job.recipe, job.folder / JOURNAL_FILE
-    cut = await roles.call_trainer("resume", deadline_s=_WRITE_S) if resumes else None
+    with trace.span("trainer", "resume"):
+        cut = await roles.call_trainer("resume", deadline_s=_WRITE_S) if resumes else None
     # the trainer has checked that a resumed run has the same start, but the folder may have moved
     write_json(job.folder / START_FILE, {"checkpoint": str(job.start.resolve())})
     ledger = Ledger.resume(journal, cut) if resumes else Ledger.start(journal)
@@ -208,8 +208,9 @@ async def _attempt(
         if lost:
             controller.vanished([ref.ordinal for ref in ledger.ready_groups() if ref.location in lost])
             log.say(f"{len(lost)} finished groups are not in the store any more; they are sampled again")
-        await roles.call_trainer("copy_weights")
-        weights = await roles.call_trainer("publish")
+        with trace.span("trainer", "publish", version=ledger.state.version):
+            await roles.call_trainer("copy_weights")
+            weights = await roles.call_trainer("publish")
         async with log.attempt(roles, controller, is_first=not resumes):
             async with Driver(recipe, roles, controller, weights, trace, log.stepped, files.store).at_work() as driver:
                 if controller.version == 0:
@@ -264,7 +265,7 @@ def start_of(folder: Path) -> Path | None:
 
 def sweep(folder: Path, store: Store, ledger: Ledger) -> None:
     """Delete files that killed processes left: partial files, groups that no step will train, logs of groups that have ended.
-    No role may be running."""
+    No agent may be sampling."""
     for place in (folder, folder / GROUPS, folder / WEIGHTS):
         for partial in place.glob(".*.partial*"):
             remove(partial)

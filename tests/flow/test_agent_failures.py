@@ -213,6 +213,26 @@ def test_cancelling_leaves_nothing_in_the_engine(tmp_path: Path) -> None:
     with_engines(work, role())
 
 
+def test_a_trainer_that_returns_to_a_snapshot_ends_all_attempts(tmp_path: Path) -> None:
+    async def work(engine: EngineRole) -> None:
+        subject = agent(tmp_path, [engine], chunk_tokens=3)
+        running = [asyncio.create_task(subject.run_group(TASK, 0)), asyncio.create_task(subject.evaluate(TASK))]
+        while not read_if_there(log_of(tmp_path)):
+            await asyncio.sleep(0)
+        await subject.rewind()
+        num = read_if_there(log_of(tmp_path))
+        assert await subject.waits() == ()
+        for each in running:
+            with pytest.raises(InfraError, match="agent: dropped"):
+                await each
+        await settled(engine)
+        assert read_if_there(log_of(tmp_path)) == num, "nothing more is written"
+        await subject.run_group(TASK, 1)
+        assert (await subject.stats()).tokens_resumed == num
+
+    with_engines(work, role())
+
+
 def read_if_there(path: Path) -> int:
     return sum(log.num_sampled for log in read_logs(path.read_bytes())) if path.exists() else 0
 

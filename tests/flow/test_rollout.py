@@ -184,6 +184,26 @@ def test_an_older_version_is_ignored() -> None:
     with_engines(work, role(network()))
 
 
+def test_an_engine_whose_trainer_returns_to_a_snapshot_drops_requests_and_takes_older_weights() -> None:
+    async def work(engine: EngineRole) -> None:
+        await engine.activate(replace(NEW, number=5))
+        long = asyncio.create_task(engine.generate(replace(ASK, max_tokens=40)))
+        while not (await engine.stats()).num_running:
+            await asyncio.sleep(0)
+        await engine.rewind()
+        with pytest.raises(InfraError, match="engine: dropped, because the trainer returns to a snapshot"):
+            await long
+        asked = asyncio.create_task(engine.generate(ASK))
+        await settled(engine)
+        assert not asked.done(), "the weights of the lost steps sample nothing more"
+        await engine.activate(replace(NEW, number=4))
+        assert set((await asked).segment.versions.tolist()) == {4}
+        await engine.rewind()
+        await engine.activate(replace(NEW, number=4))  # the snapshot may be of the last step
+
+    with_engines(work, role(network()))
+
+
 def test_a_restarted_engine_samples_nothing_with_old_weights() -> None:
     async def work(engine: EngineRole) -> None:
         asked = asyncio.create_task(engine.generate(ASK))

@@ -311,6 +311,33 @@ def test_every_sample_is_trained_once_whoever_is_killed(tmp_path: Path, recipe_f
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_only_a_trainer_that_is_killed_is_started_again(tmp_path: Path, recipe_file: Path, start: Path) -> None:
+    run, steps, ranks = tmp_path / "run", 10, 2
+    run.mkdir()
+    shutil.copytree(start, run / "sft")
+    short = recipe_file.read_text().replace(f"\nsteps = {STEPS}\n", f"\nsteps = {steps}\n")
+    recipe_file.write_text(f"{short}\n[trainer]\nranks = {ranks}\n")
+    killed, pids = Killed(recipe_file, Account(run, tmp_path / "groups"), random.Random(3)), list[dict[str, int]]()
+    killed.start()
+    for num_trained in (5, 8):  # after the first snapshot, and after the restart
+        while killed.is_running() and len(killed.account.trained()) < num_trained:
+            time.sleep(0.05)
+        pids.append({row.name: row.pid for row in read_status(run).roles if row.pid is not None})
+        if len(pids) == 1:
+            time.sleep(1.1)  # until the status has all roles of this attempt
+            assert killed._kill("trainer")
+    killed.end()
+    before, after = pids
+    assert before.keys() == after.keys()
+    same = {name for name in before if before[name] == after[name]}
+    assert same == {name for name in before if not name.startswith("trainer")} and len(before) - len(same) == ranks
+    assert not any(entry.restarts for entry in read_status(run).roles)
+    _, times = killed.account.samples()
+    assert len(times) == steps * PROMPTS * GROUP and set(times.values()) == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(
     tmp_path: Path, recipe_file: Path, start: Path
 ) -> None:
