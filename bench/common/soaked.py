@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,8 +116,9 @@ class Soak:
             roles = [row for row in read_status(run.account.run).roles if row.name.startswith(name) and row.pid in here]
             if roles:
                 role = self.rng.choice(roles)
-                psutil.Process(role.pid).kill()
-                run.note(Kill(kind, role.name))
-                return True
+                with suppress(psutil.NoSuchProcess):  # it has just ended
+                    psutil.Process(role.pid).kill()
+                    run.note(Kill(kind, role.name))
+                    return True
             time.sleep(POLL_S)
         return False
