@@ -51,7 +51,6 @@ from stretto.model.spec import (
     parse_choice,
     parse_subnet,
 )
-from stretto.model.transformer import Transformer
 from stretto.ops.memory import free_bytes
 from stretto.ops.tuning import ROUGH_WIDTH, fastest_threads, multiplies_bf16, thread_counts
 from stretto.pictures.door import open_door
@@ -297,7 +296,7 @@ def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedMode
     elif cut is None:
         default = environment_subnet(os.environ, opened.engine.network) or default
     if options.tp == 1:
-        _take_threads(opened.engine.model)
+        _take_threads(opened.engine)
     least = least_trained(opened)
     for warning in least.warnings(cut or default.of(opened.engine.network)):
         _warn(warning)
@@ -311,11 +310,11 @@ def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedMode
     )
 
 
-def _take_threads(model: Transformer) -> None:
+def _take_threads(engine: Engine) -> None:
     """On a CPU, set the number of threads that decodes a token fastest under the machine's present load."""
-    device = model.head_VD.device
+    model, device = engine.model, engine.model.embedding.weight.device
     if device.type == "cpu" and len(thread_counts()) > 1:
-        seconds, workload = engine_seconds(device), usual_workloads(model.config)[0]
+        seconds, workload = engine_seconds(device, engine.integers), usual_workloads(model.config)[0]
         fastest_threads(lambda: seconds(model, workload))
 
 

@@ -13,7 +13,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import MappingProxyType
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.engine.cache import PageAllocator
+from stretto.engine.forward_cpu import Integers
 from stretto.engine.forward_torch import KvPool
 from stretto.engine.grammar import GrammarState
 from stretto.engine.ranks import Ranks
@@ -46,7 +47,6 @@ from stretto.engine.scheduler import Scheduler
 from stretto.engine.sequence import NOT_FINITE, Admission, Chunk, SequenceState, StepPlan, SubnetTable
 from stretto.model.spec import Subnet, count, executed
 from stretto.model.transformer import Transformer
-from stretto.ops.int_weights import IntWeight
 from stretto.ops.matmul import Arithmetic
 from stretto.ops.native import Library, choose_tokens
 from stretto.text.tokenizer import Tokenizer
@@ -68,7 +68,7 @@ class Engine:
         seeds: Callable[[], int] = lambda: secrets.randbits(63),
         clock: Callable[[], float] = time.perf_counter,
         ranks: Ranks | None = None,
-        integers: Mapping[str, IntWeight] = MappingProxyType({}),
+        integers: Integers = MappingProxyType({}),
     ):
         """
         Args:
@@ -139,6 +139,11 @@ class Engine:
             weight_version=weight_version,
         )
         self._chooser = _Chooser(self._runner, self._end_ids)
+
+    @property
+    def integers(self) -> Integers:
+        """The integer weights by which the kernels multiply, for another engine of the same model."""
+        return self._runner.panels
 
     @property
     def has_work(self) -> bool:

@@ -38,10 +38,23 @@ def why_not(config: ModelConfig) -> str:
 _NAME = re.compile(r"blocks\.(\d+)\.(?:attention|mlp)\.(.+?)(?:\.weight)?")
 
 
+Integers = Mapping[str, IntWeight | Panels]
+"""Integer weights by their names in the state dict, as they are stored or in the kernels' order."""
+
+
 def fits_kernels(name: str, weight: IntWeight) -> bool:
     """Whether there are kernels for the integer weight ``name``: groups of 32, and matrices that begin at a panel of rows."""
     rows = weight.codes.shape[-2] // (2 if name.removesuffix(".weight").endswith("gate_up") else 1)
     return weight.group == INT_GROUP and (name == "head.weight" or rows % PANEL == 0)
+
+
+def in_panels(integers: Integers) -> dict[str, Panels]:
+    """Those of ``integers`` that have kernels, in the kernels' order."""
+    return {
+        name: weight if isinstance(weight, Panels) else Panels.of(weight)
+        for name, weight in integers.items()
+        if isinstance(weight, Panels) or fits_kernels(name, weight)
+    }
 
 
 class NativeForward:
@@ -54,11 +67,14 @@ class NativeForward:
         model: Transformer,
         subnets: SubnetTable,
         pool: KvPool,
-        integers: Mapping[str, IntWeight] = MappingProxyType({}),
+        integers: Mapping[str, Panels] = MappingProxyType({}),
     ):
-        """``integers``: weights by their names in the state dict, for which `fits_kernels` holds."""
+        """``integers``: weights by their names in the state dict; the parameters of ``model`` that they replace may be on the meta
+        device."""
         config = model.config
         assert pool.values_LPZGC is not None, "a pool without values"
+        empty = {name for name, parameter in model.named_parameters() if parameter.is_meta} - integers.keys()
+        assert not empty, f"weights without values: {sorted(empty)}"
         longest = min(config.max_positions, pool.keys_LPZGC.shape[1] * pool.keys_LPZGC.shape[2])
         frequencies_R = rotary_frequencies(config, torch.device("cpu"))
         cos_TR, sin_TR = rotary_tables(torch.arange(longest), frequencies_R, config.rope_magnitude)
@@ -89,8 +105,8 @@ class NativeForward:
             keys_LPZGC=pool.keys_LPZGC,
             values_LPZGC=pool.values_LPZGC,
             routes_PZLK=pool.routes_PZLK,
-            integers=_panels(integers, config.num_layers) if integers else (),
-            int_head=Panels.of(integers["head.weight"]) if "head.weight" in integers else None,
+            integers=_by_layer(integers, config.num_layers) if integers else (),
+            int_head=integers.get("head.weight"),
         )
         self.library, self._config, self._subnets = library, config, subnets
         self._decoder = Decoder(library, network)
@@ -130,12 +146,12 @@ class NativeForward:
         return choices
 
 
-def _panels(integers: Mapping[str, IntWeight], num_layers: int) -> list[dict[str, Panels]]:
+def _by_layer(integers: Mapping[str, Panels], num_layers: int) -> list[dict[str, Panels]]:
     """Integer weights of each layer by their names in `stretto.ops.native.INTEGERS`."""
     layers: list[dict[str, Panels]] = [{} for _ in range(num_layers)]
     for name, weight in integers.items():
         if (found := _NAME.fullmatch(name)) is not None:
-            layers[int(found[1])][found[2].replace("shared.", "shared_")] = Panels.of(weight)
+            layers[int(found[1])][found[2].replace("shared.", "shared_")] = weight
     return layers
 
 

@@ -14,13 +14,17 @@ from stretto.base.errors import UserError
 from stretto.base.paths import RUN_FILE, checkpoint_folder, read_json
 from stretto.base.records import Lineage
 from stretto.engine.engine import Engine
+from stretto.engine.forward_cpu import fits_kernels
 from stretto.engine.forward_torch import KvPool
 from stretto.engine.ranks import Team
 from stretto.engine.request import EngineConfig
+from stretto.engine.runner import why_torch
 from stretto.model.checkpoint import read_checkpoint, read_config, read_integers, read_presets
 from stretto.model.elastic import extract, slice_integers
 from stretto.model.shard import Shard
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, extracted_config
+from stretto.ops.int_weights import IntWeight
+from stretto.ops.matmul import Arithmetic
 from stretto.ops.memory import free_bytes
 from stretto.ops.native import Library, load
 from stretto.text.tokenizer import load_tokenizer
@@ -93,24 +97,30 @@ def open_engine(
     available = free_bytes(device) // (config.tp if device.type == "cpu" else 1)
     available = available if memory_bytes is None else memory_bytes
     served = _part_of(folder, network, config.tp) if cut is None else extracted_config(network, cut)
-    check_memory(folder, served, presets if cut is None else {}, config, dtype, available, routes)
+    if library is None and device.type == "cpu" and config.tp == 1:
+        library = load()
+    integers = read_integers(folder)
+    arithmetic = Arithmetic(config.precision, config.batch_invariant)
+    is_native = not why_torch(library, served, device, dtype, arithmetic, config.tp)
+    held = [name for name, weight in integers.items() if is_native and fits_kernels(name, weight)]
+    if cut is not None:
+        integers = slice_integers(network, cut, integers)
+    share = _integer_share(served, integers, dtype) if held else 1.0
+    check_memory(folder, served, presets if cut is None else {}, config, dtype, available, routes, share)
     if memory_bytes is not None and config.cache_bytes is None:
-        config = config.replace(cache_bytes=memory_bytes - _weight_bytes(served, served.full(), dtype))
+        config = config.replace(cache_bytes=memory_bytes - _weight_bytes(served, served.full(), dtype, share))
     with ExitStack() as stack:  # ends the other ranks after an error
         team = None
         if config.tp > 1:
             team = Team.start(folder, network, config.tp, device, dtype, config.max_step_s or _COLLECTIVE_S)
             stack.callback(team.close)
         shard = None if team is None else team.setup.shard
-        checkpoint = read_checkpoint(folder, device=device, dtype=dtype, shard=shard)
+        # weights by which the kernels multiply as integers are not read as values
+        checkpoint = read_checkpoint(folder, device=device, dtype=dtype, shard=shard, without=held)
         ranks = None if team is None else team.join()
         model = checkpoint.model.requires_grad_(False)
-        integers = read_integers(folder)
         if cut is not None:
-            integers = slice_integers(model.config, cut, integers)
             model, presets = extract(model, cut).requires_grad_(False), {}
-        if library is None and device.type == "cpu" and ranks is None:
-            library = load()
         end_ids = generation_ends(folder, model.config.vocab_size)
         engine = Engine(
             *(model, tokenizer, config),
@@ -166,13 +176,18 @@ def check_memory(
     dtype: torch.dtype,
     available: int,
     routes: bool,
+    share: float,
 ) -> None:
-    """Check that weights and cache fit into ``available`` bytes, before anything large is read.
+    """Check that weights and cache fit into ``available`` bytes, before anything large but integers is read.
+
+    Args:
+        share: bytes of the weights as they are held, as a share of their bytes in ``dtype``.
 
     Raises:
         UserError: they do not fit. The message has the sizes, and a configuration that would fit.
     """
-    weights, cache = _weight_bytes(network, network.full(), dtype), _cache_bytes(network, config, dtype, routes)
+    weights = _weight_bytes(network, network.full(), dtype, share)
+    cache = _cache_bytes(network, config, dtype, routes)
     if weights + cache <= available:
         return
     fits: list[str] = []
@@ -180,10 +195,10 @@ def check_memory(
     if weights + least <= available:
         fits.append(f"a cache of {_size(available - weights)}")
     narrow = _weight_bytes(network, network.full(), half) + _cache_bytes(network, config, half, routes)
-    if dtype == torch.float32 and narrow <= available:
+    if dtype == torch.float32 and share == 1 and narrow <= available:
         fits.append("dtype bfloat16")
     for name, choice in presets.items():
-        if len(fits) < 2 and _weight_bytes(network, choice.of(network), dtype) + least <= available:
+        if len(fits) < 2 and _weight_bytes(network, choice.of(network), dtype, share) + least <= available:
             fits.append(f"the sub-model {name}, extracted")
     remedy = "neither a preset nor another dtype would fit; let `stretto serve --subnet auto` look for a smaller size"
     if fits:
@@ -214,8 +229,18 @@ def _cache_bytes(network: ModelConfig, config: EngineConfig, dtype: torch.dtype,
     return holding(config.max_len or LEAST_LEN)
 
 
-def _weight_bytes(network: ModelConfig, subnet: Subnet, dtype: torch.dtype) -> int:
-    return int(count(network, subnet).total_params * dtype.itemsize * (1 + HEADROOM))
+def _weight_bytes(network: ModelConfig, subnet: Subnet, dtype: torch.dtype, share: float = 1.0) -> int:
+    return int(count(network, subnet).total_params * dtype.itemsize * share * (1 + HEADROOM))
+
+
+def _integer_share(network: ModelConfig, integers: Mapping[str, IntWeight], dtype: torch.dtype) -> float:
+    """Bytes of the weights of ``network`` if the kernels hold ``integers``, as a share of the bytes in ``dtype``."""
+    saved = 0.0
+    for name, weight in integers.items():
+        if fits_kernels(name, weight):
+            stored = (weight.scales, *([] if weight.zeros is None else [weight.zeros]))
+            saved += weight.codes.numel() * (dtype.itemsize - weight.bits / 8) - sum(each.nbytes for each in stored)
+    return 1 - saved / (count(network, network.full()).total_params * dtype.itemsize)
 
 
 def _size(num_bytes: int) -> str:

@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from stretto.base.errors import UserError
-from stretto.engine.forward_cpu import NativeForward, fits_kernels, why_not
+from stretto.engine.forward_cpu import Integers, NativeForward, in_panels, why_not
 from stretto.engine.forward_torch import KvPool, TorchForward
 from stretto.engine.graphs import DecodeGraphs
 from stretto.engine.ranks import Cache, Ranks, Weights
@@ -26,10 +26,9 @@ from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.checkpoint import read_checkpoint, read_config, weights_hash
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Transformer, skeleton
-from stretto.ops.int_weights import IntWeight
 from stretto.ops.matmul import PLAIN, Arithmetic, kernels
 from stretto.ops.memory import free_bytes
-from stretto.ops.native import DTYPES, Library
+from stretto.ops.native import DTYPES, Library, Panels
 
 MAX_NATIVE_TOKENS = 128
 """Most tokens of a step for the compiled kernels with ``fast_prefill``; torch's matrix library computes longer steps faster."""
@@ -69,18 +68,24 @@ def pages_within(model: Transformer, config: EngineConfig, max_len: int, routes:
     return num_pages
 
 
-def _why_torch(library: Library | None, model: Transformer, arithmetic: Arithmetic, ranks: Ranks | None) -> str:
+def why_torch(
+    library: Library | None,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    arithmetic: Arithmetic,
+    num_ranks: int,
+) -> str:
     """Reason why torch computes and not the compiled kernels; empty if the kernels do."""
-    if ranks is not None:  # the kernels compute all layers in one call, without a place for the sums over ranks
-        return f"tensor parallel over {ranks.shard.num_ranks} ranks"
-    device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
+    if num_ranks > 1:  # the kernels compute all layers in one call, without a place for the sums over ranks
+        return f"tensor parallel over {num_ranks} ranks"
     if not arithmetic.is_plain:
         return "batch-invariant" if arithmetic.batch_invariant else f"in {arithmetic.precision}"
     if device.type != "cpu":
         return f"on {device.type}"
     if library is None or library.handle is None:
         return "no kernels were loaded" if library is None else library.reason
-    return why_not(model.config) if dtype in DTYPES else f"no kernels for {dtype}"
+    return why_not(config) if dtype in DTYPES else f"no kernels for {dtype}"
 
 
 class Runner:
@@ -99,16 +104,17 @@ class Runner:
         max_native_tokens: int | None = None,
         cuda_graphs: bool = False,
         ranks: Ranks | None = None,
-        integers: Mapping[str, IntWeight] = MappingProxyType({}),
+        integers: Integers = MappingProxyType({}),
     ):
         """
         Args:
-            integers: integer weights by their names in the state dict, whose values ``model`` has. The compiled kernels multiply by the
-                integers where they can; torch multiplies by the values.
+            integers: integer weights by their names in the state dict. The compiled kernels multiply by the integers where they can
+                (`fits_kernels`), and ``model`` needs no values for these; torch multiplies by the values that ``model`` has.
             subnets: Subnets by their numbers in chunks.
             library: compiled kernels, for a CPU and plain arithmetic; None: torch computes.
             max_native_tokens: most tokens of a step that the kernels compute; None: no limit, so no token depends, to the bit,
-                on the rest of the batch. Kernels and torch round differently, mostly in bf16.
+                on the rest of the batch. Kernels and torch round differently, mostly in bf16. Not used with integers in the kernels,
+                which compute every step.
             cuda_graphs: use `DecodeGraphs` for decoding steps, if torch computes in plain arithmetic.
             ranks: ranks of tensor parallelism, of which ``model`` is one's part; plain arithmetic only. Rank 0's runner directs the
                 others' runners.
@@ -120,31 +126,39 @@ class Runner:
         self.model, self.config = model, model.config
         assert ranks is None or arithmetic.is_plain, "ranks compute in plain arithmetic only"
         self._ranks, self._team = ranks, None if ranks is None else ranks.team
-        self._why_torch = _why_torch(library, model, arithmetic, ranks)
+        num_ranks = 1 if ranks is None else ranks.shard.num_ranks
+        self._why_torch = why_torch(library, self.config, device, dtype, arithmetic, num_ranks)
         has_graphs = cuda_graphs and ranks is None and bool(self._why_torch) and arithmetic.is_plain
         # graphs need one page that the allocator does not know
         self.pool = KvPool.allocate(self.config, num_pages + has_graphs, page_size, dtype, device, routes)
         self._subnets, self._arithmetic, self._max_native_tokens = subnets, arithmetic, max_native_tokens
         self.native: NativeForward | None = None
-        self._int_bits, self._num_integers, self._num_fitting = (
-            {each.bits for each in integers.values()},
-            len(integers),
-            0,
-        )
+        self._int_bits, self._num_integers = {each.bits for each in integers.values()}, len(integers)
+        self.panels: dict[str, Panels] = {}
+        """The integer weights by which the kernels multiply."""
         if not self._why_torch:
             assert library is not None and library.handle is not None
-            fitting = {name: weight for name, weight in integers.items() if fits_kernels(name, weight)}
-            self.native = NativeForward(library.handle, model, subnets, self.pool, fitting)
-            self._num_fitting = len(fitting)
-        self._torch = TorchForward(self.model, self._subnets, self.pool, self._arithmetic, ranks)
+            self.panels = in_panels(integers)
+            self.native = NativeForward(library.handle, model, subnets, self.pool, self.panels)
+            if self.panels:
+                self._max_native_tokens = None
+        self._torch = None if self._is_all_native else self._new_torch()
         if self._team is not None:
             self._team.tell(Cache(num_pages, page_size))
-        self._graphs = DecodeGraphs(self._torch, self.pool) if has_graphs else None
+        self._graphs = DecodeGraphs(self._torch, self.pool) if has_graphs and self._torch is not None else None
+
+    def _new_torch(self) -> TorchForward:
+        return TorchForward(self.model, self._subnets, self.pool, self._arithmetic, self._ranks)
+
+    @property
+    def _is_all_native(self) -> bool:
+        """Whether the compiled kernels compute every step."""
+        return self.native is not None and self._max_native_tokens is None
 
     @property
     def is_batch_invariant(self) -> bool:
         """Whether a token's result does not depend, to the bit, on the rest of the batch, on chunks or on pages."""
-        return self._arithmetic.batch_invariant or (self.native is not None and self._max_native_tokens is None)
+        return self._arithmetic.batch_invariant or self._is_all_native
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -164,9 +178,9 @@ class Runner:
         if not self._num_integers:
             return {}
         kinds = " and ".join(f"int{bits}" for bits in sorted(self._int_bits))
-        if not self._num_fitting:
+        if not self.panels:
             return {"weights": f"{kinds}, dequantised"}
-        rest = self._num_integers - self._num_fitting
+        rest = self._num_integers - len(self.panels)
         where = "native steps" if rest == 0 else f"native steps, {rest} of {self._num_integers} weights dequantised"
         return {"weights": f"{kinds} in {where}"}
 
@@ -188,12 +202,14 @@ class Runner:
         if self._team is not None:
             with self._team.attributed():
                 self._team.step(chunks, self._subnets)
+                assert self._torch is not None, "ranks without torch"
                 return self._torch.forward(chunks, want_routes)
         num_tokens = sum(len(chunk.tokens) for chunk in chunks)
         if self.native is not None and num_tokens <= (self._max_native_tokens or num_tokens):
             return self.native.forward(chunks, want_routes)
         if self._graphs is not None and self._graphs.takes(chunks):
             return self._graphs.forward(chunks, want_routes)
+        assert self._torch is not None, "the kernels compute every step"
         return self._torch.forward(chunks, want_routes)
 
     def _clear(self, chunks: Sequence[Chunk]) -> None:
@@ -202,7 +218,7 @@ class Runner:
         torch attends to whole pages and masks later positions. If a masked key or value from an earlier owner of the page is NaN,
         the sums of all sequences that read the page would be NaN.
         """
-        if self.native is not None and self._max_native_tokens is None:
+        if self._is_all_native:
             return
         size = self.pool.keys_LPZGC.shape[2]
         begun = [chunk.pages[(chunk.end - 1) // size] for chunk in chunks if 0 < chunk.end % size <= len(chunk.tokens)]
@@ -247,7 +263,9 @@ class Runner:
                     values = self._ranks.part(name, values, tensor, tuple(whole[name].shape))
                 assert values is not None, "rank 0 without new weights"
                 tensor.copy_(values)
-        fresh = TorchForward(self.model, self._subnets, self.pool, self._arithmetic, self._ranks)
+        if self._torch is None:  # the kernels read the weights in place
+            return
+        fresh = self._new_torch()
         if self._graphs is None:
             self._torch = fresh
         else:  # graphs contain addresses of tensors

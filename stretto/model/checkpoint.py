@@ -11,7 +11,7 @@ import hashlib
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -197,6 +197,7 @@ def read_checkpoint(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     shard: Shard | None = None,
+    without: Collection[str] = (),
 ) -> Checkpoint:
     """Read a checkpoint: a folder written by Stretto or other software, or a GGUF file.
 
@@ -204,6 +205,7 @@ def read_checkpoint(
 
     Args:
         dtype: dtype of the weights; None: that of the embedding on disk.
+        without: weights (names in the state dict) that are not read and stay on the meta device.
         shard: read this rank's part of the network only; ``model`` and ``config`` of the result are those of the part.
 
     Raises:
@@ -222,11 +224,16 @@ def read_checkpoint(
         dtype = dtype or files.dtype("model.embed_tokens.weight")
         model = skeleton(config)
         state = {
-            name: torch.zeros(tensor.shape, dtype=torch.float32 if name.endswith(".bias_WE") else dtype, device=device)
+            name: torch.zeros(
+                tensor.shape,
+                dtype=torch.float32 if name.endswith(".bias_WE") else dtype,
+                device="meta" if name in without else device,
+            )
             for name, tensor in model.state_dict().items()
         }
         for stored in tensors:
-            fill(stored, files, state, folder)
+            if stored.ours not in without:
+                fill(stored, files, state, folder)
     if (folder / STRETTO_FILE).is_file() and config.num_moe_layers:
         fill_branches(folder, config, state)
     if shard is not None:

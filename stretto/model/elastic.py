@@ -5,13 +5,13 @@ Shape letters: W branches of balance state, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from stretto.model.spec import ModelConfig, Subnet, extracted_config, kept_experts
-from stretto.model.transformer import MoeLayer, Transformer
+from stretto.model.transformer import MoeLayer, Transformer, skeleton
 from stretto.ops.int_weights import IntWeight
 
 
@@ -66,10 +66,12 @@ EXPERT_TENSORS = (
 
 def extract(model: Transformer, subnet: Subnet) -> Transformer:
     """``subnet`` of ``model`` as an ordinary network, with copied weights on the same device and in the same dtype."""
-    smaller = Transformer(extracted_config(model.config, subnet))
-    # assign, so that each tensor keeps its dtype: selection biases are fp32 beside bf16 weights
+    smaller = skeleton(extracted_config(model.config, subnet))
+    # assign, so that each tensor keeps its dtype (selection biases are fp32 beside bf16 weights) and its device (meta for a weight
+    # without values)
     smaller.load_state_dict(slice_state(model.config, subnet, model.state_dict()), assign=True)
-    return smaller.to(device=next(model.parameters()).device)
+    _set_orders(smaller, smaller.config.expert_orders, next(model.parameters()).device)
+    return smaller
 
 
 def with_branch_rows(
@@ -91,9 +93,13 @@ def with_branch_rows(
 def order_experts(model: Transformer, orders: tuple[tuple[int, ...], ...]) -> None:
     """Set, in place, the nested orders of the experts of ``model``, which decide the experts that smaller Subnets keep."""
     model.config = model.config.replace(expert_order=orders)
+    _set_orders(model, orders, model.embedding.weight.device)
+
+
+def _set_orders(model: Transformer, orders: Sequence[tuple[int, ...]], device: torch.device) -> None:
     layers = (block.mlp for block in model.blocks if isinstance(block.mlp, MoeLayer))
     for layer, order in zip(layers, orders, strict=True):
-        layer.set_order(order, layer.rank_E.device)
+        layer.set_order(order, device)
 
 
 @torch.no_grad()

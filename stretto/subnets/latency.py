@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -22,6 +23,7 @@ from stretto.base.errors import UserError
 from stretto.base.paths import read_json, write_json
 from stretto.base.track import Advance, progress
 from stretto.engine.engine import Engine
+from stretto.engine.forward_cpu import Integers
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.evals.loss import without_layers
 from stretto.model.elastic import extract
@@ -221,12 +223,15 @@ TimeFn = Callable[[Transformer, Workload], float]
 """Seconds of one step of an ordinary (extracted) network under a workload, after warm-up."""
 
 
-def engine_seconds(device: torch.device) -> TimeFn:
-    """A function that times steps of the engine as it serves: with cache, sampling, and compiled kernels if available."""
-    return partial(step_seconds, library=load() if device.type == "cpu" else None)
+def engine_seconds(device: torch.device, integers: Integers = MappingProxyType({})) -> TimeFn:
+    """A function that times steps of the engine as it serves: with cache, sampling, and compiled kernels if available. ``integers`` are
+    those of the model, as in `Engine`."""
+    return partial(step_seconds, library=load() if device.type == "cpu" else None, integers=integers)
 
 
-def step_seconds(model: Transformer, workload: Workload, library: Library | None) -> float:
+def step_seconds(
+    model: Transformer, workload: Workload, library: Library | None, integers: Integers = MappingProxyType({})
+) -> float:
     """Seconds of one engine step: the fastest of a few after a warm-up. Rows of a decoding step have ``workload.context`` cached tokens
     or a few more; a prefill step computes all tokens and samples one per row.
     """
@@ -243,7 +248,7 @@ def step_seconds(model: Transformer, workload: Workload, library: Library | None
         max_step_tokens=workload.batch * workload.context,
         prefix_cache=False,
     )
-    engine = Engine(model.requires_grad_(False), None, config, routes=False, library=library)
+    engine = Engine(model.requires_grad_(False), None, config, routes=False, library=library, integers=integers)
     generator = torch.Generator().manual_seed(0)
     sampling = Sampling(temperature=0, max_tokens=num_new, ignore_eos=True)
     steps_s: list[float] = []

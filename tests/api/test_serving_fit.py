@@ -158,7 +158,7 @@ def test_speed_is_measured_where_it_is_asked_for(served_run: Path) -> None:
 def test_serving_takes_the_threads_that_decode_fastest(served_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {4: 0.4, 2: 0.1, 1: 0.3}
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("stretto.api.serve.engine_seconds", lambda device: lambda *_: seconds[torch.get_num_threads()])
+    monkeypatch.setattr("stretto.api.serve.engine_seconds", lambda *_: lambda *_: seconds[torch.get_num_threads()])
     with threads_kept():
         torch.set_num_threads(4)
         _open(served_run, ServeOptions(device="cpu"))

@@ -20,6 +20,7 @@ from stretto.base.errors import UserError
 from stretto.engine.engine import Engine
 from stretto.engine.loading import open_engine
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling
+from stretto.engine.runner import MAX_NATIVE_TOKENS
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice
 from stretto.model.transformer import Context, Transformer
@@ -156,10 +157,44 @@ def test_a_quantised_folder_is_opened_with_its_integers(library: Library, tmp_pa
     one = opened.engine.generate([request])[0]
     two = small.engine.generate([replace(request, phases=Phases(small.engine.network.full()))])[0]
     assert one.tokens == two.tokens and np.array_equal(one.logprobs, two.logprobs), "a cut has the same integers"
+    held = {name for name, parameter in opened.engine.model.named_parameters() if parameter.is_meta}
+    assert held == integers.keys(), "the kernels multiply by integers only"
     torch_only = open_engine(
         tmp_path / "c", settings, with_tokenizer=False, library=Library(None, "left out by this test")
     )
     assert torch_only.engine.stats().kernels["weights"] == "int4 and int8, dequantised"
+
+
+def test_integers_compute_long_prompts_too(library: Library) -> None:
+    """Also with ``fast_prefill``: the engine needs no values of these weights."""
+    model, integers = rounded(PLANS["int8"])
+    empty = {
+        name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items() if name in integers
+    }
+    model.load_state_dict(empty, strict=False, assign=True)
+    settings = EngineConfig(num_pages=60, page_size=4, max_step_tokens=200)
+    sampling = Sampling(max_tokens=3, temperature=0.0)
+    requests = [
+        Request(str(first), tuple(range(first, first + 60)), sampling, Phases(CONFIG.full())) for first in range(3)
+    ]
+    assert sum(len(request.prompt) for request in requests) > MAX_NATIVE_TOKENS
+    fast, slow = (
+        Engine(model, None, settings.replace(fast_prefill=fast), library=library, integers=integers).generate(requests)
+        for fast in (True, False)
+    )
+    for one, other in zip(fast, slow, strict=True):
+        assert one.error is None and one.tokens == other.tokens and np.array_equal(one.logprobs, other.logprobs)
+
+
+def test_memory_counts_integers_not_values(library: Library, tmp_path: Path) -> None:
+    model, integers = rounded(PLANS["int8"])
+    write_checkpoint(tmp_path / "c", model, CONFIG, integers=integers)
+    as_values = int(1.1 * sum(tensor.nbytes for tensor in model.state_dict().values()))
+    settings = EngineConfig(num_pages=8, page_size=4)
+    options = {"memory_bytes": as_values, "with_tokenizer": False}
+    assert open_engine(tmp_path / "c", settings, library=library, **options).engine.integers
+    with pytest.raises(UserError, match="exceed the"):
+        open_engine(tmp_path / "c", settings, library=Library(None, "left out by this test"), **options)
 
 
 def test_weights_without_kernels_are_dequantised(library: Library, tmp_path: Path) -> None:

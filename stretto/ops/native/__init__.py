@@ -412,8 +412,9 @@ def _shape(network: Network, num_moe_layers: int) -> _Shape:
 
 
 def _pointer(tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
-    """Address of a contiguous tensor of ``dtype`` and, if given, ``shape``; None: a null pointer."""
-    if tensor is None:
+    """Address of a contiguous tensor of ``dtype`` and, if given, ``shape``; a null pointer for None and for a tensor without values, in
+    whose place the kernels use integers."""
+    if tensor is None or tensor.is_meta:
         return None
     assert tensor.device.type == "cpu" and tensor.is_contiguous(), f"{tensor.device}, strides {tensor.stride()}"
     assert tensor.dtype == dtype, f"{tensor.dtype}, not {dtype}"
