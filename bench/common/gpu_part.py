@@ -116,7 +116,8 @@ def batch_of(ids_BT: Tensor, config: ModelConfig, ctx: Context | None = None) ->
     """A micro-batch that trains the full network on every next token of ``ids_BT``."""
     targets_BT = torch.cat((ids_BT[:, 1:], torch.full_like(ids_BT[:, :1], IGNORED)), dim=1)
     num_targets = ids_BT.shape[0] * (ids_BT.shape[1] - 1)
-    return MicroBatch("full", ids_BT, targets_BT, ctx or Context.plain(ids_BT), config.full(), num_targets)
+    ctx = ctx or Context.plain(ids_BT)
+    return MicroBatch("full", ids_BT, targets_BT, ctx, config.full(), num_targets, num_own_targets=num_targets)
 
 
 def random_ids(setting: Setting) -> Tensor:

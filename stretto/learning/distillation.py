@@ -25,7 +25,7 @@ from torch import Tensor
 from stretto.learning.objective import PolicyObjective
 from stretto.learning.recipe import DistillConfig
 from stretto.ops.grouped import compute_dtype
-from stretto.ops.logprob import IGNORED, Teacher, chosen_logprobs
+from stretto.ops.logprob import IGNORED, Teacher, add_product_, chosen_logprobs
 from stretto.ops.operators import ORDINARY, Operators
 from stretto.train.step import Measured
 
@@ -149,7 +149,7 @@ class _TaughtLoss(torch.autograd.Function):
                 if wants_grad:
                     delta_CV = grad_CV.to(dtype)
                     grad_ND[at_C] = (delta_CV @ weight_VD).to(grad_ND.dtype)
-                    grad_VD.addmm_(delta_CV.T.to(grad_VD.dtype), hidden_CD.to(grad_VD.dtype))
+                    add_product_(grad_VD, delta_CV.t(), hidden_CD)
         ctx.save_for_backward(grad_ND, grad_VD)
         ctx.mark_non_differentiable(statistics_SN)
         return loss, statistics_SN

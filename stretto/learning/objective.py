@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stretto.learning.recipe import LossConfig
-from stretto.ops.logprob import IGNORED, chosen_logprobs
+from stretto.ops.logprob import chosen_logprobs, target_places
 from stretto.ops.operators import ORDINARY, Operators
 from stretto.train.step import Measured
 
@@ -126,10 +126,10 @@ class PolicyObjective:
 
     def measured(self, all_N: Tensor, entropy_N: Tensor, targets_N: Tensor, advantages_N: Tensor) -> Measured:
         """The same from given log-probabilities of the targets and entropies under π, and any advantages."""
-        config, kept_N = self.config, targets_N != IGNORED
+        config, at_M = self.config, target_places(targets_N)
         names = ("behaviour_BT", "weights_BT", "samples_BT")
-        behaviour_M, weights_M, samples_M = (self.streams[name].flatten()[kept_N] for name in names)
-        advantages_M, logp_M, proximal_M = advantages_N[kept_N], all_N[kept_N], self.proximal_BT.flatten()[kept_N]
+        behaviour_M, weights_M, samples_M = (self.streams[name].flatten()[at_M] for name in names)
+        advantages_M, logp_M, proximal_M = advantages_N[at_M], all_N[at_M], self.proximal_BT.flatten()[at_M]
         bounds = (config.clip_low, config.clip_high)
         if config.policy == "gspo":
             policy = gspo(logp_M, proximal_M, advantages_M, samples_M, *bounds)
@@ -149,12 +149,12 @@ class PolicyObjective:
         values["cut"] = (correction_M != (proximal_M - behaviour_M).exp()) & (config.correction != "none")
         if config.kl_weight:
             assert self.reference_BT is not None, "a KL needs the reference's log-probabilities"
-            reference_M, stale_M = self.reference_BT.flatten()[kept_N], kl_weights(logp_M, behaviour_M)
+            reference_M, stale_M = self.reference_BT.flatten()[at_M], kl_weights(logp_M, behaviour_M)
             loss_M = loss_M + config.kl_weight * stale_M * kl_k2(logp_M, reference_M)
             delta_M = reference_M - logp_M.detach()
             values["kl_reference"] = stale_M * (torch.expm1(delta_M) - delta_M)
         streams_N = {name: torch.zeros_like(entropy_N) for name in values}
         for name, value_M in values.items():
-            streams_N[name][kept_N] = value_M.float()
+            streams_N[name][at_M] = value_M.float()
         streams_N |= {"logp": all_N.detach(), "entropy": entropy_N}
         return Measured((weights_M * loss_M).sum(), -all_N.detach(), streams_N)

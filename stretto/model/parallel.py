@@ -137,8 +137,8 @@ class Ranks:
             for grad, total in zip(replicated, flat.split([grad.numel() for grad in replicated]), strict=True):
                 grad.copy_(total.view_as(grad))
 
-    def clip_gradients(self, model: nn.Module, max_norm: float) -> float:
-        """Scale gradients to a global norm of at most ``max_norm``; returns the norm before scaling."""
+    def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Scale gradients to a global norm of at most ``max_norm``; returns the norm before scaling, on the device."""
         grads = list(_gradients(model))
         if self.world == 1:
             norm = nn.utils.get_total_norm(grads, foreach=True)
@@ -148,7 +148,7 @@ class Ranks:
             norm = self.sum(nn.utils.get_total_norm(counted, foreach=True).square()).sqrt()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_([local_part(grad) for grad in grads], scale)
-        return float(norm)
+        return norm
 
 
 def join(device: str = "auto", ep: int = 1) -> Ranks:

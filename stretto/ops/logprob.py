@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ops.grouped import compute_dtype
@@ -18,7 +17,10 @@ from stretto.ops.operators import ORDINARY, Operators
 IGNORED = -100
 """Target of a position without a loss, as in PyTorch's losses."""
 CHUNK = 1024
-"""Tokens whose logits [CHUNK, V] are in memory at once."""
+"""Tokens whose logits are in memory at once, on a CPU."""
+DEVICE_CHUNK = 4096
+"""The same on an accelerator, or more where their logits are small; see `chunk_tokens`."""
+CHUNK_BYTES = 2**30
 WORTH_LEAVING_OUT = 0.9
 """Largest share of tokens with a loss for which the head is applied to those tokens only. In conversations, half of all tokens
 belong to prompts."""
@@ -54,13 +56,48 @@ class TopLogProbs:
 AnyTeacher = Teacher | TopLogProbs
 
 
+def chunk_tokens(head_VD: Tensor) -> int:
+    """Number of tokens whose logits [M, V], in fp32, are in memory at once.
+
+    Every chunk reads and writes the gradient of the head once. So an accelerator takes as many tokens as have logits of 1 GiB
+    (`CHUNK_BYTES`), as a power of two, and at least `DEVICE_CHUNK`. A CPU takes `CHUNK`, whose logits nearly fit its caches.
+    """
+    if head_VD.device.type == "cpu":
+        return CHUNK
+    return max(DEVICE_CHUNK, 1 << (CHUNK_BYTES // (4 * head_VD.shape[0])).bit_length() - 1)
+
+
+def wide_product(a_NM: Tensor, b_MF: Tensor) -> Tensor:
+    """``a`` · ``b``, fp32 for operands in bf16, which a GPU multiplies as they are, with sums in fp32."""
+    if a_NM.is_cuda and a_NM.dtype == b_MF.dtype == torch.bfloat16:
+        return torch.mm(a_NM, b_MF, out_dtype=torch.float32)
+    return (a_NM @ b_MF).float()
+
+
+def add_product_(total_FD: Tensor, a_FN: Tensor, b_ND: Tensor) -> None:
+    """Add ``a`` · ``b`` to ``total``, whose precision the product has.
+
+    A GPU multiplies operands in bf16 as they are. A CPU widens them: products of the same numbers in fp32 took a quarter of a training
+    step on an H100, and on CPUs without bf16 units they are faster.
+    """
+    if total_FD.is_cuda and a_FN.dtype == b_ND.dtype == torch.bfloat16:
+        total_FD.add_(wide_product(a_FN, b_ND))
+    else:
+        total_FD.addmm_(a_FN.to(total_FD.dtype), b_ND.to(total_FD.dtype))
+
+
+def _zero_gradient(weight_VD: Tensor) -> Tensor:
+    """Zeros to sum a weight's gradient in: in fp32 at least, also for a weight in bf16."""
+    return torch.zeros_like(weight_VD, dtype=torch.promote_types(weight_VD.dtype, torch.float32))
+
+
 def top_log_probs(hidden_ND: Tensor, head_VD: Tensor, top_k: int) -> TopLogProbs:
     """The ``top_k`` most probable tokens at each position, computed as `head_loss` computes a teacher's distribution."""
     dtype = compute_dtype(hidden_ND)
     weight_VD = head_VD.detach().to(dtype)
     parts = []
-    for part_ND in hidden_ND.split(CHUNK):
-        logp_NV = F.linear(part_ND.to(dtype), weight_VD).float().log_softmax(-1)
+    for part_ND in hidden_ND.split(chunk_tokens(head_VD)):
+        logp_NV = wide_product(part_ND.to(dtype), weight_VD.t()).log_softmax(-1)
         logprobs_NK, ids_NK = logp_NV.topk(top_k)
         rest_N = logp_NV.exp_().scatter_(-1, ids_NK, 0.0).sum(-1)
         parts.append((ids_NK, logprobs_NK, rest_N))
@@ -68,22 +105,41 @@ def top_log_probs(hidden_ND: Tensor, head_VD: Tensor, top_k: int) -> TopLogProbs
 
 
 def head_loss(
-    hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, teacher: AnyTeacher | None = None, ce_weight: float = 1.0
+    hidden_ND: Tensor,
+    head_VD: Tensor,
+    targets_N: Tensor,
+    teacher: AnyTeacher | None = None,
+    ce_weight: float = 1.0,
+    num_targets: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum over tokens with a target of ``ce_weight``·CE + (1 − ``ce_weight``)·KL(teacher ‖ student).
 
     The gradient is computed in the forward pass, chunk by chunk. Reference: ``tests/ops/references.py:head_loss_reference``.
+
+    Args:
+        num_targets: number of tokens with a target, if the host knows it; None: the host waits until the device has counted them.
 
     Returns:
         The loss (scalar, fp32, differentiable in ``hidden_ND`` and ``head_VD``), and the negative log-likelihood of each token [N]
         (nats, detached, 0 where the target is `IGNORED`).
     """
     assert teacher is not None or ce_weight == 1.0, f"ce_weight {ce_weight} without a teacher"
-    kept_S = (targets_N != IGNORED).nonzero()[:, 0] if teacher is None else targets_N
-    if len(kept_S) > WORTH_LEAVING_OUT * len(targets_N):
+    limit = WORTH_LEAVING_OUT * len(targets_N)
+    if teacher is not None or (num_targets is not None and num_targets > limit):
         return _HeadLoss.apply(hidden_ND, head_VD, targets_N, teacher, ce_weight)
+    kept_S = target_places(targets_N, num_targets)
+    if len(kept_S) > limit:
+        return _HeadLoss.apply(hidden_ND, head_VD, targets_N, None, ce_weight)
     loss, nll_S = _HeadLoss.apply(hidden_ND.index_select(0, kept_S), head_VD, targets_N[kept_S], None, ce_weight)
     return loss, nll_S.new_zeros(len(targets_N)).index_copy_(0, kept_S, nll_S)
+
+
+def target_places(targets_N: Tensor, num_targets: int | None = None) -> Tensor:
+    """Indices of the tokens with a target; the host waits for their number unless it is given."""
+    is_target_N = targets_N != IGNORED
+    if num_targets is None:
+        return is_target_N.nonzero()[:, 0]
+    return is_target_N.nonzero_static(size=num_targets)[:, 0]
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -98,14 +154,15 @@ class _HeadLoss(torch.autograd.Function):
         nll_N = hidden_ND.new_zeros(hidden_ND.shape[0], dtype=torch.float32)
         loss = hidden_ND.new_zeros((), dtype=torch.float32)
         grad_ND = torch.zeros_like(hidden_ND) if wants_grad else None
-        grad_VD = torch.zeros_like(head_VD) if wants_head_grad else None  # None: the head is frozen
-        for start in range(0, hidden_ND.shape[0], CHUNK):
-            part = slice(start, start + CHUNK)
+        grad_VD = _zero_gradient(head_VD) if wants_head_grad else None  # None: the head is frozen
+        chunk = chunk_tokens(head_VD)
+        for start in range(0, hidden_ND.shape[0], chunk):
+            part = slice(start, start + chunk)
             h_ND, t_N = hidden_ND[part].to(dtype), targets_N[part]
             teacher_NV = None
             if isinstance(teacher, Teacher) and teacher_VD is not None:
-                teacher_NV = F.linear(teacher.hidden_ND[part].detach().to(dtype), teacher_VD).float()
-            probs_NV = F.linear(h_ND, weight_VD).float()  # logits, which the next call overwrites with probabilities
+                teacher_NV = wide_product(teacher.hidden_ND[part].detach().to(dtype), teacher_VD.t())
+            probs_NV = wide_product(h_ND, weight_VD.t())  # logits, which the next call overwrites with probabilities
             if isinstance(teacher, TopLogProbs):
                 nll_N[part], kl_sum, teacher_NV = _top_losses(probs_NV, t_N, teacher, part)
             else:
@@ -116,15 +173,17 @@ class _HeadLoss(torch.autograd.Function):
             delta_NV = _logit_gradient(probs_NV, t_N, teacher_NV, ce_weight).to(dtype)
             grad_ND[part] = delta_NV @ weight_VD
             if grad_VD is not None:
-                grad_VD.addmm_(delta_NV.T.to(grad_VD.dtype), h_ND.to(grad_VD.dtype))
+                add_product_(grad_VD, delta_NV.t(), h_ND)
         ctx.save_for_backward(grad_ND, grad_VD)
+        ctx.head_dtype = head_VD.dtype
         ctx.mark_non_differentiable(nll_N)
         return loss, nll_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_ND, grad_VD = ctx.saved_tensors
-        return grad_ND * grads[0], None if grad_VD is None else grad_VD * grads[0], None, None, None
+        grad_head = None if grad_VD is None else (grad_VD * grads[0]).to(ctx.head_dtype)
+        return grad_ND * grads[0], grad_head, None, None, None
 
 
 def _chunk_losses(logits_NV: Tensor, targets_N: Tensor, teacher_NV: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -217,11 +276,11 @@ class _ChosenLogProbs(torch.autograd.Function):
         ctx: Any, hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, temperature: float, operators: Operators
     ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(hidden_ND)
-        kept_M = (targets_N != IGNORED).nonzero().squeeze(-1)
+        kept_M = target_places(targets_N)
         head = operators.head(head_VD.to(dtype))
         logp_N = hidden_ND.new_zeros(hidden_ND.shape[0], dtype=torch.float32)
         entropy_N = torch.zeros_like(logp_N)
-        for part in kept_M.split(CHUNK):
+        for part in kept_M.split(chunk_tokens(head_VD)):
             logp_MV = processed_log_probs(head(hidden_ND[part].to(dtype)), temperature)
             logp_N[part] = logp_MV.gather(-1, targets_N[part, None]).squeeze(-1)
             entropy_N[part] = -(logp_MV.exp() * logp_MV).sum(-1)
@@ -235,13 +294,13 @@ class _ChosenLogProbs(torch.autograd.Function):
         hidden_ND, head_VD, targets_N, kept_M = ctx.saved_tensors
         weight_VD = head_VD.to(ctx.dtype)
         head = ctx.operators.head(weight_VD)
-        grad_ND, grad_VD = torch.zeros_like(hidden_ND), torch.zeros_like(head_VD)
-        for part in kept_M.split(CHUNK):
+        grad_ND, grad_VD = torch.zeros_like(hidden_ND), _zero_gradient(head_VD)
+        for part in kept_M.split(chunk_tokens(head_VD)):
             h_MD = hidden_ND[part].to(ctx.dtype)
             probs_MV = processed_log_probs(head(h_MD), ctx.temperature).exp_()
             # d log p / d logits = (onehot − p) / temperature
             g_M1 = (grads[0][part] / ctx.temperature)[:, None]
             delta_MV = probs_MV.mul_(-g_M1).scatter_add_(-1, targets_N[part, None], g_M1).to(ctx.dtype)
             grad_ND[part] = (delta_MV @ weight_VD).to(grad_ND.dtype)
-            grad_VD.addmm_(delta_MV.T.to(grad_VD.dtype), h_MD.to(grad_VD.dtype))
-        return grad_ND, grad_VD, None, None, None
+            add_product_(grad_VD, delta_MV.t(), h_MD)
+        return grad_ND, grad_VD.to(head_VD.dtype), None, None, None

@@ -13,8 +13,14 @@ from stretto.base.numbers import counted
 from stretto.model.spec import ModelConfig, count
 from stretto.planner.hardware import Dtype
 
-CHUNK = 1024
-"""Tokens whose logits are in memory at once (`stretto.ops.logprob`, which this room cannot import: it imports torch)."""
+_CHUNK, _DEVICE_CHUNK, _CHUNK_LOGITS = 1024, 4096, 2**28
+
+
+def chunk_tokens(vocab_size: int, on_gpu: bool) -> int:
+    """Tokens whose logits are in memory at once: `stretto.ops.logprob.chunk_tokens`, which this room cannot import (it imports torch)."""
+    return max(_DEVICE_CHUNK, 1 << (_CHUNK_LOGITS // vocab_size).bit_length() - 1) if on_gpu else _CHUNK
+
+
 BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2}
 WIDE = BYTES["float32"]
 """Bytes of each number of the weights, gradients, moments and residual stream, which are held in fp32."""
@@ -190,8 +196,9 @@ def training_memory(
     recomputed = layer if layout.recompute else 0.0
 
     vocabulary = config.vocab_size * config.hidden_size
-    chunk: float = min(CHUNK, num_tokens) * config.vocab_size * (12 if is_mixed else 8) * (2 if taught else 1)
-    if num_tokens <= CHUNK:
+    num_chunk = chunk_tokens(config.vocab_size, on_gpu)
+    chunk: float = min(num_chunk, num_tokens) * config.vocab_size * (12 if is_mixed else 8) * (2 if taught else 1)
+    if num_tokens <= num_chunk:
         chunk /= 2
     head = vocabulary * WIDE + chunk + (vocabulary * each if is_mixed else 0)
 

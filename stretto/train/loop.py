@@ -484,7 +484,12 @@ class _Training:
             else:
                 distil = teacher
             arrays = batch.ids_BT, batch.targets_BT, ctx
-            batches.append(MicroBatch(micro.kind, *arrays, micro.subnet, num, distil, num_rows=train.micro_rows))
+            num_own = int((loaded.targets_BT != IGNORED).sum())
+            batches.append(
+                MicroBatch(
+                    micro.kind, *arrays, micro.subnet, num, distil, num_rows=train.micro_rows, num_own_targets=num_own
+                )
+            )
         try:
             result = optimisation_step(
                 self.model,

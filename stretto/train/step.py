@@ -107,6 +107,8 @@ class MicroBatch:
     """Loss of the pass; None: cross-entropy, or its weighted sum with ``distil``, averaged over the step's target tokens."""
     num_rows: int | None = None
     """Rows over all ranks; None: every rank has as many as this one."""
+    num_own_targets: int | None = None
+    """Target tokens of this rank; None: the device counts them, for which the host waits."""
 
 
 def row_widths(plan: WidthPlan | None, rows: slice, device: torch.device) -> RowWidths | None:
@@ -183,8 +185,10 @@ def optimisation_step(
         ranks.sum(value)
     counts = {row: ranks.sum(counts_WE) for row, counts_WE in counts.items()}
     ranks.sum_gradients(model)
-    grad_norm = ranks.clip_gradients(model, clip_norm)
-    bad = [kind for kind, value in nll_by_kind.items() if not torch.isfinite(value)]
+    norm = ranks.clip_gradients(model, clip_norm)
+    # the only place where the host waits for the device
+    *sums, grad_norm = torch.stack([*nll_by_kind.values(), norm]).tolist()
+    bad = [kind for kind, value in zip(nll_by_kind, sums, strict=True) if not math.isfinite(value)]
     if bad or not math.isfinite(grad_norm):
         where = f"the loss of {', '.join(bad)}" if bad else "the gradient"
         raise NonFiniteError(f"{where} is not finite; lower optim.lr")
@@ -193,7 +197,7 @@ def optimisation_step(
         optimizer.zero_grad(set_to_none=True)
     update_balance(model, counts, balance_rate)
     return StepResult(
-        nll_by_kind={kind: float(value) for kind, value in nll_by_kind.items()},
+        nll_by_kind=dict(zip(nll_by_kind, sums, strict=True)),
         tokens_by_kind=dict(tokens_by_kind),
         num_tokens=total_tokens,
         grad_norm=grad_norm,
@@ -251,7 +255,8 @@ def _passes(model: Transformer, batch: MicroBatch, autocast: torch.autocast) -> 
         if batch.objective is not None:
             measured = batch.objective(hidden_ND, model.head_VD, targets_N)
         elif taught_N is None:
-            measured = Measured(*head_loss(hidden_ND, model.head_VD, targets_N, teacher, ce_weight))
+            known = batch.num_own_targets
+            measured = Measured(*head_loss(hidden_ND, model.head_VD, targets_N, teacher, ce_weight, known))
         else:
             measured = _partly_taught(hidden_ND, model.head_VD, targets_N, taught_N, teacher, ce_weight)
     yield Pass(batch.kind, measured, _counted(output.counts, batch.ctx), num)
@@ -259,8 +264,10 @@ def _passes(model: Transformer, batch: MicroBatch, autocast: torch.autocast) -> 
 
 def _counted(counts: dict[int, Tensor], ctx: Context) -> dict[int, Tensor]:
     """``counts`` of a pass; zeros if all rows are padding, as on a rank without rows, since the balance biases follow the counts."""
-    is_padding = ctx.documents_BT is not None and bool((ctx.documents_BT < 0).all())
-    return {row: torch.zeros_like(counts_WE) for row, counts_WE in counts.items()} if is_padding else counts
+    if ctx.documents_BT is None:
+        return counts
+    has_tokens = (ctx.documents_BT >= 0).any()
+    return {row: counts_WE * has_tokens for row, counts_WE in counts.items()}
 
 
 def _taught_rows(batch: MicroBatch, rows: TaughtRows) -> MicroBatch:

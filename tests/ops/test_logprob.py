@@ -12,8 +12,10 @@ from stretto.ops.logprob import (
     Teacher,
     TopLogProbs,
     chosen_logprobs,
+    chunk_tokens,
     head_loss,
     top_log_probs,
+    wide_product,
 )
 from stretto.ops.matmul import Arithmetic
 from tests.ops.references import chosen_logprobs_reference, head_loss_reference
@@ -52,6 +54,36 @@ def test_equals_the_reference(
         strict=True,
     ):
         close(ours, theirs, N + V)
+
+
+@pytest.mark.parametrize("num_ignored", [0, 4, 30])
+def test_a_known_number_of_targets_changes_nothing(num_ignored: int) -> None:
+    hidden, head, targets = _inputs()
+    targets = torch.where(torch.arange(N) < num_ignored, IGNORED, targets.clamp_min(0))
+    results = []
+    for known in (None, N - num_ignored):
+        loss, nll = head_loss(hidden, head, targets, num_targets=known)
+        results.append((loss, nll, *torch.autograd.grad(loss, (hidden, head))))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_the_gradient_of_a_head_in_bf16_is_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.ops.logprob.CHUNK", 1)
+    hidden, head, targets = _inputs()
+    rough = [each.detach().bfloat16().requires_grad_() for each in (hidden, head)]
+    wide = rough[1].detach().float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        for weight in (rough[1], wide):
+            head_loss(rough[0], weight, targets)[0].backward()
+            rough[0].grad = None
+    assert wide.grad is not None and rough[1].grad is not None
+    assert torch.equal(rough[1].grad, wide.grad.bfloat16())
+
+
+def test_accelerators_take_chunks_of_a_gibibyte_of_logits_and_of_4096_tokens_at_least() -> None:
+    sizes = {vocab: chunk_tokens(torch.empty(vocab, 2, device="meta")) for vocab in (32768, 50304, 151936)}
+    assert sizes == {32768: 8192, 50304: 4096, 151936: 4096}
+    assert chunk_tokens(torch.empty(32768, 2)) == 1024
 
 
 def _kept(top_k: int, width: int = 20) -> TopLogProbs:
@@ -139,8 +171,8 @@ def test_the_head_is_applied_to_what_is_learnt_alone(monkeypatch: pytest.MonkeyP
     targets_N = torch.randint(50, (64,), generator=generator)
     targets_N[torch.rand(64, generator=generator) < 0.5] = IGNORED
     results, widths = [], []
-    linear = torch.nn.functional.linear
-    monkeypatch.setattr("stretto.ops.logprob.F.linear", lambda x, w: widths.append(len(x)) or linear(x, w))
+    product = wide_product
+    monkeypatch.setattr("stretto.ops.logprob.wide_product", lambda x, w: widths.append(len(x)) or product(x, w))
     for share in (0.9, 0.0):  # left out, and computed all the same
         monkeypatch.setattr("stretto.ops.logprob.WORTH_LEAVING_OUT", share)
         inputs = [each.clone().requires_grad_() for each in (hidden_ND, head_VD)]

@@ -10,10 +10,11 @@ import torch
 
 from stretto.model.spec import ModelConfig, count
 from stretto.model.transformer import Context, build
+from stretto.ops import logprob
 from stretto.optim.build import build_optimizers
 from stretto.optim.schedule import OptimConfig
 from stretto.planner.hardware import Dtype
-from stretto.planner.memory import Layout, layer_bytes, sizes, training_memory
+from stretto.planner.memory import Layout, chunk_tokens, layer_bytes, sizes, training_memory
 
 BASE = ModelConfig(
     vocab_size=64, hidden_size=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, num_experts=8, top_k=2,
@@ -99,3 +100,10 @@ def test_the_peaks_of_the_log_are_predicted() -> None:
     for dtype, peak in (("float32", 66.4), ("bfloat16", 38.0)):
         predicted = training_memory(config, Layout(1, 1, 8, 1), 2048, dtype, "adamw")  # type: ignore[arg-type]
         assert predicted.total / 2**30 == pytest.approx(peak, rel=0.10)
+
+
+@pytest.mark.parametrize("vocab_size", [257, 32768, 50304, 151936])
+def test_the_chunk_of_logits_is_that_of_the_loss(vocab_size: int) -> None:
+    for device in ("cpu", "meta"):
+        head_VD = torch.empty(vocab_size, 1, device=device)
+        assert chunk_tokens(vocab_size, on_gpu=device != "cpu") == logprob.chunk_tokens(head_VD)
