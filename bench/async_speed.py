@@ -1,7 +1,6 @@
 """Asynchronous against synchronous training of one recipe, to the same number of samples, with slow verifiers.
 
     python -m bench.async_speed [--model CHECKPOINT] [--steps N] [--seeds N] [--out FOLDER]
-    python -m bench.async_speed --grid 1 4 16 [--bounds 0 1 2 4 8 16] [--model CHECKPOINT] [--steps N] [--out FOLDER]
 
 Each verdict takes a lognormal time, drawn from the sample's seed, so both sides have the same delays. The verifier waits and does
 not compute; no answer waits for the verdict of another. The synchronous side is the same system at a staleness of 0: its engine and
@@ -13,9 +12,6 @@ of the synchronous side do not depend on delays, so all its seeds but the first 
 
 Choose the staleness bound by the longest delay: bound x time of a step should not be below it. The mean staleness depends on the
 number of groups in flight, which need only keep the trainer busy while typical verdicts arrive, and on the window.
-
-``--grid`` measures every bound, the recipe's own among them, at every longest delay (in trainer steps), with the recipe's default
-window and one thread each for engine and trainer. Its ``--steps`` begin when all groups of the first dispatch have been trained.
 """
 
 from __future__ import annotations
@@ -47,10 +43,6 @@ from stretto.tasks.registry import source_kind
 from stretto.tasks.task import Answer, Problem, Score, TaskSource
 
 AIM, AIM_WAIT = 2.5, 0.10
-WARM_UP = 4
-"""Steps that the grid does not measure, in addition to the staleness bound."""
-MEDIAN_SHARE = 0.05
-"""Median delay of the grid, as a share of the longest."""
 
 
 class DelayedArgs(Config):
@@ -119,8 +111,6 @@ class Outcome:
     wall_s: float
     step_s: float
     """Mean time of a training step and of the publication of its weights."""
-    steady_s: float
-    """Mean time from one step to the next, without the first steps."""
     wait_share: float
     """Share of the wall time in which the trainer waited, including the evaluation before its first step."""
     staleness_mean: float
@@ -174,12 +164,9 @@ def run_side(options: argparse.Namespace, side: Side, start: Path) -> Outcome:
     steps = [span for span in trainer if span.name in ("step", "publish") and span.started_s >= first_s]
     wall_s = max(span.finished_s for span in steps) - first_s
     waits = [span for span in trainer if span.name == "wait"]
-    ends = [span.finished_s for span in steps if span.name == "step"]
-    num_early = min(WARM_UP + side.staleness, len(ends) - 1)
     return Outcome(
         wall_s=wall_s,
         step_s=sum(span.seconds for span in steps) / len(rows),
-        steady_s=(ends[-1] - ends[num_early - 1]) / (len(ends) - num_early),
         wait_share=(waits[0].started_s - first_s + sum(span.seconds for span in waits)) / wall_s,
         staleness_mean=fmean(row["staleness/mean"] for row in rows),
         staleness_max=max(row["staleness/max"] for row in rows),
@@ -187,29 +174,6 @@ def run_side(options: argparse.Namespace, side: Side, start: Path) -> Outcome:
         last_held_out=result.last_reward,
         rewards=tuple(row["reward/mean"] for row in rows),
     )
-
-
-def measure_grid(options: argparse.Namespace, start: Path) -> None:
-    """Print speed, waiting and staleness for every longest delay and bound."""
-    own = read_recipe(options.recipe, RlRecipe).staleness
-    bounds = sorted({own, *options.bounds})
-    plain = Side("grid-step", own, None, options.steps, 0.0, options.cut)
-    step_s = run_side(options, plain, start).step_s
-    shown = table(
-        f"steps per second relative to the first bound (trainer waits, mean staleness); {options.steps} steps of "
-        f"{options.prompts} prompts x {options.group} samples; a training step takes {step_s:.2f} s; [recipe's own bound]",
-        *("longest delay, steps", *(f"[η {bound}]" if bound == own else f"η {bound}" for bound in bounds)),
-    )
-    for delay in options.grid:
-        cut_s, cells, slowest_s = delay * step_s, list[str](), 0.0
-        for bound in bounds:
-            steps = options.steps + WARM_UP + bound
-            side = Side(f"grid-{delay:g}-{bound}", bound, None, steps, MEDIAN_SHARE * cut_s, cut_s)
-            each = run_side(options, side, start)
-            slowest_s = slowest_s or each.steady_s
-            cells.append(f"{slowest_s / each.steady_s:.2f}x ({each.wait_share:.0%}, {each.staleness_mean:.1f})")
-        shown.add_row(f"{delay:g}", *cells)
-    wide_console().print(shown)
 
 
 def compare(options: argparse.Namespace, start: Path) -> None:
@@ -278,10 +242,6 @@ def main() -> None:
     parser.add_argument(
         "--sync-threads", type=int, default=2, help="threads of the synchronous side's engine and trainer"
     )
-    parser.add_argument("--grid", type=float, nargs="+", metavar="DELAY", help="longest delays, in trainer steps")
-    parser.add_argument(
-        "--bounds", type=int, nargs="+", default=[0, 1, 2, 4, 8, 16], help="staleness bounds of the grid"
-    )
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--eval-prompts", type=int, default=128)
     parser.add_argument("--median", type=float, default=0.15, help="median delay in seconds")
@@ -292,10 +252,7 @@ def main() -> None:
         start = checkpoint_folder(options.model)
     else:
         start = made_start(read_recipe(options.recipe, RlRecipe), options.out)
-    if options.grid:
-        measure_grid(options, start)
-    else:
-        compare(options, start)
+    compare(options, start)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m bench.rl_ranks [--steps N] [--kills N] [--seed S] [--keep DIR]
 
-The recipe of `bench.kill_roles`, at staleness 0 with batch-invariant operators, runs to its end with 1, 2 and 4 ranks (local processes,
+The recipe of `bench.common.killing`, at staleness 0 with batch-invariant operators, runs to its end with 1, 2 and 4 ranks (local processes,
 gloo), experts on 1 rank or split over 2, and 1, 2 and 3 engines. Runs that differ in their engines only must end with equal bits. Other
 numbers of ranks sum in another order: their weights must be within the derived `tolerance` of one rank's.
 

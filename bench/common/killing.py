@@ -9,25 +9,22 @@ import subprocess
 import sys
 import time
 import tomllib
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
+import psutil
 
-from bench.common.run_account import Account, Key, logged
+from bench.common.run_account import Account
 from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT
 from stretto.flow.log import read_status
 
-RECIPE = (Path(__file__).parents[1] / "kill_roles.toml").read_text()
+RECIPE = Path(__file__).with_suffix(".toml").read_text()
 _TABLES = tomllib.loads(RECIPE)
 STEPS, PROMPTS, GROUP = _TABLES["train"]["steps"], _TABLES["train"]["prompts"], _TABLES["rollout"]["group"]
-KINDS = ("engine", "agent", "reward", "trainer", "job", "any")
-"""Kinds of process to kill. The moment of ``any`` does not depend on the run's progress."""
 EVENTS_A_LIFE = (1, 40)
 """Events in the journal between two kills; a step has ten."""
-LIFE_S = (0.5, 12.0)
-"""Seconds before a kill of ``any``."""
 POLL_S = 0.05
 PATIENCE_S = 300.0
 """Time without an event in the journal after which the run counts as hanging."""
@@ -43,10 +40,6 @@ class Kill:
     name: str
     recovered_s: float | None = None
     """Time until the next step was trained; None: no step was left."""
-    num_tokens: int = 0
-    """Sampled tokens in flight at the kill, by the token logs."""
-    num_lost: int = 0
-    """Number of these tokens that were not trained on."""
     num_orphans: int = 0
     """Children that still ran `ORPHANS_S` after their job was killed."""
 
@@ -59,17 +52,15 @@ class Killed:
     account: Account
     rng: random.Random
     kills: list[Kill] = field(default_factory=list)
-    logs: list[dict[Key, np.ndarray]] = field(default_factory=list)
-    """Samples in flight at each kill."""
     job: subprocess.Popen[bytes] | None = None
     command: list[str] | None = None
     """Starts the job; None: ``stretto rl`` on this machine."""
 
     def finish(self, kinds: list[str]) -> None:
-        """Run to the end, with one kill for each of ``kinds`` while the run lasts."""
+        """Run to the end, with one kill for each of ``kinds`` while the run lasts: engine, agent, reward, trainer or job."""
         self.start()
         for kind in kinds:
-            if not self._wait(kind) or not self._kill(kind):
+            if not self._wait() or not self._kill(kind):
                 break
         self.end()
 
@@ -126,13 +117,12 @@ class Killed:
     _moments: list[tuple[float, int]] = field(default_factory=list)
     """Unix time and number of the journal's last event at each kill."""
 
-    def _wait(self, kind: str) -> bool:
+    def _wait(self) -> bool:
         """Wait for the moment of the next kill; False: the run has ended."""
         last = self.account.look()
         goal = last + self.rng.randint(*EVENTS_A_LIFE)
-        end_s = time.time() + self.rng.uniform(*LIFE_S)
         quiet_s = time.time()
-        while time.time() < end_s if kind == "any" else self.account.look() < goal:
+        while self.account.look() < goal:
             if not self.is_running():
                 return False
             if self.account.look() != last:
@@ -151,53 +141,31 @@ class Killed:
                 return False
             time.sleep(POLL_S)
         name, pid = victim
-        self.logs.append(logged(self.account.run))
-        children = _children(self.job.pid)
-        kill = Kill(kind, name, num_tokens=sum(map(len, self.logs[-1].values())))
+        children = psutil.Process(self.job.pid).children()
+        kill = Kill(kind, name)
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
-            self.logs.pop()
             return self.is_running()  # the process has just ended
         self.note(kill)
         if pid == self.job.pid:
             self.job.wait()
             self.start()
-            time.sleep(ORPHANS_S)
-            kill.num_orphans = sum(map(is_alive, children))
+            kill.num_orphans = len(psutil.wait_procs(children, ORPHANS_S)[1])
         return True
 
     def _victim(self, kind: str) -> tuple[str, int] | None:
         """Name and process id of a running process of the kind; None: there is none."""
         assert self.job is not None
-        children = _children(self.job.pid)
-        try:
-            named = {row.pid: row.name for row in read_status(self.account.run).roles if row.pid in children}
-        except UserError:
-            named = {}
         if kind == "job":
             return "job", self.job.pid
-        if kind == "any":
-            pid = self.rng.choice([self.job.pid, *children])
-            return named.get(pid, "job" if pid == self.job.pid else "starting process"), pid
-        found = [(name, pid) for pid, name in named.items() if name.startswith(kind) and pid is not None]
+        found = list[tuple[str, int]]()
+        with suppress(UserError, psutil.NoSuchProcess):  # there is no status yet, or the job has just ended
+            children = {child.pid for child in psutil.Process(self.job.pid).children()}
+            rows = [row for row in read_status(self.account.run).roles if row.name.startswith(kind)]
+            found = [(row.name, row.pid) for row in rows if row.pid in children]
         return self.rng.choice(found) if found else None
 
 
 def rl_command(recipe: Path, run: Path) -> list[str]:
     return [sys.executable, "-m", "stretto", "rl", str(recipe), "-o", str(run), "--device", "cpu"]
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False

@@ -32,7 +32,6 @@ from stretto.learning.samples import store_group
 from stretto.learning.trainer import TrainerRole
 from stretto.learning.weights import fetch
 from stretto.model.parallel import Ranks, stored
-from stretto.post.merge import MergeOptions, merge
 from stretto.post.sft import Demonstrations, Example, example, sft
 from stretto.runtime.store import FILES, FolderStore
 from stretto.tasks.task import Answer, Problem, TaskSource
@@ -168,20 +167,12 @@ def learn(
     recipe: RlRecipe,
     begin: Path,
     judged: Mapping[str, SourceConfig],
-    scored: Sequence[str],
     held_out: HeldOut,
-    every: int,
-    keeps: bool,
     device: str,
     folder: Path,
 ) -> dict[str, Any]:
-    """Reinforcement learning or distillation by ``recipe``, from the checkpoint ``begin``.
-
-    Args:
-        judged: sources that are scored at the end, including the recipe's own.
-        scored: names of sources that are also scored after every ``every`` steps; none: no curve.
-        keeps: whether to write the checkpoint, for runs that begin with it.
-    """
+    """Reinforcement learning or distillation by ``recipe``, from the checkpoint ``begin``. The sources ``judged``, the recipe's own among
+    them, are scored at the end."""
     assert recipe.staleness == 0 and recipe.replay == "off" and not recipe.loss.drop_uniform, (
         "the synchronous loop has none of these"
     )
@@ -189,14 +180,8 @@ def learn(
         sampler = Sampler(recipe, begin, device, sources)
         trainer = TrainerRole(recipe, passing, begin, ranks=_ranks(device))
         prompts = plan_prompts(recipe, {name: sources[name].num_items for name in recipe.sources})
-        train, curve = recipe.train, list[dict[str, Any]]()
-        for step in range(train.steps + 1):
-            if scored and (step % every == 0 or step == train.steps):
-                scores = sampler.score(scored, held_out, 1.0, train.seed)
-                cost = {"samples": sampler.num_samples, "flops": sampler.flops + trainer.receipt.flops}
-                curve.append({"step": step, "scores": scores, **cost})
-            if step == train.steps:
-                break
+        train = recipe.train
+        for step in range(train.steps):
             tasks = [prompts.task(number) for number in range(step * train.prompts, (step + 1) * train.prompts)]
             refs = [store_group(FolderStore(Path(passing)), group) for group in sampler.groups(tasks)]
             trainer.step(refs, step)
@@ -205,12 +190,14 @@ def learn(
             version = asyncio.run(trainer.publish())
             assert version is not None, "only the first of several ranks publishes"
             sampler.engine.load_weights(version.number, fetch(version))
-        result: dict[str, Any] = {"scores": sampler.all_scores(held_out, train.seed), "curve": curve}
+        trainer.write(folder / CHECKPOINT)
         receipt = trainer.receipt
-        result |= {"samples": sampler.num_samples, "tokens": receipt.tokens, "flops": receipt.flops + sampler.flops}
-        if keeps:
-            trainer.write(folder / CHECKPOINT)
-    return result
+        return {
+            "scores": sampler.all_scores(held_out, train.seed),
+            "samples": sampler.num_samples,
+            "tokens": receipt.tokens,
+            "flops": receipt.flops + sampler.flops,
+        }
 
 
 def imitate(
@@ -273,21 +260,3 @@ def _imitation(recipe: RlRecipe, taught: Sequence[Example], epochs: int) -> SftR
         steps=steps, rows=train.micro_rows, seq_len=train.seq_len, seed=train.seed, dtype="float32", keep_snapshots=1
     )
     return SftRecipe(optim=recipe.optim.replace(decay_fraction=1.0), train=loop)
-
-
-def merged(
-    recipe: RlRecipe,
-    begin: Path,
-    teachers: Sequence[Path],
-    options: MergeOptions,
-    held_out: HeldOut,
-    device: str,
-    folder: Path,
-) -> dict[str, Any]:
-    """The merge of ``teachers``; it draws no samples."""
-    made = merge(teachers, begin, folder / CHECKPOINT, options)
-    with SourceTables(dict(recipe.sources), recipe.sandbox).opened() as sources:
-        sampler = Sampler(recipe, made, device, sources)
-        result = {"scores": sampler.all_scores(held_out, recipe.train.seed), "samples": 0, **_cost(made)}
-    shutil.rmtree(made)
-    return result

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from stretto.base.paths import read_json
 from stretto.base.trajectory import Trajectory
 from stretto.flow.files import ID_FILE
 from stretto.flow.ledger import Event, read_events
-from stretto.learning.recipe import JOURNAL_FILE, LOGS
-from stretto.learning.samples import load_group, read_logs
+from stretto.learning.recipe import JOURNAL_FILE
+from stretto.learning.samples import load_group
 from stretto.runtime.store import UrlStore
 
 Key = tuple[int, int]
@@ -92,31 +89,6 @@ class Account:
             os.link(path, kept)
 
 
-def logged(run: Path) -> dict[Key, np.ndarray]:
-    """Log-probabilities of the tokens so far of every unfinished sample; they identify the sampled tokens in its log."""
-    logprobs: dict[Key, np.ndarray] = {}
-    for path in sorted((run / LOGS).glob("*.log")):  # by ordinal, in the order of attempts
-        try:
-            logs = read_logs(path.read_bytes())
-        except FileNotFoundError:
-            continue  # the group ended after the listing
-        for log in logs:
-            if log.num_sampled:
-                logprobs[log.task.ordinal, log.number] = sampled(log.segments())
-    return logprobs
-
-
-def sampled(segments: Sequence[Any]) -> np.ndarray:
-    """Log-probabilities of the sampled tokens."""
-    return np.concatenate([segment.logprobs for segment in segments if segment.is_sampled])
-
-
-def is_kept(before: np.ndarray, trajectory: Trajectory) -> bool:
-    """Whether the log-probabilities ``before`` are the first ones of the trained sample."""
-    now = sampled(trajectory.segments)
-    return len(now) >= len(before) and np.array_equal(now[: len(before)], before)
-
-
 def num_other(expected: dict[Key, Trajectory], found: dict[Key, Trajectory]) -> int:
     """Number of samples in both whose tokens differ."""
     pairs = [(each, found[key]) for key, each in expected.items() if key in found]
@@ -125,11 +97,3 @@ def num_other(expected: dict[Key, Trajectory], found: dict[Key, Trajectory]) -> 
         or not all(np.array_equal(a.tokens, b.tokens) for a, b in zip(one.segments, other.segments, strict=True))
         for one, other in pairs
     )
-
-
-def paired_difference(differences: ArrayLike, num_draws: int = 9_999) -> tuple[float, float]:
-    """Mean of independent differences, and its p-value by a permutation test of their signs."""
-    values = np.asarray(differences, np.float64)
-    signs = np.random.default_rng(0).choice([-1.0, 1.0], (num_draws, np.count_nonzero(values)))
-    is_as_far = np.abs(signs @ values[values != 0]) >= abs(values.sum()) - 1e-9
-    return float(values.mean()), float((1 + is_as_far.sum()) / (1 + num_draws))
