@@ -21,6 +21,8 @@ from stretto.base.paths import CHECKPOINT
 from stretto.flow.log import read_status
 
 RECIPE = Path(__file__).with_suffix(".toml").read_text()
+HEAD = "staleness = 0\nprecision = { batch_invariant = true }\n"
+"""Begins a recipe whose runs end with equal bits."""
 _TABLES = tomllib.loads(RECIPE)
 STEPS, PROMPTS, GROUP = _TABLES["train"]["steps"], _TABLES["train"]["prompts"], _TABLES["rollout"]["group"]
 EVENTS_A_LIFE = (1, 40)
