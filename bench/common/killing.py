@@ -165,7 +165,7 @@ class Killed:
         with suppress(UserError, psutil.NoSuchProcess):  # there is no status yet, or the job has just ended
             children = {child.pid for child in psutil.Process(self.job.pid).children()}
             rows = [row for row in read_status(self.account.run).roles if row.name.startswith(kind)]
-            found = [(row.name, row.pid) for row in rows if row.pid in children]
+            found = [(row.name, row.pid) for row in rows if row.pid is not None and row.pid in children]
         return self.rng.choice(found) if found else None
 
 

@@ -40,7 +40,7 @@ from stretto.base.paths import (
     remove,
     write_json,
 )
-from stretto.base.records import LINEAGE_FILE, Elsewhere, Lineage, Meter, new_lineage, read_lineage
+from stretto.base.records import Elsewhere, Lineage, Meter, find_lineage, new_lineage
 from stretto.base.track import progress, say
 from stretto.data.demo_text import demo_documents
 from stretto.data.loader import Loader, Mixture, Part
@@ -161,7 +161,7 @@ def adopt_command(source: str, out: Path, options: AdoptOptions) -> None:
         _clear(out)
         folder = find_source(source)
         tokenizer = _tokenizer(folder, out)
-        parent = read_lineage(folder) if (folder / LINEAGE_FILE).is_file() else None
+        parent = find_lineage(folder)
         if parent is not None and options.before != Elsewhere():
             raise UserError(f"--parent-flops, --parent-tokens: {folder} has a record of what it cost; leave them out")
         with StreamedState(folder) as state:

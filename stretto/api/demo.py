@@ -76,7 +76,7 @@ def demo_command(run: Path, fresh: bool = False, post: bool = False) -> None:
     Raises:
         UserError: ``run`` holds something else, or a stage failed.
     """
-    command = run_stages(run, lambda folder: (*_stages(folder), *(_post_stages(folder) if post else ())), "data", fresh)
+    command = run_stages(run, lambda folder: _stages(folder, post), "data", fresh)
     console = rich.get_console()
     console.rule("[bold]report[/bold]")
     console.print(_samples_table(read_samples(run)))
@@ -119,13 +119,13 @@ def run_stages(run: Path, stages_of: Callable[[Path], Sequence[Stage]], first: s
     return "stretto" if shutil.which("stretto") else os.path.relpath(Path(sys.executable).parent / "stretto")
 
 
-def _stages(run: Path) -> tuple[Stage, ...]:
-    """The stages from text to the exported small model."""
+def _stages(run: Path, post: bool) -> list[Stage]:
+    """The stages from text to the exported small model; with ``post`` also the one that post-trains it."""
     recipe = read_recipe(RECIPES / "demo.toml", Recipe)
     healing = read_recipe(RECIPES / "heal.toml", HealRecipe, ['train.dtype="float32"'])
     data = [str(run / "data" / "00")]
     resume, resume_heal = ((folder / "snapshots").is_dir() for folder in (run, run / "healed.run"))
-    return (
+    stages = [
         Stage("text: read and tokenise", "data/00/data.json", partial(_text, run, recipe)),
         Stage("pre-train one elastic network", CHECKPOINT, partial(_pretrain, recipe, run, data, resume)),
         Stage("measure the latency of its layers", LATENCY_FILE, partial(latency_command, run, "cpu")),
@@ -138,18 +138,12 @@ def _stages(run: Path) -> tuple[Stage, ...]:
         ),
         Stage("export for transformers and llama.cpp", "model.gguf", partial(_export, run)),
         Stage("generate with transformers at three sizes", SAMPLES_FILE, partial(_write, run)),
+    ]
+    title, result = (
+        "post-train: SFT, experts, distillation, online RL, evaluation",
+        f"{POST}/{EVALUATED}/{COMPARISON_FILE}",
     )
-
-
-def _post_stages(run: Path) -> tuple[Stage, ...]:
-    """The stage that post-trains the small model."""
-    return (
-        Stage(
-            "post-train: SFT, experts, distillation, online RL, evaluation",
-            f"{POST}/{EVALUATED}/{COMPARISON_FILE}",
-            partial(_post_train, run),
-        ),
-    )
+    return [*stages, Stage(title, result, partial(_post_train, run))] if post else stages
 
 
 def _text(run: Path, recipe: Recipe) -> None:

@@ -33,7 +33,6 @@ from stretto.post.panel import PANEL_FILE, judged_by
 from stretto.post.panel import panels as writing_panels
 from stretto.post.pipeline import COMPARISON_FILE
 from stretto.post.suite import (
-    DEFAULT_SAMPLES,
     RESULT_FILE,
     Cost,
     DomainResult,
@@ -44,6 +43,7 @@ from stretto.post.suite import (
     only_domains,
     parse_suites,
     read_evaluation,
+    samples_at,
     scored,
     suites_of,
     write_result,
@@ -67,13 +67,13 @@ from stretto.report.evals import (
     score_table,
 )
 from stretto.report.evals import compare as compared_by_domain
-from stretto.report.page import Page, Plot, Table, write_page
+from stretto.report.page import Page, Plot, Table, Tabled, write_page
 from stretto.text.similar import embeddings, similarity_NN
 from stretto.text.tokenizer import load_tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluated:
+@dataclass(frozen=True, slots=True, repr=False)
+class Evaluated(Tabled):
     """A finished evaluation."""
 
     folder: Path
@@ -92,15 +92,9 @@ class Evaluated:
         """Score of each domain with its 95 % confidence interval, beside the trivial baseline."""
         return Plot(score_bars(self.result))
 
-    def __repr__(self) -> str:
-        return self.table.text()
 
-    def _repr_html_(self) -> str:
-        return self.table.html()
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
+@dataclass(frozen=True, slots=True, repr=False)
+class Compared(Tabled):
     """A finished per-domain comparison of models."""
 
     folder: Path
@@ -113,12 +107,6 @@ class Compared:
     def plot(self) -> Plot:
         """Difference of every model to the reference, per domain."""
         return Plot(domain_lines(self.result))
-
-    def __repr__(self) -> str:
-        return self.table.text()
-
-    def _repr_html_(self) -> str:
-        return self.table.html()
 
 
 @user_errors
@@ -363,12 +351,7 @@ def _ask_harnesses(
     config, start_s = read_config(folder), time.perf_counter()
     chosen = named_subnet(source, subnet or "full", config, read_presets(folder))
     temperature = options.temperature or 0.0
-    samples = options.samples or (DEFAULT_SAMPLES if temperature > 0 else 1)
-    if temperature == 0 and samples > 1:
-        raise UserError(
-            f"--samples {samples}: {suites[0]} decodes greedily (temperature 0), so all samples of a problem are equal; "
-            "leave --samples out, or give a --temperature above 0"
-        )
+    samples = samples_at(temperature, options.samples, suites[0])
     budget = Budget(limit=options.limit, samples=samples, temperature=temperature, at_once=min(16, options.max_batch))
     if (out / RESULT_FILE).exists():
         raise UserError(f"{out}: contains an evaluation, and other harnesses cannot resume; name another folder")

@@ -23,7 +23,7 @@ from stretto.api.search import BEST, export_command, named_subnet, read_search
 from stretto.base.config import validate
 from stretto.base.errors import UserError, check_text, user_errors
 from stretto.base.numbers import params, si
-from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder
+from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, user_cache
 from stretto.base.records import Lineage
 from stretto.engine.engine import Engine, stream
 from stretto.engine.loading import generation_ends
@@ -35,7 +35,7 @@ from stretto.model.spec import ModelConfig, Subnet, check_subnet, count, named_s
 from stretto.model.transformer import Context, Transformer
 from stretto.ops import native
 from stretto.ops.logprob import head_loss
-from stretto.report.page import Cell, Table
+from stretto.report.page import Cell, Table, Tabled
 from stretto.server.messages import Message, Prompts
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -66,7 +66,7 @@ class Size:
     """FLOPs of all matrix products with weights for one token, without attention over earlier tokens."""
 
 
-class Sizes(Mapping[str, Subnet]):
+class Sizes(Tabled, Mapping[str, Subnet]):
     """The named sizes of a model: a mapping from name to `Subnet`, shown as a table."""
 
     def __init__(self, config: ModelConfig, named: Mapping[str, Subnet]):
@@ -101,12 +101,6 @@ class Sizes(Mapping[str, Subnet]):
         )
         columns = ("size", "layers", "experts", "top-k", "params", "share", "active", "FLOPs/token")
         return Table("", columns, rows)
-
-    def __repr__(self) -> str:
-        return self.table.text()
-
-    def _repr_html_(self) -> str:
-        return self.table.html()
 
 
 def _size(config: ModelConfig, name: str, subnet: Subnet) -> Size:
@@ -166,7 +160,7 @@ class Score:
         return -self.log_likelihood / (self.num_bytes * math.log(2))
 
 
-class Scores(Sequence[Score]):
+class Scores(Tabled, Sequence[Score]):
     """Log-likelihoods of several texts, shown as a table."""
 
     def __init__(self, rows: Sequence[Score]):
@@ -201,12 +195,6 @@ class Scores(Sequence[Score]):
             for row in self._rows
         )
         return Table("", ("text", "log-likelihood (nats)", "tokens", "nats/token", "bits/byte"), rows)
-
-    def __repr__(self) -> str:
-        return self.table.text()
-
-    def _repr_html_(self) -> str:
-        return self.table.html()
 
 
 class Model:
@@ -505,8 +493,7 @@ def load(source: str | os.PathLike[str] | Model, *, device: str = "auto", dtype:
         return Model(found, device, dtype)
     stat = found.stat()
     key = hashlib.sha256(f"{found.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:12]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stretto" / "models"
-    run = cache / f"{found.stem}-{key}"
+    run = user_cache() / "models" / f"{found.stem}-{key}"
     if not (run / CHECKPOINT).is_dir():
         adopt_command(str(found), run, AdoptOptions(order="none"))
     return Model(run, device, dtype)

@@ -22,7 +22,7 @@ from stretto.api.agent import endpoint
 from stretto.api.serve import ServeOptions, check_url
 from stretto.base.errors import UserError, check_text, nearest, one_line
 from stretto.base.paths import checkpoint_folder, claimed, replacing
-from stretto.base.records import LINEAGE_FILE, read_lineage
+from stretto.base.records import find_lineage
 from stretto.base.track import progress
 from stretto.model.parallel import join
 from stretto.pictures.agent import PaintOptions, Version, painted, respond
@@ -94,7 +94,9 @@ class Writer:
     async def _enhanced(self, prompt: str, size: tuple[int, int]) -> Enhanced:
         wording = self.wording
         if wording is None and self.server is None:
-            wording = default_wording(self.model is not None and _is_enhancer(self.model))
+            wording = default_wording(
+                self.model is not None and is_enhancer(find_lineage(checkpoint_folder(self.model)))
+            )
         if wording is Wording.SUFFIX:
             return suffixed(prompt)
         async with endpoint(self.model, self.server, self.serving) as asked:
@@ -107,12 +109,6 @@ class Writer:
                 return await asked.client.chat({**body, **own})
 
             return await enhance(ask, prompt, *size)
-
-
-def _is_enhancer(model: Path) -> bool:
-    """As `is_enhancer`, of the checkpoint at ``model``. Raises `UserError`: there is none."""
-    folder = checkpoint_folder(model)
-    return (folder / LINEAGE_FILE).is_file() and is_enhancer(read_lineage(folder))
 
 
 async def _serves_enhancer(client: Client) -> bool:

@@ -35,7 +35,7 @@ from stretto.base.config import Config, differences, read_recipe, validate
 from stretto.base.errors import UserError, nearest, user_errors
 from stretto.base.numbers import durations_alike, listed, short, si, si_alike
 from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, read_json, write_json
-from stretto.base.records import LINEAGE_FILE, Receipt, read_lineage
+from stretto.base.records import Receipt, find_lineage
 from stretto.base.track import read_metrics
 from stretto.flow.run import MOVED
 from stretto.learning.recipe import LAYOUT, START, RlRecipe
@@ -398,9 +398,8 @@ def _flops_per_s(pipeline: Pipeline) -> float | None:
 def _receipts(pipeline: Pipeline) -> Iterator[tuple[Step, Receipt]]:
     """Each step that wrote a checkpoint, and the receipt of its cost."""
     for step in pipeline.steps:
-        folder = pipeline.place(step.name)
-        if (folder / LINEAGE_FILE).is_file():
-            yield step, read_lineage(folder).receipt
+        if (lineage := find_lineage(pipeline.place(step.name))) is not None:
+            yield step, lineage.receipt
 
 
 def _result_table(pipeline: Pipeline) -> Table:

@@ -19,7 +19,6 @@ from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, checkpoint_folder, read_json
 from stretto.base.records import (
     LINEAGE_FILE,
-    Alone,
     Family,
     Lineage,
     distinct,
@@ -296,8 +295,8 @@ def _family(models: Sequence[tuple[Path, Lineage]]) -> Family | None:
     together = shared | {origins[0].run_id}
     positions = sum(recipe.train.num_positions for run, recipe in recipes.items() if run in together)
     shapes = [first.model, *(read_config(folder) for folder, _ in sizes)]
-    alone = [Alone(_ordinary_flops(shape, first.train, positions), "computed") for shape in shapes]
-    return family([origins[0], *(lineage for _, lineage in sizes)], alone)
+    alone_flops = [_ordinary_flops(shape, first.train, positions) for shape in shapes]
+    return family([origins[0], *(lineage for _, lineage in sizes)], alone_flops)
 
 
 def _recipe_of(stage: Lineage) -> Recipe | ElasticizeRecipe | None:

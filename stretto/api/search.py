@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from stretto.api.train import EVAL_BATCH_ROWS, held_out
+from stretto.api.train import EVAL_BATCH_ROWS, held_out, own_tokenizer
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
 from stretto.base.paths import RUN_FILE, checkpoint_folder, read_json, require_apart, require_new
@@ -86,11 +86,8 @@ def parse_limits(max_total: float | None, max_active: float | None, max_latency_
 
 def on_other_data(run: Path, info: RunInfo, data: Sequence[str], text: TextOptions, checkpoint: Checkpoint) -> RunInfo:
     """``info`` with ``data`` in place of the run's own text; the tokens are written to ``search/`` in the run folder."""
-    folder = checkpoint.folder
-    tokenizer = _tokenizer_of(folder)
-    if tokenizer is None:
-        raise UserError(f"{folder}: has no tokenizer.json; put the tokenizer beside the weights")
-    mixture, _, data_hash = prepare_data(run / "search", data, tokenizer, checkpoint.config.vocab_size, text)
+    tokenizer, vocab_size = own_tokenizer(checkpoint.folder), checkpoint.config.vocab_size
+    mixture, _, data_hash = prepare_data(run / "search", data, tokenizer, vocab_size, text)
     return info.replace(data=mixture, data_hash=data_hash, sources=sources_named(data, text))
 
 
@@ -230,7 +227,7 @@ def quantise_command(
         stage="quantise",
         config={"source": str(folder.resolve()), "options": options.model_dump(mode="json")},
         family=checkpoint.family,
-        tokenizer_dir=folder if (folder / "tokenizer.json").is_file() else None,
+        tokenizer_dir=_tokenizer_of(folder),
         parents=(checkpoint.lineage,) if checkpoint.lineage else (),
         presets=checkpoint.presets,
         integers={name: weight.map(lambda tensor: tensor.cpu()) for name, weight in integers.items()},
@@ -244,9 +241,7 @@ def _calibration(
     config = checkpoint.config
     with TemporaryDirectory() as folder:
         if data:
-            if not (checkpoint.folder / "tokenizer.json").is_file():
-                raise UserError(f"{checkpoint.folder}: has no tokenizer.json; put the tokenizer beside the weights")
-            mixture, _, _ = prepare_data(Path(folder), data, checkpoint.folder, config.vocab_size)
+            mixture, _, _ = prepare_data(Path(folder), data, own_tokenizer(checkpoint.folder), config.vocab_size)
             length = min(ROW_TOKENS, config.max_positions)
         else:
             if not (source / RUN_FILE).is_file() or (info := read_info(source)).data is None:

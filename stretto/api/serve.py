@@ -28,7 +28,7 @@ from stretto.base.config import validate
 from stretto.base.errors import UserError, check_text
 from stretto.base.numbers import params, size_in_bytes
 from stretto.base.paths import checkpoint_folder
-from stretto.base.records import Lineage
+from stretto.base.records import history
 from stretto.base.track import progress
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine, stream
@@ -338,15 +338,8 @@ def least_trained(opened: OpenedEngine) -> Least:
 def is_chat_tuned(opened: OpenedEngine) -> bool:
     """Whether the network was trained on conversations. The lineage tells for networks that Stretto pre-trained; a foreign network is
     assumed to be trained with the chat template that it ships."""
-    stages = set(_stages(opened.lineage)) if opened.lineage else set()
+    stages = {stage.stage for stage in history(opened.lineage)}
     return "pretrain" not in stages or not stages <= _TEXT_STAGES
-
-
-def _stages(lineage: Lineage) -> Iterator[str]:
-    """The stage of ``lineage`` and those of all its parents."""
-    yield lineage.stage
-    for parent in lineage.parents:
-        yield from _stages(parent)
 
 
 def _announce(opened: OpenedEngine, model: ServedModel) -> None:

@@ -59,7 +59,7 @@ from stretto.model.elastic import extract as cut_out
 from stretto.model.families import default_family
 from stretto.model.parallel import device_name, in_memory, join, stored, stored_for_training
 from stretto.model.spec import Subnet, named_subnets
-from stretto.report.page import Cell, Plot, Table
+from stretto.report.page import Cell, Plot, Table, Tabled
 from stretto.subnets.latency import LatencyTable, read_table
 from stretto.subnets.search import SearchOptions, SearchResult, SearchSpace
 from stretto.subnets.search import search as search_subnets
@@ -310,8 +310,8 @@ def latency(model: ModelLike, *, device: str = "auto") -> LatencyTable:
     return latency_command(place(model), device)
 
 
-@dataclass(frozen=True, slots=True)
-class Search:
+@dataclass(frozen=True, slots=True, repr=False)
+class Search(Tabled):
     """Result of `search`."""
 
     result: SearchResult
@@ -350,9 +350,6 @@ class Search:
 
     def __repr__(self) -> str:
         return "\n".join(self.result.summary())
-
-    def _repr_html_(self) -> str:
-        return self.table.html()
 
 
 @user_errors

@@ -13,7 +13,7 @@ import numpy as np
 from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, remove, write_json
-from stretto.base.records import LINEAGE_FILE, history, read_lineage
+from stretto.base.records import find_lineage, history
 from stretto.base.track import Tracker, say
 from stretto.data.loader import Batch, Loader, eval_batches
 from stretto.data.pack import IGNORED
@@ -108,9 +108,8 @@ def _held_out(
 
 def _rows_before(parent: Path | None) -> HeldOutRows | None:
     """Held-out rows of the last stage that measured a loss, by the lineage of the checkpoint ``parent``; None: there is none."""
-    if parent is None or not (parent / LINEAGE_FILE).is_file():
-        return None
-    known = [rows for stage in history(read_lineage(parent)) if (rows := stage.config.get("held_out"))]
+    lineage = None if parent is None else find_lineage(parent)
+    known = [rows for stage in history(lineage) if (rows := stage.config.get("held_out"))]
     return HeldOutRows.model_validate(known[-1]) if known else None
 
 
@@ -271,7 +270,7 @@ def find_teacher(recipe: HealRecipe, student: Path, vocab_size: int, teacher: Pa
     if recipe.ce_weight >= 1.0:
         return None
     if teacher is None:
-        lineage = read_lineage(student) if (student / LINEAGE_FILE).is_file() else None
+        lineage = find_lineage(student)
         source = lineage.config.get("source") if lineage else None
         if not source or not Path(source).is_dir():
             raise UserError(

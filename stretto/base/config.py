@@ -218,17 +218,14 @@ def completed(kind: type[Config], tree: Mapping[str, Any]) -> dict[str, Any]:
     Nested keys of the result may be joined by dots.
     """
     known: dict[str, Any] = copy.deepcopy(dict(tree))
-    try:
-        kind.model_validate(known)
-    except ValidationError as error:
-        for each in error.errors(include_url=False):
-            if each["type"] == "extra_forbidden":
-                _remove(known, each["loc"])
-    try:
-        dump = kind.model_validate(known).model_dump(mode="json")
-    except ValidationError:
-        return dict(tree)
-    return {**_flat(tree), **_flat(dump)}
+    for _ in range(2):  # the second time without the unknown keys
+        try:
+            return {**_flat(tree), **_flat(kind.model_validate(known).model_dump(mode="json"))}
+        except ValidationError as error:
+            for each in error.errors(include_url=False):
+                if each["type"] == "extra_forbidden":
+                    _remove(known, each["loc"])
+    return dict(tree)
 
 
 def _remove(tree: Any, loc: Sequence[Any]) -> None:

@@ -27,6 +27,11 @@ LOCK_FILE = ".lock"
 """File in a claimed folder; contains the process and host of its owner."""
 
 
+def user_cache() -> Path:
+    """Folder of files that Stretto keeps for this user and can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stretto"
+
+
 def checkpoint_folder(path: Path | str) -> Path:
     """The checkpoint folder at ``path``: the folder itself, or the checkpoint of a run folder. Raises `UserError`: there is none."""
     path = Path(path)

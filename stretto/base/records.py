@@ -141,6 +141,11 @@ def read_lineage(folder: Path | str) -> Lineage:
     return read_versioned(path, Lineage, SCHEMA)
 
 
+def find_lineage(folder: Path | str) -> Lineage | None:
+    """As `read_lineage`; None: Stretto did not write the checkpoint."""
+    return read_lineage(folder) if (Path(folder) / LINEAGE_FILE).is_file() else None
+
+
 def file_sha256(path: Path) -> str:
     """SHA-256 of a file's contents, in constant memory."""
     with path.open("rb") as file:
@@ -176,9 +181,6 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 def _join(left: str, right: str) -> str:
     return " + ".join(dict.fromkeys([*left.split(" + "), *right.split(" + ")]))
-
-
-Basis = Literal["measured", "computed"]
 
 
 class Meter:
@@ -264,13 +266,13 @@ class Ledger:
     """Names of import stages and the stated cost of their checkpoints, which is in no sum because it was not measured."""
 
 
-def history(lineage: Lineage) -> tuple[Lineage, ...]:
-    """All stages that led to ``lineage``, ancestors first, itself last; a shared ancestor once.
+def history(lineage: Lineage | None) -> tuple[Lineage, ...]:
+    """All stages that led to ``lineage``, ancestors first, itself last; a shared ancestor once. Without a lineage, none.
 
     Two records of one run, which was resumed after a child was cut from it, are one stage: the later record, which has more FLOPs,
     includes the earlier.
     """
-    return distinct(_walk(lineage))
+    return () if lineage is None else distinct(_walk(lineage))
 
 
 def ledger(lineage: Lineage) -> Ledger:
@@ -300,22 +302,14 @@ def parents_of(lineage: Lineage) -> frozenset[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
-    """Cost of training one size by itself."""
-
-    flops: int
-    basis: Basis
-    """``computed`` from shape and tokens, or ``measured`` in a control run."""
-
-
-@dataclass(frozen=True, slots=True)
 class FamilyRow:
     """One size of a family."""
 
     name: str
     own_flops: int
     """Measured FLOPs after the parents; a stage that several sizes share is counted for the first of them."""
-    alone: Alone
+    alone_flops: int
+    """FLOPs of training it by itself, computed from shape and tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,10 +320,8 @@ class Family:
     """The sizes, in the caller's order."""
     parent_flops: int
     """FLOPs of the parents, each counted once: the measured cost, but at least that of an ordinary run (see `family`)."""
-    basis: Basis
-    """``measured`` if all costs of separate training are measured."""
-    parent_basis: Basis = "measured"
-    """``computed`` if the cost of an ordinary run replaces the measured one."""
+    is_parent_raised: bool = False
+    """Whether the computed cost of an ordinary run replaces the parents' measured cost."""
 
     @property
     def family_flops(self) -> int:
@@ -337,7 +329,7 @@ class Family:
 
     @property
     def alone_flops(self) -> int:
-        return sum(row.alone.flops for row in self.rows)
+        return sum(row.alone_flops for row in self.rows)
 
     @property
     def share_of_alone(self) -> float:
@@ -347,7 +339,7 @@ class Family:
     @property
     def share_of_largest(self) -> float:
         """Cost of the family divided by the cost of training its most expensive size alone."""
-        return self.family_flops / max(row.alone.flops for row in self.rows)
+        return self.family_flops / max(row.alone_flops for row in self.rows)
 
     @property
     def break_even(self) -> int | None:
@@ -358,31 +350,25 @@ class Family:
         return break_even(self.parent_flops, sum(row.own_flops for row in self.rows), self.alone_flops, len(self.rows))
 
 
-def family(members: Sequence[Lineage], alone: Sequence[Alone]) -> Family:
-    """Cost of several sizes from one parent; ``alone[i]`` is the cost of training ``members[i]`` by itself.
+def family(members: Sequence[Lineage], alone_flops: Sequence[int]) -> Family:
+    """Cost of several sizes from one parent; ``alone_flops[i]`` are the FLOPs of training ``members[i]`` by itself.
 
     The parent may be a member too (the full network without changes); it then costs nothing beyond the parent's cost. An elastic
     run skips layers and experts in some steps, so it may cost less than training its full network on the same tokens. That is not
     a saving, so the parent is counted with at least the cost of that ordinary run.
     """
-    assert members and len(members) == len(alone), f"{len(members)} members, {len(alone)} costs of training alone"
     stages = distinct(stage for member in members for stage in _walk(member))
     cost = {stage.run_id: stage.receipt.flops for stage in stages}
     parents = {stage.run_id for stage in stages if not stage.parents}.union(*map(parents_of, members))
     counted = set(parents)
-    ordinary = {member.run_id: each.flops for member, each in zip(members, alone, strict=True) if not member.parents}
+    ordinary = {each.run_id: flops for each, flops in zip(members, alone_flops, strict=True) if not each.parents}
     parent_flops = sum(max(cost[run], ordinary.get(run, 0)) for run in parents)
     rows = []
-    for member, by_itself in zip(members, alone, strict=True):
+    for member, by_itself in zip(members, alone_flops, strict=True):
         own = {stage.run_id for stage in _walk(member)} - counted
         counted |= own
         rows.append(FamilyRow(member.name, sum(cost[run] for run in own), by_itself))
-    return Family(
-        rows=tuple(rows),
-        parent_flops=parent_flops,
-        basis="measured" if all(each.basis == "measured" for each in alone) else "computed",
-        parent_basis="measured" if parent_flops == sum(cost[run] for run in parents) else "computed",
-    )
+    return Family(tuple(rows), parent_flops, parent_flops > sum(cost[run] for run in parents))
 
 
 def break_even(parent_flops: int, own_flops: int, alone_flops: int, num_sizes: int) -> int | None:

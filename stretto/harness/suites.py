@@ -27,6 +27,7 @@ from pydantic import Field
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError, nearest
+from stretto.base.paths import user_cache
 from stretto.base.track import progress
 from stretto.evals.scores import MOST_INFRA
 from stretto.server.client import SERVING
@@ -272,8 +273,7 @@ def ask_bfcl(url: str, folder: Path, budget: Budget) -> dict[str, Judged]:
 
 def bfcl_folder() -> Path:
     """Folder of BFCL's own virtual environment; it contains the file ``whole`` once the installation is complete."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stretto"
-    return cache / f"{BFCL.replace('==', '-')}-py{sys.version_info.major}{sys.version_info.minor}"
+    return user_cache() / f"{BFCL.replace('==', '-')}-py{sys.version_info.major}{sys.version_info.minor}"
 
 
 def bfcl_python() -> Path:

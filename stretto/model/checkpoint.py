@@ -30,7 +30,7 @@ from torch import Tensor
 from stretto.base.config import Config, read_versioned
 from stretto.base.errors import UserError
 from stretto.base.paths import read_json, replacing, write_json
-from stretto.base.records import LINEAGE_FILE, Lineage, file_sha256, hash_files, read_lineage, write_lineage
+from stretto.base.records import LINEAGE_FILE, Lineage, file_sha256, find_lineage, hash_files, write_lineage
 from stretto.model.families import (
     Alias,
     Family,
@@ -242,8 +242,7 @@ def read_checkpoint(
     moe_layers = (block.mlp for block in model.blocks if isinstance(block.mlp, MoeLayer))
     for layer, order in zip(moe_layers, config.expert_orders, strict=True):
         layer.set_order(order, device)  # not in the state dict, so still on the meta device
-    lineage = read_lineage(folder) if (folder / LINEAGE_FILE).is_file() else None
-    return Checkpoint(model, config, family, description.presets, lineage, folder)
+    return Checkpoint(model, config, family, description.presets, find_lineage(folder), folder)
 
 
 def read_integers(folder: Path | str) -> dict[str, IntWeight]:
@@ -317,7 +316,8 @@ def weights_hash(folder: Path | str, known: Mapping[str, str] = MappingProxyType
 
 def known_hash(folder: Path) -> str:
     """The `weights_hash` in the lineage; without a lineage, it is computed from the weights."""
-    return read_lineage(folder).weights_hash if (folder / LINEAGE_FILE).is_file() else weights_hash(folder)
+    lineage = find_lineage(folder)
+    return weights_hash(folder) if lineage is None else lineage.weights_hash
 
 
 def describe(folder: Path) -> StrettoFile:

@@ -33,7 +33,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from stretto.base.errors import UserError
-from stretto.base.records import LINEAGE_FILE, Lineage, read_lineage
+from stretto.base.records import Lineage, find_lineage
 from stretto.data.loader import share_of
 from stretto.model.checkpoint import Checkpoint, stores_integers
 from stretto.model.elastic import with_branch_rows
@@ -305,8 +305,8 @@ def read_placed(
                     tensor.copy_(dict(with_branch_rows(state.config, config, {name: state[name]}))[name])
                 else:
                     tensor.copy_(state.rows(name, 0, len(tensor)))
-        lineage = read_lineage(folder) if (folder / LINEAGE_FILE).is_file() else None
-        return Checkpoint(model, config, state.description.family, state.description.presets, lineage, folder)
+        found = state.description
+        return Checkpoint(model, config, found.family, found.presets, find_lineage(folder), folder)
 
 
 def own_part(tensor: DTensor) -> list[tuple[int, int]]:
@@ -351,9 +351,9 @@ def stored(folder: Path) -> Origin:
     def place(config: ModelConfig, ranks: Ranks, dtype: torch.dtype) -> Transformer:
         return read_placed(folder, ranks, dtype, config).model
 
-    lineage = read_lineage(folder) if (folder / LINEAGE_FILE).is_file() else None
     with StreamedState(folder) as state:
-        return Origin(state.config, place, state.description.family, state.description.presets, lineage)
+        found = state.description
+        return Origin(state.config, place, found.family, found.presets, find_lineage(folder))
 
 
 def stored_for_training(folder: Path) -> Origin:

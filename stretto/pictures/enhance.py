@@ -57,7 +57,7 @@ def default_wording(is_enhancer: bool) -> Wording:
 
 def is_enhancer(lineage: Lineage | None) -> bool:
     """Whether a stage of ``lineage`` was trained on the task kind ``shapes``, as by ``recipes/enhancer.toml``."""
-    for stage in history(lineage) if lineage is not None else ():
+    for stage in history(lineage):
         sources = stage.config.get("sources")
         for source in sources.values() if isinstance(sources, Mapping) else ():
             if isinstance(source, Mapping) and source.get("kind") == "shapes":

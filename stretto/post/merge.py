@@ -31,7 +31,7 @@ from torch import Tensor
 from stretto.base.config import Config, differences
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
-from stretto.base.records import LINEAGE_FILE, Lineage, Meter, history, new_lineage, read_lineage
+from stretto.base.records import Lineage, Meter, find_lineage, history, new_lineage
 from stretto.base.track import progress
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.families import stored_tensors
@@ -176,7 +176,7 @@ def _check_same(first: StreamedState, state: StreamedState) -> None:
 
 def _lineages(folders: Iterable[Path]) -> tuple[Lineage, ...]:
     """Lineages of the folders that have one. Raises `UserError`: two of them have no common ancestor, so their experts do not correspond."""
-    found = {folder: read_lineage(folder) for folder in folders if (folder / LINEAGE_FILE).is_file()}
+    found = {folder: lineage for folder in folders if (lineage := find_lineage(folder))}
     runs = {folder: {stage.run_id for stage in history(lineage)} for folder, lineage in found.items()}
     for folder, own in runs.items():
         first = next(iter(runs))

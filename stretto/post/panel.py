@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from stretto.base.errors import UserError
-from stretto.base.records import LINEAGE_FILE, history, read_lineage
+from stretto.base.records import find_lineage, history
 from stretto.evals.scores import Interval, mean_interval, student_interval
 from stretto.evals.writing import Overused, Similarity, chapter_measures, group_measures, overused, text_measures
 from stretto.post.suite import SAMPLES_FILE, SuiteConfig, opened_sources, read_samples
@@ -157,9 +157,8 @@ def judged_by(suites: Mapping[str, SuiteConfig], url: str, name: str, checkpoint
 
 def rewarders(checkpoint: Path) -> Iterator[tuple[str, str]]:
     """Name and URL of every judge that rewarded ``checkpoint`` or one of its ancestors."""
-    if (checkpoint / LINEAGE_FILE).is_file():
-        for stage in history(read_lineage(checkpoint)):
-            for source in stage.config.get("sources", {}).values():
-                judge = source.get("args", {}).get("judge") if isinstance(source, dict) else None
-                if isinstance(judge, dict):
-                    yield str(judge.get("model")), str(judge.get("url")).rstrip("/")
+    for stage in history(find_lineage(checkpoint)):
+        for source in stage.config.get("sources", {}).values():
+            judge = source.get("args", {}).get("judge") if isinstance(source, dict) else None
+            if isinstance(judge, dict):
+                yield str(judge.get("model")), str(judge.get("url")).rstrip("/")

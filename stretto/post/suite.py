@@ -31,7 +31,7 @@ from pydantic import Field
 from stretto.base.config import Config, check_unchanged, completed, read_tree, validate
 from stretto.base.errors import UserError, nearest
 from stretto.base.paths import claimed, read_json, write_json, write_text, writing
-from stretto.base.records import LINEAGE_FILE, history, read_lineage
+from stretto.base.records import find_lineage, history
 from stretto.base.track import progress, say
 from stretto.base.trajectory import Outcome, Task
 from stretto.data.loader import key_of
@@ -312,9 +312,8 @@ def evaluate(
             for name, domain in sampler.domains.items()
         }
         cost = _cost(counts, list(samples.values()))
-        stages = history(read_lineage(folder)) if (folder / LINEAGE_FILE).is_file() else ()
         mean = mean_of(domains, options.seed)
-        found = Evaluation(name, asked, mean, domains, cost, [stage.run_id for stage in stages])
+        found = Evaluation(name, asked, mean, domains, cost, [stage.run_id for stage in history(find_lineage(folder))])
         write_result(out / RESULT_FILE, found)
     return found
 
@@ -327,18 +326,25 @@ def write_result(path: Path, found: Any) -> None:
 def _resolved(name: str, suite: SuiteConfig, options: EvalOptions, max_positions: int) -> SuiteConfig:
     """``suite`` under ``options``, for a network with so many positions. Raises `UserError`: several samples with greedy decoding."""
     temperature = suite.temperature if options.temperature is None else options.temperature
-    num_samples = options.samples or suite.samples or (DEFAULT_SAMPLES if temperature > 0 else 1)
-    if temperature == 0 and num_samples > 1:
-        raise UserError(
-            f"--samples {num_samples}: suite {name} decodes greedily (temperature 0), so all samples of a problem are equal; "
-            "leave --samples out, or give a --temperature above 0"
-        )
+    num_samples = samples_at(temperature, options.samples or suite.samples, f"suite {name}")
     return suite.replace(
         problems=options.limit or suite.problems,
         temperature=temperature,
         samples=num_samples,
         max_tokens=min(suite.max_tokens, max_positions - 1),
     )
+
+
+def samples_at(temperature: float, wanted: int | None, where: str) -> int:
+    """Number of samples per problem: ``wanted``, or the default at this temperature. Raises `UserError`: several samples with greedy
+    decoding; the message begins with the suite ``where``."""
+    num_samples = wanted or (DEFAULT_SAMPLES if temperature > 0 else 1)
+    if temperature == 0 and num_samples > 1:
+        raise UserError(
+            f"--samples {num_samples}: {where} decodes greedily (temperature 0), so all samples of a problem are equal; "
+            "leave --samples out, or give a --temperature above 0"
+        )
+    return num_samples
 
 
 def _cost(counts: Counts, samples: Sequence[Sample]) -> Cost:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, repeat
 from typing import Any
@@ -10,16 +10,15 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from stretto.base import numbers
-from stretto.base.records import Basis, Elsewhere, Family, Ledger, Receipt
+from stretto.base.records import Elsewhere, Family, Ledger, Receipt
 from stretto.report import style
 from stretto.report.page import NOTHING, Cell, Table, in_columns
 from stretto.report.style import BLUE, GREEN, INK, ORANGE, PINK, SAND, SKY, TEXT_PT
 
 UNKNOWN = "unknown (adopted)"
 """Printed for the unknown training cost of an adopted checkpoint."""
-ORDINARY: Mapping[Basis, str] = {"measured": "", "computed": "at an ordinary run's price, above its own"}
-
-
+ORDINARY = "at an ordinary run's price, above its own"
+"""Printed where a parent counts with more than its measured cost."""
 EQUAL = 0.02
 """Relative difference below which tokens or FLOPs of two runs are called equal: it changes the loss by less than the seed does."""
 
@@ -96,15 +95,15 @@ def _flops(flops: int, note: str = "") -> Cell:
 def family_table(family: Family) -> Table:
     """Several sizes from one parent against training each size alone."""
 
-    def line(name: str, own: int, alone: int, basis: str) -> tuple[Cell, ...]:
+    def line(name: str, own: int, alone: int) -> tuple[Cell, ...]:
         share = Cell(numbers.percent(own / alone), own / alone) if alone else NOTHING
-        return Cell(name), _flops(own), _flops(alone, basis), share
+        return Cell(name), _flops(own), _flops(alone, "computed"), share
 
-    rows = tuple(line(row.name, row.own_flops, row.alone.flops, row.alone.basis) for row in family.rows)
+    rows = tuple(line(row.name, row.own_flops, row.alone_flops) for row in family.rows)
     label = f"All {len(rows)} together" if len(rows) > 1 else "Together"
     totals = (
-        (Cell("Parent", note=ORDINARY[family.parent_basis]), _flops(family.parent_flops), NOTHING, NOTHING),
-        line(label, family.family_flops, family.alone_flops, family.basis),
+        (Cell("Parent", note=ORDINARY * family.is_parent_raised), _flops(family.parent_flops), NOTHING, NOTHING),
+        line(label, family.family_flops, family.alone_flops),
     )
     shown = in_columns((*rows, *totals), None, _flops_alike, _flops_alike)
     columns = ("Size", "From the parent", "Trained alone", "Share")
@@ -116,10 +115,10 @@ def family_sentence(family: Family) -> str:
     verdict = "never pays off: a size from it costs as much as one trained alone"
     if family.break_even is not None:
         verdict = f"pays off from {numbers.counted(family.break_even, 'size')} on"
-    basis = "" if family.basis == "measured" else "; training alone is computed from shape and tokens, not measured"
     return (
         f"{numbers.counted(len(family.rows), 'size')} from one parent cost {numbers.percent(family.share_of_alone)} of "
-        f"training each alone, and {numbers.percent(family.share_of_largest)} of the most expensive one; the parent {verdict}{basis}."
+        f"training each alone, and {numbers.percent(family.share_of_largest)} of the most expensive one; the parent {verdict}; "
+        "training alone is computed from shape and tokens, not measured."
     )
 
 
@@ -136,11 +135,11 @@ def cost_bars(ledger: Ledger | None, family: Family | None) -> Figure:
         if _has_parent(ledger):
             bars.append(("with its parent", [part for _, part in stages]))
     if family is not None:
-        num, computed = numbers.counted(len(family.rows), "size"), "" if family.basis == "measured" else "\n(computed)"
+        num = numbers.counted(len(family.rows), "size")
         parts = [(row.name, row.own_flops, shade) for row, shade in zip(family.rows, cycle((BLUE, SKY)))]
         bars.append((f"{num} from\none parent", [("parent", family.parent_flops, _PARENT), *parts]))
-        parts = [(row.name, row.alone.flops, shade) for row, shade in zip(family.rows, cycle((BLUE, SKY)))]
-        bars.append((f"{num},\neach trained alone{computed}", parts))
+        parts = [(row.name, row.alone_flops, shade) for row, shade in zip(family.rows, cycle((BLUE, SKY)))]
+        bars.append((f"{num},\neach trained alone\n(computed)", parts))
     totals = [sum(flops for _, flops, _ in parts) for _, parts in bars]
     factor, prefix = numbers.scale_of(max(totals))
     largest = max(totals) / factor

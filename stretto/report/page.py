@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,9 +24,8 @@ from rich.text import Text
 from stretto.base.paths import replacing
 from stretto.base.track import progress
 
-if (
-    TYPE_CHECKING
-):  # tables are printed by commands that draw nothing, and matplotlib takes longer to import than they do
+# tables are printed by commands that draw nothing, and matplotlib takes longer to import than they do
+if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 REPORT_FOLDER = "report"
@@ -155,6 +155,22 @@ class Table:
         )
         caption = f"<caption>{escape(self.title)}</caption>" if self.title else ""
         return f"<table>{caption}<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>{_small(self.note)}"
+
+
+class Tabled(ABC):
+    """A result that a console and a notebook show as its table. Dataclasses that inherit it have ``repr=False``."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def table(self) -> Table: ...
+
+    def __repr__(self) -> str:
+        return self.table.text()
+
+    def _repr_html_(self) -> str:
+        return self.table.html()
 
 
 def _small(note: str) -> str:

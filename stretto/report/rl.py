@@ -18,7 +18,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from stretto.base.config import validate
 from stretto.base.numbers import counted, duration, listed, percent, short, si
 from stretto.base.paths import CHECKPOINT, read_json
-from stretto.base.records import git_commit, read_lineage
+from stretto.base.records import find_lineage, git_commit
 from stretto.base.track import read_metrics
 from stretto.flow.log import Span, read_spans
 from stretto.flow.run import MOVED
@@ -95,7 +95,7 @@ def is_rl_run(run: Path) -> bool:
 
 def read_rl_run(run: Path) -> RlData:
     """What the run folder holds. Raises `UserError` where nothing was logged yet, or files are damaged."""
-    path, checkpoint = run / RECIPE_FILE, run / CHECKPOINT
+    path = run / RECIPE_FILE
     recipe = validate(RlRecipe, read_json(path), str(path))
     train, rollout, loss = recipe.train, recipe.rollout, recipe.loss
     centre = (
@@ -103,7 +103,7 @@ def read_rl_run(run: Path) -> RlData:
         if loss.proximal == "behaviour"
         else f"the policy before the step (correction {loss.correction})"
     )
-    device = f"{read_lineage(checkpoint).receipt.device}, " if (checkpoint / "lineage.json").is_file() else ""
+    device = f"{lineage.receipt.device}, " if (lineage := find_lineage(run / CHECKPOINT)) else ""
     return RlData(
         name=run.resolve().name,
         rows=tuple(read_metrics(run)),

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import sqlite3
 import threading
@@ -31,6 +30,7 @@ from pydantic import Field, model_validator
 from stretto.base.config import Config, validate
 from stretto.base.endpoint import Chat, ChatConfig, Unanswered
 from stretto.base.errors import UserError, one_line
+from stretto.base.paths import user_cache
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.briefs import Constraints
@@ -44,7 +44,7 @@ _STORIES = Path(__file__).with_name("stories.jsonl")
 _CHAPTERS = "\n\nWrite it in {num} short chapters of one paragraph each, one at a time. Write the first paragraph of this story."
 _NEXT = "Write the next paragraph of this story, chapter {number} of {num}."
 _BEFORE = "\n\nThis is how far it has come:\n\n"
-_CACHE = "stretto/judgements.sqlite"
+_CACHE = "judgements.sqlite"
 _OVERUSED = frozenset(words("bustling delve embark intricate myriad realm symphony tapestry testament vibrant"))
 """Words that language models write far more often than people do."""
 _TIE = 0.02
@@ -189,7 +189,7 @@ class EndpointJudge:
         """``where``: beginning of error messages. Raises UserError: the cache cannot be opened."""
         self._config, self._lock = config, threading.Lock()
         self._chat = Chat(config, f"{where}: the judge refuses")
-        path = config.cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / _CACHE
+        path = config.cache or user_cache() / _CACHE
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)

