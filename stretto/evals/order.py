@@ -25,7 +25,7 @@ from stretto.evals.routing import LayerRouting, Watch
 from stretto.model.attention import Geometry
 from stretto.model.spec import ModelConfig, count, droppable_layers, fixed_layers
 from stretto.model.transformer import Context, MoeLayer, RowWidths, Transformer
-from stretto.ops.grouped import Slots, experts
+from stretto.ops.grouped import gated_outputs
 from stretto.ops.logprob import IGNORED
 from stretto.ops.operators import ORDINARY, Operators, Routes
 
@@ -325,13 +325,9 @@ def _products(layer: MoeLayer, x_ND: Tensor) -> Tensor:
     products: list[Tensor] = []
     for part_ND in x_ND.split(max(1, REMOVAL_ELEMENTS // (8 * num_experts * x_ND.shape[1]))):
         num = len(part_ND)
-
-        def note(slots: Slots, y_PD: Tensor, num: int = num) -> None:
-            y_NED = y_PD.float()[slots.place_S].view(num, num_experts, -1)
-            products.append(y_NED @ y_NED.transpose(1, 2))
-
         all_NE, ones_NE = chosen_E.expand(num, -1), torch.ones(num, num_experts, device=x_ND.device)
-        experts(part_ND, all_NE, ones_NE, layer.experts, note)
+        y_NED = gated_outputs(part_ND, all_NE, ones_NE, layer.experts).float()
+        products.append(y_NED @ y_NED.transpose(1, 2))
     return torch.cat(products)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from stretto.evals.loss import EvalBatch
 from stretto.model.spec import ModelConfig, Subnet, check_subnet
 from stretto.model.transformer import Context, Transformer
-from stretto.ops.grouped import Experts, Slots, experts
+from stretto.ops.grouped import Experts, gated_outputs, sum_of_places
 from stretto.ops.operators import Operators, Routes, route
 
 TINY = torch.finfo(torch.float32).tiny
@@ -85,25 +85,18 @@ class Watch(Operators):
     def experts(self, x_ND: Tensor, routes: Routes, weights: Experts) -> Tensor:
         row, chosen_NK, gates_NK = self._row, routes.chosen_NK, routes.gates_NK
         is_free_NK, weight_NK = self._weighed(chosen_NK)
-
-        def note(slots: Slots, y_PD: Tensor) -> None:
-            real_P = self._real_N[slots.token_P]
-            if slots.real_P is not None:
-                real_P = real_P & slots.real_P
-            expert_P, gate_P, is_free_P, weight_P = (
-                each_NK.reshape(-1)[slots.order_P] for each_NK in (chosen_NK, gates_NK, is_free_NK, weight_NK)
-            )
-            once_P = gate_P.clamp_min(TINY)  # y_PD includes the gate
-            length_P = y_PD.float().norm(dim=-1) / once_P * weight_P * (real_P & is_free_P)
-            self._load_E[row].index_add_(0, expert_P, real_P.long())
-            self._num_E[row].index_add_(0, expert_P, (real_P & is_free_P).long())
-            self._weight_E[row].index_add_(0, expert_P, length_P.double())
-            peak_P = y_PD.abs().amax(dim=-1).float() / once_P * real_P
-            self._peak_E[row].scatter_reduce_(0, expert_P, peak_P, "amax")
-
+        y_NKD, once_NK = gated_outputs(x_ND, chosen_NK, gates_NK, weights), gates_NK.clamp_min(TINY)
+        real_NK, expert_S = self._real_N[:, None].expand_as(chosen_NK), chosen_NK.reshape(-1)
+        length_NK = y_NKD.float().norm(dim=-1) / once_NK * weight_NK * (real_NK & is_free_NK)
+        self._load_E[row].index_add_(0, expert_S, real_NK.reshape(-1).long())
+        self._num_E[row].index_add_(0, expert_S, (real_NK & is_free_NK).reshape(-1).long())
+        self._weight_E[row].index_add_(0, expert_S, length_NK.reshape(-1).double())
+        peak_NK = y_NKD.abs().amax(dim=-1).float() / once_NK * real_NK
+        self._peak_E[row].scatter_reduce_(0, expert_S, peak_NK.reshape(-1), "amax")
         if self.inputs is not None:
             self.inputs.append(x_ND[self._real_N])
-        return experts(x_ND, chosen_NK, gates_NK, weights, note)
+        slots_S = torch.arange(chosen_NK.numel(), device=x_ND.device)
+        return sum_of_places(y_NKD.flatten(0, 1), slots_S, len(x_ND), y_NKD.dtype)
 
     def noted(self, row: int) -> LayerRouting:
         """Statistics of MoE layer ``row``."""

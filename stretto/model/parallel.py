@@ -41,8 +41,9 @@ from stretto.model.families import Family
 from stretto.model.spec import ModelConfig, SubnetChoice
 from stretto.model.streamed import StreamedState
 from stretto.model.transformer import MoeLayer, Transformer, initial_state, load_state, skeleton
-from stretto.ops.grouped import ExpertBiases, Experts, group_multiple, group_slots, grouped_swiglu
+from stretto.ops.grouped import ExpertBiases, Experts, group_slots
 from stretto.ops.grouped import compute_dtype as product_dtype
+from stretto.ops.moe import experts
 from stretto.ops.operators import Operators, Routes
 
 if TYPE_CHECKING:
@@ -538,15 +539,12 @@ def _local_experts(operators: Operators, x_MD: Tensor, arrived_RL: Tensor, own: 
     num_ranks, num_local = arrived_RL.shape
     arithmetic = _arithmetic(operators)
     expert_M = torch.arange(num_local, device=x_MD.device).repeat(num_ranks).repeat_interleave(arrived_RL.flatten())
-    multiple = group_multiple(x_MD, len(x_MD) / num_local) if arithmetic is None else 1
-    slots = group_slots(expert_M[:, None], num_local, multiple)
-    x_PD = x_MD.index_select(0, slots.order_P)
     if arithmetic is None:
-        y_MD = grouped_swiglu(x_PD, slots.ends_E, own)
-    else:
-        ends = slots.ends_E.tolist()
-        y_MD = arithmetic.expert_rows(x_PD[:, :-1], x_PD[:, -1:], ends, arithmetic.matrices(own), own)
-    return y_MD.index_select(0, slots.place_S)
+        return experts(x_MD, expert_M[:, None], x_MD.new_ones(len(x_MD), 1), own)
+    slots = group_slots(expert_M[:, None], num_local)
+    x_SD, ends = x_MD.index_select(0, slots.order_P), slots.ends_E.tolist()
+    y_SD = arithmetic.expert_rows(x_SD[:, :-1], x_SD[:, -1:], ends, arithmetic.matrices(own), own)
+    return y_SD.index_select(0, slots.place_S)
 
 
 def _arithmetic(operators: Operators) -> ArithmeticOperators | None:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stretto.model.attention import Attention, Geometry, Mla
 from stretto.model.spec import ModelConfig, Subnet
-from stretto.ops.grouped import Clamp, ExpertBiases, Experts
+from stretto.ops.grouped import Clamp, ExpertBiases, Experts, counted
 from stretto.ops.operators import ORDINARY, Operators, Routes, route
 
 Routing = Callable[[int, Tensor], Tensor]
@@ -218,7 +218,7 @@ class MoeLayer(nn.Module):
         if widths is None:
             counts_WE = torch.zeros_like(self.bias_WE, dtype=torch.int64)
             if num_experts == min(config.widths[branch], total):
-                counts_WE[branch] = torch.bincount(routes.chosen_NK.reshape(-1), minlength=total)
+                counts_WE[branch] = counted(routes.chosen_NK, total)
             # a width without a branch of its own uses the bias of the next larger one but is not counted there: the experts
             # that are masked here would appear to be idle
         else:
@@ -226,8 +226,7 @@ class MoeLayer(nn.Module):
             num_branches = len(self.bias_WE)
             branch_B = torch.where(widths.counted_B, widths.branch_B, num_branches)
             key_NK = branch_B.repeat_interleave(T)[:, None] * total + routes.chosen_NK
-            counts = torch.bincount(key_NK.reshape(-1), minlength=(num_branches + 1) * total)
-            counts_WE = counts.view(num_branches + 1, total)[:num_branches]
+            counts_WE = counted(key_NK, (num_branches + 1) * total).view(num_branches + 1, total)[:num_branches]
         return routes, counts_WE
 
 

@@ -1,4 +1,4 @@
-"""Dropless expert computation: tokens grouped by expert.
+"""Grouping of tokens by expert without dropping any, and products of rows grouped by expert.
 
 Shape letters: N tokens, K experts per token, E experts, S = N·K slots (one per token and chosen expert), P places of the slots
 sorted by expert, padding included, D hidden, I expert width.
@@ -6,13 +6,11 @@ sorted by expert, padding included, D hidden, I expert width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 
 class Clamp(NamedTuple):
@@ -39,40 +37,22 @@ class Experts(NamedTuple):
     clamp: Clamp | None = None
 
 
-def experts(
-    x_ND: Tensor,
-    chosen_NK: Tensor,
-    gates_NK: Tensor,
-    weights: Experts,
-    seen: Callable[[Slots, Tensor], None] | None = None,
-) -> Tensor:
-    """Output [N, D] of SwiGLU experts, with grouped matrix products; reference: ``tests/ops/references.py:experts_reference``.
-
-    The K outputs of a token are added in the order of ``chosen_NK``, whatever the rest of the batch is. Gates
-    multiply the input of the down projection, which is linear, because that input is narrower than the output.
-
-    ``seen`` is called with the slots and the gated output of each place [P, D].
-    """
-    num_experts, num_chosen = weights.gate_up_EFD.shape[0], chosen_NK.shape[1]
-    slots = group_slots(chosen_NK, num_experts, group_multiple(x_ND, chosen_NK.numel() / num_experts))
-    x_PD = _Gather.apply(x_ND, slots.token_P, slots.place_S, num_chosen)
-    gates_P = _Gather.apply(gates_NK.reshape(-1), slots.order_P, slots.place_S, 1)
-    if slots.real_P is not None:  # a gate of zero keeps padding out of every gradient
-        gates_P = gates_P * slots.real_P
-    y_PD = grouped_swiglu(x_PD, slots.ends_E, weights, gates_P)
-    if seen is not None:
-        seen(slots, y_PD)
-    return _Combine.apply(y_PD, slots.place_S, slots.token_P, num_chosen)
+def gated_outputs(x_ND: Tensor, chosen_NK: Tensor, gates_NK: Tensor, weights: Experts) -> Tensor:
+    """Gated output of each chosen expert [N, K, D]: the terms of the sums of `stretto.ops.moe.experts`, for statistics of experts."""
+    num_experts, dtype = len(weights.down_EDI), compute_dtype(x_ND)
+    slots = group_slots(chosen_NK, num_experts, group_multiple(x_ND.device, dtype, chosen_NK.numel() / num_experts))
+    y_PD = grouped_swiglu(x_ND[slots.token_P], slots.ends_E, weights, gates_NK.flatten()[slots.order_P])
+    return y_PD[slots.place_S].view(*chosen_NK.shape, -1)
 
 
-def group_multiple(x: Tensor, mean_slots: float) -> int:
-    """Multiple to which the number of rows of a group is rounded up in products of ``x``; a group has ``mean_slots`` on average.
+def group_multiple(device: torch.device, dtype: torch.dtype, mean_slots: float) -> int:
+    """Multiple to which the number of rows of a group is rounded up in products in ``dtype``; a group has ``mean_slots`` on average.
 
     On a CPU, oneDNN multiplies bf16. It prepares a kernel for every number of rows that it has not seen recently, and routers
     give new numbers in each step: this took most of a training step. With multiples of about an eighth of a group, few different
     numbers occur, at the cost of a sixteenth more rows on average. fp32 products and accelerators need no such preparation.
     """
-    if x.device.type != "cpu" or compute_dtype(x) != torch.bfloat16:
+    if device.type != "cpu" or dtype != torch.bfloat16:
         return 1
     return 1 << min(6, max(4, int(mean_slots / 8).bit_length() - 1))
 
@@ -82,38 +62,61 @@ def grouped_swiglu(x_SD: Tensor, ends_E: Tensor, weights: Experts, gates_S: Tens
 
     ``ends_E`` (int32) is where each expert's slots end; rows after the last end belong to no expert and may hold anything.
     """
+    return down_outputs(gate_up_outputs(x_SD, ends_E, weights), ends_E, weights, gates_S)
+
+
+def gate_up_outputs(x_SD: Tensor, ends_E: Tensor, weights: Experts) -> Tensor:
+    """Outputs [S, F] of the gate-up product of `grouped_swiglu`, bias included."""
     dtype = compute_dtype(x_SD)
-    hidden_SF = grouped_mm(x_SD.to(dtype), weights.gate_up_EFD.to(dtype).transpose(1, 2), offs=ends_E)
-    down_bias_SD = None
-    if weights.biases is not None:
-        places_S = torch.arange(len(x_SD), dtype=ends_E.dtype, device=x_SD.device)
-        expert_S = torch.searchsorted(ends_E, places_S, right=True).clamp_(max=len(ends_E) - 1)
-        gate_up_bias_SF, down_bias_SD = (bias.to(dtype).index_select(0, expert_S) for bias in weights.biases)
-        hidden_SF = hidden_SF + gate_up_bias_SF
+    hidden_SF = grouped_mm(x_SD.to(dtype), weights.gate_up_EFD.to(dtype).transpose(1, 2), ends_E)
+    if weights.biases is None:
+        return hidden_SF
+    return hidden_SF + weights.biases.gate_up_EF.to(dtype).index_select(0, expert_of_places(ends_E, len(x_SD)))
+
+
+def down_outputs(hidden_SF: Tensor, ends_E: Tensor, weights: Experts, gates_S: Tensor | None = None) -> Tensor:
+    """Expert outputs [S, D] from those of `gate_up_outputs`. Gates multiply the input of the product, and its bias."""
+    dtype = hidden_SF.dtype
     hidden_SI = swiglu(hidden_SF, weights.clamp)
-    if gates_S is not None:
-        gates_S1 = gates_S[:, None].to(dtype)
+    gates_S1 = None if gates_S is None else gates_S[:, None].to(dtype)
+    if gates_S1 is not None:
         hidden_SI = hidden_SI * gates_S1
-        down_bias_SD = None if down_bias_SD is None else down_bias_SD * gates_S1
-    y_SD = grouped_mm(hidden_SI, weights.down_EDI.to(dtype).transpose(1, 2), offs=ends_E)
-    return y_SD if down_bias_SD is None else y_SD + down_bias_SD
+    y_SD = grouped_mm(hidden_SI, weights.down_EDI.to(dtype).transpose(1, 2), ends_E)
+    if weights.biases is None:
+        return y_SD
+    bias_SD = weights.biases.down_ED.to(dtype).index_select(0, expert_of_places(ends_E, len(y_SD)))
+    return y_SD + (bias_SD if gates_S1 is None else bias_SD * gates_S1)
 
 
-# torch.compiler.disable imports the compiler at once, which takes a second; this function of torch imports it at the first call.
-_eager_grouped_mm = _disable_dynamo(F.grouped_mm)
+def expert_of_places(ends_E: Tensor, num_places: int) -> Tensor:
+    """Expert of each place; places after the last end get the last expert."""
+    places_P = torch.arange(num_places, dtype=ends_E.dtype, device=ends_E.device)
+    return torch.searchsorted(ends_E, places_P, right=True).clamp_(max=len(ends_E) - 1)
 
 
-def grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
-    """`torch.nn.functional.grouped_mm`. torch.compile can trace it in bf16 only; other types run outside the compiled graph.
+def grouped_mm(rows: Tensor, weights: Tensor, ends_E: Tensor) -> Tensor:
+    """`torch.nn.functional.grouped_mm` of each expert's rows with its matrix.
 
-    torch needs rows of a multiple of 16 bytes; other sizes are multiplied group by group.
+    torch needs rows of a multiple of 16 bytes, and no fp64; others are multiplied group by group.
     """
-    if any(width * rows.itemsize % 16 for width in weights.shape[1:]):
-        parts = rows.tensor_split(offs[:-1].tolist())
-        return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
-    is_traced = torch.compiler.is_compiling() and rows.dtype != torch.bfloat16
-    compute = _eager_grouped_mm if is_traced else F.grouped_mm
-    return compute(rows, weights, offs=offs)
+    if is_grouped(rows, *weights.shape[1:]):
+        return F.grouped_mm(rows, weights, offs=ends_E)
+    parts = rows.tensor_split(ends_E[:-1].tolist())
+    return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
+
+
+def grouped_weight_gradient(grad_PF: Tensor, x_PD: Tensor, ends_E: Tensor) -> Tensor:
+    """For each expert, the product [F, D] of its rows of ``grad_PF``, transposed, with those of ``x_PD``: the gradient of its matrix."""
+    if is_grouped(x_PD, grad_PF.shape[1], x_PD.shape[1]):
+        return F.grouped_mm(grad_PF.t(), x_PD, offs=ends_E)
+    ends = ends_E.tolist()
+    sides = (side[: ends[-1]].tensor_split(ends[:-1]) for side in (grad_PF, x_PD))
+    return torch.stack([grad.t() @ x for grad, x in zip(*sides, strict=True)])
+
+
+def is_grouped(rows: Tensor, *widths: int) -> bool:
+    """Whether torch has grouped products of ``rows`` with matrices of these sizes."""
+    return rows.dtype != torch.float64 and not any(width * rows.itemsize % 16 for width in widths)
 
 
 def swiglu_reference(gate_up_NF: Tensor, clamp: Clamp | None = None) -> Tensor:
@@ -135,6 +138,34 @@ def swiglu(gate_up_NF: Tensor, clamp: Clamp | None = None) -> Tensor:
     return F.silu(gate) * up
 
 
+def gated_swiglu_backward(
+    grad_NI: Tensor, gates_N: Tensor, gate_up_NF: Tensor, clamp: Clamp | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The product [N, I] of `swiglu` and its gates, and the gradients of gates [N] and of the input [N, F], from the gradient of the
+    product, which is overwritten."""
+    gate, up = gate_up_NF.chunk(2, dim=-1)
+    grad_NF, gates_N1 = torch.empty_like(gate_up_NF), gates_N[:, None].to(grad_NI.dtype)
+    grad_gate, grad_up = grad_NF.chunk(2, dim=-1)
+    if clamp is None:
+        per_up = F.silu(gate)
+    else:
+        kept, is_free = gate.clamp(max=clamp.limit), up.abs() <= clamp.limit
+        share, up = torch.sigmoid(clamp.alpha * kept), up.clamp(-clamp.limit, clamp.limit) + 1
+        per_up = kept * share
+    inner_NI = per_up * up
+    grad_gates_N = (grad_NI * inner_NI).sum(-1, dtype=gates_N.dtype)
+    grad_NI.mul_(gates_N1)
+    torch.mul(grad_NI, per_up, out=grad_up)
+    grad_NI.mul_(up)
+    if clamp is None:
+        torch.ops.aten.silu_backward(grad_NI, gate, grad_input=grad_gate)
+    else:
+        grad_up.mul_(is_free)
+        slope = share * (1 + clamp.alpha * kept * (1 - share)) * (gate <= clamp.limit)
+        torch.mul(grad_NI, slope, out=grad_gate)
+    return inner_NI.mul_(gates_N1), grad_gates_N, grad_NF
+
+
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Data type of a matrix product with ``x``: autocast's if it is on (grouped_mm itself ignores autocast), else that of ``x``."""
     kind = x.device.type
@@ -152,65 +183,46 @@ class Slots(NamedTuple):
     """Place -> token."""
     ends_E: Tensor
     """End of each expert's places, int32."""
-    real_P: Tensor | None
-    """False for padding, bool; None: there is no padding."""
 
 
-def group_slots(chosen_NK: Tensor, num_experts: int, multiple: int = 1) -> Slots:
-    """Sort the slots of ``chosen_NK`` by expert, then by token; the sort is stable, so the layout is reproducible.
+def group_slots(chosen_NK: Tensor, num_experts: int, multiple: int = 1, num_places: int | None = None) -> Slots:
+    """Sort the slots of ``chosen_NK`` by expert, then by token; the sort is stable, so the layout is reproducible. The host does not
+    wait for the device.
 
-    The number of places of each expert is a multiple of ``multiple``. Padding at the end repeats a token; the caller must not
-    read its output nor let gradients flow from it.
+    Args:
+        multiple: the number of places of each expert is rounded up to a multiple of it. Padding repeats a token; the caller must not
+            read its output nor let gradients flow from it.
+        num_places: number of places, at least `most_places`; those after the last end are padding too. None: as many as there are,
+            which a device would have to tell the host where ``multiple`` is above 1.
     """
     flat_S = chosen_NK.reshape(-1)
-    order_S = torch.argsort(flat_S, stable=True)
-    counts_E = torch.bincount(flat_S, minlength=num_experts)
+    expert_S, order_S = flat_S.sort(stable=True)
+    experts_E = torch.arange(num_experts, device=flat_S.device, dtype=flat_S.dtype)
+    ends_E = torch.searchsorted(expert_S, experts_E, right=True, out_int32=True)
     place_S = torch.empty_like(order_S)
     place_S[order_S] = torch.arange(order_S.numel(), device=order_S.device)
     if multiple == 1:
-        return Slots(order_S, place_S, order_S // chosen_NK.shape[1], counts_E.cumsum(0).to(torch.int32), None)
-    spare_E = -counts_E % multiple
-    place_S += (spare_E.cumsum(0) - spare_E)[flat_S]
-    ends_E = (counts_E + spare_E).cumsum(0)
-    order_P = order_S.new_zeros(int(ends_E[-1]))
+        return Slots(order_S, place_S, order_S // chosen_NK.shape[1], ends_E)
+    spare_E = -ends_E.diff(prepend=ends_E.new_zeros(1)) % multiple
+    shift_E = spare_E.cumsum(0, dtype=torch.int32)
+    place_S += (shift_E - spare_E)[flat_S]
+    ends_E = ends_E + shift_E
+    order_P = order_S.new_zeros(int(ends_E[-1]) if num_places is None else num_places)
     order_P[place_S] = torch.arange(order_S.numel(), device=order_S.device)
-    real_P = torch.zeros_like(order_P, dtype=torch.bool).index_fill_(0, place_S, True)
-    return Slots(order_P, place_S, order_P // chosen_NK.shape[1], ends_E.to(torch.int32), real_P)
+    return Slots(order_P, place_S, order_P // chosen_NK.shape[1], ends_E)
 
 
-class _Gather(torch.autograd.Function):
-    """Rows of ``x`` at ``index``. The inverse is known: row r of ``x`` is read at places ``inverse[r·fan : (r+1)·fan]``.
-
-    The backward pass is a gather with the inverse and a sum in a fixed order. Autograd's own backward pass of a gather is a
-    scatter-add, which is serial on a CPU and has no fixed order on a GPU.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, fan: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.fan = fan
-        return x.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return _gather_sum(grads[0], inverse, ctx.fan), None, None, None
+def most_places(num_slots: int, num_experts: int, multiple: int) -> int:
+    """Largest number of places that `group_slots` can need."""
+    return num_slots + num_experts * (multiple - 1)
 
 
-class _Combine(torch.autograd.Function):
-    """Transpose of `_Gather`: row r is the sum of rows ``place[r·fan : (r+1)·fan]``, in that order."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, place: Tensor, row: Tensor, fan: int) -> Tensor:
-        ctx.save_for_backward(row)
-        return _gather_sum(y, place, fan)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (row,) = ctx.saved_tensors
-        return grads[0].index_select(0, row), None, None, None
+def sum_of_places(y_PD: Tensor, place_S: Tensor, num_tokens: int, dtype: torch.dtype) -> Tensor:
+    """For each token, the sum [N, D] of the rows of its slots in their order, in ``dtype``."""
+    return F.embedding_bag(place_S.view(num_tokens, -1), y_PD.to(dtype), mode="sum")  # gathers and adds in one pass
 
 
-def _gather_sum(x: Tensor, index: Tensor, fan: int) -> Tensor:
-    gathered = x.index_select(0, index)
-    return gathered if fan == 1 else gathered.unflatten(0, (-1, fan)).sum(1)
+def counted(ids: Tensor, num: int) -> Tensor:
+    """How often each of the ids 0 to ``num`` − 1 occurs, int64. `torch.bincount`, for which the host waits, in a known size."""
+    ids_S = ids.reshape(-1)
+    return ids_S.new_zeros(num).scatter_add_(0, ids_S, torch.ones_like(ids_S))

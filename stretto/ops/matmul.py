@@ -141,7 +141,7 @@ class ArithmeticOperators(Operators):
     def prepared_experts(self, x_ND: Tensor, routes: Routes, matrices: ExpertMatrices, weights: Experts) -> Tensor:
         """Output of the experts [N, D], computed expert by expert; only biases and clamp are taken from ``weights``.
 
-        Expert E does not exist and adds nothing. As in `stretto.ops.grouped.experts`, gates multiply the input of the down
+        Expert E does not exist and adds nothing. As in `stretto.ops.moe.experts`, gates multiply the input of the down
         projection, and outputs are added in the order of ``routes.chosen_NK``.
         """
         num_experts = len(matrices.downs)

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.ops.grouped import Experts, experts, swiglu
+from stretto.ops.grouped import Experts, swiglu
+from stretto.ops.moe import experts
 
 Weight = Any
 """A matrix [F, D] as an operator's ``linear`` takes it: a tensor, or a result of `stretto.ops.matmul.prepare`."""
@@ -238,7 +239,7 @@ class Operators:
         return gates_NK.sum(-1, keepdim=True)
 
     def experts(self, x_ND: Tensor, routes: Routes, weights: Experts) -> Tensor:
-        """Output of the routed experts [N, D]: `stretto.ops.grouped.experts`."""
+        """Output of the routed experts [N, D]: `stretto.ops.moe.experts`."""
         return experts(x_ND, routes.chosen_NK, routes.gates_NK, weights)
 
     def head(self, weight_VD: Tensor) -> Callable[[Tensor], Tensor]:
