@@ -228,7 +228,7 @@ def _run(
                 "of `stretto judge train --part reward`"
             )
     load_algorithm(recipe.loss.advantage)  # raises an error before anything is written
-    devices = _devices(device)
+    devices = _devices(device, recipe)
     with opened(folder, resume) as has_run:
         start = checkpoint_folder(model) if model is not None else (start_of(folder) if resume else None)
         if model is not None and subnet is not None:
@@ -363,9 +363,20 @@ def made_start(recipe: RlRecipe, folder: Path, origin: Path | None = None, devic
         return sft(recipe, sources, out, origin=origin, ranks=join(device))
 
 
-def _devices(name: str) -> tuple[str, ...]:
-    """Names of all devices of the kind ``name``: ``cpu``, or one name per GPU."""
+def _devices(name: str, recipe: RlRecipe) -> tuple[str, ...]:
+    """Names of the devices of roles for which ``recipe`` reserves no GPU: ``cpu``, or one name per GPU of this machine. On a cluster
+    they have the CPU, because each machine has other GPUs, which Ray shares out.
+    Raises UserError: GPUs of a cluster were asked for, and no role reserves one."""
     device = join(name).device
-    if device.type == "cpu":
+    if (
+        recipe.runtime.kind == "ray"
+        and device.type != "cpu"
+        and not any(each.gpus for each in recipe.resources.needs().values())
+    ):
+        remedy = "on a cluster, resources.trainer.gpus and resources.engines.gpus reserve GPUs for the roles"
+        if name != "auto":
+            raise UserError(f"--device {name}: {remedy}; set them, or use --device cpu")
+        say(f"all roles compute on CPUs: {remedy}")
+    if device.type == "cpu" or recipe.runtime.kind == "ray":
         return ("cpu",)
     return tuple(f"{device.type}:{number}" for number in range(torch.cuda.device_count()))

@@ -14,7 +14,7 @@ from pydantic import Field
 from stretto.api.train import EVAL_BATCH_ROWS, held_out, own_tokenizer
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
-from stretto.base.paths import RUN_FILE, checkpoint_folder, read_json, require_apart, require_new
+from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, read_json, require_apart, require_new
 from stretto.base.records import Meter, Receipt
 from stretto.base.track import progress, say
 from stretto.data.loader import Loader
@@ -100,8 +100,8 @@ class SearchRecord(Config):
 
 
 def read_search(run: Path) -> SearchRecord | None:
-    """The last search of ``run``; None if the run was not searched."""
-    path = run / SEARCH_FILE
+    """The last search of ``run``, which may also be a run's checkpoint folder; None if the run was not searched."""
+    path = (run.parent if run.name == CHECKPOINT else run) / SEARCH_FILE
     return validate(SearchRecord, read_json(path), source=str(path)) if path.is_file() else None
 
 

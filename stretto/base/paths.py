@@ -23,6 +23,8 @@ RUN_FILE, CHECKPOINT = "run.json", "checkpoint"
 """Names in a run folder: the file with the run's recipe, and the folder of its checkpoint."""
 _PARTIAL = ".{name}.{token}.partial"
 """Name of a file or folder that is being written; the token has 16 digits."""
+FREE_AND_RESUME = "free some space, and run the same command again with --resume"
+"""Remedy for a disk that is full in the middle of a run."""
 LOCK_FILE = ".lock"
 """File in a claimed folder; contains the process and host of its owner."""
 
@@ -97,14 +99,14 @@ def _remove_partial(folder: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path | str) -> Iterator[Path]:
+def replacing(path: Path | str, remedy: str = "free some space or choose another folder") -> Iterator[Path]:
     """Yield a temporary path beside ``path``; on success it replaces ``path``, on any error it is removed.
 
     The caller creates a file or a folder at the yielded path. Readers never see a partial result, and an older result survives a
     failed attempt. The temporary name is random, because process ids repeat in containers that share a folder.
 
     Raises:
-        UserError: the operating system refuses to write.
+        UserError: the operating system refuses to write; ``remedy`` is its last part for a full disk.
     """
     path = Path(path)
     temporary = path.parent / _PARTIAL.format(name=path.name, token=secrets.token_hex(8))
@@ -117,9 +119,7 @@ def replacing(path: Path | str) -> Iterator[Path]:
         failed = Path(str(error.filename2 or error.filename or path))  # filename2: the target of a copy
         if not (failed in path.parents or failed.is_relative_to(path) or failed.is_relative_to(temporary)):
             raise  # the error is about a file that the caller reads
-        raise UserError(
-            f"{path}: cannot be written: {error.strerror or error}; {_remedy(error, 'free some space or choose another folder')}"
-        ) from error
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}; {_remedy(error, remedy)}") from error
     finally:
         if os.path.lexists(temporary):  # a folder that cannot be written has none to remove
             remove(temporary)
@@ -145,7 +145,7 @@ def writing(path: Path | str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"{path}: cannot be written: {error.strerror or error}; {_remedy(error, 'free some space, then --resume')}"
+            f"{path}: cannot be written: {error.strerror or error}; {_remedy(error, FREE_AND_RESUME)}"
         ) from error
 
 

@@ -237,6 +237,10 @@ class Engine:
             UserError: a wrong checksum; a missing or unexpected tensor, or one of another shape; a version that is already in use
                 or not a 64-bit integer.
         """
+        if not isinstance(version, int):  # `in` would compare it with each number
+            raise UserError(
+                f"version: {type(version).__name__} is not an integer; give the version first, then the weights"
+            )
         if version not in VERSIONS:
             raise UserError(f"version: {version} is not a 64-bit integer; choose a smaller number")
         if version == self.weight_version:

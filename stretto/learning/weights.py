@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from stretto.base.errors import UserError
-from stretto.base.paths import replacing
+from stretto.base.paths import FREE_AND_RESUME, replacing
 from stretto.base.trajectory import WeightVersion
 from stretto.engine.runner import state_checksum
 from stretto.model.checkpoint import write_file
@@ -38,8 +38,8 @@ def publish(folder: Path | str, number: int, state: Mapping[str, Tensor]) -> Wei
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     checksum = state_checksum(tensors)
     path = Path(folder) / f"weights-{number:07d}-{checksum[:12]}.safetensors"
-    with replacing(path) as partial:  # even if it exists, because it may be damaged
-        write_file(partial, tensors)
+    with replacing(path, FREE_AND_RESUME) as partial:  # even if it exists, because it may be damaged
+        write_file(partial, tensors, FREE_AND_RESUME)
     return WeightVersion(number, str(path), checksum, sum(tensor.nbytes for tensor in tensors.values()))
 
 

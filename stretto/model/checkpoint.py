@@ -764,9 +764,11 @@ def copy_file(source: Path, target: Path, advance: Callable[[int], None] | None 
     return digest.hexdigest()
 
 
-def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file with the metadata that transformers needs. Raises `UserError`: the disk is full."""
+def write_file(
+    path: Path, tensors: dict[str, Tensor], remedy: str = "free some space or choose another folder"
+) -> None:
+    """Write a safetensors file with the metadata that transformers needs. Raises `UserError`, with ``remedy``: the disk is full."""
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:  # the library's error for a full disk
-        raise UserError(f"{path}: cannot be written: {error}; free some space or choose another folder") from error
+        raise UserError(f"{path}: cannot be written: {error}; {remedy}") from error

@@ -344,7 +344,7 @@ def _plan_rl(run: RlRun, empty: Plan, sweep: bool) -> Plan:
         key = (run.memory(layout).total > run.hardware.usable, run.bound_s(layout), place)
         fastest[layout.ranks] = min(key, fastest.get(layout.ranks, key))
     best = [tried[place] for *_, place in sorted(fastest.values())[:MOST_SIMULATED]]
-    notes = []
+    notes = [*run.notes]
     if run.is_shared:
         notes.append("Trainer and engine share one accelerator, each at half its speed (assumed).")
     if run.workload.answer_tokens is None:

@@ -11,8 +11,10 @@ from pydantic import Field
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError
+from stretto.base.paths import checkpoint_folder, read_json
 from stretto.flow.controller import Limits, default_window
 from stretto.learning.recipe import ADVANTAGES, RlRecipe
+from stretto.model.families import from_hf
 from stretto.model.spec import ModelConfig, count
 from stretto.planner.hardware import HANDOVER, Cluster, Dtype
 from stretto.planner.memory import WIDE, Layout, Memory, engine_memory, training_memory
@@ -62,6 +64,8 @@ class RlRun:
         """Bytes of a weight in an engine."""
         counts = count(config, config.full())
         self.params = counts.total_params
+        self.teachers, self.notes = _teachers(recipe, config)
+        """Networks of the teachers of ``distill`` that the trainer reads, and what is unknown of them."""
         self.answer = workload.answer_tokens or rollout.max_tokens
         self.prompt = workload.prompt_tokens or recipe.train.seq_len - rollout.max_tokens
         self.step_tokens = recipe.train.prompts * rollout.group * self.answer
@@ -93,8 +97,11 @@ class RlRun:
     def memory(self, layout: Layout) -> Memory:
         """Memory of a trainer's rank."""
         length, optimiser = self.recipe.train.seq_len, self.recipe.optim.name
-        memory = training_memory(self.config, layout, length, self.dtype, optimiser, packed=True)
-        teachers = WIDE * self.params * self._num_frozen / layout.ranks
+        distill = self.recipe.distill
+        taught = distill is not None and bool(self.teachers) and distill.form != "sampled"
+        memory = training_memory(self.config, layout, length, self.dtype, optimiser, packed=True, taught=taught)
+        params = [count(each, each.full()).total_params for each in self.teachers.values()]
+        teachers = WIDE * (self.params * self._num_frozen + sum(params)) / layout.ranks
         # on a CPU the copy of the weights that is being published is in the same memory
         published = 0 if self.hardware.is_gpu else WIDE * self.params
         return replace(memory, teacher=teachers + published)
@@ -102,13 +109,16 @@ class RlRun:
     def step(self, layout: Layout) -> StepTime:
         train, optimiser = self.recipe.train, self.recipe.optim.name
         scores = train.minibatches > 1 or self.recipe.loss.advantage not in ADVANTAGES
-        extra = scores + self._num_frozen
+        own, shares = self.config, [count(each, each.full()).active_params for each in self.teachers.values()]
+        # each sample is scored by the teacher of its source
+        taught = sum(shares) / len(shares) / count(own, own.full()).active_params if shares else 0.0
+        extra = scores + self._num_frozen + taught
         step = step_time(self.config, layout, train.seq_len, self.dtype, optimiser, self.hardware, extra_forwards=extra)
         return replace(step, update=step.update * train.minibatches)
 
     @property
     def _num_frozen(self) -> int:
-        """Networks that only score: the reference of the KL penalty, and teachers."""
+        """Networks of the policy's shape that only score: the reference of the KL penalty, and those of an algorithm of the user's."""
         return (self.recipe.loss.kl_weight > 0) + len(self.recipe.teachers)
 
     def decode_s(self, batch: int) -> float:
@@ -158,6 +168,22 @@ class RlRun:
             deliver_s=weights / HANDOVER,
             activate_s=weights / HANDOVER,
         )
+
+
+def _teachers(recipe: RlRecipe, config: ModelConfig) -> tuple[dict[str, ModelConfig], list[str]]:
+    """Shapes of the teachers by name, without servers; and notes: one that is not on this machine is taken to have the policy's."""
+    found, notes = dict[str, ModelConfig](), list[str]()
+    for name, each in sorted(recipe.distill.teachers.items()) if recipe.distill is not None else ():
+        if each.url is not None or each.checkpoint is None:
+            continue
+        try:
+            path = checkpoint_folder(each.checkpoint) / "config.json"
+        except UserError:
+            found[name] = config
+            notes.append(f"Teacher {name} is not here: it is taken to be as large as the policy.")
+        else:
+            found[name] = from_hf(read_json(path), str(path))[0]
+    return found, notes
 
 
 def _lognormal(rng: random.Random, mean: float) -> float:

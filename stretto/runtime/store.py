@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import re
+import socket
 import tempfile
 import threading
 import time
@@ -20,15 +21,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from stretto.base.errors import InfraError, UserError
-from stretto.base.paths import replacing, writing
+from stretto.base.paths import FREE_AND_RESUME, replacing, writing
 
 LOG_SUFFIX = ".log"
 """Ending of the names that can be appended to."""
 RETRY_S = 60.0
 """Time for which an operation on a store that does not answer is tried again, in seconds."""
+_CONNECT_S = 5.0
+"""Longest wait for a server to accept a connection when a run starts, in seconds."""
 CHUNK_BYTES = 64 << 20
 """Largest part of a file that `send_folder` writes at once."""
 _REFUSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -111,7 +114,7 @@ class FolderStore:
 
     def write(self, name: str, content: bytes, *, durable: bool = False) -> str:
         path = self._folder / name
-        with replacing(path) as partial, partial.open("wb") as file:
+        with replacing(path, FREE_AND_RESUME) as partial, partial.open("wb") as file:
             file.write(content)
             if durable:
                 file.flush()
@@ -174,6 +177,7 @@ class UrlStore:
         from pyarrow.fs import FileSelector
 
         try:
+            _check_endpoint(self._url)
             files, path = _files(self._url)
             files.create_dir(f"{path}/{self._folder}", recursive=True)  # and the bucket, if the URL allows that
             probe = f"{path}/{self._folder}/probe"
@@ -350,6 +354,21 @@ def _delete_file(files: Any, path: str) -> None:
 def _delete_folder(files: Any, path: str) -> None:
     with suppress(FileNotFoundError):
         files.delete_dir(path)
+
+
+def _check_endpoint(url: str) -> None:
+    """Raises OSError, ValueError: the server that ``url`` names in place of the provider's own does not answer. Arrow would try again
+    for half a minute."""
+    options = parse_qs(urlsplit(url).query)
+    if not (named := options.get("endpoint_override")) or "proxy_options" in options:
+        return
+    scheme = options.get("scheme", ["https"])[0]
+    address = urlsplit(named[0] if "://" in named[0] else f"{scheme}://{named[0]}")
+    server = address.hostname or "", address.port or (80 if address.scheme == "http" else 443)
+    try:
+        socket.create_connection(server, _CONNECT_S).close()
+    except OSError as error:
+        raise OSError(f"no server answers at {named[0]}: {error.strerror or error}") from None
 
 
 @functools.cache

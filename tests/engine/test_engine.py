@@ -646,6 +646,8 @@ def test_weights_from_a_folder(tmp_path: Path) -> None:
         subject.load_weights(1, tmp_path / "new")
     with pytest.raises(UserError, match="version: 9223372036854775808 is not a 64-bit integer"):
         subject.load_weights(1 << 63, tmp_path / "new")
+    with pytest.raises(UserError, match="version: PosixPath is not an integer; give the version first"):
+        subject.load_weights(tmp_path / "new", 3)  # type: ignore[arg-type]
     state = other_weights(2)
     subject.load_weights(2, state, checksum=state_checksum(state))
     assert subject.stats().weight_version == 2

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from stretto.api import rl as api_rl
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
 from stretto.flow import rollout
@@ -126,6 +127,27 @@ def test_each_role_has_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for factory in made.engines:
         factory().close()
     assert asked == ["cpu:1", "cpu:2", "cpu:1"] and made.trainers[0].args[-1] == "meta"
+
+
+def test_on_a_cluster_only_roles_that_reserve_a_gpu_have_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The GPUs of this machine, played by what it would answer, say nothing about those of other machines."""
+    num_gpus = 2
+    monkeypatch.setattr(api_rl, "join", lambda name: Ranks(0, 1, torch.device("cuda:0")))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    assert api_rl._devices("auto", policy_recipe()) == ("cuda:0", "cuda:1")
+    ray = policy_recipe(runtime={"kind": "ray"})
+    assert api_rl._devices("auto", ray) == ("cpu",) and "all roles compute on CPUs: " in capsys.readouterr().out
+    with pytest.raises(
+        UserError, match=r"--device cuda: on a cluster, resources\.trainer\.gpus and .*; set them, or use"
+    ):
+        api_rl._devices("cuda", ray)
+    num_gpus = 1
+    reserved = policy_recipe(runtime={"kind": "ray"}, resources={"trainer": {"gpus": 1}}, trainer={"ranks": 2})
+    devices = api_rl._devices("cuda", reserved)
+    api_rl.check_ranks(reserved, None, devices)  # which are more than this machine's GPUs
+    assert devices == ("cpu",) and not capsys.readouterr().out
 
 
 def test_sources_that_are_judged_alike_share_a_pool(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,13 @@ import pytest
 import stretto
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
+from stretto.base.paths import write_json
+from stretto.learning.recipe import RlRecipe
+from stretto.model.families import default_family, from_hf, to_hf
+from stretto.model.spec import count
 from stretto.planner.hardware import HARDWARE, parse_cluster
 from stretto.planner.memory import Layout
+from stretto.planner.plan import Plan
 from stretto.planner.rl import Workload
 from stretto.planner.speed import exchange_s, gather_s, step_time
 from stretto.train.recipe import Recipe
@@ -139,3 +145,31 @@ def test_the_trainer_ranks_of_an_rl_recipe_count() -> None:
     assert (one.layout.ranks, one.engines, four.layout.ranks, four.engines) == (1, 7, 4, 4)
     with pytest.raises(UserError, match="leave 0"):
         stretto.plan("rl_gym", "8xH100", settings=["trainer.ranks=8"])
+
+
+def test_teachers_are_counted_by_their_own_size(tmp_path: Path) -> None:
+    """Two teachers of other sizes: one whose checkpoint is here, one that is not; and a server, which needs no memory here."""
+    policy = read_recipe("rl_gym", RlRecipe)
+    assert policy.start is not None and policy.start.model is not None
+    config = policy.start.model
+    doubled = config.replace(num_layers=2 * config.num_layers)
+    tree = to_hf(doubled, default_family(doubled), "float32")
+    large = from_hf(tree, "a checkpoint")[0]
+    write_json(tmp_path / "config.json", tree)
+    teacher = {"domains": [next(iter(policy.sources))]}
+    rest = list(policy.sources)[1:]
+
+    def planned(**teachers: dict[str, Any]) -> Plan:
+        distill = {"form": "sampled", "untaught": rest, "outcome_weight": 1.0, "teachers": teachers}
+        return stretto.plan(policy.replace(distill=distill) if teachers else policy, "8xH100")
+
+    alone = planned()
+    here = planned(large={**teacher, "checkpoint": str(tmp_path)})
+    away = planned(away={**teacher, "checkpoint": str(tmp_path / "away")})
+    served = planned(served={**teacher, "url": "http://10.0.0.1:8000"})
+    sizes = [found.best.memory.teacher * found.best.layout.ranks for found in (alone, served, here, away)]
+    assert sizes == [0, 0, *(4 * count(each, each.full()).total_params for each in (large, config))]
+    assert alone.best.step.compute == served.best.step.compute < away.best.step.compute < here.best.step.compute
+    assert any("Teacher away is not here" in note for note in away.notes) and not any(
+        "Teacher" in n for n in here.notes
+    )
