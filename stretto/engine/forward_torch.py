@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from stretto.engine.ranks import Ranks
 from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.attention import Attention, Mla, rotary_frequencies
-from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Block, MoeLayer, SwiGlu, Transformer, clamp_of
 from stretto.ops import paged
 from stretto.ops.grouped import ExpertBiases, Experts
@@ -93,6 +93,16 @@ class Choices:
 
 
 @dataclass(frozen=True, slots=True)
+class Skips:
+    """The layers that each token of a run skips, as data on the device."""
+
+    stays_LN: Tensor
+    """bool, by layer of the network; a token that does not stay keeps its residual stream."""
+    slots_LN: Tensor
+    """int64, place of each token's keys and values; a place that nobody reads, where the token does not stay."""
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """Consecutive layers that compute the same tokens."""
 
@@ -102,6 +112,8 @@ class Run:
     spans: Spans
     rules: dict[int, RouteRule]
     """Routing options by MoE row."""
+    skips: Skips | None = None
+    """None: all tokens run all layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +140,7 @@ class Planner:
         positions, frequencies_R = torch.arange(config.max_positions), rotary_frequencies(config, self._device)
         cos_PR, sin_PR = operators.rotary_tables(positions.to(self._device), frequencies_R, config.rope_magnitude)
         halves = (torch.cat((cos_PR, cos_PR), -1), torch.cat((-sin_PR, sin_PR), -1))
-        self._rotary_P2R = torch.stack(halves, 1).to(self._device, self._dtype)
+        self.rotary_P2R = torch.stack(halves, 1).to(self._device, self._dtype)
         self._choices: dict[int, Choices] = {}
         self._rules: dict[tuple[tuple[int, int], ...], dict[int, RouteRule]] = {}
 
@@ -150,17 +162,10 @@ class Planner:
         ids_N = self._tensor(np.fromiter(chain.from_iterable(chunk.tokens for chunk in ordered), np.int64))
         return Layout(ids_N, spans.slots_N, tuple(runs), self._wanted(chunks, places))
 
-    def decoding(self, chunks: Sequence[Chunk], num_pages: int) -> Layout:
-        """Layout of chunks of one token each with the same Subnet, in the caller's order, with space for ``num_pages`` per chunk.
-        Shapes depend only on the numbers of chunks and pages."""
-        spans, layers = self._spans(list(chunks), num_pages), tuple(self._subnets[chunks[0].subnet].layers)
-        run = Run(layers, None, spans, self._rules_of(list(chunks)))
-        return Layout(self._tensor(np.array([chunk.tokens[0] for chunk in chunks])), spans.slots_N, (run,), None)
-
     def refresh(self) -> None:
         """Copy the model's current balance biases into the tensors of existing rules."""
         for number, choices in self._choices.items():
-            choices.bias_LE.copy_(self._read(self._subnets[number]).bias_LE)
+            choices.bias_LE.copy_(self.read(number).bias_LE)
         for key, rules in self._rules.items():
             fresh = self._make_rules(key)
             for row, rule in rules.items():
@@ -173,12 +178,12 @@ class Planner:
             if len(self._choices) >= _MAX_KNOWN:
                 self._choices.clear()
                 self._rules.clear()
-            self._choices[number] = self._read(self._subnets[number])
+            self._choices[number] = self.read(number)
         return self._choices[number]
 
-    def _read(self, subnet: Subnet) -> Choices:
-        """Choices of ``subnet`` with the model's current balance biases."""
-        config = self._config
+    def read(self, number: int) -> Choices:
+        """Choices of the Subnet ``number`` with the model's current balance biases."""
+        config, subnet = self._config, self._subnets[number]
         num_experts, top_k = [0] * len(self._moe), [0] * len(self._moe)
         rows = [row for row, layer in enumerate(config.moe_layers) if layer in subnet.layers]
         bias_LE = torch.full((len(self._moe), config.num_experts), MASKED, device=self._device)
@@ -199,13 +204,12 @@ class Planner:
             chunks = [chunk for chunk in chunks if chunk.subnet in subnets]
         return Run((), tokens_N, self._spans(chunks), self._rules_of(chunks))
 
-    def _spans(self, chunks: list[Chunk], num_slots: int | None = None) -> Spans:
-        """``num_slots``: number of pages to which every chunk is padded; all chunks are then one group."""
+    def _spans(self, chunks: list[Chunk]) -> Spans:
         size = self._page_size
         lengths_Q = np.array([len(chunk.tokens) for chunk in chunks])
         starts_Q = np.array([chunk.start for chunk in chunks])
         num_pages_Q = -(-(starts_Q + lengths_Q) // size)
-        table_QM = np.zeros((len(chunks), num_slots or num_pages_Q.max()), np.int64)
+        table_QM = np.zeros((len(chunks), num_pages_Q.max()), np.int64)
         for row, (chunk, num_pages) in enumerate(zip(chunks, num_pages_Q.tolist(), strict=True)):
             assert len(chunk.pages) >= num_pages, f"{len(chunk.pages)} pages for {chunk.end} tokens"
             # padded with the chunk's own first page: masked keys of another sequence could be NaN and make the sum NaN
@@ -216,13 +220,12 @@ class Planner:
         positions_N = np.arange(len(chunk_N)) + (starts_Q - first_Q)[chunk_N]
         assert positions_N.max() < self._config.max_positions, f"position {positions_N.max()} is beyond the network's"
         slots_N = table_QM[chunk_N, positions_N // size] * size + positions_N % size
-        rotary_N2R = self._rotary_P2R.index_select(0, self._tensor(positions_N))
-        ranges = list(_neighbours(chunks, size)) if num_slots is None else [(0, len(chunks))]
+        rotary_N2R = self.rotary_P2R.index_select(0, self._tensor(positions_N))
+        ranges = list(_neighbours(chunks, size))
         windows = (None, self._config.sliding_window) if self._config.sliding_layers else (None,)
         groups = [
             tuple(
-                self._group(int(first_Q[a]), int(lengths_Q[a]), starts_Q[a:b], table_QM[a:b], window, num_slots)
-                for a, b in ranges
+                self._group(int(first_Q[a]), int(lengths_Q[a]), starts_Q[a:b], table_QM[a:b], window) for a, b in ranges
             )
             for window in windows
         ]
@@ -235,7 +238,6 @@ class Planner:
         starts_B: np.ndarray,
         table_BM: np.ndarray,
         window: int | None,
-        num_slots: int | None,
     ) -> Group:
         """Group of chunks of equal length.
 
@@ -244,13 +246,10 @@ class Planner:
             starts_B: position of each chunk's first token.
             table_BM: pages of the chunks, padded.
             window: largest number of positions that a token sees; None: all.
-            num_slots: see `_spans`.
         """
         size, end = self._page_size, int(starts_B.max()) + length
         begin_B = np.zeros_like(starts_B) if window is None else np.maximum(starts_B + 1 - window, 0) // size
         num_pages = int((-(-(starts_B + length) // size) - begin_B).max())
-        if num_slots is not None:
-            num_pages = num_slots if window is None else min(num_slots, window // size + 2)
         # a chunk that sees fewer pages than others is padded with the pages after them in its table
         places_BM = np.minimum(begin_B[:, None] + np.arange(num_pages), table_BM.shape[1] - 1)
         mask_B1LT = None
@@ -403,10 +402,10 @@ class TorchForward:
         self._no_expert = 0 if pool.routes_PZLK is None else torch.iinfo(pool.routes_PZLK.dtype).max
         self.planner = Planner(model, subnets, pool.keys_LPZGC.shape[2], self._operators)
         rows = {layer: row for row, layer in enumerate(model.config.moe_layers)}
-        self._embedding_VD = model.embedding.weight.detach()
-        self._layers = [self._layer(block, rows.get(place, -1)) for place, block in enumerate(model.blocks)]
-        self._norm_D = model.norm.weight.detach()
-        self._head = prepare(model.head_VD, arithmetic.inner)
+        self.embedding_VD = model.embedding.weight.detach()
+        self.layers = [self._layer(block, rows.get(place, -1)) for place, block in enumerate(model.blocks)]
+        self.norm_D = model.norm.weight.detach()
+        self.head = prepare(model.head_VD, arithmetic.inner)
 
     def forward(self, chunks: Sequence[Chunk], want_routes: bool) -> Tensor:
         """Logits [M, V] (fp32) of the chunks' last tokens. Writes keys, values and (``want_routes``) routes to the cache."""
@@ -419,7 +418,7 @@ class TorchForward:
             assert pool is not None, "the cache stores no routes"
             # the value for layers that a token skips, and for choices beyond its top-k
             routes_NLK = layout.slots_N.new_full((len(layout.ids_N), *pool.shape[2:]), self._no_expert)
-        x_ND = self._operators.rounded(self._embedding_VD.index_select(0, layout.ids_N))
+        x_ND = self._operators.rounded(self.embedding_VD.index_select(0, layout.ids_N))
         for run in layout.runs:
             part_ND = x_ND if run.tokens_N is None else x_ND.index_select(0, run.tokens_N)
             for place in run.layers:
@@ -431,17 +430,24 @@ class TorchForward:
             pool.view(narrow).flatten(0, 1).index_copy_(0, layout.slots_N, routes_NLK.to(pool.dtype).view(narrow))
         if layout.wanted_M is not None:
             x_ND = x_ND.index_select(0, layout.wanted_M)
-        return self._inner.linear(self._norm(x_ND, self._norm_D), self._head).float()
+        return self._inner.linear(self._norm(x_ND, self.norm_D), self.head).float()
 
     def refresh(self, fresh: TorchForward) -> None:
         """Copy the tensors of ``fresh``, which was built after the weights changed, into the tensors of this object."""
-        for target, source in zip(_tensors(self._layers), _tensors(fresh._layers), strict=True):
+        for target, source in zip(_tensors(self.layers), _tensors(fresh.layers), strict=True):
             if target.data_ptr() != source.data_ptr():
                 target.copy_(source)
         self.planner.refresh()
 
     def _block(self, place: int, x_ND: Tensor, run: Run, routes_NLK: Tensor | None) -> Tensor:
-        layer, operators = self._layers[place], self._operators
+        if run.skips is None:
+            return self._computed(place, x_ND, run, routes_NLK)
+        spans = replace(run.spans, slots_N=run.skips.slots_LN[place])
+        y_ND = self._computed(place, x_ND, replace(run, spans=spans), routes_NLK)
+        return torch.where(run.skips.stays_LN[place][:, None], y_ND, x_ND)
+
+    def _computed(self, place: int, x_ND: Tensor, run: Run, routes_NLK: Tensor | None) -> Tensor:
+        layer, operators = self.layers[place], self._operators
         normed_ND = self._norm(x_ND, layer.attention_norm_D)
         if isinstance(layer.attention, LatentWeights):
             rows_PZ1Z = self._keys_LPZGC[place]

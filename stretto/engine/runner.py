@@ -26,6 +26,7 @@ from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.checkpoint import read_checkpoint, read_config, weights_hash
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Transformer, skeleton
+from stretto.ops.int_weights import IntWeight
 from stretto.ops.matmul import PLAIN, Arithmetic, kernels
 from stretto.ops.memory import free_bytes
 from stretto.ops.native import DTYPES, Library, Panels
@@ -145,7 +146,10 @@ class Runner:
         self._torch = None if self._is_all_native else self._new_torch()
         if self._team is not None:
             self._team.tell(Cache(num_pages, page_size))
-        self._graphs = DecodeGraphs(self._torch, self.pool) if has_graphs and self._torch is not None else None
+        self._graphs = None
+        if has_graphs and self._torch is not None:
+            plain = {name: weight for name, weight in integers.items() if isinstance(weight, IntWeight)}
+            self._graphs = DecodeGraphs(self._torch, self.pool, self.config, subnets, plain)
 
     def _new_torch(self) -> TorchForward:
         return TorchForward(self.model, self._subnets, self.pool, self._arithmetic, self._ranks)
@@ -168,7 +172,7 @@ class Runner:
         decode = f"torch ({self._why_torch})" if self._why_torch else native
         prefill = "native" if limit is None and not self._why_torch else "torch"
         if self._graphs is not None:
-            decode += ", CUDA graphs"
+            decode += f", CUDA graphs of {self._graphs.kernels}"
         matrices = [parameter for parameter in self.model.blocks.parameters() if parameter.ndim > 1]
         products = {} if self._arithmetic.is_plain else kernels(self._arithmetic, matrices)
         return {"prefill": prefill, "decode": decode, **products, **self._weights()}
@@ -178,6 +182,8 @@ class Runner:
         if not self._num_integers:
             return {}
         kinds = " and ".join(f"int{bits}" for bits in sorted(self._int_bits))
+        if self._graphs is not None and self._graphs.multiplies_integers:
+            return {"weights": f"{kinds} in decoding steps, dequantised in others"}
         if not self.panels:
             return {"weights": f"{kinds}, dequantised"}
         rest = self._num_integers - len(self.panels)
@@ -271,6 +277,7 @@ class Runner:
         else:  # graphs contain addresses of tensors
             with torch.inference_mode():
                 self._torch.refresh(fresh)
+                self._graphs.refresh()
 
 
 def _refuse_others(state: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
