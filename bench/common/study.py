@@ -2,7 +2,7 @@
 
 The caller names the runs as a function of the results so far. That function is called again after every result, so a search can name
 runs of its winner. Every finished run has a `RESULT` file in its own folder and is not run again. A run that the time limit
-interrupts starts from the beginning at the next call.
+interrupts starts from the beginning at the next call, or resumes if it can.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class Run:
     work: Work
     needs: tuple[str, ...] = ()
     """Names of the runs whose folders it reads."""
+    resumes: bool = False
+    """Whether its work goes on from what an interrupted call left in the folder."""
 
 
 def read_results(out: Path) -> dict[str, dict[str, Any]]:
@@ -100,8 +102,9 @@ def _begin(log: Path) -> None:
 
 def _do(run: Run, out: Path) -> dict[str, Any]:
     folder, started = out / run.name, time.perf_counter()
-    shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run
-    folder.mkdir(parents=True)
+    if not run.resumes:
+        shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         result = run.work(folder)
     except Exception:

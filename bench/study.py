@@ -1,0 +1,395 @@
+"""Study of elastic pre-training: what it costs the full network, and what every size gives, each beside its control.
+
+    python -m bench.study OUT --tokens 2e5 --eval-rows 32             small version, on text of this Python's library
+    python -m bench.study OUT --data FOLDER --network 8M --tokens 8e6 --seeds 0 1 2 3 --minutes 170      run again to continue
+    python -m bench.study OUT … --mutant no-anchors                  after that; must end in FAILED
+
+Arms, each trained with every seed:
+
+elastic      ours: anchors trained late, jointly with the full network (`bench/study.toml`)
+ernie        the sampler that ERNIE 5.0 published
+ordinary     an ordinary network, with the tokens of the elastic one (``ordinary``) and with its executed FLOPs (``ordinary+``)
+scratch-*    the shape of each size alone, with the same tokens
+heal-*       each size extracted from ``elastic``, and cut in the same way from ``ordinary``, healed with 6 % of its scratch FLOPs
+
+The first seed searches the learning rate of every trained arm at a quarter of the tokens; the other seeds are reported. One half of the
+held-out rows chooses rates, the other half is reported. Exit code 1: an aim is missed, or an arm is not done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from bench.common.measure import bench_parser, finish, half_width, table, wide_console
+from bench.common.study import Results, Run, carry_out, read_results
+from stretto.api.train import held_out, open_loader
+from stretto.base.config import read_recipe
+from stretto.base.paths import CHECKPOINT
+from stretto.base.track import Tracker
+from stretto.data.demo_text import demo_documents
+from stretto.evals.loss import evaluate_many
+from stretto.model.checkpoint import read_checkpoint, write_checkpoint
+from stretto.model.elastic import extract
+from stretto.model.parallel import in_memory, join
+from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, extracted_config
+from stretto.model.transformer import Transformer
+from stretto.train.loop import Job, heal, pretrain
+from stretto.train.prepare import learn_tokenizer, prepare_data, tokenise_documents
+from stretto.train.recipe import ElasticConfig, HealRecipe, Recipe
+from stretto.train.run_folder import RunInfo
+
+RECIPE = Path(__file__).with_suffix(".toml")
+NETWORKS: Mapping[str, Sequence[str]] = {
+    "2M": (),
+    "8M": ("model.hidden_size=128", "model.head_dim=32", "model.num_layers=10", "model.expert_intermediate_size=72"),
+    "30M": ("model.hidden_size=256", "model.head_dim=64", "model.num_layers=12", "model.expert_intermediate_size=128"),
+}
+"""Changes to the recipe's network, by its number of parameters."""
+SIZES = {"large": (1.0, 2 / 3), "half": (7 / 8, 1 / 2), "corner": (3 / 4, 1 / 3)}
+"""Trained sizes: share of the layers; share of the experts and of top-k."""
+RATES = (0.5, 1.0, 2.0)
+"""Candidates of the search: multiples of the recipe's learning rate."""
+SEARCH_SHARE = 0.25
+"""Tokens of a run of the search, as a share of the reported runs' tokens."""
+HEAL_SHARE = 0.06
+"""FLOPs of healing, as a share of the scratch control's."""
+HEAL_RATE = 0.2
+"""Learning rate of healing over the recipe's."""
+NUM_RANDOM = 10
+"""Random Subnets that are no anchors."""
+TRAINED = ("elastic", "ernie", "ordinary", *(f"scratch-{size}" for size in SIZES))
+
+
+def main() -> None:
+    options = _parse()
+    study = open_study(options)
+    results = read_results(study.out)
+    if not options.report:
+        results = dict(carry_out(study.runs, study.out, options.jobs, options.minutes))
+    show_search(study, results)
+    finish(report(study, results))
+
+
+def _parse() -> argparse.Namespace:
+    parser = bench_parser(__doc__)
+    parser.add_argument("out", type=Path, help="folder of the study; finished runs there are not repeated")
+    parser.add_argument(
+        "--data", type=Path, help="data folder of `stretto tokenize`, or text; default: this Python's library"
+    )
+    parser.add_argument("--network", choices=NETWORKS, default="2M", help="number of parameters")
+    parser.add_argument("--tokens", type=float, default=2e5, help="training tokens of a reported run")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1], help="the first one searches, the others are reported"
+    )
+    parser.add_argument("--set", dest="settings", action="append", default=[], help="override one key of the recipe")
+    parser.add_argument("--jobs", type=int, default=2, help="parallel processes of one thread each")
+    parser.add_argument("--minutes", type=float, default=1e6, help="time limit; run again to continue")
+    parser.add_argument("--eval-rows", type=int, default=256, help="held-out rows, of which one half chooses")
+    parser.add_argument("--mutant", choices=("no-anchors",), help="an elastic network that trains no smaller size")
+    parser.add_argument("--report", action="store_true", help="only print the results so far")
+    return parser.parse_args()
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """Plan of the runs as a function of the results so far, and access to the results."""
+
+    out: Path
+    info: RunInfo
+    recipe: Recipe
+    seeds: tuple[int, ...]
+    mutant: str | None
+
+    @property
+    def reported(self) -> tuple[int, ...]:
+        return self.seeds[1:]
+
+    def name(self, arm: str, seed: int) -> str:
+        mutant = f"-{self.mutant}" if self.mutant and "elastic" in arm else ""
+        return f"{arm}{mutant}-{seed}"
+
+    def recipe_of(self, arm: str, rate: float, seed: int, share: float = 1.0) -> Recipe:
+        """Recipe of a trained arm; ``share``: number of steps over that of the study's recipe."""
+        recipe = self.recipe
+        steps = max(1, round(share * recipe.train.steps))
+        train = recipe.train.replace(steps=steps, seed=seed, eval_every=steps)
+        optim = recipe.optim.replace(lr=recipe.optim.lr * rate)
+        elastic = recipe.elastic
+        if arm.startswith("scratch-"):
+            choice = elastic.anchors[arm.removeprefix("scratch-")]
+            network = recipe.network()
+            off = ElasticConfig(sampler="off", anchor_share=0.0)
+            return recipe.replace(
+                model=extracted_config(network, choice.of(network)), elastic=off, train=train, optim=optim
+            )
+        if arm.startswith("ordinary") or (arm == "elastic" and self.mutant == "no-anchors"):
+            elastic = ElasticConfig(sampler="off", anchors=elastic.anchors, anchor_share=0.0)
+        elif arm == "ernie":
+            elastic = elastic.replace(sampler="ernie", joint=False, starts_at=0.0, ramp_fraction=0.1, rank_layers_at=())
+        return recipe.replace(elastic=elastic, train=train, optim=optim)
+
+    def rate(self, arm: str, results: Results) -> float | None:
+        """The best rate of the search; None: the search of ``arm`` is not done."""
+        names = {rate: f"search-{arm}-x{rate:g}" for rate in RATES}
+        if not all(name in results for name in names.values()):
+            return None
+        return min(names, key=lambda rate: fmean(results[names[rate]]["select"].values()))
+
+    def runs(self, results: Results) -> list[Run]:
+        """Every run whose settings are known."""
+        runs, first = [], self.seeds[0]
+        for arm in TRAINED:
+            for rate in RATES:
+                recipe = self.recipe_of(arm, rate, first, SEARCH_SHARE)
+                runs.append(Run(f"search-{arm}-x{rate:g}", partial(train, self.info, recipe), resumes=True))
+        for seed in self.reported:
+            for arm in TRAINED:
+                if (rate := self.rate(arm, results)) is not None:
+                    recipe = self.recipe_of(arm, rate, seed)
+                    runs.append(Run(self.name(arm, seed), partial(train, self.info, recipe), resumes=True))
+            runs += self._dependent(results, seed)
+        return runs
+
+    def _dependent(self, results: Results, seed: int) -> list[Run]:
+        """Runs that need FLOPs or weights of others with the same seed."""
+        elastic, ordinary = (results.get(self.name(arm, seed)) for arm in ("elastic", "ordinary"))
+        rate, runs = self.rate("ordinary", results), []
+        if elastic is not None and ordinary is not None and rate is not None:
+            recipe = self.recipe_of("ordinary+", rate, seed, elastic["flops"] / ordinary["flops"])
+            runs.append(Run(self.name("ordinary+", seed), partial(train, self.info, recipe), resumes=True))
+        for size in SIZES:
+            scratch = results.get(self.name(f"scratch-{size}", seed))
+            if scratch is None:
+                continue
+            for parent in ("elastic", "ordinary"):
+                source = self.name(parent, seed)
+                work = partial(
+                    heal_size, self.info, self.recipe_of(parent, 1.0, seed), self.out / source, size,
+                    HEAL_SHARE * scratch["flops"], seed + 100,
+                )  # fmt: skip
+                runs.append(Run(self.name(f"heal-{parent}-{size}", seed), work, needs=(source,)))
+        return runs
+
+
+def open_study(options: argparse.Namespace) -> Study:
+    out = options.out.resolve()
+    recipe = read_recipe(RECIPE, Recipe, [*NETWORKS[options.network], *options.settings])
+    network = recipe.model
+    anchors = {
+        name: SubnetChoice(
+            layers=math.floor(layers * network.num_layers), experts=round(part * network.num_experts),
+            top_k=round(part * network.top_k),
+        )
+        for name, (layers, part) in SIZES.items()
+    }  # fmt: skip
+    steps = max(1, round(options.tokens / (recipe.train.rows * recipe.train.seq_len)))
+    recipe = recipe.replace(
+        elastic=recipe.elastic.replace(anchors=anchors),
+        train=recipe.train.replace(steps=steps, eval_rows=options.eval_rows),
+    )
+    data = options.data or own_text(out, recipe)
+    mixture, tokenizer, data_hash = prepare_data(out, [str(data)], None, recipe.model.vocab_size)
+    info = RunInfo(stage="pretrain", recipe=recipe, data=mixture, data_hash=data_hash, tokenizer=tokenizer)
+    return Study(out, info, recipe, tuple(options.seeds), options.mutant)
+
+
+def own_text(out: Path, recipe: Recipe) -> Path:
+    """Data folder with the text of this Python's library, tokenised for ``recipe``."""
+    folder = out / "data"
+    if not (folder / "data.json").is_file():
+        tokenizer = learn_tokenizer(demo_documents(), recipe.model.vocab_size)
+        tokenise_documents({"train": demo_documents()}, folder, tokenizer)
+    return folder
+
+
+def random_subnets(config: ModelConfig, anchors: Mapping[str, SubnetChoice]) -> list[Subnet]:
+    """The same random Subnets in every run: between the smallest anchor and the full network, and neither of them."""
+    rng, taken = np.random.default_rng(7), {choice.of(config) for choice in anchors.values()} | {config.full()}
+    low = anchors["corner"]
+    found: list[Subnet] = []
+    while len(found) < NUM_RANDOM:
+        depth = int(rng.integers(low.layers or 1, config.num_layers + 1))
+        experts = int(rng.integers(low.experts or 1, config.num_experts + 1))
+        subnet = config.subnet(depth, experts, int(rng.integers(low.top_k or 1, min(config.top_k, experts) + 1)))
+        if subnet not in taken:
+            found.append(subnet)
+            taken.add(subnet)
+    return found
+
+
+def train(info: RunInfo, recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """Pre-train ``recipe`` and measure all its sizes, on both halves of the held-out rows."""
+    ranks = join("auto")
+    job = Job(
+        folder,
+        open_loader(info, recipe.train, ranks),
+        (),
+        info.data_hash,
+        ranks,
+        tracker=lambda step: Tracker(folder, first_step=step, tensorboard=False),
+        resume=(folder / "snapshots").is_dir(),
+    )
+    trained = pretrain(recipe, job)
+    write_checkpoint(folder / CHECKPOINT, trained.model, trained.model.config)
+    receipt, anchors = trained.meter.receipt(), recipe.elastic.anchors
+    subnets = {"full": trained.model.config.full()}
+    subnets |= {name: choice.of(trained.model.config) for name, choice in anchors.items()}
+    if anchors:
+        subnets |= {f"random-{n}": subnet for n, subnet in enumerate(random_subnets(trained.model.config, anchors))}
+    select, shown = _both_halves(trained.model, list(subnets.values()), info, recipe)
+    chosen_by = ["full", *(anchors if recipe.elastic.sampler != "off" else ())]
+    return {
+        "select": {name: loss for name, loss in zip(subnets, select, strict=True) if name in chosen_by},
+        "report": dict(zip(subnets, shown, strict=True)),
+        "token_flops": {name: count(trained.model.config, each).forward_flops(1, recipe.train.seq_len) for name, each in subnets.items()},
+        "parameters": count(trained.model.config, trained.model.config.full()).total_params,
+        "flops": receipt.flops,
+        "tokens": receipt.tokens,
+    }  # fmt: skip
+
+
+def _both_halves(
+    model: Transformer, subnets: Sequence[Subnet], info: RunInfo, recipe: Recipe
+) -> tuple[list[float], list[float]]:
+    """Losses of ``subnets`` on the rows that choose, and on the rows that are reported."""
+    batches = held_out(info, recipe.train, join("auto"))
+    assert len(batches) > 1, f"--eval-rows: {recipe.train.eval_rows} rows are one batch; ask for more"
+    chosen, shown = (
+        [each.nll for each in evaluate_many(model, subnets, part)] for part in (batches[::2], batches[1::2])
+    )
+    return chosen, shown
+
+
+def heal_size(
+    info: RunInfo, recipe: Recipe, parent: Path, size: str, flops: float, seed: int, folder: Path
+) -> dict[str, Any]:
+    """Extract ``size`` from ``parent`` and heal it by cross-entropy with ``flops``."""
+    ranks = join("auto")
+    big = read_checkpoint(parent / CHECKPOINT, device=ranks.device).model
+    student = extract(big, recipe.elastic.anchors[size].of(big.config))
+    loop, length = recipe.train, recipe.train.seq_len
+    step_flops = 3 * count(student.config, student.config.full()).forward_flops(loop.rows * length, length)
+    steps = max(1, int(flops / step_flops))
+    healing = HealRecipe(
+        optim=recipe.optim.replace(
+            lr=recipe.optim.lr * HEAL_RATE, warmup_steps=min(5, steps), decay_fraction=1.0, final_lr_fraction=0.0
+        ),
+        train=loop.replace(steps=steps, seed=seed, eval_every=steps, snapshot_every=steps, micro_batches=1),
+        ce_weight=1.0,
+    )
+    info = info.replace(stage="heal", recipe=healing)
+    job = Job(folder, open_loader(info, healing.train, ranks), (), info.data_hash, ranks)
+    done = heal(healing, job, in_memory(student), in_memory(big))
+    _, (loss,) = _both_halves(done.model, [done.model.config.full()], info, recipe)
+    return {"report": {"full": loss}, "flops": done.meter.receipt().flops}
+
+
+def show_search(study: Study, results: Results) -> None:
+    shown = table(
+        f"search on seed {study.seeds[0]}: selection loss by multiple of the recipe's rate; *: chosen",
+        "arm",
+        *map(str, RATES),
+    )
+    for arm in TRAINED:
+        losses = [results.get(f"search-{arm}-x{rate:g}") for rate in RATES]
+        best = study.rate(arm, results)
+        cells = [
+            "" if found is None else f"{fmean(found['select'].values()):.4f}{'*' if rate == best else ''}"
+            for rate, found in zip(RATES, losses, strict=True)
+        ]
+        shown.add_row(arm, *cells)
+    wide_console().print(shown)
+
+
+def report(study: Study, results: Results) -> list[str]:
+    """Print the comparison over the reported seeds that are complete; return the aims that are missed."""
+    arms = [*TRAINED, "ordinary+", *(f"heal-{parent}-{size}" for parent in ("elastic", "ordinary") for size in SIZES)]
+    by_seed = {seed: {arm: results.get(study.name(arm, seed)) for arm in arms} for seed in study.reported}
+    rows = [{arm: each for arm, each in row.items() if each is not None} for row in by_seed.values()]
+    rows = [row for row in rows if len(row) == len(arms)]
+    if not rows:
+        return ["no reported seed is complete: run the command again"]
+    first = rows[0]["elastic"]
+    title = f"{first['parameters'] / 1e6:.2f}M parameters, {first['tokens'] / 1e6:.2f}M tokens, {len(rows)} of {len(by_seed)} seeds"
+    shown, missed = table(title, "nats, on held-out rows that chose nothing", "mean", "±", "aim"), []
+
+    def add(text: str, values: Sequence[float], aim: float = math.inf, form: str = "{:+.4f}") -> None:
+        mean = fmean(values)
+        shown.add_row(text, form.format(mean), f"{half_width(values):.4f}", "" if math.isinf(aim) else f"≤ {aim:g}")
+        if mean > aim:
+            missed.append(f"{text}: {form.format(mean)}, aim at most {aim:g}")
+
+    def minus(arm: str, name: str, other: str, other_name: str = "full") -> list[float]:
+        return [row[arm]["report"][name] - row[other]["report"][other_name] for row in rows]
+
+    add("loss of ordinary, full", [row["ordinary"]["report"]["full"] for row in rows], form="{:.4f}")
+    add("elastic full − ordinary, equal tokens", minus("elastic", "full", "ordinary"), 0.02)
+    add("elastic full − ordinary, equal executed FLOPs", minus("elastic", "full", "ordinary+"), 0.03)
+    for size in SIZES:
+        scratch, healed = f"scratch-{size}", f"heal-elastic-{size}"
+        add(f"{size}, zero-shot − scratch", minus("elastic", size, scratch), 0.03)
+        add(f"{size}, healed − scratch", minus(healed, "full", scratch), 0.0)
+        add(f"{size}, cut from ordinary and healed − scratch", minus(f"heal-ordinary-{size}", "full", scratch))
+        add(
+            f"{size}: marginal FLOPs / scratch FLOPs",
+            [_marginal(row, size) / row[scratch]["flops"] for row in rows],
+            form="{:.3f}",
+        )
+    family = [
+        (row["elastic"]["flops"] + sum(row[f"heal-elastic-{size}"]["flops"] for size in SIZES))
+        / row["ordinary"]["flops"]
+        for row in rows
+    ]
+    add("FLOPs of four healed sizes, parent included / ordinary", family, 1.35, "{:.3f}")
+    add(
+        f"{NUM_RANDOM} random Subnets − frontier of scratch networks",
+        [fmean(_over_frontier(row)) for row in rows],
+        0.06,
+    )
+    better = [_num_better(row) for row in rows]
+    add(
+        "random Subnets in which ernie is not worse than ours",
+        [NUM_RANDOM - num for num in better],
+        NUM_RANDOM - 8,
+        "{:.1f}",
+    )
+    add("elastic full − ernie full", minus("elastic", "full", "ernie"))
+    wide_console().print(shown)
+    return missed
+
+
+def _marginal(row: Mapping[str, dict[str, Any]], size: str) -> float:
+    """FLOPs that ``size`` adds: its part of the passes that the ordinary network does not make, and healing."""
+    passes = (row["elastic"]["flops"] - row["ordinary"]["flops"]) / len(SIZES)
+    return float(passes + row[f"heal-elastic-{size}"]["flops"])
+
+
+def _over_frontier(row: Mapping[str, dict[str, Any]]) -> list[float]:
+    """Loss of every random Subnet minus that of a network trained alone with its FLOPs per token, interpolated over log FLOPs."""
+    alone = [row[arm] for arm in (*(f"scratch-{size}" for size in SIZES), "ordinary")]
+    points = sorted((math.log(each["token_flops"]["full"]), each["report"]["full"]) for each in alone)
+    at, losses = zip(*points, strict=True)
+    elastic = row["elastic"]
+    names = [name for name in elastic["report"] if name.startswith("random-")]
+    return [
+        elastic["report"][name] - float(np.interp(math.log(elastic["token_flops"][name]), at, losses)) for name in names
+    ]
+
+
+def _num_better(row: Mapping[str, dict[str, Any]]) -> int:
+    """Number of random Subnets in which ours has the lower loss."""
+    ours, theirs = row["elastic"]["report"], row["ernie"]["report"]
+    return sum(ours[name] < theirs[name] for name in ours if name.startswith("random-"))
+
+
+if __name__ == "__main__":
+    main()
