@@ -658,6 +658,10 @@ class RlRecipe(Config):
             raise ValueError(
                 f"train.micro_rows {self.train.micro_rows} cannot be divided among trainer.ranks {self.trainer.ranks}; use a multiple"
             )
+        if self.optim.master != "fp32" or self.optim.in_backward:
+            raise ValueError(
+                "optim: master and in_backward are for pre-training, elasticizing, healing and SFT; RL keeps fp32 weights: leave them out"
+            )
         widest = self.staleness * self.train.prompts + 1
         if self.window is not None and self.window > widest:
             raise ValueError(

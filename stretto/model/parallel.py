@@ -43,6 +43,7 @@ from stretto.model.streamed import StreamedState
 from stretto.model.transformer import MoeLayer, Transformer, initial_state, load_state, skeleton
 from stretto.ops.grouped import ExpertBiases, Experts, group_slots
 from stretto.ops.grouped import compute_dtype as product_dtype
+from stretto.ops.master import masters
 from stretto.ops.moe import experts
 from stretto.ops.operators import Operators, Routes
 
@@ -138,18 +139,14 @@ class Ranks:
             for grad, total in zip(replicated, flat.split([grad.numel() for grad in replicated]), strict=True):
                 grad.copy_(total.view_as(grad))
 
-    def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
-        """Scale gradients to a global norm of at most ``max_norm``; returns the norm before scaling, on the device."""
+    def gradient_norm(self, model: nn.Module) -> Tensor:
+        """Global norm of the gradients, in fp32."""
         grads = list(_gradients(model))
         if self.world == 1:
-            norm = nn.utils.get_total_norm(grads, foreach=True)
-        else:
-            # replicated gradients are on every rank, so only the first rank counts them
-            counted = [local_part(grad) for grad in grads if self.is_first or isinstance(grad, DTensor)]
-            norm = self.sum(nn.utils.get_total_norm(counted, foreach=True).square()).sqrt()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([local_part(grad) for grad in grads], scale)
-        return norm
+            return _norm(grads)
+        # replicated gradients are on every rank, so only the first rank counts them
+        counted = [local_part(grad) for grad in grads if self.is_first or isinstance(grad, DTensor)]
+        return self.sum(_norm(counted).square()).sqrt()
 
 
 def join(device: str = "auto", ep: int = 1) -> Ranks:
@@ -387,7 +384,7 @@ def copied(model: Transformer, config: ModelConfig) -> Origin:
     """A copy of ``model``, which is on one rank, under ``config``: the same network with other branches of balance state or other orders."""
 
     def place(config: ModelConfig, ranks: Ranks, dtype: torch.dtype) -> Transformer:
-        return placed(config, with_branch_rows(model.config, config, model.state_dict()), ranks, dtype)
+        return placed(config, with_branch_rows(model.config, config, dict(masters(model))), ranks, dtype)
 
     return Origin(config, place)
 
@@ -472,7 +469,7 @@ def full_state(model: Transformer) -> dict[str, Tensor]:
     """The state dict of ``model`` with unsharded tensors on the CPU of rank 0; empty on other ranks. All ranks must call it."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     state: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in masters(model):
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if is_first:
             state[name] = full.cpu()
@@ -481,6 +478,17 @@ def full_state(model: Transformer) -> dict[str, Tensor]:
 
 def _gradients(model: nn.Module) -> Iterable[Tensor]:
     return (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+
+
+def _norm(tensors: Iterable[Tensor]) -> Tensor:
+    """Norm of all ``tensors`` together; torch's `get_total_norm` would give that of bf16 tensors in bf16."""
+    norms = torch._foreach_norm(list(tensors), 2.0, dtype=torch.float32)
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def scale_gradients(model: nn.Module, scale: Tensor) -> None:
+    """Multiply all gradients by ``scale``, in place."""
+    torch._foreach_mul_([local_part(grad) for grad in _gradients(model)], scale)
 
 
 def reshard(model: Transformer) -> None:

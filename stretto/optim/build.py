@@ -1,4 +1,4 @@
-"""Optimisers: torch's fused AdamW, or Muon for hidden matrices and AdamW for the other parameters.
+"""Optimisers: torch's fused AdamW, the same with small states, or Muon for hidden matrices and AdamW for the other parameters.
 
 torch has a Muon too. It orthogonalises in bf16, which a CPU without bf16 units emulates: one step took 450 ms on 5 million
 parameters, against 20 ms here. It also accepts neither stacks of matrices nor shards.
@@ -18,11 +18,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import AdamW, Optimizer
 
+from stretto.base.errors import UserError
+from stretto.ops.master import split_parameter
+from stretto.optim.compact import CompactAdamW
 from stretto.optim.schedule import OptimConfig
 
 
-def build_optimizers(config: OptimConfig, model: nn.Module) -> tuple[Optimizer, ...]:
-    """One optimiser for AdamW, two for Muon. Each parameter group has ``lr_factor``, its learning rate over the schedule's."""
+def build_optimizers(config: OptimConfig, model: nn.Module, seed: int = 0) -> tuple[Optimizer, ...]:
+    """One optimiser for AdamW, two for Muon. Each parameter group has ``lr_factor``, its learning rate over the schedule's.
+
+    Stores the trained weights of ``model`` as ``config.master`` says. ``seed``: of stochastic rounding. Raises `UserError`: the weights are
+    divided over ranks, and states are not in fp32.
+    """
     hidden: list[nn.Parameter] = []
     # Groups of AdamW: by weight decay, factor of the learning rate, and the ranks that the parameters are sharded over, because
     # torch's multi-tensor kernels take parameters of one kind.
@@ -42,6 +49,21 @@ def build_optimizers(config: OptimConfig, model: nn.Module) -> tuple[Optimizer, 
     ]
     # FSDP2 shards are DTensors, which the fused kernel accepts only on an accelerator.
     params = [parameter for group in rest.values() for parameter in group]
+    if config.is_compact:
+        if any(isinstance(parameter, DTensor) for parameter in params):
+            raise UserError(
+                "optim.moments, optim.master, optim.in_backward: work on one rank; on several, FSDP divides fp32 states over the ranks: "
+                "leave them out"
+            )
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and config.master != "fp32" and _is_hidden_matrix(name, parameter):
+                if config.master == "split":
+                    split_parameter(parameter)
+                else:
+                    parameter.data = parameter.data.to(torch.bfloat16)
+        betas = (config.beta1, config.beta2)
+        settings = (config.lr, betas, config.eps, config.moments)
+        return (CompactAdamW(groups, *settings, seed=seed, in_backward=config.in_backward),)
     fused = all(type(parameter) is nn.Parameter for parameter in params) or params[0].device.type == "cuda"
     adamw = AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused)
     if not hidden:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from stretto.base.config import Config
+
+Moments = Literal["fp32", "bf16", "int8"]
+Master = Literal["fp32", "split", "bf16_stochastic"]
+
+_LARGEST_BETA2 = 0.99
+"""With moments in fewer bits: bf16 has 8, so that a decay of less than 2⁻⁸ would be rounded away and the second moment never fall."""
 
 
 class OptimConfig(Config):
@@ -36,6 +42,33 @@ class OptimConfig(Config):
     router_lr_factor: float = Field(default=1.0, ge=0)
     """The routers' learning rate divided by that of other parameters; 0 freezes them. The weights of upcycled routers are tiny
     (`stretto.model.upcycle`) and need a rate of their own scale."""
+    moments: Moments = "fp32"
+    """Storage of AdamW's two moments: 8, 4 or 2 bytes per parameter. ``int8``: codes with a scale for each block of 128 (2110.02861);
+    tensors with fewer than 4,096 numbers stay in fp32. One rank only."""
+    master: Master = "fp32"
+    """Storage of the weights of attention and feed-forward layers. ``split``: the bf16 weight that products read, and its other 16 bits,
+    together the exact fp32 weight in 4 bytes; gradients are bf16, 2 bytes. ``bf16_stochastic``: bf16 alone, 2 bytes; updates are rounded
+    stochastically, which is right on average. Both compute in bf16. One rank only."""
+    in_backward: bool = False
+    """Update each parameter during the backward pass and free its gradient at once. Clips by the norm of the previous step, and the first
+    step not at all. A step that is not finite has then changed other weights: continue from the newest snapshot. One rank and one
+    micro-batch per step only."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.name == "muon" and self.is_compact:
+            raise ValueError("name: muon keeps fp32 states; leave moments, master and in_backward out, or choose adamw")
+        if self.moments != "fp32" and self.beta2 > _LARGEST_BETA2:
+            raise ValueError(
+                f"beta2: {self.beta2:g} is more than {_LARGEST_BETA2}, and moments in {self.moments} would round such a decay away; "
+                "lower it, or keep moments in fp32"
+            )
+        return self
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether states or steps differ from those of torch's AdamW (`stretto.optim.compact`)."""
+        return self.moments != "fp32" or self.master != "fp32" or self.in_backward
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:

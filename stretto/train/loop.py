@@ -38,8 +38,10 @@ from stretto.model.spec import ModelConfig, SubnetChoice, count
 from stretto.model.transformer import Transformer
 from stretto.ops.int_weights import IntWeight
 from stretto.ops.logprob import IGNORED
+from stretto.ops.master import restore
 from stretto.ops.tuning import deterministic, threads_kept
 from stretto.optim.build import build_optimizers, set_learning_rate
+from stretto.optim.compact import trained_parameters
 from stretto.optim.schedule import learning_rate
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.pace import Pace, find_pace
@@ -169,7 +171,8 @@ def elasticize(
     if training.step == 0 and config.expert_order is None and config.num_moe_layers:
         training.rank_experts(parent)
     taught_by = teacher or parent
-    if teacher is None and recipe.cached_logits is None and training.step == 0 and job.ranks.world == 1:
+    is_parents = training.step == 0 and recipe.optim.master != "bf16_stochastic"  # which rounds the weights
+    if teacher is None and recipe.cached_logits is None and is_parents and job.ranks.world == 1:
         taught_by = copied(
             training.model, parent.config
         )  # its weights still are the parent's, which need not be read again
@@ -333,7 +336,7 @@ class _Training:
             self._freeze_all_but_routers()
         if adapt is not None:
             adapt(self.model)
-        self.optimizers = build_optimizers(recipe.optim, self.model)
+        self.optimizers = build_optimizers(recipe.optim, self.model, train.seed)
         if meta is not None:
             self._resume(meta)
         self.saved_s, self.saved_step = time.monotonic(), self.step if meta is not None else None
@@ -384,7 +387,8 @@ class _Training:
             ctx = replace(batch.ctx, recompute=self.train.recompute)
             return MicroBatch("full", batch.ids_BT, batch.targets_BT, ctx, config.full(), 1)
 
-        pace = find_pace(self.train.dtype, config, next_batch, self.ranks)
+        in_bf16 = self.train.dtype == "auto" and self.optim.master != "fp32"
+        pace = find_pace("bfloat16" if in_bf16 else self.train.dtype, config, next_batch, self.ranks)
         loader.restore(first_state)
         return pace
 
@@ -450,6 +454,9 @@ class _Training:
                         raise KeyboardInterrupt if interrupted else SystemExit(128 + signal.SIGTERM)
             self._save()
             self.writer.wait()
+            for optimizer in self.optimizers:  # their memory is needed for the fp32 weights
+                optimizer.state.clear()
+            restore(trained_parameters(self.optimizers))
         finally:
             self.writer.close()
             if log is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, PositiveFloat, model_validator
 
@@ -143,6 +143,21 @@ class TrainConfig(Config):
         return self.rows // self.micro_batches
 
 
+def check_states(recipe: Any) -> Any:
+    """``recipe``. Raises `ValueError` if its ``optim`` and ``train`` cannot be used together."""
+    optim, train = recipe.optim, recipe.train
+    if optim.master != "fp32" and train.dtype == "float32":
+        raise ValueError(
+            f"optim.master: {optim.master} computes in bf16; set train.dtype to bfloat16, or master to fp32"
+        )
+    if optim.in_backward and train.micro_batches > 1:
+        raise ValueError(
+            f"optim.in_backward: the gradients of {train.micro_batches} micro-batches are summed before a step, so that none can be freed "
+            "early; set train.micro_batches = 1, or leave in_backward out"
+        )
+    return recipe
+
+
 class Recipe(Config):
     """Recipe of a pre-training run."""
 
@@ -157,6 +172,8 @@ class Recipe(Config):
     def _check(self) -> Self:
         check_fit(self.elastic, self.train, self.model)
         return self
+
+    _states = model_validator(mode="after")(check_states)
 
     def network(self) -> ModelConfig:
         """The model with the balance branches that its sampler needs."""
@@ -227,6 +244,8 @@ class HealRecipe(Config):
     """Weight of cross-entropy; the rest is KL(parent's full network ‖ student). With 1 the parent is not loaded."""
     balance_rate: float = Field(default=1e-4, ge=0)
 
+    _states = model_validator(mode="after")(check_states)
+
 
 class ElasticizeRecipe(Config):
     """Recipe of continued training that makes a finished network elastic. A frozen copy of that network teaches every Subnet."""
@@ -261,6 +280,8 @@ class ElasticizeRecipe(Config):
     """Number of the parent's largest log-probabilities per token that are computed before the first step and stored on disk, with the
     sum of the others. The parent is then not in memory during training. None: the parent stays in memory and its full distribution is used.
     """
+
+    _states = model_validator(mode="after")(check_states)
 
     def for_network(self, model: ModelConfig, presets: Mapping[str, SubnetChoice]) -> Self:
         """This recipe, completed for ``model``: anchors by name, and bounds that fit them. Raises `UserError`: they do not fit.
@@ -359,6 +380,8 @@ class SftRecipe(Config):
     """Step size of the balance bias for the full network alone; ``elastic`` has its own. With ``lora`` the biases are frozen, since an
     adapter cannot store them.
     """
+
+    _states = model_validator(mode="after")(check_states)
 
     def for_network(self, model: ModelConfig, presets: Mapping[str, SubnetChoice]) -> Self:
         """This recipe, completed for ``model`` like `ElasticizeRecipe.for_network`. Raises `UserError`: it does not fit."""

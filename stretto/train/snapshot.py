@@ -29,6 +29,7 @@ from stretto.base.paths import read_json, remove
 from stretto.base.records import Receipt
 from stretto.model.parallel import Ranks
 from stretto.model.transformer import Transformer
+from stretto.ops.master import low_parts
 from stretto.train.pace import Pace
 
 META = "meta.json"
@@ -236,8 +237,10 @@ def _owned(model: Transformer, optimizers: Sequence[Optimizer]) -> list[tuple[Op
 
 
 def _state(model: Transformer, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """All tensors of a snapshot, not copied."""
-    return {"model": model.state_dict(), "optim": _optimizer_state(model, optimizers)}
+    """All tensors of a snapshot, not copied. A split weight is stored as its two parts (`stretto.ops.master`)."""
+    state: dict[str, Any] = {"model": model.state_dict(), "optim": _optimizer_state(model, optimizers)}
+    low = low_parts(model)
+    return state | {"low": low} if low else state
 
 
 def _optimizer_state(model: Transformer, optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Tensor]]:

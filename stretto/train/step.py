@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -25,10 +25,11 @@ from torch.optim import Optimizer
 from stretto.base.errors import UserError
 from stretto.base.records import Meter
 from stretto.model.elastic import update_balance
-from stretto.model.parallel import Ranks
+from stretto.model.parallel import Ranks, scale_gradients
 from stretto.model.spec import ModelConfig, Subnet, count, executed
 from stretto.model.transformer import Context, RowWidths, Transformer
 from stretto.ops.logprob import IGNORED, Teacher, TopLogProbs, head_loss
+from stretto.optim.compact import CompactAdamW
 from stretto.train.sampler import WidthPlan
 
 
@@ -145,7 +146,8 @@ class StepResult:
 
 
 class NonFiniteError(UserError):
-    """A loss or gradient is NaN or infinite: the run diverged. No weight was changed, and the last snapshot is good."""
+    """A loss or gradient is NaN or infinite: the run diverged. No weight was changed, except by an optimiser in the backward pass, and the
+    last snapshot is good."""
 
     exit_code = 3
 
@@ -162,6 +164,9 @@ def optimisation_step(
 ) -> StepResult:
     """Accumulate gradients over ``batches``, clip them, and update weights and balance biases. Raises `NonFiniteError` before any
     weight is changed.
+
+    An optimiser with ``in_backward`` updates weights during the last backward pass, clips by the norm of the previous step, and may have
+    changed weights when the error is raised.
     """
     total_tokens = sum(batch.num_target_tokens for batch in batches)
     assert total_tokens > 0, "a step without a single target token"
@@ -170,10 +175,15 @@ def optimisation_step(
     counts: dict[int, Tensor] = {}
     streams_N: list[Mapping[str, Tensor]] = []
     flops = 0
+    eager = next((each for each in optimizers if isinstance(each, CompactAdamW) and each.in_backward), None)
+    scale = None if eager is None else eager.begin(clip_norm)
     for batch in batches:
         # gradients are summed over ranks, not averaged, so each pass contributes its share of the global mean
         share = 1.0 if batch.objective is not None else 1.0 / total_tokens
-        for done in forward_backward(model, batch, dtype, share):
+        updating: AbstractContextManager[None] = nullcontext()
+        if eager is not None and scale is not None and batch is batches[-1]:
+            updating = eager.updating(scale)
+        for done in forward_backward(model, batch, dtype, share, updating):
             nll_by_kind[done.kind] += done.measured.nll_N.sum()
             tokens_by_kind[done.kind] += done.num_target_tokens
             for row, counts_WE in done.counts.items():
@@ -184,17 +194,21 @@ def optimisation_step(
     for value in nll_by_kind.values():
         ranks.sum(value)
     counts = {row: ranks.sum(counts_WE) for row, counts_WE in counts.items()}
-    ranks.sum_gradients(model)
-    norm = ranks.clip_gradients(model, clip_norm)
+    if eager is None or scale is None:
+        ranks.sum_gradients(model)
+        norm = ranks.gradient_norm(model)
+        scale = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+    else:
+        eager.step(scale=scale)  # parameters that only earlier backward passes reached
+        eager.zero_grad(set_to_none=True)
+        norm = eager.gradient_norm()
     # the only place where the host waits for the device
     *sums, grad_norm = torch.stack([*nll_by_kind.values(), norm]).tolist()
     bad = [kind for kind, value in zip(nll_by_kind, sums, strict=True) if not math.isfinite(value)]
     if bad or not math.isfinite(grad_norm):
         where = f"the loss of {', '.join(bad)}" if bad else "the gradient"
         raise NonFiniteError(f"{where} is not finite; lower optim.lr")
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    _apply(model, optimizers, scale)
     update_balance(model, counts, balance_rate)
     return StepResult(
         nll_by_kind=dict(zip(nll_by_kind, sums, strict=True)),
@@ -207,6 +221,18 @@ def optimisation_step(
     )
 
 
+def _apply(model: Transformer, optimizers: Sequence[Optimizer], scale: Tensor) -> None:
+    """Make the optimisers' updates with the gradients times ``scale``, and free the gradients."""
+    if not all(isinstance(optimizer, CompactAdamW) for optimizer in optimizers):
+        scale_gradients(model, scale)
+    for optimizer in optimizers:
+        if isinstance(optimizer, CompactAdamW):
+            optimizer.step(scale=scale)
+        else:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Pass:
     """One trained pass of a micro-batch. Written by `forward_backward`."""
@@ -217,15 +243,25 @@ class Pass:
     """Tokens routed to each expert, by MoE row, [W, E]."""
     num_target_tokens: int
     """Over all ranks."""
+    is_last: bool = True
+    """Whether no other pass of the micro-batch follows."""
 
 
-def forward_backward(model: Transformer, batch: MicroBatch, dtype: torch.dtype, share: float = 1.0) -> list[Pass]:
-    """Add ``share`` times the gradient of ``batch`` to the parameters' gradients. Activations of one pass at a time are in memory."""
+def forward_backward(
+    model: Transformer,
+    batch: MicroBatch,
+    dtype: torch.dtype,
+    share: float = 1.0,
+    last_backward: AbstractContextManager[None] | None = None,
+) -> list[Pass]:
+    """Add ``share`` times the gradient of ``batch`` to the parameters' gradients. Activations of one pass at a time are in memory.
+    ``last_backward``: context of the last pass's backward pass."""
     assert batch.distil is None or batch.objective is None, "a micro-batch has an objective or a teacher, not both"
     autocast = torch.autocast(batch.ids_BT.device.type, dtype=dtype, enabled=dtype != torch.float32)
     done = []
     for current in _passes(model, batch, autocast):
-        (current.measured.loss * share).backward()
+        with (last_backward if current.is_last else None) or nullcontext():
+            (current.measured.loss * share).backward()
         done.append(replace(current, measured=replace(current.measured, loss=current.measured.loss.detach())))
     return done
 
@@ -245,7 +281,7 @@ def _passes(model: Transformer, batch: MicroBatch, autocast: torch.autocast) -> 
             if distil.learns:
                 measured = Measured(*head_loss(hidden_ND, distil.model.head_VD, taught.targets_BT.flatten()))
         if distil.learns:
-            yield Pass("full", measured, _counted(output.counts, taught.ctx), taught.num_target_tokens)
+            yield Pass("full", measured, _counted(output.counts, taught.ctx), taught.num_target_tokens, is_last=False)
         if distil.ce_weight < 1.0:
             teacher, ce_weight = Teacher(hidden_ND.detach(), distil.model.head_VD), distil.ce_weight
             taught_N = None if distil.rows is None else distil.rows.taught_B.repeat_interleave(batch.ids_BT.shape[1])

@@ -116,6 +116,27 @@ def test_a_resumed_run_is_an_uninterrupted_one(changes: dict[str, Any], make_run
     assert_same(reference, stopped(resume=True, **changes))
 
 
+COMPACT: list[dict[str, Any]] = [
+    {"optim__moments": "int8"},
+    {"optim__moments": "bf16", "optim__master": "split"},
+    {"optim__moments": "int8", "optim__master": "bf16_stochastic", "optim__in_backward": True, "train__micro_batches": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", COMPACT)
+def test_runs_with_small_states_resume_to_the_bit_and_end_in_fp32(
+    changes: dict[str, Any], make_run: Any, assert_same: Same
+) -> None:
+    changes = {"train__dtype": "bfloat16", "train__steps": 5, "elastic__depth_share": 0.5, **changes}
+    whole = make_run("whole")(**changes)
+    assert all(parameter.dtype == torch.float32 for parameter in whole.model.parameters())
+    stopped = make_run("stopped")
+    with ctrl_c_in_forward(4), pytest.raises(KeyboardInterrupt):
+        stopped(**changes)
+    assert 0 < stopped.steps()[-1] < 5
+    assert_same(whole, stopped(resume=True, **changes))
+
+
 @pytest.mark.slow
 def test_steps_are_deterministic_where_the_recipe_asks_for_it(
     run: Any, make_run: Any, assert_same: Same, monkeypatch: pytest.MonkeyPatch

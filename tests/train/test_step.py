@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stretto.base.records import Meter
 from stretto.model.elastic import load_balance
-from stretto.model.parallel import join
+from stretto.model.parallel import full_state, join
 from stretto.model.spec import ModelConfig, Subnet, count, executed
 from stretto.model.transformer import Context, MoeLayer, RowWidths, Transformer, build
 from stretto.ops.logprob import IGNORED, chosen_logprobs
@@ -370,3 +370,58 @@ def test_a_masked_pass_scores_all_experts() -> None:
     small = CONFIG.subnet(depth=4, experts=2, top_k=1)
     assert executed(CONFIG, small).experts == (4, 4, 4, 4)
     assert executed(CONFIG, small).top_k == small.top_k
+
+
+def compact_step(model: Transformer, batches: list[MicroBatch], clip: float, **settings: Any) -> StepResult:
+    """One step in bf16 with the optimiser of ``settings``."""
+    optimizers = build_optimizers(OptimConfig(lr=1e-2, **settings), model)
+    return optimisation_step(
+        model, optimizers, batches, join("cpu"), clip_norm=clip, balance_rate=0.0, dtype=torch.bfloat16
+    )
+
+
+def test_a_step_on_split_weights_is_that_on_fp32_weights_to_the_bit() -> None:
+    """The products read the same bf16 numbers, and a weight's gradient in fp32 is the widened bf16 one."""
+    states = []
+    for master in ("fp32", "split"):
+        model = network()
+        compact_step(model, [micro([[DOCUMENTS[0]], [DOCUMENTS[3]]], model.config.full())], 1e9, master=master)
+        states.append(full_state(model))
+        assert (model.blocks[0].attention.qkv.weight.dtype == torch.bfloat16) == (master == "split")
+    one, other = states
+    assert one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_step_in_the_backward_pass_is_an_ordinary_one(joint: bool) -> None:
+    """Without clipping, of micro-batches whose last one drops a layer, and of a teacher that learns in a pass of its own. Each weight moves
+    once, by the sum of its gradients, which are free afterwards; what no pass reached does not decay."""
+    states, norms = [], []
+    for in_backward in (False, True):
+        model = network()
+        full, small = model.config.full(), model.config.subnet(3, 4, 2)
+        lesson = Distil(model, model.config.subnet(3, 8, 3), 0.5, learns=True)
+        last = micro([[DOCUMENTS[4]], [DOCUMENTS[5]]], small, "corner", distil=lesson if joint else None)
+        batches = [last] if joint else [micro([[DOCUMENTS[0]]], full), last]
+        norms.append(compact_step(model, batches, 1e9, master="split", in_backward=in_backward).grad_norm)
+        states.append(full_state(model))
+        assert all(parameter.grad is None for parameter in model.parameters())
+    one, other = states
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    assert norms[0] == pytest.approx(norms[1], rel=SAME)
+    (layer,) = set(full.layers) - set(small.layers)
+    left_out = f"blocks.{layer}.attention.qkv.weight"
+    assert torch.equal(one[left_out], full_state(network())[left_out]) == joint
+
+
+def test_a_step_in_the_backward_pass_clips_by_the_norm_before() -> None:
+    model, ranks = network(), join("cpu")
+    (optimizer,) = build_optimizers(OptimConfig(lr=1e-2, in_backward=True), model)
+    batch = micro([[DOCUMENTS[0]]], model.config.full())
+    for _ in range(2):
+        result = optimisation_step(
+            model, [optimizer], [batch], ranks, clip_norm=0.1, balance_rate=0.0, dtype=torch.float32
+        )
+    assert result.grad_norm > 0.1
+    assert float(optimizer.begin(0.1)) == pytest.approx(0.1 / result.grad_norm, rel=1e-4)
+    assert float(optimizer.begin(0.1)) == 1.0  # no gradient since
