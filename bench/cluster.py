@@ -11,7 +11,6 @@ Fails (exit code 1) if a run with another store differs from the plain loop or o
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -26,7 +25,7 @@ from typing import Any
 
 import ray
 
-from bench.common.measure import table, wide_console
+from bench.common.measure import bench_parser, finish, table, wide_console
 from bench.common.nodes import NODES, RESOURCES, START_S, cluster, in_namespace
 from bench.common.s3 import s3_server
 from bench.sync_equality import plain_run, recipe, start_of, whole_run
@@ -82,10 +81,18 @@ def main() -> None:
         address, store, steps, folder, start = sys.argv[2:]
         print("\n" + json.dumps(drive(address, store, int(steps), Path(folder), Path(start))))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--steps", type=int, default=4)
     options = parser.parse_args()
-    rows, is_broken = list[tuple[str, ...]](), False
+    made = table(
+        "Four nodes without a shared folder",
+        "store",
+        "weights against the plain loop",
+        "foreign opens",
+        "aim",
+        "wall s",
+    )
+    failures = list[str]()
     base = Path(tempfile.mkdtemp(prefix="stretto-", dir="/var/tmp"))
     with s3_server() as s3:
         try:
@@ -102,24 +109,15 @@ def main() -> None:
                     num_foreign = len(foreign.read_text().splitlines()) if foreign.exists() else 0
                     is_equal = found.get("checksum") == plain.checksum
                     is_control = store == "file"
-                    is_broken |= is_equal == is_control or num_foreign > 0
                     result = found.get("problem") or ("equal" if is_equal else "differs")
                     aim = "fails" if is_control else "equal, 0"
-                    rows.append((name, result[:90], f"{num_foreign}", aim, f"{found.get('wall_s', 0):.1f}"))
+                    made.add_row(name, result[:90], f"{num_foreign}", aim, f"{found.get('wall_s', 0):.1f}")
+                    if is_equal == is_control or num_foreign > 0:
+                        failures.append(f"store {name}: {result}, {num_foreign} foreign opens; aim: {aim}")
         finally:
             shutil.rmtree(base)
-    made = table(
-        "Four nodes without a shared folder",
-        "store",
-        "weights against the plain loop",
-        "foreign opens",
-        "aim",
-        "wall s",
-    )
-    for row in rows:
-        made.add_row(*row)
     wide_console().print(made)
-    sys.exit(is_broken)
+    finish(failures)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ another time, place, weather, medium or view. The lists were written before any 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from bench.common.measure import table, wide_console
+from bench.common.measure import bench_parser, table, wide_console
 from stretto.api.agent import endpoint
 from stretto.api.serve import ServeOptions
 from stretto.pictures.enhance import Enhanced, enhance, suffixed
@@ -56,7 +55,7 @@ async def written_by(model: Path, subnet: str | None, requests: Iterable[str]) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = bench_parser(__doc__)
     parser.add_argument("model", type=Path, nargs="?", help="run or checkpoint whose own words are measured, too")
     parser.add_argument("--subnet", help="size of the network")
     parser.add_argument("--show", action="store_true", help="print all prompts of the model")

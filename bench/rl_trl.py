@@ -35,17 +35,25 @@ import numpy as np
 from rich.console import Console
 
 from bench.common.measure import SLOW, Calibration, bench_parser, table, times, wide_console
-from bench.common.policies import held_out_reward, our_gradient, worst_advantage
 from stretto.api.rl import made_start
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, RECIPES, checkpoint_folder, write_json
 from stretto.base.records import LINEAGE_FILE
 from stretto.base.track import METRICS_FILE, progress, read_metrics
+from stretto.base.trajectory import Group, Outcome, Segment, Trajectory, Verdict
+from stretto.engine.loading import open_engine
+from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.flow.launch import SourceTables
+from stretto.learning.algorithms import advantages
+from stretto.learning.dialogue import Dialogue
 from stretto.learning.recipe import Prompts, RlRecipe, plan_prompts
+from stretto.learning.samples import store_group
+from stretto.learning.trainer import TrainerRole
 from stretto.model.checkpoint import ELASTIC_FILE, STRETTO_FILE
+from stretto.runtime.store import FolderStore
 from stretto.sandbox.isolate import usage
+from stretto.tasks.task import Answer, TaskSource
 
 AIM = 3.0
 THEIRS = "TRL"
@@ -67,7 +75,7 @@ STEP_MARK = b'"reward/mean"'
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Measured:
     """Measurements of one run. Written by `Bench.run`."""
 
     samples_per_s: float
@@ -168,7 +176,7 @@ class Bench:
         command = [sys.executable, "-m", "stretto", "rl", str(self.recipe_path), "--model", str(self.start)]
         return [*command, "--out", str(self.folder / name), "--device", "cpu", *flags], self.folder / name
 
-    def run(self, command: Sequence[str], folder: Path, advance: Callable[[int], None]) -> Outcome:
+    def run(self, command: Sequence[str], folder: Path, advance: Callable[[int], None]) -> Measured:
         """Run ``command`` to its end, and measure the held-out reward of its policy."""
         before_s = self.calibration.seconds()
         ticks = run_watched(command, folder, advance)
@@ -179,7 +187,7 @@ class Bench:
         rewards = tuple(row["reward/mean"] for row in rows)
         tokens = mean(row["samples/tokens_mean"] for row in rows)
         assert len(rewards) == self.steps, f"{folder}: {len(rewards)} steps of {self.steps}"
-        return Outcome(wall, processor, rewards, self.held_out(folder / CHECKPOINT), tokens, calibration_s)
+        return Measured(wall, processor, rewards, self.held_out(folder / CHECKPOINT), tokens, calibration_s)
 
     def held_out(self, folder: Path) -> float:
         return held_out_reward(folder, self.recipe, self.prompts, self.sources, self.num_held_out)
@@ -219,7 +227,7 @@ def main() -> None:
 
 def _compare(bench: Bench, rounds: int, console: Console) -> None:
     best = _fastest(bench, console)
-    runs: dict[str, list[Outcome]] = {name: [] for name in (*OURS, THEIRS)}
+    runs: dict[str, list[Measured]] = {name: [] for name in (*OURS, THEIRS)}
     with progress("runs in turn", rounds * len(runs) * bench.steps) as advance:
         for number in range(rounds):
             for name, outcomes in runs.items():
@@ -263,6 +271,83 @@ def _fastest(bench: Bench, console: Console) -> str:
     return min(walls, key=lambda name: walls[name])
 
 
+def held_out_reward(
+    folder: Path, recipe: RlRecipe, prompts: Prompts, sources: Mapping[str, TaskSource], num: int
+) -> float:
+    """Mean reward on ``num`` held-out problems, one sample of each at the recipe's temperature, drawn by our engine."""
+    opened = open_engine(folder, EngineConfig(cache_bytes=recipe.rollout.cache_bytes))
+    assert opened.engine.tokenizer is not None
+    dialogue, phases = Dialogue(opened.engine.tokenizer), Phases(opened.engine.model.config.full())
+    tasks = [prompts.held_out(number) for number in range(num)]
+    problems = [sources[task.source].problem(task.item) for task in tasks]
+    requests = [
+        Request(
+            str(number),
+            tuple(dialogue.prompt(problem.messages).tolist()),
+            Sampling(
+                temperature=recipe.rollout.temperature,
+                seed=number,
+                max_tokens=task.max_tokens,
+                stop_ids=dialogue.stop_ids,
+            ),
+            phases,
+        )
+        for number, (task, problem) in enumerate(zip(tasks, problems, strict=True))
+    ]
+    done = opened.engine.generate(requests)
+    assert len(done) == num, f"{len(done)} answers to {num} problems"
+    by_id = {int(each.request_id): dialogue.text(np.array(each.tokens)) for each in done}
+    scores = [
+        sources[task.source].score(problem, Answer(by_id[number])).reward
+        for number, (task, problem) in enumerate(zip(tasks, problems, strict=True))
+    ]
+    return float(np.mean(scores))
+
+
+def worst_advantage(rows: Sequence[Mapping[str, Any]], group: int) -> float:
+    """Largest difference between our GRPO advantages and those in ``rows``, for the same rewards."""
+    worst = 0.0
+    for row in rows:
+        rewards, theirs = (np.array(row[name], np.float64).reshape(-1, group) for name in ("rewards", "advantages"))
+        ours = np.stack([advantages(rewards_G, "grpo") for rewards_G in rewards])
+        worst = max(worst, float(np.abs(ours - theirs).max()))
+    return worst
+
+
+def our_gradient(row: Mapping[str, Any], recipe: RlRecipe, prompts: Prompts, start: Path, folder: Path) -> float:
+    """Gradient norm of our first step on the samples of ``row``: prompts, completions and rewards, sorted by group.
+
+    The samples have no log-probabilities and routes, so the step recomputes the log-probabilities and replays no routes. With a
+    staleness of 0 both are without effect.
+    """
+    loss = recipe.loss.model_copy(update={"proximal": "recompute"})
+    role = TrainerRole(recipe.model_copy(update={"loss": loss, "replay": "off"}), folder, start)
+    size = prompts.group
+    samples = list(zip(row["prompt_ids"], row["completion_ids"], row["rewards"], strict=True))
+    refs = []
+    for ordinal, begin in enumerate(range(0, len(samples), size)):
+        trajectories = tuple(
+            Trajectory(
+                ordinal=ordinal,
+                sample=sample,
+                attempt=0,
+                segments=(_segment(prompt, False), _segment(completion, True)),
+                routes=None,
+                finish_reason="stop",
+                verdict=Verdict(reward, Outcome.OK, 0.0),
+            )
+            for sample, (prompt, completion, reward) in enumerate(samples[begin : begin + size])
+        )
+        refs.append(store_group(FolderStore(folder), Group(prompts.task(ordinal), trajectories)))
+    return role.step(refs, 0).scalars["optim/grad_norm"]
+
+
+def _segment(tokens: Sequence[int], is_sampled: bool) -> Segment:
+    ids = np.array(tokens, np.int32)
+    versions = np.zeros(len(ids), np.int32) if is_sampled else np.full(len(ids), -1, np.int32)
+    return Segment(ids, is_sampled, np.zeros(len(ids), np.float32), versions)
+
+
 def _rates(ticks: Sequence[Tick], num_samples: int) -> tuple[float, float]:
     """Samples per second of wall time and of processor time, from the first step that counts to the last."""
     first, last = next(tick for tick in ticks if tick.step >= WARM_UP), ticks[-1]
@@ -283,7 +368,7 @@ def _show_agreement(bench: Bench, console: Console) -> None:
     )
 
 
-def _show_speed(runs: Mapping[str, Sequence[Outcome]], console: Console) -> None:
+def _show_speed(runs: Mapping[str, Sequence[Measured]], console: Console) -> None:
     every = [outcome for outcomes in runs.values() for outcome in outcomes]
     best_s = min(outcome.calibration_s for outcome in every)
     shown = table(
@@ -308,7 +393,7 @@ def _show_speed(runs: Mapping[str, Sequence[Outcome]], console: Console) -> None
     console.print(shown)
 
 
-def _show_rewards(runs: Mapping[str, Sequence[Outcome]], before: float, num_held_out: int, console: Console) -> None:
+def _show_rewards(runs: Mapping[str, Sequence[Measured]], before: float, num_held_out: int, console: Console) -> None:
     num_steps = len(runs[THEIRS][0].rewards)
     spans = list(itertools.pairwise(np.linspace(0, num_steps, 5).astype(int).tolist()))
     shown = table(

@@ -7,10 +7,9 @@ dropped and replaced, occur. The plain loop (`bench.common.plain_loop`) samples,
 whole runs with controller, leases, snapshots and held-out evaluations: roles in threads; in threads with two engines with small
 caches; in processes; and with ``--ray`` as actors of a Ray cluster that the bench starts. With
 ``--s3``, groups, token logs, snapshots and weights of processes pass through an S3 server, and with ``--ray`` through the memory of the
-cluster, so that no role reads another's folder. With ``--gloo``, weights also go from the trainer's memory to the engines of processes,
-by torch.distributed. The runs in processes also run with a process, the
-trainer's included, killed by SIGKILL after every other step. A last run with a staleness of 1 must differ.
-Fails (exit code 1) if another run differs from the plain loop, or if that one does not.
+cluster, so that no role reads another's folder. With ``--gloo``, torch.distributed sends weights from the trainer to the engines of
+processes. The runs in processes are repeated with a process killed by SIGKILL after every other step, the trainer's included. The last
+run has a staleness of 1 and must differ. Exit code 1: another run differs from the plain loop, or the last one does not.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from bench.common.measure import table, wide_console
+from bench.common.measure import bench_parser, finish, table, wide_console
 from bench.common.plain_loop import run_plainly
 from bench.common.s3 import s3_server
 from stretto.base.paths import CHECKPOINT
@@ -189,7 +187,7 @@ def checksum(folder: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1, help="threads of each engine and of the trainer")
     parser.add_argument("--ray", action="store_true", help="also run on Ray, also with the store ray")
@@ -213,34 +211,25 @@ def main() -> None:
             for number, (name, chosen) in enumerate(runs.items()):
                 kill_after = range(1, options.steps, 2) if name.endswith(KILLED) else ()
                 found.append(whole_run(name, chosen, folder / f"run-{number}", start, advance, kill_after))
-    sys.exit(show(found))
+    finish(show(found))
 
 
-def show(found: list[Outcome]) -> bool:
-    """Print the table. Returns whether the bench failed: a run differs from the first one, or the last run does not."""
+def show(found: list[Outcome]) -> list[str]:
+    """Print the table. Returns the failures: runs that differ from the first one, or a last run that does not."""
     plain, *others = found
-    made = table(
-        "Final weights",
-        "run",
-        "SHA-256",
-        "against the plain loop",
-        "aim",
-        "dropped groups",
-        "reward",
-        "largest K3",
-        "wall s",
-    )
-    broken = False
+    headings = ("run", "SHA-256", "against the plain loop", "aim", "dropped groups", "reward", "largest K3", "wall s")
+    made, failures = table("Final weights", *headings), list[str]()
     for each in found:
         same, should = each.checksum == plain.checksum, each is not others[-1]
-        broken |= same != should
         reward = f"{each.rewards[0]:.3f} → {each.rewards[-1]:.3f}"
         verdict, aim = ("equal" if same else "differs"), ("equal" if should else "differs")
+        if verdict != aim:
+            failures.append(f"{each.name}: {verdict}; aim: {aim}")
         dropped = "" if each.num_dropped is None else f"{each.num_dropped}"
         largest = f"{max(each.mismatch):.1e}" if any(each.mismatch) else "0"
         made.add_row(each.name, each.checksum[:16], verdict, aim, dropped, reward, largest, f"{each.wall_s:.1f}")
     wide_console().print(made)
-    return broken
+    return failures
 
 
 if __name__ == "__main__":

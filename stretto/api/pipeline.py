@@ -6,7 +6,7 @@ pipeline.json   inputs of each step (recipe, hashes of weights), and whether it 
 NAME.json       the complete recipe of a step; with it, the command that is shown can be run by hand
 NAME/           the run folder that a step's command writes
 NAME.log        console output of a step that ran beside others
-before-1/…      results that `--from` has moved away
+before-1/…      earlier results of the stages that `--from` runs again
 """
 
 from __future__ import annotations

@@ -451,7 +451,7 @@ def search(
 def extract(
     model: ModelLike, subnet: SubnetLike, out: PathLike | None = None, *, device: str = "auto", force: bool = False
 ) -> Model:
-    """Cut one size out as an ordinary checkpoint. Refuses unless its logits equal those of the masked network.
+    """Write one size of a network as an ordinary checkpoint. Refuses unless its logits equal those of the masked network.
 
     Args:
         model: run or checkpoint.

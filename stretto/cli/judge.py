@@ -21,7 +21,7 @@ Books = Annotated[
     list[Path],
     Option(help="Books: JSONL, CSV or Parquet with text and author, or a folder of them.", show_default=False),
 ]
-Passages = Annotated[int, Option(min=1, help="Number of passages from the books.")]
+Passages = Annotated[int, Option(min=1, help="Number of passages to take from the books.")]
 Seed = Annotated[int, Option(help="Random seed.")]
 
 

@@ -291,7 +291,7 @@ def extract(
     device: Device = "auto",
     force: Force = False,
 ) -> None:
-    """Cut one size out as an ordinary checkpoint. Refuses unless its logits equal those of the masked network.
+    """Write one size of a network as an ordinary checkpoint. Refuses unless its logits equal those of the masked network.
 
     Reads a run or checkpoint; writes a checkpoint folder.
     """

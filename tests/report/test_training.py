@@ -20,11 +20,9 @@ from stretto.base.records import (
     FamilyRow,
     Ledger,
     LedgerRow,
-    Lineage,
     Receipt,
     family,
     ledger,
-    new_lineage,
 )
 from stretto.report.evals import compare
 from stretto.report.page import PAGE, REPORT_FOLDER, Section, render, to_png, write_page
@@ -42,6 +40,7 @@ from stretto.report.training import (
     training_curves,
 )
 from tests.report.searches import Point, searched
+from tests.report.test_cost import lineage
 from tests.report.test_evals import evaluation
 from tests.report.test_search import POINTS, marks, texts
 
@@ -52,13 +51,6 @@ NETWORK = Size("full", "4 layers", 1_000, 600, 2_000, 64, nll=3.0)
 HALF = Size("corner", "2 layers", 400, 300, 900, 32, nll=3.4, healed_nll=3.2)
 BARE = ReportData("run", (NETWORK,))
 CORNER = Size("corner", "2 layers, 3 experts, top-2", 2_170_003, 1_120_009, 2_610_011, 2_048, 1.12, 3.402, 3.301)
-
-
-def lineage(name: str, stage: str, flops: int, *parents: Lineage) -> Lineage:
-    receipt = Receipt(stage=stage, device="a CPU", flops=flops, tokens=1000, device_s=61.0, peak_memory_bytes=2**30)
-    return new_lineage(
-        name=name, stage=stage, weights_hash="0", total_params=9, active_params=3, receipt=receipt, parents=parents
-    )
 
 
 @pytest.fixture(scope="module")
