@@ -7,12 +7,13 @@ order and stores each outcome at once, so a case should take a minute at most, a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from bench.common.networks import shape
 from stretto.model.parallel import join
@@ -22,7 +23,7 @@ from stretto.ops.logprob import IGNORED
 from stretto.ops.matmul import PLAIN, Arithmetic
 from stretto.optim.build import build_optimizers
 from stretto.optim.schedule import OptimConfig
-from stretto.train.step import MicroBatch, optimisation_step
+from stretto.train.step import MicroBatch, StepResult, optimisation_step
 
 OPTIM = OptimConfig(lr=1e-5)
 CEILING_SIZE = 8192
@@ -149,18 +150,30 @@ def training_step(
     context: Callable[[Tensor], Context] = Context.plain,
 ) -> Callable[[], object]:
     """A whole step, with clipping, the router's own choices, balance biases and AdamW, on new rows at each call."""
-    optimizers, ranks, config = build_optimizers(OPTIM, model), join(setting.device.type), setting.config
+    optimizers, config = build_optimizers(OPTIM, model), setting.config
 
     def step() -> object:
         batches = []
         for _ in range(num_micro):
             ids_BT = random_ids(setting)
             batches.append(batch_of(ids_BT, config, replace(context(ids_BT), operators=arithmetic.operators)))
-        return optimisation_step(
-            model, optimizers, batches, ranks, clip_norm=OPTIM.clip_norm, balance_rate=1e-3, dtype=dtype
-        )
+        return run_step(model, optimizers, batches, setting, dtype)
 
     return step
+
+
+def run_step(
+    model: Transformer,
+    optimizers: Sequence[Optimizer],
+    batches: Sequence[MicroBatch],
+    setting: Setting,
+    dtype: torch.dtype,
+) -> StepResult:
+    """One optimisation step with clipping and balance biases."""
+    ranks = join(setting.device.type)
+    return optimisation_step(
+        model, optimizers, batches, ranks, clip_norm=OPTIM.clip_norm, balance_rate=1e-3, dtype=dtype
+    )
 
 
 def step_rate(step: Callable[[], object], setting: Setting, num_micro: int = 1) -> Rate:

@@ -20,6 +20,7 @@ from stretto.data.loader import Batch
 from stretto.model.parallel import Ranks
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, check_subnet, named_subnets
 from stretto.model.transformer import Context, Transformer
+from stretto.ops.documents import Documents
 from stretto.ops.logprob import IGNORED, Teacher, head_loss
 
 GRAM_ROWS = 1 << 14
@@ -43,7 +44,8 @@ class EvalBatch:
             torch.from_numpy(array).to(device=device, dtype=torch.int64, non_blocking=True)
             for array in (batch.tokens_BT, batch.targets_BT, batch.documents_BT, batch.positions_BT)
         )
-        return EvalBatch(ids_BT, targets_BT, Context(positions_BT, documents_BT))
+        documents = Documents.of(documents_BT, batch.documents_BT)
+        return EvalBatch(ids_BT, targets_BT, Context(positions_BT, documents_BT, documents=documents))
 
     @property
     def real_BT(self) -> Tensor:

@@ -259,7 +259,8 @@ class LocalTeacher:
         counts, flops = count(self._shape, executed(self._shape, self._subnet)), 0
         for batch in pack(groups, longest, train.micro_rows, share=ranks.world, with_routes=False):
             micro = place(batch, ranks, self._arithmetic, replays=False)
-            hidden_BTD = model(micro.mine["tokens_BT"], self._subnet, micro.ctx).hidden_BTD
+            with micro.autocast:
+                hidden_BTD = model(micro.mine["tokens_BT"], self._subnet, micro.ctx).hidden_BTD
             mine_N = target_places(batch, samples)[ranks.rows(len(batch.tokens_BT))].ravel()
             at, to = (
                 torch.from_numpy(part).to(ranks.device) for part in (np.flatnonzero(mine_N >= 0), mine_N[mine_N >= 0])
@@ -267,7 +268,8 @@ class LocalTeacher:
             value_M = hidden_BTD.flatten(0, 1)[at]
             if not self._gives_hidden:
                 targets_M = micro.mine["targets_BT"].flatten()[at]
-                value_M = chosen_logprobs(value_M, model.head_VD, targets_M, operators=micro.ctx.operators)[0]
+                with micro.autocast:
+                    value_M = chosen_logprobs(value_M, model.head_VD, targets_M, operators=micro.ctx.operators)[0]
             values_M[to] = value_M
             flops += counts.forward_flops(batch.tokens_BT.size, batch.tokens_BT.shape[1])
         ranks.sum(values_M)

@@ -341,15 +341,19 @@ class TrainerRole:
         total, num = torch.zeros((), device=self._ranks.device), 0
         for batch in pack(samples, train.seq_len, train.micro_rows, share=self._ranks.world, with_routes=False):
             micro = place(batch, self._ranks, self._arithmetic, replays=False)
-            own_ND, start_ND = (
-                model(micro.mine["tokens_BT"], model.config.full(), micro.ctx).hidden_BTD.flatten(0, 1)
-                for model in (self._model, start)
-            )
+            with micro.autocast:
+                own_ND, start_ND = (
+                    model(micro.mine["tokens_BT"], model.config.full(), micro.ctx).hidden_BTD.flatten(0, 1)
+                    for model in (self._model, start)
+                )
             targets_N = micro.mine["targets_BT"].flatten()
             at_M = (targets_N != IGNORED).nonzero()[:, 0]
             lesson = Lesson(at_M, Teacher(start_ND[at_M], start.head_VD))
             weights_N, head_VD = torch.ones_like(targets_N, dtype=torch.float32), self._model.head_VD
-            kl, _ = taught_loss(own_ND, head_VD, targets_N, weights_N, [lesson], DistillConfig(), micro.ctx.operators)
+            with micro.autocast:
+                kl, _ = taught_loss(
+                    own_ND, head_VD, targets_N, weights_N, [lesson], DistillConfig(), micro.ctx.operators
+                )
             total += kl
             num += batch.num_targets
         return float(self._ranks.sum(total)) / num
@@ -495,7 +499,7 @@ class TrainerRole:
             self._ranks,
             clip_norm=recipe.optim.clip_norm,
             balance_rate=recipe.train.balance_rate,
-            dtype=torch.float32,  # no autocast: the context's operators determine the arithmetic
+            dtype=update[0].dtype,
         )
         self._meter.add(flops=result.flops, tokens=result.num_tokens)
         return result

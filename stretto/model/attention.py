@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from stretto.model.spec import ModelConfig, RopeScaling
+from stretto.ops.documents import Documents
+from stretto.ops.grouped import compute_dtype
 from stretto.ops.operators import ORDINARY, Operators, causal_mask, document_mask, rotate, window_mask
 
 
@@ -22,8 +24,8 @@ class Geometry:
 
     cos_BTR: Tensor
     sin_BTR: Tensor
-    mask_B1TT: Tensor | None
-    """True where a query may attend to a key; None: causal attention."""
+    mask_B1TT: Tensor | Documents | None
+    """True where a query may attend to a key, or the documents within which queries attend; None: causal attention."""
     window_B1TT: Tensor | None = None
     """The mask of sliding layers; None if there are none."""
 
@@ -34,14 +36,27 @@ class Geometry:
         documents_BT: Tensor | None = None,
         shared_BT2: Tensor | None = None,
         operators: Operators = ORDINARY,
+        documents: Documents | None = None,
     ) -> Geometry:
-        """Rotations and masks for the layers of ``config``; the tensors are fields of `stretto.model.transformer.Context`."""
+        """Rotations and masks for the layers of ``config``; the arguments are fields of `stretto.model.transformer.Context`.
+
+        Packed rows attend by document where that is faster. Sliding windows, sinks, latent attention and batch-invariant operators need
+        masks, as do tensors that `Documents.are_worth` excludes.
+        """
         frequencies_R = rotary_frequencies(config, positions_BT.device)
         cos_BTR, sin_BTR = operators.rotary_tables(positions_BT, frequencies_R, config.rope_magnitude)
-        mask = None if documents_BT is None else document_mask(documents_BT, shared_BT2)
+        mask: Tensor | Documents | None = None
+        if documents_BT is not None:
+            needs_mask = config.sliding_layers or config.attention_sinks or config.latent is not None
+            if not needs_mask and operators.attends_by_document:
+                if documents is None or documents.documents_BT is not documents_BT:
+                    shared = None if shared_BT2 is None else shared_BT2.cpu().numpy()
+                    documents = Documents.of(documents_BT, documents_BT.cpu().numpy(), shared)
+                mask = documents if documents.are_worth(compute_dtype(cos_BTR)) else None
+            mask = document_mask(documents_BT, shared_BT2) if mask is None else mask
         if not config.sliding_layers:
             return Geometry(cos_BTR, sin_BTR, mask)
-        assert config.sliding_window is not None
+        assert config.sliding_window is not None and not isinstance(mask, Documents)
         visible = causal_mask(positions_BT.shape[1], positions_BT.device) if mask is None else mask
         return Geometry(cos_BTR, sin_BTR, mask, visible & window_mask(positions_BT, config.sliding_window))
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stretto.model.attention import Attention, Geometry, Mla
 from stretto.model.spec import ModelConfig, Subnet
+from stretto.ops.documents import Documents
 from stretto.ops.grouped import Clamp, ExpertBiases, Experts, counted
 from stretto.ops.operators import ORDINARY, Operators, Routes, route
 
@@ -58,6 +59,8 @@ class Context:
     """First column, and the one after the last, of a prefix that documents of a row share; a position may attend to this prefix and to
     its own document. Equal columns: no prefix. int64."""
     operators: Operators = ORDINARY
+    documents: Documents | None = None
+    """Where the documents of ``documents_BT`` lie, if the host has counted them; a device that must tell makes the host wait."""
     routing: Routing | None = None
     """Observes and may change the chosen experts (`Replay`, `Recorder`); None: the routers' choice."""
 
@@ -284,7 +287,8 @@ class Transformer(nn.Module):
 
     def geometry(self, ctx: Context) -> Geometry:
         """Rotations and masks of a forward pass. Reads no weights."""
-        return Geometry.of(self.config, ctx.positions_BT, ctx.documents_BT, ctx.shared_BT2, ctx.operators)
+        packing = ctx.documents_BT, ctx.shared_BT2, ctx.operators, ctx.documents
+        return Geometry.of(self.config, ctx.positions_BT, *packing)
 
     def forward(self, ids_BT: Tensor, subnet: Subnet, ctx: Context) -> Output:
         """Run ``subnet`` over ``ids_BT`` (int64)."""

@@ -5,7 +5,9 @@ Shape letters: N tokens, S tokens with a loss, M tokens of a chunk, D hidden, V 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -270,6 +272,11 @@ def chosen_logprobs(
     return _ChosenLogProbs.apply(hidden_ND, head_VD, targets_N, temperature, operators)
 
 
+def _head(operators: Operators, weight_VD: Tensor) -> Callable[[Tensor], Tensor]:
+    """The head of ``operators``; torch's own with logits in fp32, as in `head_loss`."""
+    return partial(wide_product, b_MF=weight_VD.t()) if operators.is_plain else operators.head(weight_VD)
+
+
 class _ChosenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -277,7 +284,7 @@ class _ChosenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(hidden_ND)
         kept_M = target_places(targets_N)
-        head = operators.head(head_VD.to(dtype))
+        head = _head(operators, head_VD.to(dtype))
         logp_N = hidden_ND.new_zeros(hidden_ND.shape[0], dtype=torch.float32)
         entropy_N = torch.zeros_like(logp_N)
         for part in kept_M.split(chunk_tokens(head_VD)):
@@ -293,7 +300,7 @@ class _ChosenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_ND, head_VD, targets_N, kept_M = ctx.saved_tensors
         weight_VD = head_VD.to(ctx.dtype)
-        head = ctx.operators.head(weight_VD)
+        head = _head(ctx.operators, weight_VD)
         grad_ND, grad_VD = torch.zeros_like(hidden_ND), _zero_gradient(head_VD)
         for part in kept_M.split(chunk_tokens(head_VD)):
             h_MD = hidden_ND[part].to(ctx.dtype)

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stretto.ops.documents import Documents, document_attention
 from stretto.ops.grouped import Experts, swiglu
 from stretto.ops.moe import experts
 
@@ -126,11 +127,14 @@ def attention(
     q_BHTC: Tensor,
     k_BGTC: Tensor,
     v_BGTU: Tensor,
-    mask_B1TT: Tensor | None,
+    mask_B1TT: Tensor | Documents | None,
     scale: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """`attention_reference` with torch's fused kernels. Returns [B, H, T, U]."""
+    """`attention_reference` with torch's fused kernels; documents take the place of their mask. Returns [B, H, T, U]."""
+    if isinstance(mask_B1TT, Documents):
+        assert sinks_H is None, "attention with sinks needs a mask"
+        return document_attention(q_BHTC, k_BGTC, v_BGTU, mask_B1TT, scale)
     if q_BHTC.is_cuda and mask_B1TT is not None and q_BHTC.shape[1] != k_BGTC.shape[1]:
         # CUDA kernels that take a mask and do not store all scores need one key head per query head
         groups = q_BHTC.shape[1] // k_BGTC.shape[1]
@@ -208,6 +212,8 @@ class Operators:
 
     is_plain = True
     """Whether these are torch's own, and not those of a `stretto.ops.matmul.Arithmetic`."""
+    attends_by_document = True
+    """Whether ``attention`` takes `Documents` in the place of a mask."""
     norm = staticmethod(rms_norm)
     swiglu = staticmethod(swiglu)
     rotary_tables = staticmethod(rotary_tables)

@@ -30,6 +30,7 @@ from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.parallel import join
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import MoeLayer, Replay, Transformer, build
+from stretto.ops import matmul
 from stretto.ops.matmul import PLAIN, Arithmetic
 from stretto.runtime.store import FolderStore
 from stretto.train.step import NonFiniteError, StepResult, optimisation_step
@@ -639,3 +640,22 @@ def test_weights_and_moments_are_in_fp32_when_the_step_computes_in_bf16(tmp_path
     trainer.write(tmp_path / "out")
     settings = read_lineage(tmp_path / "out").config
     assert settings["precision"] == {"train": "bf16", "rollout": "bf16", "batch_invariant": False}
+
+
+def test_bf16_on_a_gpu_is_that_of_sft(tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast with torch's own operators, in all passes of a step: they find the same, and what the rounded operators find within k3."""
+    reports = {}
+    for is_gpu in (False, True):
+        monkeypatch.setattr(matmul, "trains_in_bf16", lambda device, is_gpu=is_gpu: is_gpu)
+        trainer = role(tmp_path / str(is_gpu), start, precision={"train": "bf16"}, replay="r3")
+        reports[is_gpu] = trainer.step(refs_of(0, tmp_path), 0).scalars
+        (update,) = trainer._plan([load_group(ref.location) for ref in refs_of(0, tmp_path)])
+        for micro in update.passes:
+            assert (micro.dtype, micro.ctx.operators.is_plain) == (
+                (torch.bfloat16, True) if is_gpu else (torch.float32, False)
+            )
+    for name in ("mismatch/same_k3_mean", "optim/grad_norm"):
+        assert reports[True][name] != reports[False][name]
+    assert reports[True]["mismatch/same_k3_mean"] < reports[False]["mismatch/same_k3_mean"] + 1e-3
+    assert reports[True]["policy/ratio_max"] == pytest.approx(reports[False]["policy/ratio_max"], rel=0.05)
+    assert Arithmetic("bf16", batch_invariant=True).training(torch.device("cpu"))[1] == torch.float32
