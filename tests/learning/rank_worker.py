@@ -1,4 +1,4 @@
-"""What the tests of two trainer ranks run in each process: RANK=0 WORLD_SIZE=2 … python rank_worker.py START REFS OUT"""
+"""What the tests of two trainer ranks run in each process: RANK=0 WORLD_SIZE=2 … python rank_worker.py START REFS OUT [STORE]"""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
+from stretto.learning.remote_trainer import RemoteTrainer
 from stretto.learning.trainer import TrainerRole
 from stretto.model.parallel import full_state, join
+from stretto.runtime.store import UrlStore
 from tests.flow.policies import recipe
 
 PLAN = recipe(
@@ -51,5 +53,31 @@ def main(start: Path, refs_file: Path, out: Path) -> None:
     (out / f"scalars-{ranks.rank}.json").write_text(json.dumps(scalars), encoding="utf-8")
 
 
+def apart(start: Path, store: str, out: Path) -> None:
+    """Save with a folder for each rank, as on two machines, and resume in others."""
+    ranks = join("cpu")
+
+    def trainer(machine: str) -> RemoteTrainer:
+        (out / f"{machine}-{ranks.rank}").mkdir()
+        return RemoteTrainer(PLAN, out / f"{machine}-{ranks.rank}", start, ranks=ranks, store=UrlStore(store, "run"))
+
+    first = trainer("machine")
+    for step in (1, 2, 4, 6):  # of which the three newest are kept
+        with torch.no_grad():
+            for parameter in first._model.parameters():
+                parameter += 0.01
+        first.version = step
+        first.save({"step": step})
+    again = trainer("other")
+    assert again.resume() == {"step": 6} and again.version == 6
+    left, right = full_state(first._model), full_state(again._model)
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    torch.save({name: tensor.clone() for name, tensor in left.items()}, out / f"weights-{ranks.rank}.pt")
+
+
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    start, refs, out, *store = sys.argv[1:]
+    if store:
+        apart(Path(start), store[0], Path(out))
+    else:
+        main(Path(start), Path(refs), Path(out))

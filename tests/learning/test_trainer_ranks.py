@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from stretto.base.errors import UserError
+from stretto.learning.remote_trainer import RemoteTrainer
 from stretto.learning.trainer import TrainerRole
 from stretto.model.parallel import Ranks, join
+from stretto.runtime.store import UrlStore
 from tests.flow.policies import checkpoint, recipe
 from tests.learning.rank_worker import PLAN
 from tests.learning.test_trainer import refs_of
@@ -25,7 +27,7 @@ SAME = 1e-6
 """Relative difference of gradients that another order of summation may make."""
 
 
-def launch(world: int, start: Path, refs: Path, out: Path) -> None:
+def launch(world: int, start: Path, refs: Path, out: Path, *store: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -34,7 +36,14 @@ def launch(world: int, start: Path, refs: Path, out: Path) -> None:
     for rank in range(world):
         place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
-        command = [sys.executable, str(Path(__file__).with_name("rank_worker.py")), str(start), str(refs), str(out)]
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("rank_worker.py")),
+            str(start),
+            str(refs),
+            str(out),
+            *store,
+        ]
         environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
         workers.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
     for worker in workers:
@@ -74,6 +83,20 @@ def test_two_ranks_are_one(tmp_path: Path) -> None:
     assert two_T == pytest.approx(one_T, abs=tolerance)
     again = TrainerRole(PLAN, tmp_path / "world-2" / "run", start, ranks=join("cpu"))
     assert again.resume() == {"step": 2} and again.version == 2
+
+
+@pytest.mark.slow
+def test_ranks_without_a_shared_folder_write_one_snapshot_and_any_machine_resumes_it(tmp_path: Path) -> None:
+    start, store = checkpoint(tmp_path / "start"), tmp_path / "store"
+    launch(2, start, tmp_path / "no-refs", tmp_path / "out", store.as_uri())
+    assert not list((tmp_path / "out" / "machine-1" / "snapshots").iterdir()), "complete on the first machine only"
+    parts = sorted(path.name for path in (store / "run" / "snapshot-parts").iterdir())
+    assert parts == ["step-0000002-1", "step-0000004-1", "step-0000006-1"]
+    (tmp_path / "alone").mkdir()
+    alone = RemoteTrainer(PLAN, tmp_path / "alone", start, ranks=join("cpu"), store=UrlStore(store.as_uri(), "run"))
+    assert alone.resume() == {"step": 6}
+    state = torch.load(tmp_path / "out" / "weights-0.pt")
+    assert all(torch.equal(state[name], each) for name, each in alone._model.state_dict().items())
 
 
 def test_rows_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
