@@ -154,29 +154,27 @@ def _product(
 ):  # fmt: skip
     """[M, W]: rows of ``x`` that begin at ``x_M``, times rows ``row_W`` (int64) of a `Matrix`."""
     acc_MW = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
-    for start in range(0, D, BLOCK_D):
+    # two codes of 4 bits in a byte belong to an even and an odd input of the same group
+    num_columns = D // 2 if BITS == 4 else D
+    STEP: tl.constexpr = BLOCK_D // 2 if BITS == 4 else BLOCK_D
+    for start in range(0, num_columns, STEP):
+        d_D = start + tl.arange(0, STEP)
+        is_d = d_D < num_columns
+        mask_DW, mask_MD = is_d[:, None] & is_row_W[None, :], is_row_M[:, None] & is_d[None, :]
+        w_DW = tl.load(rows + row_W[None, :] * num_columns + d_D[:, None], mask=mask_DW, other=0)
         if BITS == 4:
-            # two codes of a byte belong to an even and an odd input, of the same group
-            byte_D = start // 2 + tl.arange(0, BLOCK_D // 2)
-            is_d = 2 * byte_D < D
-            mask_DW, mask_MD = is_d[:, None] & is_row_W[None, :], is_row_M[:, None] & is_d[None, :]
-            codes_DW = tl.load(rows + row_W[None, :] * (D // 2) + byte_D[:, None], mask=mask_DW, other=0)
-            group_DW = row_W[None, :] * (D // GROUP) + (2 * byte_D // GROUP)[:, None]
+            group_DW = row_W[None, :] * (D // GROUP) + (2 * d_D // GROUP)[:, None]
             scales_DW = tl.load(scales + group_DW, mask=mask_DW, other=0.0).to(tl.float32)
             zeros_DW = 8.0
             if HAS_ZEROS:
                 zeros_DW = tl.load(zeros + group_DW, mask=mask_DW, other=0).to(tl.float32) + 8.0
-            low_DW = ((codes_DW & 15).to(tl.float32) - zeros_DW) * scales_DW
-            high_DW = ((codes_DW >> 4).to(tl.float32) - zeros_DW) * scales_DW
-            even_MD = tl.load(x + x_M[:, None] + 2 * byte_D[None, :], mask=mask_MD, other=0.0)
-            odd_MD = tl.load(x + x_M[:, None] + 2 * byte_D[None, :] + 1, mask=mask_MD, other=0.0)
+            low_DW = ((w_DW & 15).to(tl.float32) - zeros_DW) * scales_DW
+            high_DW = ((w_DW >> 4).to(tl.float32) - zeros_DW) * scales_DW
+            even_MD = tl.load(x + x_M[:, None] + 2 * d_D[None, :], mask=mask_MD, other=0.0)
+            odd_MD = tl.load(x + x_M[:, None] + 2 * d_D[None, :] + 1, mask=mask_MD, other=0.0)
             acc_MW += dot(even_MD, low_DW.to(x.dtype.element_ty))
             acc_MW += dot(odd_MD, high_DW.to(x.dtype.element_ty))
         else:
-            d_D = start + tl.arange(0, BLOCK_D)
-            is_d = d_D < D
-            mask_DW, mask_MD = is_d[:, None] & is_row_W[None, :], is_row_M[:, None] & is_d[None, :]
-            w_DW = tl.load(rows + row_W[None, :] * D + d_D[:, None], mask=mask_DW, other=0)
             if BITS == 8:
                 group_DW = row_W[None, :] * (D // GROUP) + (d_D // GROUP)[:, None]
                 scales_DW = tl.load(scales + group_DW, mask=mask_DW, other=0.0).to(tl.float32)
