@@ -3,7 +3,7 @@
 Logits and gradients of one network on both devices, in fp32; greedy tokens of the engine against `generate_naive` (if one differs, the
 reference's log-probabilities of the two tokens must be equal within rounding); log-probabilities of the engine and the trainer in
 batch-invariant arithmetic, equal to the bit; FP8 products of the GPU's kernel against the exact emulation, forward and backward; the same
-training twice; and the places where a training step waits for the GPU.
+training twice; the places where a training step waits for the GPU; and the kernels that decode (`bench.common.kernel_checks`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from bench.common import kernel_checks
 from bench.common.gpu_part import Case, Outcome, Setting, batch_of, network, relative_error, training_step
 from bench.common.naive_engine import generate_naive, logits_naive, subnets_by_position
 from bench.common.networks import random_network, shape
@@ -64,6 +65,7 @@ def cases(setting: Setting) -> Iterator[Case]:
     for precision in precisions:
         yield Case(f"engine to trainer, {precision} batch-invariant", partial(_same_as_trainer, copy, precision))
     yield Case("greedy tokens of the engine, fp32", partial(_same_as_reference, copy, setting.num_requests))
+    yield from kernel_checks.cases(setting)
 
 
 @torch.no_grad()

@@ -73,11 +73,14 @@ class Bench:
         config, kinds = self.config, _subnets(self.config)
         runner, table = self.runner({}), [kinds[index % len(kinds)] for index in range(64)]
         together = self.seconds(self.step(table, runner))
+        assert runner._graphs is not None
+        num_graphs = len(runner._graphs._captured)
         alone = [self.seconds(self.step([kind] * 64, runner)) for kind in kinds]
         return Outcome(
             {
                 "over one Subnet after another": mean(alone) / together,
                 "over the full network": self.seconds(self.step([config.full()] * 64, runner)) / together,
+                "graphs": num_graphs,
             }
         )
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from bench import gpu
+from bench.common import kernel_checks
 from bench.common.gpu_part import Setting
-from bench.gpu_parts import checks
+from bench.gpu_parts import checks, decode
 
 SMALL = ["--device", "cpu", "--size", "tiny", "--steps", "1", "--requests", "2"]
 
@@ -31,3 +32,22 @@ def test_the_mutant_fails_the_checks_that_pass_without_it() -> None:
         setting = Setting(torch.device("cpu"), "tiny", num_steps=1, num_requests=1, mutant=mutant)
         products = [case for case in checks.cases(setting) if "GPU to CPU" in case.name]
         assert [gpu.outcome_of(case).holds for case in products] == [mutant is None] * 3
+
+
+@pytest.mark.parametrize("name", ["experts, int4", "residual", "rotation", "choice of experts, sigmoid"])
+def test_the_mutant_fails_the_checks_of_kernels(name: str) -> None:
+    pytest.importorskip("triton")
+    for mutant in (None, "tf32"):
+        setting = Setting(torch.device("cpu"), "tiny", num_steps=1, num_requests=1, mutant=mutant)
+        (case,) = [case for case in kernel_checks.cases(setting) if name in case.name]
+        outcome = gpu.outcome_of(case)
+        assert outcome.holds is (mutant is None) and "error" not in outcome.values
+
+
+def test_decoding_is_measured_on_a_cpu() -> None:
+    setting = Setting(torch.device("cpu"), "tiny", num_steps=1, num_requests=1)
+    measured = {
+        case.name: case.run() for case in decode.cases(setting) if "batch 1" in case.name or "Subnets" in case.name
+    }
+    assert len(measured) == 4 and all(outcome.values for outcome in measured.values())
+    assert measured["tiny, 64 sequences of 8 Subnets"].values["graphs"] == 1
