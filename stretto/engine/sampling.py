@@ -233,7 +233,7 @@ def sample(
         return draw(logp_MV, uniform_M)
     ids_M = torch.empty(len(logp_MV), dtype=torch.int64, device=logp_MV.device)
     ids_M[batch.greedy_M] = _argmax(logp_MV[batch.greedy_M])
-    ids_M[batch.drawn_M] = draw(logp_MV[batch.drawn_M], uniform_M[batch.drawn_M.cpu().numpy()])
+    ids_M[batch.drawn_M] = draw(logp_MV[batch.drawn_M], uniform_M[[not row.is_greedy for row in batch.rows]])
     return ids_M
 
 
@@ -370,24 +370,49 @@ def _uniform_of(*words: int) -> float:
 def draw(logp_MV: Tensor, uniform_M: np.ndarray) -> Tensor:
     """Token ids [M] drawn by inverting the cumulative sum of each row's probabilities, which need not sum to exactly 1.
 
-    First draws a chunk, then a token in the chunk, so it reads the vocabulary once and needs no cumulative sum over it. numpy
-    computes the sums, also for a GPU: there are many calls with little work.
+    First draws a chunk, then a token in the chunk, so it reads the vocabulary once and needs no cumulative sum over it. On a CPU,
+    numpy computes the sums: there are many calls with little work.
     """
+    if logp_MV.device.type != "cpu":
+        return draw_on_device(logp_MV, torch.from_numpy(uniform_M).to(logp_MV.device))
+    num_rows, vocab = logp_MV.shape
+    probs_MCS = _in_chunks(logp_MV)
+    weights_MC, rows_M = probs_MCS.sum(-1).numpy(), np.arange(num_rows)
+    ends_MC, goal_M, chunk_M = _invert(weights_MC, uniform_M)
+    left_M = (ends_MC[rows_M, chunk_M] - goal_M) / weights_MC[rows_M, chunk_M]
+    inside_MS = probs_MCS.numpy()[rows_M, chunk_M]
+    _, _, token_M = _invert(inside_MS, np.minimum(np.maximum(1.0 - left_M, 0.0), LARGEST))
+    return torch.from_numpy(np.minimum(chunk_M * CHUNK + token_M, vocab - 1))  # a row of NaN ends in the padding
+
+
+def draw_on_device(logp_MV: Tensor, uniform_M: Tensor) -> Tensor:
+    """`draw` without waiting for the device. On a CPU it gives the same tokens; a GPU adds in another order, so that a random number
+    within rounding (fp64) of a bound between two tokens may choose the other.
+    """
+    vocab, probs_MCS = logp_MV.shape[1], _in_chunks(logp_MV)
+
+    def inverted(weights_MC: Tensor, uniform_M1: Tensor) -> tuple[Tensor, Tensor]:
+        ends_MC = weights_MC.double().cumsum(-1)
+        goal_M1 = uniform_M1 * ends_MC[:, -1:]
+        column_M1 = (ends_MC <= goal_M1).sum(-1, keepdim=True).clamp_max(ends_MC.shape[1] - 1)
+        return column_M1, ends_MC.gather(1, column_M1) - goal_M1
+
+    weights_MC = probs_MCS.sum(-1)
+    chunk_M1, above_M1 = inverted(weights_MC, uniform_M[:, None])
+    left_M1 = above_M1 / weights_MC.gather(1, chunk_M1)
+    inside_MS = probs_MCS.gather(1, chunk_M1[..., None].expand(-1, -1, CHUNK)).squeeze(1)
+    token_M1, _ = inverted(inside_MS, (1.0 - left_M1).clamp(0.0, LARGEST))
+    return (chunk_M1 * CHUNK + token_M1).squeeze(1).clamp_max(vocab - 1)
+
+
+def _in_chunks(logp_MV: Tensor) -> Tensor:
+    """Probabilities [M, C, S], with zeros after the vocabulary."""
     num_rows, vocab = logp_MV.shape
     num_chunks = -(-vocab // CHUNK)
     probs_MCS = logp_MV.new_empty(num_rows, num_chunks, CHUNK)
     probs_MCS[:, -1, vocab - (num_chunks - 1) * CHUNK :] = 0.0
     torch.exp(logp_MV, out=probs_MCS.flatten(1)[:, :vocab])
-    weights_MC, rows_M = probs_MCS.sum(-1).cpu().numpy(), np.arange(num_rows)
-    ends_MC, goal_M, chunk_M = _invert(weights_MC, uniform_M)
-    left_M = (ends_MC[rows_M, chunk_M] - goal_M) / weights_MC[rows_M, chunk_M]
-    if probs_MCS.device.type == "cpu":
-        inside_MS = probs_MCS.numpy()[rows_M, chunk_M]
-    else:
-        inside_MS = probs_MCS[torch.from_numpy(rows_M), torch.from_numpy(chunk_M)].cpu().numpy()
-    _, _, token_M = _invert(inside_MS, np.minimum(np.maximum(1.0 - left_M, 0.0), LARGEST))
-    ids_M = np.minimum(chunk_M * CHUNK + token_M, vocab - 1)  # a row of NaN ends in the padding
-    return torch.from_numpy(ids_M).to(logp_MV.device)
+    return probs_MCS
 
 
 def _invert(weights_MC: np.ndarray, uniform_M: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -23,6 +23,7 @@ from stretto.engine.sampling import (
     Row,
     SamplerCache,
     draw,
+    draw_on_device,
     process,
     sample,
     top_log_probs,
@@ -360,6 +361,7 @@ def test_draw_inverts_the_running_sum(vocab: int) -> None:
     u_M = uniform(np.arange(200), 0)
     u_M[:2] = 0.0, 1.0 - 2.0**-52
     ids_M = draw(probs_MV.log(), u_M)
+    assert torch.equal(draw_on_device(probs_MV.log(), torch.from_numpy(u_M)), ids_M)
     ends_MV = probs_MV.double().cumsum(-1)
     share_M1 = torch.from_numpy(u_M)[:, None] * ends_MV[:, -1:]
     rounding = 1e-6  # chunks are summed in fp32
