@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stretto.ops.grouped import Clamp, ExpertBiases, Experts
+from stretto.ops import paged
+from stretto.ops.grouped import Clamp, ExpertBiases, Experts, grouped_swiglu
 from stretto.ops.operators import (
     MASKED,
     ORDINARY,
@@ -223,3 +224,20 @@ def test_experts(num_tokens: int, dropped: bool, biased: bool, width: int, close
     expected = chosen_experts_reference(x, Routes(chosen, gates), weights)
     for computed in (chosen_experts, _all_experts):
         close(computed(x, Routes(chosen, gates), weights), expected, 32)
+
+
+def test_rows_that_no_expert_wrote_reach_no_token(monkeypatch: pytest.MonkeyPatch, close: Close) -> None:
+    """A grouped product leaves the rows after the last group as they were; here that is NaN."""
+
+    def unwritten(x_SD: Tensor, ends_E: Tensor, weights: Experts) -> Tensor:
+        y_SD = grouped_swiglu(x_SD, ends_E, weights)
+        y_SD[int(ends_E[-1]) :] = torch.nan
+        return y_SD
+
+    monkeypatch.setattr(paged, "grouped_swiglu", unwritten)
+    weights = ExpertWeights.of(Experts(torch.randn(9, 16, 8), torch.randn(9, 8, 8)))
+    chosen, gates, x = torch.rand(40, 9).argsort(-1)[:, :4].contiguous(), torch.rand(40, 4), torch.randn(40, 8)
+    chosen[0], chosen[1, 2:] = 9, 9  # the first token has no expert at all
+    gates.masked_fill_(chosen == 9, 0.0)
+    expected = chosen_experts_reference(x, Routes(chosen, gates), weights)
+    close(chosen_experts(x, Routes(chosen, gates), weights), expected, 32)
