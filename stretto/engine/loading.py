@@ -25,8 +25,8 @@ from stretto.model.shard import Shard
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, extracted_config
 from stretto.ops.int_weights import IntWeight
 from stretto.ops.matmul import Arithmetic
-from stretto.ops.memory import free_bytes
-from stretto.ops.native import Library, load
+from stretto.ops.memory import free_bytes, trim
+from stretto.ops.native import Library, Panels, load
 from stretto.text.tokenizer import load_tokenizer
 
 HEADROOM = 0.1
@@ -109,6 +109,7 @@ def open_engine(
     check_memory(folder, served, presets if cut is None else {}, config, dtype, available, routes, share)
     if memory_bytes is not None and config.cache_bytes is None:
         config = config.replace(cache_bytes=memory_bytes - _weight_bytes(served, served.full(), dtype, share))
+    panels: dict[str, Panels] = {}
     with ExitStack() as stack:  # ends the other ranks after an error
         team = None
         if config.tp > 1:
@@ -121,6 +122,9 @@ def open_engine(
         model = checkpoint.model.requires_grad_(False)
         if cut is not None:
             model, presets = extract(model, cut).requires_grad_(False), {}
+        for name in [name for name, weight in integers.items() if held and fits_kernels(name, weight)]:
+            panels[name] = Panels.of(integers.pop(name))  # one weight at a time is in memory twice
+        trim()
         end_ids = generation_ends(folder, model.config.vocab_size)
         engine = Engine(
             *(model, tokenizer, config),
@@ -128,7 +132,7 @@ def open_engine(
             routes=routes,
             library=library,
             ranks=ranks,
-            integers=integers,
+            integers={**integers, **panels},
         )
         stack.pop_all()
     name = folder.parent.name if (folder.parent / RUN_FILE).is_file() else folder.resolve().name

@@ -261,7 +261,9 @@ def read_integers(folder: Path | str) -> dict[str, IntWeight]:
         for stored in readable(description.config, description.family, files, folder):
             if stored.ours is not None and _is_packable(stored):
                 pieces.setdefault(stored.ours, []).append((stored, files.int_weight(stored.name, stored.shape)))
-    return {name: whole for name, parts in pieces.items() if (whole := _joined(parts, shapes[name], name)) is not None}
+    # the tensors on disk of one weight are freed before those of the next are joined
+    joined = {name: _joined(pieces.pop(name), shapes[name], name) for name in list(pieces)}
+    return {name: weight for name, weight in joined.items() if weight is not None}
 
 
 def _joined(parts: Sequence[tuple[Stored, IntWeight | None]], shape: tuple[int, ...], name: str) -> IntWeight | None:

@@ -129,9 +129,14 @@ def quantise(weight: Tensor, scheme: IntScheme) -> IntWeight:
     return IntWeight(codes, scales, zeros, scheme.bits)
 
 
+def unsigned_codes(codes: Tensor, bits: int) -> Tensor:
+    """Codes as unsigned numbers, uint8, 2^(bits − 1) larger."""
+    return (codes.view(torch.uint8) ^ 2 ** (bits - 1)) & 2**bits - 1
+
+
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes […, D] as int32 […, P], with P = D · bits / 32."""
-    unsigned = (codes.to(torch.int16) + 2 ** (bits - 1)).to(torch.uint8)
+    unsigned = unsigned_codes(codes, bits)
     if bits == 4:
         unsigned = unsigned[..., 0::2] | unsigned[..., 1::2] << 4
     return unsigned.reshape(-1).view(torch.int32).view(*codes.shape[:-1], -1)
@@ -140,6 +145,6 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """Codes int8 […, D] from the result of `pack`."""
     unsigned = packed.reshape(-1).view(torch.uint8).view(*packed.shape[:-1], -1)
-    if bits == 4:
-        unsigned = torch.stack((unsigned & 15, unsigned >> 4), -1).flatten(-2)
-    return (unsigned.to(torch.int16) - 2 ** (bits - 1)).to(torch.int8)
+    if bits == 8:
+        return (unsigned ^ 128).view(torch.int8)
+    return torch.stack((unsigned & 15, unsigned >> 4), -1).flatten(-2).view(torch.int8).sub_(8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +26,12 @@ class _Files(NamedTuple):
 
 _V2 = _Files("memory.max", "memory.current", "inactive_file")
 _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def trim() -> None:
+    """Return freed memory to the operating system. glibc keeps it for later allocations; other C libraries do not, and have no such call."""
+    if sys.platform == "linux":
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
 
 
 def free_bytes(device: torch.device) -> int:

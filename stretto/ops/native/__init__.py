@@ -32,7 +32,7 @@ from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.base.track import progress
-from stretto.ops.int_weights import IntWeight
+from stretto.ops.int_weights import IntWeight, unsigned_codes
 
 SOURCES = Path(__file__).parent
 VARIABLE = "STRETTO_NATIVE"
@@ -221,7 +221,7 @@ class Panels:
         assert weight.group == INT_GROUP, f"groups of {weight.group}"
         codes_RD, scales_RJ = weight.codes.flatten(0, -2), weight.scales.flatten(0, -2)
         rest = -len(codes_RD) % PANEL
-        unsigned_RD = F.pad((codes_RD.to(torch.int16) + 2 ** (weight.bits - 1)).to(torch.uint8), (0, 0, 0, rest))
+        unsigned_RD = F.pad(unsigned_codes(codes_RD, weight.bits), (0, 0, 0, rest))
         quads = unsigned_RD.view(-1, PANEL, scales_RJ.shape[1], 8, 4).permute(0, 2, 3, 1, 4)
         if weight.bits == 4:
             quads = quads[:, :, 0::2] | quads[:, :, 1::2] << 4

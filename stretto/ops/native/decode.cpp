@@ -42,8 +42,8 @@ struct alignas(64) Share {
     std::atomic<uint64_t> taken{0};  // low half: tasks taken from the front, high half: from the back
 };
 
-constexpr int PHASES = 17;  // most phases of a layer; a step has four more: embedding, norm, packing, head
-constexpr int OWN = 4096;  // most elements that every thread norms or packs for itself: about two microseconds
+constexpr int PHASES = 23;  // most phases of a layer; a step has five more: embedding, norm, packing, quantisation, head
+constexpr int OWN = 4096;  // most elements that every thread norms, packs or quantises for itself: about two microseconds
 
 // Tokens of a product: rows of fp32 and, for products in tiles or with integers, the same rows in packed form.
 struct Inputs {
@@ -53,25 +53,26 @@ struct Inputs {
     int num;
 };
 
-// Quantised tokens. Every thread quantises all that it needs for itself.
+template <class T>
+inline void grow(std::vector<T>& v, size_t num) {
+    if (v.size() < num) v.resize(num);
+}
+
+// Quantised tokens.
 struct IntRows {
     std::vector<IntRow> rows;
     std::vector<int8_t> codes;
     std::vector<float> scales;
     std::vector<int32_t> sums;
 
-    void fill(const float* const* x, int num, int width) {
-        const int num_groups = width / GROUP;
-        rows.resize(num);
-        if (codes.size() < size_t(num) * width) codes.resize(size_t(num) * width);
-        if (sums.size() < size_t(num) * num_groups) scales.resize(size_t(num) * num_groups), sums.resize(size_t(num) * num_groups);
-        for (int i = 0; i < num; i++) {
-            int8_t* code = &codes[size_t(i) * width];
-            float* scale = &scales[size_t(i) * num_groups];
-            int32_t* sum = &sums[size_t(i) * num_groups];
-            quantise_row(x[i], width, code, scale, sum);
-            rows[i] = {code, scale, sum};
-        }
+    void reserve(size_t num, size_t width) {
+        grow(rows, num), grow(codes, num * width), grow(scales, num * width / GROUP), grow(sums, num * width / GROUP);
+    }
+
+    void fill(int i, const float* x, int width) {
+        const size_t first = size_t(i) * width / GROUP;
+        quantise_row(x, width, &codes[first * GROUP], &scales[first], &sums[first]);
+        rows[i] = {&codes[first * GROUP], &scales[first], &sums[first]};
     }
 };
 
@@ -80,12 +81,8 @@ struct Buffers {
     std::vector<float> x, h, qkv, attended, gate, up, shared_gate, shared_up, router, weight;
     std::vector<int32_t> chosen, active, active_start;
     std::vector<bfloat16> packed, packed_slots;
+    IntRows int_rows, int_slots;
 };
-
-template <class T>
-inline void grow(std::vector<T>& v, size_t num) {
-    if (v.size() < num) v.resize(num);
-}
 
 template <class W>
 class Decoder {
@@ -99,7 +96,7 @@ class Decoder {
 
     void step(const StrettoStep& step) {
         prepare(step);
-        std::vector<Share> shares((size_t(PHASES) * s.num_layers + 4) * step.num_threads);
+        std::vector<Share> shares((size_t(PHASES) * s.num_layers + 5) * step.num_threads);
         Barrier barrier;
 #pragma omp parallel num_threads(step.num_threads)
         Worker(*this, step, shares, barrier).run();
@@ -127,9 +124,10 @@ class Decoder {
         grow(b.shared_up, num * shared);
         grow(b.router, num * experts);
         grow(b.weight, num * s.route_slots);
+        int widest = std::max(s.hidden, int(queries));
+        for (const auto& layer : layers) widest = std::max({widest, layer.inner, layer.shared_inner});
+        if (has_integers) b.int_rows.reserve(num, widest), b.int_slots.reserve(num * s.route_slots, widest);
         if (uses_tiles) {
-            int widest = std::max(s.hidden, int(queries));
-            for (const auto& layer : layers) widest = std::max({widest, layer.inner, layer.shared_inner});
             const size_t size = TILE_TOKENS * packed_width(widest), slots = num * s.route_slots;
             grow(b.packed, (num + TILE_TOKENS - 1) / TILE_TOKENS * size);
             grow(b.packed_slots, std::min(slots, slots / TILE_TOKENS + experts) * size);  // each expert may have one span that is not full
@@ -171,8 +169,9 @@ struct Decoder<W>::Worker {
     std::vector<float> normed, slot_weight, scores;
     std::vector<double> selection, group_score;  // fp32 values for a softmax router
     std::vector<bfloat16> own, own_slots, own_queries;  // rows that each thread packs for itself
-    IntRows int_rows, int_slots;                        // quantised `rows`, and slots
+    IntRows own_ints, own_int_slots;                    // rows that each thread quantises for itself
     std::vector<IntRow> int_slot_x;                     // quantised slots before gate_up
+    const IntRow *int_rows = nullptr, *int_slots = nullptr;  // quantised `rows`, and slots
     std::vector<Span> spans, slot_spans, runs;
     std::vector<int32_t> first_span;  // by expert: index in slot_spans
     const bfloat16 *packed = nullptr, *packed_slots = nullptr;  // packed `rows` and slots
@@ -251,15 +250,25 @@ struct Decoder<W>::Worker {
 #endif
     }
 
+    // Rows x, quantised by every thread for itself (into `mine`) or by all together (into `all`).
+    const IntRow* quantise(const float* const* x, int num, int width, IntRows& mine, IntRows& all) {
+        const bool is_own = long(num) * width <= OWN;
+        if (is_own) {
+            mine.reserve(num, width);
+            for (int i = 0; i < num; i++) mine.fill(i, x[i], width);
+        } else each(num, [&](int i) { all.fill(i, x[i], width); });
+        return (is_own ? mine : all).rows.data();
+    }
+
     // Packs the first `num` of `rows` for tiles, and quantises them for integer weights.
     void pack_rows(int num, int width) {
-        if (d.has_integers && width % GROUP == 0) int_rows.fill(rows.data(), num, width);
+        if (d.has_integers && width % GROUP == 0) int_rows = quantise(rows.data(), num, width, own_ints, b.int_rows);
         spans.clear();
         for (int first = 0; first < num; first += TILE_TOKENS) spans.push_back({first, std::min(TILE_TOKENS, num - first), num == 1});
         packed = pack(rows.data(), spans, width, own, d.b.packed);
     }
 
-    Inputs inputs(int num) const { return {rows.data(), packed, int_rows.rows.data(), num}; }
+    Inputs inputs(int num) const { return {rows.data(), packed, int_rows, num}; }
 
     // Calls put(row, count, token, values) for rows [begin, end) of the weight that starts at w or at row `before` of `integers`, see
     // `product`.
@@ -394,7 +403,8 @@ void stretto_int_product(const StrettoIntegers* w, const float* x, int32_t num, 
     std::vector<const float*> rows;
     for (int t = 0; t < num; t++) rows.push_back(x + size_t(t) * width);
     stretto::IntRows quantised;
-    quantised.fill(rows.data(), num, width);
+    quantised.reserve(num, width);
+    for (int t = 0; t < num; t++) quantised.fill(t, rows[t], width);
     stretto::int_product(*w, 0, 0, num_rows, quantised.rows.data(), num, width, [&](int row, int count, int t, const float* values) {
         std::memcpy(y + size_t(t) * num_rows + row, values, count * sizeof(float));
     });

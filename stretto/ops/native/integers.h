@@ -19,6 +19,12 @@ constexpr int HALVES = PANEL / LANES;
 typedef uint8_t ByteVec __attribute__((vector_size(4 * LANES)));
 typedef int8_t SmallVec __attribute__((vector_size(LANES)));
 
+#if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr bool HAS_UNSIGNED_DOT = false;  // signed codes only, so codes of 8 bits lose their offset in `dot4`
+#else
+constexpr bool HAS_UNSIGNED_DOT = true;
+#endif
+
 // A quantised token: codes of −127 to 127, and for each group the scale and the sum of the codes.
 struct IntRow {
     const int8_t* codes;
@@ -69,6 +75,11 @@ inline Vec load_halves(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 #elif defined(__F16C__) && defined(__AVX2__)
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__ARM_NEON)
+    const float32x4_t parts[2] = {vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))), vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4)))};
+    Vec v;
+    std::memcpy(&v, parts, sizeof v);
+    return v;
 #else
     Vec v;
     for (int i = 0; i < LANES; i++) v[i] = half(p[i]);
@@ -77,12 +88,11 @@ inline Vec load_halves(const uint16_t* p) {
 }
 
 // acc[lane] += Σ w[4 · lane + i] · x[i] for i < 4; x is four codes of a token. IS_SMALL: all of w are below 128.
+// Without an unsigned product, other w count as w − 128.
 template <bool IS_SMALL>
 inline IntVec dot4(IntVec acc, ByteVec w, const int8_t* x) {
-#if defined(__AVX512VNNI__) || defined(__AVX512BW__) || (defined(__FMA__) && defined(__AVX2__))
-    int32_t four;
+    [[maybe_unused]] int32_t four;
     std::memcpy(&four, x, 4);
-#endif
 #if defined(__AVX512VNNI__)
     return IntVec(_mm512_dpbusd_epi32(__m512i(acc), __m512i(w), _mm512_set1_epi32(four)));
 #elif defined(__AVX512BW__)
@@ -95,6 +105,21 @@ inline IntVec dot4(IntVec acc, ByteVec w, const int8_t* x) {
     const __m256i x4 = _mm256_set1_epi32(four);
     acc += IntVec(_mm256_madd_epi16(_mm256_maddubs_epi16(__m256i(IS_SMALL ? w : w & 127), x4), _mm256_set1_epi16(1)));
     if constexpr (!IS_SMALL) acc += IntVec(_mm256_madd_epi16(_mm256_maddubs_epi16(__m256i(w >> 7), x4), _mm256_set1_epi16(128)));
+    return acc;
+#elif defined(__ARM_FEATURE_DOTPROD)
+    const int8x16_t x4 = vreinterpretq_s8_s32(vdupq_n_s32(four));
+    uint8x16_t codes[2];
+    int32x4_t sums[2];
+    std::memcpy(codes, &w, sizeof w);
+    std::memcpy(sums, &acc, sizeof acc);
+    for (int i = 0; i < 2; i++) {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+        sums[i] = vusdotq_s32(sums[i], codes[i], x4);
+#else
+        sums[i] = vdotq_s32(sums[i], vreinterpretq_s8_u8(IS_SMALL ? codes[i] : veorq_u8(codes[i], vdupq_n_u8(128))), x4);
+#endif
+    }
+    std::memcpy(&acc, sums, sizeof acc);
     return acc;
 #else
     for (int lane = 0; lane < LANES; lane++)
@@ -113,6 +138,7 @@ inline ByteVec load_codes(const uint8_t* p) {
 template <int BITS, int T>
 inline void int_panel(const StrettoIntegers& w, size_t index, const IntRow* x, int num_groups, bool is_first, float out[TILE][PANEL]) {
     constexpr int BYTES = GROUP * PANEL * BITS / 8, LINE = 4 * PANEL;  // of a group, and of four codes of each row
+    constexpr int OFFSET = BITS == 8 && !HAS_UNSIGNED_DOT ? 0 : -(1 << (BITS - 1));
     const uint8_t* codes = w.codes + index * num_groups * BYTES;
     const uint16_t* scales = w.scales + index * num_groups * PANEL;
     const int8_t* zeros = w.zeros ? w.zeros + index * num_groups * PANEL : nullptr;
@@ -129,7 +155,7 @@ inline void int_panel(const StrettoIntegers& w, size_t index, const IntRow* x, i
 #pragma GCC unroll 8
         for (int t = 0; t < T; t++)
 #pragma GCC unroll 2
-            for (int h = 0; h < HALVES; h++) sum[t][h] = -(1 << (BITS - 1)) * x[t].sum[g] - IntVec{};
+            for (int h = 0; h < HALVES; h++) sum[t][h] = OFFSET * x[t].sum[g] - IntVec{};
 #pragma GCC unroll 8
         for (int line = 0; line < BYTES / LINE; line++) {
 #pragma GCC unroll 2

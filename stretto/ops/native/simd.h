@@ -11,6 +11,8 @@
 
 #if defined(__FMA__) && defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace stretto {
