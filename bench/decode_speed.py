@@ -1,6 +1,7 @@
 """Compare decoding speed with transformers, vLLM and llama.cpp on the same weights and prompts.
 
     python -m bench.decode_speed [--shape demo|100m] [--run FOLDER] [--peer vllm=/path/to/python] [--rounds N]
+    python -m bench.decode_speed --run FOLDER --integers int4 --only llama.cpp --batch 1 --batch 4 --batch 16 --threads 2
 
 Each engine has a process of its own. For each batch size it is first timed in all its settings (threads, kernels, attention), and then
 takes turns with the others in the fastest. A sample is the time of ``--tokens`` greedy tokens for every prompt minus the time of one
@@ -8,6 +9,9 @@ token, so that prompt processing and the fixed cost of a call cancel. With ``--t
 rates count tokens of the prompt. A fixed matrix product before and after each sample shows whether other jobs slowed the machine; slow
 samples are dropped. Other jobs change processor time less than wall time. The last column is the number of prompts for which an engine
 gave the same tokens as Stretto. An engine that is not installed is left out, with a line that says how to install it.
+
+With ``--integers``, our engine has integer weights, rounded to nearest, llama.cpp the same integers as Q8_0 or Q4_0 (with the embedding, which
+stays fp32 in ours), and the others their values. Batch 1 prints the rate at which our weights are read, beside that of a sum over a large tensor.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -42,13 +47,16 @@ from bench.common.measure import (
 )
 from bench.common.networks import SHAPES, gguf_path, plain_copy, write_network
 from bench.peers.protocol import Options, arguments
+from stretto.api.search import QuantiseOptions, quantise_command
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
-from stretto.model.checkpoint import read_config
+from stretto.model.checkpoint import read_config, read_integers
 
 OURS = "stretto"
 BATCHES = (1, 16, 64)
+GGUF_TYPES = {"int8": "q8_0", "int4": "q4_0"}
+"""llama.cpp's types that hold our integers exactly."""
 TUNING_TOKENS = 8
 """Number of tokens by which settings are compared; the measurement uses more."""
 HOPELESS = 2.0
@@ -181,23 +189,30 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, nargs="+", help="numbers of threads to try; default: 1 and all cores")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--integers", choices=tuple(GGUF_TYPES), help="integer weights of all parts, also of the head")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     console = wide_console()
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         source = checkpoint_folder(options.run) if options.run else write_network(Path(temporary), options.shape)
+        if options.integers:
+            scheme = QuantiseOptions.model_validate({"dtype": options.integers, "head": options.integers})
+            quantise_command(source, Path(temporary) / "integers", scheme)
+            source = Path(temporary) / "integers"
         sizes = prepare(source, Path(temporary), options)
         workers = start(stack, source, sizes, options, console)
         prompts = random_prompts(sizes.max_batch, options.prompt, read_config(sizes.folder).vocab_size)
         for batch in options.batch or BATCHES:
             results = compare(workers, prompts[:batch], options.tokens, options.rounds)
             name = options.run.name if options.run else options.shape
-            show(console, batch, options, results, f"{name}, batch {batch}, {options.dtype}")
+            show(console, batch, options, results, f"{name}, batch {batch}, {options.integers or options.dtype}")
+            if options.integers and batch == 1:
+                show_bandwidth(console, source, options, results[OURS])
 
 
 def prepare(source: Path, folder: Path, options: argparse.Namespace) -> Options:
     """Write the network of ``source`` in the peers' formats; returns the options of their workers."""
-    plain = plain_copy(source, folder / "plain", getattr(torch, options.dtype))
+    plain = plain_copy(source, folder / "plain", getattr(torch, options.dtype), GGUF_TYPES.get(options.integers))
     cores = len(os.sched_getaffinity(0))
     return Options(
         folder=str(plain),
@@ -337,6 +352,28 @@ def show(console: Console, batch: int, options: argparse.Namespace, results: dic
     console.print(shown)
     for name, result in results.items():
         console.print(f"{name}: {result.setting}", soft_wrap=True)
+
+
+def show_bandwidth(console: Console, source: Path, options: argparse.Namespace, ours: Result) -> None:
+    """Print bytes of weights by time of a step of one token, beside the rate at which a sum reads memory."""
+    config, num_bytes = read_config(source), 0.0
+    for weight in read_integers(source).values():
+        is_routed = weight.codes.dim() == 3
+        share = config.top_k / config.num_experts if is_routed else 1.0
+        num_bytes += share * (weight.codes.numel() * weight.bits / 8 + weight.scales.nbytes)
+    threads = max(options.threads or [len(os.sched_getaffinity(0))])
+    large = torch.ones(1 << 27)
+    torch.set_num_threads(threads)
+    times_s = []
+    for _ in range(5):
+        start = time.perf_counter()
+        large.sum()
+        times_s.append(time.perf_counter() - start)
+    step_s = median(sample.wall_s for sample in ours.samples) / (options.tokens - 1)
+    rates = f"{num_bytes / step_s / 1e9:.1f} GB/s; a sum over {large.nbytes >> 20} MiB: {large.nbytes / min(times_s) / 1e9:.1f} GB/s"
+    console.print(
+        f"weights of a step: {num_bytes / 1e6:.0f} MB, read at {rates} with {threads} threads", soft_wrap=True
+    )
 
 
 def _rate(num_tokens: int, seconds: float) -> str:

@@ -1,23 +1,31 @@
 """Loss of integer weights at every preset, beside the bf16 weights of the same run, and equality of slices.
 
     python -m bench.quantise RUN [--head int4] [--calibration-tokens 16384]
+    python -m bench.quantise RUN --suite gym [--limit 100]
     python -m bench.quantise RUN --speed [--threads 1] [--rounds 3]
+    python -m bench.quantise RUN --memory
 
 Quantises the checkpoint of RUN (`stretto demo` writes one) in every way, and measures the held-out rows of the run. The difference to bf16 is
 taken token by token, so its interval is much narrower than that of a loss. Aims: int8 at most +0.005 nats per token, int4 with GPTQ at most
 +0.05, at every preset; every tensor of an extracted preset equals the quantised tensor of the extracted preset to the bit (rounding to
-nearest), or the extracted values (GPTQ). Losses are measured with dequantised weights in fp32.
+nearest), or the extracted values (GPTQ). A row of losses is measured with dequantised weights in fp32; the row "in the engine" below it, with
+the compiled kernels, which also quantise tokens to 8 bits. The aims hold for both.
 
+With ``--suite``: scores of the weights at every preset, and paired differences to bf16, by `stretto.compare`.
 With ``--speed``: processor time of a decoding step of the full network, with weights rounded to nearest, in turns; medians of the rounds.
+`bench.decode_speed --integers` compares the speed with llama.cpp's.
+With ``--memory``: peak memory of a process that opens the checkpoint and answers a prompt of 512 tokens, without that of an empty process.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -25,13 +33,15 @@ import torch
 from torch import Tensor
 
 from bench.common.measure import bench_parser, finish, random_prompts, table, wide_console
+from stretto.api.evaluate import compare
 from stretto.api.search import QuantiseOptions, extract_command, quantise_command
 from stretto.api.train import held_out
 from stretto.base.paths import checkpoint_folder
 from stretto.engine.engine import Engine
+from stretto.engine.loading import open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.evals.loss import EvalBatch
-from stretto.model.checkpoint import read_checkpoint, read_integers
+from stretto.model.checkpoint import read_checkpoint, read_integers, read_presets
 from stretto.model.elastic import extract, slice_integers
 from stretto.model.parallel import join
 from stretto.model.spec import Subnet, named_subnets
@@ -53,12 +63,21 @@ def main() -> None:
     parser.add_argument("--head", default="int8")
     parser.add_argument("--group", type=int, default=32)
     parser.add_argument("--calibration-tokens", type=int, default=16_384)
+    parser.add_argument("--suite", help="a suite of `stretto eval`: scores in place of losses")
+    parser.add_argument("--limit", type=int, default=100, help="problems per domain of the suite")
+    parser.add_argument("--memory", action="store_true")
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     if arguments.speed:
         speed(arguments.run, arguments.threads, arguments.rounds)
+        return
+    if arguments.memory:
+        memory(arguments.run, arguments.dtypes)
+        return
+    if arguments.suite:
+        scores(arguments.run, arguments.dtypes, arguments.suite, arguments.limit)
         return
     info = read_info(arguments.run)
     batches = held_out(info, info.train, join("cpu"))
@@ -76,20 +95,23 @@ def main() -> None:
             options = QuantiseOptions(**fields, calibration_tokens=arguments.calibration_tokens)
             out = Path(folder) / f"{dtype}-{method}"
             quantise_command(arguments.run, out, options)
-            found = losses(read_checkpoint(out, dtype=torch.float32).model, subnets, batches)
-            differences = {name: found[name] - base[name] for name in subnets}
-            cells = [f"{float(each.mean()):+.4f} ± {_half_width(each):.4f}" for each in differences.values()]
             unequal = [
                 name for name, subnet in subnets.items() if not slices_are_equal(arguments.run, out, subnet, options)
             ]
             text = "" if aim is None else f"≤ +{aim}"
-            rows.add_row(f"{dtype} {method}", size_of(out), *cells, text, "equal" if not unequal else f"not {unequal}")
+            slices = "equal" if not unequal else f"not {unequal}"
             failures += [f"{dtype} {method}: the slice {name} is not that of the quantised network" for name in unequal]
-            if aim is not None:
+            for place, found in {
+                "": losses(read_checkpoint(out, dtype=torch.float32).model, subnets, batches),
+                " in the engine": engine_losses(out, subnets, batches),
+            }.items():
+                differences = {name: found[name] - base[name] for name in subnets}
+                cells = [f"{float(each.mean()):+.4f} ± {_half_width(each):.4f}" for each in differences.values()]
+                rows.add_row(f"{dtype} {method}{place}", size_of(out), *cells, text, slices)
                 failures += [
-                    f"{dtype} {method} {name}: {float(each.mean()):+.4f}, the aim is {aim}"
+                    f"{dtype} {method}{place} {name}: {float(each.mean()):+.4f}, the aim is {aim}"
                     for name, each in differences.items()
-                    if float(each.mean()) > aim
+                    if aim is not None and float(each.mean()) > aim
                 ]
     num_tokens = len(next(iter(base.values())))
     wide_console().print(rows)
@@ -149,6 +171,88 @@ def losses(model: Transformer, subnets: Mapping[str, Subnet], batches: Sequence[
             values.append(head_loss(hidden_ND, model.head_VD, batch.targets_BT.flatten()[is_target_N])[1].double())
         found[name] = torch.cat(values)
     return found
+
+
+def engine_losses(folder: Path, subnets: Mapping[str, Subnet], batches: Sequence[EvalBatch]) -> dict[str, Tensor]:
+    """The same from an engine with the integers of ``folder``, whose kernels quantise tokens to 8 bits. Each document is a prompt."""
+    documents = [document for batch in batches for document in _documents(batch)]
+    longest = 1 + max(len(ids) for ids, _ in documents)
+    opened = open_engine(folder, EngineConfig(max_batch=16, max_len=longest, prefix_cache=False), with_tokenizer=False)
+    assert opened.engine.integers, f"{folder}: no kernels for its integers"
+    sampling, found = Sampling(max_tokens=1, temperature=0.0, prompt_logprobs=True), {}
+    for name, subnet in subnets.items():
+        asked = [Request(str(place), tuple(ids), sampling, Phases(subnet)) for place, (ids, _) in enumerate(documents)]
+        values = []
+        for done, (_, is_target) in zip(opened.engine.generate(asked), documents, strict=True):
+            assert done.error is None and done.prompt_logprobs is not None, done
+            values.append(-torch.from_numpy(done.prompt_logprobs).double()[is_target])
+        found[name] = torch.cat(values)
+    return found
+
+
+def _documents(batch: EvalBatch) -> Iterator[tuple[list[int], Tensor]]:
+    """Token ids of each document with the target of its last token, and for each token but that target, whether it has one."""
+    documents_BT = batch.ctx.documents_BT
+    assert documents_BT is not None, "rows without documents"
+    for ids_T, targets_T, documents_T in zip(batch.ids_BT, batch.targets_BT, documents_BT, strict=True):
+        for number in documents_T[documents_T >= 0].unique().tolist():
+            is_own_T = documents_T == number
+            ids, targets = ids_T[is_own_T], targets_T[is_own_T]
+            ends = [] if targets[-1] == IGNORED else [int(targets[-1])]
+            is_target = (targets != IGNORED)[: len(ids) - 1 + len(ends)]
+            if is_target.any():
+                yield [*ids.tolist(), *ends], is_target
+
+
+def scores(run: Path, dtypes: Sequence[str], suite: str, limit: int) -> None:
+    """Print scores of bf16 and integer weights at every preset, with paired differences to bf16."""
+    with tempfile.TemporaryDirectory() as folder:
+        models = {"bf16": checkpoint_folder(run)}
+        for dtype in dtypes:
+            models[dtype] = Path(folder) / dtype
+            quantise_command(run, models[dtype], QuantiseOptions.model_validate({"dtype": dtype}))
+        for preset in ("", *(f":{name}" for name in read_presets(checkpoint_folder(run)) if name != "full")):
+            out = Path(folder) / f"compared{preset.replace(':', '-')}"
+            sizes = [f"{model}{preset}" for model in models.values()]
+            print(f"{preset.removeprefix(':') or 'full'}\n{compare(sizes, out, suites=[suite], limit=limit)}")
+
+
+PEAK = """
+import re, sys
+from pathlib import Path
+import bench.quantise as quantise
+
+def peak_mb():
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1e3
+
+before = peak_mb()
+quantise.answer(Path(sys.argv[1]))
+print(peak_mb() - before)
+"""
+"""Program that prints the memory that opening a checkpoint and answering a prompt add to a process."""
+
+
+def answer(folder: Path) -> None:
+    """Answer a prompt of 512 tokens with one token."""
+    settings = EngineConfig(max_len=1024, num_pages=64, max_step_tokens=512)
+    opened = open_engine(folder, settings, with_tokenizer=False)
+    prompt = random_prompts(1, 512, opened.engine.network.vocab_size)[0]
+    opened.engine.generate([Request("0", tuple(prompt), Sampling(max_tokens=1), Phases(opened.engine.network.full()))])
+
+
+def memory(run: Path, dtypes: Sequence[str]) -> None:
+    """Print peak memory beside the size of the weight files."""
+    rows = table("Peak memory of an engine", "weights", "files", "peak")
+    with tempfile.TemporaryDirectory() as folder:
+        models = {"as they are": checkpoint_folder(run)}
+        for dtype in dtypes:
+            models[dtype] = Path(folder) / dtype
+            quantise_command(run, models[dtype], QuantiseOptions.model_validate({"dtype": dtype}))
+        for name, model in models.items():
+            command = [sys.executable, "-c", PEAK, str(model)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            rows.add_row(name, size_of(model), f"{float(done.stdout.split()[-1]):.0f} MB")
+    wide_console().print(rows)
 
 
 def slices_are_equal(run: Path, quantised: Path, subnet: Subnet, options: QuantiseOptions) -> bool:

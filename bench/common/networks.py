@@ -97,10 +97,12 @@ def gguf_path(checkpoint: Path) -> Path:
     return checkpoint.with_suffix(".gguf")
 
 
-def plain_copy(checkpoint: Path, target: Path, dtype: torch.dtype) -> Path:
-    """Write the full network of ``checkpoint`` for other software, without Stretto's own files, and its GGUF."""
+def plain_copy(checkpoint: Path, target: Path, dtype: torch.dtype, gguf_type: str | None = None) -> Path:
+    """Write the full network of ``checkpoint`` for other software, without Stretto's own files, and its GGUF, in ``gguf_type``; None: in
+    ``dtype``."""
     read = read_checkpoint(checkpoint, dtype=dtype)
     write_checkpoint(target, read.model, read.config, family=read.family, tokenizer_dir=checkpoint)
-    write_gguf(target, gguf_path(target), {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}[dtype])
+    ordinary = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
+    write_gguf(target, gguf_path(target), gguf_type or ordinary)
     (target / ELASTIC_FILE).unlink(missing_ok=True)  # vLLM reads every safetensors file of a folder
     return target
