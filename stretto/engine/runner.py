@@ -6,6 +6,7 @@ K route slots, N tokens of a step, M tokens with returned logits, V vocabulary, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -29,8 +30,9 @@ from stretto.model.transformer import Transformer, skeleton
 from stretto.ops.int_weights import IntWeight
 from stretto.ops.matmul import PLAIN, Arithmetic, kernels
 from stretto.ops.memory import free_bytes
-from stretto.ops.native import DTYPES, Library, Panels
+from stretto.ops.native import DTYPES, INT_GROUP, PANEL, Library, Panels
 
+_log = logging.getLogger(__name__)
 MAX_NATIVE_TOKENS = 128
 """Most tokens of a step for the compiled kernels with ``fast_prefill``; torch's matrix library computes longer steps faster."""
 WeightSource = Mapping[str, Tensor] | Path | str
@@ -143,6 +145,16 @@ class Runner:
             self.native = NativeForward(library.handle, model, subnets, self.pool, self.panels)
             if self.panels:
                 self._max_native_tokens = None
+            if num_rest := len(integers) - len(self.panels):
+                _log.warning(
+                    "%d of %d integer weights are dequantised, which is slower: the kernels multiply groups of %d inputs, and rows in panels of %d.",
+                    *(num_rest, len(integers), INT_GROUP, PANEL),
+                )
+            if self.panels and not library.handle.stretto_has_int_dot():
+                _log.warning(
+                    "Integer weights are multiplied in plain C++, several times slower: this processor has none of AVX2, AVX-512 and "
+                    "NEON's dot products."
+                )
         self._torch = None if self._is_all_native else self._new_torch()
         if self._team is not None:
             self._team.tell(Cache(num_pages, page_size))

@@ -197,7 +197,9 @@ def test_memory_counts_integers_not_values(library: Library, tmp_path: Path) -> 
         open_engine(tmp_path / "c", settings, library=Library(None, "left out by this test"), **options)
 
 
-def test_weights_without_kernels_are_dequantised(library: Library, tmp_path: Path) -> None:
+def test_weights_without_kernels_are_dequantised(
+    library: Library, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = network(config=CONFIG)
     schemes = schemes_of(CONFIG, "glm4_moe", {"experts": IntScheme(8, group=16), "attention": IntScheme(8)})
     integers = round_to_nearest(model.state_dict(), schemes)
@@ -205,5 +207,6 @@ def test_weights_without_kernels_are_dequantised(library: Library, tmp_path: Pat
     whole = read_checkpoint(tmp_path / "c").model
     subject = engine(whole, library, integers=integers)
     assert subject.stats().kernels["weights"] == "int8 in native steps, 14 of 22 weights dequantised"
+    assert caplog.text.count("14 of 22 integer weights are dequantised, which is slower") == 1
     done = subject.generate(asked(2))
     assert all(each.error is None and len(each.tokens) == 2 for each in done)

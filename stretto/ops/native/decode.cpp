@@ -385,6 +385,9 @@ void stretto_sizes(int32_t* sizes) {
 // Whether products with bf16 weights use tiles, for which tokens are rounded to bf16.
 int32_t stretto_has_tiles() { return stretto::has_tiles(); }
 
+// Whether the processor has instructions for products of integers.
+int32_t stretto_has_int_dot() { return stretto::HAS_INT_DOT; }
+
 void* stretto_create(const StrettoShape* shape, const StrettoLayer* layers) {
     auto* decoder = new stretto::AnyDecoder{};
     if (shape->is_bfloat16) decoder->half = new stretto::Decoder<stretto::bfloat16>(*shape, layers);

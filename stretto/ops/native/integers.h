@@ -25,6 +25,13 @@ constexpr bool HAS_UNSIGNED_DOT = false;  // signed codes only, so codes of 8 bi
 constexpr bool HAS_UNSIGNED_DOT = true;
 #endif
 
+// Whether `dot4` multiplies four codes of each lane by one or two instructions.
+#if defined(__AVX512VNNI__) || defined(__AVX512BW__) || (defined(__FMA__) && defined(__AVX2__)) || defined(__ARM_FEATURE_DOTPROD)
+constexpr bool HAS_INT_DOT = true;
+#else
+constexpr bool HAS_INT_DOT = false;
+#endif
+
 // A quantised token: codes of −127 to 127, and for each group the scale and the sum of the codes.
 struct IntRow {
     const int8_t* codes;
