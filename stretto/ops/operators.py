@@ -23,6 +23,7 @@ from torch import Tensor
 from stretto.ops.documents import Documents, document_attention
 from stretto.ops.grouped import Experts, swiglu
 from stretto.ops.moe import experts
+from stretto.ops.native import training
 
 Weight = Any
 """A matrix [F, D] as an operator's ``linear`` takes it: a tensor, or a result of `stretto.ops.matmul.prepare`."""
@@ -131,10 +132,15 @@ def attention(
     scale: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """`attention_reference` with torch's fused kernels; documents take the place of their mask. Returns [B, H, T, U]."""
+    """`attention_reference` with fused kernels: our own for fp32 on a CPU (`stretto.ops.native.training`), else torch's. Documents take
+    the place of their mask. Returns [B, H, T, U].
+    """
     if isinstance(mask_B1TT, Documents):
         assert sinks_H is None, "attention with sinks needs a mask"
         return document_attention(q_BHTC, k_BGTC, v_BGTU, mask_B1TT, scale)
+    if sinks_H is None and training.attends(q_BHTC, k_BGTC, v_BGTU, mask_B1TT):
+        scale = 1 / math.sqrt(q_BHTC.shape[-1]) if scale is None else scale
+        return training.attention(q_BHTC, k_BGTC, v_BGTU, mask_B1TT, scale)
     if q_BHTC.is_cuda and mask_B1TT is not None and q_BHTC.shape[1] != k_BGTC.shape[1]:
         # CUDA kernels that take a mask and do not store all scores need one key head per query head
         groups = q_BHTC.shape[1] // k_BGTC.shape[1]

@@ -34,6 +34,7 @@ from stretto.model.spec import (
 )
 from stretto.model.transformer import Context, RowWidths, Transformer, build
 from stretto.ops.logprob import head_loss
+from stretto.ops.native import training
 from stretto.train.step import Distil, MicroBatch, optimisation_step
 
 SHAPE = {
@@ -288,6 +289,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "latent, wide values": {"num_kv_heads": 4, "latent": LatentAttention(kv_rank=8, rope_dim=4, value_dim=9)},
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def operators_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch counts the FLOPs of its own operators only, not those of the compiled kernels."""
+    monkeypatch.setattr(training, "library", lambda: None)
 
 
 @dataclass

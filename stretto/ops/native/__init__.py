@@ -1,6 +1,6 @@
-"""The compiled CPU kernels: compilation at first use, loading, and calls.
+"""The compiled CPU kernels: compilation at first use, loading, and calls of those that decode.
 
-The library has a plain C interface, so it depends on no version of torch or Python and compiles in seconds. It is stored
+A library has a plain C interface, so it depends on no version of torch or Python and compiles in seconds. It is stored
 in a private folder of the user's cache, under a hash of its sources, the compiler and the processor. A library that another
 user could have written is never loaded.
 
@@ -35,6 +35,8 @@ from stretto.base.track import progress
 from stretto.ops.int_weights import IntWeight, unsigned_codes
 
 SOURCES = Path(__file__).parent
+DECODING, TRAINING = "decode.cpp", "train.cpp"
+"""Sources of the two libraries. Each is compiled when it is first used."""
 VARIABLE = "STRETTO_NATIVE"
 DTYPES = (torch.float32, torch.bfloat16)
 """Supported data types of weights and cache. Sums are fp32. On a processor with a matrix unit (AMX), products with bf16 weights
@@ -60,8 +62,8 @@ class Library:
     """Empty if ``handle`` is set."""
 
 
-def load(environment: Mapping[str, str] | None = None) -> Library:
-    """Load the kernels as the variable ``STRETTO_NATIVE`` says: ``1`` requires them, ``0`` leaves them out, ``auto`` (the default)
+def load(environment: Mapping[str, str] | None = None, source: str = DECODING) -> Library:
+    """Load the kernels of ``source`` as the variable ``STRETTO_NATIVE`` says: ``1`` requires them, ``0`` leaves them out, ``auto`` (the default)
     uses them if they can be compiled.
 
     Raises:
@@ -73,7 +75,7 @@ def load(environment: Mapping[str, str] | None = None) -> Library:
         raise UserError(f"{VARIABLE}: unknown value {choice!r}; use 0, 1 or auto")
     if choice == "0":
         return Library(None, f"{VARIABLE}=0")
-    library = _compiled(environment)
+    library = _compiled(environment, source)
     if library.handle is None and choice == "1":
         raise UserError(
             f"{VARIABLE}: the CPU kernels cannot be used: {library.reason}; install a C++ compiler "
@@ -84,7 +86,7 @@ def load(environment: Mapping[str, str] | None = None) -> Library:
     return library
 
 
-def _compiled(environment: Mapping[str, str]) -> Library:
+def _compiled(environment: Mapping[str, str], source: str) -> Library:
     if sys.platform != "linux":
         return Library(None, f"not supported on {sys.platform}")
     name = environment.get("CXX") or next((name for name in ("g++", "clang++") if shutil.which(name)), None)
@@ -103,8 +105,8 @@ def _compiled(environment: Mapping[str, str]) -> Library:
                 )
             if status.st_mode & forbidden:
                 level.chmod(status.st_mode & 0o777 & ~forbidden)
-        path = folder / f"{_key(compiler)}.so"
-        if not _is_ours(path) and (problem := _compile(compiler, path)):
+        path = folder / f"{Path(source).stem}-{_key(compiler)}.so"
+        if not _is_ours(path) and (problem := _compile(compiler, source, path)):
             return Library(None, problem)
         return Library(ctypes.CDLL(str(path)), "")
     except (OSError, RuntimeError) as error:  # no home folder, no write permission, a full disk, a damaged library
@@ -128,15 +130,15 @@ def _key(compiler: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _compile(compiler: str, path: Path) -> str | None:
-    """Compile the library to ``path``; returns None, or the compiler's error on one line."""
+def _compile(compiler: str, source: str, path: Path) -> str | None:
+    """Compile ``source`` to the library ``path``; returns None, or the compiler's error on one line."""
     # Built in a folder with a random name, then renamed: two containers can share the cache and have equal process ids.
     with (
         progress("Compiling the CPU kernels (once)", total=1) as advance,
         tempfile.TemporaryDirectory(dir=path.parent, prefix=".building-") as building,
     ):
         built = Path(building) / path.name
-        command = [compiler, *_FLAGS, str(SOURCES / "decode.cpp"), "-o", str(built)]
+        command = [compiler, *_FLAGS, str(SOURCES / source), "-o", str(built)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         advance(1)
         if done.returncode:

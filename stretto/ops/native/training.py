@@ -1,0 +1,188 @@
+"""Compiled forward and backward passes for training on a CPU in fp32 (train.cpp): attention and the experts of a layer.
+
+Results are equal, to the bit, for every number of threads. Without a compiler torch computes instead, which `load` reports once.
+
+Shape letters: B rows, T positions, H query heads, G key/value heads, C head width, N tokens, S slots sorted by expert (places),
+D hidden, E experts, I expert width, F = 2·I.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from stretto.ops.native import TRAINING, _fields, load
+
+MAX_WIDTH = 256
+"""Largest width of an attention head: the width of a block in blocks.h."""
+MAX_LENGTH = 8192
+"""Largest number of positions whose scores are kept in the cache: 48 queries of a thread then take 1.7 MB."""
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The kernels, loaded at the first call; None: they are not available or not wanted."""
+    return load(source=TRAINING).handle
+
+
+def _library() -> ctypes.CDLL:
+    handle = library()
+    assert handle is not None, "no compiled kernels"
+    return handle
+
+
+# The records of train.cpp and train_attention.h, field by field; the fields are documented there.
+
+
+class _Heads(ctypes.Structure):
+    _fields_ = _fields(_POINTER, "at") + _fields(ctypes.c_int64, "by_row by_head by_position")
+
+    @classmethod
+    def of(cls, x_BHTC: Tensor) -> _Heads:
+        assert x_BHTC.stride(3) == 1, f"strides {x_BHTC.stride()}"
+        return cls(x_BHTC.data_ptr(), *x_BHTC.stride()[:3])
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = (
+        _fields(_INT, "num_rows num_heads num_kv_heads length width num_threads")
+        + [("scale", _FLOAT), ("mask_rows", _INT), ("mask", _POINTER)]
+        + _fields(_Heads, "q k v out")
+        + [("lse", _POINTER)]
+        + _fields(_Heads, "grad_out grad_q grad_k grad_v")
+    )
+
+
+class _Experts(ctypes.Structure):
+    _fields_ = (
+        _fields(_INT, "num_tokens top_k num_experts hidden inner num_threads")
+        + _fields(_POINTER, "token place end x gates gate_up down middle out grad_out")
+        + _fields(_POINTER, "grad_x grad_gates grad_gate_up grad_down")
+    )
+
+
+RECORDS = (_Experts, _Attention)
+
+
+def attends(q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, mask_B1TT: Tensor | None) -> bool:
+    """Whether `attention` computes these tensors."""
+    B, H, T, C = q_BHTC.shape
+    return (
+        type(q_BHTC) is Tensor
+        and q_BHTC.device.type == "cpu"
+        and q_BHTC.dtype == k_BGTC.dtype == v_BGTC.dtype == torch.float32
+        and k_BGTC.shape == v_BGTC.shape == (B, k_BGTC.shape[1], T, C)
+        and (mask_B1TT is None or (mask_B1TT.dtype == torch.bool and mask_B1TT.shape in ((B, 1, T, T), (1, 1, T, T))))
+        and H % k_BGTC.shape[1] == 0
+        and 0 < C <= MAX_WIDTH
+        and 0 < T <= MAX_LENGTH
+        and B > 0
+        and not torch.compiler.is_compiling()
+        and library() is not None
+    )
+
+
+def attention(q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, mask_B1TT: Tensor | None, scale: float) -> Tensor:
+    """Softmax attention [B, H, T, C]; the mask is True where a query may see a key, None: causal attention."""
+    return _AttentionFunction.apply(q_BHTC, k_BGTC, v_BGTC, mask_B1TT, scale)
+
+
+class _AttentionFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        (q, k, v), mask = _rows(q, k, v), None if mask is None else mask.contiguous()
+        out, lse_BHT = _by_position(q), q.new_empty(q.shape[:3])
+        record = _attention_record(q, k, v, mask, scale, out, lse_BHT)
+        _library().stretto_attention_forward(ctypes.byref(record))
+        ctx.save_for_backward(q, k, v, mask, out, lse_BHT)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, out, lse_BHT = ctx.saved_tensors
+        (grad_out,), results = _rows(grads[0]), [_by_position(x) for x in (q, k, v)]
+        record = _attention_record(q, k, v, mask, ctx.scale, out, lse_BHT, grad_out, *results)
+        _library().stretto_attention_backward(ctypes.byref(record))
+        return *results, None, None
+
+
+def _rows(*tensors: Tensor) -> list[Tensor]:
+    """The tensors, with channels that lie side by side."""
+    return [x if x.stride(3) == 1 else x.contiguous() for x in tensors]
+
+
+def _by_position(x_BHTC: Tensor) -> Tensor:
+    """A new tensor of this shape in which all heads of a position lie side by side, as the next product needs them."""
+    B, H, T, C = x_BHTC.shape
+    return x_BHTC.new_empty(B, T, H, C).transpose(1, 2)
+
+
+def _attention_record(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, out: Tensor, lse: Tensor, *grads: Tensor
+) -> _Attention:
+    B, H, T, C = q.shape
+    sizes = (B, H, k.shape[1], T, C, torch.get_num_threads(), scale)
+    masked = (0, None) if mask is None else (len(mask), mask.data_ptr())
+    heads = [_Heads.of(x) for x in (q, k, v, out)]
+    return _Attention(*sizes, *masked, *heads, lse.data_ptr(), *(_Heads.of(x) for x in grads))
+
+
+def multiplies(x_ND: Tensor, gate_up_EFD: Tensor, down_EDI: Tensor) -> bool:
+    """Whether `experts_forward` computes experts without biases and clamps of these sizes."""
+    return (
+        x_ND.device.type == "cpu"
+        and x_ND.dtype == gate_up_EFD.dtype == down_EDI.dtype == torch.float32
+        and min(*x_ND.shape, *down_EDI.shape) > 0
+        and library() is not None
+    )
+
+
+def experts_forward(
+    x_ND: Tensor, gates_S: Tensor, order: tuple[Tensor, Tensor, Tensor], gate_up_EFD: Tensor, down_EDI: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Output of the experts [N, D], and the outputs of the gate-up product [S, F], which the backward pass needs.
+
+    Args:
+        gates_S: by place.
+        order: the token of each place and the place of each slot (int64), and the end of each expert's places (int32).
+    """
+    inputs = [tensor.contiguous() for tensor in (x_ND, gates_S, gate_up_EFD, down_EDI)]
+    middle_SF, out_ND = x_ND.new_empty(len(gates_S), gate_up_EFD.shape[1]), torch.empty_like(inputs[0])
+    _library().stretto_experts_forward(ctypes.byref(_experts_record(order, inputs, middle_SF, out_ND)))
+    return out_ND, middle_SF
+
+
+def experts_backward(
+    grad_ND: Tensor,
+    x_ND: Tensor,
+    gates_S: Tensor,
+    middle_SF: Tensor,
+    order: tuple[Tensor, Tensor, Tensor],
+    gate_up_EFD: Tensor,
+    down_EDI: Tensor,
+    wants: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients of ``x_ND``, ``gates_S``, ``gate_up_EFD`` and ``down_EDI``; None for those that are not in ``wants``."""
+    inputs = [tensor.contiguous() for tensor in (x_ND, gates_S, gate_up_EFD, down_EDI)]
+    results = [torch.empty_like(x) if is_wanted else None for x, is_wanted in zip(inputs, wants, strict=True)]
+    record = _experts_record(order, inputs, middle_SF, None, grad_ND.contiguous(), *results)
+    _library().stretto_experts_backward(ctypes.byref(record))
+    return results
+
+
+def _experts_record(order: tuple[Tensor, Tensor, Tensor], inputs: Sequence[Tensor], *others: Tensor | None) -> _Experts:
+    (N, D), (E, F, _) = inputs[0].shape, inputs[2].shape
+    token_S, place_S, ends_E = order
+    assert token_S.dtype == place_S.dtype == torch.int64 and ends_E.dtype == torch.int32, "types of the order"
+    assert len(token_S) == len(place_S) == len(inputs[1]), f"{len(token_S)} places of {len(place_S)} slots"
+    sizes = (N, len(place_S) // N, E, D, F // 2, torch.get_num_threads())
+    return _Experts(*sizes, *(None if x is None else x.data_ptr() for x in (*order, *inputs, *others)))
