@@ -33,6 +33,7 @@ from stretto.ops.grouped import (
     most_places,
     sum_of_places,
 )
+from stretto.ops.native import training
 
 
 def experts(x_ND: Tensor, chosen_NK: Tensor, gates_NK: Tensor, weights: Experts) -> Tensor:
@@ -107,7 +108,9 @@ class Backend(Protocol):
 
 def backend_for(x_ND: Tensor, weights: Experts) -> str:
     """Name of the fastest of `BACKENDS` that computes ``weights``, which have the dtype of the products, on the device of ``x_ND``."""
-    return "torch"
+    gate_up_EFD, down_EDI, biases, clamp = weights
+    plain = biases is None and clamp is None
+    return "native" if plain and training.multiplies(x_ND, gate_up_EFD, down_EDI) else "torch"
 
 
 class TorchBackend:
@@ -162,7 +165,31 @@ def _sum_of_experts(y_PD: Tensor, ends_E: Tensor) -> Tensor:
     return rows_ED.index_add_(0, expert_of_places(ends_E, len(y_PD)), y_PD).to(y_PD.dtype)
 
 
-BACKENDS: dict[str, Backend] = {"torch": TorchBackend()}
+class NativeBackend:
+    """Compiled kernels for fp32 on a CPU, without biases and clamps: `stretto.ops.native.training`."""
+
+    def multiple(self, x_ND: Tensor, dtype: torch.dtype, mean_slots: float) -> int:
+        return 1
+
+    def forward(self, x_ND: Tensor, gates_P: Tensor, slots: Slots, weights: Experts) -> tuple[Tensor, Tensor]:
+        order = slots.token_P, slots.place_S, slots.ends_E
+        return training.experts_forward(x_ND, gates_P, order, weights.gate_up_EFD, weights.down_EDI)
+
+    def backward(
+        self,
+        grad_ND: Tensor,
+        x_ND: Tensor,
+        gates_P: Tensor,
+        hidden_PF: Tensor,
+        slots: Slots,
+        weights: Experts,
+        wants: Wants,
+    ) -> Gradients:
+        matrices, order = weights[:2], (slots.token_P, slots.place_S, slots.ends_E)
+        return Gradients(*training.experts_backward(grad_ND, x_ND, gates_P, hidden_PF, order, *matrices, wants[:4]))
+
+
+BACKENDS: dict[str, Backend] = {"torch": TorchBackend(), "native": NativeBackend()}
 
 
 # --- the differentiable function --------------------------------------------------------------------------------------

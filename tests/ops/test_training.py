@@ -10,8 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stretto.ops import moe
+from stretto.ops.grouped import Clamp, ExpertBiases, Experts
 from stretto.ops.native import training
 from stretto.ops.operators import attention, document_mask
+from tests.ops.references import experts_reference
 
 Close = Callable[[Tensor, Tensor, int], None]
 pytestmark = pytest.mark.usefixtures("library")
@@ -99,3 +102,75 @@ def test_records_have_the_sizes_of_the_library() -> None:
     sizes = (ctypes.c_int32 * 2)()
     handle.stretto_training_sizes(sizes)
     assert list(sizes) == [ctypes.sizeof(kind) for kind in training.RECORDS]
+
+
+CHOICES = {
+    "ragged": (
+        torch.rand(700, 5, generator=torch.Generator().manual_seed(2)) ** 3 * 9
+    ).long(),  # over 252 slots of some experts
+    "empty experts": torch.tensor([[5, 1]] * 7),
+    "one expert takes all": torch.zeros(600, 1, dtype=torch.int64),
+    "one token": torch.tensor([[4, 2]]),
+    "an expert twice": torch.tensor([[2, 2], [0, 2]]),
+}
+# hidden size and expert width; the last needs two blocks of columns, and no width is a multiple of a vector's
+WIDTHS = [(32, 16), (20, 9), (270, 131)]
+
+
+def layer(chosen_NK: Tensor, hidden: int, width: int) -> list[Tensor]:
+    """Rows, gates, of which some are 0, and weights."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((len(chosen_NK), hidden), chosen_NK.shape, (9, 2 * width, hidden), (9, hidden, width))
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    tensors[1][::3] = 0.0
+    return [x.requires_grad_() for x in tensors]
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("chosen", CHOICES.values(), ids=CHOICES)
+def test_experts_and_their_gradients_equal_the_reference_in_fp64(
+    chosen: Tensor, widths: tuple[int, int], close: Close, threads: Callable[[int], None]
+) -> None:
+    inputs = layer(chosen, *widths)
+    x, gates, gate_up, down = inputs
+    assert moe.backend_for(x, Experts(gate_up, down)) == "native"
+
+    def passes() -> list[Tensor]:
+        out = moe.experts(x, chosen, gates, Experts(gate_up, down))
+        return [out, *torch.autograd.grad(out, inputs, upstream)]
+
+    upstream = torch.ones_like(x).cumsum(-1).sin()
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    expected = experts_reference(wide[0], chosen, *wide[1:])
+    wanted = [expected, *torch.autograd.grad(expected, wide, upstream.double())]
+    threads(2)
+    found = passes()
+    for ours, theirs in zip(found, wanted, strict=True):
+        close(ours, theirs, sum(widths) + chosen.numel())  # sums over channels, then over tokens
+    threads(1)
+    assert all(torch.equal(one, two) for one, two in zip(passes(), found, strict=True))
+
+
+def test_experts_of_which_parts_are_frozen() -> None:
+    chosen = CHOICES["ragged"]
+    x, gates, gate_up, down = inputs = layer(chosen, 32, 16)
+    everything = torch.autograd.grad(moe.experts(x, chosen, gates, Experts(gate_up, down)).sum(), inputs)
+    for frozen in range(len(inputs)):
+        for index, tensor in enumerate(inputs):
+            tensor.requires_grad_(index != frozen)
+        trained = [tensor for tensor in inputs if tensor.requires_grad]
+        found = torch.autograd.grad(moe.experts(x, chosen, gates, Experts(gate_up, down)).sum(), trained)
+        rest = [grad for index, grad in enumerate(everything) if index != frozen]
+        assert all(torch.equal(one, other) for one, other in zip(found, rest, strict=True)), frozen
+
+
+def test_other_experts_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, _, gate_up, down = layer(CHOICES["one token"], 32, 16)
+    assert moe.backend_for(x, Experts(gate_up, down)) == "native"
+    biases = ExpertBiases(torch.zeros(9, 32), torch.zeros(9, 32))
+    assert moe.backend_for(x, Experts(gate_up, down, biases)) == "torch"
+    assert moe.backend_for(x, Experts(gate_up, down, clamp=Clamp(1.7, 7.0))) == "torch"
+    assert moe.backend_for(x.double(), Experts(gate_up.double(), down.double())) == "torch"
+    assert moe.backend_for(x, Experts(gate_up.bfloat16(), down.bfloat16())) == "torch"
+    monkeypatch.setattr(training, "library", lambda: None)
+    assert moe.backend_for(x, Experts(gate_up, down)) == "torch"

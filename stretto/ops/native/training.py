@@ -139,7 +139,8 @@ def _attention_record(
 def multiplies(x_ND: Tensor, gate_up_EFD: Tensor, down_EDI: Tensor) -> bool:
     """Whether `experts_forward` computes experts without biases and clamps of these sizes."""
     return (
-        x_ND.device.type == "cpu"
+        not torch.compiler.is_compiling()
+        and x_ND.device.type == "cpu"
         and x_ND.dtype == gate_up_EFD.dtype == down_EDI.dtype == torch.float32
         and min(*x_ND.shape, *down_EDI.shape) > 0
         and library() is not None
@@ -174,7 +175,8 @@ def experts_backward(
     """Gradients of ``x_ND``, ``gates_S``, ``gate_up_EFD`` and ``down_EDI``; None for those that are not in ``wants``."""
     inputs = [tensor.contiguous() for tensor in (x_ND, gates_S, gate_up_EFD, down_EDI)]
     results = [torch.empty_like(x) if is_wanted else None for x, is_wanted in zip(inputs, wants, strict=True)]
-    record = _experts_record(order, inputs, middle_SF, None, grad_ND.contiguous(), *results)
+    grad_ND = grad_ND.contiguous()  # a name, because the record holds its address only
+    record = _experts_record(order, inputs, middle_SF, None, grad_ND, *results)
     _library().stretto_experts_backward(ctypes.byref(record))
     return results
 
