@@ -82,8 +82,8 @@ class Documents:
         """Whether attention by document in ``dtype`` is possible on the device, and faster than a mask."""
         if self.documents_BT.is_cuda:
             return dtype in (torch.bfloat16, torch.float16)
-        if dtype == torch.float32 and training.library() is not None:  # the compiled kernels skip keys that no query sees
-            return False
+        if dtype == torch.float32 and training.library() is not None:
+            return False  # the compiled kernels skip keys that no query sees
         return self.documents_BT.device.type == "cpu" and self.documents_BT.numel() >= SHORT * len(self.spans)
 
 
