@@ -204,22 +204,32 @@ def shape_of(
     return Shape(num_sequences, num_pages, tuple(union), top_ks, len(set(layers)) == 1, want_routes)
 
 
-def write_inputs(chunks: Sequence[Chunk], rows: Mapping[int, int], spare: int, shape: Shape) -> Tensor:
-    """The `Inputs` of ``chunks`` on the CPU, flat. Sequences that fill the shape up use the page ``spare``."""
-    flat = np.zeros(Inputs.size(shape), np.int32)
-    head_3N, table_NM = flat[: 3 * shape.num_sequences].reshape(3, -1), flat[3 * shape.num_sequences :]
-    table_NM = table_NM.reshape(-1, shape.num_pages)
-    num = len(chunks)
-    head_3N[0, :num] = [chunk.tokens[0] for chunk in chunks]
-    head_3N[1, :num] = [chunk.end for chunk in chunks]
-    head_3N[1, num:] = 1
-    head_3N[2] = rows[chunks[0].subnet]
-    head_3N[2, :num] = [rows[chunk.subnet] for chunk in chunks]
-    table_NM[num:] = spare
-    for row, chunk in enumerate(chunks):
-        table_NM[row] = chunk.pages[0]
-        table_NM[row, : len(chunk.pages)] = chunk.pages
-    return torch.from_numpy(flat)
+class Host:
+    """`Inputs` on the CPU, where each step of a shape is written before it is copied. A table of pages is written when it has changed: in
+    most steps of most sequences it has not."""
+
+    def __init__(self, shape: Shape, spare: int):
+        """``spare``: page of the sequences that fill the shape up."""
+        self._flat, self._spare = np.zeros(Inputs.size(shape), np.int32), spare
+        self._head_3N = self._flat[: 3 * shape.num_sequences].reshape(3, -1)
+        self._table_NM = self._flat[3 * shape.num_sequences :].reshape(-1, shape.num_pages)
+        self._known: list[tuple[int, ...]] = [()] * shape.num_sequences
+
+    def write(self, chunks: Sequence[Chunk], rows: Mapping[int, int]) -> Tensor:
+        """The inputs of ``chunks``, flat, valid until the next call."""
+        num, head_3N = len(chunks), self._head_3N
+        head_3N[0, :num] = [chunk.tokens[0] for chunk in chunks]
+        head_3N[1, :num] = [chunk.end for chunk in chunks]
+        head_3N[2, :num] = [rows[chunk.subnet] for chunk in chunks]
+        head_3N[:, num:] = [[0], [1], [rows[chunks[0].subnet]]]
+        blank = (self._spare,)
+        for row in range(len(self._known)):
+            pages = chunks[row].pages if row < num else blank
+            if self._known[row] != pages:
+                self._known[row] = pages
+                self._table_NM[row] = pages[0]
+                self._table_NM[row, : len(pages)] = pages
+        return torch.from_numpy(self._flat)
 
 
 class _Parts(NamedTuple):

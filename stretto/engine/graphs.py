@@ -21,6 +21,7 @@ from torch import Tensor
 from stretto.base.track import say
 from stretto.engine.decode import (
     MAX_SUBNETS,
+    Host,
     Inputs,
     KernelSteps,
     Shape,
@@ -29,7 +30,6 @@ from stretto.engine.decode import (
     TorchSteps,
     shape_of,
     why_torch,
-    write_inputs,
 )
 from stretto.engine.forward_torch import KvPool, TorchForward
 from stretto.engine.sequence import Chunk, SubnetTable
@@ -46,6 +46,7 @@ LEAST_PAGES = 64
 class Captured(NamedTuple):
     """The graph of one shape, with its tensors."""
 
+    host: Host
     flat: Tensor
     """The kernels read `Inputs` in it; those of each step are copied into it."""
     inputs: Inputs
@@ -105,12 +106,12 @@ class DecodeGraphs:
             num_pages = max(num_pages, LEAST_PAGES)
         num_pages = 1 << (num_pages - 1).bit_length()
         shape = shape_of(chunks, rounded_up(len(chunks)), self._rows, self._subnets, num_pages, want_routes)
-        flat = write_inputs(chunks, rows, self._spare, shape)
         captured = self._captured.pop(shape, None)
         if captured is None:
-            captured = self._capture(flat.to(self._device), shape)
+            host = Host(shape, self._spare)
+            captured = self._capture(host, host.write(chunks, rows).to(self._device, copy=True), shape)
         else:
-            captured.flat.copy_(flat)
+            captured.flat.copy_(captured.host.write(chunks, rows))
         self._captured[shape] = captured
         if len(self._captured) > MAX_GRAPHS:
             self._captured.popitem(last=False)
@@ -124,10 +125,10 @@ class DecodeGraphs:
         """Follow new weights, which were copied into the tensors of the forward pass."""
         self._rows.refresh()
 
-    def _capture(self, flat: Tensor, shape: Shape) -> Captured:
+    def _capture(self, host: Host, flat: Tensor, shape: Shape) -> Captured:
         inputs = Inputs.views(flat, shape)
         if not self._is_cuda:
-            return Captured(flat, inputs, None, None)
+            return Captured(host, flat, inputs, None, None)
         # one step before the capture, on another stream: libraries create handles and choose kernels in their first call
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -138,7 +139,7 @@ class DecodeGraphs:
         # thread-local, because a trainer in another thread of this process may allocate memory meanwhile
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             logits_MV = self._steps.compute(inputs, shape)
-        return Captured(flat, inputs, graph, logits_MV)
+        return Captured(host, flat, inputs, graph, logits_MV)
 
 
 def rounded_up(num: int) -> int:

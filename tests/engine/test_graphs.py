@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from stretto.engine.decode import Inputs, shape_of, write_inputs
+from stretto.engine.decode import Host, Inputs, shape_of
 from stretto.engine.forward_torch import KvPool, TorchForward
 from stretto.engine.graphs import MAX_GRAPHS, DecodeGraphs, rounded_up
 from stretto.engine.runner import Runner
@@ -173,7 +173,7 @@ def test_a_step_asks_nothing_of_the_device() -> None:
     graphs = decoder.graphs
     rows = graphs._rows.rows([chunk.subnet for chunk in chunks])
     shape = shape_of(chunks, num, graphs._rows, graphs._subnets, 4, True)
-    flat = write_inputs(chunks, rows, NUM_PAGES, shape)
+    flat = Host(shape, NUM_PAGES).write(chunks, rows)
 
     def step(flat: Tensor) -> Tensor:
         return graphs._steps.compute(Inputs.views(flat, shape), shape)
