@@ -147,10 +147,10 @@ def layer_bytes(config: ModelConfig, dtype: Dtype, ep: int) -> LayerBytes:
     in_dense = each * (4 * config.dense_intermediate_size + hidden)
     in_moe = hidden * WIDE + 2 * config.num_experts * WIDE  # the router's input and scores, in fp32
     in_moe += each * 4 * shared + (each * hidden if is_mixed and shared else 0)
-    if ep == 1:
-        in_moe += slots * (each * (hidden + 5 * inner) + 44)
+    if ep == 1:  # the operator keeps gate-up outputs and indices (`stretto.ops.moe`), and a cast copy of its input
+        in_moe += slots * (each * 2 * inner + 44) + (each * hidden if is_mixed else 0)
     else:  # gates multiply the output, so that it is kept
-        in_moe += slots * (each * (2 * hidden + 4 * inner) + 60)
+        in_moe += slots * (each * (2 * hidden + 2 * inner) + 60)
     kept += (num_dense * in_dense + config.num_moe_layers * in_moe) / config.num_layers
     if num_dense:
         temporary = max(temporary, in_dense)
