@@ -67,6 +67,9 @@ SHAPES: dict[str, Shape] = {  # changes of BASE, layout, tokens per row, dtype, 
     "vocabulary 32,768": ({"vocab_size": 32768, "num_layers": 2}, Layout(1, 1, 2, 1), 1024, "bfloat16", "adamw"),
     "16 layers": ({"num_layers": 16}, Layout(1, 1, 1, 2), 512, "float32", "adamw"),
     "one dense layer, tied head": (MIXED, Layout(1, 1, 3, 1), 384, "float32", "adamw"),
+    "int8 moments": ({}, Layout(1, 1, 4, 1), 512, "float32", "adamw moments=int8"),
+    "split weights, int8": ({}, Layout(1, 1, 4, 1), 512, "bfloat16", "adamw moments=int8 master=split"),
+    "bf16 weights, in the backward pass": (WIDE_EXPERTS, Layout(1, 1, 2, 1), 256, "bfloat16", "adamw moments=int8 master=bf16_stochastic in_backward=true"),
     "2 ranks": ({}, Layout(2, 1, 8, 1), 512, "float32", "adamw"),
     "2 ranks, ep 2": ({}, Layout(2, 2, 8, 2), 512, "float32", "adamw"),
     "2 ranks, ep 2, Muon": (WIDE_EXPERTS, Layout(2, 2, 4, 1), 512, "float32", "muon"),
@@ -92,7 +95,7 @@ def main() -> None:
         for name in names:
             changes, layout, length, dtype, optimiser = SHAPES[name]
             config = ModelConfig.model_validate(BASE | changes)
-            predicted = training_memory(config, layout, length, dtype, optimiser, on_gpu=False).total
+            predicted = training_memory(config, layout, length, dtype, optim_of(optimiser), on_gpu=False).total
             measured = _measured(name, layout.ranks)
             error = predicted / measured - 1
             holds = abs(error) <= AIM
@@ -103,6 +106,12 @@ def main() -> None:
             advance(1)
     wide_console().print(shown)
     finish(failures)
+
+
+def optim_of(words: str) -> OptimConfig:
+    """Settings of ``muon``, ``adamw``, or ``adamw moments=int8 master=split``."""
+    name, *settings = words.split()
+    return OptimConfig.model_validate({"lr": 1e-4, "name": name} | dict(each.split("=") for each in settings))
 
 
 def _measured(name: str, world: int) -> float:
@@ -132,8 +141,8 @@ def peak_bytes(changes: dict[str, object], layout: Layout, length: int, dtype: D
 
 def _train(config: ModelConfig, layout: Layout, length: int, dtype: str, optimiser: str, ranks: Ranks) -> None:
     kind = getattr(torch, dtype)
-    model = random_network(config, 0).place(config, ranks, kind)
-    optimizers = build_optimizers(OptimConfig(lr=1e-4, name=optimiser), model)
+    model = random_network(config, 0).place(config, ranks, kind, torch.float32)
+    optimizers = build_optimizers(optim_of(optimiser), model)
     generator = torch.Generator().manual_seed(ranks.rank)
     for _ in range(STEPS):
         batches = []

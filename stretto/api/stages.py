@@ -33,6 +33,7 @@ from stretto.api.train import (
     check_teacher,
     claim_run,
     find_teacher,
+    fit_memory,
     has_begun,
     held_out,
     kept_checkpoint,
@@ -159,6 +160,7 @@ def pretrain(
     parsed = read_recipe(recipe, Recipe, overriding(settings, {"train.steps": steps}), given)
     default_family(parsed.network())  # raises an error before the training if no family can store the network
     ranks, named, text = join(device, parsed.train.ep), listed_data(data), TextOptions(val, val_fraction, text_field)
+    parsed = fit_memory(parsed, parsed.network(), ranks)
     vocabulary = None if tokenizer is None else Path(tokenizer)
     origin_folder = checkpoint_folder(start).resolve() if start is not None else None
 
@@ -272,7 +274,7 @@ def elasticize(
         network = stored_for_training(origin)  # refuses a damaged checkpoint before text is tokenised
         config = network.config
         teacher_folder = None if teacher is None else check_teacher(config.vocab_size, place(teacher))
-        complete = parsed.for_network(config, network.presets)
+        complete = fit_memory(parsed.for_network(config, network.presets), config, ranks)
         if resume:
             begun = begun_run(folder, complete, named, text=text)
             begun = same_folder(folder, begun, "--teacher", teacher_folder, "teacher")

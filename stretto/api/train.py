@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
+import psutil
+import torch
 
 from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
+from stretto.base.numbers import size_in_bytes
 from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, remove, write_json
 from stretto.base.records import find_lineage, history
 from stretto.base.track import Tracker, say
@@ -20,6 +23,7 @@ from stretto.data.pack import IGNORED
 from stretto.evals.loss import EvalBatch
 from stretto.model.parallel import Origin, Ranks, stored, stored_for_training
 from stretto.model.spec import ModelConfig, SubnetChoice
+from stretto.planner.fit import fitted
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.loop import Job, Trained, write_trained
 from stretto.train.prepare import AS_IT_IS, TextOptions, check_enough, prepare_data, sources_named
@@ -27,6 +31,9 @@ from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe, SftRecipe
 from stretto.train.run_folder import ADOPTED, HeldOutRows, RunInfo, read_info
 from stretto.train.snapshot import LAYOUT, STEERING
 
+Fitted = TypeVar("Fitted", Recipe, ElasticizeRecipe)
+_USABLE = 0.94
+"""Share of a device's memory that training can fill (`stretto.planner.hardware.Hardware.reserved`)."""
 EVAL_BATCH_ROWS = 16
 """Largest number of rows in a held-out batch."""
 ADAPTER = "adapter"
@@ -42,6 +49,24 @@ def model_to_go_on_with(run: Path, origin: Path | None) -> dict[str, Any] | None
             return None
         return {"model": begun.recipe.model.model_dump(mode="json")}
     return {"model": stored_for_training(checkpoint_folder(origin)).config.model_dump(mode="json")}
+
+
+def fit_memory(recipe: Fitted, config: ModelConfig, ranks: Ranks) -> Fitted:
+    """``recipe`` with the optimiser's states that fit into ``train.memory``, which one line names. Raises `UserError`: none fits."""
+    given = recipe.train.memory
+    if given is None:
+        return recipe
+    if ranks.world > 1:
+        raise UserError("train.memory: chooses states for one rank, and several divide fp32 states; leave it out")
+    on_gpu = ranks.device.type == "cuda"
+    total = torch.cuda.get_device_properties(ranks.device).total_memory if on_gpu else psutil.virtual_memory().total
+    if given != "auto" and given * 1e9 > total:
+        raise UserError(
+            f"train.memory: {given:g} GB, and the device has {size_in_bytes(total)}; lower it, or write auto"
+        )
+    fitting, line = fitted(recipe, config, total * _USABLE if given == "auto" else given * 1e9, on_gpu=on_gpu)
+    say(line)
+    return fitting
 
 
 def new_job(

@@ -5,7 +5,7 @@ Shape letters: W branches of balance state, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ def extract(model: Transformer, subnet: Subnet) -> Transformer:
 
 
 def with_branch_rows(
-    config: ModelConfig, wider: ModelConfig, state: Mapping[str, Tensor]
+    config: ModelConfig, wider: ModelConfig, state: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Convert the state dict of ``config`` for ``wider``, the same network with more branches of balance state.
 
@@ -86,7 +86,7 @@ def with_branch_rows(
     else:
         rows = [config.branch(width) for width in wider.widths]
         rows += [0] * (wider.num_branches - len(rows))
-    for name, tensor in state.items():
+    for name, tensor in state:
         yield name, tensor[rows] if name.endswith(".bias_WE") else tensor
 
 

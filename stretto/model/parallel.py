@@ -258,10 +258,23 @@ def device_name(device: torch.device) -> str:
 
 
 def placed(
-    config: ModelConfig, state: Iterable[tuple[str, Tensor]], ranks: Ranks, dtype: torch.dtype = torch.float32
+    config: ModelConfig,
+    state: Iterable[tuple[str, Tensor]],
+    ranks: Ranks,
+    dtype: torch.dtype = torch.float32,
+    weights: torch.dtype = torch.float32,
 ) -> Transformer:
-    """The model of ``config`` with the tensors of ``state``, sharded over the ranks. No device ever has all of it."""
-    return load_state(_shard(skeleton(config), ranks, dtype), state, ranks.device)
+    """The model of ``config`` with the tensors of ``state``, sharded over the ranks. No device ever has all of it. ``weights``: data type of
+    the parameters on one rank; shards are in fp32."""
+    return load_state(_shard(_empty(config, ranks, weights), ranks, dtype), state, ranks.device)
+
+
+def _empty(config: ModelConfig, ranks: Ranks, weights: torch.dtype) -> Transformer:
+    """`skeleton` with parameters in ``weights``; buffers stay in fp32."""
+    model = skeleton(config)
+    for parameter in model.parameters() if ranks.world == 1 else ():
+        parameter.data = parameter.data.to(weights)
+    return model
 
 
 def spread(model: Transformer, ranks: Ranks, dtype: torch.dtype = torch.float32) -> Transformer:
@@ -272,7 +285,11 @@ def spread(model: Transformer, ranks: Ranks, dtype: torch.dtype = torch.float32)
 
 
 def read_placed(
-    folder: Path, ranks: Ranks, dtype: torch.dtype = torch.float32, config: ModelConfig | None = None
+    folder: Path,
+    ranks: Ranks,
+    dtype: torch.dtype = torch.float32,
+    config: ModelConfig | None = None,
+    weights: torch.dtype = torch.float32,
 ) -> Checkpoint:
     """`stretto.model.checkpoint.read_checkpoint` in fp32, sharded over the ranks. A rank reads and holds its own experts and its own
     rows of matrices only.
@@ -280,6 +297,7 @@ def read_placed(
     Args:
         dtype: compute dtype, as of `placed`.
         config: the same network with other branches of balance state or other orders; None: as in the folder.
+        weights: data type of the parameters, as of `placed`.
 
     Raises:
         UserError: on all ranks, as `read_checkpoint` does.
@@ -287,7 +305,7 @@ def read_placed(
     with StreamedState(folder, torch.float32) as state:
         ranks.first(state.check_constants)
         config = config or state.config
-        model = _shard(skeleton(config), ranks, dtype)
+        model = _shard(_empty(config, ranks, weights), ranks, dtype)
         model.to_empty(device=ranks.device)
         for layer in (module for module in model.modules() if isinstance(module, MoeLayer)):
             layer.reset_buffers()
@@ -300,7 +318,7 @@ def read_placed(
                         rows = rows.narrow(dim, start, stop - start)
                     tensor.to_local().copy_(rows)
                 elif name.endswith(".bias_WE"):
-                    tensor.copy_(dict(with_branch_rows(state.config, config, {name: state[name]}))[name])
+                    tensor.copy_(dict(with_branch_rows(state.config, config, [(name, state[name])]))[name])
                 else:
                     tensor.copy_(state.rows(name, 0, len(tensor)))
         found = state.description
@@ -329,9 +347,9 @@ class Origin:
     """A network that a stage trains or learns from, before it is on the ranks. Written by `stored`, `random_network` and `in_memory`."""
 
     config: ModelConfig
-    place: Callable[[ModelConfig, Ranks, torch.dtype], Transformer]
-    """Returns the network, sharded over the ranks, whose blocks compute in the dtype. The configuration is ``config``, or the same
-    network with other branches of balance state or other orders."""
+    place: Callable[[ModelConfig, Ranks, torch.dtype, torch.dtype], Transformer]
+    """Returns the network, sharded over the ranks, whose blocks compute in the first dtype and, on one rank, whose parameters have the
+    second. The configuration is ``config``, or the same network with other branches of balance state or other orders."""
     family: Family | None = None
     """Architecture of its checkpoint; None: it has none."""
     presets: Mapping[str, SubnetChoice] = field(default_factory=dict)
@@ -346,8 +364,8 @@ def stored(folder: Path) -> Origin:
     Raises UserError: as `stretto.model.checkpoint.read_checkpoint` does, except for errors in the values of tensors.
     """
 
-    def place(config: ModelConfig, ranks: Ranks, dtype: torch.dtype) -> Transformer:
-        return read_placed(folder, ranks, dtype, config).model
+    def place(config: ModelConfig, ranks: Ranks, dtype: torch.dtype, weights: torch.dtype) -> Transformer:
+        return read_placed(folder, ranks, dtype, config, weights).model
 
     with StreamedState(folder) as state:
         found = state.description
@@ -366,16 +384,16 @@ def stored_for_training(folder: Path) -> Origin:
 
 def random_network(config: ModelConfig, seed: int) -> Origin:
     """The network of ``config`` with `stretto.model.transformer.initial_state`; a rank keeps its shard of each tensor."""
-    return Origin(config, lambda config, ranks, dtype: placed(config, initial_state(config, seed), ranks, dtype))
+    return Origin(config, lambda config, *where: placed(config, initial_state(config, seed), *where))
 
 
 def in_memory(model: Transformer) -> Origin:
     """``model``, which is on the CPU. A world of one moves it to the device if its configuration stays, and does not copy it."""
 
-    def place(config: ModelConfig, ranks: Ranks, dtype: torch.dtype) -> Transformer:
+    def place(config: ModelConfig, ranks: Ranks, dtype: torch.dtype, weights: torch.dtype) -> Transformer:
         if config == model.config:
             return spread(model, ranks, dtype)
-        return copied(model, config).place(config, ranks, dtype)
+        return copied(model, config).place(config, ranks, dtype, weights)
 
     return Origin(model.config, place)
 
@@ -383,8 +401,8 @@ def in_memory(model: Transformer) -> Origin:
 def copied(model: Transformer, config: ModelConfig) -> Origin:
     """A copy of ``model``, which is on one rank, under ``config``: the same network with other branches of balance state or other orders."""
 
-    def place(config: ModelConfig, ranks: Ranks, dtype: torch.dtype) -> Transformer:
-        return placed(config, with_branch_rows(model.config, config, dict(masters(model))), ranks, dtype)
+    def place(config: ModelConfig, ranks: Ranks, dtype: torch.dtype, weights: torch.dtype) -> Transformer:
+        return placed(config, with_branch_rows(model.config, config, masters(model)), ranks, dtype, weights)
 
     return Origin(config, place)
 

@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from stretto.base.track import say
+from stretto.ops import kernels
 from stretto.ops.master import joined, low_part, rounded_stochastically, split
 from stretto.optim.schedule import Moments
 
@@ -126,7 +129,26 @@ class CompactAdamW(Optimizer):
         named = f"{self.seed} {step} {self._numbers[parameter]}".encode()
         key = int.from_bytes(hashlib.blake2b(named, digest_size=4).digest(), "little")
         numbers = Update(group["lr"], *self.betas, self.eps, group["weight_decay"], step, key)
-        update_in_parts(parameter, gradient, state, numbers, scale, norm)
+        if parameter.device.type == "cuda" and _has_kernel(parameter.device):
+            from stretto.ops.kernels.adamw import update
+
+            update(
+                parameter.data,
+                low_part(parameter),
+                gradient,
+                state,
+                lr=numbers.lr,
+                betas=self.betas,
+                eps=self.eps,
+                weight_decay=numbers.weight_decay,
+                step=step,
+                key=key,
+                scale=scale,
+                norm=norm,
+                block=BLOCK,
+            )
+        else:
+            update_in_parts(parameter, gradient, state, numbers, scale, norm)
 
     def _begin(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
         num, device = parameter.numel(), parameter.device
@@ -139,6 +161,16 @@ class CompactAdamW(Optimizer):
             state[name] = torch.zeros(parameter.shape, dtype=codes if in_blocks else dtype, device=device)
             if in_blocks:
                 state[f"{name}_scale"] = torch.zeros(num // BLOCK, device=device)
+
+
+@cache
+def _has_kernel(device: torch.device) -> bool:
+    """Whether the kernel can run on ``device``. Says so once if not."""
+    if reason := kernels.why_not(device):
+        say(
+            f"optimiser: {reason}; torch's operations update the weights in parts, which reads and writes them several times"
+        )
+    return not reason
 
 
 def update_in_parts(

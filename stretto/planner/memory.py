@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 
 from stretto.base.numbers import counted
 from stretto.model.spec import ModelConfig, count
+from stretto.optim.schedule import Moments, OptimConfig
 from stretto.planner.hardware import Dtype
 
 _CHUNK, _DEVICE_CHUNK, _CHUNK_LOGITS = 1024, 4096, 2**28
@@ -24,6 +25,8 @@ def chunk_tokens(vocab_size: int, on_gpu: bool) -> int:
 BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2}
 WIDE = BYTES["float32"]
 """Bytes of each number of the weights, gradients, moments and residual stream, which are held in fp32."""
+_MOMENTS: Mapping[Moments, float] = {"fp32": 8, "bf16": 4, "int8": 2 + 2 * WIDE / 128}
+"""Bytes of a parameter's two moments; codes of 8 bits have a scale for each block (`stretto.optim.compact.BLOCK`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +167,7 @@ def training_memory(
     layout: Layout,
     length: int,
     dtype: Dtype,
-    optimiser: str,
+    optim: OptimConfig,
     *,
     packed: bool = False,
     taught: bool = False,
@@ -175,6 +178,7 @@ def training_memory(
 
     Args:
         length: tokens per row.
+        optim: names the optimiser and the storage of its states; those that are not in fp32 are of one rank.
         packed: rows hold several documents, as in RL and SFT, so that there is a mask [T, T] for each.
         taught: a chunk's logits of a teacher are in memory too.
         repeats: a micro-batch has several backward passes, so that gradients exist during the second.
@@ -187,7 +191,8 @@ def training_memory(
     if has_scores and config.num_heads != config.num_kv_heads:
         kept += WIDE * config.num_heads * length
     # without FSDP, autocast keeps a bf16 copy of each weight for the backward pass
-    casts = (parts.total - parts.outer) / num_layers * each if is_mixed and ranks == 1 else 0.0
+    has_casts = is_mixed and ranks == 1 and optim.master == "fp32"
+    casts = (parts.total - parts.outer) / num_layers * each if has_casts else 0.0
     layer = num_tokens * kept + casts
     stream = num_tokens * config.hidden_size * WIDE
     # with recompute, a layer keeps its input, and all of its activations only during its own backward pass
@@ -211,18 +216,26 @@ def training_memory(
         "exchanged": num_tokens * config.top_k * bytes_of.exchanged,
     }
 
-    held = parts.held(ranks)
-    by_muon = (parts.total - parts.outer - parts.replicated) / ranks if optimiser == "muon" else 0.0
-    gradients, states = WIDE * held, WIDE * (2 * held - by_muon)  # two moments for AdamW, one for Muon
+    held, is_muon = parts.held(ranks), optim.name == "muon"
+    matrices = (
+        parts.total - parts.outer - parts.replicated
+    ) / ranks  # those that Muon updates, or that compute in bf16
+    narrow = 0 if optim.master == "fp32" else WIDE - BYTES["bfloat16"]  # bytes that a gradient of theirs saves
+    weights = WIDE * held - (matrices * narrow if optim.master == "bf16_stochastic" else 0.0)
+    gradients, states = WIDE * held - matrices * narrow, held * _MOMENTS[optim.moments]
+    if is_muon:
+        states -= WIDE * matrices  # one moment
+    if optim.in_backward and not repeats:  # one gradient at a time
+        gradients = max(parts.matrix * (WIDE - narrow), vocabulary * WIDE)
     is_first = layout.micro_batches == 1 and not repeats
     moments = (  # one of them is the peak: logits, the last block's backward pass, the first block's, the optimiser
         {"gradients": 0.0 if is_first else gradients, "activations": activations, "head": head, "gathered": outer},
         {"gradients": vocabulary * WIDE if is_first else gradients, "activations": activations + recomputed} | backward,
         {"gradients": gradients, "activations": layer} | backward,
-        {"gradients": gradients, "transient": parts.matrix * WIDE * 4 if optimiser == "muon" else 0.0},
+        {"gradients": gradients, "transient": parts.matrix * WIDE * 4 if is_muon else 0.0},
     )
     peak = max(moments, key=lambda moment: sum(moment.values()))
-    return replace(Memory(WIDE * held, optimiser=states), **peak)
+    return replace(Memory(weights, optimiser=states), **peak)
 
 
 def engine_memory(config: ModelConfig, weight_bytes: int, cache_bytes: float, max_batch: int, prefill: int) -> Memory:

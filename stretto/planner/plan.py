@@ -17,12 +17,13 @@ from stretto.base.paths import checkpoint_folder, read_json
 from stretto.learning.recipe import RlRecipe
 from stretto.model.families import from_hf
 from stretto.model.spec import ModelConfig, count
+from stretto.planner.fit import computes_in, fitted, peak
 from stretto.planner.hardware import Cluster, Dtype, parse_cluster
 from stretto.planner.memory import Layout, Memory, training_memory
 from stretto.planner.rl import RlRun, Workload
 from stretto.planner.simulate import Simulated, simulate
 from stretto.planner.speed import StepTime, step_time
-from stretto.train.recipe import ElasticConfig, Recipe
+from stretto.train.recipe import ElasticConfig, ElasticizeRecipe, Recipe
 
 MOST_SIMULATED = 3
 """Layouts that a sweep of an RL recipe simulates: those with the highest bound on their speed."""
@@ -183,12 +184,12 @@ def plan(
     workload: Workload | None = None,
     settings: Sequence[str] = (),
 ) -> Plan:
-    """Predict memory, speed, limit and cost of a recipe of `stretto pretrain` or `stretto rl` (docs/CLUSTER.md).
+    """Predict memory, speed, limit and cost of a recipe of `stretto pretrain`, `stretto elasticize` or `stretto rl` (docs/CLUSTER.md).
 
     Args:
         recipe: a TOML file, the name of a shipped recipe, a mapping or a recipe object.
         gpus: number and kind of accelerators: ``64xH100``; ``2xcpu`` are two cores.
-        model: run or checkpoint that an RL run begins with; None: the recipe's ``[start]``.
+        model: run or checkpoint that an RL run begins with, or that is elasticized; None: the recipe's ``[start]``.
         sweep: try all layouts; False: the recipe's own.
         price: dollars of one accelerator for one hour.
         workload: facts about the answers and verdicts of an RL run.
@@ -205,6 +206,9 @@ def plan(
         run = RlRun(parsed, _network(parsed, name, model), cluster, workload or Workload())
         empty = Plan(name, "rl", cluster, run.config, run.dtype, parsed.train.steps, run.step_tokens, price)
         return _plan_rl(run, empty, sweep)
+    if model is not None and "model" not in _tree(recipe):
+        parsed_too = read_recipe(recipe, ElasticizeRecipe, settings)
+        return _plan_elasticize(parsed_too, _read_network(model), name, cluster, price)
     if model is not None:
         raise UserError(
             f"--model: {name} is a recipe of {Recipe.command}, which has its own [model]; leave --model out"
@@ -222,13 +226,24 @@ def _is_rl(recipe: Any) -> bool:
     """Whether ``recipe`` has sources of problems, as every recipe of RL, and no other recipe, has."""
     if isinstance(recipe, Config):
         return isinstance(recipe, RlRecipe)
-    return "sources" in (recipe if isinstance(recipe, Mapping) else read_tree(Path(source_name(recipe))))
+    return "sources" in _tree(recipe)
+
+
+def _tree(recipe: Any) -> Mapping[str, Any]:
+    """``recipe`` as plain data."""
+    if isinstance(recipe, Config):
+        return recipe.model_dump(mode="json")
+    return recipe if isinstance(recipe, Mapping) else read_tree(Path(source_name(recipe)))
+
+
+def _read_network(model: str | os.PathLike[str]) -> ModelConfig:
+    path = checkpoint_folder(os.fspath(model)) / "config.json"
+    return from_hf(read_json(path), str(path))[0]
 
 
 def _network(recipe: RlRecipe, name: str, model: str | os.PathLike[str] | None) -> ModelConfig:
     if model is not None:
-        path = checkpoint_folder(os.fspath(model)) / "config.json"
-        return from_hf(read_json(path), str(path))[0]
+        return _read_network(model)
     if recipe.start is None or recipe.start.model is None:
         raise UserError(
             f"{name}: has no [start.model], so the network is unknown; name a run or checkpoint with --model"
@@ -254,13 +269,13 @@ def _plan_pretrain(recipe: Recipe, empty: Plan, sweep: bool) -> Plan:
         notes.insert(0, "Smaller Subnets are counted as the full network: an upper bound of their time.")
     tried = []
     for layout in layouts:
-        shape = (config, layout, train.seq_len, empty.dtype, recipe.optim.name)
+        shape = (config, layout, train.seq_len, empty.dtype)
         repeats = is_elastic and elastic.joint
-        memory = training_memory(*shape, taught=taught, repeats=repeats, on_gpu=on_gpu)
+        memory = training_memory(*shape, recipe.optim, taught=taught, repeats=repeats, on_gpu=on_gpu)
         if train.snapshot_writes == "background" and not on_gpu:
             memory = replace(memory, snapshot=memory.weights + memory.optimiser)
         extra = _extra_forwards(elastic, layout.recompute, taught)
-        step = step_time(*shape, cluster.hardware, extra_forwards=extra)
+        step = step_time(*shape, recipe.optim.name, cluster.hardware, extra_forwards=extra)
         tried.append(empty.predict(layout, memory, step, step.total, step.limit))
     found = empty.of(tried, len(tried), notes)
     if train.snapshot_writes != "background" or not on_gpu:
@@ -268,6 +283,27 @@ def _plan_pretrain(recipe: Recipe, empty: Plan, sweep: bool) -> Plan:
     copied = size_in_bytes(found.best.memory.weights + found.best.memory.optimiser)
     note = f"Each rank keeps a copy of its weights and optimiser state for snapshots, {copied}, in the host's memory."
     return replace(found, notes=(*found.notes, note))
+
+
+def _plan_elasticize(
+    recipe: ElasticizeRecipe, config: ModelConfig, name: str, cluster: Cluster, price: float | None
+) -> Plan:
+    """Plan of elasticizing ``config`` on one accelerator, with the states that `fitted` chooses if the recipe says so."""
+    if cluster.num > 1:
+        raise UserError(f"--gpus {cluster}: elasticizing is planned on one accelerator; give 1x{cluster.hardware.name}")
+    train, hardware = recipe.train, cluster.hardware
+    notes = ["Smaller Subnets are counted as the full network: an upper bound of their time."]
+    if train.memory is not None:
+        available = hardware.usable if train.memory == "auto" else train.memory * 1e9
+        recipe, line = fitted(recipe, config, available, on_gpu=hardware.is_gpu)
+        notes.append(line)
+    dtype = computes_in(recipe, on_gpu=hardware.is_gpu)
+    layout = Layout(1, 1, train.micro_rows, train.micro_batches, train.recompute)
+    forwards = (recipe.cached_logits is None) + train.recompute
+    step = step_time(config, layout, train.seq_len, dtype, recipe.optim.name, hardware, extra_forwards=forwards)
+    empty = Plan(name, "pretrain", cluster, config, dtype, train.steps, train.rows * train.seq_len, price)
+    memory = peak(recipe, config, on_gpu=hardware.is_gpu)
+    return empty.of([empty.predict(layout, memory, step, step.total, step.limit)], 1, notes)
 
 
 def _extra_forwards(elastic: ElasticConfig, recompute: bool, taught: bool) -> float:

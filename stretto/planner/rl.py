@@ -96,10 +96,10 @@ class RlRun:
 
     def memory(self, layout: Layout) -> Memory:
         """Memory of a trainer's rank."""
-        length, optimiser = self.recipe.train.seq_len, self.recipe.optim.name
+        length, optim = self.recipe.train.seq_len, self.recipe.optim
         distill = self.recipe.distill
         taught = distill is not None and bool(self.teachers) and distill.form != "sampled"
-        memory = training_memory(self.config, layout, length, self.dtype, optimiser, packed=True, taught=taught)
+        memory = training_memory(self.config, layout, length, self.dtype, optim, packed=True, taught=taught)
         params = [count(each, each.full()).total_params for each in self.teachers.values()]
         teachers = WIDE * (self.params * self._num_frozen + sum(params)) / layout.ranks
         # on a CPU the copy of the weights that is being published is in the same memory

@@ -192,7 +192,7 @@ def _elasticize_teacher(origin: Origin, recipe: ElasticizeRecipe, training: _Tra
     """``origin`` as the source of distillation targets: in memory, or a cache of its logits on disk that this function fills."""
     train, ranks, job = recipe.train, training.ranks, training.job
     dtype = torch.bfloat16 if recipe.teacher_dtype == "bfloat16" else torch.float32
-    teacher = training.frozen(origin)
+    teacher = training.frozen(origin, dtype)
     for parameter in teacher.parameters():  # balance biases stay in fp32
         if isinstance(parameter, DTensor):  # FSDP keeps its buffers, in fp32
             parameter.to_local().copy_(parameter.to_local().to(dtype))
@@ -331,7 +331,7 @@ class _Training:
             config = config.replace(expert_order=meta.expert_order)
         self.pace = self._choose_pace(config, meta)
         self.dtype = self.pace.torch_dtype
-        self.model = origin.place(config, ranks, self.dtype)
+        self.model = origin.place(config, ranks, self.dtype, torch.float32)
         if isinstance(recipe, ElasticizeRecipe) and recipe.trainable == "routers":
             self._freeze_all_but_routers()
         if adapt is not None:
@@ -540,10 +540,11 @@ class _Training:
         sampler = Sampler(self.model.config, elastic, train.micro_rows, train.micro_batches, train.steps, train.seed)
         return sampler.draw(step)
 
-    def frozen(self, origin: Origin) -> Transformer:
-        """The network ``origin`` as a frozen teacher."""
+    def frozen(self, origin: Origin, weights: torch.dtype = torch.float32) -> Transformer:
+        """The network ``origin`` as a frozen teacher with parameters in ``weights``; on several ranks they are in fp32."""
         # expert parallelism divides the student's experts; the teacher may have another number of them
-        return origin.place(origin.config, replace(self.ranks, ep=1), self.dtype).requires_grad_(False)
+        ranks = replace(self.ranks, ep=1)
+        return origin.place(origin.config, ranks, self.dtype, weights).requires_grad_(False)
 
     def _autocast(self) -> torch.autocast:
         """Autocast for measurements in the dtype of training, since sharded weights are gathered in that dtype."""

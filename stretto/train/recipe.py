@@ -103,6 +103,11 @@ class TrainConfig(Config):
     """On a GPU, use only kernels with a fixed order of summation: a resumed run is then bit-identical to an uninterrupted one, as it
     always is on a CPU.
     """
+    memory: Literal["auto"] | PositiveFloat | None = None
+    """Memory that training may use, in GB; ``auto``: that of the device. The first of the settings of moments, master and in_backward that
+    fits, in the order of their precision, then replaces those in ``optim``; one line says which (`stretto.planner.fit`). For pre-training
+    and elasticizing. None: ``optim`` as it is.
+    """
     compile: bool = False
     """Run the blocks through torch.compile (minutes of compilation per top-k)."""
     eval_every: int = Field(default=200, gt=0)
@@ -146,6 +151,10 @@ class TrainConfig(Config):
 def check_states(recipe: Any) -> Any:
     """``recipe``. Raises `ValueError` if its ``optim`` and ``train`` cannot be used together."""
     optim, train = recipe.optim, recipe.train
+    if train.memory is not None and not isinstance(recipe, Recipe | ElasticizeRecipe):
+        raise ValueError(
+            "train.memory: chooses for pre-training and elasticizing only; set optim.moments and optim.master here"
+        )
     if optim.master != "fp32" and train.dtype == "float32":
         raise ValueError(
             f"optim.master: {optim.master} computes in bf16; set train.dtype to bfloat16, or master to fp32"

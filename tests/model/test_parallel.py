@@ -45,8 +45,8 @@ def worker(folder: Path, ep: int) -> None:
     assert hash_state(model, torch.bfloat16) == hash_state(whole, torch.bfloat16)
     widths = tuple(sorted({*whole.config.widths, 3}, reverse=True))
     wider = whole.config.replace(widths=widths, num_branches=max(len(widths), whole.config.num_branches))
-    found = full_state(stored(folder).place(wider, ranks, torch.bfloat16))
-    rows = with_branch_rows(whole.config, wider, whole.state_dict())
+    found = full_state(stored(folder).place(wider, ranks, torch.bfloat16, torch.float32))
+    rows = with_branch_rows(whole.config, wider, whole.state_dict().items())
     assert all(torch.equal(found[name], tensor) for name, tensor in rows if found)
     sys.stdout.write(json.dumps({"bytes": num_bytes}))
 

@@ -75,7 +75,9 @@ def test_the_optimisers_hold_what_is_predicted(optimiser: Any) -> None:
         optimizer.step()
     states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
     held = sum(each.numel() * 4 for each in states if isinstance(each, torch.Tensor) and each.numel() > 1)
-    predicted = training_memory(BASE, Layout(1, 1, 1, 1), 8, "float32", optimiser)
+    predicted = training_memory(
+        BASE, Layout(1, 1, 1, 1), 8, "float32", OptimConfig.model_validate({"lr": 1, "name": optimiser})
+    )
     assert predicted.optimiser == held
     assert predicted.weights == sum(parameter.numel() * 4 for parameter in model.parameters())
 
@@ -83,7 +85,7 @@ def test_the_optimisers_hold_what_is_predicted(optimiser: Any) -> None:
 def test_ranks_and_recomputing_save_memory() -> None:
     one = Layout(1, 1, 8, 1)
     memory = {
-        name: training_memory(BASE, layout, 512, "float32", "adamw")
+        name: training_memory(BASE, layout, 512, "float32", OptimConfig(lr=1))
         for name, layout in {"one": one, "recompute": replace(one, recompute=True), "four": Layout(4, 1, 8, 1)}.items()
     }
     assert memory["recompute"].total < memory["one"].total
