@@ -41,6 +41,7 @@ LATE_IMPORTS = {
     "stretto/api/rl.py": "matplotlib draws the report when the run has ended",
     "stretto/api/stages.py": "matplotlib draws a search, and the ranks of a training draw nothing",
     "stretto/engine/decode.py": "Triton is not on every machine",
+    "stretto/ops/fp8_rows.py": "Triton is not on every machine",
     "stretto/harness/inspect_entry.py": "every command of inspect_ai loads it, whatever its model is",
     "stretto/flow/launch.py": "torch is imported where a role lives, not where it is described",
     "stretto/flow/files.py": "Ray is an extra",

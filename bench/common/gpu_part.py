@@ -20,7 +20,8 @@ from stretto.model.parallel import join
 from stretto.model.spec import ModelConfig, count
 from stretto.model.transformer import Context, Transformer, load_state, skeleton
 from stretto.ops.logprob import IGNORED
-from stretto.ops.matmul import PLAIN, Arithmetic
+from stretto.ops.matmul import Arithmetic
+from stretto.ops.operators import ORDINARY
 from stretto.optim.build import build_optimizers
 from stretto.optim.schedule import OptimConfig
 from stretto.train.step import MicroBatch, StepResult, optimisation_step
@@ -146,17 +147,20 @@ def training_step(
     *,
     num_micro: int = 1,
     dtype: torch.dtype = torch.bfloat16,
-    arithmetic: Arithmetic = PLAIN,
+    arithmetic: Arithmetic | None = None,
     context: Callable[[Tensor], Context] = Context.plain,
 ) -> Callable[[], object]:
-    """A whole step, with clipping, the router's own choices, balance biases and AdamW, on new rows at each call."""
-    optimizers, config = build_optimizers(OPTIM, model), setting.config
+    """A whole step, with clipping, the router's own choices, balance biases and AdamW, on new rows at each call. ``arithmetic``: that of
+    an RL trainer; None: torch's operators under autocast in ``dtype``."""
+    optimizers, config, operators = build_optimizers(OPTIM, model), setting.config, ORDINARY
+    if arithmetic is not None:
+        operators, dtype = arithmetic.training(setting.device)
 
     def step() -> object:
         batches = []
         for _ in range(num_micro):
             ids_BT = random_ids(setting)
-            batches.append(batch_of(ids_BT, config, replace(context(ids_BT), operators=arithmetic.operators)))
+            batches.append(batch_of(ids_BT, config, replace(context(ids_BT), operators=operators)))
         return run_step(model, optimizers, batches, setting, dtype)
 
     return step

@@ -38,5 +38,5 @@ def _blockwise_rate(device: torch.device) -> Outcome:
 def _training(setting: Setting) -> Outcome:
     model = network(setting.config, setting.device)
     bf16 = step_rate(training_step(model, setting), setting)
-    low = step_rate(training_step(model, setting, dtype=torch.float32, arithmetic=Arithmetic("fp8")), setting)
+    low = step_rate(training_step(model, setting, arithmetic=Arithmetic("fp8")), setting)
     return Outcome(low.values | {"over bf16": low.tokens_per_s / bf16.tokens_per_s})

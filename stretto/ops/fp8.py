@@ -66,7 +66,7 @@ class Fp8Weight:
         return Fp8Weight(self.bytes_FD, self.scale_IJ, self.bytes_FD.double())
 
 
-def _scale(largest: Tensor) -> Tensor:
+def scale_of(largest: Tensor) -> Tensor:
     """Scale for a block's largest magnitude, fp32; 1 for a block of zeros."""
     return torch.where(largest > 0, largest.float() / LARGEST, 1.0)
 
@@ -75,7 +75,7 @@ def quantise_rows(x_ND: Tensor) -> Fp8Rows:
     """Quantise ``x_ND`` with one scale per 128 entries of a row."""
     num_inner = x_ND.shape[1]
     blocks_NJ = F.pad(x_ND.detach().float(), (0, -num_inner % BLOCK)).unflatten(1, (-1, BLOCK))
-    scale_NJ = _scale(blocks_NJ.abs().amax(-1))
+    scale_NJ = scale_of(blocks_NJ.abs().amax(-1))
     quantised_ND = (blocks_NJ / scale_NJ[..., None]).to(FP8).flatten(1)[:, :num_inner]
     return Fp8Rows(quantised_ND.contiguous(), scale_NJ)
 
@@ -85,7 +85,7 @@ def quantise_weight(weight_FD: Tensor) -> Fp8Weight:
     num_outputs, num_inner = weight_FD.shape
     padded = F.pad(weight_FD.detach().float(), (0, -num_inner % BLOCK, 0, -num_outputs % BLOCK))
     blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
-    scale_IJ = _scale(blocks.abs().amax((1, 3)))
+    scale_IJ = scale_of(blocks.abs().amax((1, 3)))
     quantised = (blocks / scale_IJ[:, None, :, None]).to(FP8).flatten(2, 3).flatten(0, 1)
     return Fp8Weight(quantised[:num_outputs, :num_inner].contiguous(), scale_IJ)
 

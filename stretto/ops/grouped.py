@@ -6,6 +6,7 @@ sorted by expert, padding included, D hidden, I expert width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -65,23 +66,33 @@ def grouped_swiglu(x_SD: Tensor, ends_E: Tensor, weights: Experts, gates_S: Tens
     return down_outputs(gate_up_outputs(x_SD, ends_E, weights), ends_E, weights, gates_S)
 
 
-def gate_up_outputs(x_SD: Tensor, ends_E: Tensor, weights: Experts) -> Tensor:
-    """Outputs [S, F] of the gate-up product of `grouped_swiglu`, bias included."""
+Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A function like `grouped_mm`."""
+
+
+def gate_up_outputs(x_SD: Tensor, ends_E: Tensor, weights: Experts, multiply: Multiply | None = None) -> Tensor:
+    """Outputs [S, F] of the gate-up product of `grouped_swiglu`, bias included. ``multiply`` None: `grouped_mm`."""
     dtype = compute_dtype(x_SD)
-    hidden_SF = grouped_mm(x_SD.to(dtype), weights.gate_up_EFD.to(dtype).transpose(1, 2), ends_E)
+    hidden_SF = (multiply or grouped_mm)(x_SD.to(dtype), weights.gate_up_EFD.to(dtype).transpose(1, 2), ends_E)
     if weights.biases is None:
         return hidden_SF
     return hidden_SF + weights.biases.gate_up_EF.to(dtype).index_select(0, expert_of_places(ends_E, len(x_SD)))
 
 
-def down_outputs(hidden_SF: Tensor, ends_E: Tensor, weights: Experts, gates_S: Tensor | None = None) -> Tensor:
+def down_outputs(
+    hidden_SF: Tensor,
+    ends_E: Tensor,
+    weights: Experts,
+    gates_S: Tensor | None = None,
+    multiply: Multiply | None = None,
+) -> Tensor:
     """Expert outputs [S, D] from those of `gate_up_outputs`. Gates multiply the input of the product, and its bias."""
     dtype = hidden_SF.dtype
     hidden_SI = swiglu(hidden_SF, weights.clamp)
     gates_S1 = None if gates_S is None else gates_S[:, None].to(dtype)
     if gates_S1 is not None:
         hidden_SI = hidden_SI * gates_S1
-    y_SD = grouped_mm(hidden_SI, weights.down_EDI.to(dtype).transpose(1, 2), ends_E)
+    y_SD = (multiply or grouped_mm)(hidden_SI, weights.down_EDI.to(dtype).transpose(1, 2), ends_E)
     if weights.biases is None:
         return y_SD
     bias_SD = weights.biases.down_ED.to(dtype).index_select(0, expert_of_places(ends_E, len(y_SD)))

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.ops import exact, fp8, grouped
+from stretto.ops import exact, fp8, fp8_rows, grouped
 from stretto.ops.exact import FixedMatrix
 from stretto.ops.grouped import Clamp, Experts, group_slots
 from stretto.ops.operators import ORDINARY, Operators, Routes, Weight, rms_norm
@@ -62,10 +62,14 @@ class Arithmetic:
 
         On a GPU, bf16 is autocast's with torch's ordinary operators, as in pre-training and SFT: grouped products and fused attention.
         It differs from `operators` in that the residual stream and norms are not rounded. With replayed routes, engine and trainer
-        then differed by 1e-5 to 5e-4 nats (k3), and by 3e-6 with the same operators; without replay, by up to 1e-2.
+        then differed by 1e-5 to 5e-4 nats (k3), and by 3e-6 with the same operators; without replay, by up to 1e-2. FP8 products have one
+        scale per row there from Hopper on (`stretto.ops.fp8_rows`).
         """
-        if self.precision == "bf16" and not self.batch_invariant and trains_in_bf16(device):
-            return ORDINARY, torch.bfloat16
+        if not self.batch_invariant and trains_in_bf16(device):
+            if self.precision == "bf16":
+                return ORDINARY, torch.bfloat16
+            if self.precision == "fp8" and not fp8_rows.why_emulated(device):
+                return fp8_rows.Fp8Operators(), torch.bfloat16
         return self.operators, torch.float32
 
 

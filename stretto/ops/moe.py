@@ -36,7 +36,7 @@ from stretto.ops.grouped import (
 from stretto.ops.native import training
 
 
-def experts(x_ND: Tensor, chosen_NK: Tensor, gates_NK: Tensor, weights: Experts) -> Tensor:
+def experts(x_ND: Tensor, chosen_NK: Tensor, gates_NK: Tensor, weights: Experts, backend: str | None = None) -> Tensor:
     """Output [N, D] of SwiGLU experts, in autocast's dtype; reference: ``tests/ops/references.py:experts_reference``.
 
     The K outputs of a token are added in the order of ``chosen_NK``, whatever the rest of the batch is. Gates multiply the input of the
@@ -46,7 +46,7 @@ def experts(x_ND: Tensor, chosen_NK: Tensor, gates_NK: Tensor, weights: Experts)
     biases = (None, None) if weights.biases is None else (bias.to(dtype) for bias in weights.biases)
     matrices = weights.gate_up_EFD.to(dtype), weights.down_EDI.to(dtype)
     alpha, limit = (None, None) if weights.clamp is None else weights.clamp
-    backend = backend_for(x_ND, Experts(*matrices, weights.biases, weights.clamp))
+    backend = backend or backend_for(x_ND, Experts(*matrices, weights.biases, weights.clamp))
     is_traced = torch.compiler.is_compiling()
     run = _traced if is_traced else _Eager.apply
     return run(x_ND, gates_NK, *matrices, *biases, chosen_NK, alpha, limit, backend, is_traced)[0]
@@ -119,10 +119,14 @@ class TorchBackend:
     def multiple(self, x_ND: Tensor, dtype: torch.dtype, mean_slots: float) -> int:
         return group_multiple(x_ND.device, dtype, mean_slots)
 
+    def multiply(self, rows_PD: Tensor, weights_EDF: Tensor, ends_E: Tensor) -> Tensor:
+        """`grouped_mm`; every product with weights is made by this function."""
+        return grouped_mm(rows_PD, weights_EDF, ends_E)
+
     def forward(self, x_ND: Tensor, gates_P: Tensor, slots: Slots, weights: Experts) -> tuple[Tensor, Tensor]:
         x_PD = x_ND.to(weights.down_EDI.dtype).index_select(0, slots.token_P)
-        hidden_PF = gate_up_outputs(x_PD, slots.ends_E, weights)
-        y_PD = down_outputs(hidden_PF, slots.ends_E, weights, gates_P)
+        hidden_PF = gate_up_outputs(x_PD, slots.ends_E, weights, self.multiply)
+        y_PD = down_outputs(hidden_PF, slots.ends_E, weights, gates_P, self.multiply)
         return sum_of_places(y_PD, slots.place_S, len(x_ND), y_PD.dtype), hidden_PF
 
     def backward(
@@ -138,7 +142,7 @@ class TorchBackend:
         gate_up_EFD, down_EDI, biases, clamp = weights
         dtype, ends_E = down_EDI.dtype, slots.ends_E
         grad_PD = grad_ND.to(dtype).index_select(0, slots.token_P)
-        grad_PI = grouped_mm(grad_PD, down_EDI, ends_E)
+        grad_PI = self.multiply(grad_PD, down_EDI, ends_E)
         inner_PI, gates, grad_PF = gated_swiglu_backward(grad_PI, gates_P, hidden_PF, clamp)
         gate_up, down, gate_up_bias, down_bias, x = (None,) * 5
         if biases is not None:
@@ -153,7 +157,7 @@ class TorchBackend:
         if wants.gate_up_bias:
             gate_up_bias = _sum_of_experts(grad_PF, ends_E)
         if wants.x:
-            x = sum_of_places(grouped_mm(grad_PF, gate_up_EFD, ends_E), slots.place_S, len(x_ND), x_ND.dtype)
+            x = sum_of_places(self.multiply(grad_PF, gate_up_EFD, ends_E), slots.place_S, len(x_ND), x_ND.dtype)
         return Gradients(x, gates, gate_up, down, gate_up_bias, down_bias)
 
 
