@@ -26,9 +26,11 @@ from stretto.engine.engine import Engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Context, Transformer, build
-from stretto.ops import fp8
+from stretto.ops import fp8, fp8_rows
+from stretto.ops.documents import Documents
 from stretto.ops.logprob import IGNORED, chosen_logprobs
 from stretto.ops.matmul import Arithmetic, Precision
+from stretto.ops.operators import attention, attention_reference, document_mask
 from stretto.ops.tuning import deterministic
 from stretto.train.step import forward_backward
 
@@ -61,6 +63,8 @@ def cases(setting: Setting) -> Iterator[Case]:
                 name = f"{str(dtype)[6:]}, {rows} rows, {BITS_STEPS} steps twice, {kernels} kernels"
                 yield Case(name, partial(_same_bits, setting, dtype, rows == "packed", kernels == "reproducible"))
     yield Case("FP8 kernel to emulation", partial(_fp8_products, device))
+    yield Case("rowwise FP8 to emulation", partial(_fp8_rows, device))
+    yield Case("attention by document to attention with masks", partial(_documents, device))
     precisions: tuple[Precision, ...] = ("fp32", "bf16", "fp8")
     for precision in precisions:
         yield Case(f"engine to trainer, {precision} batch-invariant", partial(_same_as_trainer, copy, precision))
@@ -161,6 +165,48 @@ def _fp8_products(device: torch.device) -> Outcome:
     for name, seen, wanted in zip(("gradient of x", "gradient of the weight"), *sides, strict=True):
         errors[name] = relative_error(seen, wanted)
     return Outcome(errors, max(errors.values()) < FP8_ERROR)
+
+
+def _fp8_rows(device: torch.device) -> Outcome:
+    """Quantiser, product and grouped product against the same on a CPU."""
+    generator = torch.Generator().manual_seed(5)
+    x_ND, weights_EFD = (torch.randn(*size, generator=generator).bfloat16() for size in ((300, 512), (4, 256, 512)))
+    ends_E = torch.tensor([37, 37, 201, 300], dtype=torch.int32)
+    results = []
+    for place in (torch.device("cpu"), device):
+        x, weights = (fp8_rows.Rows.of(each.to(place)) for each in (x_ND, weights_EFD))
+        turned = fp8_rows.Rows.of(weights_EFD.to(place).transpose(1, 2))
+        one = fp8_rows.Rows(weights.bytes_ND[0], weights.scale_N[0])
+        products = fp8_rows.product(x, one), fp8_rows.grouped_product(x, weights, ends_E.to(place))
+        results.append([x.dequantise(), turned.dequantise(), *products])
+    names = ("rows", "transposed weights", "product", "grouped product")
+    errors = {name: relative_error(mine, wanted) for name, wanted, mine in zip(names, *results, strict=True)}
+    holds = max(errors["rows"], errors["transposed weights"]) < CLOSE and max(errors.values()) < FP8_ERROR
+    return Outcome(errors, holds)
+
+
+def _documents(device: torch.device) -> Outcome:
+    """Output and gradients of packed rows with a shared prefix, in bf16, against the reference in fp32."""
+    documents_BT = torch.tensor([[0] * 100 + [1] * 60 + [2] * 96, [0] * 200 + [1] * 56])
+    shared_BT2 = torch.zeros(*documents_BT.shape, 2, dtype=torch.int64)
+    shared_BT2[0, 100:160] = torch.tensor((0, 100))
+    shared_BT2[0, 160:] = torch.tensor((0, 70))
+    numbers, shared = documents_BT.numpy(), shared_BT2.numpy()
+    documents = Documents.of(documents_BT.to(device), numbers, shared)
+    generator, sides = torch.Generator().manual_seed(6), []  # type: torch.Generator, list[list[Tensor]]
+    qkv = [torch.randn(2, num, 256, 64, generator=generator).bfloat16() for num in (8, 2, 2)]
+    upstream = torch.randn(2, 8, 256, 64, generator=generator)
+    mask = document_mask(documents_BT, shared_BT2).to(device)
+    for dtype, where in ((torch.float32, mask), (torch.bfloat16, documents)):
+        leaves = [each.to(device, dtype).requires_grad_() for each in qkv]
+        compute = attention_reference if isinstance(where, Tensor) else attention
+        y = compute(*leaves, where)
+        sides.append([y.detach(), *torch.autograd.grad(y, leaves, upstream.to(device, dtype))])
+    names = ("output", "gradient of q", "gradient of k", "gradient of v")
+    errors = {name: relative_error(mine, wanted) for name, wanted, mine in zip(names, *sides, strict=True)}
+    return Outcome(
+        errors, max(errors.values()) < 4 * FP8_ERROR
+    )  # two products of operands with 8 bits, each side rounded
 
 
 @torch.no_grad()

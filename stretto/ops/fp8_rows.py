@@ -38,6 +38,15 @@ def why_emulated(device: torch.device) -> str:
     return "" if torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY else "the GPU is older than Hopper"
 
 
+@cache
+def said_emulated(device: torch.device) -> str:
+    """`why_emulated`, said once."""
+    why = why_emulated(device)
+    if why:
+        say(f"FP8: {why}: products are emulated in fp64, which is slower than bf16")
+    return why
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """A tensor that is quantised along its last dim."""

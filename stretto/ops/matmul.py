@@ -68,7 +68,7 @@ class Arithmetic:
         if not self.batch_invariant and trains_in_bf16(device):
             if self.precision == "bf16":
                 return ORDINARY, torch.bfloat16
-            if self.precision == "fp8" and not fp8_rows.why_emulated(device):
+            if self.precision == "fp8" and not fp8_rows.said_emulated(device):
                 return fp8_rows.Fp8Operators(), torch.bfloat16
         return self.operators, torch.float32
 

@@ -105,12 +105,18 @@ def test_a_network_trains_with_it() -> None:
     assert torch.cosine_similarity(*grads, dim=0) > 0.98
 
 
-def test_a_trainer_takes_it_where_tensor_cores_multiply_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_takes_it_where_tensor_cores_multiply_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     device = torch.device("cpu")
     assert not isinstance(Arithmetic("fp8").training(device)[0], Fp8Operators)
     monkeypatch.setattr(matmul, "trains_in_bf16", lambda device: True)
     assert not isinstance(Arithmetic("fp8").training(device)[0], Fp8Operators), "emulated: the blocks of the engine"
+    Arithmetic("fp8").training(device)
+    assert capsys.readouterr().out.count("FP8: on cpu: products are emulated") == 1
+    fp8_rows.said_emulated.cache_clear()
     monkeypatch.setattr(fp8_rows, "why_emulated", lambda device: "")
     operators, dtype = Arithmetic("fp8").training(device)
     assert isinstance(operators, Fp8Operators) and dtype == torch.bfloat16
+    fp8_rows.said_emulated.cache_clear()
     assert not isinstance(Arithmetic("fp8", batch_invariant=True).training(device)[0], Fp8Operators)
