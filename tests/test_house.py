@@ -45,6 +45,7 @@ LATE_IMPORTS = {
     "stretto/harness/inspect_entry.py": "every command of inspect_ai loads it, whatever its model is",
     "stretto/flow/launch.py": "torch is imported where a role lives, not where it is described",
     "stretto/flow/files.py": "Ray is an extra",
+    "stretto/ops/moe.py": "Triton, which few machines need, takes a second to import",
     "stretto/optim/compact.py": "Triton is not on every machine",
     "stretto/runtime/local.py": "Ray is an extra",
 }

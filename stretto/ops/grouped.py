@@ -196,6 +196,28 @@ class Slots(NamedTuple):
     """End of each expert's places, int32."""
 
 
+class Gradients(NamedTuple):
+    """Gradients of the inputs of `stretto.ops.moe.experts`; None for those that were not asked for."""
+
+    x_ND: Tensor | None
+    gates_P: Tensor | None
+    gate_up_EFD: Tensor | None
+    down_EDI: Tensor | None
+    gate_up_bias_EF: Tensor | None = None
+    down_bias_ED: Tensor | None = None
+
+
+class Wants(NamedTuple):
+    """Which of the `Gradients` are needed."""
+
+    x: bool
+    gates: bool
+    gate_up: bool
+    down: bool
+    gate_up_bias: bool
+    down_bias: bool
+
+
 def group_slots(chosen_NK: Tensor, num_experts: int, multiple: int = 1, num_places: int | None = None) -> Slots:
     """Sort the slots of ``chosen_NK`` by expert, then by token; the sort is stable, so the layout is reproducible. The host does not
     wait for the device.

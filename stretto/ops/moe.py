@@ -10,17 +10,22 @@ D hidden, I expert width, F = 2·I.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from stretto.ops import kernels
 from stretto.ops.grouped import (
     Clamp,
     ExpertBiases,
     Experts,
+    Gradients,
     Slots,
+    Wants,
     compute_dtype,
     down_outputs,
     expert_of_places,
@@ -35,6 +40,10 @@ from stretto.ops.grouped import (
 )
 from stretto.ops.native import training
 
+KERNEL_WIDTH = 64
+"""Widths of experts that the Triton kernels compute are multiples of it: the number of columns that they read at once."""
+_log = logging.getLogger(__name__)
+
 
 def experts(x_ND: Tensor, chosen_NK: Tensor, gates_NK: Tensor, weights: Experts, backend: str | None = None) -> Tensor:
     """Output [N, D] of SwiGLU experts, in autocast's dtype; reference: ``tests/ops/references.py:experts_reference``.
@@ -46,35 +55,12 @@ def experts(x_ND: Tensor, chosen_NK: Tensor, gates_NK: Tensor, weights: Experts,
     biases = (None, None) if weights.biases is None else (bias.to(dtype) for bias in weights.biases)
     matrices = weights.gate_up_EFD.to(dtype), weights.down_EDI.to(dtype)
     alpha, limit = (None, None) if weights.clamp is None else weights.clamp
-    backend = backend or backend_for(x_ND, Experts(*matrices, weights.biases, weights.clamp))
     is_traced = torch.compiler.is_compiling()
     run = _traced if is_traced else _Eager.apply
-    return run(x_ND, gates_NK, *matrices, *biases, chosen_NK, alpha, limit, backend, is_traced)[0]
+    return run(x_ND, gates_NK, *matrices, *biases, chosen_NK, alpha, limit, backend or "", is_traced)[0]
 
 
 # --- backends ---------------------------------------------------------------------------------------------------------
-
-
-class Gradients(NamedTuple):
-    """Gradients of the operator's inputs; None for those that were not asked for."""
-
-    x_ND: Tensor | None
-    gates_P: Tensor | None
-    gate_up_EFD: Tensor | None
-    down_EDI: Tensor | None
-    gate_up_bias_EF: Tensor | None = None
-    down_bias_ED: Tensor | None = None
-
-
-class Wants(NamedTuple):
-    """Which of the `Gradients` are needed."""
-
-    x: bool
-    gates: bool
-    gate_up: bool
-    down: bool
-    gate_up_bias: bool
-    down_bias: bool
 
 
 class Backend(Protocol):
@@ -107,10 +93,38 @@ class Backend(Protocol):
 
 
 def backend_for(x_ND: Tensor, weights: Experts) -> str:
-    """Name of the fastest of `BACKENDS` that computes ``weights``, which have the dtype of the products, on the device of ``x_ND``."""
+    """Name of the fastest backend that computes ``weights``, which have the dtype of the products, on the device of ``x_ND``."""
+    if x_ND.is_cuda:
+        if reason := why_no_kernels(x_ND.device, weights):
+            _say(reason)
+        return "torch" if reason else "triton"
     gate_up_EFD, down_EDI, biases, clamp = weights
     plain = biases is None and clamp is None
     return "native" if plain and training.multiplies(x_ND, gate_up_EFD, down_EDI) else "torch"
+
+
+def why_no_kernels(device: torch.device, weights: Experts) -> str:
+    """Reason why the Triton kernels cannot compute ``weights`` on ``device``; empty if they can."""
+    hidden, width = weights.down_EDI.shape[1:]
+    if weights.down_EDI.dtype not in (torch.float32, torch.bfloat16):
+        return f"products in {str(weights.down_EDI.dtype)[6:]}"
+    if weights.biases is not None or weights.clamp is not None:
+        return "experts with biases or a clamp"
+    if hidden % KERNEL_WIDTH or width % KERNEL_WIDTH:
+        return f"experts of {hidden} x {width}, where the kernels need multiples of {KERNEL_WIDTH}"
+    return kernels.why_not(device)
+
+
+@cache
+def _say(reason: str) -> None:
+    _log.warning("Torch's grouped products compute the experts, which are slower than the Triton kernels: %s", reason)
+
+
+@cache
+def _triton() -> Backend:
+    from stretto.ops.kernels.experts import TritonBackend  # imports Triton, which takes a second
+
+    return TritonBackend()
 
 
 class TorchBackend:
@@ -196,6 +210,12 @@ class NativeBackend:
 BACKENDS: dict[str, Backend] = {"torch": TorchBackend(), "native": NativeBackend()}
 
 
+def _backend(name: str, x_ND: Tensor, weights: Experts) -> Backend:
+    """The backend ``name``; an empty name: `backend_for`. torch.compile does not look into it."""
+    name = name or backend_for(x_ND, weights)
+    return _triton() if name == "triton" else BACKENDS[name]
+
+
 # --- the differentiable function --------------------------------------------------------------------------------------
 
 
@@ -214,7 +234,8 @@ def _run(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The output, and what the backward pass needs: gate-up outputs and the fields of `Slots`. ``bounded``: whether the number of places
     is `most_places`, which is known before the experts are chosen."""
-    weights, run = _weights(gate_up_EFD, down_EDI, gate_up_bias_EF, down_bias_ED, alpha, limit), BACKENDS[backend]
+    weights = _weights(gate_up_EFD, down_EDI, gate_up_bias_EF, down_bias_ED, alpha, limit)
+    run = _backend(backend, x_ND, weights)
     num_experts, num_slots = len(down_EDI), chosen_NK.numel()
     multiple = run.multiple(x_ND, down_EDI.dtype, num_slots / num_experts)
     slots = group_slots(
@@ -242,7 +263,8 @@ def _gradients(
     hidden_PF, slots = kept[0], Slots(*kept[1:])
     weights = _weights(gate_up_EFD, down_EDI, gate_up_bias_EF, down_bias_ED, alpha, limit)
     gates_P = _gates_of_places(gates_NK, slots)
-    x, gates, *others = BACKENDS[backend].backward(grad_ND, x_ND, gates_P, hidden_PF, slots, weights, Wants(*wants))
+    run = _backend(backend, x_ND, weights)
+    x, gates, *others = run.backward(grad_ND, x_ND, gates_P, hidden_PF, slots, weights, Wants(*wants))
     if gates is not None:
         gates = gates.index_select(0, slots.place_S).view(gates_NK.shape)
     return [x_ND.new_empty(0) if grad is None else grad for grad in (x, gates, *others)]
@@ -300,10 +322,10 @@ _traced_gradients = torch.library.custom_op("stretto::experts_backward", mutates
 
 
 @_traced.register_fake
-def _(x_ND: Tensor, gates_NK: Tensor, gate_up_EFD: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    chosen_NK, backend = others[3], others[6]
+def _(x_ND: Tensor, gates_NK: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    gate_up_EFD, chosen_NK, backend, weights = others[0], others[4], others[7], _weights(*others[:4], *others[5:7])
     num_experts, num_slots = len(gate_up_EFD), chosen_NK.numel()
-    multiple = BACKENDS[backend].multiple(x_ND, gate_up_EFD.dtype, num_slots / num_experts)
+    multiple = _backend(backend, x_ND, weights).multiple(x_ND, gate_up_EFD.dtype, num_slots / num_experts)
     num_places = most_places(num_slots, num_experts, multiple)
     return (
         torch.empty_like(x_ND, dtype=gate_up_EFD.dtype),

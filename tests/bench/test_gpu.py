@@ -17,11 +17,12 @@ SMALL = ["--device", "cpu", "--size", "tiny", "--steps", "1", "--requests", "2"]
 
 
 def test_parts_run_on_a_cpu_and_are_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*SMALL, "--out", str(tmp_path), "--part", "packed", "--part", "fp8"]
+    arguments = [*SMALL, "--out", str(tmp_path), "--part", "packed", "--part", "fp8", "--part", "moe"]
     gpu.main(arguments)
     stored = {path.stem: json.loads(path.read_text(encoding="utf-8"))["outcomes"] for path in tmp_path.glob("*.json")}
-    assert {part: len(outcomes) for part, outcomes in stored.items()} == {"packed": 1, "fp8": 1}
-    assert all(each["holds"] is None for outcomes in stored.values() for each in outcomes.values())
+    assert {part: len(outcomes) for part, outcomes in stored.items()} == {"packed": 1, "fp8": 1, "moe": 3}
+    assert all(each["holds"] is None for part in ("packed", "fp8") for each in stored[part].values())
+    assert [each["holds"] for each in stored["moe"].values()] == [True, None, True]
     capsys.readouterr()
     gpu.main([*arguments, "--minutes", "0"])  # nothing is left to run
     assert "time is up" not in capsys.readouterr().out

@@ -481,3 +481,25 @@ def test_routes_of_the_wrong_length_are_refused() -> None:
     model = small_network()
     with pytest.raises(AssertionError, match=r"recorded routes \(4, 9, 3, 3\)"):
         model(small_ids(), model.config.full(), context(small_ids(), routing=Replay(random_routes()[:, :-1])))
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("is_narrowed", [False, True])
+def test_a_block_compiles_into_one_graph(layer: int, is_narrowed: bool) -> None:
+    """A dense block and an MoE block, with whole rows, and with packed rows of which each may use experts of its own."""
+    config = ModelConfig(
+        vocab_size=48, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, num_experts=4, top_k=2,
+        expert_intermediate_size=8, qk_norm=True, dense_layers=(0,), dense_intermediate_size=24,
+    )  # fmt: skip
+    model, ids_BT = build(config, 0), torch.arange(24).view(2, 12)
+    ctx = Context.plain(ids_BT)
+    if is_narrowed:
+        row_B = torch.zeros(2, dtype=torch.int64)
+        allowed_BE = torch.tensor([[True] * 4, [True, True, False, False]])
+        documents_BT = (ctx.positions_BT > 4).long()
+        ctx = replace(ctx, documents_BT=documents_BT, widths=RowWidths(row_B, allowed_BE, row_B == 0))
+    arguments = (model.embedding(ids_BT), model.geometry(ctx), 4, 2, ctx)
+    torch._dynamo.reset()
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_narrowed):
+        explained = torch._dynamo.explain(model.blocks[layer].forward)(*arguments)
+    assert explained.graph_break_count == 0, explained.break_reasons

@@ -1,4 +1,4 @@
-"""Triton kernels for GPUs (decoding, optimisers, FP8), and whether they can run. The modules of this package import Triton."""
+"""Triton kernels for GPUs (experts, decoding, optimisers, FP8), and whether they can run. The modules of this package import Triton."""
 
 from __future__ import annotations
 
