@@ -57,7 +57,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     text = options.out / "text.txt"
     if not text.exists():
-        text.write_text("\n\n".join(document.text for document in demo_documents()), encoding="utf-8")
+        text.write_text("\n\n".join(document.text for document in demo_documents(800_000, 200_000)), encoding="utf-8")
     model = shape(options.hidden)
 
     def loss(name: str, optim: Mapping[str, Any], seed: int = 0) -> float:
