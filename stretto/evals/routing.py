@@ -15,7 +15,7 @@ from torch import Tensor
 from stretto.evals.loss import EvalBatch
 from stretto.model.spec import ModelConfig, Subnet, check_subnet
 from stretto.model.transformer import Context, Transformer
-from stretto.ops.grouped import Experts, gated_outputs, sum_of_places
+from stretto.ops.grouped import Experts, gated_outputs
 from stretto.ops.operators import Operators, Routes, route
 
 TINY = torch.finfo(torch.float32).tiny
@@ -95,8 +95,7 @@ class Watch(Operators):
         self._peak_E[row].scatter_reduce_(0, expert_S, peak_NK.reshape(-1), "amax")
         if self.inputs is not None:
             self.inputs.append(x_ND[self._real_N])
-        slots_S = torch.arange(chosen_NK.numel(), device=x_ND.device)
-        return sum_of_places(y_NKD.flatten(0, 1), slots_S, len(x_ND), y_NKD.dtype)
+        return super().experts(x_ND, routes, weights)  # not the sum of y_NKD, which another kernel may have rounded otherwise
 
     def noted(self, row: int) -> LayerRouting:
         """Statistics of MoE layer ``row``."""
