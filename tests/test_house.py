@@ -251,6 +251,10 @@ def test_help_does_not_import_torch_or_transformers() -> None:
     assert heavy_imports(code, ["torch", "transformers", "datasets", "optuna", "matplotlib"]) == []
 
 
+def test_training_and_the_engine_do_not_import_the_compiler() -> None:
+    assert heavy_imports("import stretto.train.loop, stretto.engine.engine", ["torch._dynamo", "triton"]) == []
+
+
 def heavy_imports(code: str, names: list[str]) -> list[str]:
     """Those of ``names`` that a fresh interpreter has loaded after running ``code``."""
     report = f"\nimport sys; print(*[name for name in {names!r} if name in sys.modules])"

@@ -95,7 +95,9 @@ class Watch(Operators):
         self._peak_E[row].scatter_reduce_(0, expert_S, peak_NK.reshape(-1), "amax")
         if self.inputs is not None:
             self.inputs.append(x_ND[self._real_N])
-        return super().experts(x_ND, routes, weights)  # not the sum of y_NKD, which another kernel may have rounded otherwise
+        return super().experts(
+            x_ND, routes, weights
+        )  # not the sum of y_NKD, which another kernel may have rounded otherwise
 
     def noted(self, row: int) -> LayerRouting:
         """Statistics of MoE layer ``row``."""

@@ -9,6 +9,7 @@ Shape letters: B rows, T positions, N = B·T tokens, S documents, M keys, H quer
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from inspect import signature
 from typing import Any
 
@@ -18,8 +19,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.varlen import varlen_attn
 
 from stretto.ops.native import training
 
@@ -27,8 +26,6 @@ SHORT = 32
 """Mean length of documents below which a mask is faster on a CPU: measured on Zen 4, 0.8x at 16 tokens, 1.4x at 64, 2x at 128."""
 _ENDS_MULTIPLE = 64
 """The number of documents is rounded up to a multiple of this by empty ones, so that compiled blocks see few shapes."""
-_GROUPED = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else None
-"""How the kernel is told that query heads share key heads; None: torch is older than 2.12, and keys are repeated for it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +43,8 @@ class Documents:
     """The same of their keys."""
     keys_M: Tensor | None
     """Token of each key, int64; None: no document shares a prefix, and the keys are the tokens."""
+    repeats_keys: bool
+    """Whether the kernel needs one key head per query head; for CUDA."""
 
     @staticmethod
     def of(
@@ -76,6 +75,7 @@ class Documents:
             _ends(lengths_S).to(device, non_blocking=True),
             _ends(lengths_S + prefixes_S2[:, 1]).to(device, non_blocking=True),
             None if keys_M is None else keys_M.to(device, non_blocking=True),
+            device.type == "cuda" and not _shares_heads(),
         )
 
     def are_worth(self, dtype: torch.dtype) -> bool:
@@ -102,10 +102,20 @@ def document_attention(
     return compute(q_NHC, k_NGC, v_NGC, documents, scale, T).unflatten(0, (B, T)).transpose(1, 2)
 
 
+@cache
+def _shares_heads() -> bool:
+    """Whether the kernel of this torch lets query heads share key heads; 2.11's does not."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in signature(varlen_attn).parameters
+
+
 def _on_cuda(
     q_NHC: Tensor, k_NGC: Tensor, v_NGC: Tensor, documents: Documents, scale: float | None, length: int
 ) -> Tensor:
     """All documents at once; queries are aligned with the last of their keys, so that a document sees its whole prefix."""
+    from torch.nn.attention.varlen import varlen_attn
+
     kind = q_NHC.device.type
     if torch.is_autocast_enabled(kind):  # which does not know the kernel
         q_NHC, k_NGC, v_NGC = (each.to(torch.get_autocast_dtype(kind)) for each in (q_NHC, k_NGC, v_NGC))
@@ -113,10 +123,10 @@ def _on_cuda(
         k_NGC, v_NGC = (each.index_select(0, documents.keys_M) for each in (k_NGC, v_NGC))
     options: dict[str, Any] = {}
     if (groups := q_NHC.shape[1] // k_NGC.shape[1]) > 1:
-        if _GROUPED is None:
+        if documents.repeats_keys:
             k_NGC, v_NGC = (each.repeat_interleave(groups, dim=1) for each in (k_NGC, v_NGC))
         else:
-            options = _GROUPED
+            options = {"enable_gqa": True}
     ends = documents.ends_S, documents.key_ends_S
     # no document and its prefix are longer than a row; a fixed limit keeps compiled blocks from compiling again
     y_NHC = varlen_attn(q_NHC, k_NGC, v_NGC, *ends, length, length, scale=scale, window_size=(-1, 0), **options)
@@ -136,7 +146,7 @@ def _one_by_one(
         bias = None
         if num_shared:
             k_MGC, v_MGC = (torch.cat((of[home][:num_shared], of[number])) for of in (keys, values))
-            bias = causal_lower_right(num, num + num_shared)._materialize()
+            bias = q_LHC.new_ones(num, num + num_shared, dtype=torch.bool).tril(num_shared)
         q, k, v = (each.transpose(0, 1)[None] for each in (q_LHC, k_MGC, v_MGC))
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=bias, is_causal=bias is None, scale=scale, enable_gqa=grouped

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import varlen
 
 from stretto.model.attention import Geometry
 from stretto.model.spec import LatentAttention, ModelConfig
@@ -60,12 +62,12 @@ def test_it_equals_the_mask(
 ) -> None:  # fmt: skip
     if place != "cpu":
         monkeypatch.setattr(by_document, "_one_by_one", by_document._on_cuda)
-        monkeypatch.setattr(by_document, "varlen_attn", _kernel)
-        monkeypatch.setattr(by_document, "_GROUPED", {"enable_gqa": True} if place == "cuda" else None)
+        monkeypatch.setattr(varlen, "varlen_attn", _kernel)
     torch.manual_seed(0)
     B, T = documents_BT.shape
     qkv = [torch.randn(B, T, num, 8).transpose(1, 2).requires_grad_() for num in (heads, groups, groups)]
     documents = Documents.of(documents_BT, documents_BT.numpy(), None if shared_BT2 is None else shared_BT2.numpy())
+    documents = replace(documents, repeats_keys=place != "cuda")
     actual = document_attention(*qkv, documents, scale)
     expected = attention_reference(*qkv, document_mask(documents_BT, shared_BT2), scale)
     upstream = torch.randn_like(actual) * (documents_BT >= 0)[:, None, :, None]  # outputs of padding are not used
