@@ -252,7 +252,8 @@ def most_places(num_slots: int, num_experts: int, multiple: int) -> int:
 
 def sum_of_places(y_PD: Tensor, place_S: Tensor, num_tokens: int, dtype: torch.dtype) -> Tensor:
     """For each token, the sum [N, D] of the rows of its slots in their order, in ``dtype``."""
-    return F.embedding_bag(place_S.view(num_tokens, -1), y_PD.to(dtype), mode="sum")  # gathers and adds in one pass
+    place_NK = place_S.view(num_tokens, len(place_S) // num_tokens if num_tokens else 1)
+    return F.embedding_bag(place_NK, y_PD.to(dtype), mode="sum")  # gathers and adds in one pass
 
 
 def counted(ids: Tensor, num: int) -> Tensor:

@@ -158,6 +158,16 @@ def test_bf16_experts_equal_those_that_are_not_filled_up(monkeypatch: pytest.Mon
         assert filled <= 1.1 * exact <= 8 * torch.finfo(torch.bfloat16).eps, errors
 
 
+def test_without_tokens_all_gradients_are_zero() -> None:
+    """A rank whose experts no token of any rank has chosen."""
+    chosen = torch.empty(0, 2, dtype=torch.int64)
+    x, gates, gate_up, down = inputs = _inputs(chosen, 6)
+    actual = experts(x, chosen, gates, Experts(gate_up, down))
+    assert actual.shape == (0, 8)
+    for grad, tensor in zip(torch.autograd.grad(actual.sum(), inputs), inputs, strict=True):
+        assert torch.equal(grad, torch.zeros_like(tensor))
+
+
 def test_an_empty_expert_has_a_gradient_of_zero() -> None:
     chosen = CHOICES["empty experts"]
     x, gates, gate_up, down = _inputs(chosen, 6)
