@@ -83,8 +83,9 @@ def master(tensor: Tensor) -> Tensor:
 
 def masters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The state dict of ``model`` with the weights as they are trained, one tensor at a time."""
+    state = model.state_dict()  # first: FSDP frees the gathered parameters here, and registers the shards again
     parameters = dict(model.named_parameters())
-    for name, tensor in model.state_dict().items():
+    for name, tensor in state.items():
         yield name, master(parameters.get(name, tensor))
 
 
