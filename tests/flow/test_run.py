@@ -306,20 +306,25 @@ def test_only_a_trainer_that_is_killed_is_started_again(tmp_path: Path, recipe_f
     shutil.copytree(start, run / "sft")
     short = recipe_file.read_text().replace(f"\nsteps = {STEPS}\n", f"\nsteps = {steps}\n")
     recipe_file.write_text(f"{short}\n[trainer]\nranks = {ranks}\n")
-    killed, pids = Killed(recipe_file, Account(run, tmp_path / "groups"), random.Random(3)), list[dict[str, int]]()
+    killed = Killed(recipe_file, Account(run, tmp_path / "groups"), random.Random(3))
+
+    def pids() -> dict[str, int]:
+        return {row.name: row.pid for row in read_status(run).roles if row.pid is not None}
+
     killed.start()
-    for num_trained in (5, 8):  # after the first snapshot, and after the restart
-        while killed.is_running() and len(killed.account.trained()) < num_trained:
-            time.sleep(0.05)
-        pids.append({row.name: row.pid for row in read_status(run).roles if row.pid is not None})
-        if len(pids) == 1:
-            time.sleep(1.1)  # until the status has all roles of this attempt
-            assert killed._kill("trainer")
+    while killed.is_running() and len(killed.account.trained()) < 5:  # after the first snapshot
+        time.sleep(0.05)
+    time.sleep(1.1)  # until the status has all roles
+    before = after = pids()
+    assert killed._kill("trainer")
+    trainers = [name for name in before if name.startswith("trainer")]
+    while killed.is_running() and any(after.get(name) in (None, before[name]) for name in trainers):
+        time.sleep(0.05)
+        after = pids()
     killed.end()
-    before, after = pids
     assert before.keys() == after.keys()
     same = {name for name in before if before[name] == after[name]}
-    assert same == {name for name in before if not name.startswith("trainer")} and len(before) - len(same) == ranks
+    assert same == before.keys() - set(trainers) and len(trainers) == ranks
     assert not any(entry.restarts for entry in read_status(run).roles)
     _, times = killed.account.samples()
     assert len(times) == steps * PROMPTS * GROUP and set(times.values()) == {1}
