@@ -215,7 +215,7 @@ class ElasticPool:
             yield worker.handle
         except (RoleDied, DeadlinePassed) as error:
             if error.name == worker.name:
-                self.replace(worker.handle)
+                self.replace(worker.handle, why=error.why if isinstance(error, RoleDied) else "")
             raise
         finally:
             turn.ended_s = time.monotonic()
@@ -231,9 +231,9 @@ class ElasticPool:
         """Handles of workers that accept calls."""
         return tuple(worker.handle for worker in self._staying())
 
-    def replace(self, handle: Handle, *, hard: bool = True) -> None:
+    def replace(self, handle: Handle, *, hard: bool = True, why: str = "") -> None:
         """Start another worker in place of this one, which is killed (``hard``) or ended after its calls. Does nothing if the worker is
-        being ended already.
+        being ended already. ``why``: what is known beside its status.
         """
         for worker in self._staying():
             if worker.handle == handle and self.error is None:  # closing the pool also kills workers
@@ -241,7 +241,7 @@ class ElasticPool:
                 worker.is_leaving = True
                 self._keep(self._end(worker, hard))
                 if self._again.next_pause_s() is None:  # no pause, because all workers of a node die together
-                    why = self._runtime.status(handle).why or "it hangs"
+                    why = self._runtime.status(handle).why or why or "it hangs"
                     self._fail(RoleDied(worker.name, f"{why}, after {self._again}"))
                     return
                 self._keep(self._start(self._new()))
