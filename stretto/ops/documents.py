@@ -33,7 +33,7 @@ class Documents:
     """Where the documents of packed rows lie; made by `of`."""
 
     documents_BT: Tensor
-    """The document numbers that this describes. Whoever changes them makes another of these, or none."""
+    """Document number of each token. The other fields describe these numbers: if the numbers change, make a new object with `of`."""
     spans: tuple[tuple[int, int, int], ...]
     """Of each document: number of tokens, number of the document in which its shared prefix begins, and the prefix's length. Documents
     follow each other, row by row."""

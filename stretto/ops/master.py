@@ -1,7 +1,7 @@
 """Master weights: the exact fp32 weights of parameters that compute in bf16.
 
-A split parameter is the upper half of its weight, in bf16; the lower 16 bits are beside it (Split-SGD, 2005.04680). Products read the
-parameter as it is: there is no cast in a step, and no second copy. Whoever needs the weights themselves reads them with `masters`.
+A split parameter is the upper half of its weight, in bf16; the lower 16 bits are beside it (Split-SGD, 2005.04680). A product reads
+the bf16 parameter directly, so a step casts no weights and stores no second copy of them. Code that needs the fp32 weights calls `masters`.
 
 Shape letters: N elements.
 """
