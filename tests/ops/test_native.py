@@ -333,13 +333,15 @@ def test_without_a_compiler(tmp_path: Path) -> None:
         load({**missing, "STRETTO_NATIVE": "1"})
 
 
-def test_a_compiler_that_fails(tmp_path: Path) -> None:
+def test_a_compiler_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compiler = tmp_path / "broken-compiler"
     compiler.write_text("#!/bin/sh\necho 'decode.cpp:1: error: no such thing' >&2\nexit 1\n")
     compiler.chmod(0o755)
     library = load({"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")})
     assert library.handle is None and "error: no such thing" in library.reason
     assert not list((tmp_path / "cache").rglob("*.so"))
+    shown = capsys.readouterr()
+    assert not shown.out and "Compiling the CPU kernels" in shown.err  # a program may read the command's output
 
 
 @pytest.fixture

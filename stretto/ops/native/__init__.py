@@ -26,8 +26,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import rich
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor
 
 from stretto.base.errors import UserError
@@ -132,9 +134,11 @@ def _key(compiler: str) -> str:
 
 def _compile(compiler: str, source: str, path: Path) -> str | None:
     """Compile ``source`` to the library ``path``; returns None, or the compiler's error on one line."""
+    # To stderr outside a terminal: any command may come first, also one whose output a program reads.
+    console = None if rich.get_console().is_terminal else Console(stderr=True)
     # Built in a folder with a random name, then renamed: two containers can share the cache and have equal process ids.
     with (
-        progress("Compiling the CPU kernels (once)", total=1) as advance,
+        progress("Compiling the CPU kernels (once)", 1, console) as advance,
         tempfile.TemporaryDirectory(dir=path.parent, prefix=".building-") as building,
     ):
         built = Path(building) / path.name
