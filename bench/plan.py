@@ -70,10 +70,16 @@ SHAPES: dict[str, Shape] = {  # changes of BASE, layout, tokens per row, dtype, 
     "int8 moments": ({}, Layout(1, 1, 4, 1), 512, "float32", "adamw moments=int8"),
     "split weights, int8": ({}, Layout(1, 1, 4, 1), 512, "bfloat16", "adamw moments=int8 master=split"),
     "bf16 weights, in the backward pass": (WIDE_EXPERTS, Layout(1, 1, 2, 1), 256, "bfloat16", "adamw moments=int8 master=bf16_stochastic in_backward=true"),
+    "packed answers": ({}, Layout(1, 1, 4, 2), 512, "bfloat16", "adamw"),
+    "packed answers, mask": ({}, Layout(1, 1, 4, 2), 512, "float32", "adamw"),
     "2 ranks": ({}, Layout(2, 1, 8, 1), 512, "float32", "adamw"),
     "2 ranks, ep 2": ({}, Layout(2, 2, 8, 2), 512, "float32", "adamw"),
     "2 ranks, ep 2, Muon": (WIDE_EXPERTS, Layout(2, 2, 4, 1), 512, "float32", "muon"),
 }  # fmt: skip
+PACKED = "packed answers"
+"""Beginning of the names of shapes whose rows hold a prompt and the answers to it, as in RL."""
+NUM_ANSWERS = 3
+"""Answers to a prompt; all are equally long."""
 QUIET_ALLOCATORS = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8"}
 
 
@@ -83,7 +89,7 @@ def main() -> None:
     parser.add_argument("--worker", choices=SHAPES, help="internal: measure this shape in this process")
     options = parser.parse_args()
     if options.worker:
-        print(json.dumps(peak_bytes(*SHAPES[options.worker])), flush=True)
+        print(json.dumps(peak_bytes(*SHAPES[options.worker], is_packed=options.worker.startswith(PACKED))), flush=True)
         return
     os.environ.update(QUIET_ALLOCATORS)  # of the processes that are measured
     shown = table(
@@ -95,7 +101,10 @@ def main() -> None:
         for name in names:
             changes, layout, length, dtype, optimiser = SHAPES[name]
             config = ModelConfig.model_validate(BASE | changes)
-            predicted = training_memory(config, layout, length, dtype, optim_of(optimiser), on_gpu=False).total
+            prefix_keys = NUM_ANSWERS / (1 + NUM_ANSWERS) if name.startswith(PACKED) else None
+            predicted = training_memory(
+                config, layout, length, dtype, optim_of(optimiser), prefix_keys=prefix_keys, on_gpu=False
+            ).total
             measured = _measured(name, layout.ranks)
             error = predicted / measured - 1
             holds = abs(error) <= AIM
@@ -121,7 +130,9 @@ def _measured(name: str, world: int) -> float:
     return float(json.loads(done[0].stdout.splitlines()[-1]))
 
 
-def peak_bytes(changes: dict[str, object], layout: Layout, length: int, dtype: Dtype, optimiser: str) -> int:
+def peak_bytes(
+    changes: dict[str, object], layout: Layout, length: int, dtype: Dtype, optimiser: str, *, is_packed: bool
+) -> int:
     """Peak resident memory of this rank over `STEPS` steps, above that after a step of a tiny network."""
     torch.set_num_threads(1)
     ranks = join("cpu", layout.ep)
@@ -135,11 +146,20 @@ def peak_bytes(changes: dict[str, object], layout: Layout, length: int, dtype: D
             ranks,
         )
     before = _resident("VmRSS")
-    _train(ModelConfig.model_validate(BASE | changes), layout, length, dtype, optimiser, ranks)
+    _train(ModelConfig.model_validate(BASE | changes), layout, length, dtype, optimiser, ranks, is_packed=is_packed)
     return _resident("VmHWM") - before
 
 
-def _train(config: ModelConfig, layout: Layout, length: int, dtype: str, optimiser: str, ranks: Ranks) -> None:
+def _train(
+    config: ModelConfig,
+    layout: Layout,
+    length: int,
+    dtype: str,
+    optimiser: str,
+    ranks: Ranks,
+    *,
+    is_packed: bool = False,
+) -> None:
     kind = getattr(torch, dtype)
     model = random_network(config, 0).place(config, ranks, kind, torch.float32)
     optimizers = build_optimizers(optim_of(optimiser), model)
@@ -148,10 +168,21 @@ def _train(config: ModelConfig, layout: Layout, length: int, dtype: str, optimis
         batches = []
         for _ in range(layout.micro_batches):
             ids_BT = torch.randint(config.vocab_size, (layout.rows, length + 1), generator=generator)
-            ctx = replace(Context.plain(ids_BT[:, :-1]), recompute=layout.recompute)
+            ctx = _answers(layout.rows, length) if is_packed else Context.plain(ids_BT[:, :-1])
+            ctx = replace(ctx, recompute=layout.recompute)
             num = layout.micro_rows * length
             batches.append(MicroBatch("full", ids_BT[:, :-1], ids_BT[:, 1:].contiguous(), ctx, config.full(), num))
         optimisation_step(model, optimizers, batches, ranks, clip_norm=1.0, balance_rate=0.0, dtype=kind)
+
+
+def _answers(rows: int, length: int) -> Context:
+    """Each row is a prompt and `NUM_ANSWERS` answers that read it, documents of the same length."""
+    columns_T, part = torch.arange(length), length // (1 + NUM_ANSWERS)
+    documents_T = columns_T // part
+    positions_T = columns_T % part + part * (documents_T > 0)
+    shared_T2 = torch.stack((torch.zeros_like(columns_T), part * (documents_T > 0)), dim=-1)
+    documents_BT, positions_BT = (each.expand(rows, length) for each in (documents_T, positions_T))
+    return Context(positions_BT, documents_BT, shared_BT2=shared_T2.expand(rows, length, 2))
 
 
 def _resident(field: str) -> int:

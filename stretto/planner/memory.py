@@ -169,7 +169,7 @@ def training_memory(
     dtype: Dtype,
     optim: OptimConfig,
     *,
-    packed: bool = False,
+    prefix_keys: float | None = None,
     taught: bool = False,
     repeats: bool = False,
     on_gpu: bool = True,
@@ -179,15 +179,22 @@ def training_memory(
     Args:
         length: tokens per row.
         optim: names the optimiser and the storage of its states; those that are not in fp32 are of one rank.
-        packed: rows hold several documents, as in RL and SFT, so that there is a mask [T, T] for each.
+        prefix_keys: rows hold several documents, as in RL and SFT, and for each of their tokens attention copies this number of keys
+            of prefixes that documents share; None: every row is one document.
         taught: a chunk's logits of a teacher are in memory too.
         repeats: a micro-batch has several backward passes, so that gradients exist during the second.
         on_gpu: in fp32, CUDA's attention without a mask keeps all scores where query heads share a key head: no fused kernel has both.
+
+    Rows of several documents attend by document, or through a mask [T, T] where `stretto.model.attention.Geometry.of` needs one.
     """
     parts, each, bytes_of = sizes(config), BYTES[dtype], layer_bytes(config, dtype, layout.ep)
     ranks, num_tokens, num_layers = layout.ranks, layout.rows * length, config.num_layers
-    is_mixed, has_scores = dtype != "float32", on_gpu and dtype == "float32" and not packed
+    is_mixed, is_packed = dtype != "float32", prefix_keys is not None
+    has_scores = on_gpu and not is_mixed and not is_packed
+    needs_mask = not is_mixed or bool(config.sliding_layers) or config.attention_sinks or config.latent is not None
     kept = bytes_of.kept
+    if prefix_keys and not needs_mask:
+        kept += each * 2 * config.num_kv_heads * config.head_dim * prefix_keys
     if has_scores and config.num_heads != config.num_kv_heads:
         kept += WIDE * config.num_heads * length
     # without FSDP, autocast keeps a bf16 copy of each weight for the backward pass
@@ -197,7 +204,7 @@ def training_memory(
     stream = num_tokens * config.hidden_size * WIDE
     # with recompute, a layer keeps its input, and all of its activations only during its own backward pass
     layers = num_layers * (stream if layout.recompute else layer)
-    activations = layers + 3 * stream + num_tokens * (40 + (length if packed else 0))
+    activations = layers + 3 * stream + num_tokens * (40 + (length if is_packed and needs_mask else 0))
     recomputed = layer if layout.recompute else 0.0
 
     vocabulary = config.vocab_size * config.hidden_size

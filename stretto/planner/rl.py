@@ -99,7 +99,9 @@ class RlRun:
         length, optim = self.recipe.train.seq_len, self.recipe.optim
         distill = self.recipe.distill
         taught = distill is not None and bool(self.teachers) and distill.form != "sampled"
-        memory = training_memory(self.config, layout, length, self.dtype, optim, packed=True, taught=taught)
+        group = self.recipe.rollout.group
+        prefix_keys = group * self.prompt / (self.prompt + group * self.answer)
+        memory = training_memory(self.config, layout, length, self.dtype, optim, prefix_keys=prefix_keys, taught=taught)
         params = [count(each, each.full()).total_params for each in self.teachers.values()]
         teachers = WIDE * (self.params * self._num_frozen + sum(params)) / layout.ranks
         # on a CPU the copy of the weights that is being published is in the same memory

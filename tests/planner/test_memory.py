@@ -93,6 +93,22 @@ def test_ranks_and_recomputing_save_memory() -> None:
     assert memory["four"].optimiser < memory["one"].optimiser / 3
 
 
+def test_long_rows_of_documents_need_no_mask_in_bf16() -> None:
+    length, optim = 1 << 15, OptimConfig(lr=1)
+    whole, packed, sharing = (
+        {
+            dtype: training_memory(BASE, Layout(1, 1, 1, 1), length, dtype, optim, prefix_keys=keys, on_gpu=False).activations
+            for dtype in ("float32", "bfloat16")
+        }
+        for keys in (None, 0.0, 0.5)
+    )  # fmt: skip
+    assert packed["bfloat16"] == whole["bfloat16"]
+    assert packed["float32"] == sharing["float32"] == whole["float32"] + length**2
+    # with a mask, keys are read where they lie; without one, a document's keys lie side by side, so that a shared prefix is copied
+    copies = BASE.num_layers * length * 0.5 * 2 * BASE.num_kv_heads * BASE.head_dim * 2
+    assert sharing["bfloat16"] == whole["bfloat16"] + copies
+
+
 @pytest.mark.parametrize("vocab_size", [257, 32768, 50304, 151936])
 def test_the_chunk_of_logits_is_that_of_the_loss(vocab_size: int) -> None:
     for device in ("cpu", "meta"):
