@@ -232,12 +232,15 @@ def training_memory(
     gradients, states = WIDE * held - matrices * narrow, held * _MOMENTS[optim.moments]
     if is_muon:
         states -= WIDE * matrices  # one moment
-    if optim.in_backward and not repeats:  # one gradient at a time
-        gradients = max(parts.matrix * (WIDE - narrow), vocabulary * WIDE)
+    one_by_one = optim.in_backward and not repeats
+    if one_by_one:  # on a CPU the norm of a gradient needs a copy in fp32
+        copied = WIDE if narrow and not on_gpu else 0
+        gradients = max(parts.matrix * (WIDE - narrow + copied), vocabulary * WIDE)
     is_first = layout.micro_batches == 1 and not repeats
+    early = vocabulary * WIDE if is_first and not one_by_one else gradients
     moments = (  # one of them is the peak: logits, the last block's backward pass, the first block's, the optimiser
         {"gradients": 0.0 if is_first else gradients, "activations": activations, "head": head, "gathered": outer},
-        {"gradients": vocabulary * WIDE if is_first else gradients, "activations": activations + recomputed} | backward,
+        {"gradients": early, "activations": activations + recomputed} | backward,
         {"gradients": gradients, "activations": layer} | backward,
         {"gradients": gradients, "transient": parts.matrix * WIDE * 4 if is_muon else 0.0},
     )
