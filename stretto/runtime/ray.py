@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -112,9 +113,10 @@ class RoleActor:
         self._actor: Actor | None = None
         self._is_begun = asyncio.Event()
 
-    async def look(self) -> tuple[str, int, str]:
-        """The incarnation's id, its process id, and the address of its node."""
-        return self._incarnation, os.getpid(), ray.util.get_node_ip_address()
+    async def look(self) -> tuple[str, int, str, str]:
+        """The incarnation's id, its process id, and the address and the id of its node."""
+        node_id = ray.get_runtime_context().get_node_id()
+        return self._incarnation, os.getpid(), ray.util.get_node_ip_address(), node_id
 
     async def start(self) -> Exception | None:
         """Create the role, and return the exception of its constructor, or None. Ray starts a process again at once and without limit;
@@ -150,9 +152,13 @@ class _RayRole(Role):
     work: Any
     """Reference that keeps class and arguments in Ray's object store. Ray frees large arguments once an actor has started, and then
     could not restart it."""
+    needs: Needs
     incarnation: str = ""
+    node_id: str = ""
     is_away: bool = False
     """Whether an incarnation that works did not answer the last time."""
+    was_killed: bool = False
+    """Whether the runtime has killed the current incarnation. Ray then reports the call in flight as if the actor had ended for good."""
 
 
 class RayRuntime(Runtime[_RayRole]):
@@ -162,6 +168,10 @@ class RayRuntime(Runtime[_RayRole]):
         """For a process that is connected to a cluster: see `open`."""
         super().__init__(RayCaller())
         self._owns_cluster = owns_cluster
+        self._draining: frozenset[str] = frozenset()
+        """Ids of the nodes that are about to go, as Ray told them last."""
+        self._asks_at_s = 0.0
+        """Time of the next question for them."""
 
     @classmethod
     async def open(cls, address: str) -> Self:
@@ -224,7 +234,8 @@ class RayRuntime(Runtime[_RayRole]):
             max_concurrency=10_000,  # the role's own worker queues calls, so Ray must not
         )
         reference = ray.put(work)
-        return _RayRole(Handle(id, name, actor.remote(name, [reference], os.getcwd())), again, work=reference)
+        handle = Handle(id, name, actor.remote(name, [reference], os.getcwd()))
+        return _RayRole(handle, again, work=reference, needs=needs)
 
     async def _start(self, role: _RayRole) -> None:
         try:
@@ -236,7 +247,7 @@ class RayRuntime(Runtime[_RayRole]):
             raise error
 
     async def _interrupt(self, role: _RayRole) -> None:
-        role.is_away = False
+        role.is_away, role.was_killed = False, True
         ray.kill(role.handle.address, no_restart=False)
 
     async def _watch(self, role: _RayRole) -> None:
@@ -252,22 +263,38 @@ class RayRuntime(Runtime[_RayRole]):
                     role.again.began()
                 elif role.is_away:
                     role.state, role.is_away = RoleState.ALIVE, False
+                elif role.state is RoleState.ALIVE and await self._should_move(role):
+                    role.state, role.why = RoleState.RESTARTING, "its node is about to go"
+                    await self._interrupt(role)
             except ActorUnavailableError as error:
                 if role.state is RoleState.ALIVE:
                     role.state, role.why, role.is_away = RoleState.RESTARTING, _reason(error), True
             except RayActorError as error:
-                self._bury(role, _reason(error))
-                return
+                if not (role.was_killed and role.again.most):
+                    self._bury(role, _reason(error))
+                    return
+                role.was_killed = False
             except RoleDied as error:  # in its constructor: the next incarnation follows
                 role.why = error.why
             except (UserError, RuntimeFailure) as error:
                 role.why = str(error)
                 await self._interrupt(role)
 
+    async def _should_move(self, role: _RayRole) -> bool:
+        """Whether the role's node is about to go (Ray starts nothing there any more), and another node can take the role."""
+        if (now_s := time.monotonic()) >= self._asks_at_s:
+            self._asks_at_s = now_s + _BEAT_S
+            self._draining = await asyncio.to_thread(_draining_nodes)
+        if role.node_id not in self._draining or not role.again.most:
+            return False
+        return any(
+            node["Alive"] and node["NodeID"] not in self._draining and _fits(node, role.needs) for node in ray.nodes()
+        )
+
     async def _look(self, role: _RayRole) -> bool:
         """Poll the actor; returns whether it is another incarnation than the last time, which does not work yet."""
         last = role.incarnation
-        role.incarnation, role.pid, role.node = await role.handle.address.look.remote()
+        role.incarnation, role.pid, role.node, role.node_id = await role.handle.address.look.remote()
         if is_new := role.incarnation != last and bool(last):
             role.is_away = False
             if role.state is RoleState.ALIVE:
@@ -287,6 +314,11 @@ class RayRuntime(Runtime[_RayRole]):
                 with suppress(ActorUnavailableError, TimeoutError):
                     await asyncio.wait_for(asyncio.wrap_future(actor.look.remote().future()), CLOSE_S)
                 await asyncio.sleep(_POLL_S)
+
+
+def _draining_nodes() -> frozenset[str]:
+    """Ids of the nodes that a cloud provider takes back, an autoscaler removes, or `ray drain-node` names."""
+    return frozenset(ray._private.state.state.get_draining_nodes())  # Ray Train reads it here too: nothing public tells
 
 
 def _fits(node: Mapping[str, Any], need: Needs) -> bool:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stretto.base.errors import UserError
-from stretto.runtime.runtime import Needs
+from stretto.runtime.runtime import Needs, Placement, RoleState
+from tests.runtime.roles import Worker
+from tests.runtime.stages import persistently, until
 
 ray = pytest.importorskip("ray")
 
@@ -72,3 +77,35 @@ def test_a_real_cluster_without_the_label_is_refused_at_once() -> None:
                 await runtime.check({"engines": Needs(labels={"pool": "gpu"})})
 
     asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_a_role_leaves_a_node_that_is_about_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node stays for two minutes, unless it is idle, so that its end is not why the role moves."""
+    from ray.cluster_utils import Cluster
+
+    from stretto.runtime.ray import RayRuntime
+
+    async def run(address: str) -> None:
+        async with await RayRuntime.open(address) as runtime:
+            options: dict[str, Any] = {"placement": Placement.PROCESS, "needs": Needs(cpus=1), "restarts": 1}
+            handle = await runtime.spawn(Worker, name="subject", **options)
+            role = runtime._roles[handle.id]
+            home, pid = role.node_id, role.pid
+            command = ["drain-node", "--address", address, "--node-id", home, "--deadline-remaining-seconds", "120"]
+            reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot price"]
+            program = str(Path(sys.executable).with_name("ray"))
+            await asyncio.to_thread(subprocess.run, [program, *command, *reason], check=True, capture_output=True)
+            await until(lambda: role.restarts == 1 and role.state is RoleState.ALIVE)
+            assert role.node_id != home and role.pid != pid and role.why == "its node is about to go"
+            assert (await persistently(runtime, handle, "where"))[0] == role.pid
+
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # Ray's own default leaves roles no time on a busy machine
+    options: dict[str, Any] = {"object_store_memory": 80 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **options})
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=1, **options)
+        asyncio.run(run(cluster.address))
+    finally:
+        cluster.shutdown()
