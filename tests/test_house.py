@@ -89,8 +89,9 @@ def test_help_shows_every_word_at_80_columns(monkeypatch: pytest.MonkeyPatch) ->
         shown = command.get_help(command.make_context(usage, [], resilient_parsing=True))
         assert max(map(len, shown.splitlines())) <= 80, usage
         words = re.sub(r"\s|-", "", shown)  # lines are broken at spaces and hyphens
-        for text in (command.help, *(each.help for each in command.params if getattr(each, "help", None))):
-            assert re.sub(r"\s|-", "", inspect.cleandoc(text or "")) in words, (usage, text)
+        for text in (command.help, *(each.help for each in command.params)):
+            assert text, usage
+            assert re.sub(r"\s|-", "", inspect.cleandoc(text)) in words, (usage, text)
 
 
 def test_the_architecture_shows_the_files() -> None:

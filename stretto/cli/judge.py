@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 from stretto.base.errors import UserError
-from stretto.cli.options import Command, Device
+from stretto.cli.options import Command, Device, Out
 
 judge = typer.Typer(
     help="Local judge of text, trained on damaged passages or on readers' ratings: train, calibrate, serve.",
@@ -27,17 +27,11 @@ Seed = Annotated[int, Option(help="Random seed.")]
 
 @judge.command(cls=Command)
 def train(
-    model: Annotated[Path, Argument(help="Run or checkpoint whose hidden states are used.", show_default=False)],
-    out: Annotated[Path, Option("-o", "--out", help="Folder to write.")],
-    data: Books = [],  # noqa: B006 - typer copies it
-    rated: Annotated[
-        Path | None,
-        Option(help="Instead of --data: texts with readers' ratings (text, author, rating) in JSONL, CSV or Parquet."),
-    ] = None,
-    part: Annotated[
-        str,
-        Option(help="Authors to learn from: reward or evaluation. A judge that rewards must not evaluate."),
-    ] = "reward",
+    model: Path,
+    out: Out,
+    data: Books = [],
+    rated: Path | None = None,
+    part: str = "reward",
     passages: Passages = 1000,
     seed: Seed = 0,
     device: Device = "auto",
@@ -46,6 +40,12 @@ def train(
 
     With --data, a detector that tells passages of books from perturbed copies; its scores do not follow readers' ratings. With --rated, a
     model of the ratings, for texts like those; the judge records its correlation on held-out authors, beside length and compression.
+
+    Args:
+        model: Run or checkpoint whose hidden states are used.
+        out: Folder to write.
+        rated: Instead of --data: texts with readers' ratings (text, author, rating) in JSONL, CSV or Parquet.
+        part: Authors to learn from: reward or evaluation. A judge that rewards must not evaluate.
     """
     from stretto.api.judge import train_command, train_on_ratings
 
@@ -62,27 +62,33 @@ def train(
 
 @judge.command(cls=Command)
 def calibrate(
-    judge: Annotated[str, Argument(help="Judge folder, or URL of an API: http://…/v1.", show_default=False)],
+    judge: str,
     data: Books,
     passages: Passages = 100,
-    name: Annotated[str | None, Option(help="Name of the model at the URL. Default: the first one it lists.")] = None,
+    name: str | None = None,
     seed: Seed = 0,
     device: Device = "auto",
 ) -> None:
-    """Measure how reliable a judge is: six perturbations, layout, length, order of the pair, identical texts."""
+    """Measure how reliable a judge is: six perturbations, layout, length, order of the pair, identical texts.
+
+    Args:
+        judge: Judge folder, or URL of an API: http://…/v1.
+        name: Name of the model at the URL. Default: the first one it lists.
+    """
     from stretto.api.judge import calibrate_command
 
     calibrate_command(judge, data, passages, name, seed, device)
 
 
 @judge.command(cls=Command)
-def serve(
-    judge: Annotated[Path, Argument(help="Judge folder.", show_default=False)],
-    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, Option(help="Port; 0: any free port.")] = 8100,
-    device: Device = "auto",
-) -> None:
-    """Serve a detector of damaged text to recipes and evaluations at an OpenAI-compatible URL."""
+def serve(judge: Path, host: str = "127.0.0.1", port: int = 8100, device: Device = "auto") -> None:
+    """Serve a detector of damaged text to recipes and evaluations at an OpenAI-compatible URL.
+
+    Args:
+        judge: Judge folder.
+        host: Address to listen on.
+        port: Port; 0: any free port.
+    """
     from stretto.api.judge import serve_command
 
     serve_command(judge, host, port, device)

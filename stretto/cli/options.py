@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,8 @@ Source = Annotated[Path, Argument(help="Run or checkpoint folder.", show_default
 Start = Annotated[Path | None, Option(help="Run or checkpoint to begin with. Default: the recipe's [start].")]
 Vocabulary = Annotated[Path | None, Option(help="tokenizer.json, or its folder. Default: one is trained on the data.")]
 RunFolder = Annotated[Path, Argument(help="Run folder.", show_default=False)]
+Out = Annotated[Path, Option("-o", "--out")]
+OptionalOut = Annotated[Path | None, Option("-o", "--out")]
 RunOut = Annotated[
     Path | None, Option("-o", "--out", help="Run folder to write. Default: runs/ and the name of the recipe.")
 ]
@@ -61,7 +64,23 @@ _TEXTS = ("prompt", "question", "system", "negative")
 
 
 class Command(TyperCommand):
-    """A command that refuses an empty value of any parameter but `_TEXTS`: as a path, it would name the current folder."""
+    """A command of a function whose docstring has the help of the parameters, under ``Args:``.
+
+    A parameter without a default is an argument unless its annotation says that it is an option. A boolean that is False by default
+    is an option without a ``--no-`` form. The command refuses an empty value of any parameter but `_TEXTS`: as a path, it would name
+    the current folder.
+    """
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        super().__init__(*args, **fields)
+        self.help, _, described = (self.help or "").partition("\n\nArgs:\n")
+        parameters: dict[str | None, Any] = {each.name: each for each in self.params}
+        _, *parts = re.split(r"^ {4}(\w+): ", described, flags=re.MULTILINE)
+        for name, meaning in zip(parts[::2], parts[1::2], strict=True):
+            parameters[name].help = " ".join(meaning.split())
+        for each in self.params:
+            if each.default is False:
+                each.secondary_opts = []
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # type of click, which typer vendors
         given, _, _ = self.make_parser(ctx).parse_args(list(args))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from stretto.cli.options import Device
+from stretto.cli.options import Device, OptionalOut, Out
 from stretto.cli.serve import Model, PromptWriter, ServedDtype, ServedSubnet, Server, Temperature
 
 Prompt = Annotated[str, Argument(help="Description of the picture, in English.", show_default=False)]
@@ -26,17 +26,19 @@ def enhance(
     server: Server = None,
     writer: PromptWriter = None,
     subnet: ServedSubnet = None,
-    as_json: Annotated[
-        bool, Option("--json", help="Print fields, corrections and seconds as JSON instead of the prompt.")
-    ] = False,
+    as_json: Annotated[bool, Option("--json")] = False,
     temperature: Temperature = 0.0,
-    seed: Annotated[int, Option(help="Random seed of the sampling.")] = 0,
+    seed: int = 0,
     device: Device = "auto",
     dtype: ServedDtype = None,
 ) -> None:
     """Expand a request for a picture into a prompt that keeps everything requested: with neutral fixed phrases, or a model's words.
 
     Reads the request, and the language model of --model or --server where it writes; prints the prompt.
+
+    Args:
+        as_json: Print fields, corrections and seconds as JSON instead of the prompt.
+        seed: Random seed of the sampling.
     """
     from stretto.api.pictures import Writer, enhance_command, parse_size
     from stretto.api.serve import ServeOptions
@@ -50,35 +52,39 @@ def enhance(
 def paint(
     prompt: Prompt,
     backend: Backend = "renderer",
-    size: Annotated[
-        str | None,
-        Option(help="Width and height in pixels: 1024x1024. Default: the prompt's, or 512x512.", show_default=False),
-    ] = None,
-    out: Annotated[Path, Option("-o", "--out", help="PNG file to write.")] = Path("picture.png"),
-    images: Annotated[int, Option(min=1, help="Largest number of pictures to try until one passes the checks.")] = 1,
+    size: str | None = None,
+    out: Out = Path("picture.png"),
+    images: Annotated[int, Option(min=1)] = 1,
     verifier: Verifier = None,
-    lora: Annotated[list[str], Option(help="Adapter: NAME or NAME@WEIGHT.", show_default=False)] = [],  # noqa: B006
-    control: Annotated[
-        list[str], Option(help="Control picture, KIND=FILE: canny=reference.png.", show_default=False)
-    ] = [],  # noqa: B006
-    negative: Annotated[str, Option(help="Negative prompt.")] = "",
-    steps: Annotated[int | None, Option(min=1, help="Number of sampling steps. Default: the backend's own.")] = None,
-    guidance: Annotated[float | None, Option(help="Guidance scale. Default: the backend's own.")] = None,
-    as_is: Annotated[
-        bool,
-        Option("--as-is", help="Send the prompt unchanged, in any language, and check nothing."),
-    ] = False,
+    lora: list[str] = [],
+    control: list[str] = [],
+    negative: str = "",
+    steps: Annotated[int | None, Option(min=1)] = None,
+    guidance: float | None = None,
+    as_is: bool = False,
     model: Model = None,
     server: Server = None,
     writer: PromptWriter = None,
     subnet: ServedSubnet = None,
-    seed: Annotated[int, Option(help="Random seed of the first picture; later ones count up.")] = 0,
+    seed: int = 0,
     device: Device = "auto",
     dtype: ServedDtype = None,
 ) -> None:
     """Paint a picture and check it against the request; --model, --server or --writer expands the request first.
 
     Reads the request; writes a PNG file.
+
+    Args:
+        size: Width and height in pixels: 1024x1024. Default: the prompt's, or 512x512.
+        out: PNG file to write.
+        images: Largest number of pictures to try until one passes the checks.
+        lora: Adapter: NAME or NAME@WEIGHT.
+        control: Control picture, KIND=FILE: canny=reference.png.
+        negative: Negative prompt.
+        steps: Number of sampling steps. Default: the backend's own.
+        guidance: Guidance scale. Default: the backend's own.
+        as_is: Send the prompt unchanged, in any language, and check nothing.
+        seed: Random seed of the first picture; later ones count up.
     """
     from stretto.api.pictures import Writer, paint_command, parse_control, parse_lora, parse_size
     from stretto.api.serve import ServeOptions
@@ -104,20 +110,23 @@ def paint(
 def studio(
     backend: Backend = "renderer",
     size: Size = "512x512",
-    images: Annotated[
-        int, Option(min=1, help="Largest number of pictures to try per turn until one passes the checks.")
-    ] = 4,
+    images: Annotated[int, Option(min=1)] = 4,
     verifier: Verifier = None,
     server: Server = None,
     writer: PromptWriter = None,
-    out: Annotated[
-        Path | None, Option("-o", "--out", help="Folder to write every version and the conversation to.")
-    ] = None,
-    port: Annotated[int, Option(help="Port; 0: any free port.")] = 8010,
-    seed: Annotated[int, Option(help="Random seed of the first picture of a turn.")] = 0,
+    out: OptionalOut = None,
+    port: int = 8010,
+    seed: int = 0,
     device: Device = "auto",
 ) -> None:
-    """Open a web page for a conversation about a picture: requirements, versions side by side, undo."""
+    """Open a web page for a conversation about a picture: requirements, versions side by side, undo.
+
+    Args:
+        images: Largest number of pictures to try per turn until one passes the checks.
+        out: Folder to write every version and the conversation to.
+        port: Port; 0: any free port.
+        seed: Random seed of the first picture of a turn.
+    """
     from stretto.api.pictures import Writer, parse_size, studio_command
     from stretto.pictures.enhance import Wording
 

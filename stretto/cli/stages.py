@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Option
 
 import stretto
 from stretto.base.errors import UserError
@@ -17,6 +17,8 @@ from stretto.cli.options import (
     Force,
     Launch,
     MaxRestarts,
+    OptionalOut,
+    Out,
     Recipe,
     ResumeOrBegin,
     RunFolder,
@@ -37,22 +39,16 @@ VOCAB_SIZE = 8192
 
 def pretrain(
     recipe: Recipe,
-    data: Data = [],  # noqa: B006 - typer reads it once
+    data: Data = [],
     # not --run: torchrun reads it as its own --run-path
     out: RunOut = None,
     val: Val = None,
     val_fraction: ValFraction = None,
     text_field: TextField = "text",
     tokenizer: Vocabulary = None,
-    origin: Annotated[
-        Path | None,
-        Option(
-            "--from",
-            help="Run or checkpoint whose network and tokenizer to continue from; the recipe's [model] is then not read.",
-        ),
-    ] = None,
+    origin: Annotated[Path | None, Option("--from")] = None,
     steps: Steps = None,
-    settings: Settings = [],  # noqa: B006
+    settings: Settings = [],
     resume: ResumeOrBegin = False,
     device: Device = "auto",
     wandb: Wandb = None,
@@ -62,6 +58,9 @@ def pretrain(
     """Pre-train an elastic network on text, from random weights or from a checkpoint.
 
     Reads a recipe and text; writes a run folder with token shards, snapshots, metrics and a checkpoint.
+
+    Args:
+        origin: Run or checkpoint whose network and tokenizer to continue from; the recipe's [model] is then not read.
     """
     options = without_launch(locals())
     from stretto.base.config import overriding, read_recipe
@@ -78,64 +77,40 @@ def pretrain(
 
 
 def adopt(
-    source: Annotated[
-        str,
-        Argument(
-            help="Checkpoint folder, run, GGUF file, smollm2 (a Python package), or a name on the hub such as Qwen/Qwen3-30B-A3B.",
-            show_default=False,
-        ),
-    ],
-    out: Annotated[Path, Option("-o", "--out", help="Run folder to write.")],
-    dtype: Annotated[
-        str,
-        Option(help="Data type to write: float32, bfloat16, float16, or auto (the source's own)."),
-    ] = "auto",
-    order: Annotated[
-        str,
-        Option(
-            help="Criterion for ranking experts: reap (router-weighted activation norm), removal (change in loss when the expert "
-            "is removed; slower), frequency, or none (no measurement)."
-        ),
-    ] = "reap",
-    layer_order: Annotated[
-        str,
-        Option(
-            help="Criterion for ranking layers: leave-one-out (change in logits without the layer), or influence (faster)."
-        ),
-    ] = "leave-one-out",
-    calibration: Annotated[
-        list[str],
-        Option(
-            help="Calibration text, PATH@WEIGHT in a mixture. Default: text that every Python installation has.",
-            show_default=False,
-        ),
-    ] = [],  # noqa: B006
-    calibration_tokens: Annotated[int, Option(help="Number of calibration tokens.")] = 32_768,
+    source: str,
+    out: Out,
+    dtype: str = "auto",
+    order: str = "reap",
+    layer_order: str = "leave-one-out",
+    calibration: list[str] = [],
+    calibration_tokens: int = 32_768,
     text_field: TextField = "text",
-    experts: Annotated[
-        int | None,
-        Option(help="Number of experts to upcycle a dense network to, without changing its function."),
-    ] = None,
-    top_k: Annotated[
-        int | None,
-        Option(
-            help="With --experts: experts per token. Default: about half of the routed experts, or 2 with --method copy."
-        ),
-    ] = None,
-    method: Annotated[str, Option(help="With --experts: split (same size) or copy (larger).")] = "split",
-    shared: Annotated[
-        int | None, Option(help="With --experts: number of experts that every token uses. Default: 1.")
-    ] = None,
-    parent_flops: Annotated[
-        float | None, Option(help="Training cost of the source in FLOPs, for the ledger. Default: unknown.")
-    ] = None,
-    parent_tokens: Annotated[
-        float | None, Option(help="Training tokens of the source, for the ledger: 15e12. Default: unknown.")
-    ] = None,
+    experts: int | None = None,
+    top_k: int | None = None,
+    method: str = "split",
+    shared: int | None = None,
+    parent_flops: float | None = None,
+    parent_tokens: float | None = None,
 ) -> None:
     """Import a Hugging Face or GGUF checkpoint as a run that can be searched, extracted and served at every size.
 
     Weights are streamed, so the checkpoint may be larger than memory. Writes a run folder.
+
+    Args:
+        source: Checkpoint folder, run, GGUF file, smollm2 (a Python package), or a name on the hub such as Qwen/Qwen3-30B-A3B.
+        out: Run folder to write.
+        dtype: Data type to write: float32, bfloat16, float16, or auto (the source's own).
+        order: Criterion for ranking experts: reap (router-weighted activation norm), removal (change in loss when the expert is
+            removed; slower), frequency, or none (no measurement).
+        layer_order: Criterion for ranking layers: leave-one-out (change in logits without the layer), or influence (faster).
+        calibration: Calibration text, PATH@WEIGHT in a mixture. Default: text that every Python installation has.
+        calibration_tokens: Number of calibration tokens.
+        experts: Number of experts to upcycle a dense network to, without changing its function.
+        top_k: With --experts: experts per token. Default: about half of the routed experts, or 2 with --method copy.
+        method: With --experts: split (same size) or copy (larger).
+        shared: With --experts: number of experts that every token uses. Default: 1.
+        parent_flops: Training cost of the source in FLOPs, for the ledger. Default: unknown.
+        parent_tokens: Training tokens of the source, for the ledger: 15e12. Default: unknown.
     """
     options = locals()
     result = stretto.adopt(**options)
@@ -148,34 +123,17 @@ def adopt(
 
 def elasticize(
     source: Source,
-    data: Data = [],  # noqa: B006
-    out: Annotated[
-        Path | None,
-        Option(
-            "-o",
-            "--out",
-            help="New run folder. Default: the adopted run itself, whose original checkpoint moves to adopted/.",
-        ),
-    ] = None,
+    data: Data = [],
+    out: OptionalOut = None,
     val: Val = None,
     val_fraction: ValFraction = None,
     text_field: TextField = "text",
-    recipe: Annotated[Path, Option(help="Recipe: a TOML file, or the name of a shipped recipe.")] = Path("elasticize"),
-    teacher: Annotated[
-        Path | None, Option(help="Run or checkpoint to distil from. Default: the unchanged source.")
-    ] = None,
-    cache_logits: Annotated[
-        int | None,
-        Option(
-            help="Number of the teacher's log-probabilities per token to keep on disk, so that the teacher need not stay in memory."
-        ),
-    ] = None,
-    trainable: Annotated[
-        str | None,
-        Option(help="Weights to train: all, or routers (routers, norms and biases only, with less memory)."),
-    ] = None,
+    recipe: Path = Path("elasticize"),
+    teacher: Path | None = None,
+    cache_logits: int | None = None,
+    trainable: str | None = None,
     steps: Steps = None,
-    settings: Settings = [],  # noqa: B006
+    settings: Settings = [],
     resume: ResumeOrBegin = False,
     device: Device = "auto",
     ranks: Launch = None,
@@ -184,6 +142,14 @@ def elasticize(
     """Train a checkpoint further so that its smaller sizes work too, with the unchanged checkpoint as teacher.
 
     Reads a run or checkpoint and text; writes a run folder, or trains an adopted run in place.
+
+    Args:
+        out: New run folder. Default: the adopted run itself, whose original checkpoint moves to adopted/.
+        recipe: Recipe: a TOML file, or the name of a shipped recipe.
+        teacher: Run or checkpoint to distil from. Default: the unchanged source.
+        cache_logits: Number of the teacher's log-probabilities per token to keep on disk, so that the teacher need not stay in
+            memory.
+        trainable: Weights to train: all, or routers (routers, norms and biases only, with less memory).
     """
     options = without_launch(locals())
     from stretto.base.config import overriding, read_recipe
@@ -199,19 +165,20 @@ def elasticize(
 
 def tokenize(
     data: Data,
-    out: Annotated[Path, Option("-o", "--out", help="Data folder to write.")],
+    out: Out,
     val: Val = None,
     val_fraction: ValFraction = None,
     text_field: TextField = "text",
     tokenizer: Vocabulary = None,
-    vocab_size: Annotated[
-        int | None,
-        Option(help="Vocabulary size of the tokenizer that is trained.", show_default=str(VOCAB_SIZE)),
-    ] = None,
+    vocab_size: Annotated[int | None, Option(show_default=str(VOCAB_SIZE))] = None,
 ) -> None:
     """Turn text into token shards in constant memory. Resumes when it is started again.
 
     Reads text; writes a data folder that --data of other commands takes.
+
+    Args:
+        out: Data folder to write.
+        vocab_size: Vocabulary size of the tokenizer that is trained.
     """
     if tokenizer is not None and vocab_size is not None:
         raise UserError(f"--vocab-size: {tokenizer} has a vocabulary already; leave --vocab-size or --tokenizer out")
@@ -222,16 +189,13 @@ def tokenize(
     say(f"{manifest.num_tokens:,} tokens of {manifest.num_documents:,} documents in {out}")
 
 
-def latency(
-    run: RunFolder,
-    device: Device = "auto",
-    verify: Annotated[
-        bool, Option(help="Also measure the named sizes and print the error of each prediction.")
-    ] = False,
-) -> None:
+def latency(run: RunFolder, device: Device = "auto", verify: bool = False) -> None:
     """Measure this machine's latency table, which lets the search keep a limit in milliseconds.
 
     Reads a run; writes latency.json into it.
+
+    Args:
+        verify: Also measure the named sizes and print the error of each prediction.
     """
     stretto.latency(run, device=device)
     if verify:
@@ -243,37 +207,35 @@ def latency(
 
 def search(
     run: RunFolder,
-    data: Annotated[
-        list[str],
-        Option(
-            help="Text to measure the loss of Subnets on. Repeat the option for a mixture: PATH@WEIGHT. Default: the training text of the run."
-        ),
-    ] = [],  # noqa: B006
+    data: list[str] = [],
     val: Val = None,
     val_fraction: ValFraction = None,
     text_field: TextField = "text",
-    max_total: Annotated[
-        float | None, Option(help="Largest share of the full network's parameters, 0 to 1 (memory).")
-    ] = None,
-    max_active: Annotated[
-        float | None, Option(help="Largest share of the active parameters, 0 to 1 (compute).")
-    ] = None,
-    max_latency_ms: Annotated[
-        float | None, Option(help="Most milliseconds per decoding step, by the latency table.")
-    ] = None,
-    heal_steps: Annotated[int, Option(help="Healing steps for each of the best few before the choice; 0: none.")] = 0,
-    heal_recipe: Annotated[Path, Option(help="Recipe of that healing.")] = Path("heal"),
-    nested: Annotated[bool, Option("--nested", help="Drop layers in the order of training only.")] = False,
-    per_layer: Annotated[
-        bool,
-        Option("--per-layer", help="Let the number of experts differ by layer; few families can export that."),
-    ] = False,
-    seed: Annotated[int, Option(help="Random seed of the search.")] = 0,
+    max_total: float | None = None,
+    max_active: float | None = None,
+    max_latency_ms: float | None = None,
+    heal_steps: int = 0,
+    heal_recipe: Path = Path("heal"),
+    nested: bool = False,
+    per_layer: bool = False,
+    seed: int = 0,
     device: Device = "auto",
 ) -> None:
     """Find the sub-network of lowest held-out loss within limits on memory, compute and latency.
 
     Reads a run; writes search.json into it.
+
+    Args:
+        data: Text to measure the loss of Subnets on. Repeat the option for a mixture: PATH@WEIGHT. Default: the training text
+            of the run.
+        max_total: Largest share of the full network's parameters, 0 to 1 (memory).
+        max_active: Largest share of the active parameters, 0 to 1 (compute).
+        max_latency_ms: Most milliseconds per decoding step, by the latency table.
+        heal_steps: Healing steps for each of the best few before the choice; 0: none.
+        heal_recipe: Recipe of that healing.
+        nested: Drop layers in the order of training only.
+        per_layer: Let the number of experts differ by layer; few families can export that.
+        seed: Random seed of the search.
     """
     limits = locals()
     from stretto.subnets.search import SearchOptions
@@ -286,14 +248,18 @@ def search(
 
 def extract(
     source: Source,
-    subnet: Annotated[str, Option(help="Size: a preset, best (the search's choice), or layers=…,experts=…,top_k=….")],
-    out: Annotated[Path, Option("-o", "--out", help="Checkpoint folder to write.")],
+    subnet: Annotated[str, Option()],
+    out: Out,
     device: Device = "auto",
     force: Force = False,
 ) -> None:
     """Write one size of a network as an ordinary checkpoint. Refuses unless its logits equal those of the masked network.
 
     Reads a run or checkpoint; writes a checkpoint folder.
+
+    Args:
+        subnet: Size: a preset, best (the search's choice), or layers=…,experts=…,top_k=….
+        out: Checkpoint folder to write.
     """
     from stretto.api.search import extract_command
 
@@ -305,18 +271,16 @@ def extract(
 
 
 def heal(
-    source: Annotated[Path, Argument(help="Extracted checkpoint folder.", show_default=False)],
-    out: Annotated[Path, Option("-o", "--out", help="Checkpoint folder to write.")],
-    data: Data = [],  # noqa: B006
+    source: Path,
+    out: Out,
+    data: Data = [],
     val: Val = None,
     val_fraction: ValFraction = None,
     text_field: TextField = "text",
-    recipe: Annotated[Path, Option(help="Recipe: a TOML file, or the name of a shipped recipe.")] = Path("heal"),
-    teacher: Annotated[
-        Path | None, Option(help="Run or checkpoint to distil from. Default: the one it was cut from.")
-    ] = None,
+    recipe: Path = Path("heal"),
+    teacher: Path | None = None,
     steps: Steps = None,
-    settings: Settings = [],  # noqa: B006
+    settings: Settings = [],
     resume: ResumeOrBegin = False,
     force: Force = False,
     device: Device = "auto",
@@ -326,6 +290,12 @@ def heal(
     """Train an extracted checkpoint for a short while, on text and towards the network that it was cut from.
 
     Reads the checkpoint and text; writes a checkpoint folder, and the run's files to OUT.run.
+
+    Args:
+        source: Extracted checkpoint folder.
+        out: Checkpoint folder to write.
+        recipe: Recipe: a TOML file, or the name of a shipped recipe.
+        teacher: Run or checkpoint to distil from. Default: the one it was cut from.
     """
     options = without_launch(locals())
     from stretto.base.config import overriding, read_recipe
@@ -340,34 +310,34 @@ def heal(
 
 def quantise(
     source: Source,
-    out: Annotated[Path, Option("-o", "--out", help="Checkpoint folder to write.")],
-    dtype: Annotated[str, Option(help="Integers of experts and attention: int8 or int4.")] = "int8",
-    method: Annotated[
-        str,
-        Option(help="Method: rtn (rounding to nearest) or gptq (errors on calibration text are made up for; slower)."),
-    ] = "rtn",
-    experts: Annotated[
-        str | None, Option(help="Integers of all feed-forward weights: int8, int4 or none. Default: --dtype.")
-    ] = None,
-    attention: Annotated[
-        str | None, Option(help="Integers of attention's projections: int8, int4 or none. Default: --dtype.")
-    ] = None,
-    head: Annotated[
-        str | None, Option(help="Integers of the output matrix: int8, int4 or none. Default: int8.")
-    ] = None,
-    group: Annotated[int, Option(help="Number of neighbouring inputs with one scale.")] = 32,
-    zeros: Annotated[bool, Option("--zeros", help="Give each group of 4 bits a zero as well.")] = False,
-    data: Annotated[
-        list[str],
-        Option(help="Calibration text for gptq, PATH@WEIGHT in a mixture. Default: the training text of the run."),
-    ] = [],  # noqa: B006
-    calibration_tokens: Annotated[int, Option(help="Number of calibration tokens.")] = 16_384,
+    out: Out,
+    dtype: str = "int8",
+    method: str = "rtn",
+    experts: str | None = None,
+    attention: str | None = None,
+    head: str | None = None,
+    group: int = 32,
+    zeros: bool = False,
+    data: list[str] = [],
+    calibration_tokens: int = 16_384,
     device: Device = "auto",
     force: Force = False,
 ) -> None:
     """Write a checkpoint with integer weights, of which every size is the quantised size.
 
     Reads a run or checkpoint, and text with --method gptq; writes a checkpoint folder.
+
+    Args:
+        out: Checkpoint folder to write.
+        dtype: Integers of experts and attention: int8 or int4.
+        method: Method: rtn (rounding to nearest) or gptq (errors on calibration text are made up for; slower).
+        experts: Integers of all feed-forward weights: int8, int4 or none. Default: --dtype.
+        attention: Integers of attention's projections: int8, int4 or none. Default: --dtype.
+        head: Integers of the output matrix: int8, int4 or none. Default: int8.
+        group: Number of neighbouring inputs with one scale.
+        zeros: Give each group of 4 bits a zero as well.
+        data: Calibration text for gptq, PATH@WEIGHT in a mixture. Default: the training text of the run.
+        calibration_tokens: Number of calibration tokens.
     """
     options = locals()
     stretto.quantise(options.pop("source"), **options)
@@ -376,22 +346,21 @@ def quantise(
 
 def export(
     source: Source,
-    out: Annotated[Path, Option("-o", "--out", help="Folder to write, or file with --gguf.")],
-    family: Annotated[
-        str | None,
-        Option(
-            help="Architecture on disk (docs/FORMATS.md). Default: the checkpoint's own, or one that can hold the network."
-        ),
-    ] = None,
-    dtype: Annotated[
-        str, Option(help="Data type: float32, bfloat16, float16; with --gguf also q8_0 and q4_0.")
-    ] = "float32",
-    gguf: Annotated[bool, Option("--gguf", help="Write a GGUF file for llama.cpp.")] = False,
+    out: Out,
+    family: str | None = None,
+    dtype: str = "float32",
+    gguf: bool = False,
     force: Force = False,
 ) -> None:
     """Write a checkpoint for other software: transformers, vLLM and SGLang, or llama.cpp.
 
     Reads a run or checkpoint; writes a Hugging Face folder or a GGUF file.
+
+    Args:
+        out: Folder to write, or file with --gguf.
+        family: Architecture on disk (docs/FORMATS.md). Default: the checkpoint's own, or one that can hold the network.
+        dtype: Data type: float32, bfloat16, float16; with --gguf also q8_0 and q4_0.
+        gguf: Write a GGUF file for llama.cpp.
     """
     from stretto.api.model import Model
 
@@ -408,7 +377,7 @@ Controls = Annotated[
 ]
 
 
-def report(run: RunFolder, control: Controls = []) -> None:  # noqa: B006
+def report(run: RunFolder, control: Controls = []) -> None:
     """Draw the results of a run. Writes report/report.html and its pictures into the run folder."""
     from stretto.report.rl import is_rl_run, report_rl_run
 
@@ -420,13 +389,12 @@ def report(run: RunFolder, control: Controls = []) -> None:  # noqa: B006
     say(f"report: {report_command(run, controls=control)}")
 
 
-def cost(
-    folder: Annotated[
-        list[Path], Argument(help="Checkpoint or run folders; several are shown as a family.", show_default=False)
-    ],
-    control: Controls = [],  # noqa: B006
-) -> None:
-    """Print what a model cost: alone, with its parents, and as a family against training each size separately."""
+def cost(folder: list[Path], control: Controls = []) -> None:
+    """Print what a model cost: alone, with its parents, and as a family against training each size separately.
+
+    Args:
+        folder: Checkpoint or run folders; several are shown as a family.
+    """
     from stretto.api.report import cost_command
 
     cost_command(folder, control)
@@ -434,29 +402,33 @@ def cost(
 
 def plan(
     recipe: Recipe,
-    gpus: Annotated[str, Option(help="Number and kind of accelerators: 64xH100. 2xcpu: two cores.")],
-    model: Annotated[
-        Path | None, Option(help="Run or checkpoint that an RL run begins with. Default: the recipe's [start].")
-    ] = None,
-    sweep: Annotated[bool, Option("--sweep", help="Try all layouts, and show the best few.")] = False,
-    price: Annotated[float | None, Option(help="Dollars of one accelerator for one hour.")] = None,
-    answer_tokens: Annotated[
-        float | None, Option(help="RL: mean number of sampled tokens of an answer. Default: rollout.max_tokens.")
-    ] = None,
-    prompt_tokens: Annotated[
-        int | None, Option(help="RL: tokens of a prompt. Default: train.seq_len without rollout.max_tokens.")
-    ] = None,
-    verdict_s: Annotated[float, Option(help="RL: mean time of a verdict, in seconds.")] = 0.0,
-    verifiers: Annotated[
-        int | None, Option(help="RL: number of answers judged at once. Default: runtime.rewards.max.")
-    ] = None,
-    settings: Settings = [],  # noqa: B006
-    out: Annotated[Path | None, Option("-o", "--out", help="Figure (.png) or page (.html) to write.")] = None,
-    as_json: Annotated[bool, Option("--json", help="Print all figures as JSON.")] = False,
+    gpus: Annotated[str, Option()],
+    model: Path | None = None,
+    sweep: bool = False,
+    price: float | None = None,
+    answer_tokens: float | None = None,
+    prompt_tokens: int | None = None,
+    verdict_s: float = 0.0,
+    verifiers: int | None = None,
+    settings: Settings = [],
+    out: OptionalOut = None,
+    as_json: Annotated[bool, Option("--json")] = False,
 ) -> None:
     """Predict whether a run fits on a cluster, how fast it is, what limits it, and what it costs.
 
     Reads a recipe of pretrain or rl. RL is simulated with the real controller. Nothing is started, and no GPU is needed.
+
+    Args:
+        gpus: Number and kind of accelerators: 64xH100. 2xcpu: two cores.
+        model: Run or checkpoint that an RL run begins with. Default: the recipe's [start].
+        sweep: Try all layouts, and show the best few.
+        price: Dollars of one accelerator for one hour.
+        answer_tokens: RL: mean number of sampled tokens of an answer. Default: rollout.max_tokens.
+        prompt_tokens: RL: tokens of a prompt. Default: train.seq_len without rollout.max_tokens.
+        verdict_s: RL: mean time of a verdict, in seconds.
+        verifiers: RL: number of answers judged at once. Default: runtime.rewards.max.
+        out: Figure (.png) or page (.html) to write.
+        as_json: Print all figures as JSON.
     """
     if out is not None and out.suffix not in (".png", ".html"):
         raise UserError(f"--out {out}: must end in .png or .html")
@@ -486,24 +458,20 @@ def plan(
 
 
 def demo(
-    out: Annotated[
-        Path | None, Option("-o", "--out", help="Run folder. Default: runs/demo, or runs/demo-smol with --smol.")
-    ] = None,
-    smol: Annotated[
-        bool, Option("--smol", help="Use a real chat model from a Python package: SmolLM2-135M-Instruct.")
-    ] = False,
-    post: Annotated[
-        bool,
-        Option("--post", help="Post-train the small model of the demo; the demo runs first where it has not ended."),
-    ] = False,
-    resume: Annotated[
-        bool,
-        Option("--resume/--fresh", help="Resume after the last finished stage, or delete the folder and start over."),
-    ] = True,
+    out: OptionalOut = None,
+    smol: bool = False,
+    post: bool = False,
+    resume: Annotated[bool, Option("--resume/--fresh")] = True,
 ) -> None:
     """Pre-train a network on real text, search, extract, heal and export its best small size, and write a report.
 
     Reads the text of this Python installation and generated exercises. Writes everything to the run folder.
+
+    Args:
+        out: Run folder. Default: runs/demo, or runs/demo-smol with --smol.
+        smol: Use a real chat model from a Python package: SmolLM2-135M-Instruct.
+        post: Post-train the small model of the demo; the demo runs first where it has not ended.
+        resume: Resume after the last finished stage, or delete the folder and start over.
     """
     if smol and post:
         raise UserError("--post: cannot be combined with --smol; leave one of them out")
