@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from stretto.engine.async_engine import AsyncEngine
+from stretto.engine.engine import Engine
+from stretto.engine.request import EngineConfig
+from stretto.model.spec import ModelConfig
+from stretto.model.transformer import build
 from stretto.server.elastic import ServedModel
 from stretto.server.openapi import BEYOND_SCHEMA
 from stretto.server.server import ServeSettings
+from stretto.text.tokenizer import Tokenizer
 from tests.server.bodies import ENDPOINTS, Case, World, make_case
 from tests.server.fuzz_server import KEY, Answer, main, verdict
 from tests.server.live import live
@@ -137,13 +144,26 @@ def agreement(url: str, num_cases: int, num_random: int) -> tuple[Counter[str], 
     raise AssertionError("count ends")
 
 
+@pytest.fixture
+def brief(config: ModelConfig, tokenizer: Tokenizer) -> Iterator[AsyncEngine]:
+    """An engine whose answers are short: most of the time went to tokens of answers that no request limited. The first channel of every
+    token is constant, and of the end token it is larger, so that the end token is the likeliest everywhere."""
+    net, sizes = build(config, seed=3), EngineConfig(num_pages=256, page_size=8, max_batch=8, max_step_tokens=128)
+    with torch.no_grad():
+        net.embedding.weight[:, 0] = 1.0
+        net.embedding.weight[tokenizer.eos_id, 0] = 2.0
+    service = AsyncEngine(Engine(net, tokenizer, sizes, weight_version=7)).start()
+    yield service
+    service.close()
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # more than a thousand requests in one process: 270 s where four others use both cores
-def test_the_document_and_the_server_agree(service: AsyncEngine, served: ServedModel) -> None:
+@pytest.mark.timeout(900)  # more than a thousand requests in one process
+def test_the_document_and_the_server_agree(brief: AsyncEngine, served: ServedModel) -> None:
     """One round of schemathesis: the boundaries of every field, and a few random bodies of each endpoint."""
     pytest.importorskip("schemathesis", reason="the package schemathesis is not installed: make test-deps")
     settings = ServeSettings(api_keys=(KEY,), admin_key=KEY)
-    with live(service, served, settings) as (url, _):
+    with live(brief, served, settings) as (url, _):
         counts, samples = agreement(url, num_cases=1, num_random=5)
     assert counts["cases"] > 1000 and counts["accepted"] > 500
     assert not samples and not counts["5xx"], samples
