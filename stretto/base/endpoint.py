@@ -99,7 +99,7 @@ class Chat:
     def __init__(self, config: ChatConfig, where: str) -> None:
         """``where``: start of error messages, such as the recipe's table of this model."""
         self._config, self._where = config, where
-        self._client = httpx.Client(base_url=config.url, headers=_key(config.key_env), timeout=config.timeout_s)
+        self._client = httpx.Client(base_url=config.url, headers=key_header(config.key_env), timeout=config.timeout_s)
         self._slots = threading.Semaphore(config.at_once)
 
     def said(self, messages: Sequence[Mapping[str, Any]], stop_s: float = math.inf) -> str:
@@ -130,7 +130,8 @@ class Chat:
         self._client.close()
 
 
-def _key(key_env: str) -> dict[str, str]:
+def key_header(key_env: str = KEY_ENV) -> dict[str, str]:
+    """The header with the API key in the environment variable ``key_env``; none without a key."""
     key = os.environ.get(key_env)
     return {"authorization": f"Bearer {key}"} if key else {}
 
@@ -138,7 +139,7 @@ def _key(key_env: str) -> dict[str, str]:
 def served_name(url: str) -> str:
     """Name of the first model that the server at ``url`` lists. Raises `UserError`: the server does not list its models."""
     try:
-        reply = httpx.get(f"{url.rstrip('/')}/models", headers=_key(KEY_ENV), timeout=_MODELS_TIMEOUT_S)
+        reply = httpx.get(f"{url.rstrip('/')}/models", headers=key_header(), timeout=_MODELS_TIMEOUT_S)
         return str(reply.json()["data"][0]["id"])
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as error:
         raise UserError(

@@ -9,7 +9,6 @@ Shape letters: B rows, T positions, M targets of a teacher's samples, N targets 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stretto.base.endpoint import Unanswered, patiently
+from stretto.base.endpoint import KEY_ENV, Unanswered, key_header, patiently
 from stretto.base.errors import UserError, one_line
 from stretto.base.paths import checkpoint_folder
 from stretto.base.records import Lineage
@@ -43,7 +42,6 @@ from stretto.text.spans import Translated, Translation
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
 
 Groups = Sequence[Sequence[Streams]]
-KEY_VARIABLE = "OPENAI_API_KEY"
 _NUM_REQUESTS = 8
 """Concurrent requests to a server."""
 _FIND_S = 30.0
@@ -94,12 +92,12 @@ def find_teachers(recipe: RlRecipe) -> None:
             folders[f"{where}.checkpoint"] = config.checkpoint
         else:
             try:
-                reply = httpx.get(f"{config.url.rstrip('/')}/v1/models", headers=_headers(), timeout=_FIND_S)
+                reply = httpx.get(f"{config.url.rstrip('/')}/v1/models", headers=key_header(), timeout=_FIND_S)
             except httpx.HTTPError as error:
                 problem = f"does not answer: {one_line(error)}; start the server, or correct the address"
                 raise UserError(f"{where}.url: {config.url}: {problem}") from None
             if reply.status_code in (401, 403):
-                raise UserError(f"{where}.url: {config.url}: refuses the key; correct {KEY_VARIABLE}")
+                raise UserError(f"{where}.url: {config.url}: refuses the key; correct {KEY_ENV}")
     for where, folder in folders.items():
         try:
             check_files(checkpoint_folder(folder))
@@ -150,11 +148,6 @@ def open_teachers(recipe: RlRecipe, start: Path, ranks: Ranks, arithmetic: Arith
         if (translation := _translation(recipe, name, start, folder)) is not None:
             teachers[name] = TranslatedTeacher(teachers[name], translation)
     return teachers
-
-
-def _headers() -> dict[str, str]:
-    key = os.environ.get(KEY_VARIABLE)
-    return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:
@@ -313,7 +306,6 @@ class RemoteTeacher:
         """``tokenizer``: checked against the server's replies; None: not checked. Raises UserError: the server does not answer."""
         self._where, self._url = f"distill.teachers.{name}: {config.url}", str(config.url).rstrip("/")
         self._failures, self._tokenizer, self._ranks = recipe.failures, tokenizer, ranks
-        self._headers = _headers()
         self._model = config.model or ranks.first(self._first_model)
 
     def score(self, groups: Groups) -> Scores:
@@ -328,7 +320,7 @@ class RemoteTeacher:
         return Scores(torch.tensor([value for values in by_sample for value in values], device=self._ranks.device), 0)
 
     def _client(self) -> httpx.Client:
-        return httpx.Client(headers=self._headers, timeout=self._failures.lease_s)
+        return httpx.Client(headers=key_header(), timeout=self._failures.lease_s)
 
     def _first_model(self) -> str:
         with self._client() as client:
@@ -371,7 +363,7 @@ class RemoteTeacher:
 
     def _request(self, send: Callable[[], httpx.Response]) -> Any:
         """JSON of a reply. Raises UserError: the server refuses the request, or does not answer within all attempts."""
-        remedy, tries = f"correct url, model or {KEY_VARIABLE}", self._failures.max_attempts
+        remedy, tries = f"correct url, model or {KEY_ENV}", self._failures.max_attempts
         try:
             return patiently(send, self._where, remedy, tries=tries, pause_s=_PAUSE_S)
         except Unanswered as error:
