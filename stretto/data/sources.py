@@ -199,7 +199,7 @@ def read_files(
             raise UserError(f"{file}: {content}; remove it or fill it")
 
 
-class Rows(list[tuple[dict[str, Any], str]]):
+class _Rows(list[tuple[dict[str, Any], str]]):
     """Records as they are, each with its place: a `Form` that collects the records that are read through it."""
 
     columns, blank = None, "records"
@@ -207,6 +207,14 @@ class Rows(list[tuple[dict[str, Any], str]]):
     def document(self, record: dict[str, Any], place: str) -> Document:
         self.append((record, place))
         return Document("a record")
+
+
+def read_rows(files: Sequence[Path | str]) -> list[tuple[dict[str, Any], str]]:
+    """The records of ``files``, each with its place. Raises `UserError` as `read_files` does."""
+    rows = _Rows()
+    for _ in read_files(files, rows):
+        pass
+    return rows
 
 
 class _NotTextError(Exception):

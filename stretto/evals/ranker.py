@@ -37,7 +37,7 @@ from stretto.base.errors import UserError
 from stretto.base.paths import read_json, replacing, write_json
 from stretto.base.records import file_sha256
 from stretto.data.files import find_files
-from stretto.data.sources import Rows, read_files
+from stretto.data.sources import read_rows
 from stretto.evals.diversity import padded_batches
 from stretto.evals.rated import LIKE_THESE, RATED, RatedText, RatingHead, Ratings
 from stretto.model.checkpoint import read_checkpoint, weights_hash
@@ -417,10 +417,7 @@ class LocalJudge:
 
 def read_books(paths: Iterable[Path]) -> list[tuple[str, str]]:
     """Author and text of every record that has both. Raises `UserError`: there is none, or a file cannot be read."""
-    rows = Rows()
-    files = [file for path in paths for file in find_files(path).splits["train"]]
-    for _ in read_files(files, rows):
-        pass
+    rows = read_rows([file for path in paths for file in find_files(path).splits["train"]])
     books = [(str(each["author"]), str(each["text"])) for each, _ in rows if each.get("author") and each.get("text")]
     if not books:
         raise UserError("--data: no record has the fields 'text' and 'author'; name books in JSONL with both fields")

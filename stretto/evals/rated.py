@@ -22,7 +22,7 @@ from torch import Tensor
 from stretto.base.config import Config
 from stretto.base.errors import UserError
 from stretto.base.records import file_sha256
-from stretto.data.sources import Rows, read_files
+from stretto.data.sources import read_rows
 from stretto.evals.scores import TAIL, Interval, group_draws
 from stretto.text.similar import compression, words
 
@@ -92,10 +92,8 @@ def signed(found: Interval) -> str:
 def read_rated(path: Path) -> list[RatedText]:
     """The texts of JSONL, CSV or Parquet with the fields text, author, rating and optionally prompt, or of HANNA's annotations. Ratings of
     one text by several people are averaged. Raises `UserError`: a missing field, or a rating that is no finite number."""
-    rows, ratings = Rows(), dict[tuple[str, str, str], list[float]]()
-    for _ in read_files([path], rows):
-        pass
-    for number, (record, _) in enumerate(rows, 1):
+    ratings = dict[tuple[str, str, str], list[float]]()
+    for number, (record, _) in enumerate(read_rows([path]), 1):
         is_hanna = "Story" in record
         names = ("Prompt", "Story", "Model") if is_hanna else ("prompt", "text", "author")
         values = [record.get(name) for name in (CRITERIA if is_hanna else ("rating",))]

@@ -20,7 +20,7 @@ from pydantic import Field
 from stretto.base.config import Config
 from stretto.base.errors import UserError, one_line
 from stretto.base.trajectory import Outcome, StepReward
-from stretto.data.sources import Rows, read_files
+from stretto.data.sources import read_rows
 from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import ToolResult
 
@@ -418,9 +418,7 @@ def read_records(path: Path, part: Range, fields: Sequence[Sequence[str]]) -> li
     Raises:
         UserError: no such file, an unreadable file, or a record without a field.
     """
-    rows = Rows()
-    for _ in read_files([path], rows):
-        pass
+    rows = read_rows([path])
     for record, place in rows:
         for names in fields:
             if not any(name in record for name in names):
