@@ -430,18 +430,13 @@ def plan(
         out: Figure (.png) or page (.html) to write.
         as_json: Print all figures as JSON.
     """
+    options = locals()
     if out is not None and out.suffix not in (".png", ".html"):
         raise UserError(f"--out {out}: must end in .png or .html")
     from stretto.base.config import validate
     from stretto.planner.rl import Workload
 
-    given = {
-        "answer_tokens": answer_tokens,
-        "prompt_tokens": prompt_tokens,
-        "verdict_s": verdict_s,
-        "verifiers": verifiers,
-    }
-    workload = validate(Workload, given, "stretto plan")
+    workload = validate(Workload, {name: options[name] for name in Workload.model_fields}, "stretto plan")
     found = stretto.plan(recipe, gpus, model=model, sweep=sweep, price=price, workload=workload, settings=settings)
     if as_json:
         say(json.dumps(found.tree(), indent=1))

@@ -298,11 +298,6 @@ def read_config(folder: Path | str) -> ModelConfig:
     return describe(Path(folder)).config
 
 
-def read_family(folder: Path | str) -> Family:
-    """Family of a checkpoint. Raises `UserError` as `read_checkpoint` does."""
-    return describe(Path(folder)).family
-
-
 def read_presets(folder: Path | str) -> dict[str, SubnetChoice]:
     """Presets of a checkpoint. Raises `UserError` as `read_checkpoint` does."""
     return describe(Path(folder)).presets

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -15,6 +17,7 @@ import torch
 import stretto
 from stretto.base.errors import UserError
 from stretto.base.track import read_metrics
+from stretto.cli.main import SECTIONS
 from tests.api.conftest import HEALING, RECIPE
 
 PROMPT = "line 3: 9"
@@ -34,6 +37,21 @@ def test_importing_loads_no_torch_and_every_public_name_is_there() -> None:
     assert set(stretto.__all__) <= set(dir(stretto))
     with pytest.raises(AttributeError, match="has no attribute 'lod'"):
         stretto.lod  # noqa: B018
+
+
+def test_a_command_has_the_defaults_of_the_function_of_its_name() -> None:
+    def defaults(function: Callable[..., object]) -> dict[str, str]:
+        found = {name: each.default for name, each in inspect.signature(function).parameters.items()}
+        given = {name: each for name, each in found.items() if each is not inspect.Signature.empty}
+        return {name: "none" if each in (None, [], ()) else str(each) for name, each in given.items()}
+
+    commands = {each.__name__: each for functions in SECTIONS.values() for each in functions}
+    compared = commands.keys() & set(stretto.__all__) - {"serve"}  # the function serves on any free port
+    assert {"pretrain", "adopt", "sft", "rl", "evaluate", "plan"} <= compared
+    for name in compared:
+        own, function = defaults(commands[name]), defaults(getattr(stretto, name))
+        shared = own.keys() & function.keys()
+        assert {each: own[each] for each in shared} == {each: function[each] for each in shared}, name
 
 
 def test_the_sizes_of_a_model(model: stretto.Model) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from stretto.base import numbers
 from stretto.base.records import read_lineage
-from stretto.model.checkpoint import read_checkpoint, read_family
+from stretto.model.checkpoint import read_checkpoint
 from tests.api.conftest import Run, refused
 
 
@@ -85,7 +85,7 @@ def test_a_dense_network_with_windows_goes_the_same_way(
     refused(stretto("extract", run, "--subnet", "experts=2", "-o", part), "--subnet experts=2", "name layers alone")
     assert "logits differ by" in ok("extract", run, "--subnet", "best", "-o", part)
     ok("heal", part, "-o", healed, "--data", text, "--recipe", healing, "--steps", 1)
-    assert read_family(healed) == "qwen2"
+    assert read_checkpoint(healed).family == "qwen2"
     ok("export", healed, "-o", tmp_path / "hf")
     refused(stretto("export", healed, "--family", "mistral", "-o", tmp_path / "no"), "sliding window", "use qwen2")
     refused(stretto("export", healed, "--gguf", "-o", tmp_path / "a.gguf"), "sliding_layers")
