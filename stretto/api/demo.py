@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import rich
 import rich.table
 from rich.text import Text
 
+from stretto.api.model import Sizes
 from stretto.api.pipeline import last_result
 from stretto.api.pipeline import run as run_pipeline
 from stretto.api.report import report_command
@@ -31,12 +32,12 @@ from stretto.api.search import (
 from stretto.api.stages import heal, pretrain, search
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
-from stretto.base.numbers import loss, params, percent, si
+from stretto.base.numbers import loss, si
 from stretto.base.paths import CHECKPOINT, RECIPES, remove, require_writable, write_json, write_text
 from stretto.base.track import progress, read_metrics, say
 from stretto.data.demo_text import TEMPLATE, demo_documents, passages
 from stretto.data.sources import Document
-from stretto.model.spec import count, named_subnets
+from stretto.model.spec import named_subnets
 from stretto.post.pipeline import COMPARISON_FILE, EVALUATED
 from stretto.report.page import Cell, Table
 from stretto.report.top import sparkline
@@ -79,7 +80,7 @@ def demo_command(run: Path, fresh: bool = False, post: bool = False) -> None:
     command = run_stages(run, lambda folder: _stages(folder, post), "data", fresh)
     console = rich.get_console()
     console.rule("[bold]report[/bold]")
-    console.print(_samples_table(read_samples(run)))
+    console.print(samples_table(read_samples(run), "The same prompts at three sizes, greedy"))
     page = report_command(run, quiet=False)
     trained = last_result(run / POST)
     console.print(
@@ -167,27 +168,11 @@ def _text_table(documents: Sequence[Document]) -> Table:
 def _pretrain(recipe: Recipe, run: Path, data: Sequence[str], resume: bool) -> None:
     """Pre-train, with a table of the sizes before and the loss of each size afterwards."""
     console, config = rich.get_console(), recipe.network()
-    subnets, rows = named_subnets(config, recipe.elastic.anchors), []
-    full = count(config, config.full())
-    for name, subnet in subnets.items():
-        counts = count(config, subnet)
-        rows.append(
-            (
-                Cell(name),
-                Cell(f"{len(subnet.layers)}", len(subnet.layers)),
-                Cell(f"{subnet.experts[0]}", subnet.experts[0]),
-                Cell(f"{subnet.top_k[0]}", subnet.top_k[0]),
-                Cell(params(counts.total_params), counts.total_params),
-                Cell(percent(counts.total_params / full.total_params), counts.total_params / full.total_params),
-                Cell(params(counts.active_params), counts.active_params),
-                Cell(percent(counts.active_params / full.active_params), counts.active_params / full.active_params),
-            )
-        )
-    columns = ("Size", "Layers", "Experts", "Top-k", "Total", "share", "Active", "share")
+    sizes = Sizes(config, named_subnets(config, recipe.elastic.anchors))
     note = "Parameters of the network and of the sizes inside it that are trained together."
-    console.print(Table("Sizes", columns, tuple(rows), note=note))
+    console.print(replace(sizes.table, title="Sizes", note=note))
     pretrain(recipe, data, run, resume=resume, device="cpu")
-    console.print(_loss_curves(run, list(subnets)))
+    console.print(_loss_curves(run, list(sizes)))
 
 
 def _loss_curves(run: Path, names: Sequence[str]) -> Text:
@@ -257,13 +242,13 @@ def _post_train(run: Path) -> None:
     run_pipeline(RECIPES / "demo_pipeline.toml", run / "healed", run / POST, settings=paths, device="cpu")
 
 
-def _samples_table(samples: list[Sample]) -> rich.table.Table:
-    """A table of the text that each size generated, grouped by prompt."""
-    table = rich.table.Table(title="The same prompts at three sizes, greedy", title_justify="left", show_lines=True)
-    table.add_column("size")
-    table.add_column("text", overflow="fold")
+def samples_table(samples: Sequence[Sample], title: str) -> rich.table.Table:
+    """Each prompt, and below it the text of every size, one per row, so that the table fits a narrow console."""
+    table = rich.table.Table(show_header=False, title=title)
     for prompt in dict.fromkeys(sample.prompt for sample in samples):
+        table.add_row("", Text(prompt, style="bold"))
         for sample in samples:
             if sample.prompt == prompt:
-                table.add_row(sample.size, Text.assemble((sample.prompt, "dim"), sample.text))
+                table.add_row(sample.size, Text(sample.text))
+        table.add_section()
     return table

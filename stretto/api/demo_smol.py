@@ -8,18 +8,16 @@ installation has. Nothing is downloaded.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import rich
 import torch
-from rich.table import Table
-from rich.text import Text
 
 from stretto.api.adopt import AdoptOptions, adopt_command
-from stretto.api.demo import Stage, run_stages
+from stretto.api.demo import Stage, run_stages, samples_table
 from stretto.api.report import report_command
 from stretto.api.search import LATENCY_FILE, SEARCH_FILE, extract_command, latency_command
 from stretto.api.serve import console_sampling
@@ -71,7 +69,7 @@ def demo_smol_command(run: Path, fresh: bool = False) -> None:
     """Run the demo in ``run``. Stages that have ended are not run again, unless ``fresh`` deletes the folder first."""
     command = run_stages(run, _stages, "smol", fresh)
     console = rich.get_console()
-    console.print(_answers_table(read_samples(run)))
+    console.print(samples_table(read_samples(run), "Ten questions answered at each size, greedy"))
     console.print(report_command(run, quiet=False))
     console.print(
         f"\nchat with the small model: {command} chat {run / 'healed'}"
@@ -213,17 +211,3 @@ def _ask(run: Path) -> None:
         for prompt, text in zip(CHAT_PROMPTS, answer(opened, CHAT_PROMPTS, sampling, size, preset), strict=True):
             samples.append(Sample(size=size, prompt=prompt, text=text))
     write_json(run / SAMPLES_FILE, [sample.model_dump() for sample in samples])
-
-
-def _answers_table(samples: Iterable[Sample]) -> Table:
-    """A table of each question and the answers of every size below it, one per row, so that it fits a narrow console."""
-    table = Table(show_header=False, title="Ten questions answered at each size, greedy")
-    rows: dict[str, list[Sample]] = {}
-    for sample in samples:
-        rows.setdefault(sample.prompt, []).append(sample)
-    for prompt, answers in rows.items():
-        table.add_row("", Text(prompt, style="bold"))
-        for sample in answers:
-            table.add_row(sample.size, Text(sample.text))
-        table.add_section()
-    return table
