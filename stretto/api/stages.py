@@ -573,15 +573,10 @@ def quantise(
     Raises:
         UserError: a group that does not divide the inputs of a weight, no calibration text, or ``out`` exists.
     """
-    parts = {"experts": experts, "attention": attention, "head": head}
-    fields = {
-        "dtype": dtype,
-        "method": method,
-        "group": group,
-        "zeros": zeros,
-        "calibration_tokens": calibration_tokens,
-    }
-    options = validate(QuantiseOptions, fields | parts, "stretto quantise")
+    given = locals()
+    options = validate(
+        QuantiseOptions, {name: given[name] for name in QuantiseOptions.model_fields}, "stretto quantise"
+    )
     folder = new_folder(model, options.dtype) if out is None else Path(out)
     quantise_command(place(model), folder, options, listed_data(data), device, force)
     return load(folder, device=device)

@@ -200,6 +200,7 @@ def online(
     Args:
         self_teacher: Distil the start on the verifiable sources, so that skills are kept.
     """
+    options = locals()
     from stretto.base.config import read_recipe
     from stretto.learning.recipe import RlRecipe
     from stretto.model.headers import check_files
@@ -207,9 +208,7 @@ def online(
     read_recipe(recipe, RlRecipe, settings)  # before torch is imported, which takes seconds
     if model is not None:
         check_files(model)
-    stretto.online(
-        recipe, model, out, self_teacher=self_teacher, settings=settings, resume=resume, device=device, wandb=wandb
-    )
+    stretto.online(**options)
 
 
 def distill(
