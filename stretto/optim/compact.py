@@ -110,7 +110,8 @@ class CompactAdamW(Optimizer):
 
     def gradient_norm(self) -> Tensor:
         """Global norm of the gradients since `begin`, before scaling; of the last step after a resume."""
-        norms = [state["norm"] for state in self.state.values()]
+        # in the parameters' own order: states have the order of the first backward pass, or after a resume that of the file
+        norms = [self.state[parameter]["norm"] for parameter in self._groups if parameter in self.state]
         device = next(iter(self._groups)).device
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
 

@@ -180,6 +180,21 @@ def test_a_gradient_that_is_not_finite_changes_no_weight() -> None:
     assert not torch.isfinite(optimizer.gradient_norm())
 
 
+def test_a_resumed_optimiser_adds_norms_in_the_same_order() -> None:
+    weights = [nn.Parameter(drawn(number, 3)) for number in range(40)]
+    optimizers = [CompactAdamW([{"params": weights}], **SETTINGS, moments="fp32", in_backward=True) for _ in range(2)]
+    with optimizers[0].updating(
+        optimizers[0].begin(1.0)
+    ):  # whose first gradients come in another order than the parameters
+        for number in reversed(range(len(weights))):
+            (weights[number] * drawn(100 + number, 3) * 1.3 ** (number % 11)).sum().backward()
+    held = optimizers[0].state_dict()
+    optimizers[1].load_state_dict(
+        held | {"state": dict(sorted(held["state"].items()))}
+    )  # a snapshot sorts by parameter
+    assert torch.equal(*(each.gradient_norm() for each in optimizers))
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
