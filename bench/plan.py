@@ -24,6 +24,7 @@ from stretto.base.track import progress
 from stretto.model.parallel import Ranks, join, random_network
 from stretto.model.spec import ModelConfig, count
 from stretto.model.transformer import Context
+from stretto.ops.native import training
 from stretto.optim.build import build_optimizers
 from stretto.optim.schedule import OptimConfig
 from stretto.planner.hardware import Dtype
@@ -102,9 +103,9 @@ def main() -> None:
             changes, layout, length, dtype, optimiser = SHAPES[name]
             config = ModelConfig.model_validate(BASE | changes)
             prefix_keys = NUM_ANSWERS / (1 + NUM_ANSWERS) if name.startswith(PACKED) else None
-            predicted = training_memory(
-                config, layout, length, dtype, optim_of(optimiser), prefix_keys=prefix_keys, on_gpu=False
-            ).total
+            shape = config, layout, length, dtype, optim_of(optimiser)
+            rounds = training.has_matrix_unit()
+            predicted = training_memory(*shape, prefix_keys=prefix_keys, on_gpu=False, rounds=rounds).total
             measured = _measured(name, layout.ranks)
             error = predicted / measured - 1
             holds = abs(error) <= AIM

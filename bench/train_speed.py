@@ -5,9 +5,9 @@
 
 Both networks have the same shape and weights. A step is forward, loss, backward, gradient clipping and fused AdamW on new rows, so that
 experts get different numbers of tokens each time, as in training. The default is what ``train.dtype = "auto"`` chooses. transformers
-uses SDPA attention and its fastest expert implementation on this machine. All steps take turns in one process, and a fixed matrix
-product before and after each shows whether other jobs slowed the machine; slow steps are dropped. Other jobs change processor time
-less than wall time.
+uses SDPA attention, and the fastest of its expert implementations and of fp32 and bf16 autocast on this machine. All steps take turns in
+one process, and a fixed matrix product before and after each shows whether other jobs slowed the machine; slow steps are dropped. Other
+jobs change processor time less than wall time.
 
 fp32 is timed as two equal networks; their ratio shows the noise. Exits with 1 if the losses of both networks differ, if the noise is
 larger than 5 %, or if the default is more than 5 % slower than fp32 by wall time.
@@ -21,6 +21,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ from stretto.model.parallel import join
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Context, Transformer, build
 from stretto.ops.logprob import IGNORED
-from stretto.ops.tuning import threads_kept
+from stretto.ops.tuning import multiplies_bf16, threads_kept
 from stretto.optim.build import build_optimizers
 from stretto.optim.schedule import OptimConfig
 from stretto.train.pace import find_pace
@@ -105,9 +106,8 @@ def main() -> None:
         "ours": _our_step(ours, shape, pace.torch_dtype),
         "fp32": _our_step(build(shape.config, seed=0), shape, torch.float32),
         "again": _our_step(build(shape.config, seed=0), shape, torch.float32),
-        "theirs": _their_step(theirs, shape, pace.torch_dtype),
     }
-    best = _fastest_experts(theirs, steps["theirs"], console)
+    best, steps["theirs"] = _their_fastest_step(theirs, shape, console)
     threads = {name: pace.num_threads if name == "ours" else num_threads for name in steps}
     prepare = {name: partial(torch.set_num_threads, num) for name, num in threads.items()}
     with progress("interleaved", len(steps) * (2 + options.steps)) as advance:
@@ -188,17 +188,20 @@ def _their_step(model: nn.Module, shape: Shape, dtype: torch.dtype) -> Step:
     return step
 
 
-def _fastest_experts(model: Any, step: Step, console: Console) -> str:
-    """Set ``model`` to its fastest expert implementation by processor time; returns the name."""
-    seconds: dict[str, float] = {}
-    for name in EXPERTS_IMPLEMENTATIONS:
-        model.set_experts_implementation(name)
-        seconds[name] = median(sample.processor_s for sample in measure({"": step}, 3, warm_up=1)[""])
-    best = min(seconds, key=seconds.__getitem__)
-    for name, each in seconds.items():
-        console.print(f"transformers' {name}: {each / seconds[best]:.2f}x the step time of its fastest")
-    model.set_experts_implementation(best)
-    return best
+def _their_fastest_step(model: Any, shape: Shape, console: Console) -> tuple[str, Step]:
+    """The fastest step of transformers by processor time, and its name: expert implementation and dtype."""
+    dtypes = [torch.float32, torch.bfloat16] if multiplies_bf16(torch.device("cpu")) else [torch.float32]
+    found: dict[str, tuple[float, str, torch.dtype]] = {}
+    for implementation, dtype in product(EXPERTS_IMPLEMENTATIONS, dtypes):
+        model.set_experts_implementation(implementation)
+        samples = measure({"": _their_step(model, shape, dtype)}, 3, warm_up=1)[""]
+        seconds = median(sample.processor_s for sample in samples)
+        found[f"{implementation}, {str(dtype)[6:]}"] = seconds, implementation, dtype
+    best = min(found, key=found.__getitem__)
+    for name, (seconds, *_) in found.items():
+        console.print(f"transformers' {name}: {seconds / found[best][0]:.2f}x the step time of its fastest")
+    model.set_experts_implementation(found[best][1])
+    return best, _their_step(model, shape, found[best][2])
 
 
 def _show(console: Console, rows: int, samples: dict[str, list[Sample]]) -> None:

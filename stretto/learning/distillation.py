@@ -24,8 +24,7 @@ from torch import Tensor
 
 from stretto.learning.objective import PolicyObjective
 from stretto.learning.recipe import DistillConfig
-from stretto.ops.grouped import compute_dtype
-from stretto.ops.logprob import IGNORED, Teacher, add_product_, chosen_logprobs
+from stretto.ops.logprob import IGNORED, Teacher, add_product_, chosen_logprobs, head_dtype, product
 from stretto.ops.operators import ORDINARY, Operators
 from stretto.train.step import Measured
 
@@ -115,7 +114,7 @@ class _TaughtLoss(torch.autograd.Function):
         operators: Operators,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        dtype = compute_dtype(hidden_ND)
+        dtype = head_dtype(hidden_ND, head_VD)
         weight_VD = head_VD.to(dtype)
         head = operators.head(weight_VD)
         wide = torch.promote_types(dtype, torch.float32)
@@ -148,7 +147,7 @@ class _TaughtLoss(torch.autograd.Function):
                 )
                 if wants_grad:
                     delta_CV = grad_CV.to(dtype)
-                    grad_ND[at_C] = (delta_CV @ weight_VD).to(grad_ND.dtype)
+                    grad_ND[at_C] = product(delta_CV, weight_VD).to(grad_ND.dtype)
                     add_product_(grad_VD, delta_CV.t(), hidden_CD)
         ctx.save_for_backward(grad_ND, grad_VD)
         ctx.mark_non_differentiable(statistics_SN)

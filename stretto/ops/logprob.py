@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stretto.ops.grouped import compute_dtype
+from stretto.ops.native import rows, training
 from stretto.ops.operators import ORDINARY, Operators
 
 IGNORED = -100
@@ -69,11 +70,39 @@ def chunk_tokens(head_VD: Tensor) -> int:
     return max(DEVICE_CHUNK, 1 << (CHUNK_BYTES // (4 * head_VD.shape[0])).bit_length() - 1)
 
 
-def wide_product(a_NM: Tensor, b_MF: Tensor) -> Tensor:
-    """``a`` · ``b``, fp32 for operands in bf16, which a GPU multiplies as they are, with sums in fp32."""
+def head_dtype(hidden_ND: Tensor, head_VD: Tensor) -> torch.dtype:
+    """Data type of the operands of the head's products: autocast's, or fp32 where the products round their operands themselves."""
+    return torch.float32 if training.rounds(hidden_ND, head_VD) else compute_dtype(hidden_ND)
+
+
+def product(a_NM: Tensor, b_MF: Tensor) -> Tensor:
+    """``a`` · ``b``."""
+    return training.product(a_NM, b_MF) if training.rounds(a_NM, b_MF) else a_NM @ b_MF
+
+
+def wide_product(a_NM: Tensor, b_MF: Tensor, out_NF: Tensor | None = None) -> Tensor:
+    """``a`` · ``b``, fp32 for operands in bf16, which a GPU multiplies as they are, with sums in fp32; in ``out`` if it is given, of
+    a `Room`."""
+    if out_NF is not None:
+        return training.product(a_NM, b_MF, out_NF) if training.rounds(a_NM, b_MF) else torch.mm(a_NM, b_MF, out=out_NF)
     if a_NM.is_cuda and a_NM.dtype == b_MF.dtype == torch.bfloat16:
         return torch.mm(a_NM, b_MF, out_dtype=torch.float32)
-    return (a_NM @ b_MF).float()
+    return product(a_NM, b_MF).float()
+
+
+class Room:
+    """Memory for the logits of ``num_tokens`` tokens, chunk after chunk, where the products with ``weight_VD`` give fp32 on a CPU.
+
+    A CPU's memory for each chunk alone would come from the system every time, which first fills it with zeros.
+    """
+
+    def __init__(self, num_tokens: int, weight_VD: Tensor | None):
+        is_used = weight_VD is not None and weight_VD.device.type == "cpu" and weight_VD.dtype == torch.float32
+        self._room_NV = weight_VD.new_empty(num_tokens, len(weight_VD)) if is_used and weight_VD is not None else None
+
+    def of(self, hidden_ND: Tensor) -> Tensor | None:
+        """Room for the logits of ``hidden_ND``; None: the product allocates them."""
+        return None if self._room_NV is None else self._room_NV[: len(hidden_ND)]
 
 
 def add_product_(total_FD: Tensor, a_FN: Tensor, b_ND: Tensor) -> None:
@@ -84,6 +113,8 @@ def add_product_(total_FD: Tensor, a_FN: Tensor, b_ND: Tensor) -> None:
     """
     if total_FD.is_cuda and a_FN.dtype == b_ND.dtype == torch.bfloat16:
         total_FD.add_(wide_product(a_FN, b_ND))
+    elif training.rounds(total_FD, a_FN, b_ND):
+        training.product(a_FN, b_ND, total_FD, adds=True)
     else:
         total_FD.addmm_(a_FN.to(total_FD.dtype), b_ND.to(total_FD.dtype))
 
@@ -95,7 +126,7 @@ def _zero_gradient(weight_VD: Tensor) -> Tensor:
 
 def top_log_probs(hidden_ND: Tensor, head_VD: Tensor, top_k: int) -> TopLogProbs:
     """The ``top_k`` most probable tokens at each position, computed as `head_loss` computes a teacher's distribution."""
-    dtype = compute_dtype(hidden_ND)
+    dtype = head_dtype(hidden_ND, head_VD)
     weight_VD = head_VD.detach().to(dtype)
     parts = []
     for part_ND in hidden_ND.split(chunk_tokens(head_VD)):
@@ -149,7 +180,7 @@ class _HeadLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, teacher: AnyTeacher | None, ce_weight: float
     ) -> tuple[Tensor, Tensor]:
-        dtype = compute_dtype(hidden_ND)
+        dtype = head_dtype(hidden_ND, head_VD)
         teacher_VD = teacher.head_VD.detach().to(dtype) if isinstance(teacher, Teacher) else None
         wants_grad, wants_head_grad = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[1]
         weight_VD = head_VD.to(dtype)
@@ -158,13 +189,16 @@ class _HeadLoss(torch.autograd.Function):
         grad_ND = torch.zeros_like(hidden_ND) if wants_grad else None
         grad_VD = _zero_gradient(head_VD) if wants_head_grad else None  # None: the head is frozen
         chunk = chunk_tokens(head_VD)
+        own_room, teacher_room = (Room(min(chunk, len(hidden_ND)), each_VD) for each_VD in (weight_VD, teacher_VD))
         for start in range(0, hidden_ND.shape[0], chunk):
             part = slice(start, start + chunk)
             h_ND, t_N = hidden_ND[part].to(dtype), targets_N[part]
             teacher_NV = None
             if isinstance(teacher, Teacher) and teacher_VD is not None:
-                teacher_NV = wide_product(teacher.hidden_ND[part].detach().to(dtype), teacher_VD.t())
-            probs_NV = wide_product(h_ND, weight_VD.t())  # logits, which the next call overwrites with probabilities
+                taught_ND = teacher.hidden_ND[part].detach().to(dtype)
+                teacher_NV = wide_product(taught_ND, teacher_VD.t(), teacher_room.of(taught_ND))
+            # logits, which the next call overwrites with probabilities
+            probs_NV = wide_product(h_ND, weight_VD.t(), own_room.of(h_ND))
             if isinstance(teacher, TopLogProbs):
                 nll_N[part], kl_sum, teacher_NV = _top_losses(probs_NV, t_N, teacher, part)
             else:
@@ -173,7 +207,7 @@ class _HeadLoss(torch.autograd.Function):
             if grad_ND is None:
                 continue
             delta_NV = _logit_gradient(probs_NV, t_N, teacher_NV, ce_weight).to(dtype)
-            grad_ND[part] = delta_NV @ weight_VD
+            grad_ND[part] = product(delta_NV, weight_VD)
             if grad_VD is not None:
                 add_product_(grad_VD, delta_NV.t(), h_ND)
         ctx.save_for_backward(grad_ND, grad_VD)
@@ -229,6 +263,8 @@ def _softmax_(logits_NV: Tensor, kept_N1: Tensor) -> Tensor:
 
     One exponential per entry. A separate logsumexp and softmax take two, which is most of their time on a CPU.
     """
+    if rows.softmaxes(logits_NV):
+        return rows.softmax_(logits_NV, kept_N1)
     highest_N1 = logits_NV.amax(-1, keepdim=True)
     total_N1 = logits_NV.sub_(highest_N1).exp_().sum(-1, keepdim=True)
     logits_NV.mul_(kept_N1 / total_N1)
@@ -282,7 +318,7 @@ class _ChosenLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, temperature: float, operators: Operators
     ) -> tuple[Tensor, Tensor]:
-        dtype = compute_dtype(hidden_ND)
+        dtype = head_dtype(hidden_ND, head_VD)
         kept_M = target_places(targets_N)
         head = _head(operators, head_VD.to(dtype))
         logp_N = hidden_ND.new_zeros(hidden_ND.shape[0], dtype=torch.float32)
@@ -293,6 +329,7 @@ class _ChosenLogProbs(torch.autograd.Function):
             entropy_N[part] = -(logp_MV.exp() * logp_MV).sum(-1)
         ctx.save_for_backward(hidden_ND, head_VD, targets_N, kept_M)
         ctx.dtype, ctx.temperature, ctx.operators = dtype, temperature, operators
+        ctx.rounds = training.rounds(hidden_ND, head_VD)
         ctx.mark_non_differentiable(entropy_N)
         return logp_N, entropy_N
 
@@ -302,12 +339,13 @@ class _ChosenLogProbs(torch.autograd.Function):
         weight_VD = head_VD.to(ctx.dtype)
         head = _head(ctx.operators, weight_VD)
         grad_ND, grad_VD = torch.zeros_like(hidden_ND), _zero_gradient(head_VD)
-        for part in kept_M.split(chunk_tokens(head_VD)):
-            h_MD = hidden_ND[part].to(ctx.dtype)
-            probs_MV = processed_log_probs(head(h_MD), ctx.temperature).exp_()
-            # d log p / d logits = (onehot − p) / temperature
-            g_M1 = (grads[0][part] / ctx.temperature)[:, None]
-            delta_MV = probs_MV.mul_(-g_M1).scatter_add_(-1, targets_N[part, None], g_M1).to(ctx.dtype)
-            grad_ND[part] = (delta_MV @ weight_VD).to(grad_ND.dtype)
-            add_product_(grad_VD, delta_MV.t(), h_MD)
+        with torch.autocast("cpu", torch.bfloat16, enabled=ctx.rounds):  # as in the forward pass
+            for part in kept_M.split(chunk_tokens(head_VD)):
+                h_MD = hidden_ND[part].to(ctx.dtype)
+                probs_MV = processed_log_probs(head(h_MD), ctx.temperature).exp_()
+                # d log p / d logits = (onehot − p) / temperature
+                g_M1 = (grads[0][part] / ctx.temperature)[:, None]
+                delta_MV = probs_MV.mul_(-g_M1).scatter_add_(-1, targets_N[part, None], g_M1).to(ctx.dtype)
+                grad_ND[part] = product(delta_MV, weight_VD).to(grad_ND.dtype)
+                add_product_(grad_VD, delta_MV.t(), h_MD)
         return grad_ND, grad_VD.to(head_VD.dtype), None, None, None

@@ -46,12 +46,15 @@ _log = logging.getLogger(__name__)
 
 
 def experts(x_ND: Tensor, chosen_NK: Tensor, gates_NK: Tensor, weights: Experts, backend: str | None = None) -> Tensor:
-    """Output [N, D] of SwiGLU experts, in autocast's dtype; reference: ``tests/ops/references.py:experts_reference``.
+    """Output [N, D] of SwiGLU experts, in autocast's dtype (fp32 where a CPU's matrix unit computes for it, see
+    `stretto.ops.native.training`); reference: ``tests/ops/references.py:experts_reference``.
 
     The K outputs of a token are added in the order of ``chosen_NK``, whatever the rest of the batch is. Gates multiply the input of the
     down projection, which is linear, because that input is narrower than the output. Gates of 0 have gradients like any other.
     """
     dtype = compute_dtype(x_ND)
+    if backend is None and _is_plain(weights) and training.rounds(x_ND, *weights[:2]):
+        backend, dtype = "tiles", torch.float32
     biases = (None, None) if weights.biases is None else (bias.to(dtype) for bias in weights.biases)
     matrices = weights.gate_up_EFD.to(dtype), weights.down_EDI.to(dtype)
     alpha, limit = (None, None) if weights.clamp is None else weights.clamp
@@ -98,9 +101,12 @@ def backend_for(x_ND: Tensor, weights: Experts) -> str:
         if reason := why_no_kernels(x_ND.device, weights):
             _say(reason)
         return "torch" if reason else "triton"
-    gate_up_EFD, down_EDI, biases, clamp = weights
-    plain = biases is None and clamp is None
-    return "native" if plain and training.multiplies(x_ND, gate_up_EFD, down_EDI) else "torch"
+    return "native" if _is_plain(weights) and training.multiplies(x_ND, *weights[:2]) else "torch"
+
+
+def _is_plain(weights: Experts) -> bool:
+    """Whether the compiled kernels for CPUs compute these experts."""
+    return weights.biases is None and weights.clamp is None
 
 
 def why_no_kernels(device: torch.device, weights: Experts) -> str:
@@ -184,14 +190,18 @@ def _sum_of_experts(y_PD: Tensor, ends_E: Tensor) -> Tensor:
 
 
 class NativeBackend:
-    """Compiled kernels for fp32 on a CPU, without biases and clamps: `stretto.ops.native.training`."""
+    """Compiled kernels for fp32 on a CPU, without biases and clamps: `stretto.ops.native.training`. ``in_bf16``: operands of products are
+    rounded to bf16."""
+
+    def __init__(self, in_bf16: bool):
+        self.in_bf16 = in_bf16
 
     def multiple(self, x_ND: Tensor, dtype: torch.dtype, mean_slots: float) -> int:
         return 1
 
     def forward(self, x_ND: Tensor, gates_P: Tensor, slots: Slots, weights: Experts) -> tuple[Tensor, Tensor]:
         order = slots.token_P, slots.place_S, slots.ends_E
-        return training.experts_forward(x_ND, gates_P, order, weights.gate_up_EFD, weights.down_EDI)
+        return training.experts_forward(x_ND, gates_P, order, *weights[:2], self.in_bf16)
 
     def backward(
         self,
@@ -204,10 +214,11 @@ class NativeBackend:
         wants: Wants,
     ) -> Gradients:
         matrices, order = weights[:2], (slots.token_P, slots.place_S, slots.ends_E)
-        return Gradients(*training.experts_backward(grad_ND, x_ND, gates_P, hidden_PF, order, *matrices, wants[:4]))
+        inputs = grad_ND, x_ND, gates_P, hidden_PF, order, *matrices
+        return Gradients(*training.experts_backward(*inputs, self.in_bf16, wants[:4]))
 
 
-BACKENDS: dict[str, Backend] = {"torch": TorchBackend(), "native": NativeBackend()}
+BACKENDS: dict[str, Backend] = {"torch": TorchBackend(), "native": NativeBackend(False), "tiles": NativeBackend(True)}
 
 
 def _backend(name: str, x_ND: Tensor, weights: Experts) -> Backend:

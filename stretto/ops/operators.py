@@ -23,7 +23,7 @@ from torch import Tensor
 from stretto.ops.documents import Documents, document_attention
 from stretto.ops.grouped import Experts, swiglu
 from stretto.ops.moe import experts
-from stretto.ops.native import training
+from stretto.ops.native import rows, training
 
 Weight = Any
 """A matrix [F, D] as an operator's ``linear`` takes it: a tensor, or a result of `stretto.ops.matmul.prepare`."""
@@ -38,6 +38,8 @@ def rms_norm_reference(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """RMS norm over the last dim of ``x_D`` […, D], scaled by ``weight_D`` ([D], or any shape that broadcasts to ``x_D``)."""
+    if rows.norms(x_D, weight_D):
+        return rows.rms_norm(x_D, weight_D, eps)
     if x_D.device.type == "cpu" and x_D.dtype in (torch.float32, torch.float64):
         return _CpuRmsNorm.apply(x_D, weight_D, eps)
     if weight_D.dim() == 1:
@@ -191,6 +193,8 @@ def rotary_tables(positions_BT: Tensor, frequencies_R: Tensor, magnitude: float 
 
 def rotate(x_BTHC: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
     """Rotate the first 2·R of the C channels of every head; channels i and i + R are a pair."""
+    if rows.rotates(x_BTHC, cos_BTR, sin_BTR):
+        return rows.rotate(x_BTHC, cos_BTR, sin_BTR)
     half = cos_BTR.shape[-1]
     cos, sin = cos_BTR.unsqueeze(2).to(x_BTHC.dtype), sin_BTR.unsqueeze(2).to(x_BTHC.dtype)
     first, second = x_BTHC[..., :half], x_BTHC[..., half : 2 * half]
@@ -227,7 +231,9 @@ class Operators:
 
     def linear(self, x_ND: Tensor, weight: Weight, bias_F: Tensor | None = None) -> Tensor:
         """``x`` · ``weight``ᵀ + ``bias``, […, F], for ``x`` […, D]."""
-        return F.linear(x_ND, weight, bias_F)
+        return (
+            training.linear(x_ND, weight, bias_F) if training.rounds(x_ND, weight) else F.linear(x_ND, weight, bias_F)
+        )
 
     def rounded(self, x: Tensor) -> Tensor:
         """``x`` rounded to the precision in which activations are stored between operators."""
@@ -256,7 +262,7 @@ class Operators:
 
     def head(self, weight_VD: Tensor) -> Callable[[Tensor], Tensor]:
         """Function from final hidden states […, D] to logits […, V], prepared once and called for many chunks."""
-        return partial(F.linear, weight=weight_VD)
+        return partial(self.linear, weight=weight_VD)
 
 
 ORDINARY = Operators()

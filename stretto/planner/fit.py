@@ -41,7 +41,8 @@ def peak(recipe: Recipe | ElasticizeRecipe, config: ModelConfig, *, on_gpu: bool
     else:
         taught = elastic.sampler != "off" and bool(elastic.anchors) and recipe.elastic.anchor_ce_weight < 1
         repeats = elastic.sampler != "off" and recipe.elastic.joint
-    memory = training_memory(config, layout, train.seq_len, dtype, optim, taught=taught, repeats=repeats, on_gpu=on_gpu)
+    shape = config, layout, train.seq_len, dtype
+    memory = training_memory(*shape, optim, taught=taught, repeats=repeats, on_gpu=on_gpu, rounds=not on_gpu)
     if isinstance(recipe, ElasticizeRecipe) and recipe.cached_logits is None:
         memory = replace(memory, teacher=BYTES[recipe.teacher_dtype] * count(config, config.full()).total_params)
     if train.snapshot_writes == "background" and not on_gpu:

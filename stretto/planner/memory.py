@@ -173,6 +173,7 @@ def training_memory(
     taught: bool = False,
     repeats: bool = False,
     on_gpu: bool = True,
+    rounds: bool = False,
 ) -> Memory:
     """Peak of one rank over a training step.
 
@@ -184,14 +185,20 @@ def training_memory(
         taught: a chunk's logits of a teacher are in memory too.
         repeats: a micro-batch has several backward passes, so that gradients exist during the second.
         on_gpu: in fp32, CUDA's attention without a mask keeps all scores where query heads share a key head: no fused kernel has both.
+        rounds: products in bf16 of one rank round operands that stay in fp32, as on a CPU with a matrix unit
+            (`stretto.ops.native.training`).
 
     Rows of several documents attend by document, or through a mask [T, T] where `stretto.model.attention.Geometry.of` needs one.
     """
-    parts, each, bytes_of = sizes(config), BYTES[dtype], layer_bytes(config, dtype, layout.ep)
+    is_rounded = rounds and dtype == "bfloat16" and layout.ranks == 1 and optim.master == "fp32"
+    stored: Dtype = "float32" if is_rounded else dtype
+    parts, each, bytes_of = sizes(config), BYTES[stored], layer_bytes(config, stored, layout.ep)
     ranks, num_tokens, num_layers = layout.ranks, layout.rows * length, config.num_layers
-    is_mixed, is_packed = dtype != "float32", prefix_keys is not None
+    is_mixed, is_packed = stored != "float32", prefix_keys is not None
     has_scores = on_gpu and not is_mixed and not is_packed
-    needs_mask = not is_mixed or bool(config.sliding_layers) or config.attention_sinks or config.latent is not None
+    needs_mask = (
+        dtype == "float32" or bool(config.sliding_layers) or config.attention_sinks or config.latent is not None
+    )
     kept = bytes_of.kept
     if prefix_keys and not needs_mask:
         kept += each * 2 * config.num_kv_heads * config.head_dim * prefix_keys

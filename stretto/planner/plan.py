@@ -271,7 +271,7 @@ def _plan_pretrain(recipe: Recipe, empty: Plan, sweep: bool) -> Plan:
     for layout in layouts:
         shape = (config, layout, train.seq_len, empty.dtype)
         repeats = is_elastic and elastic.joint
-        memory = training_memory(*shape, recipe.optim, taught=taught, repeats=repeats, on_gpu=on_gpu)
+        memory = training_memory(*shape, recipe.optim, taught=taught, repeats=repeats, on_gpu=on_gpu, rounds=not on_gpu)
         if train.snapshot_writes == "background" and not on_gpu:
             memory = replace(memory, snapshot=memory.weights + memory.optimiser)
         extra = _extra_forwards(elastic, layout.recompute, taught)

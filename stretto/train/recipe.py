@@ -95,7 +95,8 @@ class TrainConfig(Config):
     seed: int = 0
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype. ``auto``: on a GPU with bf16 units bf16 autocast, on a CPU the faster one, measured on the run's own
-    micro-batches. A resumed run keeps the dtype of the first start.
+    micro-batches. On a CPU with a matrix unit (AMX), bf16 keeps activations in fp32 and rounds the operands of products. A resumed run
+    keeps the dtype of the first start.
     """
     recompute: bool = False
     """Recompute activations in the backward pass: saves memory, costs one more forward pass."""

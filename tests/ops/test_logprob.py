@@ -172,7 +172,9 @@ def test_the_head_is_applied_to_what_is_learnt_alone(monkeypatch: pytest.MonkeyP
     targets_N[torch.rand(64, generator=generator) < 0.5] = IGNORED
     results, widths = [], []
     product = wide_product
-    monkeypatch.setattr("stretto.ops.logprob.wide_product", lambda x, w: widths.append(len(x)) or product(x, w))
+    monkeypatch.setattr(
+        "stretto.ops.logprob.wide_product", lambda x, *others: widths.append(len(x)) or product(x, *others)
+    )
     for share in (0.9, 0.0):  # left out, and computed all the same
         monkeypatch.setattr("stretto.ops.logprob.WORTH_LEAVING_OUT", share)
         inputs = [each.clone().requires_grad_() for each in (hidden_ND, head_VD)]

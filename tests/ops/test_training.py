@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -94,14 +93,6 @@ def test_other_attention_is_left_to_torch(monkeypatch: pytest.MonkeyPatch, close
     monkeypatch.setattr(training, "library", lambda: None)
     assert not training.attends(*qkv, None)
     close(attention(*qkv, None), ours, 16 + 2 * 8)
-
-
-def test_records_have_the_sizes_of_the_library() -> None:
-    handle = training.library()
-    assert handle is not None
-    sizes = (ctypes.c_int32 * 2)()
-    handle.stretto_training_sizes(sizes)
-    assert list(sizes) == [ctypes.sizeof(kind) for kind in training.RECORDS]
 
 
 CHOICES = {

@@ -11,6 +11,7 @@ import torch
 from stretto.model.spec import ModelConfig, count
 from stretto.model.transformer import Context, build
 from stretto.ops import logprob
+from stretto.ops.native import training
 from stretto.optim.build import build_optimizers
 from stretto.optim.schedule import OptimConfig
 from stretto.planner.hardware import Dtype
@@ -40,7 +41,8 @@ def test_the_parts_are_the_whole(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["plain", "norms and a shared expert", "dense", "many experts"])
-def test_kept_activations_are_those_of_autograd(name: str, dtype: Dtype) -> None:
+def test_kept_activations_are_those_of_autograd(name: str, dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "has_matrix_unit", lambda: False)  # which would keep fp32
     config = BASE.replace(**SHAPES[name], widths=())
     model, rows, length = build(config, 0), 8, 128
     ids_BT = torch.randint(config.vocab_size, (rows, length))
@@ -63,6 +65,13 @@ def test_kept_activations_are_those_of_autograd(name: str, dtype: Dtype) -> None
     weights = 2 * (count(config, config.full()).total_params - sizes(config).outer) if dtype == "bfloat16" else 0
     predicted = rows * length * (config.num_layers * each + 4 * config.hidden_size) + weights
     assert predicted == pytest.approx(measured, rel=0.06)
+
+
+def test_a_matrix_unit_keeps_what_fp32_keeps() -> None:
+    one, adamw = Layout(1, 1, 4, 2), OptimConfig(lr=1)
+    wide = training_memory(BASE, one, 128, "float32", adamw, on_gpu=False)
+    assert training_memory(BASE, one, 128, "bfloat16", adamw, on_gpu=False, rounds=True) == wide
+    assert training_memory(BASE, one, 128, "bfloat16", adamw, on_gpu=False) != wide
 
 
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])

@@ -1,4 +1,5 @@
-// Forward and backward passes in fp32, for training: an expert layer here, attention in train_attention.h.
+// Forward and backward passes for training: an expert layer here, attention in train_attention.h, single products in train_product.h, norms, rotations
+// and softmax in train_rows.h.
 //
 // A task of an expert layer is a run of up to ROWS slots of one expert: rows of tokens are gathered, multiplied, activated and multiplied again while
 // they lie in the cache of one thread. Threads take tasks in a fixed order. A weight's gradient is the sum over its expert's tasks
@@ -13,6 +14,8 @@
 
 #include "blocks.h"
 #include "train_attention.h"
+#include "train_product.h"
+#include "train_rows.h"
 
 extern "C" {
 
@@ -26,6 +29,7 @@ struct StrettoExperts {
     float* out;                               // [tokens, hidden]
     const float* grad_out;
     float *grad_x, *grad_gates, *grad_gate_up, *grad_down;  // null: not wanted
+    int32_t in_bf16;                                        // whether products are made by the matrix unit
 };
 }
 
@@ -38,13 +42,72 @@ struct Task {
     int expert, begin, end, index;  // places; index: of the task among its expert's
 };
 
+// Products in fp32, for one thread. Views are blocked; weights are packed in panels.
+struct WideProducts {
+    using Number = float;
+    using Packing = Buffer;
+    static size_t size(size_t rows, size_t width) { return blocked_size(rows, width); }
+    static View view(float* at, size_t rows, size_t) { return blocked(at, rows); }
+    static size_t weight_size(size_t width, size_t depth) { return packed_size(width, depth); }
+    // A weight [width, depth], for x · wᵀ, or [depth, width], for x · w.
+    static void pack_rows(const float* w, int width, int depth, float* to) { pack_transposed(w, depth, width, depth, to); }
+    static void pack_columns(const float* w, int width, int depth, float* to) { pack(w, width, width, depth, to); }
+
+    WideProducts(size_t, size_t) {}
+    void multiply(View a, int rows, int depth, const float* weight, int width, View c) { product(a, rows, depth, weight, NR * size_t(depth), width, c); }
+    // c [rows, width] = aᵀ · b for a [depth, rows] and b [depth, width].
+    void multiply_transposed(View a, int rows, int depth, View b, int width, float* c) { transposed_product<false>(a, rows, depth, b, width, c); }
+};
+
+#if defined(STRETTO_TILES)
+
+// The same with the matrix unit. Views are row-major.
+struct TileProducts {
+    using Number = bfloat16;
+    using Packing = HalfBuffer;
+    static size_t size(size_t rows, size_t width) { return rows * width; }
+    static View view(float* at, size_t, size_t width) { return matrix(at, width); }
+    static size_t weight_size(size_t width, size_t depth) { return packed_numbers(width, depth); }
+    static void pack_rows(const float* w, int width, int depth, bfloat16* to) { pack_lines<false>({w, size_t(depth), true}, 0, width, width, depth, to); }
+    static void pack_columns(const float* w, int width, int depth, bfloat16* to) { pack_lines<false>({w, size_t(width), false}, 0, width, width, depth, to); }
+
+    Tiles tiles{true};
+    HalfBuffer left, right;
+    // For views of at most `rows` rows and `width` columns.
+    TileProducts(size_t rows, size_t width)
+        : left(std::max(packed_numbers(rows, width), packed_numbers(width, rows))), right(packed_numbers(width, rows)) {
+        tiles.shape(TILE_TOKENS);
+    }
+    void multiply(View a, int rows, int depth, const bfloat16* weight, int width, View c) {
+        pack_lines<true>({a.at, a.line, true}, 0, rows, rows, depth, left.at);
+        multiply_packed(rows, depth, weight, width, c);
+    }
+    void multiply_transposed(View a, int rows, int depth, View b, int width, float* c) {
+        pack_lines<true>({a.at, a.line, false}, 0, rows, rows, depth, left.at);
+        pack_lines<false>({b.at, b.line, false}, 0, width, width, depth, right.at);
+        multiply_packed(rows, depth, right.at, width, matrix(c, width));
+    }
+
+  private:
+    void multiply_packed(int rows, int depth, const bfloat16* b, int width, View c) {
+        const size_t num_tiles = tiles_of(depth, TILE_DEPTH), step = num_tiles * TILE_SIZE;
+        stretto::multiply<false>({left.at, step}, {b, step}, int(num_tiles), c.at, c.line, rows, width);
+    }
+};
+
+#endif
+
+template <class Products>
 struct Layer {
+    using Number = typename Products::Number;
+    using Packing = typename Products::Packing;
     const StrettoExperts& s;
     const size_t hidden, inner;
     std::vector<Task> tasks;
 
     explicit Layer(const StrettoExperts& shape) : s(shape), hidden(shape.hidden), inner(shape.inner) {}
 
+    size_t widest() const { return std::max(hidden, 2 * inner); }
     int first(int expert) const { return expert ? s.end[expert - 1] : 0; }
 
     // The first tasks of all experts come first: a thread seldom waits for another that computes the task before in the same expert.
@@ -85,27 +148,29 @@ struct Layer {
 
     void forward() {
         list_tasks();
-        const size_t up_size = packed_size(2 * inner, hidden), down_size = packed_size(hidden, inner);
-        Buffer packed(s.num_experts * (up_size + down_size)), y(size_t(s.num_tokens) * s.top_k * hidden);
+        const size_t up_size = Products::weight_size(2 * inner, hidden), down_size = Products::weight_size(hidden, inner);
+        const Packing packed(s.num_experts * (up_size + down_size));
+        const Buffer y(size_t(s.num_tokens) * s.top_k * hidden);
         std::atomic<int> next{0};
 #pragma omp parallel num_threads(s.num_threads)
         {
 #pragma omp for schedule(dynamic, 1)
             for (int e = 0; e < s.num_experts; e++) {
                 if (first(e) == s.end[e]) continue;
-                float* to = packed.at + e * (up_size + down_size);
-                pack_transposed(s.gate_up + 2 * e * inner * hidden, hidden, int(2 * inner), int(hidden), to);
-                pack_transposed(s.down + e * hidden * inner, inner, int(hidden), int(inner), to + up_size);
+                Number* to = packed.at + e * (up_size + down_size);
+                Products::pack_rows(s.gate_up + 2 * e * inner * hidden, int(2 * inner), int(hidden), to);
+                Products::pack_rows(s.down + e * hidden * inner, int(hidden), int(inner), to + up_size);
             }
-            Buffer rows(blocked_size(ROWS, hidden)), active(blocked_size(ROWS, inner));
-            const View x = blocked(rows.at, ROWS), a = blocked(active.at, ROWS);
+            Products products(ROWS, widest());
+            const Buffer rows(Products::size(ROWS, hidden)), active(Products::size(ROWS, inner));
+            const View x = Products::view(rows.at, ROWS, hidden), a = Products::view(active.at, ROWS, inner);
             for (int at; (at = next.fetch_add(1)) < int(tasks.size());) {
                 const Task& task = tasks[at];
                 const int num = task.end - task.begin;
-                const float* weights = packed.at + task.expert * (up_size + down_size);
+                const Number* weights = packed.at + task.expert * (up_size + down_size);
                 float* h = s.middle + task.begin * 2 * inner;
                 gather(s.x, task, x);
-                product(x, num, int(hidden), weights, NR * hidden, int(2 * inner), matrix(h, 2 * inner));
+                products.multiply(x, num, int(hidden), weights, int(2 * inner), matrix(h, 2 * inner));
                 for (int row = 0; row < num; row++) {
                     const float* both = h + row * 2 * inner;
                     const Vec gate = splat(s.gates[task.begin + row]);
@@ -114,7 +179,7 @@ struct Layer {
                         store_part(a.place(row, i), g * sigmoid(g) * u * gate, part);
                     });
                 }
-                product(a, num, int(inner), weights + up_size, NR * inner, int(hidden), matrix(y.at + task.begin * hidden, hidden));
+                products.multiply(a, num, int(inner), weights + up_size, int(hidden), matrix(y.at + task.begin * hidden, hidden));
             }
 #pragma omp barrier
 #pragma omp for schedule(static)
@@ -124,9 +189,10 @@ struct Layer {
 
     void backward() {
         list_tasks();
-        const size_t up_size = packed_size(hidden, 2 * inner), down_size = packed_size(inner, hidden);
+        const size_t up_size = Products::weight_size(hidden, 2 * inner), down_size = Products::weight_size(inner, hidden);
         const size_t up_num = 2 * inner * hidden, down_num = hidden * inner;
-        Buffer packed(s.num_experts * (up_size + down_size)), dx(s.grad_x ? size_t(s.num_tokens) * s.top_k * hidden : 0);
+        const Packing packed(s.num_experts * (up_size + down_size));
+        const Buffer dx(s.grad_x ? size_t(s.num_tokens) * s.top_k * hidden : 0);
         std::atomic<int> next{0};
         const std::unique_ptr<std::atomic<int>[]> done(new std::atomic<int>[s.num_experts]());  // tasks added to the expert's gradients
 #pragma omp parallel num_threads(s.num_threads)
@@ -138,29 +204,31 @@ struct Layer {
                     if (s.grad_down) std::memset(s.grad_down + e * down_num, 0, down_num * sizeof(float));
                     continue;
                 }
-                float* to = packed.at + e * (up_size + down_size);
-                pack(s.gate_up + e * up_num, hidden, int(hidden), int(2 * inner), to);
-                pack(s.down + e * down_num, inner, int(inner), int(hidden), to + up_size);
+                Number* to = packed.at + e * (up_size + down_size);
+                Products::pack_columns(s.gate_up + e * up_num, int(hidden), int(2 * inner), to);
+                Products::pack_columns(s.down + e * down_num, int(inner), int(hidden), to + up_size);
             }
-            Buffer rows(blocked_size(ROWS, hidden)), grads(blocked_size(ROWS, hidden)), middle(blocked_size(ROWS, 2 * inner));
-            Buffer active(blocked_size(ROWS, inner)), up_sum(up_num), down_sum(down_num);
-            const View x = blocked(rows.at, ROWS), dy = blocked(grads.at, ROWS), dh = blocked(middle.at, ROWS), a = blocked(active.at, ROWS);
+            Products products(ROWS, widest());
+            const Buffer rows(Products::size(ROWS, hidden)), grads(Products::size(ROWS, hidden)), middle(Products::size(ROWS, 2 * inner));
+            const Buffer active(Products::size(ROWS, inner)), up_sum(up_num), down_sum(down_num);
+            const View x = Products::view(rows.at, ROWS, hidden), dy = Products::view(grads.at, ROWS, hidden);
+            const View dh = Products::view(middle.at, ROWS, 2 * inner), a = Products::view(active.at, ROWS, inner);
             for (int at; (at = next.fetch_add(1)) < int(tasks.size());) {
                 const Task& task = tasks[at];
                 const int num = task.end - task.begin;
-                const float* weights = packed.at + task.expert * (up_size + down_size);
+                const Number* weights = packed.at + task.expert * (up_size + down_size);
                 gather(s.grad_out, task, dy);
-                product(dy, num, int(hidden), weights + up_size, NR * hidden, int(inner), a);
+                products.multiply(dy, num, int(hidden), weights + up_size, int(inner), a);
                 for (int row = 0; row < num; row++) activation_gradient(task.begin + row, row, a, dh);
-                if (s.grad_x) product(dh, num, int(2 * inner), weights, NR * 2 * inner, int(hidden), matrix(dx.at + task.begin * hidden, hidden));
+                if (s.grad_x) products.multiply(dh, num, int(2 * inner), weights, int(hidden), matrix(dx.at + task.begin * hidden, hidden));
                 const bool is_first = task.index == 0;
                 float* up_to = is_first ? s.grad_gate_up + task.expert * up_num : up_sum.at;
                 float* down_to = is_first ? s.grad_down + task.expert * down_num : down_sum.at;
                 if (s.grad_gate_up) {
                     gather(s.x, task, x);
-                    transposed_product<false>(dh, int(2 * inner), num, x, int(hidden), up_to);
+                    products.multiply_transposed(dh, int(2 * inner), num, x, int(hidden), up_to);
                 }
-                if (s.grad_down) transposed_product<false>(dy, int(hidden), num, a, int(inner), down_to);
+                if (s.grad_down) products.multiply_transposed(dy, int(hidden), num, a, int(inner), down_to);
                 // earlier tasks of the expert were taken by other threads before this one, so they end
                 while (done[task.expert].load(std::memory_order_acquire) != task.index) std::this_thread::yield();
                 if (!is_first && s.grad_gate_up) add(s.grad_gate_up + task.expert * up_num, up_sum.at, up_num);
@@ -209,6 +277,15 @@ struct Layer {
     }
 };
 
+// Calls `run` with the layer in the arithmetic that it asks for.
+template <class Run>
+void with_layer(const StrettoExperts& shape, Run run) {
+#if defined(STRETTO_TILES)
+    if (shape.in_bf16) return run(Layer<TileProducts>(shape));
+#endif
+    run(Layer<WideProducts>(shape));
+}
+
 }  // namespace
 }  // namespace stretto
 
@@ -216,9 +293,24 @@ extern "C" {
 void stretto_training_sizes(int32_t* sizes) {
     sizes[0] = sizeof(StrettoExperts);
     sizes[1] = sizeof(StrettoAttention);
+    sizes[2] = sizeof(StrettoProduct);
+    sizes[3] = sizeof(StrettoNorm);
+    sizes[4] = sizeof(StrettoRotation);
+    sizes[5] = sizeof(StrettoSoftmax);
 }
-void stretto_experts_forward(const StrettoExperts* shape) { stretto::Layer(*shape).forward(); }
-void stretto_experts_backward(const StrettoExperts* shape) { stretto::Layer(*shape).backward(); }
+// Whether this process may use the matrix unit, without which nothing may ask for products in bf16.
+int32_t stretto_training_in_bf16() { return stretto::has_tiles(); }
+void stretto_product(const StrettoProduct* shape) { stretto::matrix_product(*shape); }
+void stretto_norm_forward(const StrettoNorm* shape) { stretto::norm_forward(*shape); }
+void stretto_norm_backward(const StrettoNorm* shape) { stretto::norm_backward(*shape); }
+void stretto_rotate(const StrettoRotation* shape) { stretto::rotate_heads(*shape); }
+void stretto_softmax(const StrettoSoftmax* shape) { stretto::softmax_rows(*shape); }
+void stretto_experts_forward(const StrettoExperts* shape) {
+    stretto::with_layer(*shape, [](auto layer) { layer.forward(); });
+}
+void stretto_experts_backward(const StrettoExperts* shape) {
+    stretto::with_layer(*shape, [](auto layer) { layer.backward(); });
+}
 void stretto_attention_forward(const StrettoAttention* shape) { stretto::AttentionPass(*shape).forward(); }
 void stretto_attention_backward(const StrettoAttention* shape) { stretto::AttentionPass(*shape).backward(); }
 }

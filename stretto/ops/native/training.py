@@ -1,9 +1,12 @@
-"""Compiled forward and backward passes for training on a CPU in fp32 (train.cpp): attention and the experts of a layer.
+"""Compiled forward and backward passes for training on a CPU (train.cpp): attention, the experts of a layer, and linear layers.
+
+All tensors are in fp32. Under autocast in bf16 a processor with a matrix unit (AMX) multiplies operands that are rounded to bf16, and
+sums in fp32: experts and linear layers then give fp32, where torch would give bf16. Attention multiplies in fp32.
 
 Results are equal, to the bit, for every number of threads. Without a compiler torch computes instead, which `load` reports once.
 
 Shape letters: B rows, T positions, H query heads, G key/value heads, C head width, N tokens, S slots sorted by expert (places),
-D hidden, E experts, I expert width, F = 2·I.
+D hidden, E experts, I expert width, F = 2·I; in `product` M rows, K depth, N columns.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
 
 from stretto.ops.native import TRAINING, _fields, load
 
@@ -32,7 +36,8 @@ def library() -> ctypes.CDLL | None:
     return load(source=TRAINING).handle
 
 
-def _library() -> ctypes.CDLL:
+def kernels() -> ctypes.CDLL:
+    """The kernels, where they are known to be available."""
     handle = library()
     assert handle is not None, "no compiled kernels"
     return handle
@@ -65,10 +70,21 @@ class _Experts(ctypes.Structure):
         _fields(_INT, "num_tokens top_k num_experts hidden inner num_threads")
         + _fields(_POINTER, "token place end x gates gate_up down middle out grad_out")
         + _fields(_POINTER, "grad_x grad_gates grad_gate_up grad_down")
+        + [("in_bf16", _INT)]
     )
 
 
-RECORDS = (_Experts, _Attention)
+class _Product(ctypes.Structure):
+    _fields_ = (
+        _fields(_INT, "rows columns depth num_threads")
+        + _fields(_POINTER, "a b")
+        + _fields(ctypes.c_int64, "a_stride b_stride")
+        + _fields(_INT, "a_by_row b_by_row")
+        + [("c", _POINTER), ("adds", _INT)]
+    )
+
+
+RECORDS = (_Experts, _Attention, _Product)
 
 
 def attends(q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, mask_B1TT: Tensor | None) -> bool:
@@ -100,7 +116,7 @@ class _AttentionFunction(torch.autograd.Function):
         (q, k, v), mask = _rows(q, k, v), None if mask is None else mask.contiguous()
         out, lse_BHT = _by_position(q), q.new_empty(q.shape[:3])
         record = _attention_record(q, k, v, mask, scale, out, lse_BHT)
-        _library().stretto_attention_forward(ctypes.byref(record))
+        kernels().stretto_attention_forward(ctypes.byref(record))
         ctx.save_for_backward(q, k, v, mask, out, lse_BHT)
         ctx.scale = scale
         return out
@@ -111,7 +127,7 @@ class _AttentionFunction(torch.autograd.Function):
         q, k, v, mask, out, lse_BHT = ctx.saved_tensors
         (grad_out,), results = _rows(grads[0]), [_by_position(x) for x in (q, k, v)]
         record = _attention_record(q, k, v, mask, ctx.scale, out, lse_BHT, grad_out, *results)
-        _library().stretto_attention_backward(ctypes.byref(record))
+        kernels().stretto_attention_backward(ctypes.byref(record))
         return *results, None, None
 
 
@@ -136,6 +152,72 @@ def _attention_record(
     return _Attention(*sizes, *masked, *heads, lse.data_ptr(), *(_Heads.of(x) for x in grads))
 
 
+@cache
+def has_matrix_unit() -> bool:
+    """Whether the kernels multiply with the matrix unit of this processor."""
+    handle = library()
+    return handle is not None and bool(handle.stretto_training_in_bf16())
+
+
+def rounds(*tensors: Tensor) -> bool:
+    """Whether products of these tensors are made by the matrix unit, with operands rounded to bf16."""
+    return (
+        all(
+            type(each) in (Tensor, Parameter) and each.dtype == torch.float32 and each.device.type == "cpu"
+            for each in tensors
+        )
+        and torch.is_autocast_enabled("cpu")
+        and torch.get_autocast_dtype("cpu") == torch.bfloat16
+        and not torch.compiler.is_compiling()
+        and has_matrix_unit()
+    )
+
+
+def product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor | None = None, adds: bool = False) -> Tensor:
+    """``a`` · ``b`` [M, N] of tensors for which `rounds` is True, also of transposed ones; in ``out`` if it is given, and added to what it
+    holds if it ``adds``."""
+    (num_rows, depth), num_columns = a_MK.shape, b_KN.shape[1]
+    if out_MN is None:
+        out_MN = a_MK.new_empty(num_rows, num_columns)
+    if not a_MK.numel() or not b_KN.numel():
+        return out_MN if adds else out_MN.zero_()
+    assert out_MN.is_contiguous() and out_MN.shape == (num_rows, num_columns) and depth == len(b_KN), (
+        "shapes of a product"
+    )
+    a_MK, b_KN = (each if 1 in each.stride() else each.contiguous() for each in (a_MK, b_KN))
+    by_row = [each.stride(1) == 1 for each in (a_MK, b_KN)]
+    strides = [each.stride(0 if is_by_row else 1) for each, is_by_row in zip((a_MK, b_KN), by_row, strict=True)]
+    sizes, addresses = (num_rows, num_columns, depth, torch.get_num_threads()), (a_MK.data_ptr(), b_KN.data_ptr())
+    record = _Product(*sizes, *addresses, *strides, *by_row, out_MN.data_ptr(), adds)
+    kernels().stretto_product(ctypes.byref(record))
+    return out_MN
+
+
+def linear(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
+    """``x`` · ``weight``ᵀ + ``bias``, […, F], by `product`."""
+    y_NF = _LinearFunction.apply(x_ND, weight_FD)
+    return y_NF if bias_F is None else y_NF + bias_F
+
+
+class _LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, weight_FD: Tensor) -> Tensor:
+        ctx.save_for_backward(x_ND, weight_FD)
+        return product(x_ND.flatten(0, -2), weight_FD.t()).view(*x_ND.shape[:-1], len(weight_FD))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, weight_FD = ctx.saved_tensors
+        wants_x, wants_weight = ctx.needs_input_grad
+        grad_NF, grad_x, grad_weight = grads[0].flatten(0, -2), None, None
+        if wants_x:
+            grad_x = product(grad_NF, weight_FD).view(x_ND.shape)
+        if wants_weight:
+            grad_weight = product(grad_NF.t(), x_ND.flatten(0, -2))
+        return grad_x, grad_weight
+
+
 def multiplies(x_ND: Tensor, gate_up_EFD: Tensor, down_EDI: Tensor) -> bool:
     """Whether `experts_forward` computes experts without biases and clamps of these sizes."""
     return (
@@ -148,17 +230,24 @@ def multiplies(x_ND: Tensor, gate_up_EFD: Tensor, down_EDI: Tensor) -> bool:
 
 
 def experts_forward(
-    x_ND: Tensor, gates_S: Tensor, order: tuple[Tensor, Tensor, Tensor], gate_up_EFD: Tensor, down_EDI: Tensor
+    x_ND: Tensor,
+    gates_S: Tensor,
+    order: tuple[Tensor, Tensor, Tensor],
+    gate_up_EFD: Tensor,
+    down_EDI: Tensor,
+    in_bf16: bool,
 ) -> tuple[Tensor, Tensor]:
     """Output of the experts [N, D], and the outputs of the gate-up product [S, F], which the backward pass needs.
 
     Args:
         gates_S: by place.
         order: the token of each place and the place of each slot (int64), and the end of each expert's places (int32).
+        in_bf16: whether the matrix unit makes the products, from operands rounded to bf16.
     """
     inputs = [tensor.contiguous() for tensor in (x_ND, gates_S, gate_up_EFD, down_EDI)]
     middle_SF, out_ND = x_ND.new_empty(len(gates_S), gate_up_EFD.shape[1]), torch.empty_like(inputs[0])
-    _library().stretto_experts_forward(ctypes.byref(_experts_record(order, inputs, middle_SF, out_ND)))
+    record = _experts_record(order, inputs, in_bf16, middle_SF, out_ND)
+    kernels().stretto_experts_forward(ctypes.byref(record))
     return out_ND, middle_SF
 
 
@@ -170,21 +259,26 @@ def experts_backward(
     order: tuple[Tensor, Tensor, Tensor],
     gate_up_EFD: Tensor,
     down_EDI: Tensor,
+    in_bf16: bool,
     wants: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients of ``x_ND``, ``gates_S``, ``gate_up_EFD`` and ``down_EDI``; None for those that are not in ``wants``."""
     inputs = [tensor.contiguous() for tensor in (x_ND, gates_S, gate_up_EFD, down_EDI)]
     results = [torch.empty_like(x) if is_wanted else None for x, is_wanted in zip(inputs, wants, strict=True)]
     grad_ND = grad_ND.contiguous()  # a name, because the record holds its address only
-    record = _experts_record(order, inputs, middle_SF, None, grad_ND, *results)
-    _library().stretto_experts_backward(ctypes.byref(record))
+    record = _experts_record(order, inputs, in_bf16, middle_SF, None, grad_ND, *results)
+    kernels().stretto_experts_backward(ctypes.byref(record))
     return results
 
 
-def _experts_record(order: tuple[Tensor, Tensor, Tensor], inputs: Sequence[Tensor], *others: Tensor | None) -> _Experts:
+def _experts_record(
+    order: tuple[Tensor, Tensor, Tensor], inputs: Sequence[Tensor], in_bf16: bool, *others: Tensor | None
+) -> _Experts:
     (N, D), (E, F, _) = inputs[0].shape, inputs[2].shape
     token_S, place_S, ends_E = order
     assert token_S.dtype == place_S.dtype == torch.int64 and ends_E.dtype == torch.int32, "types of the order"
     assert len(token_S) == len(place_S) == len(inputs[1]), f"{len(token_S)} places of {len(place_S)} slots"
     sizes = (N, len(place_S) // N, E, D, F // 2, torch.get_num_threads())
-    return _Experts(*sizes, *(None if x is None else x.data_ptr() for x in (*order, *inputs, *others)))
+    record = _Experts(*sizes, *(None if x is None else x.data_ptr() for x in (*order, *inputs, *others)))
+    record.in_bf16 = in_bf16
+    return record
