@@ -3,6 +3,8 @@
     python -m bench.study OUT --tokens 2e5 --eval-rows 32             small version, on text of this Python's library
     python -m bench.study OUT --data FOLDER --network 8M --tokens 8e6 --seeds 0 1 2 3 --minutes 170      run again to continue
     python -m bench.study OUT … --mutant no-anchors                  after that; must end in FAILED
+    python -m bench.study OUT … --record FILE                        keep the results so far, without the networks, in FILE
+    python -m bench.study FILE --report                              print them again, from an empty clone
 
 Arms, each trained with every seed:
 
@@ -33,13 +35,14 @@ from bench.common.measure import bench_parser, finish, half_width, table, wide_c
 from bench.common.study import Results, Run, carry_out, read_results
 from stretto.api.train import held_out, open_loader
 from stretto.base.config import read_recipe
-from stretto.base.paths import CHECKPOINT
+from stretto.base.paths import CHECKPOINT, read_json, write_json
+from stretto.base.records import git_commit
 from stretto.base.track import Tracker
 from stretto.data.demo_text import demo_documents
 from stretto.evals.loss import evaluate_many
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.elastic import extract
-from stretto.model.parallel import in_memory, join
+from stretto.model.parallel import device_name, in_memory, join
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, extracted_config
 from stretto.model.transformer import Transformer
 from stretto.train.loop import Job, heal, pretrain
@@ -71,17 +74,24 @@ TRAINED = ("elastic", "ernie", "ordinary", *(f"scratch-{size}" for size in SIZES
 
 def main() -> None:
     options = _parse()
-    study = open_study(options)
-    results = read_results(study.out)
-    if not options.report:
-        results = dict(carry_out(study.runs, study.out, options.jobs, options.minutes))
-    show_search(study, results)
-    finish(report(study, results))
+    if options.out.is_file():
+        arms, results = read_record(options.out)
+    else:
+        arms = study = open_study(options)
+        results = read_results(study.out)
+        if not options.report:
+            results = dict(carry_out(study.runs, study.out, options.jobs, options.minutes))
+        if options.record:
+            write_record(options.record, study, results)
+    show_search(arms, results)
+    finish(report(arms, results))
 
 
 def _parse() -> argparse.Namespace:
     parser = bench_parser(__doc__)
-    parser.add_argument("out", type=Path, help="folder of the study; finished runs there are not repeated")
+    parser.add_argument(
+        "out", type=Path, help="folder of the study, where finished runs are not repeated, or a file of --record"
+    )
     parser.add_argument(
         "--data", type=Path, help="data folder of `stretto tokenize`, or text; default: this Python's library"
     )
@@ -96,16 +106,17 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--eval-rows", type=int, default=256, help="held-out rows, of which one half chooses")
     parser.add_argument("--mutant", choices=("no-anchors",), help="an elastic network that trains no smaller size")
     parser.add_argument("--report", action="store_true", help="only print the results so far")
-    return parser.parse_args()
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write settings and results to FILE, as JSON")
+    options = parser.parse_args()
+    if options.out.is_file() and not options.report:
+        parser.error(f"{options.out}: a file holds results only; add --report to print them, or name a folder")
+    return options
 
 
 @dataclass(frozen=True, slots=True)
-class Study:
-    """Plan of the runs as a function of the results so far, and access to the results."""
+class Arms:
+    """Names of the runs, and what the search among them chose."""
 
-    out: Path
-    info: RunInfo
-    recipe: Recipe
     seeds: tuple[int, ...]
     mutant: str | None
 
@@ -116,6 +127,22 @@ class Study:
     def name(self, arm: str, seed: int) -> str:
         mutant = f"-{self.mutant}" if self.mutant and "elastic" in arm else ""
         return f"{arm}{mutant}-{seed}"
+
+    def rate(self, arm: str, results: Results) -> float | None:
+        """The best rate of the search; None: the search of ``arm`` is not done."""
+        names = {rate: f"search-{arm}-x{rate:g}" for rate in RATES}
+        if not all(name in results for name in names.values()):
+            return None
+        return min(names, key=lambda rate: fmean(results[names[rate]]["select"].values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Study(Arms):
+    """Plan of the runs as a function of the results so far."""
+
+    out: Path
+    info: RunInfo
+    recipe: Recipe
 
     def recipe_of(self, arm: str, rate: float, seed: int, share: float = 1.0) -> Recipe:
         """Recipe of a trained arm; ``share``: number of steps over that of the study's recipe."""
@@ -136,13 +163,6 @@ class Study:
         elif arm == "ernie":
             elastic = elastic.replace(sampler="ernie", joint=False, starts_at=0.0, ramp_fraction=0.1, rank_layers_at=())
         return recipe.replace(elastic=elastic, train=train, optim=optim)
-
-    def rate(self, arm: str, results: Results) -> float | None:
-        """The best rate of the search; None: the search of ``arm`` is not done."""
-        names = {rate: f"search-{arm}-x{rate:g}" for rate in RATES}
-        if not all(name in results for name in names.values()):
-            return None
-        return min(names, key=lambda rate: fmean(results[names[rate]]["select"].values()))
 
     def runs(self, results: Results) -> list[Run]:
         """Every run whose settings are known."""
@@ -199,7 +219,23 @@ def open_study(options: argparse.Namespace) -> Study:
     data = options.data or own_text(out, recipe)
     mixture, tokenizer, data_hash = prepare_data(out, [str(data)], None, recipe.model.vocab_size)
     info = RunInfo(stage="pretrain", recipe=recipe, data=mixture, data_hash=data_hash, tokenizer=tokenizer)
-    return Study(out, info, recipe, tuple(options.seeds), options.mutant)
+    return Study(tuple(options.seeds), options.mutant, out, info, recipe)
+
+
+def write_record(path: Path, study: Study, results: Results) -> None:
+    """Keep what `report` needs, and what identifies the runs."""
+    recipe = study.recipe.model_dump(mode="json")
+    about = {"seeds": study.seeds, "mutant": study.mutant, "data_hash": study.info.data_hash, "recipe": recipe}
+    write_json(path, {**about, "commit": git_commit(), "machine": device_name(join("auto").device), "runs": results})
+
+
+def read_record(path: Path) -> tuple[Arms, Results]:
+    """Arms and results that `write_record` wrote to ``path``."""
+    try:
+        record = read_json(path)
+        return Arms(tuple(record["seeds"]), record["mutant"]), record["runs"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"{path}: no record of this study ({error}); --record writes one") from error
 
 
 def own_text(out: Path, recipe: Recipe) -> Path:
@@ -293,7 +329,7 @@ def heal_size(
     return {"report": {"full": loss}, "flops": done.meter.receipt().flops}
 
 
-def show_search(study: Study, results: Results) -> None:
+def show_search(study: Arms, results: Results) -> None:
     shown = table(
         f"search on seed {study.seeds[0]}: selection loss by multiple of the recipe's rate; *: chosen",
         "arm",
@@ -310,7 +346,7 @@ def show_search(study: Study, results: Results) -> None:
     wide_console().print(shown)
 
 
-def report(study: Study, results: Results) -> list[str]:
+def report(study: Arms, results: Results) -> list[str]:
     """Print the comparison over the reported seeds that are complete; return the aims that are missed."""
     arms = [*TRAINED, "ordinary+", *(f"heal-{parent}-{size}" for parent in ("elastic", "ordinary") for size in SIZES)]
     by_seed = {seed: {arm: results.get(study.name(arm, seed)) for arm in arms} for seed in study.reported}

@@ -1,0 +1,51 @@
+"""A record of the study of elastic pre-training prints the same verdicts as the folder that it was written from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import study
+
+
+def results(gap: float) -> dict[str, dict[str, Any]]:
+    """Results of two seeds, in which the elastic full network is ``gap`` nats above the ordinary one."""
+    sizes = {"full": 2.0, "large": 2.1, "half": 2.2, "corner": 2.4}
+    flops = {"full": 4.0, "large": 3.0, "half": 2.0, "corner": 1.0}
+    randoms = {f"random-{number}": 2.3 for number in range(study.NUM_RANDOM)}
+    found: dict[str, dict[str, Any]] = {}
+    for arm in study.TRAINED:
+        for rate in study.RATES:
+            found[f"search-{arm}-x{rate:g}"] = {"select": {"full": 3.0 + rate}, "report": {"full": 3.0}}
+
+    def trained(report: dict[str, float], executed: float, per_token: dict[str, float]) -> dict[str, Any]:
+        return {"report": report, "flops": executed, "token_flops": per_token, "parameters": 2e6, "tokens": 1e6}
+
+    per_token = flops | dict.fromkeys(randoms, 1.5)
+    for arm, more in {"elastic": gap, "ernie": 0.1, "ordinary": 0.0, "ordinary+": 0.0}.items():
+        losses = {name: loss + more for name, loss in (sizes | randoms).items()}
+        found[f"{arm}-1"] = trained(losses, 110.0 if arm == "elastic" else 100.0, per_token)
+    for size in study.SIZES:
+        found[f"scratch-{size}-1"] = trained({"full": sizes[size]}, 25 * flops[size], {"full": flops[size]})
+        for parent in ("elastic", "ordinary"):
+            found[f"heal-{parent}-{size}-1"] = {"report": {"full": sizes[size] - 0.01}, "flops": 1.0}
+    return found
+
+
+@pytest.mark.parametrize(("gap", "missed"), [(0.01, 0), (0.025, 1)])
+def test_a_record_has_the_verdicts_of_the_aims(gap: float, missed: int, tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    record.write_text(json.dumps({"seeds": [0, 1], "mutant": None, "runs": results(gap)}))
+    arms, runs = study.read_record(record)
+    assert arms.rate("elastic", runs) == 0.5 and arms.reported == (1,)
+    failures = study.report(arms, runs)
+    assert len(failures) == missed, failures
+
+
+def test_a_file_that_is_no_record_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(SystemExit, match="no record of this study"):
+        study.read_record(tmp_path / "other.json")
