@@ -216,9 +216,11 @@ def training_memory(
 
     vocabulary = config.vocab_size * config.hidden_size
     num_chunk = chunk_tokens(config.vocab_size, on_gpu)
-    chunk: float = min(num_chunk, num_tokens) * config.vocab_size * (12 if is_mixed else 8) * (2 if taught else 1)
-    if num_tokens <= num_chunk:
-        chunk /= 2
+    logits = float(min(num_chunk, num_tokens) * config.vocab_size)
+    if on_gpu or is_mixed:  # the last chunk's are freed after the next one's product
+        chunk = logits * (12 if is_mixed else 8) * (2 if taught else 1) / (2 if num_tokens <= num_chunk else 1)
+    else:  # all chunks' are in one place (`stretto.ops.logprob.Room`); with a teacher: its logits, and the differences
+        chunk = logits * WIDE * (3 if taught else 1)
     head = vocabulary * WIDE + chunk + (vocabulary * each if is_mixed else 0)
 
     outer = parts.outer * WIDE if ranks > 1 else 0.0
