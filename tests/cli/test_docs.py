@@ -1,6 +1,7 @@
 """The commands of the pages in docs/ that promise to run, as they stand there: fenced bash blocks, in order, one shell.
 
-A page is scaled down by the environment that its commands read (``--steps ${STEPS:-300}``) and by nothing else.
+A page is scaled down by the environment that its commands read (``--steps ${STEPS:-300}``) and by nothing else. What stands there is
+split into words by the shell, so it may add options.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import pytest
 from tests.api.conftest import RECIPE, Run
 
 ROOT = Path(__file__).resolve().parents[2]
+FEW_ROWS = "--set train.rows=4 --set train.eval_rows=8"
+"""After a number of steps. The search evaluates some 60 sizes, so held-out rows took most of its time."""
 
 
 def commands(page: str, section: str = "") -> str:
@@ -93,7 +96,7 @@ def test_several_processes(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # a dozen commands: more than half of the usual limit on a quiet machine
 def test_own_text(tmp_path: Path) -> None:
-    printed = execute("tutorials/own_text.md", tmp_path, STEPS=4, HEAL_STEPS=2)
+    printed = execute("tutorials/own_text.md", tmp_path, STEPS=f"4 {FEW_ROWS}", HEAL_STEPS=f"2 {FEW_ROWS}")
     assert "my_text: " in printed and "held-out" not in printed.splitlines()[0]
     assert (tmp_path / "runs/mine/report/report.html").is_file()
     assert (tmp_path / "runs/mine/healed/model.safetensors").is_file()
@@ -101,7 +104,7 @@ def test_own_text(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_downloaded_moe(tmp_path: Path) -> None:
-    printed = execute("tutorials/downloaded_moe.md", tmp_path, STEPS=4, HEAL_STEPS=2)
+    printed = execute("tutorials/downloaded_moe.md", tmp_path, STEPS=f"4 {FEW_ROWS}", HEAL_STEPS=f"2 {FEW_ROWS}")
     assert "unknown (adopted)" in printed
     assert (tmp_path / "runs/hf/config.json").is_file()
 
