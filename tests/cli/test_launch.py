@@ -119,7 +119,7 @@ LOGGED = ("--set", "train.log_every=1", "--set", "train.dtype=float32")
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the ranks in /proc")
 def test_a_killed_and_a_hung_rank(recipe: Path, text: Path, tmp_path: Path) -> None:
-    told = (*LOGGED, "--steps", "60", "--set", "train.snapshot_every=5")
+    told = (*LOGGED, "--steps", "40", "--set", "train.snapshot_every=5", "--set", "train.eval_every=20")
     whole = Launched(tmp_path / "whole", recipe, text, *told)
     whole.end()
     assert whole.process.returncode == 0, whole.output.read_text()
@@ -128,7 +128,7 @@ def test_a_killed_and_a_hung_rank(recipe: Path, text: Path, tmp_path: Path) -> N
     broken.until(lambda: broken.steps() > 8)
     os.kill(broken.ranks()[1], signal.SIGKILL)
     broken.until(lambda: "resumes after step" in broken.output.read_text())
-    broken.until(lambda: broken.steps() > 20)
+    broken.until(lambda: broken.steps() > 14)
     os.kill(broken.ranks()[1], signal.SIGSTOP)
     printed = broken.end()
     assert broken.process.returncode == 0, printed
