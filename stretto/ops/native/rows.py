@@ -52,17 +52,17 @@ RECORDS = (_Norm, _Rotation, _Softmax)
 def _computes(x: Tensor, *others: Tensor) -> bool:
     """Whether the kernels compute these tensors, by type, device and size."""
     return (
-        type(x) is Tensor
-        and x.numel() > 0
+        not torch.compiler.is_compiling()
+        and type(x) is Tensor
         and all(each.dtype == torch.float32 and each.device.type == "cpu" for each in (x, *others))
-        and not torch.compiler.is_compiling()
+        and x.numel() > 0
         and training.library() is not None
     )
 
 
 def norms(x_ND: Tensor, weight_D: Tensor) -> bool:
     """Whether `rms_norm` computes these tensors."""
-    return weight_D.dim() == 1 and len(weight_D) == x_ND.shape[-1] and _computes(x_ND, weight_D)
+    return _computes(x_ND, weight_D) and weight_D.dim() == 1 and len(weight_D) == x_ND.shape[-1]
 
 
 def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -106,13 +106,10 @@ def _norm_record(x_ND: Tensor, weight_D: Tensor, eps: float, scale_N: Tensor) ->
 
 def rotates(x_BTHC: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> bool:
     """Whether `rotate` computes these tensors."""
-    B, T, _, C = x_BTHC.shape
-    return (
-        cos_BTR.shape == sin_BTR.shape == (B, T, cos_BTR.shape[-1])
-        and 2 * cos_BTR.shape[-1] <= C
-        and x_BTHC.stride(3) == 1
-        and _computes(x_BTHC, cos_BTR, sin_BTR)
-    )
+    if not _computes(x_BTHC, cos_BTR, sin_BTR):
+        return False
+    (B, T, _, C), pairs = x_BTHC.shape, cos_BTR.shape[-1]
+    return cos_BTR.shape == sin_BTR.shape == (B, T, pairs) and 2 * pairs <= C and x_BTHC.stride(3) == 1
 
 
 def rotate(x_BTHC: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
@@ -145,7 +142,7 @@ def _rotated(x_BTHC: Tensor, sign: float, cos_BTR: Tensor, sin_BTR: Tensor) -> T
 
 def softmaxes(logits_NV: Tensor) -> bool:
     """Whether `softmax_` computes these logits."""
-    return logits_NV.is_contiguous() and _computes(logits_NV)
+    return _computes(logits_NV) and logits_NV.is_contiguous()
 
 
 def softmax_(logits_NV: Tensor, kept_N1: Tensor) -> Tensor:

@@ -162,13 +162,10 @@ def has_matrix_unit() -> bool:
 def rounds(*tensors: Tensor) -> bool:
     """Whether products of these tensors are made by the matrix unit, with operands rounded to bf16."""
     return (
-        all(
-            type(each) in (Tensor, Parameter) and each.dtype == torch.float32 and each.device.type == "cpu"
-            for each in tensors
-        )
+        not torch.compiler.is_compiling()
         and torch.is_autocast_enabled("cpu")
         and torch.get_autocast_dtype("cpu") == torch.bfloat16
-        and not torch.compiler.is_compiling()
+        and all(type(x) in (Tensor, Parameter) and x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
         and has_matrix_unit()
     )
 
