@@ -215,20 +215,23 @@ SWITCHES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def families(bench: Bench) -> Bench:
+    """The runs of all families, in two processes: starting these takes longer than a run."""
+    cases = []
+    for name, switches in SWITCHES.items():
+        changes: dict[str, Any] = {"switches": switches, "steps": 6}
+        cases.append(bench.case(f"{name}-one", **changes) | {"alone": True})
+        cases += [bench.case(f"{name}-two", **changes), bench.case(f"{name}-split", **changes, ep=2)]
+    bench.train(2, cases)
+    return bench
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SWITCHES)
-def test_what_other_families_have_is_spread_like_the_rest(bench: Bench, name: str) -> None:
-    changes: dict[str, Any] = {"switches": SWITCHES[name], "steps": 6}
-    bench.train(
-        2,
-        [
-            bench.case(f"{name}-one", **changes) | {"alone": True},
-            bench.case(f"{name}-two", **changes),
-            bench.case(f"{name}-split", **changes, ep=2),
-        ],
-    )
-    bench.check_equal(f"{name}-one", f"{name}-two")
-    bench.check_equal(f"{name}-one", f"{name}-split")
+def test_what_other_families_have_is_spread_like_the_rest(families: Bench, name: str) -> None:
+    families.check_equal(f"{name}-one", f"{name}-two")
+    families.check_equal(f"{name}-one", f"{name}-split")
 
 
 @pytest.mark.slow
