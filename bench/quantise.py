@@ -14,7 +14,8 @@ the compiled kernels, which also quantise tokens to 8 bits. The aims hold for bo
 With ``--suite``: scores of the weights at every preset, and paired differences to bf16, by `stretto.compare`.
 With ``--speed``: processor time of a decoding step of the full network, with weights rounded to nearest, in turns; medians of the rounds.
 `bench.decode_speed --integers` compares the speed with llama.cpp's.
-With ``--memory``: peak memory of a process that opens the checkpoint and answers a prompt of 512 tokens, without that of an empty process.
+With ``--memory``: peak memory of a process that opens the checkpoint and answers a prompt of 512 tokens, without that of an empty process,
+beside the bytes of weights that `stretto serve --subnet auto` plans with; of a RUN with integer weights alone.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from torch import Tensor
 from bench.common.measure import bench_parser, finish, random_prompts, table, wide_console
 from stretto.api.evaluate import compare
 from stretto.api.search import QuantiseOptions, extract_command, quantise_command
+from stretto.api.serve import fitting_subnet
 from stretto.api.train import held_out
 from stretto.base.paths import checkpoint_folder
 from stretto.engine.engine import Engine
 from stretto.engine.loading import open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.evals.loss import EvalBatch
-from stretto.model.checkpoint import read_checkpoint, read_integers, read_presets
+from stretto.model.checkpoint import read_checkpoint, read_integers, read_presets, stores_integers
 from stretto.model.elastic import extract, slice_integers
 from stretto.model.parallel import join
 from stretto.model.spec import Subnet, named_subnets
@@ -242,16 +244,19 @@ def answer(folder: Path) -> None:
 
 def memory(run: Path, dtypes: Sequence[str]) -> None:
     """Print peak memory beside the size of the weight files."""
-    rows = table("Peak memory of an engine", "weights", "files", "peak")
+    rows = table("Peak memory of an engine", "weights", "files", "peak", "peak / files", "planned weights")
     with tempfile.TemporaryDirectory() as folder:
         models = {"as they are": checkpoint_folder(run)}
-        for dtype in dtypes:
+        for dtype in [] if stores_integers(models["as they are"]) else dtypes:
             models[dtype] = Path(folder) / dtype
             quantise_command(run, models[dtype], QuantiseOptions.model_validate({"dtype": dtype}))
         for name, model in models.items():
+            planned = fitting_subnet(model, None, None, torch.device("cpu"), torch.float32, EngineConfig()).weight_bytes
             command = [sys.executable, "-c", PEAK, str(model)]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
-            rows.add_row(name, size_of(model), f"{float(done.stdout.split()[-1]):.0f} MB")
+            peak = float(done.stdout.split()[-1])
+            ratio = f"{peak / float(size_of(model).split()[0]):.2f}x"
+            rows.add_row(name, size_of(model), f"{peak:.0f} MB", ratio, f"{planned / 1e6:.0f} MB")
     wide_console().print(rows)
 
 

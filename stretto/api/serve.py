@@ -32,13 +32,13 @@ from stretto.base.records import history
 from stretto.base.track import progress
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine, stream
-from stretto.engine.loading import OpenedEngine, least_bytes, open_engine
+from stretto.engine.loading import OpenedEngine, held_bytes, held_integers, least_bytes, open_engine, read_part
 from stretto.engine.request import EngineConfig, Sampling
 from stretto.flow.rollout import EngineRole, open_recording_engine
 from stretto.flow.rollout_server import create_rollout_app
 from stretto.harness.suites import serving
 from stretto.model.checkpoint import read_checkpoint, read_config, read_presets
-from stretto.model.elastic import extract
+from stretto.model.elastic import slice_integers
 from stretto.model.parallel import join
 from stretto.model.spec import (
     ModelConfig,
@@ -52,6 +52,7 @@ from stretto.model.spec import (
     parse_subnet,
 )
 from stretto.ops.memory import free_bytes
+from stretto.ops.native import load
 from stretto.ops.tuning import ROUGH_WIDTH, fastest_threads, multiplies_bf16, thread_counts
 from stretto.pictures.door import open_door
 from stretto.pictures.enhance import Wording, default_wording, is_enhancer
@@ -406,28 +407,32 @@ def fitting_subnet(
     """The best Subnet of ``source`` whose weights and one sequence of full length fit in memory, and that decodes fast enough.
 
     The best one has the lowest held-out loss if the run was searched, else the most active parameters. Speed is measured at batch
-    size 1 on the extracted Subnet. Raises `UserError` that names the nearest limit that can be met.
+    size 1 on the extracted Subnet. Weights that the engine holds as integers count as integers. Raises `UserError` that names the
+    nearest limit that can be met.
     """
-    checkpoint = read_checkpoint(checkpoint_folder(source), device=device, dtype=dtype)
-    model, network = checkpoint.model.requires_grad_(False), checkpoint.config
+    folder = checkpoint_folder(source)
+    network = read_config(folder)
+    held = held_integers(folder, network, config, device, dtype, load() if device.type == "cpu" else None)
     available = free_bytes(device) if memory_bytes is None else memory_bytes
-    ranked = _candidates(source, network, checkpoint.presets)
-    sizes = [least_bytes(extracted_config(network, subnet), config, dtype) for _, subnet, _ in ranked]
-    fitting = [
-        Fit(subnet, name, count(network, subnet).total_params * dtype.itemsize, None, nll)
-        for (name, subnet, nll), size in zip(ranked, sizes, strict=True)
-        if size <= available
-    ]
+    ranked = _candidates(source, network, read_presets(folder))
+    sizes, fitting = [], []
+    for name, subnet, nll in ranked:
+        part, cut = extracted_config(network, subnet), slice_integers(network, subnet, held)
+        sizes.append(least_bytes(part, config, dtype, cut))
+        if sizes[-1] <= available:
+            fitting.append(Fit(subnet, name, held_bytes(part, dtype, cut), None, nll))
     if not fitting:
         needs = f"needs {min(sizes)} bytes with one sequence; give it that much"
         raise UserError(f"--memory {available}: the smallest sub-model of {source} {needs}")
     if latency_ms is None:
         return fitting[0]
-    seconds, workload = engine_seconds(device), usual_workloads(network)[0]
+    checkpoint = read_checkpoint(folder, device=device, dtype=dtype, without=held)
+    workload = usual_workloads(network)[0]
     fastest = float("inf")
     with progress("measure sizes", len(fitting)) as advance:
         for fit in fitting:
-            step_ms = 1e3 * seconds(extract(model, fit.subnet), workload)
+            model, integers = read_part(checkpoint, fit.subnet, held)
+            step_ms = 1e3 * engine_seconds(device, integers)(model, workload)
             advance(1, f"{fit.name}: {step_ms:.2f} ms a token")
             if step_ms <= latency_ms:
                 return replace(fit, step_ms=step_ms)

@@ -49,11 +49,11 @@ def fits_kernels(name: str, weight: IntWeight) -> bool:
 
 
 def in_panels(integers: Integers) -> dict[str, Panels]:
-    """Those of ``integers`` that have kernels, in the kernels' order."""
+    """Those of ``integers`` that have kernels, in the kernels' order; none of those on the meta device, which hold no codes."""
     return {
         name: weight if isinstance(weight, Panels) else Panels.of(weight)
         for name, weight in integers.items()
-        if isinstance(weight, Panels) or fits_kernels(name, weight)
+        if isinstance(weight, Panels) or (fits_kernels(name, weight) and not weight.codes.is_meta)
     }
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,10 +20,18 @@ from stretto.engine.forward_torch import KvPool
 from stretto.engine.ranks import Team
 from stretto.engine.request import EngineConfig
 from stretto.engine.runner import why_torch
-from stretto.model.checkpoint import read_checkpoint, read_config, read_integers, read_presets
+from stretto.model.checkpoint import (
+    Checkpoint,
+    each_integer,
+    integer_forms,
+    read_checkpoint,
+    read_config,
+    read_presets,
+)
 from stretto.model.elastic import extract, slice_integers
 from stretto.model.shard import Shard
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, extracted_config
+from stretto.model.transformer import Transformer
 from stretto.ops.int_weights import IntWeight
 from stretto.ops.matmul import Arithmetic
 from stretto.ops.memory import free_bytes, trim
@@ -99,17 +108,11 @@ def open_engine(
     served = _part_of(folder, network, config.tp) if cut is None else extracted_config(network, cut)
     if library is None and device.type == "cpu" and config.tp == 1:
         library = load()
-    integers = read_integers(folder)
-    arithmetic = Arithmetic(config.precision, config.batch_invariant)
-    is_native = not why_torch(library, served, device, dtype, arithmetic, config.tp)
-    held = [name for name, weight in integers.items() if is_native and fits_kernels(name, weight)]
-    if cut is not None:
-        integers = slice_integers(network, cut, integers)
-    share = _integer_share(served, integers, dtype) if held else 1.0
+    held = held_integers(folder, network, config, device, dtype, library)
+    share = _integer_share(served, held if cut is None else slice_integers(network, cut, held), dtype)
     check_memory(folder, served, presets if cut is None else {}, config, dtype, available, routes, share)
     if memory_bytes is not None and config.cache_bytes is None:
         config = config.replace(cache_bytes=memory_bytes - _weight_bytes(served, served.full(), dtype, share))
-    panels: dict[str, Panels] = {}
     with ExitStack() as stack:  # ends the other ranks after an error
         team = None
         if config.tp > 1:
@@ -119,11 +122,9 @@ def open_engine(
         # weights by which the kernels multiply as integers are not read as values
         checkpoint = read_checkpoint(folder, device=device, dtype=dtype, shard=shard, without=held)
         ranks = None if team is None else team.join()
-        model = checkpoint.model.requires_grad_(False)
+        model, integers = read_part(checkpoint, cut, held)
         if cut is not None:
-            model, presets = extract(model, cut).requires_grad_(False), {}
-        for name in [name for name, weight in integers.items() if held and fits_kernels(name, weight)]:
-            panels[name] = Panels.of(integers.pop(name))  # one weight at a time is in memory twice
+            presets = {}
         trim()
         end_ids = generation_ends(folder, model.config.vocab_size)
         engine = Engine(
@@ -132,12 +133,42 @@ def open_engine(
             routes=routes,
             library=library,
             ranks=ranks,
-            integers={**integers, **panels},
+            integers=integers,
         )
         stack.pop_all()
     name = folder.parent.name if (folder.parent / RUN_FILE).is_file() else folder.resolve().name
     subnets = {"full": model.config.full(), **{name: choice.of(model.config) for name, choice in presets.items()}}
     return OpenedEngine(engine, subnets, checkpoint.lineage, folder, name)
+
+
+def held_integers(
+    folder: Path,
+    network: ModelConfig,
+    config: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    library: Library | None,
+) -> dict[str, IntWeight]:
+    """Weights of the checkpoint ``folder`` that an engine holds as integers only, on the meta device. The others it holds as values in
+    ``dtype``."""
+    arithmetic = Arithmetic(config.precision, config.batch_invariant)
+    if why_torch(library, network, device, dtype, arithmetic, config.tp):
+        return {}
+    return {name: weight for name, weight in integer_forms(folder).items() if fits_kernels(name, weight)}
+
+
+def read_part(
+    checkpoint: Checkpoint, cut: Subnet | None, held: Collection[str]
+) -> tuple[Transformer, dict[str, IntWeight | Panels]]:
+    """The network of ``checkpoint`` (None) or its Subnet ``cut``, with its integer weights: those of ``held`` in the kernels' order, which
+    ``checkpoint`` was read without. On a CPU no kernel reads the others, which are on the meta device."""
+    model = checkpoint.model if cut is None else extract(checkpoint.model, cut)
+    integers: dict[str, IntWeight | Panels] = {}
+    names = held if model.embedding.weight.device.type == "cpu" else None
+    for name, weight in each_integer(checkpoint.folder, names):  # one at a time is in memory twice
+        part = {name: weight} if cut is None else slice_integers(checkpoint.config, cut, {name: weight})
+        integers |= {key: Panels.of(piece) if name in held else piece for key, piece in part.items()}
+    return model.requires_grad_(False), integers
 
 
 def _check_ranks(folder: Path, tp: int, device: torch.device, cut: Subnet | None) -> None:
@@ -213,9 +244,21 @@ def check_memory(
     )
 
 
-def least_bytes(network: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
-    """Smallest memory for which `check_memory` raises no error: weights, and the cache that ``config`` needs."""
-    return _weight_bytes(network, network.full(), dtype) + _cache_bytes(network, config, dtype, routes=True)
+def least_bytes(
+    network: ModelConfig,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    held: Mapping[str, IntWeight] = MappingProxyType({}),
+) -> int:
+    """Smallest memory for which `check_memory` raises no error: weights, of which ``held`` are integers, and the cache that ``config``
+    needs."""
+    share = _integer_share(network, held, dtype)
+    return _weight_bytes(network, network.full(), dtype, share) + _cache_bytes(network, config, dtype, routes=True)
+
+
+def held_bytes(network: ModelConfig, dtype: torch.dtype, held: Mapping[str, IntWeight]) -> int:
+    """Bytes of the weights of ``network`` in an engine, of which ``held`` are integers."""
+    return round(count(network, network.full()).total_params * dtype.itemsize * _integer_share(network, held, dtype))
 
 
 def _cache_bytes(network: ModelConfig, config: EngineConfig, dtype: torch.dtype, routes: bool) -> int:
@@ -237,13 +280,12 @@ def _weight_bytes(network: ModelConfig, subnet: Subnet, dtype: torch.dtype, shar
     return int(count(network, subnet).total_params * dtype.itemsize * share * (1 + HEADROOM))
 
 
-def _integer_share(network: ModelConfig, integers: Mapping[str, IntWeight], dtype: torch.dtype) -> float:
-    """Bytes of the weights of ``network`` if the kernels hold ``integers``, as a share of the bytes in ``dtype``."""
+def _integer_share(network: ModelConfig, held: Mapping[str, IntWeight], dtype: torch.dtype) -> float:
+    """Bytes of the weights of ``network`` if the kernels hold the integers ``held``, as a share of the bytes in ``dtype``."""
     saved = 0.0
-    for name, weight in integers.items():
-        if fits_kernels(name, weight):
-            stored = (weight.scales, *([] if weight.zeros is None else [weight.zeros]))
-            saved += weight.codes.numel() * (dtype.itemsize - weight.bits / 8) - sum(each.nbytes for each in stored)
+    for weight in held.values():
+        stored = (weight.scales, *([] if weight.zeros is None else [weight.zeros]))
+        saved += weight.codes.numel() * (dtype.itemsize - weight.bits / 8) - sum(each.nbytes for each in stored)
     return 1 - saved / (count(network, network.full()).total_params * dtype.itemsize)
 
 

@@ -250,20 +250,33 @@ def read_integers(folder: Path | str) -> dict[str, IntWeight]:
     keys and values) only if all are integers of one form. Empty for a checkpoint without integer weights. Raises `UserError` as
     `read_checkpoint` does.
     """
+    return dict(each_integer(folder))
+
+
+def integer_forms(folder: Path | str) -> dict[str, IntWeight]:
+    """As `read_integers`, on the meta device: bits, shapes and groups, from the headers of the files."""
+    return dict(each_integer(folder, ()))
+
+
+def each_integer(folder: Path | str, names: Collection[str] | None = None) -> Iterator[tuple[str, IntWeight]]:
+    """The items of `read_integers`, read one weight after another, so that a caller that repacks each of them holds one of them twice at
+    most. Weights that are not in ``names`` (None: all) are not read and are on the meta device."""
     folder = Path(folder)
     if not stores_integers(folder):
-        return {}
+        return
     description = describe(folder)
     shapes = {name: tuple(tensor.shape) for name, tensor in skeleton(description.config).state_dict().items()}
-    pieces: dict[str, list[tuple[Stored, IntWeight | None]]] = {}
+    places: dict[str, list[Stored]] = {}
     with open_tensors(folder) as files:
         assert isinstance(files, Dequantised), folder
         for stored in readable(description.config, description.family, files, folder):
             if stored.ours is not None and _is_packable(stored):
-                pieces.setdefault(stored.ours, []).append((stored, files.int_weight(stored.name, stored.shape)))
-    # the tensors on disk of one weight are freed before those of the next are joined
-    joined = {name: _joined(pieces.pop(name), shapes[name], name) for name in list(pieces)}
-    return {name: weight for name, weight in joined.items() if weight is not None}
+                places.setdefault(stored.ours, []).append(stored)
+        for name, parts in places.items():
+            read = files.int_weight if names is None or name in names else files.int_form
+            weight = _joined([(stored, read(stored.name, stored.shape)) for stored in parts], shapes[name], name)
+            if weight is not None:
+                yield name, weight
 
 
 def _joined(parts: Sequence[tuple[Stored, IntWeight | None]], shape: tuple[int, ...], name: str) -> IntWeight | None:
@@ -275,7 +288,7 @@ def _joined(parts: Sequence[tuple[Stored, IntWeight | None]], shape: tuple[int, 
 
     def join(tensors: Sequence[Tensor]) -> Tensor:
         whole = tensors[0].new_zeros(*shape[:-1], tensors[0].shape[-1])
-        for (stored, _), tensor in zip(parts, tensors, strict=True):
+        for (stored, _), tensor in () if whole.is_meta else zip(parts, tensors, strict=True):
             from_stored(replace(stored, shape=tuple(tensor.shape)), tensor, {name: whole})
         return whole
 

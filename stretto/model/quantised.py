@@ -116,7 +116,7 @@ class Dequantised:
     def int_weight(self, name: str, shape: tuple[int, ...]) -> IntWeight | None:
         """The integer weight ``name`` of ``shape`` [F, D] as it is stored; None: it is stored in another form. Raises `UserError` as
         `check` does."""
-        if not self._how.is_packed or name not in self._packed:
+        if not self.has_integers(name):
             return None
         self.check(name, shape)
         codes_FP = self._inner.raw(name + CODES)
@@ -125,6 +125,22 @@ class Dequantised:
         if (stored := name + ZEROS) in self._inner.names:
             zeros_FJ = unpack(self._inner.raw(stored).mT, bits).mT[: shape[0]].contiguous()
         return IntWeight(unpack(codes_FP, bits), self._inner.raw(name + SCALES), zeros_FJ, bits)
+
+    def has_integers(self, name: str) -> bool:
+        """Whether the weight ``name`` is stored as integers."""
+        return self._how.is_packed and name in self._packed
+
+    def int_form(self, name: str, shape: tuple[int, ...]) -> IntWeight | None:
+        """As `int_weight`, on the meta device: nothing but headers is read."""
+        if not self.has_integers(name):
+            return None
+        self.check(name, shape)
+        bits = 32 * self._inner.stored_as(name + CODES)[1][-1] // shape[-1]
+        dtype, grouped = self._inner.stored_as(name + SCALES)
+        has_zeros = name + ZEROS in self._inner.names
+        zeros_FJ = torch.empty(grouped, dtype=torch.int8, device="meta") if has_zeros else None
+        codes_FD = torch.empty(shape, dtype=torch.int8, device="meta")
+        return IntWeight(codes_FD, torch.empty(grouped, dtype=dtype, device="meta"), zeros_FJ, bits)
 
     def _check_int(self, name: str, shape: tuple[int, ...]) -> None:
         """The number of bits follows from the shape of the codes, the size of a group from that of the scales."""

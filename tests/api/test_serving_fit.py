@@ -15,9 +15,13 @@ from stretto.base.errors import UserError
 from stretto.base.records import Receipt, read_lineage
 from stretto.engine.loading import least_bytes, open_engine
 from stretto.engine.request import EngineConfig
-from stretto.model.spec import Subnet, count, extracted_config
-from stretto.ops.native import Library
+from stretto.model.checkpoint import write_checkpoint
+from stretto.model.elastic import slice_integers
+from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, extracted_config
+from stretto.ops.int_weights import IntScheme
+from stretto.ops.native import Library, Panels
 from stretto.ops.tuning import threads_kept
+from stretto.post.quantise import PARTS, round_to_nearest, schemes_of
 from stretto.subnets.search import (
     Candidate,
     Correlations,
@@ -28,6 +32,7 @@ from stretto.subnets.search import (
     Sensitivities,
 )
 from tests.api.conftest import PRESETS, SERVED
+from tests.engine.engines import network as random_network
 
 SMALL = PRESETS["corner"].of(SERVED)
 CPU = torch.device("cpu")
@@ -80,6 +85,43 @@ def test_what_is_chosen_can_be_opened(served_run: Path) -> None:
     assert opened.engine.max_len == SERVED.max_positions and opened.engine.model.config.num_layers == 2
     with pytest.raises(UserError, match=rf"^--memory {needed - 1}: .* needs {needed} bytes"):
         fit(served_run, needed - 1)
+
+
+@pytest.mark.parametrize(("dtype", "zeros"), [("int8", False), ("int4", True)])
+def test_integer_weights_count_as_integers(tmp_path: Path, dtype: str, zeros: bool) -> None:
+    """Both in the plan and in the engine, which holds as many bytes as were planned, and not one of fp32 more."""
+    network = ModelConfig(
+        vocab_size=320, hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, num_experts=8, top_k=2,
+        expert_intermediate_size=32, max_positions=64, widths=(8, 4, 2),
+    )  # fmt: skip
+    model = random_network(3, network)
+    schemes = schemes_of(network, "glm4_moe", dict.fromkeys(PARTS, IntScheme(int(dtype[3:]), zeros=zeros)))
+    integers = round_to_nearest(model.state_dict(), schemes)
+    run = tmp_path / "c"
+    write_checkpoint(run, model, network, integers=integers, presets=PRESETS)
+    for name in ("full", "corner"):
+        subnet = {"full": SubnetChoice(), **PRESETS}[name].of(network)
+        needed = least_bytes(
+            extracted_config(network, subnet), EngineConfig(), torch.float32, slice_integers(network, subnet, integers)
+        )
+        found = fit(run, needed)
+        assert found.name == name and needed < least_bytes(
+            extracted_config(network, subnet), EngineConfig(), torch.float32
+        )
+        opened = open_engine(run, memory_bytes=needed, cut=found.subnet, with_tokenizer=False)
+        assert opened.engine.integers, "no compiled kernels"
+        values = [each.nbytes for each in opened.engine.model.parameters() if not each.is_meta]
+        panels = [
+            each.nbytes
+            for panel in opened.engine.integers.values()
+            if isinstance(panel, Panels)
+            for each in (panel.codes_QJB, panel.scales_QJ16, panel.zeros_QJ16)
+            if each is not None
+        ]
+        assert found.weight_bytes == sum(values) + sum(panels)
+        if name == "full":
+            assert fit(run, needed - 1).name == "half"
+    assert fit(run, latency_ms=60_000.0).step_ms
 
 
 SEARCHED = 10**9

@@ -6,6 +6,7 @@ Shape letters: N tokens, D inputs, F outputs, K experts per token.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +22,12 @@ from stretto.engine.engine import Engine
 from stretto.engine.loading import open_engine
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling
 from stretto.engine.runner import MAX_NATIVE_TOKENS
-from stretto.model.checkpoint import read_checkpoint, write_checkpoint
+from stretto.model.checkpoint import TensorFiles, integer_forms, read_checkpoint, read_integers, write_checkpoint
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice
 from stretto.model.transformer import Context, Transformer
 from stretto.ops.grouped import Experts, swiglu
 from stretto.ops.int_weights import IntScheme, IntWeight
-from stretto.ops.native import Library
+from stretto.ops.native import Library, Panels
 from stretto.ops.operators import Operators, Routes, Weight
 from stretto.post.quantise import round_to_nearest, schemes_of
 from tests.engine.engines import network
@@ -163,6 +164,45 @@ def test_a_quantised_folder_is_opened_with_its_integers(library: Library, tmp_pa
         tmp_path / "c", settings, with_tokenizer=False, library=Library(None, "left out by this test")
     )
     assert torch_only.engine.stats().kernels["weights"] == "int4 and int8, dequantised"
+
+
+def test_no_more_than_one_weight_is_read_before_it_is_repacked(
+    library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, integers = rounded(PLANS["int4, head int8"])
+    write_checkpoint(tmp_path / "c", model, CONFIG, integers=integers)
+    read: list[weakref.ref[Tensor]] = []
+    repack = Panels.of
+
+    def watched(weight: IntWeight) -> Panels:
+        assert not [each for each in read if each() is not None], "codes of an earlier weight are still in memory"
+        read.append(weakref.ref(weight.codes))
+        return repack(weight)
+
+    monkeypatch.setattr(Panels, "of", staticmethod(watched))
+    settings = EngineConfig(num_pages=8, page_size=4)
+    for cut in (None, CORNER.of(CONFIG)):
+        opened = open_engine(tmp_path / "c", settings, with_tokenizer=False, library=library, cut=cut)
+        assert len(read) == len(opened.engine.integers) > 10
+        read.clear()
+
+
+def test_forms_of_integers_are_read_from_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, integers = rounded(PLANS["experts int4 with zeros"])
+    write_checkpoint(tmp_path / "c", model, CONFIG, integers=integers)
+    whole = read_integers(tmp_path / "c")
+    monkeypatch.setattr(TensorFiles, "raw", None)
+    forms = integer_forms(tmp_path / "c")
+    assert forms.keys() == whole.keys() == integers.keys()
+    for name, form in forms.items():
+        meant = whole[name]
+        assert form.codes.is_meta and (form.bits, form.group) == (meant.bits, meant.group)
+        assert (form.codes.shape, form.scales.shape, form.scales.dtype) == (
+            meant.codes.shape,
+            meant.scales.shape,
+            meant.scales.dtype,
+        )
+        assert form.zeros is not None and meant.zeros is not None and form.zeros.shape == meant.zeros.shape
 
 
 def test_integers_compute_long_prompts_too(library: Library) -> None:
