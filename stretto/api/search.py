@@ -197,13 +197,18 @@ def quantise_command(
     require_new(out, force)
     if stores_integers(folder):
         raise UserError(f"{folder}: its weights are integers already; quantise the checkpoint that it was made from")
-    ranks = join(device)
-    checkpoint = load_checkpoint(source, ranks)
-    network, plan = checkpoint.model, options.plan()
+    plan = options.plan()
     if not plan:
         raise UserError(
             "stretto quantise: no part is left to quantise; leave one of --experts, --attention and --head out"
         )
+    if options.zeros and not any(scheme.zeros for scheme in plan.values()):
+        raise UserError(
+            "stretto quantise: --zeros is for groups of 4 bits, and no part has 4; leave it out, or use --dtype int4"
+        )
+    ranks = join(device)
+    checkpoint = load_checkpoint(source, ranks)
+    network = checkpoint.model
     if "head" in plan and network.head is None:
         say("head: tied to the embedding, which is not quantised; it becomes a matrix of its own")
         untie(network)

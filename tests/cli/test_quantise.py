@@ -98,6 +98,7 @@ def test_refusals(stretto: Run, served_run: Path, recipe: Path, text: Path, tmp_
     quantise("--experts", "fp8", ("experts", "fp8"))
     nothing = ("--experts", "none", "--attention", "none", "--head", "none")
     quantise(*nothing, ("no part is left",))
+    quantise("--zeros", "--group", 16, ("--zeros is for groups of 4 bits", "--dtype int4"))
     quantise("--group", 16, "--method", "gptq", ("has no training text", "--data"))
     quantise("--group", 16, "--method", "gptq", "--calibration-tokens", 0, ("calibration_tokens", "greater than 0"))
     quantise("--group", 16, "--method", "gptq", "--data", tmp_path / "none", ("none",))
