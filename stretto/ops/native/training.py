@@ -152,7 +152,6 @@ def _attention_record(
     return _Attention(*sizes, *masked, *heads, lse.data_ptr(), *(_Heads.of(x) for x in grads))
 
 
-@cache
 def has_matrix_unit() -> bool:
     """Whether the kernels multiply with the matrix unit of this processor."""
     handle = library()
