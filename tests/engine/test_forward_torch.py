@@ -125,9 +125,13 @@ def run(engine: Runner, made: list[Sequence], rng: random.Random, chunk: int = 1
             member.logits.append(rows)
 
 
+ROUNDINGS = 64
+"""Ours and the model's add some ten sums a layer in another order and with other kernels, and the errors of four layers add up: 32 of
+each. Against fp64 both were up to 49 away, most of it in common."""
+
+
 def distance(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference in roundings of the largest logit. Ours and the model's add some ten sums a layer in another
-    order, and the errors of four layers add up: 32 of them pass."""
+    """Largest difference in roundings of the largest logit; `ROUNDINGS` of them pass."""
     scale = torch.finfo(torch.float32).eps * float(expected.abs().max())
     return float((actual - expected).abs().max()) / scale
 
@@ -166,7 +170,7 @@ def test_any_step_gives_the_models_logits_and_routes(name: str, seed: int) -> No
     run(engine, made, rng)
     for sequence in made:
         expected = model_logits(model, sequence.tokens, sequence.subnet)
-        assert distance(torch.cat(sequence.logits), expected) <= 32, sequence.subnet.label()
+        assert distance(torch.cat(sequence.logits), expected) <= ROUNDINGS, sequence.subnet.label()
         routes = engine.read_routes(sequence.pages, 0, len(sequence.tokens))
         if model.config.num_moe_layers:
             np.testing.assert_array_equal(routes, model_routes(model, sequence.tokens, sequence.subnet))
@@ -204,7 +208,7 @@ def test_chunks_of_one_size_give_the_models_logits(name: str, size: int) -> None
     while sequence.done < len(sequence.tokens):
         parts.append(engine.forward([sequence.chunk(size)], False))
     expected = model_logits(model, sequence.tokens, sequence.subnet)
-    assert distance(torch.cat(parts), expected) <= 32
+    assert distance(torch.cat(parts), expected) <= ROUNDINGS
 
 
 def test_many_chunks_of_very_different_lengths_decode_together() -> None:
@@ -220,7 +224,7 @@ def test_many_chunks_of_very_different_lengths_decode_together() -> None:
             engine.forward([sequence.chunk(len(sequence.tokens) - 1)], False)
     logits_MV = engine.forward([sequence.chunk(1) for sequence in made], False)
     for sequence, row in zip(made, logits_MV, strict=True):
-        assert distance(row, model_logits(model, sequence.tokens, sequence.subnet)[-1]) <= 32
+        assert distance(row, model_logits(model, sequence.tokens, sequence.subnet)[-1]) <= ROUNDINGS
 
 
 @pytest.mark.parametrize("name", ["sigmoid, branches", "softmax with bias"])
@@ -235,7 +239,7 @@ def test_compiled_and_torch_steps_share_a_cache(name: str) -> None:
     run(engine, made, rng)
     for sequence in made:
         expected = model_logits(model, sequence.tokens, sequence.subnet)
-        assert distance(torch.cat(sequence.logits), expected) <= 32
+        assert distance(torch.cat(sequence.logits), expected) <= ROUNDINGS
         routes = engine.read_routes(sequence.pages, 0, len(sequence.tokens))
         np.testing.assert_array_equal(routes, model_routes(model, sequence.tokens, sequence.subnet))
 
@@ -256,9 +260,9 @@ def test_phases_read_the_cache_of_larger_ones() -> None:
         parts.append(engine.forward([chunk], False))
     with torch.inference_mode():
         expected = logits_naive(model, tokens, by_position)
-    assert distance(torch.cat(parts), expected) <= 32
+    assert distance(torch.cat(parts), expected) <= ROUNDINGS
     full = model_logits(model, tokens, config.full())
-    assert distance(full[:5], expected[:5]) <= 32
+    assert distance(full[:5], expected[:5]) <= ROUNDINGS
     assert distance(full[5:], expected[5:]) > 1e4
 
 
