@@ -157,8 +157,6 @@ class _RayRole(Role):
     node_id: str = ""
     is_away: bool = False
     """Whether an incarnation that works did not answer the last time."""
-    was_killed: bool = False
-    """Whether the runtime has killed the current incarnation. Ray then reports the call in flight as if the actor had ended for good."""
 
 
 class RayRuntime(Runtime[_RayRole]):
@@ -247,7 +245,7 @@ class RayRuntime(Runtime[_RayRole]):
             raise error
 
     async def _interrupt(self, role: _RayRole) -> None:
-        role.is_away, role.was_killed = False, True
+        role.is_away = False
         ray.kill(role.handle.address, no_restart=False)
 
     async def _watch(self, role: _RayRole) -> None:
@@ -270,10 +268,12 @@ class RayRuntime(Runtime[_RayRole]):
                 if role.state is RoleState.ALIVE:
                     role.state, role.why, role.is_away = RoleState.RESTARTING, _reason(error), True
             except RayActorError as error:
-                if not (role.was_killed and role.again.most):
+                # Ray reports calls in flight so, also of an actor that it starts again: one that the runtime killed, or whose node ended
+                if await asyncio.to_thread(_is_dead, role.handle):
                     self._bury(role, _reason(error))
                     return
-                role.was_killed = False
+                if role.state is RoleState.ALIVE:
+                    role.state, role.why = RoleState.RESTARTING, _reason(error)
             except RoleDied as error:  # in its constructor: the next incarnation follows
                 role.why = error.why
             except (UserError, RuntimeFailure) as error:
@@ -314,6 +314,11 @@ class RayRuntime(Runtime[_RayRole]):
                 with suppress(ActorUnavailableError, TimeoutError):
                     await asyncio.wait_for(asyncio.wrap_future(actor.look.remote().future()), CLOSE_S)
                 await asyncio.sleep(_POLL_S)
+
+
+def _is_dead(handle: Handle) -> bool:
+    """Whether Ray will not start the actor again."""
+    return ray._private.state.actors(handle.address._actor_id.hex()).get("State") in (None, "DEAD")
 
 
 def _draining_nodes() -> frozenset[str]:

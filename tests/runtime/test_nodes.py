@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stretto.base.errors import UserError
-from stretto.runtime.runtime import Needs, Placement, RoleState
+from stretto.runtime.runtime import Handle, Needs, Placement, Restarts, RoleState
 from tests.runtime.roles import Worker
 from tests.runtime.stages import persistently, until
 
@@ -66,6 +66,26 @@ def test_a_node_with_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -
         check(monkeypatch, Needs(), NODE, GPU_NODE, version="stretto 0.0.1")
 
 
+def test_a_role_is_given_up_when_ray_says_that_its_actor_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls in flight fail in the same way when Ray starts the actor again, more than once when its drained node ends beside it."""
+    from stretto.runtime import ray as module
+
+    answers = [False, False, True]
+
+    async def look(*_: Any) -> bool:
+        raise ray.exceptions.RayActorError
+
+    monkeypatch.setattr(module, "_BEAT_S", 0.0)
+    monkeypatch.setattr(module, "_is_dead", lambda handle: answers.pop(0))
+    monkeypatch.setattr(module.RayRuntime, "_look", look)
+    role = module._RayRole(Handle("a", "subject", None), Restarts(1), work=None, needs=Needs())
+    role.state = RoleState.ALIVE
+    runtime = module.RayRuntime(owns_cluster=False)
+    runtime._roles["a"] = role
+    asyncio.run(runtime._watch(role))
+    assert not answers and role.state is RoleState.DEAD
+
+
 @pytest.mark.slow
 def test_a_real_cluster_without_the_label_is_refused_at_once() -> None:
     from stretto.runtime.ray import RayRuntime
@@ -80,15 +100,20 @@ def test_a_real_cluster_without_the_label_is_refused_at_once() -> None:
 
 
 @pytest.mark.slow
-def test_a_role_leaves_a_node_that_is_about_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The node stays for two minutes, unless it is idle, so that its end is not why the role moves."""
+@pytest.mark.parametrize("cpus", [1, 0])
+def test_a_role_leaves_a_node_that_is_about_to_go(cpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node stays for two minutes, so that its end is not why the role moves."""
     from ray.cluster_utils import Cluster
 
     from stretto.runtime.ray import RayRuntime
 
     async def run(address: str) -> None:
         async with await RayRuntime.open(address) as runtime:
-            options: dict[str, Any] = {"placement": Placement.PROCESS, "needs": Needs(cpus=1), "restarts": 1}
+            options: dict[str, Any] = {
+                "placement": Placement.PROCESS,
+                "needs": Needs(cpus=cpus, labels={"pool": "cpu"}),
+                "restarts": 1,
+            }
             handle = await runtime.spawn(Worker, name="subject", **options)
             role = runtime._roles[handle.id]
             home, pid = role.node_id, role.pid
@@ -97,7 +122,8 @@ def test_a_role_leaves_a_node_that_is_about_to_go(monkeypatch: pytest.MonkeyPatc
             program = str(Path(sys.executable).with_name("ray"))
             await asyncio.to_thread(subprocess.run, [program, *command, *reason], check=True, capture_output=True)
             await until(lambda: role.restarts == 1 and role.state is RoleState.ALIVE)
-            assert role.node_id != home and role.pid != pid and role.why == "its node is about to go"
+            assert role.node_id != home and role.pid != pid
+            assert role.why == "its node is about to go" or not cpus
             assert (await persistently(runtime, handle, "where"))[0] == role.pid
 
     monkeypatch.setenv("RAY_worker_niceness", "0")  # Ray's own default leaves roles no time on a busy machine
@@ -105,7 +131,7 @@ def test_a_role_leaves_a_node_that_is_about_to_go(monkeypatch: pytest.MonkeyPatc
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **options})
     try:
         for _ in range(2):
-            cluster.add_node(num_cpus=1, **options)
+            cluster.add_node(num_cpus=1, labels={"pool": "cpu"}, **options)
         asyncio.run(run(cluster.address))
     finally:
         cluster.shutdown()
