@@ -1,17 +1,19 @@
-"""Kills of actors, nodes, trainer ranks and the store server in one soak: RL on a Ray cluster of four nodes with files on an S3 server.
+"""Kills of actors, nodes, trainer ranks and the store server, and drained nodes, in one soak: RL on a Ray cluster of four nodes with files on an S3 server.
 
-    python -m bench.soak [--kills 30] [--minutes M] [--steps 60] [--seed 0] [--keep DIR]
+    python -m bench.soak [--kills 30] [--minutes M] [--steps 60] [--seed 0] [--kinds drain] [--keep DIR]
 
 The cluster is that of `bench.common.nodes`: nodes of this machine that share no folder. Labels place trainer (two ranks, gloo), engines,
-and agents and verifiers on nodes 1 to 3; the driver and Ray's head are on node 0, which is not killed. Staleness is 0. The kills, all by
+and agents and verifiers on nodes 1 to 3; the driver and Ray's head are on node 0, which is not killed. Staleness is 0. The kills, all but drains by
 SIGKILL, each kind ``--kills`` times in random order:
 
 - actor: one process of a role (trainer rank, engine, agent, verifier) that the run's status names;
 - node: the raylet of node 1, 2 or 3 with all its processes. A new node with the same label and an empty disk starts at once;
 - rank: one rank of the trainer;
+- drain: Ray is told that node 1, 2 or 3 goes in `bench.common.nodes.DRAIN_S`, after another node with its label has started;
+  the node is killed at that time, or ends when its roles have left it;
 - store: the S3 server. After 2 to 6 s it starts again, with the objects that it had (`bench.common.s3` keeps them on disk).
 
-Half of the kills are alone: the run has trained a step since the last one. The others are pairs of two kinds, up to 4 s apart. When a run
+Half of the kills or more are alone: the run has trained a step since the last one. The others are pairs of two kinds, up to 4 s apart. When a run
 ends before all kills are made, another one of the same recipe follows. Each must train the samples of an unbroken run of local processes
 with the same ranks, with equal tokens, none lost or twice, and end with its bits. A restart is the time from a kill to the next step.
 
@@ -30,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.common.killing import POLL_S, RECIPE, STEPS, Killed
@@ -60,12 +62,13 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="no more kills after this time")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of each run")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="kinds of kills")
     parser.add_argument("--keep", type=Path, help="folder for the runs; default: a temporary one")
     options = parser.parse_args()
     rng, runs, failed = random.Random(options.seed), list[Killed](), list[Killed]()
     base = options.keep or Path(tempfile.mkdtemp(prefix="stretto-", dir="/var/tmp"))
     base.mkdir(parents=True, exist_ok=True)
-    moments = plan(options.kills, rng)
+    moments = plan(options.kills, options.kinds, rng)
     try:
         text = local_recipe(options.steps)
         (base / "recipe.toml").write_text(text)
@@ -74,7 +77,7 @@ def main() -> None:
         start = base / "whole" / "sft"
         with s3_process(base / "s3.db") as server, cluster(base) as machines:
             text, began_s = cluster_recipe(text, machines.address, server.url), time.monotonic()
-            with progress("kills", len(KINDS) * options.kills) as advance:
+            with progress("kills", len(options.kinds) * options.kills) as advance:
                 soak = Soak(machines, server, base, rng, advance, began_s + 60 * options.minutes)
                 while moments and time.monotonic() < soak.stop_s:
                     runs.append(soak.run(f"killed-{len(runs)}", start, text))
@@ -85,7 +88,7 @@ def main() -> None:
                         failed.append(runs.pop())
                         break
             soak.stop_s = math.inf
-            good = report(whole, runs, options.kills, time.monotonic() - began_s) and not failed
+            good = report(whole, runs, options.kinds, options.kills, time.monotonic() - began_s) and not failed
             storm = text.replace(f"restarts = {RESTARTS}", "restarts = 1")
             runs = [soak.run(f"control-{number}", start, each) for number, each in enumerate((storm, text))]
             good &= control("one restart allowed", lambda: soak.strike(runs[0], [("rank",)] * 3))
@@ -96,12 +99,12 @@ def main() -> None:
     sys.exit(not good)
 
 
-def plan(num_kills: int, rng: random.Random) -> list[tuple[str, ...]]:
-    """Kinds to kill at each moment: half of the kills alone, the others as pairs of two kinds."""
-    moments: list[tuple[str, ...]] = [(kind,) for kind in KINDS for _ in range(num_kills - num_kills // 2)]
+def plan(num_kills: int, kinds: Sequence[str], rng: random.Random) -> list[tuple[str, ...]]:
+    """Kinds to kill at each moment: half of the kills alone, the others as pairs of two kinds; of an odd number of kinds, one is left."""
+    moments: list[tuple[str, ...]] = [(kind,) for kind in kinds for _ in range(num_kills - num_kills // 2)]
     for _ in range(num_kills // 2):
-        order = rng.sample(KINDS, len(KINDS))
-        moments += [tuple(order[:2]), tuple(order[2:])]
+        order = rng.sample(kinds, len(kinds))
+        moments += [tuple(order[first : first + 2]) for first in range(0, len(order), 2)]
     rng.shuffle(moments)
     return moments
 
@@ -122,12 +125,12 @@ def cluster_recipe(text: str, address: str, store: str) -> str:
     return f'store = "{store}"\n{text}\n[failures]\nrestarts = {RESTARTS}\n{places}'
 
 
-def report(whole: Killed, runs: list[Killed], num_kills: int, wall_s: float) -> bool:
+def report(whole: Killed, runs: list[Killed], kinds: Sequence[str], num_kills: int, wall_s: float) -> bool:
     """Print both tables; returns whether all aims are met."""
     kills, good = [kill for run in runs for kill in run.kills], True
-    title = f"SIGKILL: {len(kills)} kills in {len(runs)} runs and {wall_s / 60:.0f} minutes"
+    title = f"{len(kills)} kills in {len(runs)} runs and {wall_s / 60:.0f} minutes"
     shown = table(title, "kind", "kills", "aim", "median restart, s", "95 %", "longest", "aim", "victims")
-    for kind in KINDS:
+    for kind in kinds:
         some = [kill for kill in kills if kill.kind == kind]
         times = [kill.recovered_s for kill in some if kill.recovered_s is not None] or [float("inf")]
         names = ", ".join(f"{num} {name}" for name, num in sorted(Counter(kill.name for kill in some).items()))

@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,14 +18,15 @@ from pathlib import Path
 
 import psutil
 import ray
-
-from bench.common.s3 import answers
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 NODES = 4
 ROLES = {"trainer": 1, "engines": 2, "agents": 3, "rewards": 3}
 """Node of each kind of role; the driver is on node 0."""
 RESOURCES = {role: {"labels": {"node": str(node)}} for role, node in ROLES.items()}
 """The table ``resources`` of a recipe with that placement."""
+DRAIN_S = 30.0
+"""Time from the announcement that a node goes until it is killed, in seconds: the shortest that a cloud gives."""
 START_S = 300.0
 """Longest wait for a node to start, in seconds."""
 
@@ -45,6 +47,8 @@ class Cluster:
     nodes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     """Process of each node; all others of the node are below it."""
     logs: dict[int, Path] = field(default_factory=dict)
+    leaving: threading.Timer | None = None
+    """Kills the drained node."""
     num_started: int = 0
 
     def tmp(self, number: int) -> Path:
@@ -60,7 +64,13 @@ class Cluster:
         if number == 0:
             role = ["--head", f"--port={self.address.partition(':')[2]}", "--include-dashboard=false"]
         # without CPUs, Ray starts no processes in advance; roles ask for none
-        options = [f"--labels=node={number}", "--num-cpus=0", "--block", "--disable-usage-stats"]
+        options = [
+            f"--labels=node={number}",
+            f"--node-name={tmp.name}",
+            "--num-cpus=0",
+            "--block",
+            "--disable-usage-stats",
+        ]
         options += ["--object-store-memory=200000000"]
         program = str(Path(sys.executable).with_name("ray"))
         with tmp.with_suffix(".log").open("wb") as log:
@@ -72,7 +82,9 @@ class Cluster:
             )
 
     def wait(self) -> None:
-        """Wait until all nodes are up."""
+        """Wait until all nodes are up, and the drained one is gone."""
+        if self.leaving is not None:
+            self.leaving.join()
         end_s = time.monotonic() + START_S
         while waits_for := [log for log in self.logs.values() if "Ray runtime started" not in log.read_text()]:
             assert time.monotonic() < end_s, f"not up after {START_S:g} s; see {waits_for}"
@@ -80,19 +92,47 @@ class Cluster:
 
     def processes(self, number: int) -> list[psutil.Process]:
         """All processes of a node."""
-        with suppress(psutil.NoSuchProcess):
-            node = psutil.Process(self.nodes[number].pid)
-            return [*node.children(recursive=True), node]
-        return []
+        return _family(self.nodes[number])
 
     def end(self, number: int) -> None:
         """Kill a node with all its processes."""
-        processes = self.processes(number)
-        for process in processes:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(processes, 30)
-        self.nodes[number].wait()
+        _kill(self.nodes[number])
+
+    def add(self, number: int) -> str:
+        """Start another node with that number, and wait until it is up. Returns Ray's name of the one before, which is to be drained."""
+        left, name = self.nodes[number], self.logs[number].stem
+        self.start(number)
+        self.wait()
+        self.leaving = threading.Timer(DRAIN_S, _kill, [left])
+        return name
+
+    def drain(self, name: str) -> None:
+        """Tell Ray that the node goes, and kill it `DRAIN_S` later."""
+        assert self.leaving is not None, "no other node was added"
+        self.leaving.start()
+        client = ray._raylet.GcsClient(address=self.address)  # as `ray drain-node`, in less time
+        (node,) = (id for id, node in client.get_all_node_info().items() if node.node_name == name)
+        reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        is_accepted, why = client.drain_node(node.hex(), reason, "spot price", int(1000 * (time.time() + DRAIN_S)))
+        assert is_accepted, why
+
+
+def _family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The process and all below it."""
+    with suppress(psutil.NoSuchProcess):
+        root = psutil.Process(process.pid)
+        return [*root.children(recursive=True), root]
+    return []
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process and all below it."""
+    processes = _family(process)
+    for each in processes:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    psutil.wait_procs(processes, 30)
+    process.wait()
 
 
 @contextmanager
@@ -111,11 +151,12 @@ def cluster(base: Path, env: Mapping[str, str] | None = None) -> Iterator[Cluste
     made = Cluster(base, f"{host}:{port}", env or {})
     try:
         made.start(0)
-        while not answers(host, port):
-            time.sleep(0.5)
+        made.wait()  # on a busy machine, nodes that start beside the head give up
         for number in range(1, NODES):
             made.start(number)
         yield made
     finally:
+        if made.leaving is not None:
+            made.leaving.join()
         for number in reversed(made.nodes):
             made.end(number)

@@ -19,7 +19,7 @@ from bench.common.run_account import Account
 from bench.common.s3 import S3Process
 from stretto.flow.log import read_status
 
-KINDS = ("actor", "node", "rank", "store")
+KINDS = ("actor", "node", "drain", "rank", "store")
 ROLE_NAMES = ("trainer", "engine", "agent", "reward")
 EVENTS = (1, 15)
 """Events in the journal between the step after a kill and the next kill; a step has ten."""
@@ -93,9 +93,11 @@ class Soak:
         """Make one kill; False: the run ended first."""
         if kind in ("actor", "rank"):
             return self._kill_role(run, kind, self.rng.choice(ROLE_NAMES) if kind == "actor" else "trainer")
-        if kind == "node":
+        if kind in ("node", "drain"):
             self.machines.wait()
             number = self.rng.choice(sorted(set(ROLES.values())))
+            if kind == "drain":
+                return self._drain(run, number)
             run.note(Kill(kind, f"node {number}"))
             self.machines.end(number)
             self.machines.start(number)
@@ -107,6 +109,14 @@ class Soak:
         self.outage = threading.Timer(self.rng.uniform(*OUTAGE_S), self.server.start)
         self.outage.start()
         return True
+
+    def _drain(self, run: Killed, number: int) -> bool:
+        """Drain a node beside a new one with its label; False: the run ended before that was up."""
+        left = self.machines.add(number)
+        if is_running := run.is_running():
+            run.note(Kill("drain", f"node {number}"))
+        self.machines.drain(left)
+        return is_running
 
     def _kill_role(self, run: Killed, kind: str, name: str) -> bool:
         """Kill a process whose role's name begins with ``name``, once there is one. The status may name processes of an earlier attempt,
