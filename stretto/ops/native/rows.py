@@ -17,8 +17,6 @@ from torch.autograd.function import once_differentiable
 
 from stretto.ops.native import _fields, training
 
-NORM_BLOCKS = 64
-"""Blocks of rows whose gradients `_Norm` sums alone; a constant of train_rows.h."""
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
 
 
@@ -29,7 +27,7 @@ class _Norm(ctypes.Structure):
     _fields_ = (
         _fields(_INT, "num_rows width num_threads")
         + [("eps", _FLOAT)]
-        + _fields(_POINTER, "x weight out scale grad_out grad_x grad_weight sums")
+        + _fields(_POINTER, "x weight out scale grad_out grad_x grad_weight")
     )
 
 
@@ -88,9 +86,8 @@ class _NormFunction(torch.autograd.Function):
         x_ND, weight_D, scale_N = ctx.saved_tensors
         grad_ND, grad_x = grads[0].contiguous(), torch.empty_like(x_ND)
         grad_weight = torch.empty_like(weight_D) if ctx.needs_input_grad[1] else None
-        sums = x_ND.new_empty(NORM_BLOCKS, len(weight_D))
         record = _norm_record(x_ND, weight_D, ctx.eps, scale_N)
-        record.grad_out, record.grad_x, record.sums = grad_ND.data_ptr(), grad_x.data_ptr(), sums.data_ptr()
+        record.grad_out, record.grad_x = grad_ND.data_ptr(), grad_x.data_ptr()
         record.grad_weight = None if grad_weight is None else grad_weight.data_ptr()
         training.kernels().stretto_norm_backward(ctypes.byref(record))
         return grad_x, grad_weight, None

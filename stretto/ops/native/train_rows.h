@@ -18,7 +18,7 @@ struct StrettoNorm {
     const float *x, *weight;
     float *out, *scale;  // scale [num_rows] = 1 / rms: written by the forward pass
     const float* grad_out;
-    float *grad_x, *grad_weight, *sums;  // grad_weight: null: not wanted; sums: [NORM_BLOCKS, width], space to sum in
+    float *grad_x, *grad_weight;  // grad_weight: null: not wanted
 };
 
 // Rows and heads of every position, with the channels of a head side by side.
@@ -66,9 +66,10 @@ inline void norm_forward(const StrettoNorm& s) {
 
 inline void norm_backward(const StrettoNorm& s) {
     const int rows = (s.num_rows + NORM_BLOCKS - 1) / NORM_BLOCKS;
+    const Buffer all_sums(size_t(NORM_BLOCKS) * s.width);
 #pragma omp parallel for schedule(static) num_threads(s.num_threads)
     for (int block = 0; block < NORM_BLOCKS; block++) {
-        float* sums = s.sums + size_t(block) * s.width;
+        float* sums = all_sums.at + size_t(block) * s.width;
         std::memset(sums, 0, s.width * sizeof *sums);
         for (int row = block * rows; row < std::min((block + 1) * rows, s.num_rows); row++) {
             const float *x = s.x + size_t(row) * s.width, *grad = s.grad_out + size_t(row) * s.width;
@@ -92,7 +93,7 @@ inline void norm_backward(const StrettoNorm& s) {
     if (!s.grad_weight) return;
     for (int i = 0; i < s.width; i++) {
         float total = 0.0f;
-        for (int block = 0; block < NORM_BLOCKS; block++) total += s.sums[size_t(block) * s.width + i];
+        for (int block = 0; block < NORM_BLOCKS; block++) total += all_sums.at[size_t(block) * s.width + i];
         s.grad_weight[i] = total;
     }
 }
