@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -32,6 +32,14 @@ def close() -> Close:
         assert worst <= 8 * math.sqrt(length) * unit, f"{worst:.3g} over {8 * math.sqrt(length) * unit:.3g}"
 
     return check
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets torch's number of threads, for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,13 +15,6 @@ from stretto.ops.native import rows, training
 
 Close = Callable[[Tensor, Tensor, int], None]
 pytestmark = pytest.mark.usefixtures("library")
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def with_both(threads: Callable[[int], None], compute: Callable[[], list[Tensor]]) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,13 +17,6 @@ from tests.ops.references import experts_reference
 
 Close = Callable[[Tensor, Tensor, int], None]
 pytestmark = pytest.mark.usefixtures("library")
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def heads(B: int, H: int, G: int, T: int, C: int) -> list[Tensor]:
