@@ -58,6 +58,8 @@ class OpenedEngine:
     """Folder of the checkpoint."""
     name: str
     """Name of the run, or of the folder if it belongs to no run."""
+    integers: Mapping[str, IntWeight]
+    """Weights of the network in service that the engine holds as integers only, on the meta device."""
 
 
 def open_engine(
@@ -109,7 +111,8 @@ def open_engine(
     if library is None and device.type == "cpu" and config.tp == 1:
         library = load()
     held = held_integers(folder, network, config, device, dtype, library)
-    share = _integer_share(served, held if cut is None else slice_integers(network, cut, held), dtype)
+    served_integers = held if cut is None else slice_integers(network, cut, held)
+    share = _integer_share(served, served_integers, dtype)
     check_memory(folder, served, presets if cut is None else {}, config, dtype, available, routes, share)
     if memory_bytes is not None and config.cache_bytes is None:
         config = config.replace(cache_bytes=memory_bytes - _weight_bytes(served, served.full(), dtype, share))
@@ -138,7 +141,7 @@ def open_engine(
         stack.pop_all()
     name = folder.parent.name if (folder.parent / RUN_FILE).is_file() else folder.resolve().name
     subnets = {"full": model.config.full(), **{name: choice.of(model.config) for name, choice in presets.items()}}
-    return OpenedEngine(engine, subnets, checkpoint.lineage, folder, name)
+    return OpenedEngine(engine, subnets, checkpoint.lineage, folder, name, served_integers)
 
 
 def held_integers(

@@ -15,13 +15,24 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
+import torch
 from pydantic import Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
 from stretto.base.errors import UserError, nearest
-from stretto.engine.loading import OpenedEngine, generation_ends
+from stretto.engine.loading import OpenedEngine, generation_ends, held_bytes
 from stretto.engine.request import Phases
-from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, named_subnets, parse_subnet
+from stretto.model.elastic import slice_integers
+from stretto.model.spec import (
+    ModelConfig,
+    Subnet,
+    SubnetChoice,
+    count,
+    extracted_config,
+    named_subnets,
+    parse_subnet,
+)
+from stretto.ops.int_weights import IntWeight
 from stretto.server.limits import ApiError, overloaded
 from stretto.server.messages import SUBNET, Body, FieldError
 from stretto.text.tokenizer import Tokenizer
@@ -84,8 +95,10 @@ class ServedModel:
     """Subnet of requests that name none, while there is no load."""
     stop_ids: tuple[int, ...] = ()
     """Token ids that end an answer beside the tokenizer's own (``eos_token_id`` of generation_config.json)."""
-    weight_bytes: int = 4
-    """Bytes of one weight and of one cache element in the engine's dtype."""
+    dtype: torch.dtype = torch.float32
+    """Of the cache, and of the weights that are not integers."""
+    integers: Mapping[str, IntWeight] = field(default_factory=dict)
+    """Weights that the engine holds as integers only, on the meta device."""
     least: Least = Least()
     is_chat_tuned: bool = True
     """Whether the network was trained with its chat template. Otherwise it can only continue texts."""
@@ -103,13 +116,19 @@ class ServedModel:
             engine.tokenizer,
             engine.max_len,
             stop_ids=generation_ends(opened.folder, config.vocab_size),
-            weight_bytes=engine.model.embedding.weight.itemsize,
+            dtype=engine.model.embedding.weight.dtype,
+            integers=opened.integers,
             **settings,
         )
 
     def choices(self) -> dict[str, SubnetChoice]:
         """Every preset by name, ``full`` included."""
         return {"full": SubnetChoice(), **self.presets}
+
+    def weight_bytes(self, subnet: Subnet) -> int:
+        """Bytes of the weights of ``subnet`` if it is cut out and served alone."""
+        integers = slice_integers(self.config, subnet, self.integers)
+        return held_bytes(extracted_config(self.config, subnet), self.dtype, integers)
 
     def names(self) -> list[str]:
         """Values of the field ``model``: the default size and every preset."""

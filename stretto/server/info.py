@@ -216,6 +216,6 @@ class Info:
             "total_params": counts.total_params,
             "active_params": counts.active_params,
             "flops_per_token": counts.linear_flops,
-            "kv_bytes_per_token": counts.kv_elements * model.weight_bytes,
-            "weight_bytes": counts.total_params * model.weight_bytes,
+            "kv_bytes_per_token": counts.kv_elements * model.dtype.itemsize,
+            "weight_bytes": model.weight_bytes(subnet),
         }

@@ -22,6 +22,7 @@ from stretto.ops.int_weights import IntScheme
 from stretto.ops.native import Library, Panels
 from stretto.ops.tuning import threads_kept
 from stretto.post.quantise import PARTS, round_to_nearest, schemes_of
+from stretto.server.elastic import ServedModel
 from stretto.subnets.search import (
     Candidate,
     Correlations,
@@ -119,6 +120,13 @@ def test_integer_weights_count_as_integers(tmp_path: Path, dtype: str, zeros: bo
             if each is not None
         ]
         assert found.weight_bytes == sum(values) + sum(panels)
+        for whole in (
+            opened,
+            open_engine(run, with_tokenizer=False),
+        ):  # a server says as much of a size, cut out or not
+            served = ServedModel.of(whole, {})
+            size = served.config.full() if whole is opened else subnet
+            assert served.weight_bytes(size) == found.weight_bytes
         if name == "full":
             assert fit(run, needed - 1).name == "half"
     assert fit(run, latency_ms=60_000.0).step_ms
