@@ -36,13 +36,12 @@ from bench.common.study import Results, Run, carry_out, read_results
 from stretto.api.train import held_out, open_loader
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT, read_json, write_json
-from stretto.base.records import git_commit
 from stretto.base.track import Tracker
 from stretto.data.demo_text import demo_documents
 from stretto.evals.loss import evaluate_many
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.elastic import extract
-from stretto.model.parallel import device_name, in_memory, join
+from stretto.model.parallel import in_memory, join
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, extracted_config
 from stretto.model.transformer import Transformer
 from stretto.train.loop import Job, heal, pretrain
@@ -59,7 +58,7 @@ NETWORKS: Mapping[str, Sequence[str]] = {
 """Changes to the recipe's network, by its number of parameters."""
 SIZES = {"large": (1.0, 2 / 3), "half": (7 / 8, 1 / 2), "corner": (3 / 4, 1 / 3)}
 """Trained sizes: share of the layers; share of the experts and of top-k."""
-RATES = (0.5, 1.0, 2.0)
+RATES = (0.5, 1.0, 2.0, 4.0)
 """Candidates of the search: multiples of the recipe's learning rate."""
 SEARCH_SHARE = 0.25
 """Tokens of a run of the search, as a share of the reported runs' tokens."""
@@ -219,14 +218,18 @@ def open_study(options: argparse.Namespace) -> Study:
     data = options.data or own_text(out, recipe)
     mixture, tokenizer, data_hash = prepare_data(out, [str(data)], None, recipe.model.vocab_size)
     info = RunInfo(stage="pretrain", recipe=recipe, data=mixture, data_hash=data_hash, tokenizer=tokenizer)
+    if len(held_out(info, recipe.train, join("auto"))) < 2:
+        raise SystemExit(
+            f"--eval-rows {options.eval_rows}: one batch, which has no second half to report; ask for more"
+        )
     return Study(tuple(options.seeds), options.mutant, out, info, recipe)
 
 
 def write_record(path: Path, study: Study, results: Results) -> None:
-    """Keep what `report` needs, and what identifies the runs."""
+    """Keep what `report` needs, and what identifies the runs; each result has the commit and the machine that it comes from."""
     recipe = study.recipe.model_dump(mode="json")
     about = {"seeds": study.seeds, "mutant": study.mutant, "data_hash": study.info.data_hash, "recipe": recipe}
-    write_json(path, {**about, "commit": git_commit(), "machine": device_name(join("auto").device), "runs": results})
+    write_json(path, {**about, "runs": results})
 
 
 def read_record(path: Path) -> tuple[Arms, Results]:
@@ -298,7 +301,6 @@ def _both_halves(
 ) -> tuple[list[float], list[float]]:
     """Losses of ``subnets`` on the rows that choose, and on the rows that are reported."""
     batches = held_out(info, recipe.train, join("auto"))
-    assert len(batches) > 1, f"--eval-rows: {recipe.train.eval_rows} rows are one batch; ask for more"
     chosen, shown = (
         [each.nll for each in evaluate_many(model, subnets, part)] for part in (batches[::2], batches[1::2])
     )

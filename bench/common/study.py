@@ -21,7 +21,9 @@ from typing import Any
 import torch
 
 from stretto.base.paths import read_json, write_json
+from stretto.base.records import git_commit
 from stretto.base.track import say
+from stretto.model.parallel import device_name, join
 
 RESULT = "result.json"
 LOG_FILE = "runs.log"
@@ -110,6 +112,7 @@ def _do(run: Run, out: Path) -> dict[str, Any]:
     except Exception:
         traceback.print_exc()
         raise
-    result = {**result, "seconds": time.perf_counter() - started}
+    where = {"commit": git_commit(), "machine": device_name(join("auto").device)}
+    result = {**result, **where, "seconds": time.perf_counter() - started}
     write_json(folder / RESULT, result)
     return result
