@@ -3,7 +3,7 @@
     python -m bench.study OUT --tokens 2e5 --eval-rows 32             small version, on text of this Python's library
     python -m bench.study OUT --data FOLDER --network 8M --tokens 8e6 --seeds 0 1 2 3 --minutes 170      run again to continue
     python -m bench.study OUT … --mutant no-anchors                  after that; must end in FAILED
-    python -m bench.study OUT … --record FILE                        keep the results so far, without the networks, in FILE
+    python -m bench.study OUT … --record FILE                        keep the results, without the networks, in FILE, and go on from it
     python -m bench.study FILE --report                              print them again, from an empty clone
 
 Arms, each trained with every seed:
@@ -12,7 +12,9 @@ elastic      ours: anchors trained late, jointly with the full network (`bench/s
 ernie        the sampler that ERNIE 5.0 published
 ordinary     an ordinary network, with the tokens of the elastic one (``ordinary``) and with its executed FLOPs (``ordinary+``)
 scratch-*    the shape of each size alone, with the same tokens
-heal-*       each size extracted from ``elastic``, and cut in the same way from ``ordinary``, healed with 6 % of its scratch FLOPs
+heal-*       each size extracted from ``elastic``, and cut from ``ordinary`` by saliency (experts: REAP; layers: error of the logits
+             without the layer), healed with 6 % of its scratch FLOPs
+marginal-*   the shape of each size alone, with the FLOPs that the size adds to those of ``ordinary``: its passes and its healing
 
 The first seed searches the learning rate of every trained arm at a quarter of the tokens; the other seeds are reported. One half of the
 held-out rows chooses rates, the other half is reported. Exit code 1: an aim is missed, or an arm is not done.
@@ -38,9 +40,10 @@ from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT, read_json, write_json
 from stretto.base.track import Tracker
 from stretto.data.demo_text import demo_documents
-from stretto.evals.loss import evaluate_many
+from stretto.evals.loss import EvalBatch, evaluate_many
+from stretto.evals.order import rank_experts, rank_layers
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
-from stretto.model.elastic import extract
+from stretto.model.elastic import extract, order_experts
 from stretto.model.parallel import in_memory, join
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, extracted_config
 from stretto.model.transformer import Transformer
@@ -66,6 +69,8 @@ HEAL_SHARE = 0.06
 """FLOPs of healing, as a share of the scratch control's."""
 HEAL_RATE = 0.2
 """Learning rate of healing over the recipe's."""
+RANKING_BATCHES = 4
+"""Held-out batches by which layers and experts are ranked."""
 NUM_RANDOM = 10
 """Random Subnets that are no anchors."""
 TRAINED = ("elastic", "ernie", "ordinary", *(f"scratch-{size}" for size in SIZES))
@@ -77,11 +82,12 @@ def main() -> None:
         arms, results = read_record(options.out)
     else:
         arms = study = open_study(options)
-        results = read_results(study.out)
+        recorded = read_own_record(options.record, study) if options.record else {}
+        results = recorded | read_results(study.out)
         if not options.report:
-            results = dict(carry_out(study.runs, study.out, options.jobs, options.minutes))
+            results = dict(carry_out(study.runs, study.out, options.jobs, options.minutes, recorded))
         if options.record:
-            write_record(options.record, study, results)
+            write_json(options.record, {**identity(study), "runs": recorded | results})
     show_search(arms, results)
     finish(report(arms, results))
 
@@ -105,7 +111,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--eval-rows", type=int, default=256, help="held-out rows, of which one half chooses")
     parser.add_argument("--mutant", choices=("no-anchors",), help="an elastic network that trains no smaller size")
     parser.add_argument("--report", action="store_true", help="only print the results so far")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="write settings and results to FILE, as JSON")
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE", help="file of settings and results (JSON): runs in it are not repeated"
+    )
     options = parser.parse_args()
     if options.out.is_file() and not options.report:
         parser.error(f"{options.out}: a file holds results only; add --report to print them, or name a folder")
@@ -167,9 +175,9 @@ class Study(Arms):
         """Every run whose settings are known."""
         runs, first = [], self.seeds[0]
         for arm in TRAINED:
-            for rate in RATES:
-                recipe = self.recipe_of(arm, rate, first, SEARCH_SHARE)
-                runs.append(Run(f"search-{arm}-x{rate:g}", partial(train, self.info, recipe), resumes=True))
+            for candidate in RATES:
+                recipe = self.recipe_of(arm, candidate, first, SEARCH_SHARE)
+                runs.append(Run(f"search-{arm}-x{candidate:g}", partial(train, self.info, recipe), resumes=True))
         for seed in self.reported:
             for arm in TRAINED:
                 if (rate := self.rate(arm, results)) is not None:
@@ -196,6 +204,12 @@ class Study(Arms):
                     HEAL_SHARE * scratch["flops"], seed + 100,
                 )  # fmt: skip
                 runs.append(Run(self.name(f"heal-{parent}-{size}", seed), work, needs=(source,)))
+            healed = results.get(self.name(f"heal-elastic-{size}", seed))
+            rate = self.rate(f"scratch-{size}", results)
+            if elastic and ordinary and healed and rate:
+                share = marginal_flops(elastic, ordinary, healed) / scratch["flops"]
+                recipe = self.recipe_of(f"scratch-{size}", rate, seed, share)
+                runs.append(Run(self.name(f"marginal-{size}", seed), partial(train, self.info, recipe), resumes=True))
         return runs
 
 
@@ -225,15 +239,32 @@ def open_study(options: argparse.Namespace) -> Study:
     return Study(tuple(options.seeds), options.mutant, out, info, recipe)
 
 
-def write_record(path: Path, study: Study, results: Results) -> None:
-    """Keep what `report` needs, and what identifies the runs; each result has the commit and the machine that it comes from."""
+def identity(study: Study) -> dict[str, Any]:
+    """What identifies the runs of a record; each result also has the commit and the machine that it comes from."""
     recipe = study.recipe.model_dump(mode="json")
-    about = {"seeds": study.seeds, "mutant": study.mutant, "data_hash": study.info.data_hash, "recipe": recipe}
-    write_json(path, {**about, "runs": results})
+    return {
+        "seeds": list(study.seeds),
+        "mutant": study.mutant,
+        "data_hash": study.info.data_hash,
+        "recipe": recipe,
+    }
+
+
+def read_own_record(path: Path, study: Study) -> dict[str, dict[str, Any]]:
+    """Results in the record ``path`` of the same study, perhaps with other reported seeds; none if there is no file."""
+    if not path.exists():
+        return {}
+    record, own = read_json(path), identity(study)
+    for name in ("mutant", "data_hash", "recipe"):
+        if record.get(name) != own[name]:
+            raise SystemExit(f"{path}: {name}: of another study; give its settings, or --record another file")
+    if record["seeds"][0] != own["seeds"][0]:
+        raise SystemExit(f"{path}: seeds: the search used {record['seeds'][0]}; name it first in --seeds")
+    return dict(record["runs"])
 
 
 def read_record(path: Path) -> tuple[Arms, Results]:
-    """Arms and results that `write_record` wrote to ``path``."""
+    """Arms and results in the record ``path``."""
     try:
         record = read_json(path)
         return Arms(tuple(record["seeds"]), record["mutant"]), record["runs"]
@@ -271,7 +302,7 @@ def train(info: RunInfo, recipe: Recipe, folder: Path) -> dict[str, Any]:
     job = Job(
         folder,
         open_loader(info, recipe.train, ranks),
-        (),
+        chosen_half(info, recipe)[:RANKING_BATCHES],
         info.data_hash,
         ranks,
         tracker=lambda step: Tracker(folder, first_step=step, tensorboard=False),
@@ -300,11 +331,14 @@ def _both_halves(
     model: Transformer, subnets: Sequence[Subnet], info: RunInfo, recipe: Recipe
 ) -> tuple[list[float], list[float]]:
     """Losses of ``subnets`` on the rows that choose, and on the rows that are reported."""
-    batches = held_out(info, recipe.train, join("auto"))
-    chosen, shown = (
-        [each.nll for each in evaluate_many(model, subnets, part)] for part in (batches[::2], batches[1::2])
-    )
+    parts = chosen_half(info, recipe), held_out(info, recipe.train, join("auto"))[1::2]
+    chosen, shown = ([each.nll for each in evaluate_many(model, subnets, part)] for part in parts)
     return chosen, shown
+
+
+def chosen_half(info: RunInfo, recipe: Recipe) -> Sequence[EvalBatch]:
+    """Held-out batches that choose rates and rank layers and experts; they are not reported."""
+    return held_out(info, recipe.train, join("auto"))[::2]
 
 
 def heal_size(
@@ -313,6 +347,10 @@ def heal_size(
     """Extract ``size`` from ``parent`` and heal it by cross-entropy with ``flops``."""
     ranks = join("auto")
     big = read_checkpoint(parent / CHECKPOINT, device=ranks.device).model
+    if recipe.elastic.sampler == "off":  # a parent without orders of its own
+        rows = chosen_half(info, recipe)[:RANKING_BATCHES]
+        order_experts(big, rank_experts(big, rows))
+        big.config = big.config.replace(layer_order=rank_layers(big, rows).order)
     student = extract(big, recipe.elastic.anchors[size].of(big.config))
     loop, length = recipe.train, recipe.train.seq_len
     step_flops = 3 * count(student.config, student.config.full()).forward_flops(loop.rows * length, length)
@@ -350,7 +388,8 @@ def show_search(study: Arms, results: Results) -> None:
 
 def report(study: Arms, results: Results) -> list[str]:
     """Print the comparison over the reported seeds that are complete; return the aims that are missed."""
-    arms = [*TRAINED, "ordinary+", *(f"heal-{parent}-{size}" for parent in ("elastic", "ordinary") for size in SIZES)]
+    more = ("heal-elastic", "heal-ordinary", "marginal")
+    arms = [*TRAINED, "ordinary+", *(f"{arm}-{size}" for arm in more for size in SIZES)]
     by_seed = {seed: {arm: results.get(study.name(arm, seed)) for arm in arms} for seed in study.reported}
     rows = [{arm: each for arm, each in row.items() if each is not None} for row in by_seed.values()]
     rows = [row for row in rows if len(row) == len(arms)]
@@ -377,11 +416,11 @@ def report(study: Arms, results: Results) -> list[str]:
         add(f"{size}, zero-shot − scratch", minus("elastic", size, scratch), 0.03)
         add(f"{size}, healed − scratch", minus(healed, "full", scratch), 0.0)
         add(f"{size}, cut from ordinary and healed − scratch", minus(f"heal-ordinary-{size}", "full", scratch))
-        add(
-            f"{size}: marginal FLOPs / scratch FLOPs",
-            [_marginal(row, size) / row[scratch]["flops"] for row in rows],
-            form="{:.3f}",
-        )
+        add(f"{size}, healed − scratch at equal marginal FLOPs", minus(healed, "full", f"marginal-{size}"), 0.0)
+        marginal = [
+            marginal_flops(row["elastic"], row["ordinary"], row[healed]) / row[scratch]["flops"] for row in rows
+        ]
+        add(f"{size}: marginal FLOPs / scratch FLOPs", marginal, form="{:.3f}")
     family = [
         (row["elastic"]["flops"] + sum(row[f"heal-elastic-{size}"]["flops"] for size in SIZES))
         / row["ordinary"]["flops"]
@@ -405,10 +444,9 @@ def report(study: Arms, results: Results) -> list[str]:
     return missed
 
 
-def _marginal(row: Mapping[str, dict[str, Any]], size: str) -> float:
-    """FLOPs that ``size`` adds: its part of the passes that the ordinary network does not make, and healing."""
-    passes = (row["elastic"]["flops"] - row["ordinary"]["flops"]) / len(SIZES)
-    return float(passes + row[f"heal-elastic-{size}"]["flops"])
+def marginal_flops(elastic: Mapping[str, Any], ordinary: Mapping[str, Any], healed: Mapping[str, Any]) -> float:
+    """FLOPs that a size adds: its part of the passes that the ordinary network does not make, and healing."""
+    return float((elastic["flops"] - ordinary["flops"]) / len(SIZES) + healed["flops"])
 
 
 def _over_frontier(row: Mapping[str, dict[str, Any]]) -> list[float]:

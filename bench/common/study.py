@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.pool import AsyncResult
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -55,15 +56,23 @@ def read_results(out: Path) -> dict[str, dict[str, Any]]:
     return {str(path.parent.relative_to(out)): read_json(path) for path in sorted(out.rglob(RESULT))}
 
 
-def carry_out(plan: Callable[[Results], Sequence[Run]], out: Path, jobs: int, minutes: float) -> Results:
+def carry_out(
+    plan: Callable[[Results], Sequence[Run]],
+    out: Path,
+    jobs: int,
+    minutes: float,
+    recorded: Results = MappingProxyType({}),
+) -> Results:
     """Run everything that ``plan`` names, in its order, in ``jobs`` processes of one thread each.
 
     Ends when no run is left whose needs are met, or after ``minutes``. A failed run is reported; runs that need it are not started,
-    the others continue. `LOG_FILE` has the output of all runs.
+    the others continue. `LOG_FILE` has the output of all runs. ``recorded``: results of finished runs, of which ``out`` may lack the
+    folders; such a run is repeated only if an unfinished one needs its folder.
     """
     os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes; this process has read it already
     out.mkdir(parents=True, exist_ok=True)
-    ends_s, results, failed = time.monotonic() + 60 * minutes, read_results(out), set[str]()
+    ends_s, failed = time.monotonic() + 60 * minutes, set[str]()
+    results = without_lost(plan, {**recorded, **read_results(out)}, out)
     running: dict[str, AsyncResult[dict[str, Any]]] = {}
     context = multiprocessing.get_context("spawn")
     with context.Pool(jobs, _begin, (out / LOG_FILE,)) as pool:  # leaving the block ends the processes
@@ -92,6 +101,13 @@ def carry_out(plan: Callable[[Results], Sequence[Run]], out: Path, jobs: int, mi
             for run in ready[: jobs - len(running)]:
                 running[run.name] = pool.apply_async(_do, (run, out))
             time.sleep(_POLL_S)
+
+
+def without_lost(plan: Callable[[Results], Sequence[Run]], results: Results, out: Path) -> dict[str, dict[str, Any]]:
+    """``results`` without those of runs whose folders are missing in ``out`` and which unfinished runs of ``plan`` need."""
+    unfinished = [run for run in plan(results) if run.name not in results]
+    lost = {need for run in unfinished for need in run.needs if not (out / need).is_dir()}
+    return {name: result for name, result in results.items() if name not in lost}
 
 
 def _begin(log: Path) -> None:

@@ -32,6 +32,7 @@ def results(gap: float) -> dict[str, dict[str, Any]]:
         found[f"scratch-{size}-1"] = trained({"full": sizes[size]}, 25 * flops[size], {"full": flops[size]})
         for parent in ("elastic", "ordinary"):
             found[f"heal-{parent}-{size}-1"] = {"report": {"full": sizes[size] - 0.01}, "flops": 1.0}
+        found[f"marginal-{size}-1"] = trained({"full": sizes[size] + 0.5}, 5.0, {"full": flops[size]})
     return found
 
 
