@@ -61,7 +61,7 @@ NETWORKS: Mapping[str, Sequence[str]] = {
 """Changes to the recipe's network, by its number of parameters."""
 SIZES = {"large": (1.0, 2 / 3), "half": (7 / 8, 1 / 2), "corner": (3 / 4, 1 / 3)}
 """Trained sizes: share of the layers; share of the experts and of top-k."""
-RATES = (0.5, 1.0, 2.0, 4.0)
+RATES = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Candidates of the search: multiples of the recipe's learning rate."""
 SEARCH_SHARE = 0.25
 """Tokens of a run of the search, as a share of the reported runs' tokens."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bench import study
+from bench.common.study import Run, without_lost
 
 
 def results(gap: float) -> dict[str, dict[str, Any]]:
@@ -50,3 +51,32 @@ def test_a_file_that_is_no_record_is_refused_in_one_line(tmp_path: Path) -> None
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(SystemExit, match="no record of this study"):
         study.read_record(tmp_path / "other.json")
+
+
+def test_the_committed_record_prints_the_misses_that_the_documents_state() -> None:
+    record = Path(study.__file__).parents[1] / "docs" / "evidence" / "study_2M_2M.json"
+    missed = study.report(*study.read_record(record))
+    assert [line.split(":")[0] for line in missed] == [
+        "elastic full − ordinary, equal tokens",
+        "elastic full − ordinary, equal executed FLOPs",
+        "corner, zero-shot − scratch",
+        "corner, healed − scratch",
+        "10 random Subnets − frontier of scratch networks",
+    ]
+
+
+def test_a_recorded_run_is_repeated_only_for_a_folder_that_an_unfinished_run_needs(tmp_path: Path) -> None:
+    parent, other = {"report": {}, "seconds": 1.0}, {"report": {}, "seconds": 2.0}
+
+    def plan(results: Any) -> list[Run]:
+        return [Run("parent", _nothing), Run("other", _nothing), Run("child", _nothing, needs=("parent",))]
+
+    recorded = {"parent": parent, "other": other}
+    assert without_lost(plan, recorded, tmp_path) == {"other": other}
+    assert without_lost(plan, recorded | {"child": other}, tmp_path) == recorded | {"child": other}
+    (tmp_path / "parent").mkdir()
+    assert without_lost(plan, recorded, tmp_path) == recorded
+
+
+def _nothing(folder: Path) -> dict[str, Any]:
+    return {}
