@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +38,7 @@ from bench.common.measure import bench_parser, finish, half_width, table, wide_c
 from bench.common.study import Results, Run, carry_out, read_results
 from stretto.api.train import held_out, open_loader
 from stretto.base.config import read_recipe
+from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, read_json, write_json
 from stretto.base.track import Tracker
 from stretto.data.demo_text import demo_documents
@@ -78,6 +80,14 @@ TRAINED = ("elastic", "ernie", "ordinary", *(f"scratch-{size}" for size in SIZES
 
 def main() -> None:
     options = _parse()
+    try:
+        _study(options)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _study(options: argparse.Namespace) -> None:
     if options.out.is_file():
         arms, results = read_record(options.out)
     else:
@@ -233,9 +243,7 @@ def open_study(options: argparse.Namespace) -> Study:
     mixture, tokenizer, data_hash = prepare_data(out, [str(data)], None, recipe.model.vocab_size)
     info = RunInfo(stage="pretrain", recipe=recipe, data=mixture, data_hash=data_hash, tokenizer=tokenizer)
     if len(held_out(info, recipe.train, join("auto"))) < 2:
-        raise SystemExit(
-            f"--eval-rows {options.eval_rows}: one batch, which has no second half to report; ask for more"
-        )
+        raise UserError(f"--eval-rows {options.eval_rows}: one batch, which has no second half to report; ask for more")
     return Study(tuple(options.seeds), options.mutant, out, info, recipe)
 
 
@@ -257,19 +265,19 @@ def read_own_record(path: Path, study: Study) -> dict[str, dict[str, Any]]:
     record, own = read_json(path), identity(study)
     for name in ("mutant", "data_hash", "recipe"):
         if record.get(name) != own[name]:
-            raise SystemExit(f"{path}: {name}: of another study; give its settings, or --record another file")
+            raise UserError(f"{path}: {name}: of another study; give its settings, or --record another file")
     if record["seeds"][0] != own["seeds"][0]:
-        raise SystemExit(f"{path}: seeds: the search used {record['seeds'][0]}; name it first in --seeds")
+        raise UserError(f"{path}: seeds: the search used {record['seeds'][0]}; name it first in --seeds")
     return dict(record["runs"])
 
 
 def read_record(path: Path) -> tuple[Arms, Results]:
     """Arms and results in the record ``path``."""
+    record = read_json(path)
     try:
-        record = read_json(path)
         return Arms(tuple(record["seeds"]), record["mutant"]), record["runs"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise SystemExit(f"{path}: no record of this study ({error}); --record writes one") from error
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path}: no record of this study ({error}); --record writes one") from error
 
 
 def own_text(out: Path, recipe: Recipe) -> Path:

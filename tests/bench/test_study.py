@@ -10,6 +10,7 @@ import pytest
 
 from bench import study
 from bench.common.study import Run, without_lost
+from stretto.base.errors import UserError
 
 
 def results(gap: float) -> dict[str, dict[str, Any]]:
@@ -49,7 +50,7 @@ def test_a_record_has_the_verdicts_of_the_aims(gap: float, missed: int, tmp_path
 
 def test_a_file_that_is_no_record_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(SystemExit, match="no record of this study"):
+    with pytest.raises(UserError, match="no record of this study"):
         study.read_record(tmp_path / "other.json")
 
 
