@@ -93,11 +93,13 @@ def _study(options: argparse.Namespace) -> None:
     else:
         arms = study = open_study(options)
         recorded = read_own_record(options.record, study) if options.record else {}
-        results = recorded | read_results(study.out)
-        if not options.report:
-            results = dict(carry_out(study.runs, study.out, options.jobs, options.minutes, recorded))
+        if options.report:
+            found: Results = read_results(study.out)
+        else:
+            found = carry_out(study.runs, study.out, options.jobs, options.minutes, recorded)
+        results = {**recorded, **found}
         if options.record:
-            write_json(options.record, {**identity(study), "runs": recorded | results})
+            write_json(options.record, {**identity(study), "runs": results})
     show_search(arms, results)
     finish(report(arms, results))
 
@@ -215,10 +217,10 @@ class Study(Arms):
                 )  # fmt: skip
                 runs.append(Run(self.name(f"heal-{parent}-{size}", seed), work, needs=(source,)))
             healed = results.get(self.name(f"heal-elastic-{size}", seed))
-            rate = self.rate(f"scratch-{size}", results)
-            if elastic and ordinary and healed and rate:
+            alone_rate = self.rate(f"scratch-{size}", results)
+            if elastic and ordinary and healed and alone_rate:
                 share = marginal_flops(elastic, ordinary, healed) / scratch["flops"]
-                recipe = self.recipe_of(f"scratch-{size}", rate, seed, share)
+                recipe = self.recipe_of(f"scratch-{size}", alone_rate, seed, share)
                 runs.append(Run(self.name(f"marginal-{size}", seed), partial(train, self.info, recipe), resumes=True))
         return runs
 
@@ -262,7 +264,7 @@ def read_own_record(path: Path, study: Study) -> dict[str, dict[str, Any]]:
     """Results in the record ``path`` of the same study, perhaps with other reported seeds; none if there is no file."""
     if not path.exists():
         return {}
-    record, own = read_json(path), identity(study)
+    record, own = _read_fields(path), identity(study)
     for name in ("mutant", "data_hash", "recipe"):
         if record.get(name) != own[name]:
             raise UserError(f"{path}: {name}: of another study; give its settings, or --record another file")
@@ -273,11 +275,16 @@ def read_own_record(path: Path, study: Study) -> dict[str, dict[str, Any]]:
 
 def read_record(path: Path) -> tuple[Arms, Results]:
     """Arms and results in the record ``path``."""
+    record = _read_fields(path)
+    return Arms(tuple(record["seeds"]), record["mutant"]), record["runs"]
+
+
+def _read_fields(path: Path) -> dict[str, Any]:
+    """The record ``path``. Raises UserError: it has not what `Arms` and `report` need."""
     record = read_json(path)
-    try:
-        return Arms(tuple(record["seeds"]), record["mutant"]), record["runs"]
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{path}: no record of this study ({error}); --record writes one") from error
+    if not isinstance(record, dict) or not {"seeds", "mutant", "runs"} <= record.keys():
+        raise UserError(f"{path}: no record of this study; --record writes one")
+    return record
 
 
 def own_text(out: Path, recipe: Recipe) -> Path:
@@ -307,10 +314,11 @@ def random_subnets(config: ModelConfig, anchors: Mapping[str, SubnetChoice]) -> 
 def train(info: RunInfo, recipe: Recipe, folder: Path) -> dict[str, Any]:
     """Pre-train ``recipe`` and measure all its sizes, on both halves of the held-out rows."""
     ranks = join("auto")
+    choosing, reported = held_out_halves(info, recipe)
     job = Job(
         folder,
         open_loader(info, recipe.train, ranks),
-        chosen_half(info, recipe)[:RANKING_BATCHES],
+        choosing[:RANKING_BATCHES],
         info.data_hash,
         ranks,
         tracker=lambda step: Tracker(folder, first_step=step, tensorboard=False),
@@ -323,7 +331,7 @@ def train(info: RunInfo, recipe: Recipe, folder: Path) -> dict[str, Any]:
     subnets |= {name: choice.of(trained.model.config) for name, choice in anchors.items()}
     if anchors:
         subnets |= {f"random-{n}": subnet for n, subnet in enumerate(random_subnets(trained.model.config, anchors))}
-    select, shown = _both_halves(trained.model, list(subnets.values()), info, recipe)
+    select, shown = (_losses(trained.model, list(subnets.values()), half) for half in (choosing, reported))
     chosen_by = ["full", *(anchors if recipe.elastic.sampler != "off" else ())]
     return {
         "select": {name: loss for name, loss in zip(subnets, select, strict=True) if name in chosen_by},
@@ -335,18 +343,14 @@ def train(info: RunInfo, recipe: Recipe, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _both_halves(
-    model: Transformer, subnets: Sequence[Subnet], info: RunInfo, recipe: Recipe
-) -> tuple[list[float], list[float]]:
-    """Losses of ``subnets`` on the rows that choose, and on the rows that are reported."""
-    parts = chosen_half(info, recipe), held_out(info, recipe.train, join("auto"))[1::2]
-    chosen, shown = ([each.nll for each in evaluate_many(model, subnets, part)] for part in parts)
-    return chosen, shown
+def held_out_halves(info: RunInfo, recipe: Recipe) -> tuple[Sequence[EvalBatch], Sequence[EvalBatch]]:
+    """Held-out batches that choose rates and rank layers and experts, and those that are reported."""
+    batches = held_out(info, recipe.train, join("auto"))
+    return batches[::2], batches[1::2]
 
 
-def chosen_half(info: RunInfo, recipe: Recipe) -> Sequence[EvalBatch]:
-    """Held-out batches that choose rates and rank layers and experts; they are not reported."""
-    return held_out(info, recipe.train, join("auto"))[::2]
+def _losses(model: Transformer, subnets: Sequence[Subnet], batches: Sequence[EvalBatch]) -> list[float]:
+    return [each.nll for each in evaluate_many(model, subnets, batches)]
 
 
 def heal_size(
@@ -354,9 +358,10 @@ def heal_size(
 ) -> dict[str, Any]:
     """Extract ``size`` from ``parent`` and heal it by cross-entropy with ``flops``."""
     ranks = join("auto")
+    choosing, reported = held_out_halves(info, recipe)
     big = read_checkpoint(parent / CHECKPOINT, device=ranks.device).model
     if recipe.elastic.sampler == "off":  # a parent without orders of its own
-        rows = chosen_half(info, recipe)[:RANKING_BATCHES]
+        rows = choosing[:RANKING_BATCHES]
         order_experts(big, rank_experts(big, rows))
         big.config = big.config.replace(layer_order=rank_layers(big, rows).order)
     student = extract(big, recipe.elastic.anchors[size].of(big.config))
@@ -373,7 +378,7 @@ def heal_size(
     info = info.replace(stage="heal", recipe=healing)
     job = Job(folder, open_loader(info, healing.train, ranks), (), info.data_hash, ranks)
     done = heal(healing, job, in_memory(student), in_memory(big))
-    _, (loss,) = _both_halves(done.model, [done.model.config.full()], info, recipe)
+    (loss,) = _losses(done.model, [done.model.config.full()], reported)
     return {"report": {"full": loss}, "flops": done.meter.receipt().flops}
 
 
