@@ -1,11 +1,12 @@
 """Check a GPU against the CPU and the slow references, and measure training, decoding and single kernels on it.
 
-    python -m bench.gpu [--part NAME ...] [--device cuda] [--size SHAPE] [--memory-gb N] [--profile] [--mutant tf32]
+    python -m bench.gpu [--part NAME ...] [--only TEXT ...] [--device cuda] [--size SHAPE] [--memory-gb N] [--profile] [--mutant tf32]
 
 Each part is a module of bench/gpu_parts, which says what it checks or measures. Without ``--part`` all run. Every outcome is written to
 ``--out`` at once; the same command continues after an interruption, and after ``--minutes`` it starts no further case. A failed case is
 repeated. Exits with 1 if a check fails or a case raises an error.
 
+``--only``: cases whose names contain one of the texts.
 ``--size``: network of the measurements. ``--memory-gb``: stand in for a smaller card. ``--profile``: short for ``--part profile``.
 ``--mutant tf32`` drops 13 bits of each product in the checks, which must then fail.
 """
@@ -36,6 +37,9 @@ PARTS = sorted(path.stem for path in Path(__file__).with_name("gpu_parts").glob(
 def main(arguments: list[str] | None = None) -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--part", choices=PARTS, action="append", help="part to run; repeat for several; default: all")
+    parser.add_argument(
+        "--only", metavar="TEXT", action="append", default=[], help="cases with this in their names; repeat for several"
+    )
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--size", choices=SHAPES, default="1.8b")
@@ -60,7 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
     for part in parts:
         stored = Stored(options.out / f"{part}{'-' + options.mutant if options.mutant else ''}.json", device)
         shown = table(f"{part}: {device_name(device)}, torch {torch.__version__}", "", "result", "holds")
-        for name, outcome in outcomes(part, setting, stored, deadline):
+        for name, outcome in outcomes(part, setting, stored, deadline, options.only):
             holds = {None: "", True: "yes", False: "NO"}[outcome.holds]
             shown.add_row(name, "\n".join(shown_value(*each) for each in outcome.values.items()), holds)
             failures += [f"{part}: {name}"] if outcome.holds is False else []
@@ -88,9 +92,14 @@ class Stored:
             path.write_text(json.dumps({"machine": self._machine, "outcomes": done}, indent=1), encoding="utf-8")
 
 
-def outcomes(part: str, setting: Setting, stored: Stored, deadline: float) -> Iterator[tuple[str, Outcome]]:
-    """Outcome of each case of ``part``, stored ones without running the case again."""
+def outcomes(
+    part: str, setting: Setting, stored: Stored, deadline: float, only: list[str]
+) -> Iterator[tuple[str, Outcome]]:
+    """Outcome of each case of ``part`` with one of the texts ``only`` in its name (none: every case), stored ones without running the
+    case again."""
     for case in import_module(f"bench.gpu_parts.{part}").cases(setting):
+        if only and not any(text in case.name for text in only):
+            continue
         outcome = stored.outcomes.get(case.name)
         if outcome is None or outcome.holds is False:
             if time.monotonic() > deadline:

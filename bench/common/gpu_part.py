@@ -149,10 +149,11 @@ def training_step(
     dtype: torch.dtype = torch.bfloat16,
     arithmetic: Arithmetic | None = None,
     context: Callable[[Tensor], Context] = Context.plain,
+    optim: OptimConfig = OPTIM,
 ) -> Callable[[], object]:
     """A whole step, with clipping, the router's own choices, balance biases and AdamW, on new rows at each call. ``arithmetic``: that of
     an RL trainer; None: torch's operators under autocast in ``dtype``."""
-    optimizers, config, operators = build_optimizers(OPTIM, model), setting.config, ORDINARY
+    optimizers, config, operators = build_optimizers(optim, model), setting.config, ORDINARY
     if arithmetic is not None:
         operators, dtype = arithmetic.training(setting.device)
 

@@ -117,7 +117,9 @@ def _waits(setting: Setting) -> Outcome:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     places = Counter(
-        f"{each.filename.rpartition('/')[2]}:{each.lineno}" for each in caught if "synchron" in str(each.message)
+        f"{each.filename.rpartition('/')[2]}:{each.lineno}"
+        for each in caught
+        if "called a synchronizing" in str(each.message)
     )
     return Outcome(dict(places) or {"none": ""}, places.total() <= MAX_WAITS)
 

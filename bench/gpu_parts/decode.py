@@ -17,6 +17,7 @@ from torch import Tensor
 
 from bench.common.gpu_part import SHAPES, Case, Outcome, Setting, median_seconds, network
 from bench.common.networks import shape
+from bench.gpu_parts.profile import shares
 from stretto.engine.engine import Engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.engine.runner import Runner
@@ -37,14 +38,17 @@ def cases(setting: Setting) -> Iterator[Case]:
     bench = Bench(setting, SHAPES[large], 64 if is_small else 1024)
     for batch in BATCHES:
         yield Case(f"{large}, bf16, batch {batch}", partial(bench.bandwidth, batch))
+        yield Case(f"{large}, bf16, batch {batch}, kernels by time", partial(bench.kernels, batch))
     yield Case(f"{large}, 64 sequences of {NUM_SUBNETS} Subnets", bench.mixed)
     for bits in (8, 4):
         yield Case(f"{large}, int{bits} over bf16", partial(bench.integers, bits))
     narrow = setting.config if is_small else shape("100m")[0]
     little = Bench(setting, narrow, 64)
     for batch in (1, 64):
-        yield Case(f"{'small' if is_small else '100m'}, bf16, batch {batch}", partial(little.per_layer, batch))
-    rollouts = "small" if is_small else "1.8b"
+        name = f"{'small' if is_small else '100m'}, bf16, batch {batch}"
+        yield Case(name, partial(little.per_layer, batch))
+        yield Case(f"{name}, kernels by time", partial(little.kernels, batch))
+    rollouts = "small" if is_small else "3.4b"
     yield Case(f"rollouts of {rollouts}, FP8 over bf16", partial(_rollouts, setting, SHAPES[rollouts]))
 
 
@@ -63,6 +67,9 @@ class Bench:
         num_bytes = _step_bytes(self.config, batch, self.context)
         share = num_bytes / seconds / _bandwidth(self.setting.device)
         return Outcome({"tokens/s": batch / seconds, "GB/step": num_bytes / 1e9, "of bandwidth": f"{share:.0%}"})
+
+    def kernels(self, batch: int) -> Outcome:
+        return Outcome(shares(self.step([self.config.full()] * batch), self.setting))
 
     def per_layer(self, batch: int) -> Outcome:
         seconds = self.seconds(self.step([self.config.full()] * batch))
@@ -162,7 +169,8 @@ def _bandwidth(device: torch.device) -> float:
 def _rollouts(setting: Setting, config: ModelConfig) -> Outcome:
     """Sampled tokens per second of the engine in FP8 products and in bf16, with 64 requests of a prompt of 64 tokens."""
     num_tokens, rates = 16 if setting.size == "tiny" else 64, []
-    precisions: tuple[tuple[Precision, torch.dtype], ...] = (("fp8", torch.float32), ("fp32", torch.bfloat16))
+    fp8_dtype = torch.bfloat16 if setting.device.type == "cuda" else torch.float32
+    precisions: tuple[tuple[Precision, torch.dtype], ...] = (("fp8", fp8_dtype), ("fp32", torch.bfloat16))
     for precision, dtype in precisions:
         model = network(config, setting.device).to(dtype).requires_grad_(False)
         engine = Engine(model, None, EngineConfig(num_pages=1024, max_batch=64, precision=precision))

@@ -2,7 +2,7 @@
 
 Each layer is first compared with the composition in its output and all gradients. Activations are what the forward pass keeps for the
 backward pass, inputs included; the limit is inputs, gates, gate-up outputs and 8 bytes for each index. Choices are random, so experts
-have ragged numbers of tokens.
+have ragged numbers of tokens. Several passes are timed together, so that the host's launches take no time, as in a training step.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from bench.common.gpu_part import Case, Outcome, Setting, median_seconds, network, random_ids, relative_error
 from bench.common.moe_composition import experts_composed
 from bench.gpu_parts.packed import packed_context
+from bench.gpu_parts.profile import shares
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import RowWidths
 from stretto.ops.grouped import Experts
@@ -26,6 +27,10 @@ from stretto.ops.moe import experts
 
 CLOSE = 2.0**-6
 """Limit of the difference of two results in bf16, relative in norm: a few roundings of 8 bits."""
+TOGETHER = 4
+"""Passes that are timed together."""
+NAMES = ("output", "inputs", "gates", "gate-up", "down")
+"""Of the output and the gradients."""
 Compute = Callable[[Tensor, Tensor, Tensor, Experts], Tensor]
 
 
@@ -47,7 +52,10 @@ def cases(setting: Setting) -> Iterator[Case]:
     for layer in SMALL if setting.size in ("tiny", "small") else LAYERS:
         size = f"{layer.tokens} tokens, {layer.hidden} x {layer.width}, {layer.experts} experts, top-{layer.top_k}"
         yield Case(f"{size}: agreement", partial(_agreement, layer, setting))
+        if setting.device.type == "cuda":
+            yield Case(f"{size}: FP8 agreement", partial(_fp8_agreement, layer, setting))
         yield Case(f"{size}: speed", partial(_speed, layer, setting))
+        yield Case(f"{size}: kernels by time", partial(_kernels, layer, setting))
     yield Case("graph breaks of a compiled block", lambda: _breaks(setting))
 
 
@@ -72,21 +80,49 @@ def _agreement(layer: Layer, setting: Setting) -> Outcome:
     for compute in (experts, experts_composed):
         y_ND = compute(x_ND, chosen_NK, gates_NK, Experts(*weights))
         results.append([y_ND.detach(), *torch.autograd.grad(y_ND, inputs, torch.ones_like(y_ND) / layer.tokens)])
-    names = ("output", "inputs", "gates", "gate-up", "down")
-    errors = {name: relative_error(*pair) for name, pair in zip(names, zip(*results, strict=True), strict=True)}
+    errors = {name: relative_error(*pair) for name, pair in zip(NAMES, zip(*results, strict=True), strict=True)}
     return Outcome(errors, max(errors.values()) < CLOSE)
+
+
+def _fp8_agreement(layer: Layer, setting: Setting) -> Outcome:
+    """Our FP8 kernels against torch's on the same rows; the difference of both to bf16 is the rounding to FP8."""
+    chosen_NK, inputs = _inputs(layer, setting.device)
+    x_ND, gates_NK, *weights = inputs
+    results = []
+    for backend in ("triton-fp8", "fp8", "triton"):
+        y_ND = experts(x_ND, chosen_NK, gates_NK, Experts(*weights), backend)
+        results.append([y_ND.detach(), *torch.autograd.grad(y_ND, inputs, x_ND.detach())])
+    errors: dict[str, float | str] = {}
+    holds = True
+    for name, ours, theirs, wanted in zip(NAMES, *results, strict=True):
+        error, rounding = relative_error(ours, theirs), relative_error(ours, wanted)
+        errors |= {name: error, f"{name}, to bf16": rounding}
+        holds &= error < 0.5 * rounding < 0.05
+    return Outcome(errors, holds)
+
+
+def _step(inputs: list[Tensor], chosen_NK: Tensor, compute: Compute) -> None:
+    """Forward and backward pass of the layer."""
+    x_ND, gates_NK, *weights = inputs
+    y_ND = compute(x_ND, chosen_NK, gates_NK, Experts(*weights))
+    torch.autograd.grad(y_ND, inputs, x_ND.detach())
+
+
+def _kernels(layer: Layer, setting: Setting) -> Outcome:
+    chosen_NK, inputs = _inputs(layer, setting.device)
+    return Outcome(shares(partial(_step, inputs, chosen_NK, experts), setting))
 
 
 def _speed(layer: Layer, setting: Setting) -> Outcome:
     chosen_NK, inputs = _inputs(layer, setting.device)
     x_ND, gates_NK, *weights = inputs
 
-    def step(compute: Compute) -> None:
-        y_ND = compute(x_ND, chosen_NK, gates_NK, Experts(*weights))
-        torch.autograd.grad(y_ND, inputs, x_ND.detach())
+    def steps(compute: Compute) -> None:
+        for _ in range(TOGETHER):
+            _step(inputs, chosen_NK, compute)
 
     ours_s, peer_s = (
-        median_seconds(partial(step, compute), setting.device, setting.num_steps)
+        median_seconds(partial(steps, compute), setting.device, setting.num_steps) / TOGETHER
         for compute in (experts, experts_composed)
     )
     kept, peers = (

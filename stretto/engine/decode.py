@@ -35,6 +35,7 @@ from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import clamp_of
 from stretto.ops import kernels
+from stretto.ops.fp8_rows import Rows
 from stretto.ops.grouped import swiglu
 from stretto.ops.int_weights import IntWeight
 from stretto.ops.operators import MASKED
@@ -243,8 +244,7 @@ class _Parts(NamedTuple):
 
 
 class KernelSteps:
-    """Steps with the Triton kernels, for grouped-query attention. Weights with integers are multiplied without dequantising them in
-    memory."""
+    """Steps with the Triton kernels, for grouped-query attention. Quantised weights are multiplied without dequantising them in memory."""
 
     reads_whole_pages = False
 
@@ -254,9 +254,9 @@ class KernelSteps:
         pool: KvPool,
         rows: SubnetRows,
         config: ModelConfig,
-        integers: Mapping[str, IntWeight],
+        quantised: Mapping[str, IntWeight | Rows],
     ):
-        """``integers``: integer weights by their names in the state dict."""
+        """``quantised``: integer or FP8 weights by their names in the state dict."""
         from stretto.ops.kernels import layer, paged_attention, products
 
         self._layer, self._attention, self._products = layer, paged_attention, products
@@ -264,7 +264,9 @@ class KernelSteps:
         self._clamp = clamp_of(config)
         device = pool.keys_LPZGC.device
         self._matrices = {
-            name: products.Matrix.of(weight.map(lambda x: x.to(device))) for name, weight in integers.items()
+            name: products.Matrix.of(weight if isinstance(weight, Rows) else weight.map(lambda x: x.to(device)))
+            for name, weight in quantised.items()
+            if products.Matrix.takes(weight)
         }
 
     def compute(self, inputs: Inputs, shape: Shape) -> Tensor:

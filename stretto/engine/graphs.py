@@ -34,6 +34,7 @@ from stretto.engine.decode import (
 from stretto.engine.forward_torch import KvPool, TorchForward
 from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.spec import ModelConfig
+from stretto.ops.fp8_rows import Rows
 from stretto.ops.int_weights import IntWeight
 from stretto.ops.paged import MAX_ALL
 
@@ -64,13 +65,13 @@ class DecodeGraphs:
         pool: KvPool,
         config: ModelConfig,
         subnets: SubnetTable,
-        integers: Mapping[str, IntWeight] = MappingProxyType({}),
+        quantised: Mapping[str, IntWeight | Rows] = MappingProxyType({}),
         with_kernels: bool | None = None,
     ):
         """
         Args:
             pool: its last page is used by padding sequences only.
-            integers: integer weights by their names in the state dict; the kernels multiply by them.
+            quantised: integer or FP8 weights by their names in the state dict; the kernels multiply by them.
             with_kernels: whether the Triton kernels compute; None: if they can, on a GPU.
         """
         self._subnets, self._device = subnets, pool.keys_LPZGC.device
@@ -81,12 +82,12 @@ class DecodeGraphs:
         self.kernels = "Triton"
         """The kernels that compute, for display."""
         if with_kernels or (with_kernels is None and self._is_cuda and not reason):
-            self._steps: Steps = KernelSteps(forward, pool, self._rows, config, integers)
+            self._steps: Steps = KernelSteps(forward, pool, self._rows, config, quantised)
         else:
             self._steps, self.kernels = TorchSteps(forward, pool, self._rows, config), f"torch ({reason or 'chosen'})"
             if self._is_cuda:
                 say(f"decoding gathers keys and values in every step, which is slower: {reason}")
-        self.multiplies_integers = bool(integers) and isinstance(self._steps, KernelSteps)
+        self.multiplies_quantised = bool(quantised) and isinstance(self._steps, KernelSteps)
         self._captured: OrderedDict[Shape, Captured] = OrderedDict()
         self._memory = torch.cuda.graph_pool_handle() if self._is_cuda else None
 

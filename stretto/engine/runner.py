@@ -20,6 +20,7 @@ from torch import Tensor
 from stretto.base.errors import UserError
 from stretto.engine.forward_cpu import Integers, NativeForward, in_panels, why_not
 from stretto.engine.forward_torch import KvPool, TorchForward
+from stretto.engine.fp8_weights import Fp8Weights
 from stretto.engine.graphs import DecodeGraphs
 from stretto.engine.ranks import Cache, Ranks, Weights
 from stretto.engine.request import EngineConfig
@@ -27,7 +28,9 @@ from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.checkpoint import read_checkpoint, read_config, weights_hash
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Transformer, skeleton
+from stretto.ops.fp8_rows import Rows, why_emulated
 from stretto.ops.int_weights import IntWeight
+from stretto.ops.kernels import why_not as why_no_kernels
 from stretto.ops.matmul import PLAIN, Arithmetic, kernels
 from stretto.ops.memory import free_bytes
 from stretto.ops.native import DTYPES, INT_GROUP, PANEL, Library, Panels
@@ -91,6 +94,13 @@ def why_torch(
     return why_not(config) if dtype in DTYPES else f"no kernels for {dtype}"
 
 
+def has_fp8_kernels(config: ModelConfig, device: torch.device, arithmetic: Arithmetic) -> bool:
+    """Whether decoding steps in this arithmetic can read weights in FP8 with one scale per output (`Fp8Weights`)."""
+    if arithmetic.precision != "fp8" or arithmetic.batch_invariant or config.latent is not None:
+        return False
+    return not why_emulated(device) and not why_no_kernels(device)
+
+
 class Runner:
     """Computes steps of one model, on its device and in its data type. No other code may change the model afterwards."""
 
@@ -130,6 +140,9 @@ class Runner:
         assert ranks is None or arithmetic.is_plain, "ranks compute in plain arithmetic only"
         self._ranks, self._team = ranks, None if ranks is None else ranks.team
         num_ranks = 1 if ranks is None else ranks.shard.num_ranks
+        self._fp8: Fp8Weights | None = None
+        if ranks is None and has_fp8_kernels(self.config, device, arithmetic):
+            self._fp8, arithmetic = Fp8Weights(model.blocks, "blocks."), PLAIN
         self._why_torch = why_torch(library, self.config, device, dtype, arithmetic, num_ranks)
         has_graphs = cuda_graphs and ranks is None and bool(self._why_torch) and arithmetic.is_plain
         # graphs need one page that the allocator does not know
@@ -160,8 +173,9 @@ class Runner:
             self._team.tell(Cache(num_pages, page_size))
         self._graphs = None
         if has_graphs and self._torch is not None:
-            plain = {name: weight for name, weight in integers.items() if isinstance(weight, IntWeight)}
-            self._graphs = DecodeGraphs(self._torch, self.pool, self.config, subnets, plain)
+            quantised: dict[str, IntWeight | Rows] = {} if self._fp8 is None else {**self._fp8.rows}
+            quantised |= {name: weight for name, weight in integers.items() if isinstance(weight, IntWeight)}
+            self._graphs = DecodeGraphs(self._torch, self.pool, self.config, subnets, quantised)
 
     def _new_torch(self) -> TorchForward:
         return TorchForward(self.model, self._subnets, self.pool, self._arithmetic, self._ranks)
@@ -191,10 +205,14 @@ class Runner:
 
     def _weights(self) -> dict[str, str]:
         """How steps use integer weights."""
+        is_multiplied = self._graphs is not None and self._graphs.multiplies_quantised
+        if self._fp8 is not None:
+            where = " in decoding steps, their values in bf16 in others" if is_multiplied else ", their values in bf16"
+            return {"weights": f"FP8 with one scale per output{where}"}
         if not self._num_integers:
             return {}
         kinds = " and ".join(f"int{bits}" for bits in sorted(self._int_bits))
-        if self._graphs is not None and self._graphs.multiplies_integers:
+        if is_multiplied:
             return {"weights": f"{kinds} in decoding steps, dequantised in others"}
         if not self.panels:
             return {"weights": f"{kinds}, dequantised"}
@@ -281,6 +299,8 @@ class Runner:
                     values = self._ranks.part(name, values, tensor, tuple(whole[name].shape))
                 assert values is not None, "rank 0 without new weights"
                 tensor.copy_(values)
+        if self._fp8 is not None:
+            self._fp8.refresh()
         if self._torch is None:  # the kernels read the weights in place
             return
         fresh = self._new_torch()

@@ -23,12 +23,14 @@ from stretto.base.track import say
 from stretto.ops import kernels
 from stretto.ops.fp8 import FP8, scale_of
 from stretto.ops.grouped import Experts, grouped_mm
-from stretto.ops.moe import BACKENDS, TorchBackend, experts
+from stretto.ops.moe import BACKENDS, TorchBackend, experts, why_no_kernels
 from stretto.ops.operators import Operators, Routes, Weight
 
 LEAST_CAPABILITY = (9, 0)
 MULTIPLE = 16
 """Both widths of a weight must be multiples of this; other weights are multiplied in bf16."""
+KERNEL_MULTIPLE = 128
+"""Hidden size and width of experts that the Triton kernels multiply in FP8 are multiples of this: the columns that they read at once."""
 
 
 def why_emulated(device: torch.device) -> str:
@@ -143,4 +145,6 @@ class Fp8Operators(Operators):
         return y_NF if bias_F is None else y_NF + bias_F.bfloat16()
 
     def experts(self, x_ND: Tensor, routes: Routes, weights: Experts) -> Tensor:
-        return experts(x_ND, routes.chosen_NK, routes.gates_NK, weights, backend="fp8")
+        is_emulated = bool(why_emulated(x_ND.device))
+        backend = "fp8" if is_emulated or why_no_kernels(x_ND.device, weights, KERNEL_MULTIPLE) else "triton-fp8"
+        return experts(x_ND, routes.chosen_NK, routes.gates_NK, weights, backend=backend)

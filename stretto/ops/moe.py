@@ -97,6 +97,9 @@ class Backend(Protocol):
 
 def backend_for(x_ND: Tensor, weights: Experts) -> str:
     """Name of the fastest backend that computes ``weights``, which have the dtype of the products, on the device of ``x_ND``."""
+    dtype = weights.down_EDI.dtype
+    if x_ND.is_cuda and dtype != torch.bfloat16:
+        return "torch"  # without tensor cores, Triton's kernels gain nothing, and take minutes to compile
     if x_ND.is_cuda:
         if reason := why_no_kernels(x_ND.device, weights):
             _say(reason)
@@ -109,15 +112,14 @@ def _is_plain(weights: Experts) -> bool:
     return weights.biases is None and weights.clamp is None
 
 
-def why_no_kernels(device: torch.device, weights: Experts) -> str:
-    """Reason why the Triton kernels cannot compute ``weights`` on ``device``; empty if they can."""
+def why_no_kernels(device: torch.device, weights: Experts, multiple: int = KERNEL_WIDTH) -> str:
+    """Reason why the Triton kernels cannot compute ``weights`` in bf16 on ``device``; empty if they can. ``multiple``: of hidden size and
+    widths."""
     hidden, width = weights.down_EDI.shape[1:]
-    if weights.down_EDI.dtype not in (torch.float32, torch.bfloat16):
-        return f"products in {str(weights.down_EDI.dtype)[6:]}"
     if weights.biases is not None or weights.clamp is not None:
         return "experts with biases or a clamp"
-    if hidden % KERNEL_WIDTH or width % KERNEL_WIDTH:
-        return f"experts of {hidden} x {width}, where the kernels need multiples of {KERNEL_WIDTH}"
+    if hidden % multiple or width % multiple:
+        return f"experts of {hidden} x {width}, where the kernels need multiples of {multiple}"
     return kernels.why_not(device)
 
 
@@ -127,10 +129,10 @@ def _say(reason: str) -> None:
 
 
 @cache
-def _triton() -> Backend:
-    from stretto.ops.kernels.experts import TritonBackend  # imports Triton, which takes a second
+def _kernel_backends() -> dict[str, Backend]:
+    from stretto.ops.kernels.experts import Fp8Backend, TritonBackend  # imports Triton, which takes a second
 
-    return TritonBackend()
+    return {"triton": TritonBackend(), "triton-fp8": Fp8Backend()}
 
 
 class TorchBackend:
@@ -224,7 +226,7 @@ BACKENDS: dict[str, Backend] = {"torch": TorchBackend(), "native": NativeBackend
 def _backend(name: str, x_ND: Tensor, weights: Experts) -> Backend:
     """The backend ``name``; an empty name: `backend_for`. torch.compile does not look into it."""
     name = name or backend_for(x_ND, weights)
-    return _triton() if name == "triton" else BACKENDS[name]
+    return BACKENDS[name] if name in BACKENDS else _kernel_backends()[name]
 
 
 # --- the differentiable function --------------------------------------------------------------------------------------

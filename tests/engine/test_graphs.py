@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from stretto.engine.decode import Host, Inputs, shape_of
 from stretto.engine.forward_torch import KvPool, TorchForward
+from stretto.engine.fp8_weights import Fp8Weights
 from stretto.engine.graphs import MAX_GRAPHS, DecodeGraphs, rounded_up
 from stretto.engine.runner import Runner
 from stretto.engine.sequence import Chunk, SubnetTable
@@ -151,11 +152,38 @@ def test_kernels_multiply_by_integers() -> None:
     names = {"blocks.1.mlp.down", "blocks.0.attention.qkv.weight", "blocks.0.mlp.shared.gate_up.weight", "head.weight"}
     assert names <= integers.keys()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    decoder = Decoder(model, [model.config.full()], device, integers=integers, with_kernels=True)
+    decoder = Decoder(model, [model.config.full()], device, quantised=integers, with_kernels=True)
     for (
         tensor
     ) in model.state_dict().values():  # prompts are computed with these values, decoding steps with the integers
         assert torch.isfinite(tensor).all()
+    same(decoder, sentences(0, 2), 1)
+
+
+def test_kernels_multiply_by_fp8_and_follow_new_weights() -> None:
+    pytest.importorskip("triton")
+    shape = {**SHAPE, **EVEN, "num_shared_experts": 1}
+    model = with_noise(build(ModelConfig(**shape), seed=1))
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    fp8 = Fp8Weights(model.blocks, "blocks.")
+    assert {
+        "blocks.1.mlp.down",
+        "blocks.0.attention.qkv.weight",
+        "blocks.0.mlp.shared.gate_up.weight",
+    } <= fp8.rows.keys()
+    for name, weight in model.state_dict().items():
+        is_rounded = name in fp8.rows
+        assert torch.equal(weight, before[name]) != is_rounded
+        assert torch.allclose(weight, before[name], rtol=2**-4, atol=0.01 if is_rounded else 0.0), name
+    decoder = Decoder(model, [model.config.full()], "cpu", quantised=fp8.rows, with_kernels=True)
+    same(decoder, sentences(0, 2), 1)
+    with torch.no_grad():
+        for name, weight in model.state_dict().items():
+            weight.copy_(before[name].flip(0))
+    fp8.refresh()
+    with torch.inference_mode():
+        decoder.plain.refresh(TorchForward(model, decoder.plain.planner._subnets, decoder.pool, PLAIN))
+        decoder.graphs.refresh()
     same(decoder, sentences(0, 2), 1)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from stretto.ops import kernels, moe
+from stretto.ops import fp8_rows, kernels, moe
 from stretto.ops.grouped import Clamp, ExpertBiases, Experts
 from stretto.ops.moe import experts
 from tests.ops.references import experts_reference
@@ -62,6 +63,26 @@ def test_outputs_and_gradients(name: str, dtype: torch.dtype, on_triton: None) -
         assert error <= 8 * torch.finfo(dtype).eps, f"{error:.2e}"
 
 
+def test_fp8_products_are_those_of_the_same_rows_by_torch() -> None:
+    """Both backends quantise the same rows and matrices; they round what is between the products at other places."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    assert fp8_rows.BACKENDS is moe.BACKENDS
+    inputs = _inputs(RAGGED, torch.bfloat16)
+    upstream = torch.randn(len(RAGGED), HIDDEN, generator=torch.Generator().manual_seed(2))
+
+    def compute(backend: str, x: Tensor, gates: Tensor, *weights: Tensor) -> Tensor:
+        return experts(x, RAGGED, gates, Experts(*weights), backend=backend)
+
+    by_kernels, by_torch, exact = (
+        _results(partial(compute, backend), inputs, upstream) for backend in ("triton-fp8", "fp8", "torch")
+    )
+    for name, ours, theirs, wanted in zip(
+        ("y", "x", "gates", "gate-up", "down"), by_kernels, by_torch, exact, strict=True
+    ):
+        error, rounding = (float((ours.double() - other).norm() / wanted.double().norm()) for other in (theirs, wanted))
+        assert error < 0.5 * rounding < 0.05, f"{name}: {error:.4f}, {rounding:.4f}"
+
+
 def test_frozen_inputs_cost_nothing(on_triton: None) -> None:
     x, gates, gate_up, down = _inputs(RAGGED, torch.float32)
     y = experts(x.detach(), RAGGED, gates, Experts(gate_up.detach(), down.detach()))
@@ -88,7 +109,7 @@ def test_what_the_kernels_do_not_compute() -> None:
     assert "biases" in moe.why_no_kernels(cpu, Experts(gate_up, down, biases))
     assert "clamp" in moe.why_no_kernels(cpu, Experts(gate_up, down, None, Clamp(1.7, 7.0)))
     assert "64 x 48" in moe.why_no_kernels(cpu, Experts(gate_up, torch.zeros(2, 64, 48)))
-    assert "float64" in moe.why_no_kernels(cpu, Experts(gate_up.double(), down.double()))
+    assert moe.backend_for(SimpleNamespace(is_cuda=True), Experts(gate_up, down)) == "torch", "products in fp32"
 
 
 def test_without_triton_torch_computes_and_says_so_once(
@@ -96,7 +117,8 @@ def test_without_triton_torch_computes_and_says_so_once(
 ) -> None:
     moe._say.cache_clear()
     monkeypatch.setattr(kernels, "find_spec", lambda name: None)
-    weights, x = Experts(torch.zeros(2, 128, 64), torch.zeros(2, 64, 64)), SimpleNamespace(is_cuda=True, device="cuda")
+    matrices = (torch.zeros(*size, dtype=torch.bfloat16) for size in ((2, 128, 64), (2, 64, 64)))
+    weights, x = Experts(*matrices), SimpleNamespace(is_cuda=True, device="cuda")
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert moe.backend_for(x, weights) == "torch"

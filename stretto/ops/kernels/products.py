@@ -1,4 +1,4 @@
-"""Products of few tokens with weights in 16 bits, or in int8 or int4 that are dequantised in registers: linear layers and experts.
+"""Products of few tokens with weights in 16 bits, or in FP8, int8 or int4 that are dequantised in registers: linear layers and experts.
 
 The time of such a product is the time to read its weights, so every program reads rows of the weight that no other reads. Experts need no
 sort: of few pairs (token, expert), a program finds those of its expert itself; of more, another kernel lists them. Sums are in fp32, in
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stretto.ops.fp8_rows import Rows
 from stretto.ops.grouped import Clamp
 from stretto.ops.int_weights import IntWeight, pack
 
@@ -32,21 +33,29 @@ class Matrix:
     """Rows of weights, as the kernels read them."""
 
     rows: Tensor
-    """[…, F, D] in the type of the activations; int8 codes; or uint8 […, F, B] with two codes of 4 bits, each larger by 8."""
+    """[…, F, D] in the type of the activations; FP8; int8 codes; or uint8 […, F, B] with two codes of 4 bits, each larger by 8."""
     scales: Tensor | None = None
-    """fp16 […, F, J]; None: the weights are not quantised."""
+    """fp16 […, F, J]; for FP8, fp32 […, F], the factor of each output; None: the weights are not quantised."""
     zeros: Tensor | None = None
     """int8 […, F, J]; None: all are 0."""
     bits: int = 16
 
     @staticmethod
-    def of(weight: IntWeight) -> Matrix:
-        """The kernels' form of an integer weight."""
+    def of(weight: IntWeight | Rows) -> Matrix:
+        """The kernels' form of a weight in FP8, or of integers, which the kernels must take (`takes`)."""
+        if isinstance(weight, Rows):
+            return Matrix(weight.bytes_ND, weight.scale_N, None, 8)
+        assert Matrix.takes(weight), f"groups of {weight.group}"
         rows = weight.codes.contiguous()
         if weight.bits == 4:
             rows = pack(weight.codes, 4).contiguous().view(torch.uint8)
         zeros = None if weight.zeros is None else weight.zeros.contiguous()
         return Matrix(rows, weight.scales.contiguous(), zeros, weight.bits)
+
+    @staticmethod
+    def takes(weight: IntWeight | Rows) -> bool:
+        """Whether the kernels multiply by the weight; groups of integers must be a power of two."""
+        return isinstance(weight, Rows) or weight.group.bit_count() == 1
 
     def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
         """Rows, scales and zeros; tensors that are missing are not read."""
@@ -56,7 +65,10 @@ class Matrix:
 
     def options(self, num_inputs: int) -> dict[str, Any]:
         """Constants of the kernels."""
-        group = num_inputs if self.scales is None else num_inputs // self.scales.shape[-1]
+        if self.scales is None:
+            group = num_inputs
+        else:
+            group = 0 if self.rows.is_floating_point() else num_inputs // self.scales.shape[-1]
         return {"BITS": self.bits, "GROUP": group, "HAS_ZEROS": self.zeros is not None}
 
 
@@ -154,37 +166,41 @@ def _product(
 ):  # fmt: skip
     """[M, W]: rows of ``x`` that begin at ``x_M``, times rows ``row_W`` (int64) of a `Matrix`."""
     acc_MW = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
-    # two codes of 4 bits in a byte belong to an even and an odd input of the same group
-    num_columns = D // 2 if BITS == 4 else D
-    STEP: tl.constexpr = BLOCK_D // 2 if BITS == 4 else BLOCK_D
-    for start in range(0, num_columns, STEP):
-        d_D = start + tl.arange(0, STEP)
-        is_d = d_D < num_columns
-        mask_DW, mask_MD = is_d[:, None] & is_row_W[None, :], is_row_M[:, None] & is_d[None, :]
-        w_DW = tl.load(rows + row_W[None, :] * num_columns + d_D[:, None], mask=mask_DW, other=0)
-        if BITS == 4:
-            group_DW = row_W[None, :] * (D // GROUP) + (2 * d_D // GROUP)[:, None]
-            scales_DW = tl.load(scales + group_DW, mask=mask_DW, other=0.0).to(tl.float32)
-            zeros_DW = 8.0
-            if HAS_ZEROS:
-                zeros_DW = tl.load(zeros + group_DW, mask=mask_DW, other=0).to(tl.float32) + 8.0
-            low_DW = ((w_DW & 15).to(tl.float32) - zeros_DW) * scales_DW
-            high_DW = ((w_DW >> 4).to(tl.float32) - zeros_DW) * scales_DW
-            even_MD = tl.load(x + x_M[:, None] + 2 * d_D[None, :], mask=mask_MD, other=0.0)
-            odd_MD = tl.load(x + x_M[:, None] + 2 * d_D[None, :] + 1, mask=mask_MD, other=0.0)
-            acc_MW += dot(even_MD, low_DW.to(x.dtype.element_ty))
-            acc_MW += dot(odd_MD, high_DW.to(x.dtype.element_ty))
-        else:
-            if BITS == 8:
-                group_DW = row_W[None, :] * (D // GROUP) + (d_D // GROUP)[:, None]
-                scales_DW = tl.load(scales + group_DW, mask=mask_DW, other=0.0).to(tl.float32)
-                wide_DW = w_DW.to(tl.float32)
-                if HAS_ZEROS:
-                    wide_DW -= tl.load(zeros + group_DW, mask=mask_DW, other=0).to(tl.float32)
-                w_DW = (wide_DW * scales_DW).to(x.dtype.element_ty)
-            x_MD = tl.load(x + x_M[:, None] + d_D[None, :], mask=mask_MD, other=0.0)
-            acc_MW += dot(x_MD, w_DW)
+    PER_BYTE: tl.constexpr = 2 if BITS == 4 else 1
+    num_columns = D // PER_BYTE
+    for start in range(0, D, BLOCK_D):
+        column = start // PER_BYTE + tl.arange(0, BLOCK_D // PER_BYTE)
+        mask_WD = is_row_W[:, None] & (column < num_columns)[None, :]
+        w_WD = tl.load(rows + row_W[:, None] * num_columns + column[None, :], mask=mask_WD, other=0.0)
+        if BITS < 16 and GROUP > 0:
+            w_WD = _values(w_WD, scales, zeros, row_W, is_row_W, start, D, BITS, GROUP, HAS_ZEROS, BLOCK_W, BLOCK_D)
+        d_D = start + tl.arange(0, BLOCK_D)
+        x_MD = tl.load(x + x_M[:, None] + d_D[None, :], mask=is_row_M[:, None] & (d_D < D)[None, :], other=0.0)
+        acc_MW += dot(x_MD, tl.trans(w_WD.to(x.dtype.element_ty)))
+    if GROUP == 0:
+        acc_MW *= tl.load(scales + row_W, mask=is_row_W, other=0.0)[None, :]
     return acc_MW
+
+
+@triton.jit
+def _values(
+    codes_WB, scales, zeros, row_W, is_row_W, start, D, BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Values (fp32) of the codes of inputs ``start`` and following. A scale is read once for its group."""
+    NUM: tl.constexpr = BLOCK_D // GROUP if GROUP < BLOCK_D else 1
+    group_J = start // GROUP + tl.arange(0, NUM)
+    place_WJ = row_W[:, None] * (D // GROUP) + group_J[None, :]
+    mask_WJ = is_row_W[:, None] & (group_J < D // GROUP)[None, :]
+    scales_WJ1 = tl.load(scales + place_WJ, mask=mask_WJ, other=0.0).to(tl.float32)[:, :, None]
+    if BITS == 4:  # the two codes of a byte belong to neighbouring inputs
+        codes_WB = tl.reshape(tl.join(codes_WB & 15, codes_WB >> 4), (BLOCK_W, BLOCK_D))
+    wide_WJX = tl.reshape(codes_WB.to(tl.float32), (BLOCK_W, NUM, BLOCK_D // NUM))
+    if BITS == 4:
+        wide_WJX -= 8.0
+    if HAS_ZEROS:
+        wide_WJX -= tl.load(zeros + place_WJ, mask=mask_WJ, other=0).to(tl.float32)[:, :, None]
+    return tl.reshape(wide_WJX * scales_WJ1, (BLOCK_W, BLOCK_D))
 
 
 @triton.jit

@@ -21,14 +21,13 @@ def weight_gradient(left: Tensor, right: Tensor, slots: Slots, *, gathers_left: 
     def grid(meta: dict[str, Any]) -> tuple[int, int]:
         return triton.cdiv(M, meta["BLOCK_M"]) * triton.cdiv(N, meta["BLOCK_N"]), num_experts
 
-    precision = settings(left, num_experts)["PRECISION"]
     _weight_gradient[grid](
-        left, right, slots.token_P, slots.ends_E, grad_EMN, M, N, GATHERS_LEFT=gathers_left, PRECISION=precision
+        left, right, slots.token_P, slots.ends_E, grad_EMN, M, N, GATHERS_LEFT=gathers_left, **settings(left)
     )
     return grad_EMN
 
 
-@triton.autotune(configs((128, 128, 8, 3), (128, 256, 8, 3), (64, 128, 4, 4)), key=["M", "N", "GATHERS_LEFT"])
+@triton.autotune(configs((128, 256, 8, 3), (256, 128, 8, 3), (128, 256, 8, 4)), key=["M", "N", "GATHERS_LEFT"])
 @triton.jit
 def _weight_gradient(
     left_ptr, right_ptr, token_ptr, ends_ptr, out_ptr, M, N, GATHERS_LEFT: tl.constexpr, PRECISION: tl.constexpr,
@@ -41,10 +40,10 @@ def _weight_gradient(
     ms, ns, ks = m * BLOCK_M + tl.arange(0, BLOCK_M), n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     is_m, is_n = ms < M, ns < N
     grad = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for first in range(start, end, BLOCK_K):
-        places = first + ks
-        is_own = places < end
-        token, place = tl.load(token_ptr + places, mask=is_own, other=0), places.to(tl.int64)
+    places = start + ks
+    token = tl.load(token_ptr + places, mask=places < end, other=0)
+    for _ in range(start, end, BLOCK_K):
+        is_own, place = places < end, places.to(tl.int64)
         if GATHERS_LEFT:
             left_rows, right_rows = token, place
         else:
@@ -53,6 +52,9 @@ def _weight_gradient(
         right = tl.load(
             right_ptr + right_rows[:, None] * N + ns[None, :], mask=is_own[:, None] & is_n[None, :], other=0.0
         )
+        places += BLOCK_K
+        # one iteration ahead: with a load that waits for another of the same iteration, fewer tiles are in flight
+        token = tl.load(token_ptr + places, mask=places < end, other=0)
         grad = plus_product(grad, tl.trans(left), right, PRECISION)
     out_ptrs = out_ptr + expert.to(tl.int64) * M * N + ms[:, None] * N + ns[None, :]
     tl.store(out_ptrs, grad.to(out_ptr.dtype.element_ty), mask=is_m[:, None] & is_n[None, :])
