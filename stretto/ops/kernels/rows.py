@@ -97,7 +97,7 @@ def _grid(num_places: int, num_experts: int, num_columns: int) -> Callable[[dict
     return lambda meta: ((num_places // meta["BLOCK_M"] + num_experts) * triton.cdiv(num_columns, meta["BLOCK_N"]),)
 
 
-@triton.autotune(configs((128, 128, 8, 3), (128, 64, 8, 3), (128, 128, 8, 4)), key=["D", "I", "HAS_FACTORS"])
+@triton.autotune(configs((128, 128, 8, 3), (128, 64, 8, 3)), key=["D", "I", "HAS_FACTORS"])
 @triton.jit
 def _gate_up(
     x_ptr, token_ptr, weight_ptr, gates_ptr, ends_ptr, row_factors_ptr, column_factors_ptr, hidden_ptr, inner_ptr,
@@ -141,7 +141,7 @@ def _gate_up(
 
 
 @triton.autotune(
-    configs((128, 256, 8, 3), (128, 128, 8, 3), (128, 256, 8, 4)), key=["K", "N", "GATHERS", "HAS_FACTORS"]
+    configs((128, 256, 8, 3), (128, 256, 8, 4), (128, 128, 8, 3)), key=["K", "N", "GATHERS", "HAS_FACTORS"]
 )
 @triton.jit
 def _product(

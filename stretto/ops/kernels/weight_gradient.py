@@ -27,7 +27,7 @@ def weight_gradient(left: Tensor, right: Tensor, slots: Slots, *, gathers_left: 
     return grad_EMN
 
 
-@triton.autotune(configs((128, 256, 8, 3), (256, 128, 8, 3), (128, 256, 8, 4)), key=["M", "N", "GATHERS_LEFT"])
+@triton.autotune(configs((128, 256, 8, 3), (256, 128, 8, 3), (128, 128, 8, 3)), key=["M", "N", "GATHERS_LEFT"])
 @triton.jit
 def _weight_gradient(
     left_ptr, right_ptr, token_ptr, ends_ptr, out_ptr, M, N, GATHERS_LEFT: tl.constexpr, PRECISION: tl.constexpr,
