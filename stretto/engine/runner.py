@@ -20,7 +20,6 @@ from torch import Tensor
 from stretto.base.errors import UserError
 from stretto.engine.forward_cpu import Integers, NativeForward, in_panels, why_not
 from stretto.engine.forward_torch import KvPool, TorchForward
-from stretto.engine.fp8_weights import Fp8Weights
 from stretto.engine.graphs import DecodeGraphs
 from stretto.engine.ranks import Cache, Ranks, Weights
 from stretto.engine.request import EngineConfig
@@ -28,7 +27,7 @@ from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.checkpoint import read_checkpoint, read_config, weights_hash
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Transformer, skeleton
-from stretto.ops.fp8_rows import Rows, why_emulated
+from stretto.ops.fp8_rows import Fp8Weights, Rows, why_emulated
 from stretto.ops.int_weights import IntWeight
 from stretto.ops.kernels import why_not as why_no_kernels
 from stretto.ops.matmul import PLAIN, Arithmetic, kernels

@@ -1,8 +1,9 @@
-"""Rowwise FP8 for training: one scale per row of activations and gradients, and per output of a weight.
+"""Rowwise FP8 for training and rollouts: one scale per row of activations and gradients, and per output of a weight.
 
 All numbers are E4M3; a scale is the row's largest magnitude / 448, in fp32. Outputs and gradients of inputs are FP8 products, the latter
 with the weight quantised along its other dim. The gradient of a weight sums over all tokens, and is a bf16 product. (The rowwise recipe of
-torchao with weight gradients in high precision.) `stretto.ops.fp8` has scales of blocks, for rollouts and for weights that travel.
+torchao with weight gradients in high precision.) Engines on a GPU decode from weights that are quantised in the same way (`Fp8Weights`).
+`stretto.ops.fp8` has scales of blocks, for batch-invariant rollouts and for weights that travel.
 
 On GPUs before Hopper and on CPUs products are emulated: dequantised, multiplied in fp32, rounded to bf16.
 
@@ -11,13 +12,14 @@ Shape letters: N tokens, D inner dim, F outputs, E experts, P places of slots so
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from stretto.base.track import say
 from stretto.ops import kernels
@@ -148,3 +150,39 @@ class Fp8Operators(Operators):
         is_emulated = bool(why_emulated(x_ND.device))
         backend = "fp8" if is_emulated or why_no_kernels(x_ND.device, weights, KERNEL_MULTIPLE) else "triton-fp8"
         return experts(x_ND, routes.chosen_NK, routes.gates_NK, weights, backend=backend)
+
+
+class Fp8Weights:
+    """The quantised weights of a network for rollouts; the network's own weights become their values.
+
+    Decoding steps read the bytes (`stretto.engine.decode.KernelSteps`), half as many as bf16 has. Their activations stay in bf16, because
+    products of few tokens take the time to read the weights. Other steps multiply by the values.
+    """
+
+    def __init__(self, blocks: nn.Module, prefix: str):
+        """``prefix``: of the names of the weights of ``blocks`` in the network's state dict."""
+        self._blocks, self._prefix = blocks, prefix
+        self.rows = {name: Rows.of(weight.bfloat16()) for name, weight in self._weights()}
+        """By name in the state dict. `refresh` writes to these tensors."""
+        self._write()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Quantise the network's weights anew, which were replaced."""
+        for name, weight in self._weights():
+            fresh, own = Rows.of(weight.bfloat16()), self.rows[name]
+            own.bytes_ND.copy_(fresh.bytes_ND)
+            own.scale_N.copy_(fresh.scale_N)
+        self._write()
+
+    @torch.no_grad()
+    def _write(self) -> None:
+        for name, weight in self._weights():
+            weight.copy_(self.rows[name].dequantise())
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The matrices of attention, feed-forward networks and experts. The router decides on small differences, and stays."""
+        for name, weight in self._blocks.named_parameters():
+            is_matrix = weight.ndim > 1 and not name.endswith(("mlp.gate", "bias"))
+            if is_matrix and not any(width % MULTIPLE for width in weight.shape[-2:]):
+                yield self._prefix + name, weight.detach()

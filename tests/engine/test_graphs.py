@@ -12,12 +12,12 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from stretto.engine.decode import Host, Inputs, shape_of
 from stretto.engine.forward_torch import KvPool, TorchForward
-from stretto.engine.fp8_weights import Fp8Weights
 from stretto.engine.graphs import MAX_GRAPHS, DecodeGraphs, rounded_up
 from stretto.engine.runner import Runner
 from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Transformer, build
+from stretto.ops.fp8_rows import Fp8Weights
 from stretto.ops.int_weights import IntScheme, quantise
 from stretto.ops.matmul import PLAIN
 from tests.engine.test_forward_torch import NETWORKS, PAGE, SHAPE, VOCAB, network, with_noise
