@@ -41,6 +41,7 @@ from bench.common.measure import (
     fastest_calibration,
     quiet,
     random_prompts,
+    refusing,
     table,
     times,
     wide_console,
@@ -177,6 +178,7 @@ PEERS = {
 }
 
 
+@refusing()
 def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="demo", help="shape of a network with random weights")

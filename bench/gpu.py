@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from bench.common.gpu_part import SHAPES, Case, Outcome, Setting
-from bench.common.measure import bench_parser, finish, table, wide_console
+from bench.common.measure import bench_parser, finish, refusing, table, wide_console
 from stretto.base.errors import UserError
 from stretto.base.paths import replacing
 from stretto.base.track import say
@@ -34,6 +34,7 @@ from stretto.model.parallel import device_name, join
 PARTS = sorted(path.stem for path in Path(__file__).with_name("gpu_parts").glob("[a-z]*.py"))
 
 
+@refusing()
 def main(arguments: list[str] | None = None) -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--part", choices=PARTS, action="append", help="part to run; repeat for several; default: all")

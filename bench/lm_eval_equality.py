@@ -25,7 +25,7 @@ from typing import Any
 
 from rich.table import Table
 
-from bench.common.measure import bench_parser, finish, table, wide_console
+from bench.common.measure import bench_parser, finish, refusing, table, wide_console
 from bench.common.networks import write_network
 from bench.common.server import serving
 from stretto.base.errors import UserError
@@ -60,6 +60,7 @@ class Scores:
     """Log-likelihoods, nats, by task and document; one per choice."""
 
 
+@refusing()
 def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--source", type=Path, help="checkpoint with presets; default: random weights")

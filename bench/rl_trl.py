@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from bench.common.measure import SLOW, Calibration, bench_parser, table, times, wide_console
+from bench.common.measure import SLOW, Calibration, bench_parser, refusing, table, times, wide_console
 from stretto.api.rl import made_start
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
@@ -193,6 +193,7 @@ class Bench:
         return held_out_reward(folder, self.recipe, self.prompts, self.sources, self.num_held_out)
 
 
+@refusing()
 def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--peer", required=True, metavar="trl=PYTHON", help="interpreter with TRL")

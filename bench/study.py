@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,12 +33,12 @@ from typing import Any
 
 import numpy as np
 
-from bench.common.measure import bench_parser, finish, half_width, table, wide_console
-from bench.common.study import Results, Run, carry_out, read_results
+from bench.common.measure import bench_parser, finish, half_width, refusing, table, wide_console
+from bench.common.study import Results, Run, carry_out, read_results, recorded, write_record
 from stretto.api.train import held_out, open_loader
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
-from stretto.base.paths import CHECKPOINT, read_json, write_json
+from stretto.base.paths import CHECKPOINT, read_json
 from stretto.base.track import Tracker
 from stretto.data.demo_text import demo_documents
 from stretto.evals.loss import EvalBatch, evaluate_many
@@ -78,13 +77,9 @@ NUM_RANDOM = 10
 TRAINED = ("elastic", "ernie", "ordinary", *(f"scratch-{size}" for size in SIZES))
 
 
+@refusing()
 def main() -> None:
-    options = _parse()
-    try:
-        _study(options)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(2) from None
+    _study(_parse())
 
 
 def _study(options: argparse.Namespace) -> None:
@@ -99,7 +94,7 @@ def _study(options: argparse.Namespace) -> None:
             found = carry_out(study.runs, study.out, options.jobs, options.minutes, recorded)
         results = {**recorded, **found}
         if options.record:
-            write_json(options.record, {**identity(study), "runs": results})
+            write_record(options.record, {**identity(study), "seeds": list(study.seeds)}, results)
     show_search(arms, results)
     finish(report(arms, results))
 
@@ -252,25 +247,15 @@ def open_study(options: argparse.Namespace) -> Study:
 def identity(study: Study) -> dict[str, Any]:
     """What identifies the runs of a record; each result also has the commit and the machine that it comes from."""
     recipe = study.recipe.model_dump(mode="json")
-    return {
-        "seeds": list(study.seeds),
-        "mutant": study.mutant,
-        "data_hash": study.info.data_hash,
-        "recipe": recipe,
-    }
+    return {"mutant": study.mutant, "data_hash": study.info.data_hash, "recipe": recipe}
 
 
 def read_own_record(path: Path, study: Study) -> dict[str, dict[str, Any]]:
     """Results in the record ``path`` of the same study, perhaps with other reported seeds; none if there is no file."""
-    if not path.exists():
-        return {}
-    record, own = _read_fields(path), identity(study)
-    for name in ("mutant", "data_hash", "recipe"):
-        if record.get(name) != own[name]:
-            raise UserError(f"{path}: {name}: of another study; give its settings, or --record another file")
-    if record["seeds"][0] != own["seeds"][0]:
-        raise UserError(f"{path}: seeds: the search used {record['seeds'][0]}; name it first in --seeds")
-    return dict(record["runs"])
+    results = recorded(path, identity(study))
+    if results and (first := _read_fields(path)["seeds"][0]) != study.seeds[0]:
+        raise UserError(f"{path}: seeds: the search used {first}; name it first in --seeds")
+    return results
 
 
 def read_record(path: Path) -> tuple[Arms, Results]:

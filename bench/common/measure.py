@@ -10,7 +10,8 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median, stdev
 
@@ -19,6 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from scipy import stats
 from torch import Tensor
+
+from stretto.base.errors import UserError
 
 SLOW = 1.25
 """A sample is dropped if the matrix product beside it took this many times the product's shortest time."""
@@ -41,6 +44,16 @@ def finish(failures: Sequence[str]) -> None:
         print(f"FAILED  {failure}")
     if failures:
         sys.exit(1)
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """A `UserError` in this block ends the process with its one line and exit code 2."""
+    try:
+        yield
+    except UserError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from stretto.base.errors import UserError
 from stretto.base.paths import read_json, write_json
 from stretto.base.records import git_commit
 from stretto.base.track import say
@@ -54,6 +55,24 @@ class Run:
 def read_results(out: Path) -> dict[str, dict[str, Any]]:
     """Results of all finished runs in the study's folder ``out``."""
     return {str(path.parent.relative_to(out)): read_json(path) for path in sorted(out.rglob(RESULT))}
+
+
+def recorded(path: Path, identity: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Results in the record ``path`` of the study with this ``identity``; none if there is no file. Raises UserError: of another study."""
+    if not path.exists():
+        return {}
+    record = read_json(path)
+    if not isinstance(record, dict) or "runs" not in record:
+        raise UserError(f"{path}: no record of a study; --record writes one")
+    for name, own in identity.items():
+        if record.get(name) != own:
+            raise UserError(f"{path}: {name}: of another study; give its settings, or --record another file")
+    return dict(record["runs"])
+
+
+def write_record(path: Path, identity: Mapping[str, Any], results: Results) -> None:
+    """Write settings and results, without networks, from which the study goes on and its report is printed on any machine."""
+    write_json(path, {**identity, "runs": results})
 
 
 def carry_out(

@@ -1,0 +1,265 @@
+"""Routing replay (R3) and other remedies where the engine's routers choose other experts than the trainer's, at three sizes.
+
+    python -m bench.replay OUT [--sizes small medium large] [--seeds 0 1 2 3] [--noise 0.1] [--record FILE] [--picture FILE.png]
+    python -m bench.replay FILE                    print a record again
+
+Networks small enough for this machine forgive what bf16 or FP8 do to their routes, so the mismatch is forced: with each version of the
+weights, the engine draws normal noise of ``--noise`` onto the bias by which its routers choose (scores lie between 0 and 1), never onto
+the gates. Trainer and engine compute in fp32, so that nothing else differs. The task, digits written backwards, and the network are those
+of `bench/replay.toml`. All runs of a size begin with one supervised start. Arms:
+
+no noise     a control without noise
+none         noise; the trainer uses its own routes, and nothing corrects the loss
+TIS          noise; tokens are weighted by recomputed policy / engine's policy, at most 2 (truncated importance sampling)
+IcePop       noise; tokens whose ratio is outside 0.5 to 5 are left out (2510.18855)
+R2           noise; the updates use the routes of the trainer's own pass before them
+R3           noise; the trainer uses the engine's routes (2510.11370)
+
+The first seed searches the learning rate of each arm; the others are reported, at that rate, and at the best rate without noise, which is
+the same for all. A run has collapsed where its last fifth of the steps is rewarded less than half as much as its first step or its best
+stretch of a fifth. Exit code 1: R3 collapses with a seed, or is not rewarded more than another arm with noise, each at its best rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.common.measure import bench_parser, finish, half_width, refusing, table, wide_console
+from bench.common.plain_loop import run_plainly
+from bench.common.study import Results, Run, carry_out, recorded, write_record
+from stretto.api.rl import made_start
+from stretto.base.config import read_recipe
+from stretto.base.paths import CHECKPOINT, read_json
+from stretto.base.trajectory import WeightVersion
+from stretto.data.loader import key_of
+from stretto.learning.metrics import StepReport
+from stretto.learning.recipe import RlRecipe
+from stretto.learning.weights import fetch
+from stretto.report import style
+
+RECIPE = Path(__file__).with_suffix(".toml")
+SIZES: Mapping[str, Sequence[str]] = {
+    "small": [],
+    "medium": ["start.model.num_layers=6", "start.model.hidden_size=96", "start.model.head_dim=24",
+               "start.model.expert_intermediate_size=64"],
+    "large": ["start.model.num_layers=8", "start.model.hidden_size=160", "start.model.head_dim=40",
+              "start.model.expert_intermediate_size=96"],
+}  # fmt: skip
+"""Settings of the networks: 0.7, 3.9 and 12.8 million parameters."""
+ARMS: Mapping[str, Sequence[str]] = {
+    "no noise": ["replay=off"],
+    "none": ["replay=off"],
+    "TIS": ["replay=off", "loss.correction=tis"],
+    "IcePop": ["replay=off", "loss.correction=icepop"],
+    "R2": ["replay=r2"],
+    "R3": ["replay=r3"],
+}
+CONTROL = "no noise"
+RATES = (3e-4, 1e-3, 3e-3, 1e-2)
+FIFTH = 5
+CURVES = {"rewards": "reward/mean", "k3": "mismatch/same_k3_mean", "entropy": "policy/entropy"}
+"""What a run keeps of each step, by the name of the metric."""
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """Settings of all runs."""
+
+    sizes: Sequence[str]
+    seeds: Sequence[int]
+    noise: float
+    settings: Sequence[str]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must be equal in runs of one record."""
+        recipe = read_recipe(RECIPE, RlRecipe, self.settings)
+        return {"noise": self.noise, "first_seed": self.seeds[0], "recipe": recipe.model_dump(mode="json")}
+
+    def recipe(self, size: str, arm: str, rate: float, seed: int) -> RlRecipe:
+        told = [*SIZES[size], *ARMS[arm], f"optim.lr={rate:g}", f"train.seed={seed}"]
+        return read_recipe(RECIPE, RlRecipe, [*self.settings, *told])
+
+    def runs(self, results: Results, out: Path) -> list[Run]:
+        """All runs that ``results`` make possible."""
+        runs = []
+        for size in self.sizes:
+            start = f"{size}-start"
+            runs.append(Run(start, partial(_made_start, self.recipe(size, CONTROL, RATES[0], self.seeds[0]))))
+            for arm in ARMS:
+                chosen = {best_rate(results, size, each, self.seeds[0]) for each in (CONTROL, arm)} - {None}
+                wanted = [(rate, self.seeds[0]) for rate in RATES]
+                wanted += [(rate, seed) for rate in RATES if rate in chosen for seed in self.seeds[1:]]
+                noise = 0.0 if arm == CONTROL else self.noise
+                runs += [
+                    Run(
+                        name(size, arm, rate, seed),
+                        partial(_run, self.recipe(size, arm, rate, seed), out / start / CHECKPOINT, noise),
+                        needs=(start,),
+                    )
+                    for rate, seed in wanted
+                ]
+        return runs
+
+
+@refusing()
+def main() -> None:
+    parser = bench_parser(__doc__)
+    parser.add_argument("out", type=Path, help="folder of the runs, or a file of --record")
+    parser.add_argument("--sizes", choices=SIZES, nargs="+", default=list(SIZES))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="the first one searches")
+    parser.add_argument("--noise", type=float, default=0.1)
+    parser.add_argument("--set", dest="settings", action="append", default=[], help="override one key of the recipe")
+    parser.add_argument("--jobs", type=int, default=2, help="parallel processes of one thread each")
+    parser.add_argument("--minutes", type=float, default=1e6, help="time limit; run again to continue")
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE", help="file of settings and results: its runs are not repeated"
+    )
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="curves of reward and mismatch, PNG")
+    _study(parser.parse_args())
+
+
+def _study(options: argparse.Namespace) -> None:
+    if options.out.is_file():
+        results = read_json(options.out)["runs"]
+        seeds = sorted({int(each.rsplit("-", 1)[1]) for each in results if not each.endswith("start")})
+        sizes = [size for size in SIZES if f"{size}-start" in results]
+        seeds.remove(first := read_json(options.out)["first_seed"])
+        study = Study(sizes, [first, *seeds], 0.0, [])
+    else:
+        study = Study(options.sizes, options.seeds, options.noise, options.settings)
+        known = recorded(options.record, study.identity) if options.record else {}
+        plan = partial(study.runs, out=options.out.resolve())
+        results = {**known, **carry_out(plan, options.out.resolve(), options.jobs, options.minutes, known)}
+        if options.record:
+            write_record(options.record, study.identity, results)
+    failures = [failure for size in study.sizes for failure in show(study, size, results)]
+    if options.picture:
+        draw(study, results, options.picture)
+    finish(failures)
+
+
+def name(size: str, arm: str, rate: float, seed: int) -> str:
+    return f"{size}-{arm.replace(' ', '_')}-{rate:g}-{seed}"
+
+
+def best_rate(results: Results, size: str, arm: str, seed: int) -> float | None:
+    """The rate with the highest reward at the end on the seed of the search; None: not all are known."""
+    found = {rate: results.get(name(size, arm, rate, seed)) for rate in RATES}
+    last = {rate: at_end(run) for rate, run in found.items() if run is not None}
+    return max(last, key=lambda rate: last[rate]) if len(last) == len(RATES) else None
+
+
+def at_end(run: Mapping[str, Any]) -> float:
+    """Mean reward of the last fifth."""
+    rewards = run["rewards"]
+    return fmean(rewards[-max(1, len(rewards) // FIFTH) :])
+
+
+def has_collapsed(run: Mapping[str, Any]) -> bool:
+    rewards, size = np.array(run["rewards"]), max(1, len(run["rewards"]) // FIFTH)
+    best = max(rewards[0], np.convolve(rewards, np.full(size, 1 / size), "valid").max())
+    return at_end(run) < best / 2
+
+
+def _made_start(recipe: RlRecipe, folder: Path) -> dict[str, Any]:
+    start = made_start(recipe, folder / "made", device="cpu")
+    (folder / CHECKPOINT).symlink_to(start, target_is_directory=True)
+    return {}
+
+
+def _run(recipe: RlRecipe, start: Path, noise: float, folder: Path) -> dict[str, Any]:
+    reports: list[StepReport] = []
+    taken_over = partial(noisy, noise, recipe.train.seed)
+    asyncio.run(run_plainly(recipe, folder / "run", start, folder / CHECKPOINT, reports.append, taken_over))
+    return {kept: [report.scalars[metric] for report in reports] for kept, metric in CURVES.items()}
+
+
+def noisy(noise: float, seed: int, version: WeightVersion) -> Mapping[str, Tensor]:
+    """The weights of ``version``, with noise on the bias by which routers choose."""
+    state = dict(fetch(version))
+    generator = torch.Generator().manual_seed(key_of(seed, version.number) >> 1)
+    for each in [each for each in state if each.endswith("bias_WE")]:
+        state[each] = state[each] + noise * torch.randn(state[each].shape, generator=generator)
+    return state
+
+
+def show(study: Study, size: str, results: Results) -> list[str]:
+    """Print the table of a size; returns what is against the claim, or missing."""
+    common = best_rate(results, size, CONTROL, study.seeds[0])
+    shown = table(
+        f"{size}: reward of the last fifth over {len(study.seeds) - 1} seeds, mean ± half of the 95 % interval",
+        *(
+            "arm",
+            "best rate",
+            "at its best rate",
+            "collapsed",
+            "R3 minus it",
+            f"at {common or 0:g}",
+            "collapsed ",
+            "K3 at first",
+        ),
+    )
+    best = {arm: _reported(study, results, size, arm, best_rate(results, size, arm, study.seeds[0])) for arm in ARMS}
+    failures = []
+    for arm in ARMS:
+        at_common = _reported(study, results, size, arm, common)
+        if not (best[arm] and at_common and best["R3"]):
+            failures.append(f"{size}, {arm}: not finished")
+            continue
+        gains = [at_end(ours) - at_end(other) for ours, other in zip(best["R3"], best[arm], strict=True)]
+        if arm == "R3" and (num := sum(map(has_collapsed, best[arm]))):
+            failures.append(f"{size}, R3: {num} of {len(best[arm])} collapsed")
+        if arm not in ("R3", CONTROL) and fmean(gains) <= 0:
+            failures.append(f"{size}, R3: {fmean(gains):+.3f} of the reward of {arm}")
+        k3 = fmean(fmean(run["k3"][: max(1, len(run["k3"]) // FIFTH)]) for run in at_common)
+        rate = best_rate(results, size, arm, study.seeds[0])
+        paired = "" if arm == "R3" else f"{fmean(gains):+.3f} ± {half_width(gains):.3f}"
+        shown.add_row(arm, f"{rate:g}", *_shown(best[arm]), paired, *_shown(at_common), f"{k3:.1e}")
+    wide_console().print(shown)
+    return failures
+
+
+def _reported(study: Study, results: Results, size: str, arm: str, rate: float | None) -> list[dict[str, Any]]:
+    """Runs of all reported seeds; none if one is missing."""
+    names = [] if rate is None else [name(size, arm, rate, seed) for seed in study.seeds[1:]]
+    return [results[each] for each in names] if all(each in results for each in names) else []
+
+
+def _shown(runs: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    last = [at_end(run) for run in runs]
+    return f"{fmean(last):.3f} ± {half_width(last):.3f}", f"{sum(map(has_collapsed, runs))} of {len(runs)}"
+
+
+def draw(study: Study, results: Results, path: Path) -> None:
+    """Reward and mismatch by step, each arm at its best rate, means over the reported seeds, a column for each size."""
+    figure, colours = style.blank(5.2 * len(study.sizes), 8.0), style.colours(ARMS)
+    grid = figure.subplots(2, len(study.sizes), squeeze=False, sharex=True)
+    for (upper, lower), size in zip(grid.T, study.sizes, strict=True):
+        style.dress(upper, f"{size}: reward", "step", "mean reward")
+        style.dress(lower, f"{size}: mismatch", "step", "K3, nats")
+        lower.set_yscale("log")
+        for arm in ARMS:
+            runs = _reported(study, results, size, arm, best_rate(results, size, arm, study.seeds[0]))
+            if runs:
+                rewards, k3 = (np.mean([run[kept] for run in runs], axis=0) for kept in ("rewards", "k3"))
+                smooth = np.convolve(rewards, np.full(5, 0.2), "valid")
+                upper.plot(np.arange(len(smooth)) + 2, smooth, color=colours[arm], linewidth=2.0, label=arm)
+                lower.plot(np.maximum(k3, 1e-14), color=colours[arm], linewidth=2.0)
+        upper.legend(frameon=False, fontsize=style.TEXT_PT)
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    main()
