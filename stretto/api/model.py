@@ -26,10 +26,10 @@ from stretto.base.numbers import params, si
 from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, user_cache
 from stretto.base.records import Lineage
 from stretto.engine.engine import Engine, stream
-from stretto.engine.loading import generation_ends
+from stretto.engine.loading import generation_ends, open_engine
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling
 from stretto.evals.loss import EvalBatch
-from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config, read_integers, read_presets
+from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config, read_presets, stores_integers
 from stretto.model.parallel import join
 from stretto.model.spec import ModelConfig, Subnet, check_subnet, count, named_subnets
 from stretto.model.transformer import Context, Transformer
@@ -272,17 +272,20 @@ class Model:
 
     @cached_property
     def _engine(self) -> Engine:
-        module = self.module.requires_grad_(False)
         max_len = min(self.config.max_positions, CACHED_TOKENS)
         config = EngineConfig(max_batch=CACHED_SEQUENCES, max_step_tokens=1024, max_len=max_len)
+        config = config.replace(num_pages=CACHED_SEQUENCES * -(-max_len // config.page_size))
+        if stores_integers(
+            self.folder
+        ):  # of which the kernels need no values: a network of its own takes less memory than `module`
+            return open_engine(self.folder, config, device=self.device, dtype=self.dtype, routes=False).engine
         return Engine(
-            module,
+            self.module.requires_grad_(False),
             self.tokenizer,
-            config.replace(num_pages=CACHED_SEQUENCES * -(-max_len // config.page_size)),
+            config,
             end_ids=generation_ends(self.folder, self.config.vocab_size),
             routes=False,
             library=native.load() if self.device.type == "cpu" else None,
-            integers=read_integers(self.folder),
         )
 
     @overload

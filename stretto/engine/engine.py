@@ -72,7 +72,8 @@ class Engine:
     ):
         """
         Args:
-            model: the network, on its final device and in its final data type. `load_weights` overwrites its weights.
+            model: the network, on its final device and in its final data type. `load_weights` overwrites its weights; in FP8, a GPU's
+                engine rounds them (`stretto.ops.fp8_rows.Fp8Weights`).
             tokenizer: None: no text, no stop strings, no grammars.
             weight_version: version of the weights in ``model``.
             end_ids: tokens that end a completion, in addition to the tokenizer's end token.

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from stretto import load
 from stretto.base.paths import CHECKPOINT
 from stretto.base.records import read_lineage
 from stretto.model.checkpoint import read_checkpoint, read_integers, read_presets, stores_integers
@@ -39,6 +40,11 @@ def test_one_file_serves_every_size(stretto: Run, served_run: Path, tmp_path: Pa
     for size in ("full", "half", "corner"):
         answer = stretto("generate", quantised, "--prompt", "steps", "--subnet", size, "--max-tokens", 4)
         assert not answer.code, answer
+        model = load(quantised)
+        assert model.generate("steps", subnet=size, max_tokens=4).text in answer.out
+        assert "_checkpoint" not in vars(model), (
+            "values of the weights that the engine multiplies as integers were read"
+        )
     exported = tmp_path / "exported"
     assert not stretto("export", quantised, "-o", exported).code
     assert not stores_integers(exported)

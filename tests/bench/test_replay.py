@@ -1,0 +1,63 @@
+"""The study of routing replay chooses rates on its first seed, and its verdicts follow the rewards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bench import replay
+from bench.common.study import recorded
+from stretto.base.errors import UserError
+
+STUDY = replay.Study(("small",), (0, 1, 2), 0.1, ())
+
+
+def results(rewards: dict[str, float]) -> dict[str, dict[str, Any]]:
+    """All runs of a size: at 1e-3 each arm ends with its reward, at other rates with less."""
+    found: dict[str, dict[str, Any]] = {"small-start": {}}
+    for arm in replay.ARMS:
+        for rate in replay.RATES:
+            for seed in STUDY.seeds:
+                last = rewards.get(arm, 0.5) - (0.0 if rate == 1e-3 else 0.1)
+                run = {"rewards": [0.4] * 8 + [last] * 2, "k3": [1e-3] * 10, "entropy": [1.0] * 10}
+                found[replay.name("small", arm, rate, seed)] = run
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rewards", "failures"),
+    [
+        ({"R3": 0.6}, []),
+        ({"R3": 0.6, "none": 0.7}, ["small, R3: -0.100 of the reward of none"]),
+        ({"R3": 0.15, **dict.fromkeys(("none", "TIS", "IcePop", "R2"), 0.1)}, ["small, R3: 2 of 2 collapsed"]),
+    ],
+)
+def test_verdicts_follow_the_rewards(rewards: dict[str, float], failures: list[str]) -> None:
+    assert replay.show(STUDY, "small", results(rewards)) == failures
+
+
+def test_reported_runs_follow_the_search() -> None:
+    found = {name: run for name, run in results({"R3": 0.6}).items() if name == "small-start" or name.endswith("-0")}
+    planned = {run.name for run in STUDY.runs(found, Path())} - found.keys()
+    assert planned == {replay.name("small", arm, 1e-3, seed) for arm in replay.ARMS for seed in (1, 2)}
+
+
+def test_only_the_bias_of_the_choice_is_noisy(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"blocks.0.mlp.bias_WE": torch.zeros(1, 8), "blocks.0.mlp.gate": torch.zeros(8, 4)}
+    monkeypatch.setattr(replay, "fetch", lambda version: state)
+    once, again, other = (replay.noisy(0.1, 3, SimpleNamespace(number=number)) for number in (1, 1, 2))
+    name = "blocks.0.mlp.bias_WE"
+    assert torch.equal(once[name], again[name]) and not torch.equal(once[name], other[name])
+    assert 0.01 < float(once[name].std()) < 0.3 and not once["blocks.0.mlp.gate"].any() and not state[name].any()
+
+
+def test_a_record_of_another_study_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({**STUDY.identity, "noise": 0.2, "runs": {}}))
+    with pytest.raises(UserError, match="noise: of another study"):
+        recorded(path, STUDY.identity)
