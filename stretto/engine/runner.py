@@ -203,7 +203,7 @@ class Runner:
         return {"prefill": prefill, "decode": decode, **products, **self._weights()}
 
     def _weights(self) -> dict[str, str]:
-        """How steps use integer weights."""
+        """How steps use quantised weights."""
         is_multiplied = self._graphs is not None and self._graphs.multiplies_quantised
         if self._fp8 is not None:
             where = " in decoding steps, their values in bf16 in others" if is_multiplied else ", their values in bf16"

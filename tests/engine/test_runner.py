@@ -14,12 +14,16 @@ from stretto.engine.runner import Runner
 from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Transformer
+from stretto.ops.fp8_rows import Fp8Weights
+from stretto.ops.matmul import Arithmetic
 from tests.networks import sharpened
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 31, "hidden_size": 16, "num_layers": 3, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
     "num_experts": 6, "top_k": 3, "expert_intermediate_size": 8, "max_positions": 32, "qk_norm": True,
 }  # fmt: skip
+FP8 = {"hidden_size": 32, "expert_intermediate_size": 16, "num_heads": 4}
+"""Changes after which FP8 multiplies every matrix: its widths are multiples of 16."""
 TOKENS = (5, 6, 7, 8, 9, 10, 11)
 TABLE = SubnetTable()
 ROUNDING = 4e-5
@@ -137,3 +141,18 @@ def test_wrong_weights_are_refused_and_change_nothing(damage: Any, problem: str)
     with pytest.raises(UserError, match=f"^weights: .*{problem}.*; "):
         engine.load_weights(state)
     assert torch.equal(engine.forward([chunk(model)], False), before)
+
+
+def test_an_fp8_runner_multiplies_by_rounded_weights_and_rounds_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are kernels, which a CPU has not: their steps are tested in test_graphs.py."""
+    monkeypatch.setattr("stretto.engine.runner.has_fp8_kernels", lambda *arguments: True)
+    fp8, other, sizes = Arithmetic("fp8"), network(1, **FP8), {"num_pages": 8, "page_size": 4, "routes": True}
+    engine = Runner(model := network(**FP8), TABLE, arithmetic=fp8, **sizes)
+    for weights in (network(**FP8), other):
+        if weights is other:
+            engine.load_weights(weights.state_dict())
+        exact = expected(weights, TOKENS)
+        Fp8Weights(weights.blocks, "blocks.")
+        seen, wanted = engine.forward([chunk(model)], False), expected(weights, TOKENS)
+        assert (seen - wanted).abs().max() <= 10 * ROUNDING < (exact - wanted).abs().max()
+    assert engine.kernels["weights"] == "FP8 with one scale per output, their values in bf16"
