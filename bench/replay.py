@@ -132,11 +132,10 @@ def main() -> None:
 
 def _study(options: argparse.Namespace) -> None:
     if options.out.is_file():
-        results = read_json(options.out)["runs"]
-        seeds = sorted({int(each.rsplit("-", 1)[1]) for each in results if not each.endswith("start")})
+        record = read_json(options.out)
+        results = record["runs"]
         sizes = [size for size in SIZES if f"{size}-start" in results]
-        seeds.remove(first := read_json(options.out)["first_seed"])
-        study = Study(sizes, [first, *seeds], 0.0, [])
+        study = Study(sizes, [record["first_seed"]], record["noise"], [])
     else:
         study = Study(options.sizes, options.seeds, options.noise, options.settings)
         known = recorded(options.record, study.identity) if options.record else {}
@@ -197,44 +196,53 @@ def noisy(noise: float, seed: int, version: WeightVersion) -> Mapping[str, Tenso
 
 def show(study: Study, size: str, results: Results) -> list[str]:
     """Print the table of a size; returns what is against the claim, or missing."""
-    common = best_rate(results, size, CONTROL, study.seeds[0])
-    shown = table(
-        f"{size}: reward of the last fifth over {len(study.seeds) - 1} seeds, mean ± half of the 95 % interval",
-        *(
-            "arm",
-            "best rate",
-            "at its best rate",
-            "collapsed",
-            "R3 minus it",
-            f"at {common or 0:g}",
-            "collapsed ",
-            "K3 at first",
-        ),
+    first = study.seeds[0]
+    rates = {arm: best_rate(results, size, arm, first) for arm in ARMS}
+    common, seeds = rates[CONTROL], finished_seeds(size, results, first)
+    missing = sorted(set(study.seeds[1:]) - set(seeds))
+    failures = [f"{size}: seeds {', '.join(map(str, missing))}: not finished"] if missing else []
+    if common is None or not seeds:
+        return failures or [f"{size}: no seed is finished"]
+    columns = (
+        "arm",
+        "best rate",
+        "at its best rate",
+        "collapsed",
+        "R3 minus it",
+        f"at {common:g}",
+        "collapsed ",
+        "K3 at first",
     )
-    best = {arm: _reported(study, results, size, arm, best_rate(results, size, arm, study.seeds[0])) for arm in ARMS}
-    failures = []
-    for arm in ARMS:
-        at_common = _reported(study, results, size, arm, common)
-        if not (best[arm] and at_common and best["R3"]):
-            failures.append(f"{size}, {arm}: not finished")
-            continue
+    shown = table(f"{size}: reward of the last fifth, {len(seeds)} seeds, mean ± half of the 95 % interval", *columns)
+    best = {arm: [results[name(size, arm, rate or 0.0, seed)] for seed in seeds] for arm, rate in rates.items()}
+    for arm, rate in rates.items():
+        at_common = [results[name(size, arm, common, seed)] for seed in seeds]
         gains = [at_end(ours) - at_end(other) for ours, other in zip(best["R3"], best[arm], strict=True)]
         if arm == "R3" and (num := sum(map(has_collapsed, best[arm]))):
-            failures.append(f"{size}, R3: {num} of {len(best[arm])} collapsed")
+            failures.append(f"{size}, R3: {num} of {len(seeds)} collapsed")
         if arm not in ("R3", CONTROL) and fmean(gains) <= 0:
             failures.append(f"{size}, R3: {fmean(gains):+.3f} of the reward of {arm}")
         k3 = fmean(fmean(run["k3"][: max(1, len(run["k3"]) // FIFTH)]) for run in at_common)
-        rate = best_rate(results, size, arm, study.seeds[0])
         paired = "" if arm == "R3" else f"{fmean(gains):+.3f} ± {half_width(gains):.3f}"
         shown.add_row(arm, f"{rate:g}", *_shown(best[arm]), paired, *_shown(at_common), f"{k3:.1e}")
     wide_console().print(shown)
     return failures
 
 
-def _reported(study: Study, results: Results, size: str, arm: str, rate: float | None) -> list[dict[str, Any]]:
-    """Runs of all reported seeds; none if one is missing."""
-    names = [] if rate is None else [name(size, arm, rate, seed) for seed in study.seeds[1:]]
-    return [results[each] for each in names] if all(each in results for each in names) else []
+def finished_seeds(size: str, results: Results, first: int) -> list[int]:
+    """Reported seeds of which every arm has its runs, at its best rate and at the control's."""
+    rates = {arm: best_rate(results, size, arm, first) for arm in ARMS}
+    if None in rates.values():
+        return []
+    found = {
+        int(each.rsplit("-", 1)[1]) for each in results if each.startswith(f"{size}-") and not each.endswith("start")
+    }
+    wanted = {(arm, rate) for arm in ARMS for rate in (rates[arm], rates[CONTROL])}
+    return [
+        seed
+        for seed in sorted(found - {first})
+        if all(name(size, arm, rate or 0.0, seed) in results for arm, rate in wanted)
+    ]
 
 
 def _shown(runs: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
@@ -250,14 +258,14 @@ def draw(study: Study, results: Results, path: Path) -> None:
         style.dress(upper, f"{size}: reward", "step", "mean reward")
         style.dress(lower, f"{size}: mismatch", "step", "K3, nats")
         lower.set_yscale("log")
-        for arm in ARMS:
-            runs = _reported(study, results, size, arm, best_rate(results, size, arm, study.seeds[0]))
-            if runs:
-                rewards, k3 = (np.mean([run[kept] for run in runs], axis=0) for kept in ("rewards", "k3"))
-                smooth = np.convolve(rewards, np.full(5, 0.2), "valid")
-                upper.plot(np.arange(len(smooth)) + 2, smooth, color=colours[arm], linewidth=2.0, label=arm)
-                lower.plot(np.maximum(k3, 1e-14), color=colours[arm], linewidth=2.0)
-        upper.legend(frameon=False, fontsize=style.TEXT_PT)
+        first = study.seeds[0]
+        for arm in ARMS if (seeds := finished_seeds(size, results, first)) else ():
+            runs = [results[name(size, arm, best_rate(results, size, arm, first) or 0.0, seed)] for seed in seeds]
+            rewards, k3 = (np.mean([run[kept] for run in runs], axis=0) for kept in ("rewards", "k3"))
+            smooth = np.convolve(rewards, np.full(5, 0.2), "valid")
+            upper.plot(np.arange(len(smooth)) + 2, smooth, color=colours[arm], linewidth=2.0, label=arm)
+            lower.plot(np.maximum(k3, 1e-14), color=colours[arm], linewidth=2.0)
+    grid[0, 0].legend(frameon=False, fontsize=style.TEXT_PT)
     figure.savefig(path)
 
 

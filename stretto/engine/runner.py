@@ -59,7 +59,10 @@ def pages_within(model: Transformer, config: EngineConfig, max_len: int, routes:
         share = CPU_SHARE if weight.device.type == "cpu" else GPU_SHARE
         # ranks of tensor parallelism share the memory of a CPU
         num_sharing = config.tp if weight.device.type == "cpu" else 1
-        budget = int(share * free_bytes(weight.device)) // num_sharing
+        free = free_bytes(weight.device)
+        if has_fp8_kernels(model.config, weight.device, Arithmetic(config.precision, config.batch_invariant)):
+            free -= sum(each.numel() for each in model.blocks.parameters())  # bytes in FP8, beside the values
+        budget = int(share * free) // num_sharing
         if config.max_len is not None:  # configured, so the cache may exceed the share
             budget = max(budget, num_needed * page_bytes)
     num_pages = min(budget // page_bytes, 2 * config.max_batch * num_needed)

@@ -41,6 +41,12 @@ def test_verdicts_follow_the_rewards(rewards: dict[str, float], failures: list[s
     assert replay.show(STUDY, "small", results(rewards)) == failures
 
 
+def test_a_seed_that_is_not_finished_is_left_out_and_named() -> None:
+    found = results({"R3": 0.6})
+    del found[replay.name("small", "TIS", 1e-3, 2)]
+    assert replay.show(STUDY, "small", found) == ["small: seeds 2: not finished"]
+
+
 def test_reported_runs_follow_the_search() -> None:
     found = {name: run for name, run in results({"R3": 0.6}).items() if name == "small-start" or name.endswith("-0")}
     planned = {run.name for run in STUDY.runs(found, Path())} - found.keys()

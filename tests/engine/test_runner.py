@@ -10,7 +10,8 @@ import torch
 
 from stretto.base.errors import UserError
 from stretto.engine.forward_torch import KvPool
-from stretto.engine.runner import Runner
+from stretto.engine.request import EngineConfig
+from stretto.engine.runner import Runner, pages_within
 from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Transformer
@@ -145,8 +146,12 @@ def test_wrong_weights_are_refused_and_change_nothing(damage: Any, problem: str)
 
 def test_an_fp8_runner_multiplies_by_rounded_weights_and_rounds_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are kernels, which a CPU has not: their steps are tested in test_graphs.py."""
-    monkeypatch.setattr("stretto.engine.runner.has_fp8_kernels", lambda *arguments: True)
+    kernels = "stretto.engine.runner.has_fp8_kernels"
+    monkeypatch.setattr(kernels, lambda config, device, arithmetic: arithmetic.precision == "fp8")
     fp8, other, sizes = Arithmetic("fp8"), network(1, **FP8), {"num_pages": 8, "page_size": 4, "routes": True}
+    monkeypatch.setattr("stretto.engine.runner.free_bytes", lambda device: 60_000)
+    some, fewer = (pages_within(network(**FP8), EngineConfig(precision=each), 32, True) for each in ("fp32", "fp8"))
+    assert 0 < fewer < some
     engine = Runner(model := network(**FP8), TABLE, arithmetic=fp8, **sizes)
     for weights in (network(**FP8), other):
         if weights is other:
