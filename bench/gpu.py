@@ -60,16 +60,21 @@ def main(arguments: list[str] | None = None) -> None:
         share = options.memory_gb * 1e9 / torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
     setting = Setting(device, options.size, options.steps, options.requests, options.mutant)
-    failures, console = [], wide_console()
+    if options.out.exists() and not options.out.is_dir():
+        raise UserError(f"--out {options.out}: is a file; name a folder")
+    failures, console, num_shown = [], wide_console(), 0
     parts = ["profile"] if options.profile else ["checks"] if options.mutant else options.part or PARTS
     for part in parts:
         stored = Stored(options.out / f"{part}{'-' + options.mutant if options.mutant else ''}.json", device)
         shown = table(f"{part}: {device_name(device)}, torch {torch.__version__}", "", "result", "holds")
         for name, outcome in outcomes(part, setting, stored, deadline, options.only):
+            num_shown += 1
             holds = {None: "", True: "yes", False: "NO"}[outcome.holds]
             shown.add_row(name, "\n".join(shown_value(*each) for each in outcome.values.items()), holds)
             failures += [f"{part}: {name}"] if outcome.holds is False else []
         console.print(shown)
+    if not num_shown:
+        raise UserError(f"--only {' '.join(options.only)}: no case of {', '.join(parts)} has this in its name")
     finish(failures)
 
 

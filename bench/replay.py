@@ -37,10 +37,10 @@ from torch import Tensor
 
 from bench.common.measure import bench_parser, finish, half_width, refusing, table, wide_console
 from bench.common.plain_loop import run_plainly
-from bench.common.study import Results, Run, carry_out, recorded, write_record
+from bench.common.study import Results, Run, carry_out, read_fields, recorded, write_record
 from stretto.api.rl import made_start
 from stretto.base.config import read_recipe
-from stretto.base.paths import CHECKPOINT, read_json
+from stretto.base.paths import CHECKPOINT
 from stretto.base.trajectory import WeightVersion
 from stretto.data.loader import key_of
 from stretto.learning.metrics import StepReport
@@ -132,7 +132,7 @@ def main() -> None:
 
 def _study(options: argparse.Namespace) -> None:
     if options.out.is_file():
-        record = read_json(options.out)
+        record = read_fields(options.out, ("runs", "first_seed", "noise"))
         results = record["runs"]
         sizes = [size for size in SIZES if f"{size}-start" in results]
         study = Study(sizes, [record["first_seed"]], record["noise"], [])
@@ -266,6 +266,7 @@ def draw(study: Study, results: Results, path: Path) -> None:
             upper.plot(np.arange(len(smooth)) + 2, smooth, color=colours[arm], linewidth=2.0, label=arm)
             lower.plot(np.maximum(k3, 1e-14), color=colours[arm], linewidth=2.0)
     grid[0, 0].legend(frameon=False, fontsize=style.TEXT_PT)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 

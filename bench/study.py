@@ -34,11 +34,11 @@ from typing import Any
 import numpy as np
 
 from bench.common.measure import bench_parser, finish, half_width, refusing, table, wide_console
-from bench.common.study import Results, Run, carry_out, read_results, recorded, write_record
+from bench.common.study import Results, Run, carry_out, read_fields, read_results, recorded, write_record
 from stretto.api.train import held_out, open_loader
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
-from stretto.base.paths import CHECKPOINT, read_json
+from stretto.base.paths import CHECKPOINT
 from stretto.base.track import Tracker
 from stretto.data.demo_text import demo_documents
 from stretto.evals.loss import EvalBatch, evaluate_many
@@ -244,6 +244,10 @@ def open_study(options: argparse.Namespace) -> Study:
     return Study(tuple(options.seeds), options.mutant, out, info, recipe)
 
 
+RECORDED = ("seeds", "mutant", "runs")
+"""Fields of a record that `Arms` and `report` need."""
+
+
 def identity(study: Study) -> dict[str, Any]:
     """What identifies the runs of a record; each result also has the commit and the machine that it comes from."""
     recipe = study.recipe.model_dump(mode="json")
@@ -253,23 +257,15 @@ def identity(study: Study) -> dict[str, Any]:
 def read_own_record(path: Path, study: Study) -> dict[str, dict[str, Any]]:
     """Results in the record ``path`` of the same study, perhaps with other reported seeds; none if there is no file."""
     results = recorded(path, identity(study))
-    if results and (first := _read_fields(path)["seeds"][0]) != study.seeds[0]:
+    if results and (first := read_fields(path, RECORDED)["seeds"][0]) != study.seeds[0]:
         raise UserError(f"{path}: seeds: the search used {first}; name it first in --seeds")
     return results
 
 
 def read_record(path: Path) -> tuple[Arms, Results]:
     """Arms and results in the record ``path``."""
-    record = _read_fields(path)
+    record = read_fields(path, RECORDED)
     return Arms(tuple(record["seeds"]), record["mutant"]), record["runs"]
-
-
-def _read_fields(path: Path) -> dict[str, Any]:
-    """The record ``path``. Raises UserError: it has not what `Arms` and `report` need."""
-    record = read_json(path)
-    if not isinstance(record, dict) or not {"seeds", "mutant", "runs"} <= record.keys():
-        raise UserError(f"{path}: no record of this study; --record writes one")
-    return record
 
 
 def own_text(out: Path, recipe: Recipe) -> Path:

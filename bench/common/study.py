@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.pool import AsyncResult
 from pathlib import Path
@@ -61,13 +61,19 @@ def recorded(path: Path, identity: Mapping[str, Any]) -> dict[str, dict[str, Any
     """Results in the record ``path`` of the study with this ``identity``; none if there is no file. Raises UserError: of another study."""
     if not path.exists():
         return {}
-    record = read_json(path)
-    if not isinstance(record, dict) or "runs" not in record:
-        raise UserError(f"{path}: no record of a study; --record writes one")
+    record = read_fields(path, ("runs",))
     for name, own in identity.items():
         if record.get(name) != own:
             raise UserError(f"{path}: {name}: of another study; give its settings, or --record another file")
     return dict(record["runs"])
+
+
+def read_fields(path: Path, names: Iterable[str]) -> dict[str, Any]:
+    """The record ``path``. Raises UserError: it has not the fields ``names``."""
+    record = read_json(path)
+    if not isinstance(record, dict) or not set(names) <= record.keys():
+        raise UserError(f"{path}: no record of this study; --record writes one")
+    return record
 
 
 def write_record(path: Path, identity: Mapping[str, Any], results: Results) -> None:
