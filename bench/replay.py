@@ -68,7 +68,7 @@ ARMS: Mapping[str, Sequence[str]] = {
 CONTROL = "no noise"
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 FIFTH = 5
-CURVES = {"rewards": "reward/mean", "k3": "mismatch/same_k3_mean", "entropy": "policy/entropy"}
+CURVES = {"rewards": "reward/mean", "k3": "mismatch/same_k3_mean"}
 """What a run keeps of each step, by the name of the metric."""
 
 
@@ -182,7 +182,7 @@ def _run(recipe: RlRecipe, start: Path, noise: float, folder: Path) -> dict[str,
     reports: list[StepReport] = []
     taken_over = partial(noisy, noise, recipe.train.seed)
     asyncio.run(run_plainly(recipe, folder / "run", start, folder / CHECKPOINT, reports.append, taken_over))
-    return {kept: [report.scalars[metric] for report in reports] for kept, metric in CURVES.items()}
+    return {kept: [float(f"{report.scalars[metric]:.4g}") for report in reports] for kept, metric in CURVES.items()}
 
 
 def noisy(noise: float, seed: int, version: WeightVersion) -> Mapping[str, Tensor]:

@@ -7,6 +7,7 @@ interrupts starts from the beginning at the next call, or resumes if it can.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from stretto.base.errors import UserError
-from stretto.base.paths import read_json, write_json
+from stretto.base.paths import read_json, replacing, write_json
 from stretto.base.records import git_commit
 from stretto.base.track import say
 from stretto.model.parallel import device_name, join
@@ -77,8 +78,11 @@ def read_fields(path: Path, names: Iterable[str]) -> dict[str, Any]:
 
 
 def write_record(path: Path, identity: Mapping[str, Any], results: Results) -> None:
-    """Write settings and results, without networks, from which the study goes on and its report is printed on any machine."""
-    write_json(path, {**identity, "runs": results})
+    """Write settings and results, without networks, from which the study goes on and its report is printed on any machine: a line for
+    each run."""
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(results[name])}" for name in sorted(results))
+    with replacing(path) as fresh:
+        fresh.write_text(f'{json.dumps(identity)[:-1]}, "runs": {{\n{lines}\n}}}}\n', encoding="utf-8")
 
 
 def carry_out(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from bench import replay
-from bench.common.study import recorded
+from bench.common.study import recorded, write_record
 from stretto.base.errors import UserError
 
 STUDY = replay.Study(("small",), (0, 1, 2), 0.1, ())
@@ -24,7 +23,7 @@ def results(rewards: dict[str, float]) -> dict[str, dict[str, Any]]:
         for rate in replay.RATES:
             for seed in STUDY.seeds:
                 last = rewards.get(arm, 0.5) - (0.0 if rate == 1e-3 else 0.1)
-                run = {"rewards": [0.4] * 8 + [last] * 2, "k3": [1e-3] * 10, "entropy": [1.0] * 10}
+                run = {"rewards": [0.4] * 8 + [last] * 2, "k3": [1e-3] * 10}
                 found[replay.name("small", arm, rate, seed)] = run
     return found
 
@@ -64,6 +63,8 @@ def test_only_the_bias_of_the_choice_is_noisy(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_record_of_another_study_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
-    path.write_text(json.dumps({**STUDY.identity, "noise": 0.2, "runs": {}}))
+    write_record(path, STUDY.identity, found := results({"R3": 0.6}))
+    assert recorded(path, STUDY.identity) == found
+    write_record(path, {**STUDY.identity, "noise": 0.2}, found)
     with pytest.raises(UserError, match="noise: of another study"):
         recorded(path, STUDY.identity)
