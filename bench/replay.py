@@ -265,9 +265,9 @@ def draw(study: Study, results: Results, path: Path) -> None:
             smooth = np.convolve(rewards, np.full(5, 0.2), "valid")
             upper.plot(np.arange(len(smooth)) + 2, smooth, color=colours[arm], linewidth=2.0, label=arm)
             lower.plot(np.maximum(k3, 1e-14), color=colours[arm], linewidth=2.0)
-    grid[0, 0].legend(frameon=False, fontsize=style.TEXT_PT)
+    grid[0, 0].legend(frameon=False, fontsize=style.TEXT_PT, loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,3 +70,17 @@ def test_a_record_of_another_study_is_refused(tmp_path: Path) -> None:
     write_record(path, {**STUDY.identity, "noise": 0.2}, found)
     with pytest.raises(UserError, match="noise: of another study"):
         recorded(path, STUDY.identity)
+
+
+def test_the_committed_record_gives_the_figures_that_the_documents_state() -> None:
+    docs = Path(replay.__file__).parents[1] / "docs"
+    record = json.loads((docs / "evidence" / "replay.json").read_text(encoding="utf-8"))
+    runs, first = record["runs"], record["first_seed"]
+    study = replay.Study(tuple(replay.SIZES), (first,), record["noise"], ())
+    stated = (docs / "EVIDENCE.md").read_text(encoding="utf-8")
+    for size in replay.SIZES:
+        assert replay.show(study, size, runs) == []
+        rate, seeds = replay.best_rate(runs, size, "R3", first), replay.finished_seeds(size, runs, first)
+        for arm in ("R3", "none"):
+            reward = fmean(replay.at_end(runs[replay.name(size, arm, rate or 0.0, seed)]) for seed in seeds)
+            assert f"{reward:.3f}".removeprefix("0") in stated, f"{size}, {arm}"
