@@ -2,6 +2,7 @@
 
     python -m bench.replay OUT [--sizes small medium large] [--seeds 0 1 2 3] [--noise 0.1] [--record FILE] [--picture FILE.png]
     python -m bench.replay FILE                    print a record again
+    python -m bench.replay OUT --noise 0           must end in FAILED: there is nothing to mend
 
 Networks small enough for this machine forgive what bf16 or FP8 do to their routes, so the mismatch is forced: with each version of the
 weights, the engine draws normal noise of ``--noise`` onto the bias by which its routers choose (scores lie between 0 and 1), never onto
