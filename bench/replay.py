@@ -161,14 +161,24 @@ def best_rate(results: Results, size: str, arm: str, seed: int) -> float | None:
     return max(last, key=lambda rate: last[rate]) if len(last) == len(RATES) else None
 
 
+def best_rates(results: Results, size: str, first: int) -> dict[str, float]:
+    """`best_rate` of every arm on the seed ``first``; empty: not all are known."""
+    found = {arm: rate for arm in ARMS if (rate := best_rate(results, size, arm, first)) is not None}
+    return found if len(found) == len(ARMS) else {}
+
+
+def fifth(run: Mapping[str, Any]) -> int:
+    """Number of steps of a fifth of a run."""
+    return max(1, len(run["rewards"]) // FIFTH)
+
+
 def at_end(run: Mapping[str, Any]) -> float:
     """Mean reward of the last fifth."""
-    rewards = run["rewards"]
-    return fmean(rewards[-max(1, len(rewards) // FIFTH) :])
+    return fmean(run["rewards"][-fifth(run) :])
 
 
 def has_collapsed(run: Mapping[str, Any]) -> bool:
-    rewards, size = np.array(run["rewards"]), max(1, len(run["rewards"]) // FIFTH)
+    rewards, size = np.array(run["rewards"]), fifth(run)
     best = max(rewards[0], np.convolve(rewards, np.full(size, 1 / size), "valid").max())
     return at_end(run) < best / 2
 
@@ -197,13 +207,13 @@ def noisy(noise: float, seed: int, version: WeightVersion) -> Mapping[str, Tenso
 
 def show(study: Study, size: str, results: Results) -> list[str]:
     """Print the table of a size; returns what is against the claim, or missing."""
-    first = study.seeds[0]
-    rates = {arm: best_rate(results, size, arm, first) for arm in ARMS}
-    common, seeds = rates[CONTROL], finished_seeds(size, results, first)
+    rates = best_rates(results, size, study.seeds[0])
+    seeds = finished_seeds(size, results, rates, study.seeds[0])
     missing = sorted(set(study.seeds[1:]) - set(seeds))
     failures = [f"{size}: seeds {', '.join(map(str, missing))}: not finished"] if missing else []
-    if common is None or not seeds:
+    if not seeds:
         return failures or [f"{size}: no seed is finished"]
+    common = rates[CONTROL]
     columns = (
         "arm",
         "best rate",
@@ -215,7 +225,7 @@ def show(study: Study, size: str, results: Results) -> list[str]:
         "K3 at first",
     )
     shown = table(f"{size}: reward of the last fifth, {len(seeds)} seeds, mean ± half of the 95 % interval", *columns)
-    best = {arm: [results[name(size, arm, rate or 0.0, seed)] for seed in seeds] for arm, rate in rates.items()}
+    best = {arm: [results[name(size, arm, rate, seed)] for seed in seeds] for arm, rate in rates.items()}
     for arm, rate in rates.items():
         at_common = [results[name(size, arm, common, seed)] for seed in seeds]
         gains = [at_end(ours) - at_end(other) for ours, other in zip(best["R3"], best[arm], strict=True)]
@@ -223,26 +233,23 @@ def show(study: Study, size: str, results: Results) -> list[str]:
             failures.append(f"{size}, R3: {num} of {len(seeds)} collapsed")
         if arm not in ("R3", CONTROL) and fmean(gains) <= 0:
             failures.append(f"{size}, R3: {fmean(gains):+.3f} of the reward of {arm}")
-        k3 = fmean(fmean(run["k3"][: max(1, len(run["k3"]) // FIFTH)]) for run in at_common)
+        k3 = fmean(fmean(run["k3"][: fifth(run)]) for run in at_common)
         paired = "" if arm == "R3" else f"{fmean(gains):+.3f} ± {half_width(gains):.3f}"
         shown.add_row(arm, f"{rate:g}", *_shown(best[arm]), paired, *_shown(at_common), f"{k3:.1e}")
     wide_console().print(shown)
     return failures
 
 
-def finished_seeds(size: str, results: Results, first: int) -> list[int]:
-    """Reported seeds of which every arm has its runs, at its best rate and at the control's."""
-    rates = {arm: best_rate(results, size, arm, first) for arm in ARMS}
-    if None in rates.values():
+def finished_seeds(size: str, results: Results, rates: Mapping[str, float], first: int) -> list[int]:
+    """Reported seeds of which every arm has its runs, at its best rate and at the control's; none without `best_rates`."""
+    if not rates:
         return []
     found = {
         int(each.rsplit("-", 1)[1]) for each in results if each.startswith(f"{size}-") and not each.endswith("start")
     }
     wanted = {(arm, rate) for arm in ARMS for rate in (rates[arm], rates[CONTROL])}
     return [
-        seed
-        for seed in sorted(found - {first})
-        if all(name(size, arm, rate or 0.0, seed) in results for arm, rate in wanted)
+        seed for seed in sorted(found - {first}) if all(name(size, arm, rate, seed) in results for arm, rate in wanted)
     ]
 
 
@@ -259,9 +266,10 @@ def draw(study: Study, results: Results, path: Path) -> None:
         style.dress(upper, f"{size}: reward", "step", "mean reward")
         style.dress(lower, f"{size}: mismatch", "step", "K3, nats")
         lower.set_yscale("log")
-        first = study.seeds[0]
-        for arm in ARMS if (seeds := finished_seeds(size, results, first)) else ():
-            runs = [results[name(size, arm, best_rate(results, size, arm, first) or 0.0, seed)] for seed in seeds]
+        rates = best_rates(results, size, study.seeds[0])
+        seeds = finished_seeds(size, results, rates, study.seeds[0])
+        for arm in ARMS if seeds else ():
+            runs = [results[name(size, arm, rates[arm], seed)] for seed in seeds]
             rewards, k3 = (np.mean([run[kept] for run in runs], axis=0) for kept in ("rewards", "k3"))
             smooth = np.convolve(rewards, np.full(5, 0.2), "valid")
             upper.plot(np.arange(len(smooth)) + 2, smooth, color=colours[arm], linewidth=2.0, label=arm)

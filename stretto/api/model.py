@@ -275,9 +275,8 @@ class Model:
         max_len = min(self.config.max_positions, CACHED_TOKENS)
         config = EngineConfig(max_batch=CACHED_SEQUENCES, max_step_tokens=1024, max_len=max_len)
         config = config.replace(num_pages=CACHED_SEQUENCES * -(-max_len // config.page_size))
-        if stores_integers(
-            self.folder
-        ):  # of which the kernels need no values: a network of its own takes less memory than `module`
+        if stores_integers(self.folder):
+            # the kernels need no values of these weights: a network of its own takes less memory than `module`
             return open_engine(self.folder, config, device=self.device, dtype=self.dtype, routes=False).engine
         return Engine(
             self.module.requires_grad_(False),

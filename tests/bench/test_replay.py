@@ -80,7 +80,8 @@ def test_the_committed_record_gives_the_figures_that_the_documents_state() -> No
     stated = (docs / "EVIDENCE.md").read_text(encoding="utf-8")
     for size in replay.SIZES:
         assert replay.show(study, size, runs) == []
-        rate, seeds = replay.best_rate(runs, size, "R3", first), replay.finished_seeds(size, runs, first)
+        rates = replay.best_rates(runs, size, first)
+        rate, seeds = rates["R3"], replay.finished_seeds(size, runs, rates, first)
         for arm in ("R3", "none"):
-            reward = fmean(replay.at_end(runs[replay.name(size, arm, rate or 0.0, seed)]) for seed in seeds)
+            reward = fmean(replay.at_end(runs[replay.name(size, arm, rate, seed)]) for seed in seeds)
             assert f"{reward:.3f}".removeprefix("0") in stated, f"{size}, {arm}"
