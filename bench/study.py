@@ -63,7 +63,7 @@ NETWORKS: Mapping[str, Sequence[str]] = {
 SIZES = {"large": (1.0, 2 / 3), "half": (7 / 8, 1 / 2), "corner": (3 / 4, 1 / 3)}
 """Trained sizes: share of the layers; share of the experts and of top-k."""
 RATES = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Candidates of the search: multiples of the recipe's learning rate."""
+"""Candidates of the search without --rates: multiples of the recipe's learning rate."""
 SEARCH_SHARE = 0.25
 """Tokens of a run of the search, as a share of the reported runs' tokens."""
 HEAL_SHARE = 0.06
@@ -94,7 +94,9 @@ def _study(options: argparse.Namespace) -> None:
             found = carry_out(study.runs, study.out, options.jobs, options.minutes, recorded)
         results = {**recorded, **found}
         if options.record:
-            write_record(options.record, {**identity(study), "seeds": list(study.seeds)}, results)
+            write_record(
+                options.record, {**identity(study), "seeds": list(study.seeds), "rates": list(study.rates)}, results
+            )
     show_search(arms, results)
     finish(report(arms, results))
 
@@ -111,6 +113,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=float, default=2e5, help="training tokens of a reported run")
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[0, 1], help="the first one searches, the others are reported"
+    )
+    parser.add_argument(
+        "--rates",
+        type=float,
+        nargs="+",
+        default=list(RATES),
+        help="candidates of the search: multiples of the recipe's rate",
     )
     parser.add_argument("--set", dest="settings", action="append", default=[], help="override one key of the recipe")
     parser.add_argument("--jobs", type=int, default=2, help="parallel processes of one thread each")
@@ -133,6 +142,7 @@ class Arms:
 
     seeds: tuple[int, ...]
     mutant: str | None
+    rates: tuple[float, ...]
 
     @property
     def reported(self) -> tuple[int, ...]:
@@ -144,7 +154,7 @@ class Arms:
 
     def rate(self, arm: str, results: Results) -> float | None:
         """The best rate of the search; None: the search of ``arm`` is not done."""
-        names = {rate: f"search-{arm}-x{rate:g}" for rate in RATES}
+        names = {rate: f"search-{arm}-x{rate:g}" for rate in self.rates}
         if not all(name in results for name in names.values()):
             return None
         return min(names, key=lambda rate: fmean(results[names[rate]]["select"].values()))
@@ -182,7 +192,7 @@ class Study(Arms):
         """Every run whose settings are known."""
         runs, first = [], self.seeds[0]
         for arm in TRAINED:
-            for candidate in RATES:
+            for candidate in self.rates:
                 recipe = self.recipe_of(arm, candidate, first, SEARCH_SHARE)
                 runs.append(Run(f"search-{arm}-x{candidate:g}", partial(train, self.info, recipe), resumes=True))
         for seed in self.reported:
@@ -241,10 +251,10 @@ def open_study(options: argparse.Namespace) -> Study:
     info = RunInfo(stage="pretrain", recipe=recipe, data=mixture, data_hash=data_hash, tokenizer=tokenizer)
     if len(held_out(info, recipe.train, join("auto"))) < 2:
         raise UserError(f"--eval-rows {options.eval_rows}: one batch, which has no second half to report; ask for more")
-    return Study(tuple(options.seeds), options.mutant, out, info, recipe)
+    return Study(tuple(options.seeds), options.mutant, tuple(options.rates), out, info, recipe)
 
 
-RECORDED = ("seeds", "mutant", "runs")
+RECORDED = ("seeds", "rates", "mutant", "runs")
 """Fields of a record that `Arms` and `report` need."""
 
 
@@ -265,7 +275,7 @@ def read_own_record(path: Path, study: Study) -> dict[str, dict[str, Any]]:
 def read_record(path: Path) -> tuple[Arms, Results]:
     """Arms and results in the record ``path``."""
     record = read_fields(path, RECORDED)
-    return Arms(tuple(record["seeds"]), record["mutant"]), record["runs"]
+    return Arms(tuple(record["seeds"]), record["mutant"], tuple(record["rates"])), record["runs"]
 
 
 def own_text(out: Path, recipe: Recipe) -> Path:
@@ -367,14 +377,14 @@ def show_search(study: Arms, results: Results) -> None:
     shown = table(
         f"search on seed {study.seeds[0]}: selection loss by multiple of the recipe's rate; *: chosen",
         "arm",
-        *map(str, RATES),
+        *map(str, study.rates),
     )
     for arm in TRAINED:
-        losses = [results.get(f"search-{arm}-x{rate:g}") for rate in RATES]
+        losses = [results.get(f"search-{arm}-x{rate:g}") for rate in study.rates]
         best = study.rate(arm, results)
         cells = [
             "" if found is None else f"{fmean(found['select'].values()):.4f}{'*' if rate == best else ''}"
-            for rate, found in zip(RATES, losses, strict=True)
+            for rate, found in zip(study.rates, losses, strict=True)
         ]
         shown.add_row(arm, *cells)
     wide_console().print(shown)

@@ -41,7 +41,7 @@ def results(gap: float) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(("gap", "missed"), [(0.01, 0), (0.025, 1)])
 def test_a_record_has_the_verdicts_of_the_aims(gap: float, missed: int, tmp_path: Path) -> None:
     record = tmp_path / "record.json"
-    record.write_text(json.dumps({"seeds": [0, 1], "mutant": None, "runs": results(gap)}))
+    record.write_text(json.dumps({"seeds": [0, 1], "rates": study.RATES, "mutant": None, "runs": results(gap)}))
     arms, runs = study.read_record(record)
     assert arms.rate("elastic", runs) == 0.5 and arms.reported == (1,)
     failures = study.report(arms, runs)
