@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -27,7 +28,7 @@ from stretto.engine.request import Completion, Phases, Request, Sampling
 from stretto.flow.launch import SourceTables
 from stretto.flow.rollout import open_rollout_engine
 from stretto.learning.dialogue import Dialogue
-from stretto.learning.recipe import SUPERVISED, RlRecipe, SourceConfig, plan_prompts
+from stretto.learning.recipe import RlRecipe, SourceConfig, plan_prompts
 from stretto.learning.samples import store_group
 from stretto.learning.trainer import TrainerRole
 from stretto.learning.weights import fetch
@@ -39,11 +40,8 @@ from stretto.text.tokenizer import load_tokenizer
 from stretto.train.loop import Job, finetune
 from stretto.train.recipe import SftRecipe, TrainConfig
 
-TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
 _SCORING = 7
 """Stream of the seeds for scoring."""
-_NUM_COMPARED = 20_000
-"""Problems of SFT with which held-out problems are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +63,15 @@ class Sampler:
         self._phases, self._max_tokens = Phases(self.engine.model.config.full()), recipe.rollout.max_tokens
         self.num_samples = self.flops = 0
 
-    def answers(self, tasks: Sequence[Task], temperature: float) -> list[list[tuple[Completion, str, float]]]:
-        """By task, its samples: completion, text and reward."""
+    def answers(self, tasks: Sequence[Task]) -> list[list[tuple[Completion, str, float]]]:
+        """By task, its samples at temperature 1: completion, text and reward."""
         problems = [self.sources[task.source].problem(task.item) for task in tasks]
         requests = [
             Request(
                 str(number),
                 tuple(self.dialogue.prompt(problem.messages).tolist()),
                 Sampling(
-                    temperature=temperature,
+                    temperature=1.0,
                     seed=task.seed,
                     max_tokens=self._max_tokens,
                     n=task.group,
@@ -98,25 +96,21 @@ class Sampler:
         """The samples as groups for the trainer."""
         return [
             Group(task, tuple(_trajectory(task, number, *each[::2]) for number, each in enumerate(samples)))
-            for task, samples in zip(tasks, self.answers(tasks, 1.0), strict=True)
+            for task, samples in zip(tasks, self.answers(tasks), strict=True)
         ]
 
-    def score(self, names: Sequence[str], held_out: HeldOut, temperature: float, seed: int) -> dict[str, float]:
-        """Share of right answers by source, one sample per problem. Its cost is not counted."""
+    def scores(self, held_out: HeldOut, seed: int) -> dict[str, float]:
+        """Share of right answers by source, one sample per problem at temperature 1. Its cost is not counted."""
         num = held_out.num
         tasks = [
             Task(number, name, held_out.first + number, 1, key_of(seed, _SCORING, number) >> 2, self._max_tokens)
-            for name in names
+            for name in self.sources
             for number in range(num)
         ]
         spent = self.num_samples, self.flops
-        rewards = [samples[0][2] for samples in self.answers(tasks, temperature)]
+        rewards = [samples[0][2] for samples in self.answers(tasks)]
         self.num_samples, self.flops = spent
-        return {name: float(np.mean(rewards[place * num : (place + 1) * num])) for place, name in enumerate(names)}
-
-    def all_scores(self, held_out: HeldOut, seed: int) -> dict[str, dict[str, float]]:
-        """Scores of all sources, by name in `TEMPERATURES`."""
-        return {kind: self.score(list(self.sources), held_out, each, seed) for kind, each in TEMPERATURES.items()}
+        return {name: fmean(rewards[place * num : (place + 1) * num]) for place, name in enumerate(self.sources)}
 
 
 def _trajectory(task: Task, number: int, done: Completion, reward: float) -> Trajectory:
@@ -149,18 +143,7 @@ def start(recipe: RlRecipe, held_out: HeldOut, device: str, folder: Path) -> dic
     with SourceTables(dict(recipe.sources), recipe.sandbox).opened() as sources:
         made = sft(recipe, sources, folder / CHECKPOINT, ranks=_ranks(device))
         sampler = Sampler(recipe, made, device, sources)
-        seen = {name: _seen(recipe, source, held_out) for name, source in sources.items()}
-        return {"scores": sampler.all_scores(held_out, recipe.train.seed), "samples": 0, "seen": seen, **_cost(made)}
-
-
-def _seen(recipe: RlRecipe, source: TaskSource, held_out: HeldOut) -> float:
-    """Share of the held-out problems that are also among the first that SFT trains on: generators repeat themselves."""
-    own = recipe.replace(sources={source.name: recipe.sources[source.name]})
-    prompts = plan_prompts(own, {source.name: source.num_items})
-    trained = {str(source.problem(prompts.task(SUPERVISED + number).item).messages) for number in range(_NUM_COMPARED)}
-    return float(
-        np.mean([str(source.problem(held_out.first + number).messages) in trained for number in range(held_out.num)])
-    )
+        return {"scores": sampler.scores(held_out, recipe.train.seed), "samples": 0, **_cost(made)}
 
 
 def learn(
@@ -171,12 +154,11 @@ def learn(
     device: str,
     folder: Path,
 ) -> dict[str, Any]:
-    """Reinforcement learning or distillation by ``recipe``, from the checkpoint ``begin``. The sources ``judged``, the recipe's own among
-    them, are scored at the end."""
+    """Reinforcement learning or distillation by ``recipe``, from the checkpoint ``begin``. The sources ``judged`` are scored at the end."""
     assert recipe.staleness == 0 and recipe.replay == "off" and not recipe.loss.drop_uniform, (
         "the synchronous loop has none of these"
     )
-    with SourceTables(dict(judged), recipe.sandbox).opened() as sources, TemporaryDirectory() as passing:
+    with SourceTables(dict(recipe.sources), recipe.sandbox).opened() as sources, TemporaryDirectory() as passing:
         sampler = Sampler(recipe, begin, device, sources)
         trainer = TrainerRole(recipe, passing, begin, ranks=_ranks(device))
         prompts = plan_prompts(recipe, {name: sources[name].num_items for name in recipe.sources})
@@ -193,11 +175,19 @@ def learn(
         trainer.write(folder / CHECKPOINT)
         receipt = trainer.receipt
         return {
-            "scores": sampler.all_scores(held_out, train.seed),
+            "scores": _judged(sampler, recipe, judged, held_out),
             "samples": sampler.num_samples,
             "tokens": receipt.tokens,
             "flops": receipt.flops + sampler.flops,
         }
+
+
+def _judged(
+    sampler: Sampler, recipe: RlRecipe, judged: Mapping[str, SourceConfig], held_out: HeldOut
+) -> dict[str, float]:
+    """Scores of the sources ``judged``, whose verdicts may differ from those of the training."""
+    with SourceTables(dict(judged), recipe.sandbox).opened() as sampler.sources:
+        return sampler.scores(held_out, recipe.train.seed)
 
 
 def imitate(
@@ -206,6 +196,7 @@ def imitate(
     teachers: Mapping[str, Path],
     num_samples: int,
     epochs: int,
+    judged: Mapping[str, SourceConfig],
     held_out: HeldOut,
     device: str,
     folder: Path,
@@ -218,7 +209,7 @@ def imitate(
         flops = 0
         for name, teacher in teachers.items():
             sampler, own = Sampler(recipe, teacher, device, sources), [task for task in tasks if task.source == name]
-            for task, samples in zip(own, sampler.answers(own, 1.0), strict=True):
+            for task, samples in zip(own, sampler.answers(own), strict=True):
                 if samples[0][2] >= 1.0:
                     right[task.ordinal] = sources[name].problem(task.item), samples[0][1]
             flops += sampler.flops
@@ -243,7 +234,7 @@ def imitate(
         judge.engine.load_weights(0, {name: each.clone() for name, each in trained.model.state_dict().items()})
         shutil.rmtree(folder / "run", ignore_errors=True)
         return {
-            "scores": judge.all_scores(held_out, recipe.train.seed),
+            "scores": _judged(judge, recipe, judged, held_out),
             "right": len(taught) / num_samples,
             "samples": num_samples,
             "tokens": receipt.tokens,

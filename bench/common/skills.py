@@ -1,7 +1,8 @@
-"""Three unrelated skills on digits with the same form of answer; each has a right and a wrong way.
+"""Unrelated skills on digits with the same form of answer; each has a right and a wrong way.
 
 Demonstrations take the wrong way for half of the pairs of digits, so that a network after SFT answers few problems right. RL on one
-skill says nothing about the right way of the others. Six digits give a million problems, so few occur twice.
+skill says nothing about the right way of the others. Six digits give a million problems, so few occur twice. The judge can be made to
+err, like one that judges answers that cannot be verified.
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ WAYS: Mapping[str, tuple[Way, Way]] = {
     "reverse": (lambda digits: digits[::-1], lambda digits: digits[len(digits) // 2 :] + digits[: len(digits) // 2]),
     "shift": (lambda digits: [(each + 3) % 10 for each in digits], lambda digits: [(each + 7) % 10 for each in digits]),
     "sort": (sorted, lambda digits: sorted(digits, reverse=True)),
+    "rotate": (lambda digits: digits[1:] + digits[:1], lambda digits: digits[-1:] + digits[:-1]),
+    "fold": (lambda digits: [9 - each for each in digits], lambda digits: [(each + 5) % 10 for each in digits]),
+    "add": (
+        lambda digits: [sum(digits[: place + 1]) % 10 for place in range(len(digits))],
+        lambda digits: [sum(digits[place:]) % 10 for place in range(len(digits))],
+    ),
 }
 """By skill: the right way and the wrong way."""
 
@@ -31,10 +38,12 @@ WAYS: Mapping[str, tuple[Way, Way]] = {
 class SkillArgs(Config):
     """Arguments of `Skill`."""
 
-    skill: Literal["reverse", "shift", "sort"]
+    skill: Literal["reverse", "shift", "sort", "rotate", "fold", "add"]
     noise: float = Field(default=0.5, ge=0, le=1)
     """Share of the pairs in demonstrations that are written in the wrong way."""
     length: int = Field(default=6, gt=0)
+    error: float = Field(default=0.0, ge=0, lt=0.5)
+    """Share of the verdicts that say the contrary of the truth; the same answer to a problem always gets the same verdict."""
     seed: int = 0
 
 
@@ -59,7 +68,9 @@ class Skill(TaskSource):
 
     def score(self, problem: Problem, answer: Answer) -> Score:
         # Only digits count: spaces depend on the tokenizer.
-        return Score.of(find_answer(answer.text, "plain").text.split() == problem.gold.split())
+        written = find_answer(answer.text, "plain").text.split()
+        errs = self._drawn(problem.item, f"judge/{' '.join(written)}").random() < self.args.error
+        return Score.of((written == problem.gold.split()) != errs)
 
     def _drawn(self, item: int, stream: str) -> random.Random:
         return random.Random(f"{stream}/{self.args.skill}/{self.args.seed}/{item}")

@@ -1,0 +1,459 @@
+"""Experts and on-policy distillation against RL on all domains at once, at equal FLOPs, in several regimes.
+
+    python -m bench.distillation OUT --record FILE --minutes 60        run again to continue
+    python -m bench.distillation FILE [--picture FILE.png]             print a record again
+    python -m bench.distillation OUT --regimes base --mutant wrong-teachers        must end in FAILED
+
+A small mixture of experts learns skills that share nothing by SFT on examples of which half are wrong (`bench/distillation.toml`,
+`bench.common.skills`). Reinforcement learning then trains one expert per domain. Each arm makes one network:
+
+distil      on-policy distillation with the full reverse KL to the experts (Stretto's pipeline)
+merged      the same, but the student starts from the experts' sum of differences to SFT (task arithmetic)
+offline     SFT on the experts' right answers, with the FLOPs of distillation
+mixed       RL on all domains at once, with the FLOPs of experts and distillation together
+
+The score is the share of right answers to held-out problems at temperature 1, mean over domains. The first seed chooses the settings of
+every arm in every regime, on its own problems; the other seeds are reported. FLOPs include sampling and teachers. Exit code 1:
+distillation is behind mixed RL, by more than the 95 % interval, in half of the regimes or more, or an arm is not done.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from bench.common.measure import bench_parser, finish, half_width, refusing, table, wide_console
+from bench.common.post_runs import HeldOut, imitate, learn, start
+from bench.common.skills import KIND
+from bench.common.study import Results, Run, carry_out, read_fields, recorded, write_record
+from stretto.base.config import read_recipe, validate
+from stretto.base.paths import CHECKPOINT
+from stretto.learning.recipe import RlRecipe, SourceConfig
+from stretto.post.merge import MergeOptions, merge
+from stretto.post.pipeline import PipelineRecipe, merged
+from stretto.post.pipeline import plan as planned
+from stretto.report import style
+
+RECIPE = Path(__file__).with_suffix(".toml")
+SELECTION, REPORT = 1 << 23, 3 << 22
+"""First held-out item of the searched seed, and of the reported seeds. Runs train on smaller items."""
+SKILLS = ("reverse", "shift", "sort")
+"""Domains of the recipe."""
+MORE_SKILLS = ("rotate", "fold", "add")
+EXISTING = "existing"
+BASE = "base"
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """A setting in which the arms are compared."""
+
+    about: str
+    settings: tuple[str, ...] = ()
+    """Overrides of the recipe."""
+    shared: frozenset[str] = frozenset()
+    """Arms whose runs are those of `BASE`."""
+
+
+def _each(key: str, *values: object) -> tuple[str, ...]:
+    """Overrides of an argument of the skills: one value for all, or one for each."""
+    values = values * len(SKILLS) if len(values) == 1 else values
+    return tuple(
+        f"domains.{skill}.sources.{skill}.args.{key}={value}" for skill, value in zip(SKILLS, values, strict=True)
+    )
+
+
+REGIMES: Mapping[str, Regime] = {
+    BASE: Regime("three domains, verdicts are right, answers of six digits"),
+    EXISTING: Regime("experts exist: their FLOPs do not count", shared=frozenset({"sft", "expert", "distil", "merged", "offline"})),
+    "judge": Regime("a fifth of the verdicts is wrong", _each("error", 0.2), frozenset({"sft"})),
+    "weak": Regime("weak experts: 24 steps, not 64", ("experts.recipe.train.steps=24",), frozenset({"sft"})),
+    "sparse": Regime("sparse rewards: three of four pairs in SFT's examples are wrong", _each("noise", 0.75)),
+    "lengths": Regime("answers of 3, 12 and 6 digits", (*_each("length", 3, 12, 6), "common.rollout.max_tokens=16")),
+    "six": Regime(
+        "six domains",
+        (
+            *(f'domains.{skill}.sources.{skill}={{kind = "{KIND}", args = {{skill = "{skill}"}}}}' for skill in MORE_SKILLS),
+            "distill.train.steps=300",
+            "sft.recipe.start.steps=500",
+        ),
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A candidate of the search."""
+
+    factor: float = 1.0
+    """Multiple of the recipe's learning rate."""
+    epochs: int = 1
+    scale: float = 0.0
+    """Factor of the experts' differences in the student's start."""
+
+    def __str__(self) -> str:
+        more = f", {self.epochs} epochs" * (self.epochs > 1) + f", λ {self.scale:g}" * (self.scale > 0)
+        return f"rate x{self.factor:g}{more}"
+
+
+CANDIDATES: Mapping[str, Sequence[Setting]] = {
+    "expert": tuple(Setting(factor) for factor in (1.0, 2.0, 4.0)),
+    "distil": tuple(Setting(factor) for factor in (0.25, 0.5, 1.0)),
+    "merged": (*(Setting(0.5, scale=scale) for scale in (0.3, 0.5, 0.7)), Setting(0.25, scale=0.5)),
+    "offline": tuple(Setting(factor, epochs) for epochs in (2, 4) for factor in (1.0, 2.0, 4.0)),
+    "mixed": tuple(Setting(factor) for factor in (0.5, 1.0, 2.0)),
+}
+OFFLINE_SHARE = {2: 0.53, 4: 0.28}
+"""By epochs: answers of the offline arm over the samples of distillation, so that their FLOPs are equal."""
+TRAINED_BY_EXPERTS = ("distil", "merged", "offline")
+COSTS = ("samples", "flops")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The runs of one regime as a function of the results so far, and access to their results."""
+
+    name: str
+    out: Path
+    seeds: tuple[int, ...]
+    """The first one is searched, the others are reported."""
+    num_problems: int
+    """Held-out problems per domain."""
+    settings: tuple[str, ...]
+    mutant: str | None
+
+    @property
+    def regime(self) -> Regime:
+        return REGIMES[self.name]
+
+    @cached_property
+    def pipeline(self) -> PipelineRecipe:
+        return read_recipe(RECIPE, PipelineRecipe, [*self.regime.settings, *self.settings])
+
+    @cached_property
+    def recipes(self) -> Mapping[str, RlRecipe]:
+        """By step of the pipeline: ``sft``, ``experts/NAME``, ``distill``."""
+        steps = {step.name: step.recipe for step in planned(self.pipeline, str(RECIPE))}
+        return {name: recipe for name, recipe in steps.items() if isinstance(recipe, RlRecipe)}
+
+    @property
+    def domains(self) -> list[str]:
+        return list(self.pipeline.domains)
+
+    def runs(self, results: Results) -> list[Run]:
+        """All runs that can be planned now: every candidate of the searched seed, the winners of the other seeds."""
+        found: list[Run] = []
+        for seed in self.seeds:
+            sft = partial(start, seeded(self.recipes["sft"], seed), self._held_out(seed), "cpu")
+            found.append(Run(self.names("sft", seed)[0], sft))
+            for arm in CANDIDATES:
+                winner = self.chosen(arm, results)
+                settings = CANDIDATES[arm] if seed == self.seeds[0] else [winner] * (winner is not None)
+                found += [run for setting in settings for run in self._arm(arm, seed, setting, results)]
+        return found
+
+    def chosen(self, arm: str, results: Results) -> Setting | None:
+        """The candidate with the best score on the searched seed; None: not all candidates are done."""
+        scores = [self.searched(arm, setting, results) for setting in CANDIDATES[arm]]
+        done = [score for score in scores if score is not None]
+        return CANDIDATES[arm][int(np.argmax(done))] if len(done) == len(scores) else None
+
+    def searched(self, arm: str, setting: Setting, results: Results) -> float | None:
+        """Mean score over domains on the searched seed; None: not done."""
+        try:
+            return fmean(self.scores(arm, self.seeds[0], setting, results))
+        except KeyError:
+            return None
+
+    def names(self, arm: str, seed: int, setting: Setting | None = None) -> list[str]:
+        """Names of an arm's runs, which are also their folders: an expert for each domain, one run of the other arms."""
+        owner = BASE if arm in self.regime.shared else self.name
+        mutant = f"-{self.mutant}" if self.mutant and arm == "distil" else ""
+        parts = [f"expert-{domain}" for domain in self.domains] if arm == "expert" else [arm + mutant]
+        return [f"{owner}/{seed}/{part}" + (f" {setting}" if setting else "") for part in parts]
+
+    def scores(self, arm: str, seed: int, setting: Setting | None, results: Results) -> list[float]:
+        """Scores by domain; each expert in its own. Raises KeyError: a run is not done."""
+        found = [results[name]["scores"] for name in self.names(arm, seed, setting)]
+        return [found[place % len(found)][domain] for place, domain in enumerate(self.domains)]
+
+    def cost(self, kind: str, arm: str, seed: int, results: Results) -> float:
+        """Samples or FLOPs that lead from SFT to the network of ``arm``, at its chosen setting. Raises KeyError: not done."""
+        arms = ["expert", arm] if arm in TRAINED_BY_EXPERTS and self.name != EXISTING else [arm]
+        return float(
+            sum(results[name][kind] for each in arms for name in self.names(each, seed, self.chosen(each, results)))
+        )
+
+    def _arm(self, arm: str, seed: int, setting: Setting | None, results: Results) -> list[Run]:
+        """The runs of an arm with one seed and setting; none before the runs that they depend on are chosen and done."""
+        assert setting is not None
+        names, (begin,) = self.names(arm, seed, setting), self.names("sft", seed)
+        if arm == "expert":
+            recipes = [seeded(self.recipes[f"experts/{domain}"], seed, setting.factor) for domain in self.domains]
+            return [self._learn(name, recipe, begin, ()) for name, recipe in zip(names, recipes, strict=True)]
+        try:
+            budget = self.cost("flops", "distil", seed, results)
+        except KeyError:
+            budget = None
+        if arm in ("mixed", "offline") and budget is None:
+            return []
+        if arm == "mixed":
+            return [self._learn(names[0], self._mixed(seed, setting, budget or 0.0, results), begin, ())]
+        experts = self.chosen("expert", results)
+        if experts is None:
+            return []
+        teachers = self.names("expert", seed, experts)
+        recipe = seeded(self.recipes["distill"], seed, setting.factor)
+        places = dict(zip(self.domains, map(self._folder, teachers), strict=True))
+        needs = (begin, *teachers)
+        if arm == "offline":
+            num = round(OFFLINE_SHARE[setting.epochs] * num_samples(recipe))
+            rest = num, setting.epochs, self._judged, self._held_out(seed), "cpu"
+            return [Run(names[0], partial(imitate, recipe, self._folder(begin), places, *rest), needs)]
+        turned = self.domains[1:] + self.domains[:1] if self.mutant and arm == "distil" else self.domains
+        table = {domain: {"checkpoint": str(places[other]), "domains": [domain]} for domain, other in zip(self.domains, turned, strict=True)}  # fmt: skip
+        taught = validate(RlRecipe, merged(recipe.model_dump(mode="json"), {"distill": {"teachers": table}}), "distil")
+        return [self._learn(names[0], taught, begin, teachers, setting.scale)]
+
+    def _mixed(self, seed: int, setting: Setting, budget: float, results: Results) -> RlRecipe:
+        """As many steps as ``budget`` FLOPs pay; a step costs as much as one of the experts on average."""
+        recipe = seeded(self.recipes[f"experts/{self.domains[0]}"], seed, setting.factor)
+        experts = [results[name]["flops"] for name in self.names("expert", seed, self.chosen("expert", results))]
+        steps = max(1, round(budget / (fmean(experts) / recipe.train.steps)))
+        return recipe.replace(sources=self.recipes["distill"].sources, train=recipe.train.replace(steps=steps))
+
+    def _learn(self, name: str, recipe: RlRecipe, begin: str, teachers: Sequence[str], scale: float = 0.0) -> Run:
+        judged = {source: self._judged[source] for source in recipe.sources}
+        rest = recipe, self._folder(begin), judged, self._held_out(recipe.train.seed), "cpu"
+        if not scale:
+            return Run(name, partial(learn, *rest), (begin, *teachers))
+        work = partial(learn_from_sum, [self._folder(teacher) for teacher in teachers], scale, *rest)
+        return Run(name, work, (begin, *teachers))
+
+    @property
+    def _judged(self) -> dict[str, SourceConfig]:
+        """The sources with verdicts that are right."""
+        sources = self.recipes["distill"].sources
+        return {name: each.replace(args={**each.args, "error": 0.0}) for name, each in sources.items()}
+
+    def _held_out(self, seed: int) -> HeldOut:
+        return HeldOut(SELECTION if seed == self.seeds[0] else REPORT, self.num_problems)
+
+    def _folder(self, name: str) -> Path:
+        return self.out / name / CHECKPOINT
+
+
+def learn_from_sum(
+    experts: Sequence[Path], scale: float, recipe: RlRecipe, base: Path, judged: Mapping[str, SourceConfig],
+    held_out: HeldOut, device: str, folder: Path,
+) -> dict[str, Any]:  # fmt: skip
+    """`learn` from ``base`` plus the sum of the experts' differences to it, times ``scale``."""
+    begin = merge(experts, base, folder / "sum", MergeOptions(method="task-arithmetic", scale=scale))
+    return learn(recipe, begin, judged, held_out, device, folder)
+
+
+def num_samples(recipe: RlRecipe) -> int:
+    """Number of samples that a run draws."""
+    return recipe.train.steps * recipe.train.prompts * recipe.rollout.group
+
+
+def seeded(recipe: RlRecipe, seed: int, factor: float = 1.0) -> RlRecipe:
+    """The pipeline's recipe for the synchronous loop, with a seed and a multiple of its learning rate."""
+    ours = {
+        "staleness": 0,
+        "replay": "off",
+        "loss": {"drop_uniform": False},
+        "optim": {"lr": recipe.optim.lr * factor},
+        "train": {"seed": seed},
+    }
+    return validate(RlRecipe, merged(recipe.model_dump(mode="json"), ours), "distillation")
+
+
+@refusing()
+def main() -> None:
+    parser = bench_parser(__doc__)
+    parser.add_argument(
+        "out", type=Path, help="folder of the study, where finished runs are not repeated, or a file of --record"
+    )
+    parser.add_argument("--regimes", choices=REGIMES, nargs="+", default=list(REGIMES))
+    parser.add_argument("--set", dest="settings", action="append", default=[], help="override one key of the recipe")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4, 5], help="the first one is searched")
+    parser.add_argument("--problems", type=int, default=400, help="held-out problems per domain")
+    parser.add_argument(
+        "--mutant", choices=("wrong-teachers",), help="each domain's teacher is another domain's expert"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="parallel processes of one thread each")
+    parser.add_argument("--minutes", type=float, default=1e6, help="time limit; run again to continue")
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE", help="file of settings and results: its runs are not repeated"
+    )
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="differences by regime, PNG")
+    _study(parser.parse_args())
+
+
+def _study(options: argparse.Namespace) -> None:
+    if options.out.is_file():
+        record = read_fields(options.out, ("runs", "seeds", "problems", "settings", "mutant"))
+        plans = plans_of(record, options.regimes, Path())
+        results = record["runs"]
+    else:
+        record = {"settings": options.settings, "problems": options.problems, "mutant": options.mutant}
+        plans = plans_of({**record, "seeds": options.seeds}, options.regimes, options.out.resolve())
+        known = recorded(options.record, record) if options.record else {}
+        found = carry_out(partial(all_runs, plans), options.out.resolve(), options.jobs, options.minutes, known)
+        results = {**known, **found}
+        if options.record:
+            write_record(options.record, {**record, "seeds": options.seeds}, results)
+    finish(report(plans, results, options.picture))
+
+
+def plans_of(record: Mapping[str, Any], regimes: Sequence[str], out: Path) -> list[Plan]:
+    """Plans of ``regimes`` with the settings in ``record``."""
+    seeds, settings = tuple(record["seeds"]), tuple(record["settings"])
+    return [Plan(name, out, seeds, record["problems"], settings, record["mutant"]) for name in regimes]
+
+
+def all_runs(plans: Sequence[Plan], results: Results) -> list[Run]:
+    """The runs of all plans; shared ones once."""
+    return list({run.name: run for plan in plans for run in plan.runs(results)}.values())
+
+
+# Shape letters of the figures: S reported seeds, D domains.
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """An arm over the reported seeds."""
+
+    setting: Setting | None
+    scores_SD: np.ndarray
+    samples: float
+    """As ``flops``: from SFT to the arm's network, mean over seeds."""
+    flops: float
+
+    def minus(self, other: Row) -> list[float]:
+        """Differences of the mean scores by seed."""
+        return list(map(float, (self.scores_SD - other.scores_SD).mean(1)))
+
+
+def rows_of(plan: Plan, results: Results) -> dict[str, Row]:
+    """Rows of the arms that are done with all reported seeds."""
+    found: dict[str, Row] = {}
+    for arm in ("sft", *CANDIDATES):
+        setting = None if arm == "sft" else plan.chosen(arm, results)
+        try:
+            scores = np.array([plan.scores(arm, seed, setting, results) for seed in plan.seeds[1:]])
+            costs = [
+                fmean(plan.cost(kind, arm, seed, results) if setting else 0.0 for seed in plan.seeds[1:])
+                for kind in COSTS
+            ]
+        except KeyError:
+            continue
+        found[arm] = Row(setting, scores, *costs)
+    return found
+
+
+def report(plans: Sequence[Plan], results: Results, picture: Path | None = None) -> list[str]:
+    """Print the tables of all regimes, and draw ``picture``. Returns what is missing, and whether distillation is behind."""
+    if any(len(plan.seeds) < 2 for plan in plans):
+        return ["--seeds: one seed is searched only; name a second one to report"]
+    tables = {plan.name: rows_of(plan, results) for plan in plans}
+    for plan in plans:
+        _show_search(plan, results)
+        _show_arms(plan, tables[plan.name])
+    missing = [f"{name}: not done yet: {arm}" for name, rows in tables.items() for arm in CANDIDATES if arm not in rows]
+    compared = {name: rows for name, rows in tables.items() if {"distil", "mixed"} <= rows.keys()}
+    if not compared:
+        return missing
+    verdicts = {name: _verdict(rows["distil"].minus(rows["mixed"])) for name, rows in compared.items()}
+    _show_regimes(compared, verdicts)
+    if picture:
+        draw(compared, picture)
+    behind = [name for name, verdict in verdicts.items() if verdict == "behind"]
+    if 2 * len(behind) >= len(verdicts):
+        missing.append(
+            f"distillation is behind mixed RL in {len(behind)} of {len(verdicts)} regimes: {', '.join(behind)}"
+        )
+    return missing
+
+
+def _verdict(differences: Sequence[float]) -> str:
+    """Of the mean difference beside its 95 % interval."""
+    mean = fmean(differences)
+    return "level" if abs(mean) <= half_width(differences) else "ahead" if mean > 0 else "behind"
+
+
+def _show_search(plan: Plan, results: Results) -> None:
+    title = f"{plan.name}: search on seed {plan.seeds[0]}: mean score on its own problems; *: chosen"
+    shown = table(title, "arm", "candidates")
+    for arm, candidates in CANDIDATES.items():
+        best = plan.chosen(arm, results)
+        scores = {setting: plan.searched(arm, setting, results) for setting in candidates}
+        cells = (
+            f"{setting} {score:.3f}{'*' if setting == best else ''}"
+            for setting, score in scores.items() if score is not None
+        )  # fmt: skip
+        shown.add_row(arm, "; ".join(cells))
+    wide_console().print(shown)
+
+
+def _show_arms(plan: Plan, rows: Mapping[str, Row]) -> None:
+    title = f"{plan.name}: {plan.regime.about}; share of right answers, {len(plan.seeds) - 1} seeds, ± half of the 95 % interval"
+    shown = table(title, "arm", "setting", *plan.domains, "mean", "distil minus it", "samples", "FLOPs")
+    for arm, row in rows.items():
+        means = list(map(float, row.scores_SD.mean(1)))
+        gain = _shown(rows["distil"].minus(row)) if "distil" in rows and arm != "distil" else ""
+        shown.add_row(
+            arm,
+            str(row.setting or ""),
+            *(f"{score:.3f}" for score in row.scores_SD.mean(0)),
+            f"{fmean(means):.3f} ± {half_width(means):.3f}",
+            gain,
+            f"{row.samples:,.0f}",
+            f"{row.flops / 1e12:.2f}T",
+        )
+    wide_console().print(shown)
+
+
+def _show_regimes(compared: Mapping[str, Mapping[str, Row]], verdicts: Mapping[str, str]) -> None:
+    others = [arm for arm in CANDIDATES if arm not in ("expert", "distil")]
+    shown = table("distillation minus each other arm", "regime", "what", "distil", *others, "beside mixed RL")
+    for name, rows in compared.items():
+        gains = (_shown(rows["distil"].minus(rows[arm])) if arm in rows else "" for arm in others)
+        score = f"{float(rows['distil'].scores_SD.mean()):.3f}"
+        shown.add_row(name, REGIMES[name].about, score, *gains, verdicts[name])
+    wide_console().print(shown)
+
+
+def _shown(differences: Sequence[float]) -> str:
+    return f"{fmean(differences):+.3f} ± {half_width(differences):.3f}"
+
+
+def draw(compared: Mapping[str, Mapping[str, Row]], path: Path) -> None:
+    """Distillation minus mixed RL and minus offline distillation, with intervals, a row for each regime."""
+    figure, places = style.blank(10.0, 1.2 + 0.7 * len(compared)), np.arange(len(compared))
+    axes = style.dress(figure.subplots(), "distillation minus …, equal FLOPs", "share of right answers", "", grid="x")
+    axes.axvline(0.0, color=style.INK, linewidth=1.0)
+    for arm, colour, shift in (("mixed", style.BLUE, -0.12), ("offline", style.ORANGE, 0.12)):
+        pairs = [rows["distil"].minus(rows[arm]) for rows in compared.values() if arm in rows]
+        at = [place + shift for place, rows in zip(places, compared.values(), strict=True) if arm in rows]
+        axes.errorbar(
+            [fmean(each) for each in pairs], at, xerr=[half_width(each) for each in pairs],
+            fmt="o", color=colour, linewidth=2.0, markersize=7, capsize=4, label=arm,
+        )  # fmt: skip
+    axes.set_yticks(places, [REGIMES[name].about for name in compared])
+    axes.invert_yaxis()
+    axes.legend(frameon=False, fontsize=style.TEXT_PT)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
