@@ -28,13 +28,14 @@ from stretto.learning.teachers import check_teachers, find_teachers
 from stretto.model.parallel import check_split, join, stored, stored_for_training
 from stretto.post.distill import STAGE as DISTILL
 from stretto.post.distill import gaps, parent_settings, teacher_settings
+from stretto.post.merge import MergeOptions, merge
 from stretto.post.panel import EVALUATES, REWARDS
 from stretto.post.sft import sft
 from stretto.report.page import Plot
 from stretto.tasks.registry import source_kind
 
 STUDENT = "student"
-"""Folder in a run of `stretto distill` that holds the student cut out with ``--subnet``."""
+"""Folder in a run of `stretto distill` that holds the student's start: cut out with ``--subnet``, or merged (``distill.merge_scale``)."""
 
 RlRecipeLike = PathLike | Mapping[str, Any] | RlRecipe
 """A TOML file, the name of a shipped recipe (``rl_gym``), a mapping of the same form, or an `RlRecipe`. In a mapping, a source's ``kind``
@@ -240,6 +241,8 @@ def _run(
             if not (folder / START).is_dir():
                 _check_before_training(Job(recipe, folder, folder / START, resume, devices), start)
             start = made_start(recipe, folder, start, device)
+        if recipe.distill is not None and recipe.distill.merge_scale:
+            start = _merged_start(recipe.distill, folder, start)
         job = Job(recipe, folder, start, resume, devices, wandb_project, stage)
         with progress(stage, recipe.train.steps) as advance:
             result = run_opened(job, has_run, advance, lambda text: console.print(text))
@@ -253,6 +256,16 @@ def _run(
 
     console.print(f"report: {report_rl_run(folder)}")
     return result
+
+
+def _merged_start(config: DistillConfig, folder: Path, start: Path) -> Path:
+    """The checkpoint ``start`` with ``merge_scale`` times the sum of the teachers' differences to it, in the run ``folder``.
+    Raises UserError: a teacher has another network than the start, or is not its descendant."""
+    merged = folder / STUDENT
+    if not merged.is_dir():
+        teachers = [Path(each.checkpoint) for each in config.teachers.values() if each.checkpoint is not None]
+        merge(teachers, start, merged, MergeOptions(method="task-arithmetic", scale=config.merge_scale))
+    return merged
 
 
 def _check_before_training(job: Job, origin: Path | None) -> None:

@@ -304,6 +304,10 @@ class DistillConfig(Config):
     one of many good continuations. Not for ``sampled``."""
     outcome_weight: float = Field(default=0.0, ge=0)
     """Factor of the advantages of ``loss.advantage`` when they are added; 0: rewards are only logged."""
+    merge_scale: float = Field(default=0.0, ge=0)
+    """Factor λ by which the sum of the teachers' differences to the student is added to the student before the first step (task
+    arithmetic, 2212.04089), so that distillation begins with most of what the teachers know. 0: the student begins as it is. The
+    teachers must be checkpoints that were trained from the student."""
     kl_floor: float = Field(default=1e-4, ge=0)
     """Smallest KL between student and teacher at a source's first step, in nats per token. A smaller KL is refused as a teacher
     that is the student itself. 0: any KL, as for a student that must not change."""
@@ -331,6 +335,8 @@ class DistillConfig(Config):
                     f"distill.teachers.{name}: a server gives log-probabilities of single tokens; set distill.form = "
                     '"sampled", or name a checkpoint'
                 )
+        if self.merge_scale:
+            self._check_merge()
         claims = [
             (f"teachers.{name}", source) for name, each in self.teachers.items() for source in each.domains or (name,)
         ]
@@ -353,6 +359,16 @@ class DistillConfig(Config):
             )
         if self.entropy_aware is not None and self.form == "sampled":
             raise ValueError("distill.entropy_aware: form 'sampled' does not know the teacher's entropy; leave it out")
+
+    def _check_merge(self) -> None:
+        for name, each in self.teachers.items():
+            if each.url is not None or each.subnet != "full":
+                kind = "a server" if each.url is not None else f"the Subnet {each.subnet}"
+                raise ValueError(
+                    f"distill.merge_scale: teacher {name!r} is {kind}, whose weights cannot be added to the student's; set it to 0"
+                )
+        if len(self.teachers) < 2:
+            raise ValueError("distill.merge_scale: one teacher only, and a merge needs two; set it to 0")
 
 
 class RewardConfig(Config):

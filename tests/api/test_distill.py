@@ -6,9 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from stretto.base.records import Lineage, new_lineage
 from stretto.base.track import read_metrics
-from stretto.model.checkpoint import read_checkpoint
+from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.text.tokenizer import train_tokenizer
 from tests.api.conftest import PRESETS, SERVED, Run, refused
 from tests.api.rl_recipes import TINY
@@ -45,6 +47,43 @@ def test_the_whole_teaches_its_corner(stretto: Run, plain: Path, served_run: Pat
         stretto("distill", plain, "--model", served_run / "checkpoint", "--subnet", "corner", "-o", run, *SMALL),
         "holds a run already",
     )
+
+
+def _written(origin: Path, folder: Path, seed: int, parents: tuple[Lineage, ...] = ()) -> Lineage:
+    """Write the network of ``origin``, moved a little unless it has no parents, as a checkpoint with a lineage."""
+    source, generator = read_checkpoint(origin), torch.Generator().manual_seed(seed)
+    state = {
+        name: each + 0.05 * len(parents) * torch.randn(each.shape, generator=generator)
+        for name, each in source.model.state_dict().items()
+    }
+    receipt = {"stage": "rl", "device": "none", "flops": 1, "tokens": 1}
+    sizes = {"total_params": 1, "active_params": 1}
+    lineage = new_lineage(name=folder.name, stage="rl", parents=parents, receipt=receipt, **sizes)
+    write_checkpoint(folder, state, source.config, tokenizer_dir=origin, lineage=lineage)
+    return lineage
+
+
+@pytest.mark.slow
+def test_a_student_begins_with_its_merged_teachers(stretto: Run, plain: Path, served_run: Path, tmp_path: Path) -> None:
+    start, run = tmp_path / "start", tmp_path / "run"
+    lineage = _written(served_run / "checkpoint", start, 0)
+    teachers = {name: tmp_path / name for name in ("flip", "turn")}
+    for seed, place in enumerate(teachers.values()):
+        _written(start, place, seed, (lineage,))
+    named = [word for name, place in teachers.items() for word in ("--teacher", f"{name}={place}")]
+    second = ("--set", 'sources.turn={kind = "strings", args = {operation = "reverse", length = 3}}')
+    merged = ("--set", "distill.merge_scale=0.5")
+    done = stretto("distill", plain, "--model", start, *named, *second, *merged, "-o", run, *SMALL)
+    assert done.code == 0, done
+    before, *others = (read_checkpoint(place).model.state_dict() for place in (start, *teachers.values()))
+    begun = read_checkpoint(run / "student").model.state_dict()
+    for name, each in begun.items():
+        if "bias" not in name:  # biases of the balance are averaged
+            torch.testing.assert_close(each, before[name] + 0.5 * sum(other[name] - before[name] for other in others))
+    trained = read_checkpoint(run / "checkpoint").lineage
+    assert trained is not None and [parent.stage for parent in trained.parents] == ["merge", "rl", "rl"]
+    resumed = stretto("distill", plain, "--model", start, *named, *second, *merged, "-o", run, "--resume", *SMALL)
+    assert resumed.code == 0, resumed
 
 
 def test_what_is_refused(stretto: Run, plain: Path, served_run: Path, tmp_path: Path) -> None:

@@ -181,6 +181,16 @@ TEACHERS = {"digits": {"checkpoint": "a"}, "letters": {"checkpoint": "b"}}
     ("distill", "changes", "said"),
     [
         ({"teachers": {}}, {}, r"distill: no teachers; name them in"),
+        (
+            {"merge_scale": 0.5, "teachers": {"all": {"checkpoint": "a", "domains": ["*"]}}},
+            {},
+            "distill.merge_scale: one teacher only, and a merge needs two; set it to 0",
+        ),
+        (
+            {"merge_scale": 0.5, "teachers": {**TEACHERS, "letters": {"checkpoint": "a", "subnet": "corner"}}},
+            {},
+            "distill.merge_scale: teacher 'letters' is the Subnet corner, whose weights cannot be added",
+        ),
         ({"teachers": {"digits": {}}}, {}, "name a checkpoint, or the url of a server"),
         ({"teachers": {**TEACHERS, "maths": {"checkpoint": "c"}}}, {}, "distill.teachers.maths: no source 'maths'; name some of"),
         (
