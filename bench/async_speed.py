@@ -1,258 +1,285 @@
-"""Asynchronous against synchronous training of one recipe, to the same number of samples, with slow verifiers.
+"""Asynchronous RL at several staleness bounds beside synchronous RL: reward by samples and by wall time, with slow verdicts.
 
-    python -m bench.async_speed [--model CHECKPOINT] [--steps N] [--seeds N] [--out FOLDER]
+    python -m bench.async_speed OUT [--staleness 0 1 4 16] [--seeds 0 1 2 3] [--record FILE] [--picture FILE.png]
+    python -m bench.async_speed FILE                  print a record again
+    python -m bench.async_speed OUT --median 0        must end in FAILED: without delays there is less to win
 
-Each verdict takes a lognormal time, drawn from the sample's seed, so both sides have the same delays. The verifier waits and does
-not compute; no answer waits for the verdict of another. The synchronous side is the same system at a staleness of 0: its engine and
-its trainer work in turns, with both cores each. On the asynchronous side both work at once, with one core each. No group is
-dropped, because the synchronous side would then wait a second time.
+Each verdict takes a lognormal time, drawn from the sample's seed, so all bounds have the same delays. A staleness of 0 is the synchronous
+control: the same system, whose engine and trainer work in turns, with two threads each. With other bounds both work at once, with one
+thread each. No group is dropped, because the synchronous side would then wait a second time. All runs take the same number of samples and
+begin with one supervised start (`stretto/recipes/rl_gym.toml`).
 
-Wall time runs from the first dispatch of a group to the weights of the last step, including the evaluation of the start. The rewards
-of the synchronous side do not depend on delays, so all its seeds but the first run without delays.
-
-Choose the staleness bound by the longest delay: bound x time of a step should not be below it. The mean staleness depends on the
-number of groups in flight, which need only keep the trainer busy while typical verdicts arrive, and on the window.
+The first seed searches the learning rate of every bound; the others are reported, one run at a time. The search of the control needs no
+delays, which do not change its rewards. Wall time runs from the first dispatch of a group to the weights of a step. Exit code 1: no bound
+reaches ``AIM`` times the control's speed, or one with that speed is not rewarded more than the control at the time at which it ends.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import random
-import shutil
-import threading
-import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
-from pydantic import Field
+import numpy as np
 
-from bench.common.measure import bench_parser, table, wide_console
+from bench.common.delayed import KIND
+from bench.common.measure import bench_parser, finish, half_width, refusing, table, wide_console
+from bench.common.study import Results, Run, carry_out, read_fields, recorded, write_record
 from stretto.api.rl import made_start
-from stretto.base.config import Config, read_recipe, validate
-from stretto.base.paths import RECIPES, checkpoint_folder
-from stretto.base.track import progress, read_metrics
+from stretto.base.config import read_recipe
+from stretto.base.paths import CHECKPOINT, RECIPES
+from stretto.base.track import read_metrics
 from stretto.flow.launch import Job
 from stretto.flow.log import read_spans
 from stretto.flow.run import run_rl
-from stretto.learning.recipe import SUPERVISED, PoolConfig, RlRecipe
-from stretto.sandbox.isolate import Sandbox
-from stretto.tasks.registry import source_kind
-from stretto.tasks.task import Answer, Problem, Score, TaskSource
+from stretto.learning.recipe import PoolConfig, RlRecipe
+from stretto.report import style
 
-AIM, AIM_WAIT = 2.5, 0.10
-
-
-class DelayedArgs(Config):
-    """Arguments of `Delayed`."""
-
-    kind: str
-    """Kind of the task set that makes the problems and the verdicts."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    median_s: float = Field(ge=0)
-    """Median of the lognormal delay."""
-    sigma: float = Field(ge=0)
-    """Standard deviation of its logarithm."""
-    cut_s: float = Field(gt=0)
-    """Longest delay."""
-
-
-class Delayed(TaskSource):
-    """A task set with delayed verdicts. The delay is a function of the sample's seed. Held-out answers have no delay."""
-
-    args_kind = DelayedArgs
-    at_once = 512
-
-    def __init__(self, name: str, args: DelayedArgs, sandbox: Sandbox | None = None) -> None:
-        super().__init__(name, args, sandbox)
-        kind = source_kind(name, args.kind)
-        self._inner = kind(name, validate(kind.args_kind, args.args, f"sources.{name}.args.args"), sandbox)
-        self._args = args
-        self._lock = threading.Lock()
-
-    @property
-    def num_items(self) -> int | None:
-        return self._inner.num_items
-
-    def problem(self, item: int) -> Problem:
-        with self._lock:
-            return self._inner.problem(item)
-
-    def score(self, problem: Problem, answer: Answer) -> Score:
-        args = self._args
-        if answer.seed is not None and problem.item < SUPERVISED and args.median_s > 0:
-            delay_s = random.Random(answer.seed).lognormvariate(math.log(args.median_s), args.sigma)
-            time.sleep(min(args.cut_s, delay_s))
-        with self._lock:
-            return self._inner.score(problem, answer)
+RECIPE = RECIPES / "rl_gym.toml"
+RATES = (3e-4, 1e-3, 3e-3)
+SYNC_THREADS = 2
+AIM = 2.5
+"""Aim: speed over that of the control."""
+FIFTH = 5
+SMOOTH = 5
+"""Steps over which a reward at some time is averaged."""
+START = "start"
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
-    """Settings of one run."""
+class Study:
+    """Settings of all runs."""
 
-    name: str
-    staleness: int
-    window: int | None
+    bounds: Sequence[int]
+    seeds: Sequence[int]
+    """The first one searches, the others are reported."""
     steps: int
     median_s: float
+    sigma: float
     cut_s: float
-    seed: int = 0
-    threads: int = 1
-    """Threads of the engine, and of the trainer."""
+    settings: Sequence[str]
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must be equal in runs of one record."""
+        recipe = read_recipe(RECIPE, RlRecipe, self.settings).model_dump(mode="json")
+        delays = {"median_s": self.median_s, "sigma": self.sigma, "cut_s": self.cut_s}
+        return {**delays, "steps": self.steps, "first_seed": self.seeds[0], "recipe": recipe}
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Measurements of one run. Written by `run_side`."""
-
-    wall_s: float
-    step_s: float
-    """Mean time of a training step and of the publication of its weights."""
-    wait_share: float
-    """Share of the wall time in which the trainer waited, including the evaluation before its first step."""
-    staleness_mean: float
-    staleness_max: float
-    first_held_out: float
-    last_held_out: float
-    rewards: tuple[float, ...]
-    """Mean reward of each step's samples."""
-
-
-def recipe_of(options: argparse.Namespace, side: Side) -> RlRecipe:
-    """The recipe with delayed sources and the settings of ``side``."""
-    recipe = read_recipe(options.recipe, RlRecipe)
-    delays = {"median_s": side.median_s, "sigma": options.sigma, "cut_s": side.cut_s}
-    sources = {
-        name: source.replace(
-            kind="bench.async_speed:Delayed", args={"kind": source.kind, "args": source.args, **delays}
+    def recipe(self, bound: int, rate: float, seed: int) -> RlRecipe:
+        """The recipe with delayed verdicts; those of the control's search are at once."""
+        recipe = read_recipe(RECIPE, RlRecipe, self.settings)
+        median_s = 0.0 if bound == 0 and seed == self.seeds[0] else self.median_s
+        delays = {"median_s": median_s, "sigma": self.sigma, "cut_s": self.cut_s}
+        sources = {
+            name: source.replace(kind=KIND, args={"kind": source.kind, "args": source.args, **delays})
+            for name, source in recipe.sources.items()
+        }
+        threads, never = SYNC_THREADS if bound == 0 else 1, self.steps + 1
+        train = recipe.train.replace(
+            steps=self.steps, prompts=16, seed=seed, threads=threads, eval_prompts=256, eval_every=never, snapshot_every=never
+        )  # fmt: skip
+        return recipe.replace(
+            sources=sources,
+            staleness=bound,
+            rollout=recipe.rollout.replace(threads=threads),
+            loss=recipe.loss.replace(drop_uniform=False),
+            optim=recipe.optim.replace(lr=rate),
+            train=train,
+            runtime=recipe.runtime.replace(rewards=PoolConfig(min=1, max=1)),
         )
-        for name, source in recipe.sources.items()
-    }
-    train = recipe.train.replace(
-        steps=side.steps,
-        prompts=options.prompts,
-        seed=side.seed,
-        threads=side.threads,
-        eval_prompts=options.eval_prompts,
-        eval_every=side.steps + 1,
-        snapshot_every=side.steps + 1,
-    )
-    return recipe.replace(
-        sources=sources,
-        staleness=side.staleness,
-        window=side.window,
-        rollout=recipe.rollout.replace(group=options.group, threads=side.threads),
-        loss=recipe.loss.replace(drop_uniform=False),
-        optim=recipe.optim.replace(lr=options.lr),
-        train=train,
-        runtime=recipe.runtime.replace(isolate=options.isolate, rewards=PoolConfig(min=1, max=1)),
-    )
+
+    def runs(self, results: Results, out: Path) -> list[Run]:
+        """All runs that ``results`` make possible."""
+        start = read_recipe(RECIPE, RlRecipe, self.settings)
+        found = [Run(START, partial(_made_start, start))]
+        for bound in self.bounds:
+            best = best_rate(results, bound, self.seeds[0])
+            wanted = [(rate, self.seeds[0]) for rate in RATES]
+            wanted += [(best, seed) for seed in self.seeds[1:] if best is not None]
+            found += [
+                Run(
+                    name(bound, rate, seed),
+                    partial(_run, self.recipe(bound, rate, seed), out / START / CHECKPOINT),
+                    needs=(START,),
+                )
+                for rate, seed in wanted
+            ]
+        return found
 
 
-def run_side(options: argparse.Namespace, side: Side, start: Path) -> Outcome:
-    recipe, folder = recipe_of(options, side), options.out / side.name
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier bench
-    with progress(side.name, recipe.train.steps) as advance:
-        result = run_rl(Job(recipe, folder, start), advance, lambda text: None)
-    rows = [row for row in read_metrics(folder) if "reward/mean" in row]
-    spans = read_spans(folder)
-    first_s = min(span.started_s for span in spans if (span.role, span.name) == ("agents", "group"))
-    trainer = [span for span in spans if span.role == "trainer"]
-    steps = [span for span in trainer if span.name in ("step", "publish") and span.started_s >= first_s]
-    wall_s = max(span.finished_s for span in steps) - first_s
-    waits = [span for span in trainer if span.name == "wait"]
-    return Outcome(
-        wall_s=wall_s,
-        step_s=sum(span.seconds for span in steps) / len(rows),
-        wait_share=(waits[0].started_s - first_s + sum(span.seconds for span in waits)) / wall_s,
-        staleness_mean=fmean(row["staleness/mean"] for row in rows),
-        staleness_max=max(row["staleness/max"] for row in rows),
-        first_held_out=result.first_reward,
-        last_held_out=result.last_reward,
-        rewards=tuple(row["reward/mean"] for row in rows),
-    )
-
-
-def compare(options: argparse.Namespace, start: Path) -> None:
-    """Run both sides with every seed, and print speed and rewards."""
-    # the window that leaves ``alive`` batches in flight beside the bound (`stretto.flow.controller`)
-    window = (options.staleness + 1 - options.alive) * options.prompts + 1
-    delayed = Side("asynchronous", options.staleness, window, options.steps, options.median, options.cut)
-    sides = (replace(delayed, name="synchronous", staleness=0, window=None, threads=options.sync_threads), delayed)
-    outcomes: dict[str, list[Outcome]] = {side.name: [] for side in sides}
-    for seed in range(options.seeds):
-        for side in sides:
-            median_s = 0.0 if seed and side.staleness == 0 else side.median_s
-            named = replace(side, name=f"{side.name}-{seed}", seed=seed, median_s=median_s)
-            outcomes[side.name].append(run_side(options, named, start))
-    times = table(
-        f"{options.steps} steps of {options.prompts} prompts x {options.group} samples; verdicts after a lognormal time, "
-        f"median {options.median:g} s, sigma {options.sigma:g}, at most {options.cut:g} s",
-        *("seed 0", "wall s", "s per step", "trainer s per step", "trainer waits"),
-        *("staleness mean", "max", "samples/s"),
-    )
-    rewards = table(f"reward, {options.seeds} seeds", "", "first half", "second half", "held out before", "after")
-    for name, runs in outcomes.items():
-        run, half = runs[0], options.steps // 2
-        times.add_row(
-            name,
-            f"{run.wall_s:.1f}",
-            f"{run.wall_s / options.steps:.2f}",
-            f"{run.step_s:.2f}",
-            f"{run.wait_share:.1%}",
-            f"{run.staleness_mean:.2f}",
-            f"{run.staleness_max:.0f}",
-            f"{options.steps * options.prompts * options.group / run.wall_s:.1f}",
-        )
-        columns = zip(
-            *((fmean(r.rewards[:half]), fmean(r.rewards[half:]), r.first_held_out, r.last_held_out) for r in runs),
-            strict=True,
-        )
-        spreads = (f"{fmean(each):.3f}" + (f" ± {stdev(each):.3f}" if len(each) > 1 else "") for each in columns)
-        rewards.add_row(name, *spreads)
-    console = wide_console()
-    console.print(times)
-    console.print(rewards)
-    synchronous, asynchronous = (runs[0] for runs in outcomes.values())
-    console.print(
-        f"asynchronous over synchronous: {synchronous.wall_s / asynchronous.wall_s:.2f}x (aim {AIM}x), "
-        f"trainer waits {asynchronous.wait_share:.1%} (aim {AIM_WAIT:.0%}); aim for the rewards: no loss"
-    )
-
-
+@refusing()
 def main() -> None:
     parser = bench_parser(__doc__)
-    parser.add_argument("--recipe", type=Path, default=RECIPES / "rl_gym.toml")
+    parser.add_argument("out", type=Path, help="folder of the runs, or a file of --record")
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4, 16], help="bounds; 0 is the control")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="the first one searches")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--median", type=float, default=0.1, help="median of the verdicts' times, seconds")
+    parser.add_argument("--sigma", type=float, default=1.2, help="standard deviation of their logarithm")
+    parser.add_argument("--cut", type=float, default=3.0, help="longest time, seconds")
+    parser.add_argument("--set", dest="settings", action="append", default=[], help="override one key of the recipe")
+    parser.add_argument("--minutes", type=float, default=1e6, help="time limit; run again to continue")
     parser.add_argument(
-        "--model", type=Path, help="checkpoint to start from; default: the recipe's own start is trained"
+        "--record", type=Path, metavar="FILE", help="file of settings and results: its runs are not repeated"
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/async_speed"))
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--staleness", type=int, default=16, help="staleness bound of the asynchronous side")
-    parser.add_argument("--alive", type=int, default=6, help="batches in flight on the asynchronous side")
-    parser.add_argument(
-        "--isolate", choices=("none", "torch", "all"), default="torch", help="runtime.isolate of both sides"
-    )
-    parser.add_argument(
-        "--sync-threads", type=int, default=2, help="threads of the synchronous side's engine and trainer"
-    )
-    parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--eval-prompts", type=int, default=128)
-    parser.add_argument("--median", type=float, default=0.15, help="median delay in seconds")
-    parser.add_argument("--sigma", type=float, default=1.2, help="standard deviation of the delay's logarithm")
-    parser.add_argument("--cut", type=float, default=5.0, help="longest delay in seconds")
-    options = parser.parse_args()
-    if options.model is not None:
-        start = checkpoint_folder(options.model)
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="curves of the reward, PNG")
+    _study(parser.parse_args())
+
+
+def _study(options: argparse.Namespace) -> None:
+    if options.out.is_file():
+        record = read_fields(options.out, ("runs", "first_seed"))
+        results, first = record["runs"], record["first_seed"]
+        bounds = [bound for bound in options.staleness if best_rate(results, bound, first) is not None]
     else:
-        start = made_start(read_recipe(options.recipe, RlRecipe), options.out)
-    compare(options, start)
+        delays = options.median, options.sigma, options.cut
+        study = Study(options.staleness, options.seeds, options.steps, *delays, options.settings)
+        known = recorded(options.record, study.identity) if options.record else {}
+        out, first, bounds = options.out.resolve(), options.seeds[0], options.staleness
+        results = {**known, **carry_out(partial(study.runs, out=out), out, 1, options.minutes, known)}
+        if options.record:
+            write_record(options.record, study.identity, results)
+    if 0 not in bounds:
+        finish(["--staleness: the control, 0, is missing"])
+    failures = report(results, bounds, first)
+    if options.picture:
+        draw(results, bounds, first, options.picture)
+    finish(failures)
+
+
+def name(bound: int, rate: float, seed: int) -> str:
+    return f"staleness{bound}-{rate:g}-{seed}"
+
+
+def best_rate(results: Results, bound: int, seed: int) -> float | None:
+    """The rate with the highest reward at the end on the seed of the search; None: not all are known."""
+    last = {rate: at_end(results[run]) for rate in RATES if (run := name(bound, rate, seed)) in results}
+    return max(last, key=lambda rate: last[rate]) if len(last) == len(RATES) else None
+
+
+def at_end(run: Mapping[str, Any]) -> float:
+    """Mean reward of the last fifth of the steps."""
+    return fmean(run["rewards"][-max(1, len(run["rewards"]) // FIFTH) :])
+
+
+def reward_at(run: Mapping[str, Any], seconds: float) -> float:
+    """Mean reward of the last steps that had ended after ``seconds``; of the first step before any had."""
+    done = max(1, sum(each <= seconds for each in run["ended_s"]))
+    return fmean(run["rewards"][max(0, done - SMOOTH) : done])
+
+
+def reported(results: Results, bound: int, first: int) -> dict[int, Mapping[str, Any]]:
+    """The runs at the best rate, by seed, without that of the search."""
+    rate = best_rate(results, bound, first)
+    if rate is None:
+        return {}
+    stem = name(bound, rate, 0)[:-1]
+    found = {int(run.removeprefix(stem)): results[run] for run in results if run.startswith(stem)}
+    return {seed: found[seed] for seed in sorted(found) if seed != first}
+
+
+def _made_start(recipe: RlRecipe, folder: Path) -> dict[str, Any]:
+    start = made_start(recipe, folder / "made", device="cpu")
+    (folder / CHECKPOINT).symlink_to(start, target_is_directory=True)
+    return {}
+
+
+def _run(recipe: RlRecipe, start: Path, folder: Path) -> dict[str, Any]:
+    result = run_rl(Job(recipe, folder / "run", start), lambda *_: None, lambda text: None)
+    rows = [row for row in read_metrics(folder / "run") if "reward/mean" in row]
+    spans = read_spans(folder / "run")
+    first_s = min(span.started_s for span in spans if (span.role, span.name) == ("agents", "group"))
+    trainer = [span for span in spans if span.role == "trainer" and span.started_s >= first_s]
+    published = sorted(span.finished_s - first_s for span in trainer if span.name == "publish")
+    waits = [span for span in trainer if span.name == "wait"]
+    return {
+        "rewards": [round(row["reward/mean"], 4) for row in rows],
+        "ended_s": [round(each, 2) for each in published[-len(rows) :]],
+        "samples": recipe.train.prompts * recipe.rollout.group * len(rows),
+        "waits": sum(span.seconds for span in waits) / published[-1],
+        "staleness_mean": fmean(row["staleness/mean"] for row in rows),
+        "staleness_max": max(row["staleness/max"] for row in rows),
+        "held_out": result.last_reward,
+    }
+
+
+def report(results: Results, bounds: Sequence[int], first: int) -> list[str]:
+    """Print the tables; returns the aims that are missed, or what is missing."""
+    runs = {bound: reported(results, bound, first) for bound in bounds}
+    seeds = sorted(set.intersection(*(set(each) for each in runs.values())))
+    search = table(
+        f"search on seed {first}: reward of the last fifth", "staleness at most", *(f"{rate:g}" for rate in RATES)
+    )
+    for bound in bounds:
+        found = [results.get(name(bound, rate, first)) for rate in RATES]
+        search.add_row(str(bound), *("" if run is None else f"{at_end(run):.3f}" for run in found))
+    wide_console().print(search)
+    if not seeds:
+        return ["no reported seed is complete: run the command again"]
+    shown = table(
+        f"{len(seeds)} seeds, means ± half of the 95 % interval",
+        *("staleness at most", "mean", "rate", "samples/s", "over 0", "trainer waits", "reward of the last fifth"),
+        *("held out", "minus 0, equal samples", "minus 0, equal wall time"),
+    )
+    failures, control = [], runs[0]
+    speeds = {}
+    for bound in bounds:
+        own = [runs[bound][seed] for seed in seeds]
+        pairs = [(runs[bound][seed], control[seed]) for seed in seeds]
+        rates = [run["samples"] / run["ended_s"][-1] for run in own]
+        speeds[bound] = fmean(ours["ended_s"][-1] ** -1 * other["ended_s"][-1] for ours, other in pairs)
+        by_samples = [at_end(ours) - at_end(other) for ours, other in pairs]
+        by_time = [
+            reward_at(ours, ours["ended_s"][-1]) - reward_at(other, ours["ended_s"][-1]) for ours, other in pairs
+        ]
+        cells = ("", "") if bound == 0 else (_shown(by_samples, "+"), _shown(by_time, "+"))
+        shown.add_row(
+            str(bound),
+            f"{fmean(run['staleness_mean'] for run in own):.1f}",
+            f"{best_rate(results, bound, first):g}",
+            f"{fmean(rates):.0f}",
+            f"{speeds[bound]:.2f}x",
+            f"{fmean(run['waits'] for run in own):.0%}",
+            _shown([at_end(run) for run in own]),
+            _shown([run["held_out"] for run in own]),
+            *cells,
+        )
+        if bound and speeds[bound] >= AIM and fmean(by_time) <= 0:
+            failures.append(f"staleness {bound}: reward {fmean(by_time):+.3f} beside the control at equal wall time")
+    wide_console().print(shown)
+    if max(speeds.values()) < AIM:
+        failures.append(f"the fastest bound has {max(speeds.values()):.2f} times the control's speed, aim {AIM}")
+    return failures
+
+
+def _shown(values: Sequence[float], sign: str = "") -> str:
+    return f"{fmean(values):{sign}.3f} ± {half_width(values):.3f}"
+
+
+def draw(results: Results, bounds: Sequence[int], first: int, path: Path) -> None:
+    """Reward by samples and by wall time, a curve for each bound, means over the reported seeds."""
+    figure = style.blank(12.0, 5.0)
+    left, right = figure.subplots(1, 2, sharey=True)
+    style.dress(left, "reward by samples", "samples", "mean reward")
+    style.dress(right, "reward by wall time", "seconds", "")
+    colours = style.colours(map(str, bounds))
+    for bound in bounds:
+        runs = list(reported(results, bound, first).values())
+        if not runs:
+            continue
+        smooth = np.mean([np.convolve(run["rewards"], np.full(SMOOTH, 1 / SMOOTH), "valid") for run in runs], axis=0)
+        ended = np.mean([run["ended_s"] for run in runs], axis=0)[SMOOTH - 1 :]
+        samples = np.arange(SMOOTH, SMOOTH + len(smooth)) * runs[0]["samples"] / len(runs[0]["rewards"])
+        for axes, at in ((left, samples), (right, ended)):
+            axes.plot(at, smooth, color=colours[str(bound)], linewidth=2.0, label=f"staleness at most {bound}")
+    left.legend(frameon=False, fontsize=style.TEXT_PT)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

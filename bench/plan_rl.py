@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from bench.async_speed import Delayed, DelayedArgs
+from bench.common.delayed import Delayed, DelayedArgs
 from bench.common.measure import bench_parser, finish, table, wide_console
 from stretto.api.rl import made_start
 from stretto.base.config import read_recipe

@@ -1,0 +1,63 @@
+"""The study of staleness: rewards at equal samples and at equal wall time, and the aims that follow from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bench import async_speed
+from bench.async_speed import RATES, Study, at_end, best_rate, name, report, reported, reward_at
+from bench.common.delayed import KIND
+
+STUDY = Study((0, 4), (0, 1, 2), 10, 0.1, 1.2, 3.0, ())
+
+
+def run(last: float, seconds: float) -> dict[str, Any]:
+    """Ten steps whose reward rises to ``last``, one in ``seconds`` seconds."""
+    rewards = [last * (step + 1) / 10 for step in range(10)]
+    ended = [seconds * (step + 1) for step in range(10)]
+    facts = {"waits": 0.1, "staleness_mean": 1.0, "staleness_max": 2, "held_out": last}
+    return {"rewards": rewards, "ended_s": ended, "samples": 100, **facts}
+
+
+def results(asynchronous: float, seconds: float) -> dict[str, dict[str, Any]]:
+    """All runs; the second rate is the best. The control ends at 0.5 after 100 seconds."""
+    found: dict[str, dict[str, Any]] = {}
+    for bound, last, each in ((0, 0.5, 10.0), (4, asynchronous, seconds)):
+        for seed in STUDY.seeds:
+            for place, rate in enumerate(RATES):
+                found[name(bound, rate, seed)] = run(last - 0.1 * (place != 1), each)
+    return found
+
+
+def test_a_reward_at_a_time_is_that_of_the_steps_before_it() -> None:
+    control = run(1.0, 10.0)
+    assert reward_at(control, 55.0) == pytest.approx(0.3)  # steps 1 to 5
+    assert reward_at(control, 1e9) == pytest.approx(0.8) and reward_at(control, 0.0) == pytest.approx(0.1)
+    assert at_end(control) == pytest.approx(0.95)
+
+
+def test_the_search_is_on_the_first_seed_and_not_reported() -> None:
+    found = results(0.5, 2.0)
+    assert best_rate(found, 4, 0) == RATES[1] and list(reported(found, 4, 0)) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("asynchronous", "seconds", "missed"),
+    [(0.5, 2.0, []), (0.5, 5.0, ["the fastest bound"]), (0.05, 2.0, ["staleness 4: reward"])],
+)
+def test_verdicts_follow_speed_and_reward(asynchronous: float, seconds: float, missed: list[str]) -> None:
+    failures = report(results(asynchronous, seconds), (0, 4), 0)
+    assert len(failures) == len(missed)
+    assert all(failure.startswith(start) for failure, start in zip(failures, missed, strict=True))
+
+
+def test_only_the_controls_search_has_no_delays() -> None:
+    delays = {
+        (bound, seed): STUDY.recipe(bound, 1e-3, seed).sources["backward"].args["median_s"]
+        for bound in (0, 4) for seed in (0, 1)
+    }  # fmt: skip
+    assert delays == {(0, 0): 0.0, (0, 1): 0.1, (4, 0): 0.1, (4, 1): 0.1}
+    assert STUDY.recipe(0, 1e-3, 1).train.threads == async_speed.SYNC_THREADS
+    assert STUDY.recipe(4, 1e-3, 1).sources["backward"].kind == KIND
