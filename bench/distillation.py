@@ -198,14 +198,9 @@ class Plan:
         if arm == "expert":
             recipes = [seeded(self.recipes[f"experts/{domain}"], seed, setting.factor) for domain in self.domains]
             return [self._learn(name, recipe, begin, ()) for name, recipe in zip(names, recipes, strict=True)]
-        try:
-            budget = self.cost("flops", "distil", seed, results)
-        except KeyError:
-            budget = None
-        if arm in ("mixed", "offline") and budget is None:
-            return []
         if arm == "mixed":
-            return [self._learn(names[0], self._mixed(seed, setting, budget or 0.0, results), begin, ())]
+            recipe = self._mixed(seed, setting, results)
+            return [] if recipe is None else [self._learn(names[0], recipe, begin, ())]
         experts = self.chosen("expert", results)
         if experts is None:
             return []
@@ -222,10 +217,14 @@ class Plan:
         taught = validate(RlRecipe, merged(recipe.model_dump(mode="json"), {"distill": {"teachers": table}}), "distil")
         return [self._learn(names[0], taught, begin, teachers, setting.scale)]
 
-    def _mixed(self, seed: int, setting: Setting, budget: float, results: Results) -> RlRecipe:
-        """As many steps as ``budget`` FLOPs pay; a step costs as much as one of the experts on average."""
+    def _mixed(self, seed: int, setting: Setting, results: Results) -> RlRecipe | None:
+        """As many steps as distillation's FLOPs pay; a step costs as much as one of the experts on average. None: not known yet."""
+        try:
+            budget = self.cost("flops", "distil", seed, results)
+            experts = [results[name]["flops"] for name in self.names("expert", seed, self.chosen("expert", results))]
+        except KeyError:
+            return None
         recipe = seeded(self.recipes[f"experts/{self.domains[0]}"], seed, setting.factor)
-        experts = [results[name]["flops"] for name in self.names("expert", seed, self.chosen("expert", results))]
         steps = max(1, round(budget / (fmean(experts) / recipe.train.steps)))
         return recipe.replace(sources=self.recipes["distill"].sources, train=recipe.train.replace(steps=steps))
 
