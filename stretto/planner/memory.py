@@ -257,8 +257,16 @@ def training_memory(
     return replace(Memory(weights, optimiser=states), **peak)
 
 
-def engine_memory(config: ModelConfig, weight_bytes: int, cache_bytes: float, max_batch: int, prefill: int) -> Memory:
-    """Memory of an engine: weights, the next version of the weights beside them while it is loaded, cache, and one step."""
+def engine_memory(
+    config: ModelConfig, value_bytes: int, decoded_bytes: int, cache_bytes: float, max_batch: int, prefill: int
+) -> Memory:
+    """Memory of an engine: weights, the next version of the weights beside them while it is loaded, cache, and one step.
+
+    Args:
+        value_bytes: bytes of a weight's value.
+        decoded_bytes: bytes of a weight that a decoding step reads; fewer than of its value: of a copy (FP8).
+    """
     total = count(config, config.full()).total_params
-    step = max(max_batch, prefill) * weight_bytes * 8 * config.hidden_size + max_batch * config.vocab_size * 3 * WIDE
-    return Memory(2.0 * total * weight_bytes, activations=step, cache=cache_bytes)
+    held_bytes = 2 * value_bytes + (decoded_bytes if decoded_bytes < value_bytes else 0)
+    step = max(max_batch, prefill) * value_bytes * 8 * config.hidden_size + max_batch * config.vocab_size * 3 * WIDE
+    return Memory(float(total * held_bytes), activations=step, cache=cache_bytes)

@@ -60,8 +60,10 @@ class RlRun:
         recipe = recipe.on("fp32" if self.hardware.name == "cpu" else "bf16")  # as every GPU of the table
         self.recipe, self.config, self.cluster, self.workload = recipe, config, cluster, workload
         self.dtype: Dtype = "float32" if recipe.precision.trainer == "fp32" else "bfloat16"
-        self.weight_bytes = {"fp32": 4, "bf16": 2, "fp8": 1}[recipe.precision.engines]
-        """Bytes of a weight in an engine."""
+        self.decoded_bytes = {"fp32": 4, "bf16": 2, "fp8": 1}[recipe.precision.engines]
+        """Bytes of a weight that a decoding step reads."""
+        self.value_bytes = max(2, self.decoded_bytes)
+        """Bytes of a weight's value, by which an engine multiplies prompts; with FP8 they stay beside the copy for decoding steps."""
         counts = count(config, config.full())
         self.params = counts.total_params
         self.teachers, self.notes = _teachers(recipe, config)
@@ -71,11 +73,11 @@ class RlRun:
         self.step_tokens = recipe.train.prompts * rollout.group * self.answer
         """Sampled tokens of a step."""
         # samples of a group share their prompt
-        cached = counts.kv_elements * max(2, self.weight_bytes) * (self.prompt / rollout.group + self.answer)
+        cached = counts.kv_elements * self.value_bytes * (self.prompt / rollout.group + self.answer)
         self.batch = max(1, min(rollout.max_batch, int(rollout.cache_bytes / cached)))
         """Sequences that an engine's cache and its batch hold."""
         self.engine_memory = engine_memory(
-            config, self.weight_bytes, rollout.cache_bytes, rollout.max_batch, self.prompt
+            config, self.value_bytes, self.decoded_bytes, rollout.cache_bytes, rollout.max_batch, self.prompt
         )
         needed = self.engine_memory.total / self.hardware.usable
         self.gpus_of_engine = next((each for each in GPUS_OF_ENGINE if needed <= each), GPUS_OF_ENGINE[-1])
@@ -125,7 +127,7 @@ class RlRun:
 
     def decode_s(self, batch: int) -> float:
         context = self.prompt + self.answer / 2
-        seconds = decode_s(self.config, batch, context, self.weight_bytes, self.hardware, self.gpus_of_engine)
+        seconds = decode_s(self.config, batch, context, self.decoded_bytes, self.hardware, self.gpus_of_engine)
         return 2 * seconds if self.is_shared else seconds
 
     def bound_s(self, layout: Layout) -> float:
@@ -146,8 +148,8 @@ class RlRun:
             lease_s=math.inf,
             num_steps=min(train.steps, staleness + 1 + SIMULATED_STEPS),
         )
-        step_s, weights = half * self.step(layout).total, self.params * self.weight_bytes
-        prefill = prefill_s(self.config, self.prompt, self.weight_bytes, self.hardware, self.gpus_of_engine)
+        step_s, weights = half * self.step(layout).total, self.params * self.value_bytes
+        prefill = prefill_s(self.config, self.prompt, self.value_bytes, self.hardware, self.gpus_of_engine)
 
         def tokens(rng: random.Random, ordinal: int) -> float:
             return max(1.0, min(rollout.max_tokens, _lognormal(rng, self.answer)))

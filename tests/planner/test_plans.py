@@ -104,6 +104,14 @@ def test_the_precision_of_rl_follows_the_hardware_unless_the_recipe_chooses() ->
     assert exact.engine_memory.weights == 2 * rounded.engine_memory.weights
 
 
+def test_an_engine_in_fp8_keeps_the_values_beside_the_copy_that_decoding_reads() -> None:
+    half, eighth = (
+        stretto.plan("rl_gym", "4xH100", settings=[f'precision.rollout="{each}"']).best for each in ("bf16", "fp8")
+    )
+    assert half.engine_memory is not None and eighth.engine_memory is not None
+    assert eighth.engine_memory.weights == 5 / 4 * half.engine_memory.weights
+
+
 def test_the_rl_sweep_tries_splits_between_trainer_and_engines() -> None:
     found = stretto.plan("rl_gym", "8xH100", sweep=True)
     splits = {(each.layout.ranks, each.engines) for each in found.predictions}
