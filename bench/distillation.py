@@ -104,11 +104,14 @@ class Setting:
 
 
 CANDIDATES: Mapping[str, Sequence[Setting]] = {
-    "expert": tuple(Setting(factor) for factor in (1.0, 2.0, 4.0)),
-    "distil": tuple(Setting(factor) for factor in (0.25, 0.5, 1.0)),
-    "merged": (*(Setting(0.5, scale=scale) for scale in (0.3, 0.5, 0.7)), Setting(0.25, scale=0.5)),
+    "expert": tuple(Setting(factor) for factor in (0.5, 1.0, 2.0, 4.0)),
+    "distil": tuple(Setting(factor) for factor in (0.25, 0.5, 1.0, 2.0)),
+    "merged": (
+        *(Setting(0.5, scale=scale) for scale in (0.3, 0.5, 0.7)),
+        *(Setting(factor, scale=0.5) for factor in (0.25, 1.0)),
+    ),
     "offline": tuple(Setting(factor, epochs) for epochs in (2, 4) for factor in (1.0, 2.0, 4.0)),
-    "mixed": tuple(Setting(factor) for factor in (0.5, 1.0, 2.0)),
+    "mixed": tuple(Setting(factor) for factor in (0.5, 1.0, 2.0, 4.0)),
 }
 OFFLINE_SHARE = {2: 0.53, 4: 0.28}
 """By epochs: answers of the offline arm over the samples of distillation, so that their FLOPs are equal."""
