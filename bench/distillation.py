@@ -13,7 +13,7 @@ offline     SFT on the experts' right answers, with the FLOPs of distillation
 mixed       RL on all domains at once, with the FLOPs of experts and distillation together
 
 The score is the share of right answers to held-out problems at temperature 1, mean over domains. The first seed chooses the settings of
-every arm in every regime, on its own problems; the other seeds are reported. FLOPs include sampling and teachers. Exit code 1:
+every arm, and of every expert, in every regime, on its own problems; the other seeds are reported. FLOPs include sampling and teachers. Exit code 1:
 distillation is behind mixed RL, by more than the 95 % interval, in half of the regimes or more, or an arm is not done.
 """
 
@@ -121,7 +121,8 @@ COSTS = ("samples", "flops")
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs of one regime as a function of the results so far, and access to their results."""
+    """The runs of one regime as a function of the results so far, and access to their results. An arm is a key of `CANDIDATES`, or
+    ``expert-NAME`` for the expert of a domain, which has a rate of its own."""
 
     name: str
     out: Path
@@ -150,93 +151,119 @@ class Plan:
     def domains(self) -> list[str]:
         return list(self.pipeline.domains)
 
+    @property
+    def experts(self) -> dict[str, str]:
+        """Arms of the experts by domain."""
+        return {domain: f"expert-{domain}" for domain in self.domains}
+
+    @property
+    def candidates(self) -> dict[str, Sequence[Setting]]:
+        """Candidates of each arm, in the order of the runs."""
+        others = {arm: candidates for arm, candidates in CANDIDATES.items() if arm != "expert"}
+        return dict.fromkeys(self.experts.values(), CANDIDATES["expert"]) | others
+
     def runs(self, results: Results) -> list[Run]:
         """All runs that can be planned now: every candidate of the searched seed, the winners of the other seeds."""
         found: list[Run] = []
         for seed in self.seeds:
             sft = partial(start, seeded(self.recipes["sft"], seed), self._held_out(seed), "cpu")
-            found.append(Run(self.names("sft", seed)[0], sft))
-            for arm in CANDIDATES:
+            found.append(Run(self.run_name("sft", seed), sft))
+            for arm, candidates in self.candidates.items():
                 winner = self.chosen(arm, results)
-                settings = CANDIDATES[arm] if seed == self.seeds[0] else [winner] * (winner is not None)
-                found += [run for setting in settings for run in self._arm(arm, seed, setting, results)]
+                for setting in candidates if seed == self.seeds[0] else [winner] * (winner is not None):
+                    assert setting is not None
+                    run = self._run(arm, seed, setting, results)
+                    if run is not None:
+                        found.append(run)
         return found
 
     def chosen(self, arm: str, results: Results) -> Setting | None:
         """The candidate with the best score on the searched seed; None: not all candidates are done."""
-        scores = [self.searched(arm, setting, results) for setting in CANDIDATES[arm]]
-        done = [score for score in scores if score is not None]
-        return CANDIDATES[arm][int(np.argmax(done))] if len(done) == len(scores) else None
+        scores = {setting: self.searched(arm, setting, results) for setting in self.candidates[arm]}
+        done = {setting: score for setting, score in scores.items() if score is not None}
+        return max(done, key=lambda setting: done[setting]) if len(done) == len(scores) else None
 
     def searched(self, arm: str, setting: Setting, results: Results) -> float | None:
-        """Mean score over domains on the searched seed; None: not done."""
-        try:
-            return fmean(self.scores(arm, self.seeds[0], setting, results))
-        except KeyError:
-            return None
+        """Score on the searched seed, an expert's in its domain, else the mean over domains; None: not done."""
+        result = results.get(self.run_name(arm, self.seeds[0], setting))
+        return None if result is None else fmean(self._own(arm, result))
 
-    def names(self, arm: str, seed: int, setting: Setting | None = None) -> list[str]:
-        """Names of an arm's runs, which are also their folders: an expert for each domain, one run of the other arms."""
-        owner = BASE if arm in self.regime.shared else self.name
+    def run_name(self, arm: str, seed: int, setting: Setting | None = None) -> str:
+        """Name of a run, which is also its folder."""
+        kind = "expert" if arm in self.experts.values() else arm
+        owner = BASE if kind in self.regime.shared else self.name
         mutant = f"-{self.mutant}" if self.mutant and arm == "distil" else ""
-        parts = [f"expert-{domain}" for domain in self.domains] if arm == "expert" else [arm + mutant]
-        return [f"{owner}/{seed}/{part}" + (f" {setting}" if setting else "") for part in parts]
+        return f"{owner}/{seed}/{arm}{mutant}" + (f" {setting}" if setting else "")
 
-    def scores(self, arm: str, seed: int, setting: Setting | None, results: Results) -> list[float]:
-        """Scores by domain; each expert in its own. Raises KeyError: a run is not done."""
-        found = [results[name]["scores"] for name in self.names(arm, seed, setting)]
-        return [found[place % len(found)][domain] for place, domain in enumerate(self.domains)]
+    def best(self, arm: str, seed: int, results: Results) -> str:
+        """Name of the run of ``arm`` with its chosen setting. Raises KeyError: nothing is chosen yet."""
+        setting = self.chosen(arm, results)
+        if setting is None:
+            raise KeyError(arm)
+        return self.run_name(arm, seed, setting)
+
+    def scores(self, arm: str, seed: int, results: Results) -> list[float]:
+        """Scores by domain of ``sft``, an arm, or all experts together, each in its own. Raises KeyError: not done."""
+        if arm == "expert":
+            return [self.scores(each, seed, results)[0] for each in self.experts.values()]
+        name = self.run_name(arm, seed) if arm == "sft" else self.best(arm, seed, results)
+        return self._own(arm, results[name])
 
     def cost(self, kind: str, arm: str, seed: int, results: Results) -> float:
-        """Samples or FLOPs that lead from SFT to the network of ``arm``, at its chosen setting. Raises KeyError: not done."""
-        arms = ["expert", arm] if arm in TRAINED_BY_EXPERTS and self.name != EXISTING else [arm]
-        return float(
-            sum(results[name][kind] for each in arms for name in self.names(each, seed, self.chosen(each, results)))
-        )
+        """Samples or FLOPs that lead from SFT to the network of ``arm`` at its chosen setting. Raises KeyError: not done."""
+        arms = [] if arm == "expert" else [arm]
+        if arm == "expert" or (arm in TRAINED_BY_EXPERTS and self.name != EXISTING):
+            arms += self.experts.values()
+        return float(sum(results[self.best(each, seed, results)][kind] for each in arms))
 
-    def _arm(self, arm: str, seed: int, setting: Setting | None, results: Results) -> list[Run]:
-        """The runs of an arm with one seed and setting; none before the runs that they depend on are chosen and done."""
-        assert setting is not None
-        names, (begin,) = self.names(arm, seed, setting), self.names("sft", seed)
-        if arm == "expert":
-            recipes = [seeded(self.recipes[f"experts/{domain}"], seed, setting.factor) for domain in self.domains]
-            return [self._learn(name, recipe, begin, ()) for name, recipe in zip(names, recipes, strict=True)]
+    def _own(self, arm: str, result: Mapping[str, Any]) -> list[float]:
+        """Scores by domain in the result of ``arm``; of an expert, that in its domain."""
+        domains = [domain for domain, expert in self.experts.items() if expert == arm] or self.domains
+        return [result["scores"][domain] for domain in domains]
+
+    def _run(self, arm: str, seed: int, setting: Setting, results: Results) -> Run | None:
+        """The run of an arm with one seed and setting; None before the runs that it depends on are chosen."""
+        name = self.run_name(arm, seed, setting)
+        for domain, expert in self.experts.items():
+            if arm == expert:
+                return self._learn(name, seeded(self.recipes[f"experts/{domain}"], seed, setting.factor), ())
         if arm == "mixed":
             recipe = self._mixed(seed, setting, results)
-            return [] if recipe is None else [self._learn(names[0], recipe, begin, ())]
-        experts = self.chosen("expert", results)
-        if experts is None:
-            return []
-        teachers = self.names("expert", seed, experts)
+            return None if recipe is None else self._learn(name, recipe, ())
+        try:
+            teachers = {domain: self.best(expert, seed, results) for domain, expert in self.experts.items()}
+        except KeyError:
+            return None
         recipe = seeded(self.recipes["distill"], seed, setting.factor)
-        places = dict(zip(self.domains, map(self._folder, teachers), strict=True))
-        needs = (begin, *teachers)
         if arm == "offline":
-            num = round(OFFLINE_SHARE[setting.epochs] * num_samples(recipe))
-            rest = num, setting.epochs, self._judged, self._held_out(seed), "cpu"
-            return [Run(names[0], partial(imitate, recipe, self._folder(begin), places, *rest), needs)]
-        turned = self.domains[1:] + self.domains[:1] if self.mutant and arm == "distil" else self.domains
-        table = {domain: {"checkpoint": str(places[other]), "domains": [domain]} for domain, other in zip(self.domains, turned, strict=True)}  # fmt: skip
+            begin, num = self.run_name("sft", seed), round(OFFLINE_SHARE[setting.epochs] * num_samples(recipe))
+            places = {domain: self._folder(teacher) for domain, teacher in teachers.items()}
+            rest = places, num, setting.epochs, self._judged, self._held_out(seed), "cpu"
+            return Run(name, partial(imitate, recipe, self._folder(begin), *rest), (begin, *teachers.values()))
+        places = dict(zip(self.domains, map(self._folder, teachers.values()), strict=True))
+        if self.mutant and arm == "distil":
+            places = dict(zip(self.domains, [*places.values()][1:] + [*places.values()][:1], strict=True))
+        table = {domain: {"checkpoint": str(place), "domains": [domain]} for domain, place in places.items()}
         taught = validate(RlRecipe, merged(recipe.model_dump(mode="json"), {"distill": {"teachers": table}}), "distil")
-        return [self._learn(names[0], taught, begin, teachers, setting.scale)]
+        return self._learn(name, taught, tuple(teachers.values()), setting.scale)
 
     def _mixed(self, seed: int, setting: Setting, results: Results) -> RlRecipe | None:
         """As many steps as distillation's FLOPs pay; a step costs as much as one of the experts on average. None: not known yet."""
         try:
             budget = self.cost("flops", "distil", seed, results)
-            experts = [results[name]["flops"] for name in self.names("expert", seed, self.chosen("expert", results))]
+            of_experts = self.cost("flops", "expert", seed, results) / len(self.experts)
         except KeyError:
             return None
         recipe = seeded(self.recipes[f"experts/{self.domains[0]}"], seed, setting.factor)
-        steps = max(1, round(budget / (fmean(experts) / recipe.train.steps)))
+        steps = max(1, round(budget / (of_experts / recipe.train.steps)))
         return recipe.replace(sources=self.recipes["distill"].sources, train=recipe.train.replace(steps=steps))
 
-    def _learn(self, name: str, recipe: RlRecipe, begin: str, teachers: Sequence[str], scale: float = 0.0) -> Run:
-        judged = {source: self._judged[source] for source in recipe.sources}
+    def _learn(self, name: str, recipe: RlRecipe, teachers: Sequence[str], scale: float = 0.0) -> Run:
+        begin, judged = self.run_name("sft", recipe.train.seed), {each: self._judged[each] for each in recipe.sources}
         rest = recipe, self._folder(begin), judged, self._held_out(recipe.train.seed), "cpu"
-        if not scale:
-            return Run(name, partial(learn, *rest), (begin, *teachers))
-        work = partial(learn_from_sum, [self._folder(teacher) for teacher in teachers], scale, *rest)
+        work = partial(learn, *rest)
+        if scale:
+            work = partial(learn_from_sum, [self._folder(teacher) for teacher in teachers], scale, *rest)
         return Run(name, work, (begin, *teachers))
 
     @property
@@ -334,7 +361,7 @@ def all_runs(plans: Sequence[Plan], results: Results) -> list[Run]:
 class Row:
     """An arm over the reported seeds."""
 
-    setting: Setting | None
+    setting: str
     scores_SD: np.ndarray
     samples: float
     """As ``flops``: from SFT to the arm's network, mean over seeds."""
@@ -346,18 +373,18 @@ class Row:
 
 
 def rows_of(plan: Plan, results: Results) -> dict[str, Row]:
-    """Rows of the arms that are done with all reported seeds."""
+    """Rows of the arms that are done with all reported seeds; ``expert``: all of them, each in its domain."""
     found: dict[str, Row] = {}
     for arm in ("sft", *CANDIDATES):
-        setting = None if arm == "sft" else plan.chosen(arm, results)
         try:
-            scores = np.array([plan.scores(arm, seed, setting, results) for seed in plan.seeds[1:]])
+            scores = np.array([plan.scores(arm, seed, results) for seed in plan.seeds[1:]])
             costs = [
-                fmean(plan.cost(kind, arm, seed, results) if setting else 0.0 for seed in plan.seeds[1:])
+                0.0 if arm == "sft" else fmean(plan.cost(kind, arm, seed, results) for seed in plan.seeds[1:])
                 for kind in COSTS
             ]
         except KeyError:
             continue
+        setting = "" if arm in ("sft", "expert") else str(plan.chosen(arm, results))
         found[arm] = Row(setting, scores, *costs)
     return found
 
@@ -395,7 +422,7 @@ def _verdict(differences: Sequence[float]) -> str:
 def _show_search(plan: Plan, results: Results) -> None:
     title = f"{plan.name}: search on seed {plan.seeds[0]}: mean score on its own problems; *: chosen"
     shown = table(title, "arm", "candidates")
-    for arm, candidates in CANDIDATES.items():
+    for arm, candidates in plan.candidates.items():
         best = plan.chosen(arm, results)
         scores = {setting: plan.searched(arm, setting, results) for setting in candidates}
         cells = (
@@ -414,7 +441,7 @@ def _show_arms(plan: Plan, rows: Mapping[str, Row]) -> None:
         gain = _shown(rows["distil"].minus(row)) if "distil" in rows and arm != "distil" else ""
         shown.add_row(
             arm,
-            str(row.setting or ""),
+            row.setting,
             *(f"{score:.3f}" for score in row.scores_SD.mean(0)),
             f"{fmean(means):.3f} ± {half_width(means):.3f}",
             gain,

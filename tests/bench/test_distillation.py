@@ -22,12 +22,13 @@ def results(plans: list[Plan], scores: dict[str, float]) -> dict[str, dict[str, 
     found: dict[str, dict[str, Any]] = {}
     for plan in plans:
         for seed in plan.seeds:
-            found[plan.names("sft", seed)[0]] = {"scores": dict.fromkeys(plan.domains, 0.1)}
-            for arm, candidates in CANDIDATES.items():
+            found[plan.run_name("sft", seed)] = {"scores": dict.fromkeys(plan.domains, 0.1)}
+            for arm, candidates in plan.candidates.items():
+                kind = arm.split("-")[0]
                 for place, setting in enumerate(candidates):
-                    score = scores.get(arm, 0.5) + 0.01 * seed - 0.1 * (place != 1)
-                    run = {"scores": dict.fromkeys(plan.domains, score), "samples": 8, "flops": FLOPS[arm]}
-                    found |= dict.fromkeys(plan.names(arm, seed, setting), run)
+                    score = scores.get(kind, 0.5) + 0.01 * seed - 0.1 * (place != 1)
+                    run = {"scores": dict.fromkeys(plan.domains, score), "samples": 8, "flops": FLOPS[kind]}
+                    found[plan.run_name(arm, seed, setting)] = run
     return found
 
 
@@ -53,11 +54,21 @@ def test_mixed_rl_has_the_flops_of_experts_and_distillation() -> None:
     everything = {run.name: run for run in all_runs(plans, results(plans, {}))}
     steps_of_an_expert = plans[0].recipes["experts/sort"].train.steps
     for plan, budget in zip(plans, (3 * 100.0 + 60.0, 60.0), strict=True):
-        (name,) = plan.names("mixed", 1, CANDIDATES["mixed"][1])
+        name = plan.run_name("mixed", 1, CANDIDATES["mixed"][1])
         work = everything[name].work
         assert isinstance(work, partial)
         assert work.args[0].train.steps == round(budget / (100.0 / steps_of_an_expert))
         assert set(work.args[0].sources) == set(plan.domains)
+
+
+def test_every_expert_has_the_rate_that_is_best_in_its_domain() -> None:
+    (plan,) = plans_of(RECORD, [BASE], Path())
+    found = results([plan], {})
+    first, *_, last = CANDIDATES["expert"]
+    for domain, setting in (("shift", first), ("sort", last)):
+        found[plan.run_name(f"expert-{domain}", 0, setting)]["scores"] = {domain: 0.9}
+    chosen = [plan.chosen(arm, found) for arm in plan.experts.values()]
+    assert chosen == [CANDIDATES["expert"][1], first, last]
 
 
 @pytest.mark.parametrize(("mixed", "num_behind"), [(0.4, 0), (0.5, 0), (0.6, 1)])
@@ -70,14 +81,14 @@ def test_the_verdict_follows_the_scores(mixed: float, num_behind: int) -> None:
 def test_what_is_not_done_is_named() -> None:
     plans = plans_of(RECORD, [BASE], Path())
     found = results(plans, {})
-    del found[plans[0].names("mixed", 2, CANDIDATES["mixed"][1])[0]]
+    del found[plans[0].run_name("mixed", 2, CANDIDATES["mixed"][1])]
     assert distillation.report(plans, found) == ["base: not done yet: mixed"]
 
 
 def test_a_mutant_teaches_each_domain_by_anothers_expert() -> None:
     (plan,) = plans_of({**RECORD, "mutant": "wrong-teachers"}, [BASE], Path())
     runs = {run.name: run for run in plan.runs(results([plan], {}))}
-    work = runs[plan.names("distil", 1, CANDIDATES["distil"][1])[0]].work
+    work = runs[plan.run_name("distil", 1, CANDIDATES["distil"][1])].work
     assert isinstance(work, partial)
     teachers = work.args[0].distill.teachers
     assert "expert-shift" in teachers["reverse"].checkpoint and "expert-reverse" in teachers["sort"].checkpoint
