@@ -244,8 +244,12 @@ class Plan:
         if self.mutant and arm == "distil":
             places = dict(zip(self.domains, [*places.values()][1:] + [*places.values()][:1], strict=True))
         table = {domain: {"checkpoint": str(place), "domains": [domain]} for domain, place in places.items()}
-        taught = validate(RlRecipe, merged(recipe.model_dump(mode="json"), {"distill": {"teachers": table}}), "distil")
-        return self._learn(name, taught, tuple(teachers.values()), setting.scale)
+        taught = validate(
+            RlRecipe,
+            merged(recipe.model_dump(mode="json"), {"distill": {"teachers": table, "merge_scale": setting.scale}}),
+            "distil",
+        )
+        return self._learn(name, taught, tuple(teachers.values()))
 
     def _mixed(self, seed: int, setting: Setting, results: Results) -> RlRecipe | None:
         """As many steps as distillation's FLOPs pay; a step costs as much as one of the experts on average. None: not known yet."""
@@ -258,12 +262,12 @@ class Plan:
         steps = max(1, round(budget / (of_experts / recipe.train.steps)))
         return recipe.replace(sources=self.recipes["distill"].sources, train=recipe.train.replace(steps=steps))
 
-    def _learn(self, name: str, recipe: RlRecipe, teachers: Sequence[str], scale: float = 0.0) -> Run:
+    def _learn(self, name: str, recipe: RlRecipe, teachers: Sequence[str]) -> Run:
         begin, judged = self.run_name("sft", recipe.train.seed), {each: self._judged[each] for each in recipe.sources}
         rest = recipe, self._folder(begin), judged, self._held_out(recipe.train.seed), "cpu"
         work = partial(learn, *rest)
-        if scale:
-            work = partial(learn_from_sum, [self._folder(teacher) for teacher in teachers], scale, *rest)
+        if recipe.distill is not None and recipe.distill.merge_scale:
+            work = partial(learn_from_sum, [self._folder(teacher) for teacher in teachers], *rest)
         return Run(name, work, (begin, *teachers))
 
     @property
@@ -280,12 +284,13 @@ class Plan:
 
 
 def learn_from_sum(
-    experts: Sequence[Path], scale: float, recipe: RlRecipe, base: Path, judged: Mapping[str, SourceConfig],
+    experts: Sequence[Path], recipe: RlRecipe, base: Path, judged: Mapping[str, SourceConfig],
     held_out: HeldOut, device: str, folder: Path,
 ) -> dict[str, Any]:  # fmt: skip
-    """`learn` from ``base`` plus the sum of the experts' differences to it, times ``scale``."""
-    begin = merge(experts, base, folder / "sum", MergeOptions(method="task-arithmetic", scale=scale))
-    return learn(recipe, begin, judged, held_out, device, folder)
+    """`learn` from the merge that ``distill.merge_scale`` asks for, as `stretto distill` does."""
+    assert recipe.distill is not None
+    options = MergeOptions(method="task-arithmetic", scale=recipe.distill.merge_scale)
+    return learn(recipe, merge(experts, base, folder / "sum", options), judged, held_out, device, folder)
 
 
 def num_samples(recipe: RlRecipe) -> int:

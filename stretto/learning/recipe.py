@@ -310,7 +310,8 @@ class DistillConfig(Config):
     teachers must be checkpoints that were trained from the student."""
     kl_floor: float = Field(default=1e-4, ge=0)
     """Smallest KL between student and teacher at a source's first step, in nats per token. A smaller KL is refused as a teacher
-    that is the student itself. 0: any KL, as for a student that must not change."""
+    that is the student itself. 0: any KL, as for a student that must not change. Not checked with ``merge_scale``, because a merged
+    student may already answer as its teacher does."""
     untaught: tuple[str, ...] = ()
     """Sources without a teacher, which are trained by ``outcome_weight`` alone."""
     teachers: dict[str, TeacherConfig] = Field(default_factory=dict)

@@ -433,7 +433,7 @@ class TrainerRole:
         if self._scorers:
             flops = give_lessons(update.samples, update.passes, self._scorers, self._distill, self._ranks)
             self._meter.add(flops=flops)
-            if scores and self._distill.kl_floor:
+            if scores and self._distill.kl_floor and not self._distill.merge_scale:
                 self._check_floor(update)
         for micro in update.passes:
             give_pass_credit(micro, credits, self._ranks)

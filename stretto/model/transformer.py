@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import register_dataclass
 from torch.utils.checkpoint import checkpoint
 
@@ -323,8 +326,17 @@ def build(config: ModelConfig, seed: int, device: torch.device | str = "cpu") ->
 
 def skeleton(config: ModelConfig) -> Transformer:
     """A model on the meta device, whose tensors have shapes but no memory; `load_state` allocates it."""
-    with torch.device("meta"):
+    with torch.device("meta"), _Uninitialised():
         return Transformer(config)
+
+
+class _Uninitialised(TorchFunctionMode):
+    """Leaves out `torch.nn.init`: on the meta device it changes nothing, and imports torch's compiler, which takes a second."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == init.__name__:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 def initial_state(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
