@@ -7,14 +7,14 @@
 A small mixture of experts learns skills that share nothing by SFT on examples of which half are wrong (`bench/distillation.toml`,
 `bench.common.skills`). Reinforcement learning then trains one expert per domain. Each arm makes one network:
 
-distil      on-policy distillation with the full reverse KL to the experts (Stretto's pipeline)
-merged      the same, but the student starts from the experts' sum of differences to SFT (task arithmetic)
+distil      on-policy distillation with the full reverse KL to the experts
+merged      the same, from SFT plus λ times the sum of the experts' differences to it (``distill.merge_scale``, Stretto's pipeline)
 offline     SFT on the experts' right answers, with the FLOPs of distillation
 mixed       RL on all domains at once, with the FLOPs of experts and distillation together
 
 The score is the share of right answers to held-out problems at temperature 1, mean over domains. The first seed chooses the settings of
 every arm, and of every expert, in every regime, on its own problems; the other seeds are reported. FLOPs include sampling and teachers. Exit code 1:
-distillation is behind mixed RL, by more than the 95 % interval, in half of the regimes or more, or an arm is not done.
+``merged`` is behind mixed RL, by more than the 95 % interval, in half of the regimes or more, or an arm is not done.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ SKILLS = ("reverse", "shift", "sort")
 MORE_SKILLS = ("rotate", "fold", "add")
 EXISTING = "existing"
 BASE = "base"
+OURS = "merged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ CANDIDATES: Mapping[str, Sequence[Setting]] = {
     "expert": tuple(Setting(factor) for factor in (0.5, 1.0, 2.0, 4.0)),
     "distil": tuple(Setting(factor) for factor in (0.25, 0.5, 1.0, 2.0)),
     "merged": (
-        *(Setting(0.5, scale=scale) for scale in (0.3, 0.5, 0.7)),
+        *(Setting(0.5, scale=scale) for scale in (0.3, 0.5, 0.7, 1.0)),
         *(Setting(factor, scale=0.5) for factor in (0.25, 1.0)),
     ),
     "offline": tuple(Setting(factor, epochs) for epochs in (2, 4) for factor in (1.0, 2.0, 4.0)),
@@ -115,7 +116,8 @@ CANDIDATES: Mapping[str, Sequence[Setting]] = {
 }
 OFFLINE_SHARE = {2: 0.53, 4: 0.28}
 """By epochs: answers of the offline arm over the samples of distillation, so that their FLOPs are equal."""
-TRAINED_BY_EXPERTS = ("distil", "merged", "offline")
+TAUGHT = ("distil", "merged")
+TRAINED_BY_EXPERTS = (*TAUGHT, "offline")
 COSTS = ("samples", "flops")
 
 
@@ -192,7 +194,7 @@ class Plan:
         """Name of a run, which is also its folder."""
         kind = "expert" if arm in self.experts.values() else arm
         owner = BASE if kind in self.regime.shared else self.name
-        mutant = f"-{self.mutant}" if self.mutant and arm == "distil" else ""
+        mutant = f"-{self.mutant}" if self.mutant and arm in TAUGHT else ""
         return f"{owner}/{seed}/{arm}{mutant}" + (f" {setting}" if setting else "")
 
     def best(self, arm: str, seed: int, results: Results) -> str:
@@ -241,7 +243,7 @@ class Plan:
             rest = places, num, setting.epochs, self._judged, self._held_out(seed), "cpu"
             return Run(name, partial(imitate, recipe, self._folder(begin), *rest), (begin, *teachers.values()))
         places = dict(zip(self.domains, map(self._folder, teachers.values()), strict=True))
-        if self.mutant and arm == "distil":
+        if self.mutant:
             places = dict(zip(self.domains, [*places.values()][1:] + [*places.values()][:1], strict=True))
         table = {domain: {"checkpoint": str(place), "domains": [domain]} for domain, place in places.items()}
         taught = validate(
@@ -403,10 +405,10 @@ def report(plans: Sequence[Plan], results: Results, picture: Path | None = None)
         _show_search(plan, results)
         _show_arms(plan, tables[plan.name])
     missing = [f"{name}: not done yet: {arm}" for name, rows in tables.items() for arm in CANDIDATES if arm not in rows]
-    compared = {name: rows for name, rows in tables.items() if {"distil", "mixed"} <= rows.keys()}
+    compared = {name: rows for name, rows in tables.items() if {OURS, "mixed"} <= rows.keys()}
     if not compared:
         return missing
-    verdicts = {name: _verdict(rows["distil"].minus(rows["mixed"])) for name, rows in compared.items()}
+    verdicts = {name: _verdict(rows[OURS].minus(rows["mixed"])) for name, rows in compared.items()}
     _show_regimes(compared, verdicts)
     if picture:
         draw(compared, picture)
@@ -440,10 +442,10 @@ def _show_search(plan: Plan, results: Results) -> None:
 
 def _show_arms(plan: Plan, rows: Mapping[str, Row]) -> None:
     title = f"{plan.name}: {plan.regime.about}; share of right answers, {len(plan.seeds) - 1} seeds, ± half of the 95 % interval"
-    shown = table(title, "arm", "setting", *plan.domains, "mean", "distil minus it", "samples", "FLOPs")
+    shown = table(title, "arm", "setting", *plan.domains, "mean", f"{OURS} minus it", "samples", "FLOPs")
     for arm, row in rows.items():
         means = list(map(float, row.scores_SD.mean(1)))
-        gain = _shown(rows["distil"].minus(row)) if "distil" in rows and arm != "distil" else ""
+        gain = _shown(rows[OURS].minus(row)) if OURS in rows and arm != OURS else ""
         shown.add_row(
             arm,
             row.setting,
@@ -457,11 +459,13 @@ def _show_arms(plan: Plan, rows: Mapping[str, Row]) -> None:
 
 
 def _show_regimes(compared: Mapping[str, Mapping[str, Row]], verdicts: Mapping[str, str]) -> None:
-    others = [arm for arm in CANDIDATES if arm not in ("expert", "distil")]
-    shown = table("distillation minus each other arm", "regime", "what", "distil", *others, "beside mixed RL")
+    others = [arm for arm in CANDIDATES if arm != OURS]
+    shown = table(
+        f"score of {OURS}, and {OURS} minus each other arm", "regime", "what", OURS, *others, "beside mixed RL"
+    )
     for name, rows in compared.items():
-        gains = (_shown(rows["distil"].minus(rows[arm])) if arm in rows else "" for arm in others)
-        score = f"{float(rows['distil'].scores_SD.mean()):.3f}"
+        gains = (_shown(rows[OURS].minus(rows[arm])) if arm in rows else "" for arm in others)
+        score = f"{float(rows[OURS].scores_SD.mean()):.3f}"
         shown.add_row(name, REGIMES[name].about, score, *gains, verdicts[name])
     wide_console().print(shown)
 
@@ -471,12 +475,12 @@ def _shown(differences: Sequence[float]) -> str:
 
 
 def draw(compared: Mapping[str, Mapping[str, Row]], path: Path) -> None:
-    """Distillation minus mixed RL and minus offline distillation, with intervals, a row for each regime."""
+    """Ours minus mixed RL and minus offline distillation, with intervals, a row for each regime."""
     figure, places = style.blank(10.0, 1.2 + 0.7 * len(compared)), np.arange(len(compared))
     axes = style.dress(figure.subplots(), "distillation minus …, equal FLOPs", "share of right answers", "", grid="x")
     axes.axvline(0.0, color=style.INK, linewidth=1.0)
     for arm, colour, shift in (("mixed", style.BLUE, -0.12), ("offline", style.ORANGE, 0.12)):
-        pairs = [rows["distil"].minus(rows[arm]) for rows in compared.values() if arm in rows]
+        pairs = [rows[OURS].minus(rows[arm]) for rows in compared.values() if arm in rows]
         at = [place + shift for place, rows in zip(places, compared.values(), strict=True) if arm in rows]
         axes.errorbar(
             [fmean(each) for each in pairs], at, xerr=[half_width(each) for each in pairs],

@@ -74,7 +74,7 @@ def test_every_expert_has_the_rate_that_is_best_in_its_domain() -> None:
 @pytest.mark.parametrize(("mixed", "num_behind"), [(0.4, 0), (0.5, 0), (0.6, 1)])
 def test_the_verdict_follows_the_scores(mixed: float, num_behind: int) -> None:
     plans = plans_of(RECORD, [BASE], Path())
-    failures = distillation.report(plans, results(plans, {"distil": 0.5, "mixed": mixed}))
+    failures = distillation.report(plans, results(plans, {distillation.OURS: 0.5, "mixed": mixed}))
     assert len(failures) == num_behind, failures
 
 
