@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import httpx
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -224,7 +223,8 @@ def find_source(source: str) -> Path:
 
 def _fetched(name: str) -> Path:
     """The snapshot of ``name`` in the hub's local cache; files that are there are not downloaded again. Downloads no code."""
-    from huggingface_hub import errors, snapshot_download  # slow to import
+    import httpx  # slow to import, as the next
+    from huggingface_hub import errors, snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))

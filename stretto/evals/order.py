@@ -17,7 +17,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from stretto.base.errors import UserError
 from stretto.evals.loss import EvalBatch, logit_gram, logit_size
@@ -28,6 +27,7 @@ from stretto.model.transformer import Context, MoeLayer, RowWidths, Transformer
 from stretto.ops.grouped import gated_outputs
 from stretto.ops.logprob import IGNORED
 from stretto.ops.operators import ORDINARY, Operators, Routes
+from stretto.ops.shards import is_sharded
 
 Hold = Callable[[str], AbstractContextManager[object]]
 """Context manager that keeps the weights of a part (``embedding``, ``blocks.3``, ``norm``, ``head``) in memory."""
@@ -180,11 +180,11 @@ def survey(
     assert not removal or side_by_side is None, "removal_order needs all tokens of a layer at once"
     config, sums = model.config, _Sums()
     watch = Watch(config, batches[0].ids_BT.device) if watched and config.num_moe_layers else None
-    if isinstance(model, FSDPModule):
+    if is_sharded(sharded := model):
         token = batches[0].ids_BT[:1, :1]
         # FSDP takes the module that runs first for the root, so a block must not run first
         model(token, config.full(), Context.plain(token))
-        model.unshard()  # parameters outside the blocks; blocks gather their own
+        sharded.unshard()  # parameters outside the blocks; blocks gather their own
     step = side_by_side or len(batches)
     removed: dict[int, tuple[int, ...]] = {}
     for first in range(0, len(batches), step):

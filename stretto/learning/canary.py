@@ -23,9 +23,10 @@ from torch import Tensor
 from stretto.base.trajectory import WeightVersion, canary_tokens
 from stretto.learning.recipe import RlRecipe
 from stretto.learning.weights import is_quantised
-from stretto.model.parallel import local_part, reshard
+from stretto.model.parallel import reshard
 from stretto.model.transformer import Context, Transformer
 from stretto.ops.matmul import PLAIN, Arithmetic
+from stretto.ops.shards import local_part
 
 NUM_TOKENS = 256
 """Most tokens of the canary that have a log-probability. The first tokens of a text, which attend to few others, differ the most: the

@@ -29,8 +29,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # torch names no exports
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from stretto.base.errors import UserError
 from stretto.base.records import Lineage, find_lineage
@@ -46,8 +44,12 @@ from stretto.ops.grouped import compute_dtype as product_dtype
 from stretto.ops.master import masters
 from stretto.ops.moe import experts
 from stretto.ops.operators import Operators, Routes
+from stretto.ops.shards import is_shard, is_sharded, local_part, whole
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.tensor import DTensor
+
     from stretto.ops.matmul import ArithmeticOperators
 
 TIMEOUT_S = 600.0
@@ -133,7 +135,7 @@ class Ranks:
 
     def sum_gradients(self, model: nn.Module) -> None:
         """Sum the gradients of replicated parameters over all ranks; FSDP sums those of sharded parameters."""
-        replicated = [grad for grad in _gradients(model) if not isinstance(grad, DTensor)]
+        replicated = [grad for grad in _gradients(model) if not is_shard(grad)]
         if self.world > 1 and replicated:
             flat = self.sum(torch.cat([grad.flatten() for grad in replicated]))
             for grad, total in zip(replicated, flat.split([grad.numel() for grad in replicated]), strict=True):
@@ -145,7 +147,7 @@ class Ranks:
         if self.world == 1:
             return _norm(grads)
         # replicated gradients are on every rank, so only the first rank counts them
-        counted = [local_part(grad) for grad in grads if self.is_first or isinstance(grad, DTensor)]
+        counted = [local_part(grad) for grad in grads if self.is_first or is_shard(grad)]
         return self.sum(_norm(counted).square()).sqrt()
 
 
@@ -311,7 +313,7 @@ def read_placed(
             layer.reset_buffers()
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
-                if isinstance(tensor, DTensor):
+                if is_shard(tensor):
                     (start, stop), *others = own_part(tensor)
                     rows = state.rows(name, start, stop)
                     for dim, (start, stop) in enumerate(others, 1):
@@ -327,6 +329,8 @@ def read_placed(
 
 def own_part(tensor: DTensor) -> list[tuple[int, int]]:
     """Start and stop of this rank's shard of ``tensor`` in every dimension. Shards are cut as `torch.chunk` cuts them."""
+    from torch.distributed.tensor import Shard
+
     bounds = [(0, size) for size in tensor.shape]
     coordinates = tensor.device_mesh.get_coordinate()
     assert coordinates is not None, "this rank is not in the mesh"
@@ -419,6 +423,8 @@ def _shard(model: Transformer, ranks: Ranks, dtype: torch.dtype) -> Transformer:
     """
     if ranks.world == 1:
         return model
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # half a second, for several ranks only
+
     check_split(model.config, ranks.world, ranks.ep)
     kind = ranks.device.type
     everyone = init_device_mesh(kind, (ranks.world,), mesh_dim_names=("ranks",))
@@ -438,7 +444,7 @@ def _shard(model: Transformer, ranks: Ranks, dtype: torch.dtype) -> Transformer:
     outer = MixedPrecisionPolicy(cast_forward_inputs=False)
     fully_shard(model, mesh=everyone, mp_policy=outer, reshard_after_forward=False)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_sharded(module):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return model
@@ -461,6 +467,9 @@ def check_split(config: ModelConfig, world: int, ep: int, field: str = "train.ep
 
 def _spread_experts(layer: MoeLayer, grid: DeviceMesh, everyone: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """Give each rank of a row of ``grid`` (copies × ep) its block of experts, and shard each expert over the copies."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
     for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
         if (parameter := getattr(layer, name)) is not None:
             setattr(layer, name, nn.Parameter(distribute_tensor(parameter.data, grid["ep"], [Shard(0)])))
@@ -488,7 +497,7 @@ def full_state(model: Transformer) -> dict[str, Tensor]:
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     state: dict[str, Tensor] = {}
     for name, tensor in masters(model):
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        full = whole(tensor)
         if is_first:
             state[name] = full.cpu()
     return state
@@ -512,13 +521,8 @@ def scale_gradients(model: nn.Module, scale: Tensor) -> None:
 def reshard(model: Transformer) -> None:
     """Drop the matrices of ``model`` that a forward pass without a backward pass has left gathered."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_sharded(module):
             module.reshard()
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's shard of ``tensor``."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _experts(group: dist.ProcessGroup, operators: Operators, x_ND: Tensor, routes: Routes, weights: Experts) -> Tensor:
@@ -531,7 +535,7 @@ def _experts(group: dist.ProcessGroup, operators: Operators, x_ND: Tensor, route
     so every output has the bits that it has on one rank if these operators are batch-invariant.
     """
     chosen_NK, (gate_up_EFD, down_EDI, biases, clamp) = routes.chosen_NK, weights
-    assert isinstance(gate_up_EFD, DTensor) and isinstance(down_EDI, DTensor), "experts are not sharded"
+    assert is_shard(gate_up_EFD) and is_shard(down_EDI), "experts are not sharded"
     (num_tokens, num_chosen), num_experts = chosen_NK.shape, gate_up_EFD.shape[0]
     slots = group_slots(chosen_NK, num_experts)
     counts_RL = slots.ends_E.diff(prepend=slots.ends_E.new_zeros(1)).view(group.size(), -1)

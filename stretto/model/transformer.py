@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import register_dataclass
@@ -24,6 +23,7 @@ from stretto.model.spec import ModelConfig, Subnet
 from stretto.ops.documents import Documents
 from stretto.ops.grouped import Clamp, ExpertBiases, Experts, counted
 from stretto.ops.operators import ORDINARY, Operators, Routes, route
+from stretto.ops.shards import is_shard
 
 Routing = Callable[[int, Tensor], Tensor]
 """Function from the MoE row (of the maximum network) and the router's choice [B, T, K] to the experts that are used; −1: no expert.
@@ -161,7 +161,7 @@ class MoeLayer(nn.Module):
 
     def set_order(self, order: Sequence[int], device: torch.device | str) -> None:
         """Set the nested order of the experts: their ids, from first kept to first dropped."""
-        self.rank_E = torch.tensor(order, device=device).argsort()
+        self.rank_E = torch.tensor(sorted(range(len(order)), key=order.__getitem__), device=device)
 
     def forward(
         self,
@@ -286,7 +286,7 @@ class Transformer(nn.Module):
         forward pass, all ranks must call this together, and the result has no gradient.
         """
         weight = self.embedding.weight if self.head is None else self.head.weight
-        return weight.full_tensor().detach() if isinstance(weight, DTensor) else weight
+        return weight.full_tensor().detach() if is_shard(weight) else weight
 
     def geometry(self, ctx: Context) -> Geometry:
         """Rotations and masks of a forward pass. Reads no weights."""
@@ -374,7 +374,9 @@ def load_state(
     missing = {name for name, _ in model.named_parameters()}
     for name, values in state:
         tensor = tensors[name]
-        if isinstance(tensor, DTensor):
+        if is_shard(tensor):
+            from torch.distributed.tensor import distribute_tensor
+
             values = distribute_tensor(values.to(device), tensor.device_mesh, tensor.placements, src_data_rank=None)
         tensor.copy_(values)
         missing.discard(name)

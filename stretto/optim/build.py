@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import AdamW, Optimizer
 
 from stretto.base.errors import UserError
 from stretto.ops.master import split_parameter
+from stretto.ops.shards import is_shard
 from stretto.optim.compact import CompactAdamW
 from stretto.optim.schedule import OptimConfig
 
@@ -50,7 +50,7 @@ def build_optimizers(config: OptimConfig, model: nn.Module, seed: int = 0) -> tu
     # FSDP2 shards are DTensors, which the fused kernel accepts only on an accelerator.
     params = [parameter for group in rest.values() for parameter in group]
     if config.is_compact:
-        if any(isinstance(parameter, DTensor) for parameter in params):
+        if any(is_shard(parameter) for parameter in params):
             raise UserError(
                 "optim.moments, optim.master, optim.in_backward: work on one rank; on several, FSDP divides fp32 states over the ranks: "
                 "leave them out"
@@ -123,7 +123,9 @@ def orthogonal(update: Tensor) -> Tensor:
 
     Shards are gathered first, because orthogonality is a property of the full matrix.
     """
-    if isinstance(update, DTensor):
+    if is_shard(update):
+        from torch.distributed.tensor import distribute_tensor
+
         full = orthogonal(update.full_tensor())
         return distribute_tensor(full, update.device_mesh, update.placements)
     a, b, c = _COEFFICIENTS

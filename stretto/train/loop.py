@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from stretto.base.config import Config, check_unchanged, completed
 from stretto.base.errors import UserError
@@ -39,6 +38,7 @@ from stretto.model.transformer import Transformer
 from stretto.ops.int_weights import IntWeight
 from stretto.ops.logprob import IGNORED
 from stretto.ops.master import restore
+from stretto.ops.shards import is_shard
 from stretto.ops.tuning import deterministic, threads_kept
 from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.compact import trained_parameters
@@ -194,7 +194,7 @@ def _elasticize_teacher(origin: Origin, recipe: ElasticizeRecipe, training: _Tra
     dtype = torch.bfloat16 if recipe.teacher_dtype == "bfloat16" else torch.float32
     teacher = training.frozen(origin, dtype)
     for parameter in teacher.parameters():  # balance biases stay in fp32
-        if isinstance(parameter, DTensor):  # FSDP keeps its buffers, in fp32
+        if is_shard(parameter):  # FSDP keeps its buffers, in fp32
             parameter.to_local().copy_(parameter.to_local().to(dtype))
         else:
             parameter.data = parameter.data.to(dtype)

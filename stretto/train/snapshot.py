@@ -1,6 +1,7 @@
 """Snapshots: the complete state of a run. A resumed run gives bit-identical results, with any number of ranks.
 
-`Snapshots` writes and reads them. `SnapshotWriter` writes them while training goes on.
+`Snapshots` writes and reads them. `SnapshotWriter` writes them while training goes on. Functions import torch's distributed checkpoints
+where they use them: that takes half a second, which commands that do not train need not spend.
 """
 
 from __future__ import annotations
@@ -16,11 +17,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from stretto.base.config import Config, differences
@@ -114,6 +110,8 @@ class Snapshots:
     def write(self, state: dict[str, Any], meta: SnapshotMeta, ranks: Ranks) -> None:
         """`save` for ``state``, the tensors of network and optimisers. Uses the process group ``ranks.patient`` only, so that a thread can
         call it during training."""
+        from torch.distributed.checkpoint.state_dict_saver import save
+
         final = self.path(meta.step)
         partial = self.folder / f".{final.name}.partial"
         with self._attempt(final, ranks):
@@ -134,6 +132,10 @@ class Snapshots:
         """Restore ``model`` and ``optimizers`` in place, and reshard if the number of ranks changed. Raises `UserError`: the snapshot is
         damaged or belongs to another network.
         """
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict_loader import load
+
         for optimizer in optimizers:
             _create_state(optimizer)
         try:
@@ -152,6 +154,8 @@ class Snapshots:
     @contextmanager
     def _attempt(self, final: Path, ranks: Ranks) -> Iterator[None]:
         """A phase of saving ``final``. If it fails on one rank, every rank raises at the end of the block."""
+        from torch.distributed.checkpoint.api import CheckpointException
+
         error: BaseException | None = None
         try:
             yield
@@ -180,6 +184,8 @@ class SnapshotWriter:
 
     def __init__(self, snapshots: Snapshots, ranks: Ranks, writes: Literal["background", "blocking"]):
         """``writes``: ``blocking`` makes no copy, and `save` returns when the snapshot is on disk."""
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
         self._snapshots, self._ranks = snapshots, ranks
         self._thread = ThreadPoolExecutor(1, "snapshots") if writes == "background" else None
         # keeps the memory of the copy for the next snapshot: to copy into new memory takes about twenty times as long
@@ -271,6 +277,8 @@ def _without_single_process_warning() -> Iterator[None]:
 
 def _cause(error: BaseException) -> str:
     """The innermost message of a chain of exceptions, on one line."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     chain: BaseException | None = error

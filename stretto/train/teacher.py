@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
@@ -30,6 +29,7 @@ from stretto.model.parallel import Ranks
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Transformer
 from stretto.ops.logprob import TopLogProbs, top_log_probs
+from stretto.ops.shards import whole
 from stretto.train.step import Recorded
 
 META = "teacher.json"
@@ -186,8 +186,7 @@ def hash_state(model: Transformer, dtype: torch.dtype = torch.float32) -> str:
     """
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        whole = whole.to("cpu", torch.float32 if name.endswith(".bias_WE") else dtype)
+        full = whole(tensor).to("cpu", torch.float32 if name.endswith(".bias_WE") else dtype)
         digest.update(name.encode())
-        digest.update(whole.contiguous().view(torch.uint8).numpy().data)
+        digest.update(full.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()

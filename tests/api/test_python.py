@@ -236,3 +236,22 @@ def test_a_task_defined_in_a_notebook(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "refused: sources.guess.kind: Guess is defined in a notebook" in done.stdout
     assert "%%writefile" in done.stdout and "RlRun(" in done.stdout
+
+
+def test_a_model_is_loaded_without_what_only_training_and_the_hub_need(served_run: Path) -> None:
+    slow = (
+        "torch._dynamo",
+        "torch.distributed.tensor",
+        "torch.distributed.checkpoint",
+        "sympy",
+        "httpx",
+        "transformers",
+    )
+    code = f"""
+import sys
+import stretto
+stretto.load({str(served_run)!r}).logits([[1, 2, 3]])
+print([name for name in {slow} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
