@@ -318,7 +318,7 @@ def main() -> None:
     parser.add_argument(
         "out", type=Path, help="folder of the study, where finished runs are not repeated, or a file of --record"
     )
-    parser.add_argument("--regimes", choices=REGIMES, nargs="+", default=list(REGIMES))
+    parser.add_argument("--regimes", choices=REGIMES, nargs="+", help="default: all, or those in the record")
     parser.add_argument("--set", dest="settings", action="append", default=[], help="override one key of the recipe")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4, 5], help="the first one is searched")
     parser.add_argument("--problems", type=int, default=400, help="held-out problems per domain")
@@ -337,11 +337,12 @@ def main() -> None:
 def _study(options: argparse.Namespace) -> None:
     if options.out.is_file():
         record = read_fields(options.out, ("runs", "seeds", "problems", "settings", "mutant"))
-        plans = plans_of(record, options.regimes, Path())
         results = record["runs"]
+        regimes = [name for name in REGIMES if any(run.startswith(f"{name}/") for run in results)]
+        plans = plans_of(record, options.regimes or regimes, Path())
     else:
         record = {"settings": options.settings, "problems": options.problems, "mutant": options.mutant}
-        plans = plans_of({**record, "seeds": options.seeds}, options.regimes, options.out.resolve())
+        plans = plans_of({**record, "seeds": options.seeds}, options.regimes or list(REGIMES), options.out.resolve())
         known = recorded(options.record, record) if options.record else {}
         found = carry_out(partial(all_runs, plans), options.out.resolve(), options.jobs, options.minutes, known)
         results = {**known, **found}

@@ -70,8 +70,7 @@ def test_a_small_version_of_a_study_runs_and_its_record_prints_the_same(name: st
     )  # fmt: skip
     assert done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stderr[-2000:]
     assert ": failed:" not in done.stdout + done.stderr and "run the command again" not in done.stdout
-    more = ["--report"] if name == "study" else ["--regimes", "judge"] if name == "distillation" else []
-    more += ["--staleness", "0", "1"] if name == "async_speed" else []
+    more = ["--report"] if name == "study" else []
     again = subprocess.run([*command, str(record), *more], cwd=ROOT, capture_output=True, text=True, check=False)
     assert again.returncode == done.returncode
     assert again.stdout and again.stdout in done.stdout
