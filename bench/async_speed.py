@@ -28,7 +28,7 @@ import numpy as np
 
 from bench.common.delayed import KIND
 from bench.common.measure import bench_parser, finish, half_width, refusing, table, wide_console
-from bench.common.study import Results, Run, carry_out, read_fields, recorded, write_record
+from bench.common.study import Results, Run, carry_out, is_record, read_fields, recorded, write_record
 from stretto.api.rl import made_start
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT, RECIPES
@@ -132,7 +132,7 @@ def main() -> None:
 
 
 def _study(options: argparse.Namespace) -> None:
-    if options.out.is_file():
+    if is_record(options.out):
         record = read_fields(options.out, ("runs", "first_seed"))
         results, first = record["runs"], record["first_seed"]
         bounds = [bound for bound in options.staleness if best_rate(results, bound, first) is not None]

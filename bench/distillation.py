@@ -32,7 +32,7 @@ import numpy as np
 from bench.common.measure import bench_parser, finish, half_width, refusing, table, wide_console
 from bench.common.post_runs import HeldOut, imitate, learn, start
 from bench.common.skills import KIND
-from bench.common.study import Results, Run, carry_out, read_fields, recorded, write_record
+from bench.common.study import Results, Run, carry_out, is_record, read_fields, recorded, write_record
 from stretto.base.config import read_recipe, validate
 from stretto.base.paths import CHECKPOINT
 from stretto.learning.recipe import RlRecipe, SourceConfig
@@ -335,7 +335,7 @@ def main() -> None:
 
 
 def _study(options: argparse.Namespace) -> None:
-    if options.out.is_file():
+    if is_record(options.out):
         record = read_fields(options.out, ("runs", "seeds", "problems", "settings", "mutant"))
         results = record["runs"]
         regimes = [name for name in REGIMES if any(run.startswith(f"{name}/") for run in results)]

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from bench.common.measure import bench_parser, finish, half_width, refusing, table, wide_console
 from bench.common.plain_loop import run_plainly
-from bench.common.study import Results, Run, carry_out, read_fields, recorded, write_record
+from bench.common.study import Results, Run, carry_out, is_record, read_fields, recorded, write_record
 from stretto.api.rl import made_start
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT
@@ -132,7 +132,7 @@ def main() -> None:
 
 
 def _study(options: argparse.Namespace) -> None:
-    if options.out.is_file():
+    if is_record(options.out):
         record = read_fields(options.out, ("runs", "first_seed", "noise"))
         results = record["runs"]
         sizes = [size for size in SIZES if f"{size}-start" in results]

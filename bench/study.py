@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from bench.common.measure import bench_parser, finish, half_width, refusing, table, wide_console
-from bench.common.study import Results, Run, carry_out, read_fields, read_results, recorded, write_record
+from bench.common.study import Results, Run, carry_out, is_record, read_fields, read_results, recorded, write_record
 from stretto.api.train import held_out, open_loader
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def _study(options: argparse.Namespace) -> None:
-    if options.out.is_file():
+    if is_record(options.out):
         arms, results = read_record(options.out)
     else:
         arms = study = open_study(options)
@@ -131,7 +131,7 @@ def _parse() -> argparse.Namespace:
         "--record", type=Path, metavar="FILE", help="file of settings and results (JSON): runs in it are not repeated"
     )
     options = parser.parse_args()
-    if options.out.is_file() and not options.report:
+    if is_record(options.out) and not options.report:
         parser.error(f"{options.out}: a file holds results only; add --report to print them, or name a folder")
     return options
 

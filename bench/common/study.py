@@ -69,6 +69,13 @@ def recorded(path: Path, identity: Mapping[str, Any]) -> dict[str, dict[str, Any
     return dict(record["runs"])
 
 
+def is_record(out: Path) -> bool:
+    """Whether ``out`` is a file of --record and not a folder. Raises UserError: it is named like a file that does not exist."""
+    if out.suffix == ".json" and not out.exists():
+        raise UserError(f"{out}: no such record; name one that exists, or a folder without .json for a new study")
+    return out.is_file()
+
+
 def read_fields(path: Path, names: Iterable[str]) -> dict[str, Any]:
     """The record ``path``. Raises UserError: it has not the fields ``names``."""
     record = read_json(path)

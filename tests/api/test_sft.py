@@ -133,7 +133,7 @@ def test_a_run_that_was_killed_while_its_first_snapshot_was_written_can_be_resum
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("stretto.train.snapshot.save", killed)
+        patched.setattr("torch.distributed.checkpoint.state_dict_saver.save", killed)
         run(base, chats, tmp_path / "run")
     assert [path.name for path in (tmp_path / "run" / "snapshots").iterdir()] == [".step-0000002.partial"]
     resumed = run(base, chats, tmp_path / "run", resume=True)

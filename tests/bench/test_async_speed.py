@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -61,3 +64,17 @@ def test_only_the_controls_search_has_no_delays() -> None:
     assert delays == {(0, 0): 0.0, (0, 1): 0.1, (4, 0): 0.1, (4, 1): 0.1}
     assert STUDY.recipe(0, 1e-3, 1).train.threads == async_speed.SYNC_THREADS
     assert STUDY.recipe(4, 1e-3, 1).sources["backward"].kind == KIND
+
+
+def test_the_committed_record_gives_the_figures_that_the_documents_state() -> None:
+    docs = Path(async_speed.__file__).parents[1] / "docs"
+    record = json.loads((docs / "evidence" / "async_speed.json").read_text(encoding="utf-8"))
+    runs, first = record["runs"], record["first_seed"]
+    assert report(runs, (0, 1, 4, 16), first) == []
+    stated = (docs / "EVIDENCE.md").read_text(encoding="utf-8")
+    control = reported(runs, 0, first)
+    for bound in (1, 4, 16):
+        own = reported(runs, bound, first)
+        speed = fmean(control[seed]["ended_s"][-1] / own[seed]["ended_s"][-1] for seed in own)
+        loss = fmean(at_end(own[seed]) - at_end(control[seed]) for seed in own)
+        assert f"{speed:.2f}" in stated and f"{loss:+.3f}".replace("0.", ".").replace("-", "−") in stated, bound

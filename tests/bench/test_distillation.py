@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 
 from bench import distillation
 from bench.common.skills import Skill, SkillArgs
-from bench.distillation import BASE, CANDIDATES, EXISTING, REGIMES, Plan, all_runs, plans_of
+from bench.distillation import BASE, CANDIDATES, EXISTING, REGIMES, Plan, all_runs, plans_of, rows_of
 from stretto.tasks.task import Answer
 
 RECORD = {"settings": (), "problems": 10, "seeds": (0, 1, 2), "mutant": None}
@@ -105,3 +107,18 @@ def test_a_judge_errs_in_its_share_of_the_verdicts_and_always_alike() -> None:
     assert 150 < errors < 250
     problem = sources[1].problem(3)
     assert len({sources[1].score(problem, Answer(problem.gold)).reward for _ in range(5)}) == 1
+
+
+def test_the_committed_record_gives_the_figures_that_the_documents_state() -> None:
+    docs = Path(distillation.__file__).parents[1] / "docs"
+    record = json.loads((docs / "evidence" / "distillation.json").read_text(encoding="utf-8"))
+    stated = (docs / "EVIDENCE.md").read_text(encoding="utf-8")
+    plans = plans_of(record, ["base", "existing", "judge", "weak", "sparse"], Path())
+    assert distillation.report(plans, record["runs"]) == []
+    for plan in plans:
+        rows = rows_of(plan, record["runs"])
+        gain = fmean(rows["merged"].minus(rows["mixed"]))
+        assert f"{gain:+.3f}".replace("0.", ".").replace("-", "−") in stated, plan.name
+    base = rows_of(plans[0], record["runs"])
+    for arm in ("expert", "merged", "mixed"):
+        assert f"{base[arm].scores_SD.mean():.3f}".removeprefix("0") in stated, arm

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench import study
-from bench.common.study import Run, without_lost
+from bench.common.study import Run, is_record, without_lost
 from stretto.base.errors import UserError
 
 
@@ -52,6 +52,12 @@ def test_a_file_that_is_no_record_is_refused_in_one_line(tmp_path: Path) -> None
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(UserError, match="no record of this study"):
         study.read_record(tmp_path / "other.json")
+
+
+def test_a_missing_record_is_not_taken_for_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such record"):
+        is_record(tmp_path / "record.json")
+    assert not is_record(tmp_path) and not is_record(tmp_path / "new")
 
 
 def test_the_committed_record_prints_the_misses_that_the_documents_state() -> None:
