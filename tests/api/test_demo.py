@@ -24,7 +24,7 @@ SMALL = {"num_layers": 5, "hidden_size": 64, "num_experts": 6, "expert_intermedi
 
 @pytest.fixture
 def recipes(tmp_path: Path) -> Path:
-    """The shipped ones, of a tiny network, with a few steps each, one domain, and no processes for engines."""
+    """The shipped ones, of a tiny network, with a few steps each, two domains, and no processes for engines."""
     folder = tmp_path / "recipes"
     shutil.copytree(RECIPES, folder)
     for name in ("demo.toml", "heal.toml", "demo_pipeline.toml"):
@@ -37,7 +37,7 @@ def recipes(tmp_path: Path) -> Path:
             text = text.replace("layers = 4\nexperts = 8\ntop_k = 2", "layers = 3\nexperts = 2\ntop_k = 1")
             text = text.replace("min_depth = 4", "min_depth = 3").replace("top_k = 6", "top_k = 3")
         if name == "demo_pipeline.toml":
-            text = re.sub(r"(?s)\[domains\.products.*?(?=\[common\])", '[common.runtime]\nisolate = "none"\n\n', text)
+            text = re.sub(r"(?s)\[domains\.multiples.*?(?=\[common\])", '[common.runtime]\nisolate = "none"\n\n', text)
             text = text.replace("threads = 2", "threads = 1")
             text = text.replace('form = "full"', 'form = "full"\nkl_floor = 0.0')  # nothing is learnt here
         (folder / name).write_text(text)
