@@ -68,7 +68,7 @@ def test_the_demo_and_its_post_training(
     assert f"demo --post -o {run}" in shown and not (run / "post").exists()
     demo_command(run, post=True)
     stages = [stage.stage for stage in history(read_lineage(run / "post/online/checkpoint"))]
-    assert stages == ["pretrain", "extract", "heal", "sft", "rl", "distill", "online"]
+    assert stages == ["pretrain", "extract", "heal", "sft", "rl", "rl", "merge", "distill", "online"]
     page = html.unescape((run / "report/report.html").read_text())
     for words in (
         "Scores by domain",
