@@ -113,7 +113,7 @@ def test_the_committed_record_gives_the_figures_that_the_documents_state() -> No
     docs = Path(distillation.__file__).parents[1] / "docs"
     record = json.loads((docs / "evidence" / "distillation.json").read_text(encoding="utf-8"))
     stated = (docs / "EVIDENCE.md").read_text(encoding="utf-8")
-    plans = plans_of(record, ["base", "existing", "judge", "weak", "sparse"], Path())
+    plans = plans_of(record, ["base", "existing", "judge", "weak", "sparse", "lengths"], Path())
     assert distillation.report(plans, record["runs"]) == []
     for plan in plans:
         rows = rows_of(plan, record["runs"])
