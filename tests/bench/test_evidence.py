@@ -60,6 +60,7 @@ def test_the_readme_states_figures_of_the_section_that_it_links() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # minutes on a machine that others use
 @pytest.mark.parametrize("name", SMALL)
 def test_a_small_version_of_a_study_runs_and_its_record_prints_the_same(name: str, tmp_path: Path) -> None:
     record = tmp_path / "record.json"
