@@ -338,7 +338,7 @@ def _study(options: argparse.Namespace) -> None:
     if is_record(options.out):
         record = read_fields(options.out, ("runs", "seeds", "problems", "settings", "mutant"))
         results = record["runs"]
-        regimes = [name for name in REGIMES if any(run.startswith(f"{name}/") for run in results)]
+        regimes = [name for name in REGIMES if any(run.startswith(f"{name}/") and "/mixed" in run for run in results)]
         plans = plans_of(record, options.regimes or regimes, Path())
     else:
         record = {"settings": options.settings, "problems": options.problems, "mutant": options.mutant}
