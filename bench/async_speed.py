@@ -28,8 +28,8 @@ import numpy as np
 
 from bench.common.delayed import KIND
 from bench.common.measure import bench_parser, finish, half_width, refusing, table, wide_console
+from bench.common.rl_curves import at_end, start_once
 from bench.common.study import Results, Run, carry_out, is_record, read_fields, recorded, write_record
-from stretto.api.rl import made_start
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT, RECIPES
 from stretto.base.track import read_metrics
@@ -44,7 +44,6 @@ RATES = (3e-4, 1e-3, 3e-3)
 SYNC_THREADS = 2
 AIM = 2.5
 """Aim: speed over that of the control."""
-FIFTH = 5
 SMOOTH = 5
 """Steps over which a reward at some time is averaged."""
 START = "start"
@@ -96,7 +95,7 @@ class Study:
     def runs(self, results: Results, out: Path) -> list[Run]:
         """All runs that ``results`` make possible."""
         start = read_recipe(RECIPE, RlRecipe, self.settings)
-        found = [Run(START, partial(_made_start, start))]
+        found = [Run(START, partial(start_once, start))]
         for bound in self.bounds:
             best = best_rate(results, bound, self.seeds[0])
             wanted = [(rate, self.seeds[0]) for rate in RATES]
@@ -162,11 +161,6 @@ def best_rate(results: Results, bound: int, seed: int) -> float | None:
     return max(last, key=lambda rate: last[rate]) if len(last) == len(RATES) else None
 
 
-def at_end(run: Mapping[str, Any]) -> float:
-    """Mean reward of the last fifth of the steps."""
-    return fmean(run["rewards"][-max(1, len(run["rewards"]) // FIFTH) :])
-
-
 def reward_at(run: Mapping[str, Any], seconds: float) -> float:
     """Mean reward of the last steps that had ended after ``seconds``; of the first step before any had."""
     done = max(1, sum(each <= seconds for each in run["ended_s"]))
@@ -181,12 +175,6 @@ def reported(results: Results, bound: int, first: int) -> dict[int, Mapping[str,
     stem = name(bound, rate, 0)[:-1]
     found = {int(run.removeprefix(stem)): results[run] for run in results if run.startswith(stem)}
     return {seed: found[seed] for seed in sorted(found) if seed != first}
-
-
-def _made_start(recipe: RlRecipe, folder: Path) -> dict[str, Any]:
-    start = made_start(recipe, folder / "made", device="cpu")
-    (folder / CHECKPOINT).symlink_to(start, target_is_directory=True)
-    return {}
 
 
 def _run(recipe: RlRecipe, start: Path, folder: Path) -> dict[str, Any]:
@@ -232,7 +220,7 @@ def report(results: Results, bounds: Sequence[int], first: int) -> list[str]:
         own = [runs[bound][seed] for seed in seeds]
         pairs = [(runs[bound][seed], control[seed]) for seed in seeds]
         rates = [run["samples"] / run["ended_s"][-1] for run in own]
-        speeds[bound] = fmean(ours["ended_s"][-1] ** -1 * other["ended_s"][-1] for ours, other in pairs)
+        speeds[bound] = fmean(other["ended_s"][-1] / ours["ended_s"][-1] for ours, other in pairs)
         by_samples = [at_end(ours) - at_end(other) for ours, other in pairs]
         by_time = [
             reward_at(ours, ours["ended_s"][-1]) - reward_at(other, ours["ended_s"][-1]) for ours, other in pairs

@@ -36,7 +36,7 @@ from bench.common.study import Results, Run, carry_out, is_record, read_fields, 
 from stretto.base.config import read_recipe, validate
 from stretto.base.paths import CHECKPOINT
 from stretto.learning.recipe import RlRecipe, SourceConfig
-from stretto.post.merge import MergeOptions, merge
+from stretto.post.merge import merge_teachers
 from stretto.post.pipeline import PipelineRecipe, merged
 from stretto.post.pipeline import plan as planned
 from stretto.report import style
@@ -237,12 +237,11 @@ class Plan:
         except KeyError:
             return None
         recipe = seeded(self.recipes["distill"], seed, setting.factor)
+        places = {domain: self._folder(teacher) for domain, teacher in teachers.items()}
         if arm == "offline":
             begin, num = self.run_name("sft", seed), round(OFFLINE_SHARE[setting.epochs] * num_samples(recipe))
-            places = {domain: self._folder(teacher) for domain, teacher in teachers.items()}
             rest = places, num, setting.epochs, self._judged, self._held_out(seed), "cpu"
             return Run(name, partial(imitate, recipe, self._folder(begin), *rest), (begin, *teachers.values()))
-        places = dict(zip(self.domains, map(self._folder, teachers.values()), strict=True))
         if self.mutant:
             places = dict(zip(self.domains, [*places.values()][1:] + [*places.values()][:1], strict=True))
         table = {domain: {"checkpoint": str(place), "domains": [domain]} for domain, place in places.items()}
@@ -267,10 +266,8 @@ class Plan:
     def _learn(self, name: str, recipe: RlRecipe, teachers: Sequence[str]) -> Run:
         begin, judged = self.run_name("sft", recipe.train.seed), {each: self._judged[each] for each in recipe.sources}
         rest = recipe, self._folder(begin), judged, self._held_out(recipe.train.seed), "cpu"
-        work = partial(learn, *rest)
-        if recipe.distill is not None and recipe.distill.merge_scale:
-            work = partial(learn_from_sum, [self._folder(teacher) for teacher in teachers], *rest)
-        return Run(name, work, (begin, *teachers))
+        is_merged = recipe.distill is not None and recipe.distill.merge_scale > 0
+        return Run(name, partial(learn_from_sum if is_merged else learn, *rest), (begin, *teachers))
 
     @property
     def _judged(self) -> dict[str, SourceConfig]:
@@ -286,13 +283,11 @@ class Plan:
 
 
 def learn_from_sum(
-    experts: Sequence[Path], recipe: RlRecipe, base: Path, judged: Mapping[str, SourceConfig],
-    held_out: HeldOut, device: str, folder: Path,
-) -> dict[str, Any]:  # fmt: skip
+    recipe: RlRecipe, base: Path, judged: Mapping[str, SourceConfig], held_out: HeldOut, device: str, folder: Path
+) -> dict[str, Any]:
     """`learn` from the merge that ``distill.merge_scale`` asks for, as `stretto distill` does."""
     assert recipe.distill is not None
-    options = MergeOptions(method="task-arithmetic", scale=recipe.distill.merge_scale)
-    return learn(recipe, merge(experts, base, folder / "sum", options), judged, held_out, device, folder)
+    return learn(recipe, merge_teachers(recipe.distill, base, folder / "sum"), judged, held_out, device, folder)
 
 
 def num_samples(recipe: RlRecipe) -> int:

@@ -38,8 +38,8 @@ from torch import Tensor
 
 from bench.common.measure import bench_parser, finish, half_width, refusing, table, wide_console
 from bench.common.plain_loop import run_plainly
+from bench.common.rl_curves import at_end, fifth, start_once
 from bench.common.study import Results, Run, carry_out, is_record, read_fields, recorded, write_record
-from stretto.api.rl import made_start
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT
 from stretto.base.trajectory import WeightVersion
@@ -68,7 +68,6 @@ ARMS: Mapping[str, Sequence[str]] = {
 }
 CONTROL = "no noise"
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)
-FIFTH = 5
 CURVES = {"rewards": "reward/mean", "k3": "mismatch/same_k3_mean"}
 """What a run keeps of each step, by the name of the metric."""
 
@@ -97,7 +96,7 @@ class Study:
         runs = []
         for size in self.sizes:
             start = f"{size}-start"
-            runs.append(Run(start, partial(_made_start, self.recipe(size, CONTROL, RATES[0], self.seeds[0]))))
+            runs.append(Run(start, partial(start_once, self.recipe(size, CONTROL, RATES[0], self.seeds[0]))))
             for arm in ARMS:
                 chosen = {best_rate(results, size, each, self.seeds[0]) for each in (CONTROL, arm)} - {None}
                 wanted = [(rate, self.seeds[0]) for rate in RATES]
@@ -167,26 +166,10 @@ def best_rates(results: Results, size: str, first: int) -> dict[str, float]:
     return found if len(found) == len(ARMS) else {}
 
 
-def fifth(run: Mapping[str, Any]) -> int:
-    """Number of steps of a fifth of a run."""
-    return max(1, len(run["rewards"]) // FIFTH)
-
-
-def at_end(run: Mapping[str, Any]) -> float:
-    """Mean reward of the last fifth."""
-    return fmean(run["rewards"][-fifth(run) :])
-
-
 def has_collapsed(run: Mapping[str, Any]) -> bool:
     rewards, size = np.array(run["rewards"]), fifth(run)
     best = max(rewards[0], np.convolve(rewards, np.full(size, 1 / size), "valid").max())
     return at_end(run) < best / 2
-
-
-def _made_start(recipe: RlRecipe, folder: Path) -> dict[str, Any]:
-    start = made_start(recipe, folder / "made", device="cpu")
-    (folder / CHECKPOINT).symlink_to(start, target_is_directory=True)
-    return {}
 
 
 def _run(recipe: RlRecipe, start: Path, noise: float, folder: Path) -> dict[str, Any]:

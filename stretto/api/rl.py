@@ -28,7 +28,7 @@ from stretto.learning.teachers import check_teachers, find_teachers
 from stretto.model.parallel import check_split, join, stored, stored_for_training
 from stretto.post.distill import STAGE as DISTILL
 from stretto.post.distill import gaps, parent_settings, teacher_settings
-from stretto.post.merge import MergeOptions, merge
+from stretto.post.merge import merge_teachers
 from stretto.post.panel import EVALUATES, REWARDS
 from stretto.post.sft import sft
 from stretto.report.page import Plot
@@ -262,10 +262,7 @@ def _merged_start(config: DistillConfig, folder: Path, start: Path) -> Path:
     """The checkpoint ``start`` with ``merge_scale`` times the sum of the teachers' differences to it, in the run ``folder``.
     Raises UserError: a teacher has another network than the start, or is not its descendant."""
     merged = folder / STUDENT
-    if not merged.is_dir():
-        teachers = [Path(each.checkpoint) for each in config.teachers.values() if each.checkpoint is not None]
-        merge(teachers, start, merged, MergeOptions(method="task-arithmetic", scale=config.merge_scale))
-    return merged
+    return merged if merged.is_dir() else merge_teachers(config, start, merged)
 
 
 def _check_before_training(job: Job, origin: Path | None) -> None:

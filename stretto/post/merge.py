@@ -33,6 +33,7 @@ from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
 from stretto.base.records import Lineage, Meter, find_lineage, history, new_lineage
 from stretto.base.track import progress
+from stretto.learning.recipe import DistillConfig
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.families import stored_tensors
 from stretto.model.parallel import device_name
@@ -151,6 +152,13 @@ def merge(parents: Sequence[Path], base: Path | None, out: Path, options: MergeO
                 advance=advance,
             )
     return out
+
+
+def merge_teachers(config: DistillConfig, start: Path, out: Path) -> Path:
+    """Write ``start`` plus ``merge_scale`` times the sum of the teachers' differences to it into the checkpoint ``out`` and return it.
+    Raises UserError: as `merge`."""
+    teachers = [Path(each.checkpoint) for each in config.teachers.values() if each.checkpoint is not None]
+    return merge(teachers, start, out, MergeOptions(method="task-arithmetic", scale=config.merge_scale))
 
 
 def _check_same(first: StreamedState, state: StreamedState) -> None:
