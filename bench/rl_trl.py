@@ -32,8 +32,10 @@ from statistics import mean, median
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 
+import stretto
 from bench.common.measure import SLOW, Calibration, bench_parser, refusing, table, times, wide_console
 from stretto.api.rl import made_start
 from stretto.base.config import read_recipe
@@ -241,9 +243,9 @@ def _compare(bench: Bench, rounds: int, console: Console) -> None:
     versions = json.loads((bench.folder / f"{THEIRS}-0" / "versions.json").read_text())
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
     console.print(f"{THEIRS}: {packages}; {best}", soft_wrap=True)
-    _show_agreement(bench, console)
     _show_speed(runs, console)
     _show_rewards(runs, bench.held_out(bench.start), bench.num_held_out, console)
+    _show_agreement(bench, console)
 
 
 def _plain(start: Path, out: Path) -> Path:
@@ -318,11 +320,10 @@ def worst_advantage(rows: Sequence[Mapping[str, Any]], group: int) -> float:
 def our_gradient(row: Mapping[str, Any], recipe: RlRecipe, prompts: Prompts, start: Path, folder: Path) -> float:
     """Gradient norm of our first step on the samples of ``row``: prompts, completions and rewards, sorted by group.
 
-    The samples have no log-probabilities and routes, so the step recomputes the log-probabilities and replays no routes. With a
-    staleness of 0 both are without effect.
+    The start itself gives the log-probabilities of the rollout, as in the peer's first step. No routes are replayed.
     """
-    loss = recipe.loss.model_copy(update={"proximal": "recompute"})
-    role = TrainerRole(recipe.model_copy(update={"loss": loss, "replay": "off"}), folder, start)
+    policy = stretto.load(start, device="cpu", dtype="float32")
+    role = TrainerRole(recipe.replace(replay="off"), folder, start)
     size = prompts.group
     samples = list(zip(row["prompt_ids"], row["completion_ids"], row["rewards"], strict=True))
     refs = []
@@ -332,7 +333,7 @@ def our_gradient(row: Mapping[str, Any], recipe: RlRecipe, prompts: Prompts, sta
                 ordinal=ordinal,
                 sample=sample,
                 attempt=0,
-                segments=(_segment(prompt, False), _segment(completion, True)),
+                segments=_segments(policy, prompt, completion, recipe.rollout.temperature),
                 routes=None,
                 finish_reason="stop",
                 verdict=Verdict(reward, Outcome.OK, 0.0),
@@ -343,10 +344,17 @@ def our_gradient(row: Mapping[str, Any], recipe: RlRecipe, prompts: Prompts, sta
     return role.step(refs, 0).scalars["optim/grad_norm"]
 
 
-def _segment(tokens: Sequence[int], is_sampled: bool) -> Segment:
-    ids = np.array(tokens, np.int32)
-    versions = np.zeros(len(ids), np.int32) if is_sampled else np.full(len(ids), -1, np.int32)
-    return Segment(ids, is_sampled, np.zeros(len(ids), np.float32), versions)
+def _segments(
+    policy: stretto.Model, prompt: Sequence[int], completion: Sequence[int], temperature: float
+) -> tuple[Segment, Segment]:
+    """Prompt and completion; the completion as if ``policy`` had sampled it at ``temperature``."""
+    logits_TV = policy.logits([*prompt, *completion])[0, len(prompt) - 1 : -1] / temperature
+    chosen_T = logits_TV.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
+    given, sampled = np.array(prompt, np.int32), np.array(completion, np.int32)
+    return (
+        Segment(given, False, np.zeros(len(given), np.float32), np.full(len(given), -1, np.int32)),
+        Segment(sampled, True, chosen_T.numpy(), np.zeros(len(sampled), np.int32)),
+    )
 
 
 def _rates(ticks: Sequence[Tick], num_samples: int) -> tuple[float, float]:
