@@ -31,22 +31,26 @@ def masks(B: int, T: int) -> dict[str, Tensor | None]:
     generator = torch.Generator().manual_seed(1)
     documents_BT = (torch.rand(B, T, generator=generator) < 4 / T).cumsum(1)
     documents_BT[:, T - T // 5 :] = -1
+    answers_BT = (torch.arange(T) * 6 // T).expand(B, T)  # the first of six equal parts is the prompt of the others
+    prompt_BT2 = torch.tensor([0, int((answers_BT[0] == 0).sum())]).expand(B, T, 2)
     any_BTT = torch.rand(B, 1, T, T, generator=generator) < 0.3
     return {
         "causal": None,
         "documents": document_mask(documents_BT),
         "one for all rows": document_mask(documents_BT[:1]),
+        "answers to one prompt": document_mask(answers_BT, prompt_BT2),
         "keys after the query": any_BTT | torch.eye(T, dtype=torch.bool),
         "far keys only": torch.eye(T, dtype=torch.bool).expand(B, 1, T, T) | (torch.arange(T) == 0)[None, None, None],
     }
 
 
-# the last: more keys than a block of scores has columns; widths and lengths that no vector divides
+# the last two: more keys than a block of scores has columns; widths and lengths that no vector divides
 SHAPES = {
     "grouped": (3, 4, 2, 64, 32),
     "one head": (2, 1, 1, 40, 16),
     "odd": (2, 3, 1, 77, 20),
     "long": (1, 2, 2, 301, 9),
+    "longer": (2, 2, 1, 640, 16),
 }
 
 

@@ -27,6 +27,8 @@ struct View {
     float* at;
     size_t line, block;
     float* place(size_t row, size_t column) const { return at + column / DEPTH * block + row * line + column % DEPTH; }
+    // The columns from `column` on, up to the end of its block.
+    View from(size_t column) const { return {place(0, column), line, block}; }
 };
 
 inline View matrix(float* at, size_t width) { return {at, width, DEPTH}; }
@@ -109,11 +111,11 @@ inline void pack(const float* w, size_t line, int width, int depth, float* to) {
     }
 }
 
-// c [rows, width] = a [rows, depth] · packed; a is blocked. `panel`: distance of the panels, at least NR · depth.
-inline void product(View a, int rows, int depth, const float* packed, size_t panel, int width, View c) {
+// c [rows, width] = a [rows, depth] · packed, or that added to c; a is blocked. `panel`: distance of the panels, at least NR · depth.
+inline void product(View a, int rows, int depth, const float* packed, size_t panel, int width, View c, bool adds = false) {
     for (int n = 0; n < width; n += NR, packed += panel) {
         for (int k = 0; k < depth; k += DEPTH) {
-            const auto compute = k == 0 ? column_panel<false, false> : column_panel<false, true>;
+            const auto compute = k == 0 && !adds ? column_panel<false, false> : column_panel<false, true>;
             compute(a.place(0, k), rows, packed + size_t(k) * NR, NR, std::min(DEPTH, depth - k), c.place(0, n), c.line, std::min(NR, width - n));
         }
     }

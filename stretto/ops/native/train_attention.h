@@ -1,8 +1,9 @@
 // Softmax attention of whole rows in fp32, forward and backward.
 //
-// A task is one query head of one row of the batch. The scores of QUERIES queries lie in the cache, with all keys between the first and
-// the last that one of them sees. The backward pass computes them again from the kept logsumexp. Gradients of keys and values are summed
-// over queries in rising order, then over the heads of their group, so no result depends on the number of threads.
+// A task is one query head of one row of the batch. The scores of QUERIES queries lie in the cache. Panels of NR keys that none of these
+// queries sees are left out, so rows of several documents, or of a prompt with several answers, cost what their parts cost. The backward
+// pass computes the scores again from the kept logsumexp. Gradients of keys and values are summed over queries in rising order, then over
+// the heads of their group, so no result depends on the number of threads.
 #pragma once
 
 #include <omp.h>
@@ -45,28 +46,47 @@ struct AttentionPass {
         return x.at + row * x.by_row + head * x.by_head + position * x.by_position;
     }
 
-    // Queries [begin, end) and the keys that they see, from `low`, a multiple of NR, to `high`.
-    struct Span {
-        int begin, end, low, high;
+    // Keys [begin, end) in one block of DEPTH columns; begin is a multiple of NR.
+    struct Chunk {
+        int begin, end;
         int num() const { return end - begin; }
-        int keys() const { return high - low; }
+    };
+
+    // Queries [begin, end), and the keys that one of them sees.
+    struct Span {
+        int begin, end;
+        std::vector<Chunk> chunks;
+        int num() const { return end - begin; }
     };
 
     const uint8_t* mask_of(int row, int query) const { return s.mask + ((s.mask_rows > 1 ? row : 0) * size_t(length) + query) * length; }
 
+    // The spans of every row that has a mask of its own.
+    std::vector<std::vector<Span>> all_spans() const {
+        std::vector<std::vector<Span>> rows(s.mask ? s.mask_rows : 1);
+#pragma omp parallel for num_threads(s.num_threads) schedule(static)
+        for (int row = 0; row < int(rows.size()); row++)
+            for (int begin = 0; begin < length; begin += QUERIES) rows[row].push_back(span(row, begin));
+        return rows;
+    }
+
     Span span(int row, int begin) const {
-        const int end = std::min(begin + QUERIES, length);
-        if (!s.mask) return {begin, end, 0, end};
-        int low = length, high = 0;
-        for (int query = begin; query < end; query++) {
-            const uint8_t* seen = mask_of(row, query);
-            if (const void* first = std::memchr(seen, 1, length)) low = std::min(low, int(static_cast<const uint8_t*>(first) - seen));
-            int last = length;
-            while (last > high && !seen[last - 1]) last--;
-            high = std::max(high, last);
+        Span at = {begin, std::min(begin + QUERIES, length), {}};
+        const int last = s.mask ? length : at.end;
+        for (int key = 0; key < last; key += NR) {
+            const int end = std::min(key + NR, last);
+            if (s.mask && !any_sees(row, at, key, end)) continue;
+            if (!at.chunks.empty() && at.chunks.back().end == key && key % DEPTH) at.chunks.back().end = end;
+            else at.chunks.push_back({key, end});
         }
-        low = std::min(low, high) / NR * NR;
-        return {begin, end, low, std::max(high, low + 1)};
+        if (at.chunks.empty()) at.chunks.push_back({0, std::min(NR, length)});
+        return at;
+    }
+
+    bool any_sees(int row, const Span& at, int key, int end) const {
+        for (int query = at.begin; query < at.end; query++)
+            if (std::memchr(mask_of(row, query) + key, 1, end - key)) return true;
+        return false;
     }
 
     // Rows of a head, times a factor, into a block.
@@ -94,17 +114,39 @@ struct AttentionPass {
         return value != 0;
     }
 
-    // Calls f(lanes, place of the score, seen lanes, number of lanes) along the keys of a query.
+    // Calls f(key, place of its score, seen lanes, number of lanes) along the keys of a query.
     template <class F>
     void over_keys(int row, const Span& at, int t, View scores, F f) const {
         const uint8_t* mask = s.mask ? mask_of(row, at.begin + t) : nullptr;
-        for (int j = 0; j < at.keys(); j += LANES) {
-            const int num = std::min(LANES, at.keys() - j);
-            f(j, scores.place(t, j), seen(mask, at.begin + t, at.low + j, num), num);
+        for (const Chunk& chunk : at.chunks) {
+            for (int key = chunk.begin; key < chunk.end; key += LANES) {
+                const int num = std::min(LANES, chunk.end - key);
+                f(key, scores.place(t, key), seen(mask, at.begin + t, key, num), num);
+            }
         }
     }
 
+    // Scores of the queries of a head, or their like: `rows` times packed keys, in the columns of the keys.
+    void multiply_keys(const Span& at, View rows, const float* keys, View scores) const {
+        for (const Chunk& chunk : at.chunks)
+            product(rows, at.num(), width, keys + size_t(chunk.begin) * width, size_t(NR) * width, chunk.num(), scores.from(chunk.begin));
+    }
+
+    // Sums over the keys: scores times packed rows of keys or values.
+    void sum_keys(const Span& at, View scores, const float* rows, View to) const {
+        for (const Chunk& chunk : at.chunks)
+            product(scores.from(chunk.begin), at.num(), chunk.num(), rows + size_t(chunk.begin) * NR, size_t(NR) * length, width, to,
+                    &chunk != &at.chunks.front());
+    }
+
+    // Adds to the gradient of every key: its scores times the rows of its queries.
+    void add_queries(const Span& at, View scores, View rows, float* to) const {
+        for (const Chunk& chunk : at.chunks)
+            transposed_product<true>(scores.from(chunk.begin), chunk.num(), at.num(), rows, width, to + size_t(chunk.begin) * width);
+    }
+
     void forward() const {
+        const std::vector<std::vector<Span>> spans = all_spans();
         const size_t keys_size = packed_size(length, width), values_size = packed_size(width, length);
 #pragma omp parallel num_threads(s.num_threads)
         {
@@ -116,14 +158,13 @@ struct AttentionPass {
                 const int row = task / s.num_heads, head = task % s.num_heads, kv = head * s.num_kv_heads / s.num_heads;
                 pack_transposed(place(s.k, row, kv, 0), s.k.by_position, length, width, keys);
                 pack(place(s.v, row, kv, 0), s.v.by_position, width, length, values);
-                for (int begin = 0; begin < length; begin += QUERIES) {
-                    const Span at = span(row, begin);
+                for (const Span& at : spans[spans.size() > 1 ? row : 0]) {
                     copy(s.q, row, head, at, s.scale, q);
-                    product(q, at.num(), width, keys + size_t(at.low) * width, size_t(NR) * width, at.keys(), scores);
+                    multiply_keys(at, q, keys, scores);
                     float sums[QUERIES];
                     for (int t = 0; t < at.num(); t++) sums[t] = softmax(row, head, at, t, scores);
-                    float* out = place(s.out, row, head, begin);
-                    product(scores, at.num(), at.keys(), values + size_t(at.low) * NR, size_t(NR) * length, width, {out, size_t(s.out.by_position), DEPTH});
+                    float* out = place(s.out, row, head, at.begin);
+                    sum_keys(at, scores, values, {out, size_t(s.out.by_position), DEPTH});
                     for (int t = 0; t < at.num(); t++)
                         map(out + t * s.out.by_position, width, [&](Vec v, int) { return v * (1.0f / sums[t]); });
                 }
@@ -152,6 +193,7 @@ struct AttentionPass {
     }
 
     void backward() const {
+        const std::vector<std::vector<Span>> spans = all_spans();
         const size_t keys_size = packed_size(length, width), size = packed_size(width, length), one = size_t(length) * width;
         Buffer grads(2 * one * s.num_rows * s.num_heads);  // of keys, then of values, of each query head
 #pragma omp parallel num_threads(s.num_threads)
@@ -168,18 +210,16 @@ struct AttentionPass {
                 pack_transposed(place(s.k, row, kv, 0), s.k.by_position, length, width, keys);
                 pack_transposed(place(s.v, row, kv, 0), s.v.by_position, length, width, values);
                 pack(place(s.k, row, kv, 0), s.k.by_position, width, length, key_rows);
-                for (int begin = 0; begin < length; begin += QUERIES) {
-                    const Span at = span(row, begin);
+                for (const Span& at : spans[spans.size() > 1 ? row : 0]) {
                     copy(s.q, row, head, at, s.scale, q);
                     copy(s.grad_out, row, head, at, 1.0f, dy);
-                    product(q, at.num(), width, keys + size_t(at.low) * width, size_t(NR) * width, at.keys(), p);
-                    product(dy, at.num(), width, values + size_t(at.low) * width, size_t(NR) * width, at.keys(), ds);
+                    multiply_keys(at, q, keys, p);
+                    multiply_keys(at, dy, values, ds);
                     for (int t = 0; t < at.num(); t++) score_gradient(row, head, at, t, dy, p, ds);
-                    transposed_product<true>(p, at.keys(), at.num(), dy, width, grad_v + size_t(at.low) * width);
-                    transposed_product<true>(ds, at.keys(), at.num(), q, width, grad_k + size_t(at.low) * width);
-                    float* grad_q = place(s.grad_q, row, head, begin);
-                    product(ds, at.num(), at.keys(), key_rows + size_t(at.low) * NR, size_t(NR) * length, width,
-                            {grad_q, size_t(s.grad_q.by_position), DEPTH});
+                    add_queries(at, p, dy, grad_v);
+                    add_queries(at, ds, q, grad_k);
+                    float* grad_q = place(s.grad_q, row, head, at.begin);
+                    sum_keys(at, ds, key_rows, {grad_q, size_t(s.grad_q.by_position), DEPTH});
                     for (int t = 0; t < at.num(); t++) map(grad_q + t * s.grad_q.by_position, width, [&](Vec v, int) { return v * s.scale; });
                 }
             }
@@ -202,8 +242,8 @@ struct AttentionPass {
         Vec total = {};
         for (int i = 0; i < width; i += LANES) total += load_up_to(y + i, width - i) * load_up_to(grad + i, width - i);
         const float mean = sum(total), lse = s.lse[(size_t(row) * s.num_heads + head) * length + at.begin + t];
-        over_keys(row, at, t, p, [&](int j, float* score, IntVec is_seen, int num) {
-            float* slope = ds.place(t, j);
+        over_keys(row, at, t, p, [&](int key, float* score, IntVec is_seen, int num) {
+            float* slope = ds.place(t, key);
             const Vec prob = is_seen ? exp(load_up_to(score, num) - lse) : Vec{};
             store_part(slope, prob * (load_up_to(slope, num) - mean), num);
             store_part(score, prob, num);
