@@ -24,7 +24,8 @@ from torch import Tensor
 
 from stretto.learning.objective import PolicyObjective
 from stretto.learning.recipe import DistillConfig
-from stretto.ops.logprob import IGNORED, Teacher, add_product_, chosen_logprobs, head_dtype, product
+from stretto.ops.logprob import IGNORED, Teacher, add_product_, chosen_logprobs, head_dtype
+from stretto.ops.native.products import product
 from stretto.ops.operators import ORDINARY, Operators
 from stretto.train.step import Measured
 

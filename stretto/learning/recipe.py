@@ -533,7 +533,8 @@ class RlTrainConfig(Config):
     prompts: int = Field(gt=0)
     """Groups trained in one step."""
     seq_len: int = Field(gt=0)
-    """Longest sequence in tokens, prompt included, and length of packed rows."""
+    """Longest sequence in tokens, prompt included, and length of packed rows. A row that has room for a prompt and all samples of it
+    computes the prompt once."""
     micro_rows: int = Field(default=8, gt=0)
     """Rows of one forward and backward pass."""
     minibatches: int = Field(default=1, gt=0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stretto.ops.grouped import compute_dtype
-from stretto.ops.native import rows, training
+from stretto.ops.native import products, rows, training
 from stretto.ops.operators import ORDINARY, Operators
 
 IGNORED = -100
@@ -75,19 +75,14 @@ def head_dtype(hidden_ND: Tensor, head_VD: Tensor) -> torch.dtype:
     return torch.float32 if training.rounds(hidden_ND, head_VD) else compute_dtype(hidden_ND)
 
 
-def product(a_NM: Tensor, b_MF: Tensor) -> Tensor:
-    """``a`` · ``b``."""
-    return training.product(a_NM, b_MF) if training.rounds(a_NM, b_MF) else a_NM @ b_MF
-
-
 def wide_product(a_NM: Tensor, b_MF: Tensor, out_NF: Tensor | None = None) -> Tensor:
     """``a`` · ``b``, fp32 for operands in bf16, which a GPU multiplies as they are, with sums in fp32; in ``out`` if it is given, of
     a `Room`."""
     if out_NF is not None:
-        return training.product(a_NM, b_MF, out_NF) if training.rounds(a_NM, b_MF) else torch.mm(a_NM, b_MF, out=out_NF)
+        return products.product(a_NM, b_MF, out_NF)
     if a_NM.is_cuda and a_NM.dtype == b_MF.dtype == torch.bfloat16:
         return torch.mm(a_NM, b_MF, out_dtype=torch.float32)
-    return product(a_NM, b_MF).float()
+    return products.product(a_NM, b_MF).float()
 
 
 class Room:
@@ -113,10 +108,8 @@ def add_product_(total_FD: Tensor, a_FN: Tensor, b_ND: Tensor) -> None:
     """
     if total_FD.is_cuda and a_FN.dtype == b_ND.dtype == torch.bfloat16:
         total_FD.add_(wide_product(a_FN, b_ND))
-    elif training.rounds(total_FD, a_FN, b_ND):
-        training.product(a_FN, b_ND, total_FD, adds=True)
     else:
-        total_FD.addmm_(a_FN.to(total_FD.dtype), b_ND.to(total_FD.dtype))
+        products.add_product_(total_FD, a_FN.to(total_FD.dtype), b_ND.to(total_FD.dtype))
 
 
 def _zero_gradient(weight_VD: Tensor) -> Tensor:
@@ -207,7 +200,7 @@ class _HeadLoss(torch.autograd.Function):
             if grad_ND is None:
                 continue
             delta_NV = _logit_gradient(probs_NV, t_N, teacher_NV, ce_weight).to(dtype)
-            grad_ND[part] = product(delta_NV, weight_VD)
+            grad_ND[part] = products.product(delta_NV, weight_VD)
             if grad_VD is not None:
                 add_product_(grad_VD, delta_NV.t(), h_ND)
         ctx.save_for_backward(grad_ND, grad_VD)
@@ -346,6 +339,6 @@ class _ChosenLogProbs(torch.autograd.Function):
                 # d log p / d logits = (onehot − p) / temperature
                 g_M1 = (grads[0][part] / ctx.temperature)[:, None]
                 delta_MV = probs_MV.mul_(-g_M1).scatter_add_(-1, targets_N[part, None], g_M1).to(ctx.dtype)
-                grad_ND[part] = product(delta_MV, weight_VD).to(grad_ND.dtype)
+                grad_ND[part] = products.product(delta_MV, weight_VD).to(grad_ND.dtype)
                 add_product_(grad_VD, delta_MV.t(), h_MD)
         return grad_ND, grad_VD.to(head_VD.dtype), None, None, None

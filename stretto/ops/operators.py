@@ -24,6 +24,7 @@ from stretto.ops.documents import Documents, document_attention
 from stretto.ops.grouped import Experts, swiglu
 from stretto.ops.moe import experts
 from stretto.ops.native import rows, training
+from stretto.ops.native.products import linear
 
 Weight = Any
 """A matrix [F, D] as an operator's ``linear`` takes it: a tensor, or a result of `stretto.ops.matmul.prepare`."""
@@ -231,9 +232,7 @@ class Operators:
 
     def linear(self, x_ND: Tensor, weight: Weight, bias_F: Tensor | None = None) -> Tensor:
         """``x`` · ``weight``ᵀ + ``bias``, […, F], for ``x`` […, D]."""
-        return (
-            training.linear(x_ND, weight, bias_F) if training.rounds(x_ND, weight) else F.linear(x_ND, weight, bias_F)
-        )
+        return linear(x_ND, weight, bias_F)
 
     def rounded(self, x: Tensor) -> Tensor:
         """``x`` rounded to the precision in which activations are stored between operators."""

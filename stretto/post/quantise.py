@@ -25,6 +25,7 @@ from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Context, Transformer, skeleton
 from stretto.ops.grouped import Experts, group_slots, swiglu
 from stretto.ops.int_weights import IntScheme, IntWeight, check_group, group_grid, nearest_codes, quantise
+from stretto.ops.native.products import add_product_
 from stretto.ops.operators import Operators, Routes, Weight
 
 PARTS = ("experts", "attention", "head")
@@ -115,7 +116,7 @@ class Hessians(Operators):
         name = self._name_of.get(id(weight))
         if name is not None:
             total = self.sums[name] if expert is None else self.sums[name][expert]
-            total.addmm_(x_ND.float().mT, x_ND.float())
+            add_product_(total, x_ND.float().mT, x_ND.float())
 
 
 @dataclass(slots=True)
