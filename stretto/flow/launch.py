@@ -317,7 +317,8 @@ def _engine(job: Job, files: RunFiles, number: int, device: str) -> Any:
     if addresses := job.recipe.rollout.address:
         folder = files.folder_here() / WEIGHTS / name
         return RemoteEngineRole(job.recipe, addresses[number], start, folder, fetch, name=name)
-    return EngineRole(partial(open_rollout_engine, job.recipe, start, device), fetch, name=name, waits=True)
+    opened, keep_cache = partial(open_rollout_engine, job.recipe, start, device), job.recipe.rollout.keep_cache
+    return EngineRole(opened, fetch, name=name, waits=True, keep_cache=keep_cache)
 
 
 class TrainerLost(RuntimeError):  # noqa: N818 - data for `run_rl`, which starts the next attempt

@@ -68,14 +68,16 @@ class EngineRole:
         name: str = "engine",
         waits: bool = False,
         subnet: Subnet | None = None,
+        keep_cache: bool = False,
     ):
         """
         Args:
             open_engine: called once, here. Its engine must record routes if requests ask for them.
             waits: sample nothing before the first `activate`, because a restarted engine opens with outdated weights.
             subnet: the Subnet that samples; None: the full network.
+            keep_cache: samples in flight keep their keys and values when new weights are loaded; False: these are computed again.
         """
-        self.name, self._fetch = name, fetch
+        self.name, self._fetch, self._keep_cache = name, fetch, keep_cache
         engine = open_engine()
         self._phases, self._page_size = Phases(subnet or engine.network.full()), engine.config.page_size
         self.version = engine.weight_version
@@ -119,7 +121,9 @@ class EngineRole:
             if version.number > self.version:
                 state = await asyncio.to_thread(self._fetch, version)
                 try:
-                    await self.service.call(lambda engine: engine.load_weights(version.number, state))
+                    await self.service.call(
+                        lambda engine: engine.load_weights(version.number, state, keep_cache=self._keep_cache)
+                    )
                 except EngineFailed as error:
                     raise InfraError(f"{self.name}: {error}") from error
                 self.version = version.number

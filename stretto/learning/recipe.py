@@ -121,6 +121,9 @@ class RolloutConfig(Config):
     """Tokens per page of the cache. Samples of a group share their prompt's full pages, so short prompts need short pages."""
     threads: int = Field(default=1, gt=0)
     """Threads of one engine on a CPU."""
+    keep_cache: bool = False
+    """Whether samples in flight keep their keys and values when new weights are loaded, as in PipelineRL (2509.19128). The engine does
+    not compute them again, so it samples more, and tokens after a change of the weights see keys of older weights."""
 
     @model_validator(mode="before")
     @classmethod
@@ -137,6 +140,10 @@ class RolloutConfig(Config):
         if bool(self.address) is (self.engine == "own"):
             remedy = "leave it out, or set engine" if self.address else "give the addresses of its servers"
             raise ValueError(f"address does not fit engine {self.engine!r}: {remedy}")
+        if self.keep_cache and self.address:
+            raise ValueError(
+                "keep_cache is for engines that the run starts; servers at an address compute keys again: leave it out"
+            )
         for address in self.address:
             if not re.fullmatch(r"https?://[^/\s?#]+/?", address):
                 raise ValueError(f"address: {address!r} is not of the form http://HOST:PORT")

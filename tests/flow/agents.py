@@ -115,9 +115,11 @@ class Spoken:
         return Generated(segment, routes, reason, 0, 0, 0, 0.0)
 
 
-def role(model: Any = None, *, name: str = "engine", waits: bool = False, **options: Any) -> EngineRole:
+def role(
+    model: Any = None, *, name: str = "engine", waits: bool = False, keep_cache: bool = False, **options: Any
+) -> EngineRole:
     opened = functools.partial(engine, model or MODEL, **options)
-    return EngineRole(opened, lambda version: OTHER.state_dict(), name=name, waits=waits)
+    return EngineRole(opened, lambda version: OTHER.state_dict(), name=name, waits=waits, keep_cache=keep_cache)
 
 
 def recipe(

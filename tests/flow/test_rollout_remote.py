@@ -420,6 +420,10 @@ def test_the_trainer_publishes_its_canary_for_engines_at_an_address(start: Path)
         ({"engine": "vllm", "address": "a:1"}, "'a:1' is not of the form http://HOST:PORT"),
         ({"engine": "vllm", "address": ["http://a:1", "http://a:1"]}, "engines 2 and 1 different addresses"),
         ({"engine": "vllm", "address": "http://a:1", "engines": 3}, "engines 3 and 1 different addresses"),
+        (
+            {"engine": "vllm", "address": "http://a:1", "keep_cache": True},
+            "keep_cache is for engines that the run starts",
+        ),
     ],
 )
 def test_addresses_that_do_not_fit(rollout: dict[str, Any], message: str) -> None:
