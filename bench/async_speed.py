@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from bench.common.delayed import KIND
-from bench.common.measure import bench_parser, finish, half_width, refusing, table, wide_console
+from bench.common.measure import finish, half_width, refusing, table, wide_console
 from bench.common.rl_curves import at_end, start_once
-from bench.common.study import Results, Run, carry_out, is_record, read_fields, recorded, write_record
+from bench.common.study import Results, Run, carry_out, is_record, read_fields, recorded, study_parser, write_record
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT, RECIPES
 from stretto.base.track import read_metrics
@@ -113,20 +113,13 @@ class Study:
 
 @refusing()
 def main() -> None:
-    parser = bench_parser(__doc__)
-    parser.add_argument("out", type=Path, help="folder of the runs, or a file of --record")
+    parser = study_parser(__doc__, "curves of the reward")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4, 16], help="bounds; 0 is the control")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="the first one searches")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--median", type=float, default=0.1, help="median of the verdicts' times, seconds")
     parser.add_argument("--sigma", type=float, default=1.2, help="standard deviation of their logarithm")
     parser.add_argument("--cut", type=float, default=3.0, help="longest time, seconds")
-    parser.add_argument("--set", dest="settings", action="append", default=[], help="override one key of the recipe")
-    parser.add_argument("--minutes", type=float, default=1e6, help="time limit; run again to continue")
-    parser.add_argument(
-        "--record", type=Path, metavar="FILE", help="file of settings and results: its runs are not repeated"
-    )
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="curves of the reward, PNG")
     _study(parser.parse_args())
 
 

@@ -29,10 +29,10 @@ from typing import Any
 
 import numpy as np
 
-from bench.common.measure import bench_parser, finish, half_width, refusing, table, wide_console
+from bench.common.measure import finish, half_width, refusing, table, wide_console
 from bench.common.post_runs import HeldOut, imitate, learn, start
 from bench.common.skills import KIND
-from bench.common.study import Results, Run, carry_out, is_record, read_fields, recorded, write_record
+from bench.common.study import Results, Run, carry_out, is_record, read_fields, recorded, study_parser, write_record
 from stretto.base.config import read_recipe, validate
 from stretto.base.paths import CHECKPOINT
 from stretto.learning.recipe import RlRecipe, SourceConfig
@@ -309,23 +309,14 @@ def seeded(recipe: RlRecipe, seed: int, factor: float = 1.0) -> RlRecipe:
 
 @refusing()
 def main() -> None:
-    parser = bench_parser(__doc__)
-    parser.add_argument(
-        "out", type=Path, help="folder of the study, where finished runs are not repeated, or a file of --record"
-    )
+    parser = study_parser(__doc__, "differences by regime")
     parser.add_argument("--regimes", choices=REGIMES, nargs="+", help="default: all, or those in the record")
-    parser.add_argument("--set", dest="settings", action="append", default=[], help="override one key of the recipe")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4, 5], help="the first one is searched")
     parser.add_argument("--problems", type=int, default=400, help="held-out problems per domain")
     parser.add_argument(
         "--mutant", choices=("wrong-teachers",), help="each domain's teacher is another domain's expert"
     )
     parser.add_argument("--jobs", type=int, default=2, help="parallel processes of one thread each")
-    parser.add_argument("--minutes", type=float, default=1e6, help="time limit; run again to continue")
-    parser.add_argument(
-        "--record", type=Path, metavar="FILE", help="file of settings and results: its runs are not repeated"
-    )
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="differences by regime, PNG")
     _study(parser.parse_args())
 
 

@@ -36,10 +36,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.common.measure import bench_parser, finish, half_width, refusing, table, wide_console
+from bench.common.measure import finish, half_width, refusing, table, wide_console
 from bench.common.plain_loop import run_plainly
 from bench.common.rl_curves import at_end, fifth, start_once
-from bench.common.study import Results, Run, carry_out, is_record, read_fields, recorded, write_record
+from bench.common.study import Results, Run, carry_out, is_record, read_fields, recorded, study_parser, write_record
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT
 from stretto.base.trajectory import WeightVersion
@@ -115,18 +115,11 @@ class Study:
 
 @refusing()
 def main() -> None:
-    parser = bench_parser(__doc__)
-    parser.add_argument("out", type=Path, help="folder of the runs, or a file of --record")
+    parser = study_parser(__doc__, "curves of reward and mismatch")
     parser.add_argument("--sizes", choices=SIZES, nargs="+", default=list(SIZES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="the first one searches")
     parser.add_argument("--noise", type=float, default=0.1)
-    parser.add_argument("--set", dest="settings", action="append", default=[], help="override one key of the recipe")
     parser.add_argument("--jobs", type=int, default=2, help="parallel processes of one thread each")
-    parser.add_argument("--minutes", type=float, default=1e6, help="time limit; run again to continue")
-    parser.add_argument(
-        "--record", type=Path, metavar="FILE", help="file of settings and results: its runs are not repeated"
-    )
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="curves of reward and mismatch, PNG")
     _study(parser.parse_args())
 
 

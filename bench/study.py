@@ -33,8 +33,18 @@ from typing import Any
 
 import numpy as np
 
-from bench.common.measure import bench_parser, finish, half_width, refusing, table, wide_console
-from bench.common.study import Results, Run, carry_out, is_record, read_fields, read_results, recorded, write_record
+from bench.common.measure import finish, half_width, refusing, table, wide_console
+from bench.common.study import (
+    Results,
+    Run,
+    carry_out,
+    is_record,
+    read_fields,
+    read_results,
+    recorded,
+    study_parser,
+    write_record,
+)
 from stretto.api.train import held_out, open_loader
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
@@ -102,10 +112,7 @@ def _study(options: argparse.Namespace) -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = bench_parser(__doc__)
-    parser.add_argument(
-        "out", type=Path, help="folder of the study, where finished runs are not repeated, or a file of --record"
-    )
+    parser = study_parser(__doc__)
     parser.add_argument(
         "--data", type=Path, help="data folder of `stretto tokenize`, or text; default: this Python's library"
     )
@@ -121,15 +128,10 @@ def _parse() -> argparse.Namespace:
         default=list(RATES),
         help="candidates of the search: multiples of the recipe's rate",
     )
-    parser.add_argument("--set", dest="settings", action="append", default=[], help="override one key of the recipe")
     parser.add_argument("--jobs", type=int, default=2, help="parallel processes of one thread each")
-    parser.add_argument("--minutes", type=float, default=1e6, help="time limit; run again to continue")
     parser.add_argument("--eval-rows", type=int, default=256, help="held-out rows, of which one half chooses")
     parser.add_argument("--mutant", choices=("no-anchors",), help="an elastic network that trains no smaller size")
     parser.add_argument("--report", action="store_true", help="only print the results so far")
-    parser.add_argument(
-        "--record", type=Path, metavar="FILE", help="file of settings and results (JSON): runs in it are not repeated"
-    )
     options = parser.parse_args()
     if is_record(options.out) and not options.report:
         parser.error(f"{options.out}: a file holds results only; add --report to print them, or name a folder")

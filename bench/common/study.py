@@ -7,6 +7,7 @@ interrupts starts from the beginning at the next call, or resumes if it can.
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import os
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 
+from bench.common.measure import bench_parser
 from stretto.base.errors import UserError
 from stretto.base.paths import read_json, replacing, write_json
 from stretto.base.records import git_commit
@@ -51,6 +53,22 @@ class Run:
     """Names of the runs whose folders it reads."""
     resumes: bool = False
     """Whether its work goes on from what an interrupted call left in the folder."""
+
+
+def study_parser(docstring: str | None, picture: str = "") -> argparse.ArgumentParser:
+    """The parser of a study with the options that all studies share; ``picture``: what its --picture shows, if it has one."""
+    parser = bench_parser(docstring)
+    parser.add_argument(
+        "out", type=Path, help="folder of the study, where finished runs are not repeated, or a file of --record"
+    )
+    parser.add_argument("--set", dest="settings", action="append", default=[], help="override one key of the recipe")
+    parser.add_argument("--minutes", type=float, default=1e6, help="time limit; run again to continue")
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE", help="file of settings and results (JSON): runs in it are not repeated"
+    )
+    if picture:
+        parser.add_argument("--picture", type=Path, metavar="FILE", help=f"{picture}, PNG")
+    return parser
 
 
 def read_results(out: Path) -> dict[str, dict[str, Any]]:
