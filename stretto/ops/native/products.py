@@ -9,7 +9,7 @@ Shape letters: M rows, K depth, N columns of a product; N inputs, D and F their 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,9 +50,9 @@ def product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor | None = None) -> Tensor:
     if not _is_for_onednn(len(a_MK), a_MK, b_KN):
         return torch.mm(a_MK, b_KN) if out_MN is None else torch.mm(a_MK, b_KN, out=out_MN)
     if out_MN is None:
-        return _onednn(a_MK, b_KN.t())
+        return _onednn(a_MK, b_KN)
     for rows, columns in _pieces(out_MN):
-        out_MN[rows, columns] = _onednn(a_MK[rows], b_KN[:, columns].t())
+        out_MN[rows, columns] = _onednn(a_MK[rows], b_KN[:, columns])
     return out_MN
 
 
@@ -64,7 +64,7 @@ def add_product_(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
         total_MN.addmm_(a_MK, b_KN)
     else:
         for rows, columns in _pieces(total_MN):
-            total_MN[rows, columns] += _onednn(a_MK[rows], b_KN[:, columns].t())
+            total_MN[rows, columns] += _onednn(a_MK[rows], b_KN[:, columns])
 
 
 def _pieces(out_MN: Tensor) -> Iterator[tuple[slice, slice]]:
@@ -79,11 +79,13 @@ def _pieces(out_MN: Tensor) -> Iterator[tuple[slice, slice]]:
 def linear(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
     """``x`` · ``weight``ᵀ + ``bias``, […, F], for ``x`` […, D]; differentiable."""
     if training.rounds(x_ND, weight_FD):
-        return training.linear(x_ND, weight_FD, bias_F)
-    if _is_for_onednn(x_ND.numel() // max(1, x_ND.shape[-1]), x_ND, weight_FD):
-        y_NF: Tensor = _Linear.apply(x_ND, weight_FD, bias_F)
-        return y_NF
-    return F.linear(x_ND, weight_FD, bias_F)
+        multiply: Callable[[Tensor, Tensor], Tensor] = training.product
+    elif _is_for_onednn(x_ND.numel() // max(1, x_ND.shape[-1]), x_ND, weight_FD):
+        multiply = _onednn
+    else:
+        return F.linear(x_ND, weight_FD, bias_F)
+    y_NF: Tensor = _Linear.apply(x_ND, weight_FD, multiply)
+    return y_NF if bias_F is None else y_NF + bias_F
 
 
 def _is_for_onednn(num_rows: int, a: Tensor, b: Tensor) -> bool:
@@ -97,27 +99,28 @@ def _is_for_onednn(num_rows: int, a: Tensor, b: Tensor) -> bool:
     )
 
 
-def _onednn(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
-    """``x`` · ``weight``ᵀ + ``bias`` of matrices, also of transposed ones."""
-    x_ND, weight_FD = (x if 1 in x.stride() and 0 not in x.stride() else x.contiguous() for x in (x_ND, weight_FD))
-    y_NF: Tensor = torch.ops.mkldnn._linear_pointwise(x_ND, weight_FD, bias_F, "none", [], "")
-    return y_NF
+def _onednn(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """``a`` · ``b`` of matrices, also of transposed ones."""
+    a_MK, b_NK = (x if 1 in x.stride() and 0 not in x.stride() else x.contiguous() for x in (a_MK, b_KN.t()))
+    y_MN: Tensor = torch.ops.mkldnn._linear_pointwise(a_MK, b_NK, None, "none", [], "")
+    return y_MN
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, weight_FD: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         ctx.save_for_backward(x_ND, weight_FD)
-        return _onednn(x_ND.flatten(0, -2), weight_FD, bias_F).view(*x_ND.shape[:-1], len(weight_FD))
+        ctx.multiply = multiply
+        return multiply(x_ND.flatten(0, -2), weight_FD.t()).view(*x_ND.shape[:-1], len(weight_FD))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weight_FD = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        wants_x, wants_weight, _ = ctx.needs_input_grad
         grad_NF = grads[0].flatten(0, -2)
         return (
-            _onednn(grad_NF, weight_FD.t()).view(x_ND.shape) if wants_x else None,
-            _onednn(grad_NF.t(), x_ND.flatten(0, -2).t()) if wants_weight else None,
-            grad_NF.sum(0) if wants_bias else None,
+            ctx.multiply(grad_NF, weight_FD).view(x_ND.shape) if wants_x else None,
+            ctx.multiply(grad_NF.t(), x_ND.flatten(0, -2)) if wants_weight else None,
+            None,
         )

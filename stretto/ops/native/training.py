@@ -1,4 +1,4 @@
-"""Compiled forward and backward passes for training on a CPU (train.cpp): attention, the experts of a layer, and linear layers.
+"""Compiled forward and backward passes for training on a CPU (train.cpp): attention, the experts of a layer, and single products.
 
 All tensors are in fp32. Under autocast in bf16 a processor with a matrix unit (AMX) multiplies operands that are rounded to bf16, and
 sums in fp32: experts and linear layers then give fp32, where torch would give bf16. Attention multiplies in fp32.
@@ -187,31 +187,6 @@ def product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor | None = None, adds: bool
     record = _Product(*sizes, *addresses, *strides, *by_row, out_MN.data_ptr(), adds)
     kernels().stretto_product(ctypes.byref(record))
     return out_MN
-
-
-def linear(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
-    """``x`` · ``weight``ᵀ + ``bias``, […, F], by `product`."""
-    y_NF = _LinearFunction.apply(x_ND, weight_FD)
-    return y_NF if bias_F is None else y_NF + bias_F
-
-
-class _LinearFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_FD: Tensor) -> Tensor:
-        ctx.save_for_backward(x_ND, weight_FD)
-        return product(x_ND.flatten(0, -2), weight_FD.t()).view(*x_ND.shape[:-1], len(weight_FD))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, weight_FD = ctx.saved_tensors
-        wants_x, wants_weight = ctx.needs_input_grad
-        grad_NF, grad_x, grad_weight = grads[0].flatten(0, -2), None, None
-        if wants_x:
-            grad_x = product(grad_NF, weight_FD).view(x_ND.shape)
-        if wants_weight:
-            grad_weight = product(grad_NF.t(), x_ND.flatten(0, -2))
-        return grad_x, grad_weight
 
 
 def multiplies(x_ND: Tensor, gate_up_EFD: Tensor, down_EDI: Tensor) -> bool:
