@@ -1,12 +1,14 @@
 """Quantisation of a network to integer weights: rounding to nearest, and GPTQ.
 
 GPTQ (Frantar et al., 2210.17323) quantises a weight input by input, and the inputs that follow make up for the error. The error is that of
-the outputs on calibration text, so it depends on the products of the inputs, their Hessian. A routed expert has a Hessian of its own,
-from the tokens that were routed to it; the inputs of its down projection are multiplied by the gates. The network is walked through
-once, layer by layer, and each layer sees the outputs of the quantised layers before it, for the full network and for smaller Subnets
-together, since one set of weights serves them all.
+the outputs on calibration text, so it depends on the products of the inputs, their Hessian. Inputs that matter most come first, and the
+scales of a weight are fitted to it before. A routed expert has a Hessian of its own, from the tokens that were routed to it; the inputs of
+its down projection are multiplied by the gates. The network is walked through once, layer by layer, for the full network and for smaller
+Subnets together, since one set of weights serves them all. Each layer sees the outputs of the quantised layers before it. Its weights are
+first moved a little, so that they give on these inputs what the unquantised network gives (GPTAQ, Li et al., 2504.02692).
 
-Shape letters: B matrices, F outputs, D inputs, G inputs of a group, N tokens, E experts, I expert width, K experts per token, V vocabulary.
+Shape letters: B matrices, F outputs, D inputs, J groups, G inputs of a group, C inputs of a block, N tokens, E experts, I expert width,
+K experts per token, P places sorted by expert, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from stretto.model.families import Family, stored_tensors
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Context, Transformer, skeleton
 from stretto.ops.grouped import Experts, group_slots, swiglu
-from stretto.ops.int_weights import IntScheme, IntWeight, check_group, group_grid, nearest_codes, quantise
+from stretto.ops.int_weights import IntScheme, IntWeight, check_group, fitted_grid, nearest_codes, quantise
 from stretto.ops.native.products import add_product_
 from stretto.ops.operators import Operators, Routes, Weight
 
@@ -37,6 +39,12 @@ _PART = re.compile(
 )
 DAMPING = 0.01
 """Share of the mean of a Hessian's diagonal that is added to the diagonal (the paper's)."""
+MOVE = 0.25
+"""Share of the way to the unquantised network's outputs that a weight is moved (that of the code of GPTAQ's authors)."""
+MOVE_DAMPING = 0.2
+"""`DAMPING` of that move."""
+BLOCK = 64
+"""Inputs after which the errors are passed on to all inputs that follow, in one product."""
 
 
 def schemes_of(config: ModelConfig, family: Family, plan: Mapping[str, IntScheme]) -> dict[str, IntScheme]:
@@ -81,42 +89,80 @@ def round_to_nearest(state: Mapping[str, Tensor], schemes: Mapping[str, IntSchem
     return {name: quantise(state[name], scheme) for name, scheme in schemes.items()}
 
 
-class Hessians(Operators):
-    """Operators that add up the Hessians of the inputs of given weights while they compute."""
+class _Inputs(Operators):
+    """Operators that keep the inputs of given weights while they compute."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         """``weights``: by name, the parameters of a network, [F, D] or [E, F, D]."""
         self._name_of = {id(weight): name for name, weight in weights.items()}
-        self.sums = {
-            name: weight.new_zeros(*weight.shape[:-2], weight.shape[-1], weight.shape[-1], dtype=torch.float32)
-            for name, weight in weights.items()
-        }
-        """Sum of the products of the inputs, fp32 [D, D] or [E, D, D]."""
+        self.found: dict[str, Tensor] = {}
+        """By name, the last inputs [N, D]. For experts: those of the layer, by the name of the first product."""
 
     def linear(self, x_ND: Tensor, weight: Weight, bias_F: Tensor | None = None) -> Tensor:
-        self._add(weight, x_ND.flatten(0, -2))
+        self._keep(weight, x_ND.flatten(0, -2))
         return super().linear(x_ND, weight, bias_F)
 
     def experts(self, x_ND: Tensor, routes: Routes, weights: Experts) -> Tensor:
+        self._keep(weights.gate_up_EFD, x_ND)
+        return super().experts(x_ND, routes, weights)
+
+    def _keep(self, weight: Weight, x_ND: Tensor) -> None:
+        name = self._name_of.get(id(weight))
+        if name is not None:
+            self.found[name] = x_ND
+
+
+class Moments(Operators):
+    """Operators that add up products of the inputs of given weights while they compute."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        """``weights``: by name, the parameters of a network, [F, D] or [E, F, D]."""
+        self._name_of = {id(weight): name for name, weight in weights.items()}
+        self.hessians = {
+            name: weight.new_zeros(*weight.shape[:-2], weight.shape[-1], weight.shape[-1], dtype=torch.float32)
+            for name, weight in weights.items()
+        }
+        """Sum of the products of the inputs with themselves, fp32 [D, D] or [E, D, D]."""
+        self.drifts = {name: torch.zeros_like(hessian) for name, hessian in self.hessians.items()}
+        """Sum of the products of (input of the unquantised network − input) with the input, fp32, the same shapes."""
+        self.unquantised: Mapping[str, Tensor] = {}
+        """`_Inputs.found` of the unquantised network for the same tokens."""
+
+    def linear(self, x_ND: Tensor, weight: Weight, bias_F: Tensor | None = None) -> Tensor:
+        if id(weight) in self._name_of:
+            self._add(weight, x_ND.flatten(0, -2), self.unquantised[self._name_of[id(weight)]])
+        return super().linear(x_ND, weight, bias_F)
+
+    def experts(self, x_ND: Tensor, routes: Routes, weights: Experts) -> Tensor:
+        if id(weights.gate_up_EFD) in self._name_of:
+            self._add_experts(x_ND, self.unquantised[self._name_of[id(weights.gate_up_EFD)]], routes, weights)
+        return super().experts(x_ND, routes, weights)
+
+    def _add_experts(self, x_ND: Tensor, unquantised_ND: Tensor, routes: Routes, weights: Experts) -> None:
         slots = group_slots(routes.chosen_NK, len(weights.down_EDI))
         gates_S = routes.gates_NK.flatten()[slots.order_P]
         start = 0
         for expert, end in enumerate(slots.ends_E.tolist()):
-            inputs_ND = x_ND[slots.token_P[start:end]]
-            self._add(weights.gate_up_EFD, inputs_ND, expert)
-            if id(weights.down_EDI) in self._name_of and end > start:
-                hidden_NF = inputs_ND @ weights.gate_up_EFD[expert].mT
-                if weights.biases is not None:
-                    hidden_NF = hidden_NF + weights.biases.gate_up_EF[expert]
-                self._add(weights.down_EDI, swiglu(hidden_NF, weights.clamp) * gates_S[start:end, None], expert)
+            tokens_P = slots.token_P[start:end]
+            pair = (x_ND[tokens_P], unquantised_ND[tokens_P])
+            self._add(weights.gate_up_EFD, *pair, expert)
+            hidden = [_hidden(each_ND, weights, expert) * gates_S[start:end, None] for each_ND in pair]
+            self._add(weights.down_EDI, *hidden, expert)
             start = end
-        return super().experts(x_ND, routes, weights)
 
-    def _add(self, weight: Weight, x_ND: Tensor, expert: int | None = None) -> None:
-        name = self._name_of.get(id(weight))
-        if name is not None:
-            total = self.sums[name] if expert is None else self.sums[name][expert]
-            add_product_(total, x_ND.float().mT, x_ND.float())
+    def _add(self, weight: Tensor, x_ND: Tensor, unquantised_ND: Tensor, expert: int | None = None) -> None:
+        name, place = self._name_of[id(weight)], slice(None) if expert is None else expert
+        wide_ND = x_ND.float()
+        add_product_(self.hessians[name][place], wide_ND.mT, wide_ND)
+        add_product_(self.drifts[name][place], (unquantised_ND.float() - wide_ND).mT, wide_ND)
+
+
+def _hidden(x_ND: Tensor, weights: Experts, expert: int) -> Tensor:
+    """Inputs [N, I] of the down projection of ``expert``."""
+    hidden_NF = x_ND @ weights.gate_up_EFD[expert].mT
+    if weights.biases is not None:
+        hidden_NF = hidden_NF + weights.biases.gate_up_EF[expert]
+    return swiglu(hidden_NF, weights.clamp)
 
 
 @dataclass(slots=True)
@@ -127,6 +173,9 @@ class _Stream:
     ctx: Context
     geometry: Geometry
     x_BTD: Tensor
+    """Outputs of the quantised layers so far."""
+    unquantised_BTD: Tensor
+    """Outputs of the same layers before they were quantised."""
 
 
 @torch.no_grad()
@@ -146,79 +195,112 @@ def gptq(
     """
     config, parameters = model.config, dict(model.named_parameters())
     moe_rows = {layer: row for row, layer in enumerate(config.moe_layers)}
-    streams = [
-        _Stream(subnet, ctx, model.geometry(ctx), model.embedding(ids_BT))
-        for subnet in subnets
-        for ids_BT, ctx in batches
-    ]
+    streams = []
+    for subnet in subnets:
+        for ids_BT, ctx in batches:
+            x_BTD = model.embedding(ids_BT)
+            streams.append(_Stream(subnet, ctx, model.geometry(ctx), x_BTD, x_BTD))
     result: dict[str, IntWeight] = {}
 
-    def run(layer: int, stream: _Stream, operators: Operators) -> Tensor:
+    def run(layer: int, stream: _Stream, x_BTD: Tensor, operators: Operators) -> Tensor:
         num_experts, top_k = 0, 0
         if layer in moe_rows:
             place = config.moe_rows(stream.subnet.layers).index(moe_rows[layer])
             num_experts, top_k = stream.subnet.experts[place], stream.subnet.top_k[place]
         ctx = replace(stream.ctx, operators=operators)
-        x_BTD: Tensor = model.blocks[layer](stream.x_BTD, stream.geometry, num_experts, top_k, ctx)[0]
-        return x_BTD
+        y_BTD: Tensor = model.blocks[layer](x_BTD, stream.geometry, num_experts, top_k, ctx)[0]
+        return y_BTD
 
-    def settle(hessians: Hessians) -> None:
-        for name, total in hessians.sums.items():
-            result[name] = compensated(parameters[name], total, schemes[name])
+    def settle(moments: Moments) -> None:
+        for name, hessian in moments.hessians.items():
+            moved = moved_to_unquantised(parameters[name], hessian, moments.drifts[name])
+            result[name] = compensated(moved, hessian, schemes[name])
             parameters[name].copy_(result[name].dequantise())
 
     for layer in range(config.num_layers):
-        hessians = Hessians({name: parameters[name] for name in schemes if name.startswith(f"blocks.{layer}.")})
+        weights = {name: parameters[name] for name in schemes if name.startswith(f"blocks.{layer}.")}
+        moments = Moments(weights)
         inside = [stream for stream in streams if layer in stream.subnet.layers]
         for stream in inside:
-            run(layer, stream, hessians)
-        settle(hessians)
+            inputs = _Inputs(weights)
+            stream.unquantised_BTD = run(layer, stream, stream.unquantised_BTD, inputs)
+            moments.unquantised = inputs.found
+            run(layer, stream, stream.x_BTD, moments)
+        settle(moments)
         for stream in inside:
-            stream.x_BTD = run(layer, stream, stream.ctx.operators)
+            stream.x_BTD = run(layer, stream, stream.x_BTD, stream.ctx.operators)
         if advance is not None:
             advance(1)
-    outside = Hessians({name: parameters[name] for name in schemes if name == "head.weight"})
-    for stream in streams if outside.sums else ():
+    outside = Moments({name: parameters[name] for name in schemes if name == "head.weight"})
+    for stream in streams if outside.hessians else ():
+        outside.unquantised = {"head.weight": model.norm(stream.unquantised_BTD).flatten(0, -2)}
         outside.linear(model.norm(stream.x_BTD), model.head_VD)
     settle(outside)
     return result
 
 
+def moved_to_unquantised(weight: Tensor, hessian: Tensor, drift: Tensor) -> Tensor:
+    """``weight`` [F, D] or [E, F, D], fp32, moved towards the outputs that it gives on the inputs of the unquantised network.
+
+    With X the inputs, H = X·Xᵀ the ``hessian`` and ``drift`` the product of (inputs of the unquantised network − X) with X, the outputs
+    of W + W·drift·H⁻¹ on X are nearest in squared error. This fits the calibration text too closely and makes others worse, so a
+    share of the step is taken, and H is damped.
+    """
+    H_BDD = _regular(hessian.double())
+    H_BDD.diagonal(dim1=-2, dim2=-1).add_(MOVE_DAMPING * _mean_diagonal(H_BDD))
+    wide = weight.detach().double()
+    return (wide + MOVE * torch.linalg.solve(H_BDD, (wide @ drift.double()).mT).mT).float()
+
+
 def compensated(weight: Tensor, hessian: Tensor, scheme: IntScheme) -> IntWeight:
     """GPTQ of ``weight`` [F, D] or [E, F, D] with the ``hessian`` [D, D] or [E, D, D] of its inputs.
 
-    The scale of a group is set from its weights as the inputs before it have left them. An input that never was other than 0, and every
-    input of an expert without tokens, is rounded to nearest.
+    The inputs are quantised in the order of the Hessian's diagonal, largest first, with scales that were fitted before with the
+    diagonal as the importance. An input that never was other than 0, and every input of an expert without tokens, is rounded to nearest.
     """
-    values_BFD = weight.detach().float().reshape(-1, *weight.shape[-2:]).clone()
-    H_BDD = hessian.double().reshape(-1, *hessian.shape[-2:]).clone()
-    num_inputs, group = values_BFD.shape[-1], scheme.group
+    values_BFD = weight.detach().float().reshape(-1, *weight.shape[-2:])
+    num_matrices, num_outputs, num_inputs = values_BFD.shape
+    H_BDD = _regular(hessian.double().reshape(-1, num_inputs, num_inputs))
+    H_BDD.diagonal(dim1=-2, dim2=-1).add_(DAMPING * _mean_diagonal(H_BDD))
     diagonal_BD = H_BDD.diagonal(dim1=-2, dim2=-1)
-    diagonal_BD.add_((diagonal_BD == 0).double())
-    diagonal_BD.add_(DAMPING * diagonal_BD.mean(-1, keepdim=True))
+    importance_BJG = diagonal_BD.float().unflatten(-1, (-1, scheme.group))
+    scales_BFJ, zeros_BFJ = fitted_grid(values_BFD.unflatten(-1, (-1, scheme.group)), importance_BJG[:, None], scheme)
+
+    order_BD = diagonal_BD.argsort(-1, descending=True)
+    as_rows_BFD = order_BD[:, None].expand(-1, num_outputs, -1)
+    values_BFD = values_BFD.gather(-1, as_rows_BFD)
+    H_BDD = H_BDD.gather(-1, order_BD[:, None].expand_as(H_BDD)).gather(-2, order_BD[..., None].expand_as(H_BDD))
     inverse_BDD = torch.cholesky_inverse(torch.linalg.cholesky(H_BDD))
     upper_BDD = torch.linalg.cholesky(inverse_BDD, upper=True).float()
     codes_BFD = torch.empty_like(values_BFD, dtype=torch.int8)
-    scales, zeros = [], []
-    for start in range(0, num_inputs, group):
-        end = start + group
-        part_BFG, error_BFG = values_BFD[..., start:end].clone(), torch.empty_like(values_BFD[..., start:end])
-        scale_BF, zero_BF = group_grid(part_BFG, scheme)
-        for place in range(group):
-            row_BG = upper_BDD[:, start + place, start:end]
-            codes_BF = nearest_codes(part_BFG[..., place], scale_BF, zero_BF, scheme.bits)
+    for start in range(0, num_inputs, BLOCK):
+        end = min(start + BLOCK, num_inputs)
+        part_BFC, error_BFC = values_BFD[..., start:end].clone(), torch.empty_like(values_BFD[..., start:end])
+        for place in range(end - start):
+            row_BC = upper_BDD[:, start + place, start:end]
+            group_BF1 = (order_BD[:, start + place] // scheme.group)[:, None, None].expand(-1, num_outputs, 1)
+            scale_BF = scales_BFJ.gather(-1, group_BF1)[..., 0]
+            zero_BF = None if zeros_BFJ is None else zeros_BFJ.gather(-1, group_BF1)[..., 0]
+            codes_BF = nearest_codes(part_BFC[..., place], scale_BF, zero_BF, scheme.bits)
             codes_BFD[..., start + place] = codes_BF.to(torch.int8)
             meant_BF = (codes_BF if zero_BF is None else codes_BF - zero_BF.float()) * scale_BF.float()
-            error_BF = (part_BFG[..., place] - meant_BF) / row_BG[:, place, None]
-            part_BFG[..., place:] -= error_BF[..., None] * row_BG[:, None, place:]
-            error_BFG[..., place] = error_BF
-        values_BFD[..., end:] -= error_BFG @ upper_BDD[:, start:end, end:]
-        scales.append(scale_BF)
-        zeros += [] if zero_BF is None else [zero_BF]
+            error_BF = (part_BFC[..., place] - meant_BF) / row_BC[:, place, None]
+            part_BFC[..., place:] -= error_BF[..., None] * row_BC[:, None, place:]
+            error_BFC[..., place] = error_BF
+        values_BFD[..., end:] -= error_BFC @ upper_BDD[:, start:end, end:]
+    codes_BFD = torch.empty_like(codes_BFD).scatter_(-1, as_rows_BFD, codes_BFD)
     shape = (*weight.shape[:-1], -1)
-    return IntWeight(
-        codes_BFD.reshape(weight.shape),
-        torch.stack(scales, -1).reshape(shape),
-        torch.stack(zeros, -1).reshape(shape) if zeros else None,
-        scheme.bits,
-    )
+    zeros = None if zeros_BFJ is None else zeros_BFJ.reshape(shape)
+    return IntWeight(codes_BFD.reshape(weight.shape), scales_BFJ.reshape(shape), zeros, scheme.bits)
+
+
+def _regular(H_BDD: Tensor) -> Tensor:
+    """A copy with 1 on the diagonal for inputs that never were other than 0."""
+    H_BDD = H_BDD.clone()
+    diagonal_BD = H_BDD.diagonal(dim1=-2, dim2=-1)
+    diagonal_BD.add_((diagonal_BD == 0).double())
+    return H_BDD
+
+
+def _mean_diagonal(H_BDD: Tensor) -> Tensor:
+    return H_BDD.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)

@@ -19,8 +19,17 @@ from stretto.model.families.quantisation import quantisation
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.streamed import StreamedState
 from stretto.model.transformer import Context, Transformer
-from stretto.ops.int_weights import IntScheme, IntWeight, quantise
-from stretto.post.quantise import Hessians, compensated, gptq, part_of_weight, round_to_nearest, schemes_of, untie
+from stretto.ops.int_weights import IntScheme, IntWeight, fitted_grid, nearest_codes, quantise
+from stretto.post.quantise import (
+    Moments,
+    compensated,
+    gptq,
+    moved_to_unquantised,
+    part_of_weight,
+    round_to_nearest,
+    schemes_of,
+    untie,
+)
 from tests.model.checkpoints import IDS, edit_tensors, logits, network
 
 WIDE: dict[str, Any] = {"head_dim": 32, "expert_intermediate_size": 32}
@@ -224,31 +233,92 @@ def test_errors_on_correlated_inputs_are_made_up_for(scheme: IntScheme) -> None:
 
 
 @pytest.mark.parametrize("hessian", [torch.zeros(64, 64), torch.eye(64)], ids=["no tokens", "independent inputs"])
-def test_without_correlations_gptq_rounds_to_nearest(hessian: torch.Tensor) -> None:
+def test_without_correlations_gptq_rounds_to_nearest_on_a_fitted_grid(hessian: torch.Tensor) -> None:
     weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(4))
     for scheme in SCHEMES.values():
-        assert equal({"w": compensated(weight, hessian, scheme)}, {"w": quantise(weight, scheme)})
+        found = compensated(weight, hessian, scheme)
+        grouped = weight.unflatten(-1, (-1, 32))
+        scales, zeros = fitted_grid(grouped, torch.ones(32), scheme)
+        wide = None if zeros is None else zeros[..., None]
+        codes = nearest_codes(grouped, scales[..., None], wide, scheme.bits).to(torch.int8).flatten(-2)
+        assert equal({"w": found}, {"w": IntWeight(codes, scales, zeros, scheme.bits)})
 
 
-def test_each_expert_has_the_hessian_of_its_own_tokens() -> None:
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=list(SCHEMES))
+def test_gptq_with_one_scale_per_output_takes_inputs_in_any_order(scheme: IntScheme) -> None:
+    """Reordering the inputs reorders the codes: the method sorts them itself."""
+    generator = torch.Generator().manual_seed(6)
+    weight, x = torch.randn(24, 96, generator=generator), torch.randn(300, 96, generator=generator)
+    x = x @ torch.randn(96, 96, generator=generator)
+    whole = IntScheme(scheme.bits, 96, scheme.zeros)
+    order = torch.randperm(96, generator=generator)
+    one = compensated(weight, x.mT @ x, whole)
+    other = compensated(weight[:, order], x[:, order].mT @ x[:, order], whole)
+    share = (one.codes[:, order] == other.codes).float().mean()  # a rounding error of the factors may turn a few
+    assert share > 0.98
+
+
+def test_a_fitted_grid_is_nearer_where_it_matters() -> None:
+    generator = torch.Generator().manual_seed(7)
+    grouped, importance = torch.randn(50, 32, generator=generator), torch.rand(50, 32, generator=generator) ** 4
+
+    def error(scheme: IntScheme, weights: torch.Tensor) -> torch.Tensor:
+        scales, zeros = fitted_grid(grouped, weights, scheme)
+        wide = None if zeros is None else zeros[..., None]
+        values = nearest_codes(grouped, scales[..., None], wide, scheme.bits) - (0 if wide is None else wide.float())
+        return ((values * scales[..., None].float() - grouped).square() * importance).sum(-1)
+
+    for scheme in (SCHEMES["int4"], SCHEMES["int4 with zeros"]):
+        plain = quantise(grouped, scheme).dequantise() - grouped
+        fitted = error(scheme, importance)
+        assert (fitted <= (plain.square() * importance).sum(-1)).all()
+        assert fitted.mean() < error(scheme, torch.ones(32)).mean() < (plain.square() * importance).sum(-1).mean()
+
+
+def test_a_moved_weight_gives_on_the_inputs_what_the_unquantised_network_gives() -> None:
+    generator = torch.Generator().manual_seed(8)
+    weight, x_ND = torch.randn(24, 16, generator=generator), torch.randn(400, 16, generator=generator)
+    unquantised_ND = x_ND + 0.2 * x_ND @ torch.randn(16, 16, generator=generator)
+    drift = (unquantised_ND - x_ND).mT @ x_ND
+
+    def error(moved: torch.Tensor) -> float:
+        return float((x_ND @ moved.mT - unquantised_ND @ weight.mT).square().mean())
+
+    assert error(moved_to_unquantised(weight, x_ND.mT @ x_ND, drift)) < 0.7 * error(weight)  # a quarter of the way
+    unmoved = moved_to_unquantised(weight, x_ND.mT @ x_ND, torch.zeros_like(drift))
+    assert torch.equal(unmoved, weight) and torch.equal(moved_to_unquantised(weight, 0 * drift, 0 * drift), weight)
+
+
+def test_each_expert_has_the_moments_of_its_own_tokens() -> None:
     model = network(**WIDE, num_shared_experts=1)
     layer = model.blocks[1].mlp
-    x_BTD = torch.randn(2, 24, 64, generator=torch.Generator().manual_seed(5))
+    x_BTD, change_BTD = torch.randn(2, 2, 24, 64, generator=torch.Generator().manual_seed(5))
+    x_ND, unquantised_ND = x_BTD.flatten(0, 1), (x_BTD + change_BTD).flatten(0, 1)
     names = {"gate_up": layer.gate_up, "down": layer.down, "shared": layer.shared.gate_up.weight}
-    hessians = Hessians(names)
+    moments = Moments(names)
+    moments.unquantised = {"gate_up": unquantised_ND, "shared": unquantised_ND}
     with torch.no_grad():
-        y_BTD, _ = layer(x_BTD, 8, 2, None, hessians)
+        y_BTD, _ = layer(x_BTD, 8, 2, None, moments)
         assert torch.equal(y_BTD, layer(x_BTD, 8, 2, None)[0])
         routes, _ = layer.route(x_BTD, 8, 2, None)
+
+        def expect(name: str, place: int | None, x_ND: torch.Tensor, unquantised_ND: torch.Tensor) -> None:
+            found = [sums[name] if place is None else sums[name][place] for sums in (moments.hessians, moments.drifts)]
+            torch.testing.assert_close(found[0], x_ND.mT @ x_ND)
+            torch.testing.assert_close(found[1], (unquantised_ND - x_ND).mT @ x_ND, rtol=1e-4, atol=1e-4)
+
         for expert in range(8):
             is_own_N = (routes.chosen_NK == expert).any(1)
-            own_ND = x_BTD.flatten(0, 1)[is_own_N]
-            torch.testing.assert_close(hessians.sums["gate_up"][expert], own_ND.mT @ own_ND)
             gates_N = (routes.gates_NK * (routes.chosen_NK == expert)).sum(1)[is_own_N]
-            gate_NI, up_NI = (own_ND @ layer.gate_up[expert].mT).chunk(2, -1)
-            hidden_NI = gate_NI.sigmoid() * gate_NI * up_NI * gates_N[:, None]
-            torch.testing.assert_close(hessians.sums["down"][expert], hidden_NI.mT @ hidden_NI)
-    torch.testing.assert_close(hessians.sums["shared"], x_BTD.flatten(0, 1).mT @ x_BTD.flatten(0, 1))
+
+            def hidden(x_ND: torch.Tensor, expert: int = expert, gates_N: torch.Tensor = gates_N) -> torch.Tensor:
+                gate_NI, up_NI = (x_ND @ layer.gate_up[expert].mT).chunk(2, -1)
+                return gate_NI.sigmoid() * gate_NI * up_NI * gates_N[:, None]
+
+            own, own_unquantised = x_ND[is_own_N], unquantised_ND[is_own_N]
+            expect("gate_up", expert, own, own_unquantised)
+            expect("down", expert, hidden(own), hidden(own_unquantised))
+    expect("shared", None, x_ND, unquantised_ND)
 
 
 def test_calibrated_weights_are_nearer_on_their_text_than_rounded_ones() -> None:
