@@ -144,10 +144,10 @@ class Moments(Operators):
         start = 0
         for expert, end in enumerate(slots.ends_E.tolist()):
             tokens_P = slots.token_P[start:end]
-            pair = (x_ND[tokens_P], unquantised_ND[tokens_P])
-            self._add(weights.gate_up_EFD, *pair, expert)
-            hidden = [_hidden(each_ND, weights, expert) * gates_S[start:end, None] for each_ND in pair]
-            self._add(weights.down_EDI, *hidden, expert)
+            own_ND, others_ND, gates_N1 = x_ND[tokens_P], unquantised_ND[tokens_P], gates_S[start:end, None]
+            self._add(weights.gate_up_EFD, own_ND, others_ND, expert)
+            own_NI, others_NI = (_hidden(each_ND, weights, expert) * gates_N1 for each_ND in (own_ND, others_ND))
+            self._add(weights.down_EDI, own_NI, others_NI, expert)
             start = end
 
     def _add(self, weight: Tensor, x_ND: Tensor, unquantised_ND: Tensor, expert: int | None = None) -> None:
@@ -258,8 +258,8 @@ def compensated(weight: Tensor, hessian: Tensor, scheme: IntScheme) -> IntWeight
     The inputs are quantised in the order of the Hessian's diagonal, largest first, with scales that were fitted before with the
     diagonal as the importance. An input that never was other than 0, and every input of an expert without tokens, is rounded to nearest.
     """
-    values_BFD = weight.detach().float().reshape(-1, *weight.shape[-2:])
-    num_matrices, num_outputs, num_inputs = values_BFD.shape
+    num_outputs, num_inputs = weight.shape[-2:]
+    values_BFD = weight.detach().float().reshape(-1, num_outputs, num_inputs)
     H_BDD = _regular(hessian.double().reshape(-1, num_inputs, num_inputs))
     H_BDD.diagonal(dim1=-2, dim2=-1).add_(DAMPING * _mean_diagonal(H_BDD))
     diagonal_BD = H_BDD.diagonal(dim1=-2, dim2=-1)
