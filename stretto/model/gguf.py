@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.base.paths import replacing
-from stretto.model.checkpoint import read_checkpoint, to_stored
+from stretto.model.checkpoint import read_checkpoint, read_integers, to_stored
 from stretto.model.families import Family, Stored, stored_tensors, to_hf
 from stretto.model.gguf_names import (
     ARCHITECTURES,
@@ -36,6 +36,7 @@ from stretto.model.gguf_names import (
 from stretto.model.gguf_read import llama3_factors, llama3_scaling
 from stretto.model.gguf_tokenizer import add_tokenizer, rule_name
 from stretto.model.spec import ClampedSwiGlu, LatentAttention, ModelConfig, RopeScaling
+from stretto.ops.int_weights import IntWeight
 from stretto.text.tokenizer import load_tokenizer
 
 _TYPES: dict[str, tuple[Kind, gguf.LlamaFileType]] = {
@@ -45,6 +46,7 @@ _TYPES: dict[str, tuple[Kind, gguf.LlamaFileType]] = {
     "q8_0": (Kind.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
     "q4_0": (Kind.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
 }
+_INTEGERS = (Kind.Q8_0, Kind.Q4_0)
 _VALUE_TYPES = {
     bool: gguf.GGUFValueType.BOOL,
     int: gguf.GGUFValueType.UINT32,
@@ -126,7 +128,9 @@ def write_gguf(
     """Write the checkpoint in ``folder`` as the GGUF file ``path``.
 
     Args:
-        dtype: ``f32``, ``f16``, ``bf16``, ``q8_0`` or ``q4_0``; norms, routers and biases are fp32, as in llama.cpp's own files.
+        dtype: ``f32``, ``f16``, ``bf16``, ``q8_0`` or ``q4_0``; norms, routers and biases are fp32, as in llama.cpp's own files. With
+            ``q8_0`` and ``q4_0``, weights that ``folder`` stores as integers in groups of 32 keep their codes and scales, those of 8
+            bits as ``q8_0``; other weights are rounded.
         pre_tokenizer: llama.cpp's name of the tokenizer's splitting rule, which is not checked. Needed only for byte-level tokenizers
             that are neither common nor trained by Stretto.
         advance: called with the number of bytes of each tensor written.
@@ -151,6 +155,8 @@ def write_gguf(
     kind, file_type = _TYPES[dtype]
     architecture = next(each for each in ARCHITECTURES if each.family == family)
     tensors, state = _tensors(config, family, architecture, kind), checkpoint.model.state_dict()
+    integers = read_integers(folder) if kind in _INTEGERS else {}
+    tensors = [tensor.with_integers(integers) for tensor in tensors]
     uneven = next((tensor for tensor in tensors if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[tensor.kind][0]), None)
     if uneven is not None:
         raise UserError(
@@ -170,7 +176,7 @@ def write_gguf(
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for tensor in tensors:
-            writer.write_tensor_data(gguf.quants.quantize(tensor.values(state).numpy(), tensor.kind))
+            writer.write_tensor_data(tensor.data(state))
             if advance is not None:
                 advance(tensor.num_bytes)
         writer.close()
@@ -185,11 +191,43 @@ class _GgufTensor:
     kind: Kind
     values: Callable[[Mapping[str, Tensor]], Tensor]
     """Function from our state dict to the tensor, in fp32."""
+    rows_of: tuple[str, ...] = ()
+    """Weights of our state dict whose rows are the rows of the tensor; empty: their elements are rearranged in another way."""
+    integers: Mapping[str, IntWeight] | None = None
+    """Integer weights whose codes and scales are written; None: the values are rounded to ``kind``."""
 
     @property
     def num_bytes(self) -> int:
         block, block_bytes = gguf.GGML_QUANT_SIZES[self.kind]
         return math.prod(self.shape) // block * block_bytes
+
+    def with_integers(self, integers: Mapping[str, IntWeight]) -> _GgufTensor:
+        """The tensor with the codes and scales of ``integers``, if llama.cpp has their form. 4 bits also fit into ``Q8_0``."""
+        weights = [integers.get(name) for name in self.rows_of]
+        bits = {weight.bits for weight in weights if weight is not None and weight.group == 32 and weight.zeros is None}
+        if None in weights or len(bits) != 1 or self.kind not in _INTEGERS:
+            return self
+        return replace(self, kind=Kind.Q8_0 if 8 in bits else self.kind, integers=integers)
+
+    def data(self, state: Mapping[str, Tensor]) -> np.ndarray[Any, Any]:
+        """The bytes of the tensor, from our state dict."""
+        if self.integers is None:
+            return gguf.quants.quantize(self.values(state).numpy(), self.kind)
+        codes = self.values({name: self.integers[name].codes.float() for name in self.rows_of})
+        scales = self.values(
+            {name: self.integers[name].scales.float().repeat_interleave(32, -1) for name in self.rows_of}
+        )
+        return _blocks(codes.to(torch.int8).numpy(), scales[..., ::32].numpy().astype("<f2"), self.kind)
+
+
+def _blocks(codes: np.ndarray[Any, Any], scales: np.ndarray[Any, Any], kind: Kind) -> np.ndarray[Any, Any]:
+    """Blocks of llama.cpp's ``kind`` from codes int8 […, D] and scales fp16 […, D / 32]: a scale, then its codes. Those of 4 bits are 8
+    larger, code n in the lower half of a byte and code n + 16 in the upper one."""
+    blocks = codes.reshape(*scales.shape, 32)
+    if kind == Kind.Q4_0:
+        unsigned = (blocks + 8).astype(np.uint8)
+        blocks = unsigned[..., :16] | unsigned[..., 16:] << 4
+    return np.concatenate((scales[..., None].view(np.uint8), blocks.view(np.uint8)), -1).reshape(*codes.shape[:-1], -1)
 
 
 def _tensors(config: ModelConfig, family: Family, architecture: Architecture, kind: Kind) -> list[_GgufTensor]:
@@ -214,7 +252,8 @@ def _tensors(config: ModelConfig, family: Family, architecture: Architecture, ki
                 shape = tuple(size for size in shape if size > 1)
             is_fp32 = len(shape) == 1 or "ffn_gate_inp" in name
             values = partial(_stack, members, shape, heads.get(name.split(".")[-2], 0))
-            tensors.append(_GgufTensor(name, shape, Kind.F32 if is_fp32 else kind, values))
+            ours = tuple(dict.fromkeys(member.ours for member in members if member.ours is not None))
+            tensors.append(_GgufTensor(name, shape, Kind.F32 if is_fp32 else kind, values, ours))
     if config.rope_scaling is not None and config.rope_scaling.kind == "llama3":
         factors_R = llama3_factors(config.rope_theta, config.rotary_dim // 2, config.rope_scaling.factor).float()
         tensors.append(_GgufTensor(ROPE_FACTORS, tuple(factors_R.shape), Kind.F32, lambda state: factors_R))

@@ -52,15 +52,18 @@ def test_one_file_serves_every_size(stretto: Run, served_run: Path, tmp_path: Pa
     assert all(torch.equal(values[name], tensor) for name, tensor in whole.items())
 
 
-@pytest.mark.parametrize("type_name", ["q8_0", "q4_0"])
-def test_integers_are_exact_in_llama_cpp_s_type(
-    stretto: Run, recipe: Path, text: Path, tmp_path: Path, type_name: str
+@pytest.mark.parametrize(
+    ("dtype", "method", "type_name"),
+    [("int8", "rtn", "q8_0"), ("int4", "rtn", "q4_0"), ("int4", "gptq", "q4_0"), ("int4", "gptq", "q8_0")],
+)
+def test_integers_are_exact_in_llama_cpp_s_types(
+    stretto: Run, recipe: Path, text: Path, tmp_path: Path, dtype: str, method: str, type_name: str
 ) -> None:
     run, quantised, file = tmp_path / "run", tmp_path / "quantised", tmp_path / "model.gguf"
     widths = ["--set", "model.expert_intermediate_size=32", "--set", "train.steps=1"]
     assert not stretto("pretrain", recipe, "--data", text, "--out", run, *widths).code
-    dtype = {"q8_0": "int8", "q4_0": "int4"}[type_name]
-    assert not stretto("quantise", run, "--dtype", dtype, "--head", dtype, "-o", quantised).code
+    options = ("--dtype", dtype, "--method", method, "--calibration-tokens", 512)
+    assert not stretto("quantise", run, *options, "-o", quantised).code
     assert not stretto("export", quantised, "--gguf", "--dtype", type_name, "-o", file).code
     whole, packed = read_checkpoint(quantised).model.state_dict(), read_checkpoint(file).model.state_dict()
     integers = read_integers(quantised)
