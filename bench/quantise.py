@@ -11,7 +11,12 @@ taken token by token, so its interval is much narrower than that of a loss. Aims
 nearest), or the extracted values (GPTQ). A row of losses is measured with dequantised weights in fp32; the row "in the engine" below it, with
 the compiled kernels, which also quantise tokens to 8 bits. The aims hold for both.
 
-With ``--suite``: scores of the weights at every preset, and paired differences to bf16, by `stretto.compare`.
+With ``--suite``: scores of the weights at every preset, rounded to nearest, and paired differences to bf16, by `stretto.compare`.
+`bench/quantise.toml` describes a network with three skills at three sizes, and is its suite:
+
+    stretto sft bench/quantise.toml -o RUN
+    python -m bench.quantise RUN/sft --suite bench/quantise.toml --limit 300
+
 With ``--speed``: processor time of a decoding step of the full network, with weights rounded to nearest, in turns; medians of the rounds.
 `bench.decode_speed --integers` compares the speed with llama.cpp's.
 With ``--memory``: peak memory of a process that opens the checkpoint and answers a prompt of 512 tokens, without that of an empty process,
