@@ -28,14 +28,10 @@ import numpy as np
 
 from bench.common.delayed import KIND
 from bench.common.measure import finish, half_width, refusing, table, wide_console
-from bench.common.rl_curves import at_end, start_once
+from bench.common.rl_curves import at_end, run_once, start_once
 from bench.common.study import Results, Run, carry_out, is_record, read_fields, recorded, study_parser, write_record
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT, RECIPES
-from stretto.base.track import read_metrics
-from stretto.flow.launch import Job
-from stretto.flow.log import read_spans
-from stretto.flow.run import run_rl
 from stretto.learning.recipe import PoolConfig, RlRecipe
 from stretto.report import style
 
@@ -103,7 +99,7 @@ class Study:
             found += [
                 Run(
                     name(bound, rate, seed),
-                    partial(_run, self.recipe(bound, rate, seed), out / START / CHECKPOINT),
+                    partial(run_once, self.recipe(bound, rate, seed), out / START / CHECKPOINT),
                     needs=(START,),
                 )
                 for rate, seed in wanted
@@ -168,25 +164,6 @@ def reported(results: Results, bound: int, first: int) -> dict[int, Mapping[str,
     stem = name(bound, rate, 0)[:-1]
     found = {int(run.removeprefix(stem)): results[run] for run in results if run.startswith(stem)}
     return {seed: found[seed] for seed in sorted(found) if seed != first}
-
-
-def _run(recipe: RlRecipe, start: Path, folder: Path) -> dict[str, Any]:
-    result = run_rl(Job(recipe, folder / "run", start), lambda *_: None, lambda text: None)
-    rows = [row for row in read_metrics(folder / "run") if "reward/mean" in row]
-    spans = read_spans(folder / "run")
-    first_s = min(span.started_s for span in spans if (span.role, span.name) == ("agents", "group"))
-    trainer = [span for span in spans if span.role == "trainer" and span.started_s >= first_s]
-    published = sorted(span.finished_s - first_s for span in trainer if span.name == "publish")
-    waits = [span for span in trainer if span.name == "wait"]
-    return {
-        "rewards": [round(row["reward/mean"], 4) for row in rows],
-        "ended_s": [round(each, 2) for each in published[-len(rows) :]],
-        "samples": recipe.train.prompts * recipe.rollout.group * len(rows),
-        "waits": sum(span.seconds for span in waits) / published[-1],
-        "staleness_mean": fmean(row["staleness/mean"] for row in rows),
-        "staleness_max": max(row["staleness/max"] for row in rows),
-        "held_out": result.last_reward,
-    }
 
 
 def report(results: Results, bounds: Sequence[int], first: int) -> list[str]:

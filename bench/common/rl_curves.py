@@ -1,4 +1,4 @@
-"""What studies of RL share: the supervised start of all runs, and the reward at the end of a run's curve."""
+"""What studies of RL share: the supervised start of all runs, a run with its rewards and times, and the reward at the end of its curve."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from typing import Any
 
 from stretto.api.rl import made_start
 from stretto.base.paths import CHECKPOINT
+from stretto.base.track import read_metrics
+from stretto.flow.launch import Job
+from stretto.flow.log import read_spans
+from stretto.flow.run import run_rl
 from stretto.learning.recipe import RlRecipe
 
 FIFTH = 5
@@ -19,6 +23,26 @@ def start_once(recipe: RlRecipe, folder: Path) -> dict[str, Any]:
     start = made_start(recipe, folder / "made", device="cpu")
     (folder / CHECKPOINT).symlink_to(start, target_is_directory=True)
     return {}
+
+
+def run_once(recipe: RlRecipe, start: Path, folder: Path) -> dict[str, Any]:
+    """Work of a run of RL from the checkpoint ``start``: rewards of the steps, and when each ended after the first dispatch of a group."""
+    result = run_rl(Job(recipe, folder / "run", start), lambda *_: None, lambda text: None)
+    rows = [row for row in read_metrics(folder / "run") if "reward/mean" in row]
+    spans = read_spans(folder / "run")
+    first_s = min(span.started_s for span in spans if (span.role, span.name) == ("agents", "group"))
+    trainer = [span for span in spans if span.role == "trainer" and span.started_s >= first_s]
+    published = sorted(span.finished_s - first_s for span in trainer if span.name == "publish")
+    waits = [span for span in trainer if span.name == "wait"]
+    return {
+        "rewards": [round(row["reward/mean"], 4) for row in rows],
+        "ended_s": [round(each, 2) for each in published[-len(rows) :]],
+        "samples": recipe.train.prompts * recipe.rollout.group * len(rows),
+        "waits": sum(span.seconds for span in waits) / published[-1],
+        "staleness_mean": fmean(row["staleness/mean"] for row in rows),
+        "staleness_max": max(row["staleness/max"] for row in rows),
+        "held_out": result.last_reward,
+    }
 
 
 def fifth(run: Mapping[str, Any]) -> int:
