@@ -11,11 +11,13 @@ taken token by token, so its interval is much narrower than that of a loss. Aims
 nearest), or the extracted values (GPTQ). A row of losses is measured with dequantised weights in fp32; the row "in the engine" below it, with
 the compiled kernels, which also quantise tokens to 8 bits. The aims hold for both.
 
-With ``--suite``: scores of the weights at every preset, rounded to nearest, and paired differences to bf16, by `stretto.compare`.
-`bench/quantise.toml` describes a network with three skills at three sizes, and is its suite:
+With ``--suite``: scores of the weights at every preset, rounded to nearest, and with ``--conversations`` also by GPTQ, beside paired
+differences to bf16, by `stretto.compare`. `bench/quantise.toml` describes a network with three skills at three sizes, and is its suite;
+other problems than those that are scored calibrate:
 
     stretto sft bench/quantise.toml -o RUN
-    python -m bench.quantise RUN/sft --suite bench/quantise.toml --limit 300
+    stretto eval RUN/sft --suite bench/quantise.toml --seed 7 --limit 300 -o EVAL --right RIGHT.jsonl
+    python -m bench.quantise RUN/sft --suite bench/quantise.toml --limit 300 --conversations RIGHT.jsonl
 
 With ``--speed``: processor time of a decoding step of the full network, with weights rounded to nearest, in turns; medians of the rounds.
 `bench.decode_speed --integers` compares the speed with llama.cpp's.
@@ -71,6 +73,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=32)
     parser.add_argument("--calibration-tokens", type=int, default=16_384)
     parser.add_argument("--suite", help="a suite of `stretto eval`: scores in place of losses")
+    parser.add_argument("--conversations", type=Path, help="calibration text of GPTQ for the suite, JSONL")
     parser.add_argument("--limit", type=int, default=100, help="problems per domain of the suite")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--speed", action="store_true")
@@ -84,7 +87,7 @@ def main() -> None:
         memory(arguments.run, arguments.dtypes)
         return
     if arguments.suite:
-        scores(arguments.run, arguments.dtypes, arguments.suite, arguments.limit)
+        scores(arguments.run, arguments.dtypes, arguments.suite, arguments.limit, arguments.conversations)
         return
     info = read_info(arguments.run)
     batches = held_out(info, info.train, join("cpu"))
@@ -211,13 +214,17 @@ def _documents(batch: EvalBatch) -> Iterator[tuple[list[int], Tensor]]:
                 yield [*ids.tolist(), *ends], is_target
 
 
-def scores(run: Path, dtypes: Sequence[str], suite: str, limit: int) -> None:
-    """Print scores of bf16 and integer weights at every preset, with paired differences to bf16."""
+def scores(run: Path, dtypes: Sequence[str], suite: str, limit: int, conversations: Path | None) -> None:
+    """Print scores of bf16 and integer weights at every preset, with paired differences to bf16; by GPTQ if there are ``conversations``."""
     with tempfile.TemporaryDirectory() as folder:
         models = {"bf16": checkpoint_folder(run)}
         for dtype in dtypes:
             models[dtype] = Path(folder) / dtype
             quantise_command(run, models[dtype], QuantiseOptions.model_validate({"dtype": dtype}))
+            if conversations is not None:
+                options = QuantiseOptions.model_validate({"dtype": dtype, "method": "gptq", "chat": True})
+                models[f"{dtype} gptq"] = Path(folder) / f"{dtype}-gptq"
+                quantise_command(run, models[f"{dtype} gptq"], options, [str(conversations)])
         for preset in ("", *(f":{name}" for name in read_presets(checkpoint_folder(run)) if name != "full")):
             out = Path(folder) / f"compared{preset.replace(':', '-')}"
             sizes = [f"{model}{preset}" for model in models.values()]

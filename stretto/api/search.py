@@ -174,6 +174,7 @@ class QuantiseOptions(Config):
     group: int = 32
     zeros: bool = False
     calibration_tokens: int = Field(default=16_384, gt=0)
+    chat: bool = False
 
     def plan(self) -> dict[str, IntScheme]:
         """The scheme of every part of the network that is quantised. The head has 8 bits unless it is named: it decides between tokens."""
@@ -206,6 +207,8 @@ def quantise_command(
         raise UserError(
             "stretto quantise: --zeros is for groups of 4 bits, and no part has 4; leave it out, or use --dtype int4"
         )
+    if options.chat and not data:
+        raise UserError("stretto quantise: --chat: describes the text of --data; name conversations with --data")
     ranks = join(device)
     checkpoint = load_checkpoint(source, ranks)
     network = checkpoint.model
@@ -219,7 +222,7 @@ def quantise_command(
         if options.method == "rtn":
             integers = round_to_nearest(state, schemes)
         else:
-            batches = _calibration(source, checkpoint, data, options.calibration_tokens, ranks)
+            batches = _calibration(source, checkpoint, data, options, ranks)
             subnets = list(named_subnets(network.config, checkpoint.presets).values())
             with metered(network, meter), progress("gptq", network.config.num_layers) as advance:
                 integers = gptq(network, schemes, [(each.ids_BT, each.ctx) for each in batches], subnets, advance)
@@ -240,13 +243,14 @@ def quantise_command(
 
 
 def _calibration(
-    source: Path, checkpoint: Checkpoint, data: Sequence[str], num_tokens: int, ranks: Ranks
+    source: Path, checkpoint: Checkpoint, data: Sequence[str], options: QuantiseOptions, ranks: Ranks
 ) -> list[EvalBatch]:
-    """Batches of about ``num_tokens`` tokens of ``data``, or of the training text of the run ``source``."""
+    """Batches of about ``options.calibration_tokens`` tokens of ``data``, or of the training text of the run ``source``."""
     config = checkpoint.config
     with TemporaryDirectory() as folder:
         if data:
-            mixture, _, _ = prepare_data(Path(folder), data, own_tokenizer(checkpoint.folder), config.vocab_size)
+            text = TextOptions(is_chat=options.chat)
+            mixture, _, _ = prepare_data(Path(folder), data, own_tokenizer(checkpoint.folder), config.vocab_size, text)
             length = min(ROW_TOKENS, config.max_positions)
         else:
             if not (source / RUN_FILE).is_file() or (info := read_info(source)).data is None:
@@ -254,7 +258,7 @@ def _calibration(
                     f"{source}: --method gptq: has no training text of its own; name calibration text with --data"
                 )
             mixture, length = info.mixture, info.train.seq_len
-        num_rows = max(1, num_tokens // length)
+        num_rows = max(1, options.calibration_tokens // length)
         rows = min(num_rows, EVAL_BATCH_ROWS)
         loader = Loader(mixture.open(), mixture.weights, rows, length, seed=0)
         return [EvalBatch.of(loader.next(), ranks.device) for _ in range(num_rows // rows)]

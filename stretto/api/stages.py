@@ -550,6 +550,7 @@ def quantise(
     zeros: bool = False,
     data: Data = (),
     calibration_tokens: int = 16_384,
+    chat: bool = False,
     device: str = "auto",
     force: bool = False,
 ) -> Model:
@@ -567,6 +568,7 @@ def quantise(
         zeros: give each group of 4 bits a zero as well. Such weights cannot be exported to Q4_0, and vLLM has no experts with zeros.
         data: calibration text; the training text of a run by default.
         calibration_tokens: number of tokens of that text for ``gptq``.
+        chat: the records of ``data`` are conversations, in the forms that `sft` reads.
         device: ``cpu``, ``cuda`` or ``auto``.
         force: replace what ``out`` holds.
 

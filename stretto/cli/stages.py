@@ -320,6 +320,7 @@ def quantise(
     zeros: bool = False,
     data: list[str] = [],
     calibration_tokens: int = 16_384,
+    chat: bool = False,
     device: Device = "auto",
     force: Force = False,
 ) -> None:
@@ -338,6 +339,7 @@ def quantise(
         zeros: Give each group of 4 bits a zero as well.
         data: Calibration text for gptq, PATH@WEIGHT in a mixture. Default: the training text of the run.
         calibration_tokens: Number of calibration tokens.
+        chat: The records of --data are conversations, as for stretto sft.
     """
     options = locals()
     stretto.quantise(options.pop("source"), **options)

@@ -445,4 +445,7 @@ def _lacks(place: str, name: str, fields: Iterable[Any]) -> str:
     """Error message about a missing field, with the existing ones."""
     names = [str(field) for field in fields]
     existing = (", ".join(names) or "none")[:300]
-    return f"{place}: no field {name!r}{nearest(name, names)}; it has {existing}; name the one that holds the text with --text-field"
+    remedy = "name the one that holds the text with --text-field"
+    if "messages" in names:
+        remedy = "conversations are read by stretto sft, and by stretto quantise with --chat"
+    return f"{place}: no field {name!r}{nearest(name, names)}; it has {existing}; {remedy}"

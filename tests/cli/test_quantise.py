@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from stretto.model.checkpoint import read_checkpoint, read_integers, read_preset
 from stretto.model.elastic import slice_integers
 from stretto.ops.int_weights import IntScheme
 from stretto.post.quantise import round_to_nearest
+from stretto.text.chat import CHATML
 from tests.api.conftest import PRESETS, Run, refused
 
 
@@ -91,6 +93,20 @@ def test_gptq_reads_the_run_s_own_text_and_healing_dequantises(
     alone = tmp_path / "alone"
     assert not stretto("quantise", run / CHECKPOINT, *options, "--data", text, "-o", alone).code
     assert read_integers(alone).keys() == integers.keys()
+    # conversations, which the checkpoint's chat template turns into text
+    turns = [
+        [{"role": "user", "content": f"After {n}?"}, {"role": "assistant", "content": f"{n + 1}"}] for n in range(200)
+    ]
+    chats, tuned = tmp_path / "chats.jsonl", tmp_path / "tuned"
+    chats.write_text("".join(f"{json.dumps({'messages': each})}\n" for each in turns))
+    (run / CHECKPOINT / "chat_template.jinja").write_text(CHATML)
+    options = (*options, "--data", chats)
+    refused(stretto("quantise", run / CHECKPOINT, *options, "-o", tuned), "it has messages", "--chat")
+    assert not tuned.exists()
+    assert not stretto("quantise", run / CHECKPOINT, *options, "--chat", "-o", tuned).code
+    found, before = read_integers(tuned), read_integers(alone)
+    assert found.keys() == before.keys()
+    assert any(not torch.equal(found[name].codes, before[name].codes) for name in found)
 
 
 def test_refusals(stretto: Run, served_run: Path, recipe: Path, text: Path, tmp_path: Path) -> None:
@@ -108,6 +124,7 @@ def test_refusals(stretto: Run, served_run: Path, recipe: Path, text: Path, tmp_
     nothing = ("--experts", "none", "--attention", "none", "--head", "none")
     quantise(*nothing, ("no part is left",))
     quantise("--zeros", "--group", 16, ("--zeros is for groups of 4 bits", "--dtype int4"))
+    quantise("--group", 16, "--method", "gptq", "--chat", ("--chat: describes the text of --data",))
     quantise("--group", 16, "--method", "gptq", ("has no training text", "--data"))
     quantise("--group", 16, "--method", "gptq", "--calibration-tokens", 0, ("calibration_tokens", "greater than 0"))
     quantise("--group", 16, "--method", "gptq", "--data", tmp_path / "none", ("none",))

@@ -58,6 +58,10 @@ def test_damaged_archives_are_named(tmp_path: Path, suffix: str, damage: str) ->
             r"line 1: no field 'text' \(did you mean 'txt'\?\); it has txt, id; name the one that holds the text with --text-field",
         ),
         (b'{"text": 3}\n', "line 1: field 'text': a int, not text"),
+        (
+            b'{"messages": []}\n',
+            "line 1: no field 'text'; it has messages; conversations are read by stretto sft, and by stretto quantise with --chat",
+        ),
         (b'{"text": "\\ud800"}\n', "line 1: field 'text': half of a surrogate pair"),
         (b'{"text": "a"}\n{"text": "\xe9"}\n', r"line 2: not UTF-8 \(byte 0xe9\).*; convert it"),
         (b'\xff\xfe{\0"\0', "line 1: UTF-16 text; convert it"),
