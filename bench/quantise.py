@@ -11,13 +11,12 @@ taken token by token, so its interval is much narrower than that of a loss. Aims
 nearest), or the extracted values (GPTQ). A row of losses is measured with dequantised weights in fp32; the row "in the engine" below it, with
 the compiled kernels, which also quantise tokens to 8 bits. The aims hold for both.
 
-With ``--suite``: scores of the weights at every preset, rounded to nearest, and with ``--conversations`` also by GPTQ, beside paired
-differences to bf16, by `stretto.compare`. `bench/quantise.toml` describes a network with three skills at three sizes, and is its suite;
-other problems than those that are scored calibrate:
+With ``--suite``: scores of the weights at every preset, and paired differences to bf16, by `stretto.compare`; by GPTQ if the suite is an RL
+recipe, whose demonstrations of other problems then calibrate. `bench/quantise.toml` describes a network with three skills at three
+sizes, and is its suite:
 
     stretto sft bench/quantise.toml -o RUN
-    stretto eval RUN/sft --suite bench/quantise.toml --seed 7 --limit 300 -o EVAL --right RIGHT.jsonl
-    python -m bench.quantise RUN/sft --suite bench/quantise.toml --limit 300 --conversations RIGHT.jsonl
+    python -m bench.quantise RUN/sft --suite bench/quantise.toml --limit 300
 
 With ``--speed``: processor time of a decoding step of the full network, with weights rounded to nearest, in turns; medians of the rounds.
 `bench.decode_speed --integers` compares the speed with llama.cpp's.
@@ -29,6 +28,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import subprocess
 import sys
 import tempfile
@@ -45,11 +45,14 @@ from stretto.api.evaluate import compare
 from stretto.api.search import QuantiseOptions, extract_command, quantise_command
 from stretto.api.serve import fitting_subnet
 from stretto.api.train import held_out
+from stretto.base.config import read_recipe
 from stretto.base.paths import checkpoint_folder
 from stretto.engine.engine import Engine
 from stretto.engine.loading import open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.evals.loss import EvalBatch
+from stretto.flow.launch import SourceTables
+from stretto.learning.recipe import RlRecipe
 from stretto.model.checkpoint import read_checkpoint, read_integers, read_presets, stores_integers
 from stretto.model.elastic import extract, slice_integers
 from stretto.model.parallel import join
@@ -73,7 +76,6 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=32)
     parser.add_argument("--calibration-tokens", type=int, default=16_384)
     parser.add_argument("--suite", help="a suite of `stretto eval`: scores in place of losses")
-    parser.add_argument("--conversations", type=Path, help="calibration text of GPTQ for the suite, JSONL")
     parser.add_argument("--limit", type=int, default=100, help="problems per domain of the suite")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--speed", action="store_true")
@@ -87,7 +89,7 @@ def main() -> None:
         memory(arguments.run, arguments.dtypes)
         return
     if arguments.suite:
-        scores(arguments.run, arguments.dtypes, arguments.suite, arguments.limit, arguments.conversations)
+        scores(arguments.run, arguments.dtypes, arguments.suite, arguments.limit)
         return
     info = read_info(arguments.run)
     batches = held_out(info, info.train, join("cpu"))
@@ -214,14 +216,17 @@ def _documents(batch: EvalBatch) -> Iterator[tuple[list[int], Tensor]]:
                 yield [*ids.tolist(), *ends], is_target
 
 
-def scores(run: Path, dtypes: Sequence[str], suite: str, limit: int, conversations: Path | None) -> None:
-    """Print scores of bf16 and integer weights at every preset, with paired differences to bf16; by GPTQ if there are ``conversations``."""
+def scores(run: Path, dtypes: Sequence[str], suite: str, limit: int) -> None:
+    """Print scores of bf16 and integer weights at every preset, with paired differences to bf16."""
     with tempfile.TemporaryDirectory() as folder:
+        conversations = Path(folder) / "conversations.jsonl"
+        if Path(suite).is_file():
+            write_demonstrations(read_recipe(suite, RlRecipe), conversations)
         models = {"bf16": checkpoint_folder(run)}
         for dtype in dtypes:
             models[dtype] = Path(folder) / dtype
             quantise_command(run, models[dtype], QuantiseOptions.model_validate({"dtype": dtype}))
-            if conversations is not None:
+            if conversations.is_file():
                 options = QuantiseOptions.model_validate({"dtype": dtype, "method": "gptq", "chat": True})
                 models[f"{dtype} gptq"] = Path(folder) / f"{dtype}-gptq"
                 quantise_command(run, models[f"{dtype} gptq"], options, [str(conversations)])
@@ -229,6 +234,17 @@ def scores(run: Path, dtypes: Sequence[str], suite: str, limit: int, conversatio
             out = Path(folder) / f"compared{preset.replace(':', '-')}"
             sizes = [f"{model}{preset}" for model in models.values()]
             print(f"{preset.removeprefix(':') or 'full'}\n{compare(sizes, out, suites=[suite], limit=limit)}")
+
+
+def write_demonstrations(recipe: RlRecipe, file: Path, num_problems: int = 200) -> None:
+    """Write conversations that solve the first problems of each source of ``recipe``, which evaluations do not use."""
+    with (
+        file.open("w", encoding="utf-8") as lines,
+        SourceTables(dict(recipe.sources), recipe.sandbox).opened() as sources,
+    ):
+        for source, item in itertools.product(sources.values(), range(num_problems)):
+            problem = source.problem(item)
+            lines.write(json.dumps({"messages": [*problem.messages, *source.demonstration(problem)]}) + "\n")
 
 
 PEAK = """
