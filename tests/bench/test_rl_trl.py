@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import stretto
+from bench import rl_trl
 from bench.rl_trl import our_gradient
 from stretto.base.config import read_recipe
 from stretto.learning.algorithms import advantages
@@ -45,6 +46,14 @@ CONFIG = ModelConfig(
 PROMPTS = [[3, 4, 5], [3, 4, 5], [6, 7, 8, 9], [6, 7, 8, 9]]
 COMPLETIONS = [[10, 11], [12, 13, 14], [15], [16, 17]]
 REWARDS = [1.0, 0.0, 0.25, 0.75]
+
+
+@pytest.mark.parametrize("name", ["rl_trl_long", "replay", "quantise"])
+def test_the_start_of_a_recipe_can_be_trained(name: str) -> None:
+    """One failed when its rows grew: the study had begun from a start that was there."""
+    recipe = read_recipe(Path(rl_trl.__file__).with_name(f"{name}.toml"), RlRecipe)
+    assert recipe.start is not None and recipe.start.model is not None
+    assert recipe.train.seq_len <= recipe.start.model.max_positions
 
 
 def test_our_gradient_is_that_of_the_policy_gradient_written_out(tmp_path: Path) -> None:
