@@ -40,7 +40,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from bench.common.measure import bench_parser, finish, random_prompts, table, wide_console
+from bench.common.measure import bench_parser, finish, random_prompts, refusing, table, wide_console
 from stretto.api.evaluate import compare
 from stretto.api.search import QuantiseOptions, extract_command, quantise_command
 from stretto.api.serve import fitting_subnet
@@ -68,6 +68,7 @@ AIMS = {("int8", "rtn"): 0.005, ("int8", "gptq"): 0.005, ("int4", "rtn"): None, 
 """Largest difference to bf16, in nats per token; None: no aim."""
 
 
+@refusing()
 def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("run", type=Path)

@@ -207,6 +207,10 @@ def quantise_command(
         raise UserError(
             "stretto quantise: --zeros is for groups of 4 bits, and no part has 4; leave it out, or use --dtype int4"
         )
+    if data and options.method == "rtn":
+        raise UserError(
+            "stretto quantise: --data: rounding to nearest reads no text; add --method gptq, or leave --data out"
+        )
     if options.chat and not data:
         raise UserError("stretto quantise: --chat: describes the text of --data; name conversations with --data")
     ranks = join(device)

@@ -124,6 +124,7 @@ def test_refusals(stretto: Run, served_run: Path, recipe: Path, text: Path, tmp_
     nothing = ("--experts", "none", "--attention", "none", "--head", "none")
     quantise(*nothing, ("no part is left",))
     quantise("--zeros", "--group", 16, ("--zeros is for groups of 4 bits", "--dtype int4"))
+    quantise("--group", 16, "--data", text, ("--data: rounding to nearest reads no text", "--method gptq"))
     quantise("--group", 16, "--method", "gptq", "--chat", ("--chat: describes the text of --data",))
     quantise("--group", 16, "--method", "gptq", ("has no training text", "--data"))
     quantise("--group", 16, "--method", "gptq", "--calibration-tokens", 0, ("calibration_tokens", "greater than 0"))
