@@ -28,10 +28,10 @@ import numpy as np
 
 from bench.common.delayed import KIND
 from bench.common.measure import finish, half_width, refusing, table, wide_console
-from bench.common.rl_curves import at_end, run_once, start_once
+from bench.common.rl_curves import START, at_end, searched, start_once
 from bench.common.study import Results, Run, carry_out, is_record, read_fields, recorded, study_parser, write_record
 from stretto.base.config import read_recipe
-from stretto.base.paths import CHECKPOINT, RECIPES
+from stretto.base.paths import RECIPES
 from stretto.learning.recipe import PoolConfig, RlRecipe
 from stretto.report import style
 
@@ -42,7 +42,6 @@ AIM = 2.5
 """Aim: speed over that of the control."""
 SMOOTH = 5
 """Steps over which a reward at some time is averaged."""
-START = "start"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +93,7 @@ class Study:
         found = [Run(START, partial(start_once, start))]
         for bound in self.bounds:
             best = best_rate(results, bound, self.seeds[0])
-            wanted = [(rate, self.seeds[0]) for rate in RATES]
-            wanted += [(best, seed) for seed in self.seeds[1:] if best is not None]
-            found += [
-                Run(
-                    name(bound, rate, seed),
-                    partial(run_once, self.recipe(bound, rate, seed), out / START / CHECKPOINT),
-                    needs=(START,),
-                )
-                for rate, seed in wanted
-            ]
+            found += searched(partial(self.recipe, bound), partial(name, bound), RATES, self.seeds, best, out)
         return found
 
 

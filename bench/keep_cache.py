@@ -21,15 +21,13 @@ from statistics import fmean
 from typing import Any
 
 from bench.common.measure import finish, half_width, refusing, table, wide_console
-from bench.common.rl_curves import at_end, run_once, start_once
+from bench.common.rl_curves import START, at_end, searched, start_once
 from bench.common.study import Results, Run, carry_out, is_record, read_fields, recorded, study_parser, write_record
 from stretto.base.config import read_recipe
-from stretto.base.paths import CHECKPOINT
 from stretto.learning.recipe import RlRecipe
 
 RECIPE = Path(__file__).with_name("rl_trl_long.toml")
 ARMS = {"again": False, "kept": True}
-START = "start"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +63,9 @@ class Study:
         """All runs that ``results`` make possible."""
         found = [Run(START, partial(start_once, read_recipe(RECIPE, RlRecipe, self.settings)))]
         for arm in ARMS:
-            best, first = best_rate(results, arm, self.seeds[0]), self.seeds[0]
-            wanted = [(rate, first) for rate in self.rates]
-            searched = all(name(arm, rate, first) in results for rate in self.rates)
-            wanted += [(best, seed) for seed in self.seeds[1:] if searched and best is not None]
-            found += [
-                Run(
-                    name(arm, rate, seed),
-                    partial(run_once, self.recipe(arm, rate, seed), out / START / CHECKPOINT),
-                    needs=(START,),
-                )
-                for rate, seed in wanted
-            ]
+            is_complete = set(self.rates) <= of_seed(results, arm, self.seeds[0]).keys()
+            best = best_rate(results, arm, self.seeds[0]) if is_complete else None
+            found += searched(partial(self.recipe, arm), partial(name, arm), self.rates, self.seeds, best, out)
         return found
 
 

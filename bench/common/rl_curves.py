@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from bench.common.study import Run
 from stretto.api.rl import made_start
 from stretto.base.paths import CHECKPOINT
 from stretto.base.track import read_metrics
@@ -16,6 +18,8 @@ from stretto.flow.run import run_rl
 from stretto.learning.recipe import RlRecipe
 
 FIFTH = 5
+START = "start"
+"""Name of the run that trains the start."""
 
 
 def start_once(recipe: RlRecipe, folder: Path) -> dict[str, Any]:
@@ -43,6 +47,25 @@ def run_once(recipe: RlRecipe, start: Path, folder: Path) -> dict[str, Any]:
         "staleness_max": max(row["staleness/max"] for row in rows),
         "held_out": result.last_reward,
     }
+
+
+def searched(
+    recipe: Callable[[float, int], RlRecipe],
+    name: Callable[[float, int], str],
+    rates: Sequence[float],
+    seeds: Sequence[int],
+    best: float | None,
+    out: Path,
+) -> list[Run]:
+    """Runs of one arm, from the start of the study in ``out``: the first seed at every rate, the others at the ``best`` one, if it is known.
+
+    ``recipe`` and ``name`` take the rate and the seed."""
+    wanted = [(rate, seeds[0]) for rate in rates]
+    wanted += [(best, seed) for seed in seeds[1:] if best is not None]
+    start = out / START / CHECKPOINT
+    return [
+        Run(name(rate, seed), partial(run_once, recipe(rate, seed), start), needs=(START,)) for rate, seed in wanted
+    ]
 
 
 def fifth(run: Mapping[str, Any]) -> int:
