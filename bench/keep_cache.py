@@ -2,7 +2,7 @@
 
     python -m bench.keep_cache OUT [--rates 3e-4 1e-3 3e-3] [--seeds 0 1 2 3] [--record FILE]
     python -m bench.keep_cache FILE                   print a record again
-    python -m bench.keep_cache OUT --staleness 0      must end in FAILED: no sample is in flight when weights change
+    python -m bench.keep_cache OUT --staleness 0      no sample is in flight when weights change: the speed differs by noise alone
 
 The recipe is that of 128-token answers (`bench/rl_trl_long.toml`), in which most samples see new weights before they end. The arms
 differ in ``rollout.keep_cache`` alone: "again" computes keys and values again when weights are loaded, "kept" keeps them. The first

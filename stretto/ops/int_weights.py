@@ -61,10 +61,8 @@ class IntWeight:
 
     def dequantise(self) -> Tensor:
         """fp32 […, F, D]. Exact: a code has 8 significant bits at most and a scale 11."""
-        grouped = self.codes.unflatten(-1, (-1, self.group)).float()
-        if self.zeros is not None:
-            grouped -= self.zeros[..., None].float()
-        return (grouped * self.scales[..., None].float()).flatten(-2)
+        zeros = None if self.zeros is None else self.zeros[..., None]
+        return code_values(self.codes.unflatten(-1, (-1, self.group)), self.scales[..., None], zeros).flatten(-2)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> IntWeight:
         """The weight with ``change``, which leaves the last dim alone, applied to each of its tensors."""
@@ -117,8 +115,7 @@ def fitted_grid(grouped: Tensor, importance: Tensor, scheme: IntScheme) -> tuple
     for factor in (*WIDTHS, *(() if scheme.zeros else (-8 / 7 * width for width in WIDTHS))):
         scales = _representable(extreme * factor)
         codes = nearest_codes(grouped, scales[..., None], wide_zeros, scheme.bits)
-        values = (codes if wide_zeros is None else codes - wide_zeros.float()) * scales[..., None].float()
-        error = ((values - grouped).square() * importance).sum(-1)
+        error = ((code_values(codes, scales[..., None], wide_zeros) - grouped).square() * importance).sum(-1)
         best = torch.where(error < least, scales, best)
         least = torch.minimum(error, least)
     return best, zeros
@@ -141,6 +138,12 @@ def nearest_codes(values: Tensor, scales: Tensor, zeros: Tensor | None, bits: in
     if zeros is not None:
         codes = codes + zeros.float()
     return codes.clamp_(*_range(bits))
+
+
+def code_values(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """The values (fp32) of ``codes``; scales and zeros broadcast."""
+    wide = codes.float() if zeros is None else codes.float() - zeros.float()
+    return wide * scales.float()
 
 
 def quantise(weight: Tensor, scheme: IntScheme) -> IntWeight:

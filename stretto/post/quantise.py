@@ -26,7 +26,7 @@ from stretto.model.families import Family, stored_tensors
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Context, Transformer, skeleton
 from stretto.ops.grouped import Experts, group_slots, swiglu
-from stretto.ops.int_weights import IntScheme, IntWeight, check_group, fitted_grid, nearest_codes, quantise
+from stretto.ops.int_weights import IntScheme, IntWeight, check_group, code_values, fitted_grid, nearest_codes, quantise
 from stretto.ops.native.products import add_product_
 from stretto.ops.operators import Operators, Routes, Weight
 
@@ -246,8 +246,7 @@ def moved_to_unquantised(weight: Tensor, hessian: Tensor, drift: Tensor) -> Tens
     of W + W·drift·H⁻¹ on X are nearest in squared error. This fits the calibration text too closely and makes others worse, so a
     share of the step is taken, and H is damped.
     """
-    H_BDD = _regular(hessian.double())
-    H_BDD.diagonal(dim1=-2, dim2=-1).add_(MOVE_DAMPING * _mean_diagonal(H_BDD))
+    H_BDD = _damped(hessian, MOVE_DAMPING)
     wide = weight.detach().double()
     return (wide + MOVE * torch.linalg.solve(H_BDD, (wide @ drift.double()).mT).mT).float()
 
@@ -260,8 +259,7 @@ def compensated(weight: Tensor, hessian: Tensor, scheme: IntScheme) -> IntWeight
     """
     num_outputs, num_inputs = weight.shape[-2:]
     values_BFD = weight.detach().float().reshape(-1, num_outputs, num_inputs)
-    H_BDD = _regular(hessian.double().reshape(-1, num_inputs, num_inputs))
-    H_BDD.diagonal(dim1=-2, dim2=-1).add_(DAMPING * _mean_diagonal(H_BDD))
+    H_BDD = _damped(hessian.reshape(-1, num_inputs, num_inputs), DAMPING)
     diagonal_BD = H_BDD.diagonal(dim1=-2, dim2=-1)
     importance_BJG = diagonal_BD.float().unflatten(-1, (-1, scheme.group))
     scales_BFJ, zeros_BFJ = fitted_grid(values_BFD.unflatten(-1, (-1, scheme.group)), importance_BJG[:, None], scheme)
@@ -283,7 +281,7 @@ def compensated(weight: Tensor, hessian: Tensor, scheme: IntScheme) -> IntWeight
             zero_BF = None if zeros_BFJ is None else zeros_BFJ.gather(-1, group_BF1)[..., 0]
             codes_BF = nearest_codes(part_BFC[..., place], scale_BF, zero_BF, scheme.bits)
             codes_BFD[..., start + place] = codes_BF.to(torch.int8)
-            meant_BF = (codes_BF if zero_BF is None else codes_BF - zero_BF.float()) * scale_BF.float()
+            meant_BF = code_values(codes_BF, scale_BF, zero_BF)
             error_BF = (part_BFC[..., place] - meant_BF) / row_BC[:, place, None]
             part_BFC[..., place:] -= error_BF[..., None] * row_BC[:, None, place:]
             error_BFC[..., place] = error_BF
@@ -294,13 +292,11 @@ def compensated(weight: Tensor, hessian: Tensor, scheme: IntScheme) -> IntWeight
     return IntWeight(codes_BFD.reshape(weight.shape), scales_BFJ.reshape(shape), zeros, scheme.bits)
 
 
-def _regular(H_BDD: Tensor) -> Tensor:
-    """A copy with 1 on the diagonal for inputs that never were other than 0."""
-    H_BDD = H_BDD.clone()
-    diagonal_BD = H_BDD.diagonal(dim1=-2, dim2=-1)
-    diagonal_BD.add_((diagonal_BD == 0).double())
-    return H_BDD
-
-
-def _mean_diagonal(H_BDD: Tensor) -> Tensor:
-    return H_BDD.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+def _damped(hessian: Tensor, share: float) -> Tensor:
+    """``hessian`` […, D, D] in fp64, with 1 on the diagonal for inputs that never were other than 0, then ``share`` of the diagonal's mean
+    added to the diagonal."""
+    damped = hessian.to(torch.float64, copy=True)
+    diagonal = damped.diagonal(dim1=-2, dim2=-1)
+    diagonal.add_((diagonal == 0).double())
+    diagonal.add_(share * diagonal.mean(-1, keepdim=True))
+    return damped
