@@ -51,6 +51,7 @@ from stretto.report.search import Kept, Load
 from stretto.report.training import Curve, ReportData, Size, headline, report_page, size_table
 from stretto.subnets.latency import LatencyTable
 from stretto.train.recipe import (
+    ElasticConfig,
     ElasticizeRecipe,
     MixtureConfig,
     Recipe,
@@ -370,8 +371,13 @@ def _configured(elastic: MixtureConfig) -> dict[str, float]:
     """Configured share of each kind of Subnet in the training passes; empty for samplers whose kinds overlap or change over time."""
     if not isinstance(elastic, SelfTaughtConfig) or elastic.sampler != "anchored":
         return {}
-    shares = dict.fromkeys(elastic.anchors, elastic.anchor_share / max(1, len(elastic.anchors)))
+    shares = {name: elastic.anchor_share * part for name, part in elastic.anchor_parts().items()}
     shares |= {"depth": elastic.depth_share, "top_k": elastic.top_k_share}
     shares = {name: (1.0 - elastic.starts_at) * share for name, share in shares.items()}
-    shares["full"] = 1.0 if elastic.joint else 1.0 - sum(shares.values())
+    grown_at = 0.0
+    if isinstance(elastic, ElasticConfig):
+        grown_at = elastic.grown_at
+        for name, begin, end in elastic.growth():
+            shares[name] += end - begin
+    shares["full"] = 1.0 - grown_at if elastic.joint else 1.0 - sum(shares.values())
     return {name: share / sum(shares.values()) for name, share in shares.items()}

@@ -46,6 +46,7 @@ from stretto.optim.schedule import learning_rate
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.pace import Pace, find_pace
 from stretto.train.recipe import (
+    ElasticConfig,
     ElasticizeRecipe,
     HealRecipe,
     MixtureConfig,
@@ -126,7 +127,23 @@ def pretrain(recipe: Recipe, job: Job, parent: Origin | None = None) -> Trained:
     rank_at = {max(1, round(share * train.steps)) for share in elastic.rank_layers_at}
     begun = parent or random_network(config, train.seed)
     training = _Training("pretrain", recipe, job, replace(begun, config=config), elastic.anchors, rank_at)
-    return training.run(_self_taught(training, elastic))
+    return training.run(_growing(training, elastic, _self_taught(training, elastic)))
+
+
+def _growing(training: _Training, elastic: ElasticConfig, grown: Callable[[int], Plan]) -> Callable[[int], Plan]:
+    """Plan of every step of a run that first trains the anchors of ``elastic.growth()`` alone, and then continues with ``grown``."""
+    train = training.train
+    stages = [(round(end * train.steps), name) for name, _, end in elastic.growth()]
+
+    def plan(step: int) -> Plan:
+        for end, name in stages:
+            if step < end:
+                anchor = elastic.anchors[name].of(training.model.config)
+                micro = MicroPlan(name, anchor, widths=None, is_anchor=False)
+                return Plan([(micro, None)] * train.micro_batches, elastic.balance_rate)
+        return grown(step)
+
+    return plan
 
 
 def _self_taught(training: _Training, elastic: SelfTaughtConfig) -> Callable[[int], Plan]:

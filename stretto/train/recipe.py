@@ -6,14 +6,15 @@ Imports no torch, so that a bad recipe is refused within a second.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, PositiveFloat, model_validator
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError
-from stretto.model.spec import LoraConfig, ModelConfig, SubnetChoice, fixed_layers
+from stretto.model.spec import LoraConfig, ModelConfig, SubnetChoice, count, fixed_layers
 from stretto.optim.schedule import OptimConfig
 
 
@@ -25,6 +26,10 @@ class MixtureConfig(Config):
     """Subnets by name that are trained exactly, evaluated, and stored as presets in the checkpoint."""
     anchor_share: float = Field(default=0.1, ge=0, le=1)
     """Share of all anchors together."""
+    anchor_weights: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """Parts of ``anchor_share`` by anchor, in relation to each other; an anchor that is not named has 1. The smallest anchor differs most
+    from the full network and gains most from a larger part.
+    """
     depth_share: float = Field(default=0.1, ge=0, le=1)
     """Share of micro-batches with a random smaller depth (ERNIE 5.0: 0.25)."""
     top_k_share: float = Field(default=0.1, ge=0, le=1)
@@ -52,7 +57,17 @@ class MixtureConfig(Config):
             raise ValueError(f"anchor_share + depth_share + top_k_share is {total:g}; at most 1")
         if "full" in self.anchors:
             raise ValueError("anchors.full: 'full' is the name of the full network; choose another name")
+        unknown = next((name for name in self.anchor_weights if self.anchors and name not in self.anchors), None)
+        if unknown is not None:
+            raise ValueError(
+                f"anchor_weights.{unknown}: no anchor has this name; name one of {', '.join(self.anchors)}"
+            )
         return self
+
+    def anchor_parts(self) -> dict[str, float]:
+        """Part of ``anchor_share`` by anchor; the parts sum to 1."""
+        weights = {name: self.anchor_weights.get(name, 1.0) for name in self.anchors}
+        return {name: weight / sum(weights.values()) for name, weight in weights.items()}
 
 
 class SelfTaughtConfig(MixtureConfig):
@@ -71,11 +86,41 @@ class SelfTaughtConfig(MixtureConfig):
 class ElasticConfig(SelfTaughtConfig):
     """Mixture of a network that is elastic from its first step."""
 
+    grow_until: dict[str, float] = Field(default_factory=dict)
+    """Anchors that the run trains alone at its start, each until this share of the steps, before the full network. The steps cost the
+    anchor's FLOPs, and the anchor keeps much of what it learns (experts: 2605.13247; layers: 2511.04981).
+    """
+
     @model_validator(mode="after")
     def _check_anchors(self) -> Self:
         if self.sampler == "anchored" and self.anchor_share > 0 and not self.anchors:
             raise ValueError("anchors: name at least one, or set anchor_share = 0")
+        for name, share in self.grow_until.items():
+            if name not in self.anchors:
+                raise ValueError(f"grow_until.{name}: no anchor has this name; add elastic.anchors.{name}")
+            if not 0 < share < 1:
+                raise ValueError(f"grow_until.{name}: {share:g} is no share of the steps; give one between 0 and 1")
+        if self.sampler != "off" and self.starts_at < self.grown_at:
+            raise ValueError(
+                f"starts_at: {self.starts_at:g} lies before {self.grown_at:g}, where grow_until ends; set it to that or later"
+            )
+        if any(share < self.grown_at for share in self.rank_layers_at):
+            raise ValueError(
+                f"rank_layers_at: before {self.grown_at:g}, where grow_until ends, some layers are not trained; rank them later"
+            )
         return self
+
+    @property
+    def grown_at(self) -> float:
+        """Share of the steps after which the full network is trained."""
+        return max(self.grow_until.values(), default=0.0)
+
+    def growth(self) -> Iterator[tuple[str, float, float]]:
+        """Anchors that are trained alone, in their order, with the shares of the steps from which and until which they are."""
+        begin = 0.0
+        for name, end in sorted(self.grow_until.items(), key=lambda item: item[1]):
+            yield name, begin, end
+            begin = end
 
 
 class TrainConfig(Config):
@@ -181,6 +226,13 @@ class Recipe(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_fit(self.elastic, self.train, self.model)
+        names = [name for name, _, _ in self.elastic.growth()]
+        sizes = [count(self.model, self.elastic.anchors[name].of(self.model)).active_params for name in names]
+        for (name, size), (later, larger) in pairwise(zip(names, sizes, strict=True)):
+            if size >= larger:
+                raise ValueError(
+                    f"elastic.grow_until.{later}: no larger than {name}, which is trained before it; swap them"
+                )
         return self
 
     _states = model_validator(mode="after")(check_states)
@@ -218,9 +270,10 @@ def check_fit(elastic: MixtureConfig, train: TrainConfig, model: ModelConfig) ->
 
 
 def with_branches(model: ModelConfig, elastic: MixtureConfig) -> ModelConfig:
-    """``model`` with the balance branches that the sampler needs: one for the width of each anchor."""
-    anchors = (choice.experts for choice in elastic.anchors.values())
-    narrow = {experts for experts in anchors if experts is not None and elastic.sampler != "off"}
+    """``model`` with the balance branches that the run needs: one for the width of each anchor that it trains."""
+    grown = elastic.grow_until if isinstance(elastic, ElasticConfig) else {}
+    trained = [choice for name, choice in elastic.anchors.items() if elastic.sampler != "off" or name in grown]
+    narrow = {choice.experts for choice in trained if choice.experts is not None}
     widths = tuple(sorted({*model.widths, *narrow}, reverse=True))
     return model.replace(widths=widths, num_branches=len(widths))
 

@@ -5,7 +5,9 @@ Imports no torch. Shape letters: B rows of a micro-batch over all ranks, E exper
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -79,11 +81,12 @@ class Sampler:
     def _stratified(self, point: float, rng: np.random.Generator, strength: float) -> MicroPlan:
         """An anchor, or one reduced axis; ``point`` in [0, 1) selects the kind by its share."""
         elastic = self.elastic
-        anchors = list(elastic.anchors.items())
-        anchor_share = elastic.anchor_share * strength if anchors else 0.0
+        anchor_share = elastic.anchor_share * strength if elastic.anchors else 0.0
         if point < anchor_share:
-            name, choice = anchors[int(point / anchor_share * len(anchors))]
-            return MicroPlan(name, choice.of(self.config), None, True)
+            parts = elastic.anchor_parts()
+            at = bisect_right(list(accumulate(parts.values())), point / anchor_share)
+            name = list(parts)[min(at, len(parts) - 1)]  # the sum of the parts may be rounded to less than 1
+            return MicroPlan(name, elastic.anchors[name].of(self.config), None, True)
         point -= anchor_share
         narrow_share = elastic.width_share * strength / max(1e-9, 1.0 - anchor_share)
         widths = self._widths(rng, narrow_share)

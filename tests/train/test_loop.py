@@ -258,6 +258,40 @@ def test_joint_narrowed_rows_at_full_depth_are_learnt_in_full_too(run: Any) -> N
     assert 1.3 * tokens < passes["full"] < 1.7 * tokens, "half of the rows are narrowed, and learnt again without that"
 
 
+def test_a_network_grows_from_its_anchor(run: Any) -> None:
+    weights: dict[int, dict[str, torch.Tensor]] = {}
+
+    def observe(model: Transformer, step: int) -> dict[str, float]:
+        weights[step] = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        return {}
+
+    grown = run(elastic__grow_until={"corner": 0.5}, elastic__starts_at=0.75, observe=observe)
+    total = grown.meter.receipt().tokens
+    assert grown.tokens_by_kind["corner"] >= total / 2, "six of twelve steps train the corner alone"
+    kept = grown.model.config.subnet(depth=4).layers
+
+    def changed(before: int, after: int) -> set[int]:
+        """Layers whose weights differ between two steps."""
+        names = [name for name in weights[before] if name.startswith("blocks.")]
+        return {
+            int(name.split(".")[1]) for name in names if not torch.equal(weights[before][name], weights[after][name])
+        }
+
+    assert changed(3, 6) == set(kept) and changed(6, 9) == set(range(6))
+
+
+def test_a_network_grows_in_the_order_of_the_shares(run: Any) -> None:
+    anchors = {"corner": {"layers": 4, "experts": 4, "top_k": 2}, "half": {"layers": 5, "experts": 6, "top_k": 2}}
+    growth = {"half": 0.75, "corner": 0.5}
+    trained = run(elastic__anchors=anchors, elastic__grow_until=growth, elastic__sampler="off")
+    total = trained.meter.receipt().tokens
+    shares = {kind: num / total for kind, num in trained.tokens_by_kind.items()}
+    assert shares == pytest.approx({"corner": 0.5, "half": 0.25, "full": 0.25}, abs=0.01)
+    assert trained.model.config.widths == (8, 6, 4), "each width that is trained balances its own experts"
+    with pytest.raises(ValueError, match="no larger than half"):
+        run.recipe(elastic__anchors=anchors, elastic__grow_until={"half": 0.1, "corner": 0.2}, elastic__starts_at=0.5)
+
+
 def test_a_run_that_was_killed_before_its_first_snapshot_begins_again(
     run: Any, reference: Trained, assert_same: Same, capsys: pytest.CaptureFixture[str]
 ) -> None:

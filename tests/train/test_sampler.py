@@ -126,6 +126,14 @@ def test_the_bound_is_not_slack() -> None:
         assert abs(drawn[name] - share * 1600) <= 3, name
 
 
+def test_anchors_share_by_their_weights() -> None:
+    drawn = kinds(sampler(anchor_share=0.4, anchor_weights={"corner": 3}), 0, 400)
+    for name, share in {"corner": 0.3, "small": 0.1}.items():
+        assert abs(drawn[name] - share * 1600) <= 3, name
+    with pytest.raises(ValueError, match=r"anchor_weights.tiny: .* name one of corner, small"):
+        sampler(anchor_weights={"tiny": 1})
+
+
 def narrow_rows(one: Sampler, first: int, last: int) -> int:
     return sum(plan.num_narrow_rows for step in range(first, last) for plan in one.draw(step))
 
