@@ -8,7 +8,7 @@
 
 Arms, each trained with every seed:
 
-elastic      ours: the network grows from its smallest anchor, and late the anchors are trained jointly with it (`bench/study.toml`)
+elastic      ours: the network grows from a smaller one, and late the anchors are trained jointly with it (`bench/study.toml`)
 ernie        the sampler that ERNIE 5.0 published
 ordinary     an ordinary network, with the tokens of the elastic one (``ordinary``) and with its executed FLOPs (``ordinary+``)
 grown        an ordinary network that grows like the elastic one, with the same tokens: growth without elasticity
@@ -188,11 +188,11 @@ class Study(Arms):
         if arm.startswith("ordinary") or (arm == "elastic" and self.mutant == "no-anchors"):
             elastic = ElasticConfig(sampler="off", anchors=elastic.anchors, anchor_share=0.0)
         elif arm == "grown":
-            growth = elastic.grow_until
-            elastic = ElasticConfig(sampler="off", anchors=elastic.anchors, anchor_share=0.0, grow_until=growth)
+            growth = elastic.growth
+            elastic = ElasticConfig(sampler="off", anchors=elastic.anchors, anchor_share=0.0, growth=growth)
         elif arm == "ernie":
             elastic = elastic.replace(
-                sampler="ernie", joint=False, starts_at=0.0, ramp_fraction=0.1, rank_layers_at=(), grow_until={}
+                sampler="ernie", joint=False, starts_at=0.0, ramp_fraction=0.1, rank_layers_at=(), growth=()
             )
         return recipe.replace(elastic=elastic, train=train, optim=optim)
 

@@ -374,10 +374,7 @@ def _configured(elastic: MixtureConfig) -> dict[str, float]:
     shares = {name: elastic.anchor_share * part for name, part in elastic.anchor_parts().items()}
     shares |= {"depth": elastic.depth_share, "top_k": elastic.top_k_share}
     shares = {name: (1.0 - elastic.starts_at) * share for name, share in shares.items()}
-    grown_at = 0.0
-    if isinstance(elastic, ElasticConfig):
-        grown_at = elastic.grown_at
-        for name, begin, end in elastic.growth():
-            shares[name] += end - begin
-    shares["full"] = 1.0 - grown_at if elastic.joint else 1.0 - sum(shares.values())
+    if isinstance(elastic, ElasticConfig) and elastic.growth:
+        shares["growth"] = elastic.grown_at
+    shares["full"] = 1.0 - (shares.get("growth", 0.0) if elastic.joint else sum(shares.values()))
     return {name: share / sum(shares.values()) for name, share in shares.items()}

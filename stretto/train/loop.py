@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
@@ -131,17 +132,16 @@ def pretrain(recipe: Recipe, job: Job, parent: Origin | None = None) -> Trained:
 
 
 def _growing(training: _Training, elastic: ElasticConfig, grown: Callable[[int], Plan]) -> Callable[[int], Plan]:
-    """Plan of every step of a run that first trains the anchors of ``elastic.growth()`` alone, and then continues with ``grown``."""
+    """Plan of every step of a run that trains the stages of ``elastic.growth`` first, and then continues with ``grown``."""
     train = training.train
-    stages = [(round(end * train.steps), name) for name, _, end in elastic.growth()]
+    ends = [round(stage.until * train.steps) for stage in elastic.growth]
 
     def plan(step: int) -> Plan:
-        for end, name in stages:
-            if step < end:
-                anchor = elastic.anchors[name].of(training.model.config)
-                micro = MicroPlan(name, anchor, widths=None, is_anchor=False)
-                return Plan([(micro, None)] * train.micro_batches, elastic.balance_rate)
-        return grown(step)
+        at = bisect_right(ends, step)
+        if at == len(ends):
+            return grown(step)
+        micro = MicroPlan("growth", elastic.growth[at].of(training.model.config), widths=None, is_anchor=False)
+        return Plan([(micro, None)] * train.micro_batches, elastic.balance_rate)
 
     return plan
 

@@ -6,8 +6,7 @@ Imports no torch, so that a bad recipe is refused within a second.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, PositiveFloat, model_validator
@@ -83,44 +82,42 @@ class SelfTaughtConfig(MixtureConfig):
     """
 
 
+class GrowthStage(SubnetChoice):
+    """A Subnet that a run trains alone at its start."""
+
+    until: float = Field(gt=0, lt=1)
+    """Share of the steps at which the stage ends."""
+
+
 class ElasticConfig(SelfTaughtConfig):
     """Mixture of a network that is elastic from its first step."""
 
-    grow_until: dict[str, float] = Field(default_factory=dict)
-    """Anchors that the run trains alone at its start, each until this share of the steps, before the full network. The steps cost the
-    anchor's FLOPs, and the anchor keeps much of what it learns (experts: 2605.13247; layers: 2511.04981).
+    growth: tuple[GrowthStage, ...] = ()
+    """Smaller Subnets that the run trains alone, one after another, before the full network. These steps cost the FLOPs of the smaller
+    Subnets (depth: 2511.04981; experts: 2605.13247).
     """
 
     @model_validator(mode="after")
     def _check_anchors(self) -> Self:
         if self.sampler == "anchored" and self.anchor_share > 0 and not self.anchors:
             raise ValueError("anchors: name at least one, or set anchor_share = 0")
-        for name, share in self.grow_until.items():
-            if name not in self.anchors:
-                raise ValueError(f"grow_until.{name}: no anchor has this name; add elastic.anchors.{name}")
-            if not 0 < share < 1:
-                raise ValueError(f"grow_until.{name}: {share:g} is no share of the steps; give one between 0 and 1")
+        ends = [stage.until for stage in self.growth]
+        if ends != sorted(set(ends)):
+            raise ValueError("growth: until: every stage must end later than the stage before it")
         if self.sampler != "off" and self.starts_at < self.grown_at:
             raise ValueError(
-                f"starts_at: {self.starts_at:g} lies before {self.grown_at:g}, where grow_until ends; set it to that or later"
+                f"starts_at: {self.starts_at:g} lies before {self.grown_at:g}, where growth ends; set it to that or later"
             )
         if any(share < self.grown_at for share in self.rank_layers_at):
             raise ValueError(
-                f"rank_layers_at: before {self.grown_at:g}, where grow_until ends, some layers are not trained; rank them later"
+                f"rank_layers_at: before {self.grown_at:g}, where growth ends, some layers are not trained; rank them later"
             )
         return self
 
     @property
     def grown_at(self) -> float:
         """Share of the steps after which the full network is trained."""
-        return max(self.grow_until.values(), default=0.0)
-
-    def growth(self) -> Iterator[tuple[str, float, float]]:
-        """Anchors that are trained alone, in their order, with the shares of the steps from which and until which they are."""
-        begin = 0.0
-        for name, end in sorted(self.grow_until.items(), key=lambda item: item[1]):
-            yield name, begin, end
-            begin = end
+        return self.growth[-1].until if self.growth else 0.0
 
 
 class TrainConfig(Config):
@@ -226,13 +223,13 @@ class Recipe(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_fit(self.elastic, self.train, self.model)
-        names = [name for name, _, _ in self.elastic.growth()]
-        sizes = [count(self.model, self.elastic.anchors[name].of(self.model)).active_params for name in names]
-        for (name, size), (later, larger) in pairwise(zip(names, sizes, strict=True)):
-            if size >= larger:
-                raise ValueError(
-                    f"elastic.grow_until.{later}: no larger than {name}, which is trained before it; swap them"
-                )
+        try:
+            stages = [stage.of(self.model) for stage in self.elastic.growth]
+        except ValueError as error:
+            raise ValueError(f"elastic.growth: {error}") from None
+        sizes = [count(self.model, stage).active_params for stage in stages]
+        if sizes != sorted(set(sizes)):
+            raise ValueError("elastic.growth: every stage must use more parameters per token than the stage before it")
         return self
 
     _states = model_validator(mode="after")(check_states)
@@ -270,10 +267,10 @@ def check_fit(elastic: MixtureConfig, train: TrainConfig, model: ModelConfig) ->
 
 
 def with_branches(model: ModelConfig, elastic: MixtureConfig) -> ModelConfig:
-    """``model`` with the balance branches that the run needs: one for the width of each anchor that it trains."""
-    grown = elastic.grow_until if isinstance(elastic, ElasticConfig) else {}
-    trained = [choice for name, choice in elastic.anchors.items() if elastic.sampler != "off" or name in grown]
-    narrow = {choice.experts for choice in trained if choice.experts is not None}
+    """``model`` with the balance branches that the run needs: one for each number of experts that it trains."""
+    choices = list(elastic.anchors.values()) if elastic.sampler != "off" else []
+    choices += elastic.growth if isinstance(elastic, ElasticConfig) else []
+    narrow = {choice.experts for choice in choices if choice.experts is not None}
     widths = tuple(sorted({*model.widths, *narrow}, reverse=True))
     return model.replace(widths=widths, num_branches=len(widths))
 
