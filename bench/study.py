@@ -8,10 +8,9 @@
 
 Arms, each trained with every seed:
 
-elastic      ours: the network grows from a smaller one, and late the anchors are trained jointly with it (`bench/study.toml`)
+elastic      ours: anchors trained late, jointly with the full network (`bench/study.toml`)
 ernie        the sampler that ERNIE 5.0 published
 ordinary     an ordinary network, with the tokens of the elastic one (``ordinary``) and with its executed FLOPs (``ordinary+``)
-grown        an ordinary network that grows like the elastic one, with the same tokens: growth without elasticity
 scratch-*    the shape of each size alone, with the same tokens
 heal-*       each size extracted from ``elastic``, and cut from ``ordinary`` by saliency (experts: REAP; layers: error of the logits
              without the layer), healed with 6 % of its scratch FLOPs
@@ -85,7 +84,7 @@ RANKING_BATCHES = 4
 """Held-out batches by which layers and experts are ranked."""
 NUM_RANDOM = 10
 """Random Subnets that are no anchors."""
-TRAINED = ("elastic", "ernie", "ordinary", *(f"scratch-{size}" for size in SIZES), "grown")
+TRAINED = ("elastic", "ernie", "ordinary", *(f"scratch-{size}" for size in SIZES))
 
 
 @refusing()
@@ -187,13 +186,8 @@ class Study(Arms):
             )
         if arm.startswith("ordinary") or (arm == "elastic" and self.mutant == "no-anchors"):
             elastic = ElasticConfig(sampler="off", anchors=elastic.anchors, anchor_share=0.0)
-        elif arm == "grown":
-            growth = elastic.growth
-            elastic = ElasticConfig(sampler="off", anchors=elastic.anchors, anchor_share=0.0, growth=growth)
         elif arm == "ernie":
-            elastic = elastic.replace(
-                sampler="ernie", joint=False, starts_at=0.0, ramp_fraction=0.1, rank_layers_at=(), growth=()
-            )
+            elastic = elastic.replace(sampler="ernie", joint=False, starts_at=0.0, ramp_fraction=0.1, rank_layers_at=())
         return recipe.replace(elastic=elastic, train=train, optim=optim)
 
     def runs(self, results: Results) -> list[Run]:
@@ -388,8 +382,6 @@ def show_search(study: Arms, results: Results) -> None:
         *map(str, study.rates),
     )
     for arm in TRAINED:
-        if arm == "grown" and not any(name.startswith("search-grown-") for name in results):
-            continue  # a record from before this arm
         losses = [results.get(f"search-{arm}-x{rate:g}") for rate in study.rates]
         best = study.rate(arm, results)
         cells = [
@@ -404,8 +396,6 @@ def report(study: Arms, results: Results) -> list[str]:
     """Print the comparison over the reported seeds that are complete; return the aims that are missed."""
     more = ("heal-elastic", "heal-ordinary", "marginal")
     arms = [*TRAINED, "ordinary+", *(f"{arm}-{size}" for arm in more for size in SIZES)]
-    if not any(name.startswith("grown-") for name in results):  # a record from before this arm
-        arms.remove("grown")
     by_seed = {seed: {arm: results.get(study.name(arm, seed)) for arm in arms} for seed in study.reported}
     rows = [{arm: each for arm, each in row.items() if each is not None} for row in by_seed.values()]
     rows = [row for row in rows if len(row) == len(arms)]
@@ -427,10 +417,6 @@ def report(study: Arms, results: Results) -> list[str]:
     add("loss of ordinary, full", [row["ordinary"]["report"]["full"] for row in rows], form="{:.4f}")
     add("elastic full − ordinary, equal tokens", minus("elastic", "full", "ordinary"), 0.02)
     add("elastic full − ordinary, equal executed FLOPs", minus("elastic", "full", "ordinary+"), 0.03)
-    add("FLOPs of elastic / ordinary", _flops_over(rows, "elastic", "ordinary"), form="{:.3f}")
-    if "grown" in arms:
-        add("elastic full − grown ordinary, equal tokens", minus("elastic", "full", "grown"))
-        add("FLOPs of elastic / grown ordinary", _flops_over(rows, "elastic", "grown"), form="{:.3f}")
     for size in SIZES:
         scratch, healed = f"scratch-{size}", f"heal-elastic-{size}"
         add(f"{size}, zero-shot − scratch", minus("elastic", size, scratch), 0.03)
@@ -467,10 +453,6 @@ def report(study: Arms, results: Results) -> list[str]:
 def marginal_flops(elastic: Mapping[str, Any], ordinary: Mapping[str, Any], healed: Mapping[str, Any]) -> float:
     """FLOPs that a size adds: its part of the passes that the ordinary network does not make, and healing."""
     return float((elastic["flops"] - ordinary["flops"]) / len(SIZES) + healed["flops"])
-
-
-def _flops_over(rows: Sequence[Mapping[str, dict[str, Any]]], arm: str, other: str) -> list[float]:
-    return [row[arm]["flops"] / row[other]["flops"] for row in rows]
 
 
 def _over_frontier(row: Mapping[str, dict[str, Any]]) -> list[float]:

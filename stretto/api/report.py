@@ -51,7 +51,6 @@ from stretto.report.search import Kept, Load
 from stretto.report.training import Curve, ReportData, Size, headline, report_page, size_table
 from stretto.subnets.latency import LatencyTable
 from stretto.train.recipe import (
-    ElasticConfig,
     ElasticizeRecipe,
     MixtureConfig,
     Recipe,
@@ -374,7 +373,5 @@ def _configured(elastic: MixtureConfig) -> dict[str, float]:
     shares = {name: elastic.anchor_share * part for name, part in elastic.anchor_parts().items()}
     shares |= {"depth": elastic.depth_share, "top_k": elastic.top_k_share}
     shares = {name: (1.0 - elastic.starts_at) * share for name, share in shares.items()}
-    if isinstance(elastic, ElasticConfig) and elastic.growth:
-        shares["growth"] = elastic.grown_at
-    shares["full"] = 1.0 - (shares.get("growth", 0.0) if elastic.joint else sum(shares.values()))
+    shares["full"] = 1.0 if elastic.joint else 1.0 - sum(shares.values())
     return {name: share / sum(shares.values()) for name, share in shares.items()}

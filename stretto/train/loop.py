@@ -10,7 +10,6 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
@@ -47,7 +46,6 @@ from stretto.optim.schedule import learning_rate
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.pace import Pace, find_pace
 from stretto.train.recipe import (
-    ElasticConfig,
     ElasticizeRecipe,
     HealRecipe,
     MixtureConfig,
@@ -128,22 +126,7 @@ def pretrain(recipe: Recipe, job: Job, parent: Origin | None = None) -> Trained:
     rank_at = {max(1, round(share * train.steps)) for share in elastic.rank_layers_at}
     begun = parent or random_network(config, train.seed)
     training = _Training("pretrain", recipe, job, replace(begun, config=config), elastic.anchors, rank_at)
-    return training.run(_growing(training, elastic, _self_taught(training, elastic)))
-
-
-def _growing(training: _Training, elastic: ElasticConfig, grown: Callable[[int], Plan]) -> Callable[[int], Plan]:
-    """Plan of every step of a run that trains the stages of ``elastic.growth`` first, and then continues with ``grown``."""
-    train = training.train
-    ends = [round(stage.until * train.steps) for stage in elastic.growth]
-
-    def plan(step: int) -> Plan:
-        at = bisect_right(ends, step)
-        if at == len(ends):
-            return grown(step)
-        micro = MicroPlan("growth", elastic.growth[at].of(training.model.config), widths=None, is_anchor=False)
-        return Plan([(micro, None)] * train.micro_batches, elastic.balance_rate)
-
-    return plan
+    return training.run(_self_taught(training, elastic))
 
 
 def _self_taught(training: _Training, elastic: SelfTaughtConfig) -> Callable[[int], Plan]:

@@ -13,7 +13,7 @@ from pydantic import Field, PositiveFloat, model_validator
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError
-from stretto.model.spec import LoraConfig, ModelConfig, SubnetChoice, count, fixed_layers
+from stretto.model.spec import LoraConfig, ModelConfig, SubnetChoice, fixed_layers
 from stretto.optim.schedule import OptimConfig
 
 
@@ -82,42 +82,14 @@ class SelfTaughtConfig(MixtureConfig):
     """
 
 
-class GrowthStage(SubnetChoice):
-    """A Subnet that a run trains alone at its start."""
-
-    until: float = Field(gt=0, lt=1)
-    """Share of the steps at which the stage ends."""
-
-
 class ElasticConfig(SelfTaughtConfig):
     """Mixture of a network that is elastic from its first step."""
-
-    growth: tuple[GrowthStage, ...] = ()
-    """Smaller Subnets that the run trains alone, one after another, before the full network. These steps cost the FLOPs of the smaller
-    Subnets (depth: 2511.04981; experts: 2605.13247).
-    """
 
     @model_validator(mode="after")
     def _check_anchors(self) -> Self:
         if self.sampler == "anchored" and self.anchor_share > 0 and not self.anchors:
             raise ValueError("anchors: name at least one, or set anchor_share = 0")
-        ends = [stage.until for stage in self.growth]
-        if ends != sorted(set(ends)):
-            raise ValueError("growth: until: every stage must end later than the stage before it")
-        if self.sampler != "off" and self.starts_at < self.grown_at:
-            raise ValueError(
-                f"starts_at: {self.starts_at:g} lies before {self.grown_at:g}, where growth ends; set it to that or later"
-            )
-        if any(share < self.grown_at for share in self.rank_layers_at):
-            raise ValueError(
-                f"rank_layers_at: before {self.grown_at:g}, where growth ends, some layers are not trained; rank them later"
-            )
         return self
-
-    @property
-    def grown_at(self) -> float:
-        """Share of the steps after which the full network is trained."""
-        return self.growth[-1].until if self.growth else 0.0
 
 
 class TrainConfig(Config):
@@ -223,13 +195,6 @@ class Recipe(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_fit(self.elastic, self.train, self.model)
-        try:
-            stages = [stage.of(self.model) for stage in self.elastic.growth]
-        except ValueError as error:
-            raise ValueError(f"elastic.growth: {error}") from None
-        sizes = [count(self.model, stage).active_params for stage in stages]
-        if sizes != sorted(set(sizes)):
-            raise ValueError("elastic.growth: every stage must use more parameters per token than the stage before it")
         return self
 
     _states = model_validator(mode="after")(check_states)
@@ -267,10 +232,9 @@ def check_fit(elastic: MixtureConfig, train: TrainConfig, model: ModelConfig) ->
 
 
 def with_branches(model: ModelConfig, elastic: MixtureConfig) -> ModelConfig:
-    """``model`` with the balance branches that the run needs: one for each number of experts that it trains."""
-    choices = list(elastic.anchors.values()) if elastic.sampler != "off" else []
-    choices += elastic.growth if isinstance(elastic, ElasticConfig) else []
-    narrow = {choice.experts for choice in choices if choice.experts is not None}
+    """``model`` with the balance branches that the sampler needs: one for the width of each anchor."""
+    anchors = (choice.experts for choice in elastic.anchors.values())
+    narrow = {experts for experts in anchors if experts is not None and elastic.sampler != "off"}
     widths = tuple(sorted({*model.widths, *narrow}, reverse=True))
     return model.replace(widths=widths, num_branches=len(widths))
 

@@ -32,7 +32,7 @@ class MicroPlan:
     """Subnet and row widths of one micro-batch. Written by the sampler, read by the step."""
 
     kind: str
-    """Label in the log: ``full``, ``depth``, ``top_k``, ``mixed``, ``growth``, or the name of an anchor."""
+    """Label in the log: ``full``, ``depth``, ``top_k``, ``mixed``, or the name of an anchor."""
     subnet: Subnet
     widths: WidthPlan | None
     is_anchor: bool

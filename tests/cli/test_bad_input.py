@@ -28,8 +28,6 @@ from tests.api.conftest import Result, Run, refused
         ("model.num_kv_heads=3", ("num_kv_heads 3",)),
         ("elastic.anchors.corner.experts=9", ("elastic.anchors.corner", "1..4")),
         ("elastic.anchor_share=0.95", ("at most 1",)),
-        ("elastic.growth=[{layers=1,until=1}]", ("elastic.growth.0.until", "less than 1")),
-        ("elastic.growth=[{layers=1,until=0.2}]", ("starts_at: 0 lies before 0.2", "growth")),
         ("train.seq_len=128", ("max_positions 64",)),
         ("nonsense", ("key.path=value",)),
         ("model.attention_sinks=true", ("no supported family can express this network", "has sinks")),

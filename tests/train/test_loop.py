@@ -24,7 +24,7 @@ from stretto.data.loader import Loader
 from stretto.data.shards import TokenSet
 from stretto.model.elastic import extract
 from stretto.model.parallel import in_memory, join
-from stretto.model.spec import ModelConfig, count
+from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Context, Transformer, build
 from stretto.ops.logprob import head_loss
 from stretto.train import loop
@@ -256,57 +256,6 @@ def test_joint_narrowed_rows_at_full_depth_are_learnt_in_full_too(run: Any) -> N
     trained = run(**changes, elastic__depth_share=0.0, elastic__top_k_share=0.0, elastic__width_share=0.5)
     passes, tokens = trained.tokens_by_kind, trained.meter.receipt().tokens
     assert 1.3 * tokens < passes["full"] < 1.7 * tokens, "half of the rows are narrowed, and learnt again without that"
-
-
-def test_a_network_grows_from_a_smaller_one(run: Any) -> None:
-    weights: dict[int, dict[str, torch.Tensor]] = {}
-
-    def observe(model: Transformer, step: int) -> dict[str, float]:
-        weights[step] = {name: value.detach().clone() for name, value in model.state_dict().items()}
-        return {}
-
-    growth = [{"layers": 4, "experts": 4, "top_k": 2, "until": 0.5}]
-    grown = run(elastic__growth=growth, elastic__starts_at=0.75, observe=observe)
-    total = grown.meter.receipt().tokens
-    assert grown.tokens_by_kind["growth"] == pytest.approx(total / 2, rel=0.02)
-    kept = grown.model.config.subnet(depth=4).layers
-
-    def changed(before: int, after: int) -> set[int]:
-        """Layers whose weights differ between two steps."""
-        same = {name: torch.equal(value, weights[after][name]) for name, value in weights[before].items()}
-        return {int(name.split(".")[1]) for name in same if name.startswith("blocks.") and not same[name]}
-
-    assert changed(3, 6) == set(kept) and changed(6, 9) == set(range(6))
-
-
-def test_a_network_grows_in_stages(run: Any) -> None:
-    growth = [{"layers": 4, "experts": 4, "top_k": 2, "until": 0.5}, {"layers": 5, "top_k": 2, "until": 0.75}]
-    off = {"elastic__anchor_share": 0, "elastic__sampler": "off"}
-    trained, whole = run(elastic__growth=growth, **off), run(**off)
-    assert trained.model.config.widths == (8, 4), "the first stage balances its own experts"
-    passes = {kind: num / trained.meter.receipt().tokens for kind, num in trained.tokens_by_kind.items()}
-    assert passes == pytest.approx({"growth": 0.75, "full": 0.25}, abs=0.01)
-    sizes = [trained.model.config.subnet(4, 4, 2), trained.model.config.subnet(5, None, 2), trained.model.config.full()]
-    costs = [count(trained.model.config, size).forward_flops(1, 48) for size in sizes]
-    expected = (costs[0] / 2 + costs[1] / 4 + costs[2] / 4) / costs[2]
-    assert trained.meter.receipt().flops / whole.meter.receipt().flops == pytest.approx(expected, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("growth", "words"),
-    [
-        ([{"layers": 5, "until": 0.2}, {"layers": 4, "until": 0.4}], "more parameters per token than the stage before"),
-        ([{"layers": 4, "until": 0.4}, {"layers": 5, "until": 0.2}], "end later than the stage before"),
-        ([{"layers": 7, "until": 0.2}], r"elastic.growth: subnet: layers=7 lies outside 1..6"),
-    ],
-)
-def test_growth_that_does_not_grow_is_refused(run: Any, growth: list[dict[str, float]], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        run.recipe(elastic__growth=growth, elastic__starts_at=0.5)
-    with pytest.raises(ValueError, match="rank them later"):
-        run.recipe(
-            elastic__growth=[{"layers": 4, "until": 0.5}], elastic__starts_at=0.5, elastic__rank_layers_at=(0.2,)
-        )
 
 
 def test_a_run_that_was_killed_before_its_first_snapshot_begins_again(
