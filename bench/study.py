@@ -417,6 +417,11 @@ def report(study: Arms, results: Results) -> list[str]:
     add("loss of ordinary, full", [row["ordinary"]["report"]["full"] for row in rows], form="{:.4f}")
     add("elastic full − ordinary, equal tokens", minus("elastic", "full", "ordinary"), 0.02)
     add("elastic full − ordinary, equal executed FLOPs", minus("elastic", "full", "ordinary+"), 0.03)
+    add(
+        "FLOPs of elastic / ordinary",
+        [row["elastic"]["flops"] / row["ordinary"]["flops"] for row in rows],
+        form="{:.3f}",
+    )
     for size in SIZES:
         scratch, healed = f"scratch-{size}", f"heal-elastic-{size}"
         add(f"{size}, zero-shot − scratch", minus("elastic", size, scratch), 0.03)
