@@ -66,7 +66,8 @@ class MixtureConfig(Config):
     def anchor_parts(self) -> dict[str, float]:
         """Part of ``anchor_share`` by anchor; the parts sum to 1."""
         weights = {name: self.anchor_weights.get(name, 1.0) for name in self.anchors}
-        return {name: weight / sum(weights.values()) for name, weight in weights.items()}
+        total = sum(weights.values())
+        return {name: weight / total for name, weight in weights.items()}
 
 
 class SelfTaughtConfig(MixtureConfig):

@@ -5,9 +5,7 @@ Imports no torch. Shape letters: B rows of a micro-batch over all ranks, E exper
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 
@@ -83,9 +81,7 @@ class Sampler:
         elastic = self.elastic
         anchor_share = elastic.anchor_share * strength if elastic.anchors else 0.0
         if point < anchor_share:
-            parts = elastic.anchor_parts()
-            at = bisect_right(list(accumulate(parts.values())), point / anchor_share)
-            name = list(parts)[min(at, len(parts) - 1)]  # the sum of the parts may be rounded to less than 1
+            name = self._anchor(point / anchor_share)
             return MicroPlan(name, elastic.anchors[name].of(self.config), None, True)
         point -= anchor_share
         narrow_share = elastic.width_share * strength / max(1e-9, 1.0 - anchor_share)
@@ -99,6 +95,15 @@ class Sampler:
             top_k = tuple(int(rng.integers(min(low, k), k + 1)) for k in full.top_k)
             return MicroPlan("top_k", full.replace(top_k=top_k), widths, False)
         return MicroPlan("full", self.config.full(), widths, False)
+
+    def _anchor(self, place: float) -> str:
+        """The anchor whose part of [0, 1) has ``place``."""
+        parts = self.elastic.anchor_parts()
+        for name, part in parts.items():
+            if place < part:
+                return name
+            place -= part
+        return list(parts)[-1]  # rounded parts may end before 1
 
     def _independent(self, rng: np.random.Generator, strength: float) -> MicroPlan:
         """ERNIE 5.0's sampler: every axis is reduced independently, with random subsets of experts (2602.04705)."""
