@@ -72,6 +72,8 @@ NETWORKS: Mapping[str, Sequence[str]] = {
 """Changes to the recipe's network, by its number of parameters."""
 SIZES = {"large": (1.0, 2 / 3), "half": (7 / 8, 1 / 2), "corner": (3 / 4, 1 / 3)}
 """Trained sizes: share of the layers; share of the experts and of top-k."""
+PARTS = {"large": 1.0, "half": 2.0, "corner": 7.0}
+"""Parts of the passes with a trained size: the smallest one shares least with the full network."""
 RATES = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Candidates of the search without --rates: multiples of the recipe's learning rate."""
 SEARCH_SHARE = 0.25
@@ -245,7 +247,7 @@ def open_study(options: argparse.Namespace) -> Study:
     }  # fmt: skip
     steps = max(1, round(options.tokens / (recipe.train.rows * recipe.train.seq_len)))
     recipe = recipe.replace(
-        elastic=recipe.elastic.replace(anchors=anchors),
+        elastic=recipe.elastic.replace(anchors=anchors, anchor_weights=PARTS),
         train=recipe.train.replace(steps=steps, eval_rows=options.eval_rows),
     )
     data = options.data or own_text(out, recipe)

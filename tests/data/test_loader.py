@@ -30,7 +30,8 @@ def same(one: Batch, other: Batch) -> bool:
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several windows an epoch, as with real data."""
-    monkeypatch.setattr(RowStream.__init__, "__defaults__", (40,))
+    monkeypatch.setattr(module, "WINDOW_TOKENS", 40 * T)
+    monkeypatch.setattr(module, "WINDOW_ROWS", 40)
     monkeypatch.setattr(module, "_LENGTHS_BLOCK", 7)
 
 
@@ -128,6 +129,33 @@ def test_evaluation_covers_the_split_once_and_stays_the_same(make_set: Make) -> 
     halves = [eval_batches(data, rows=8, seq_len=T, rank=rank, world=2) for rank in range(2)]
     for batch, first, second in zip(batches, *halves, strict=True):
         assert np.array_equal(batch.tokens_BT, np.concatenate([first.tokens_BT, second.tokens_BT]))
+
+
+def test_short_rows_come_from_many_documents(make_set: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window holds many documents also where a few of them fill many rows."""
+    data = make_set("a", 60)
+
+    def documents_of_first_window() -> set[int]:
+        stream = RowStream(data, seq_len=4, key=0)
+        return {piece.document for _ in range(len(stream._rows)) for piece in stream.next()}
+
+    few = documents_of_first_window()
+    monkeypatch.setattr(module, "WINDOW_TOKENS", int(data.lengths(np.arange(60)).sum()))
+    assert len(few) < len(documents_of_first_window()) == 60
+
+
+def test_an_older_snapshot_keeps_its_windows(make_set: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = make_set("a", 50)
+    stream = RowStream(data, T, key=0)
+    for _ in range(9):
+        stream.next()
+    state = stream.state()[:3]
+    expected = [stream.next() for _ in range(60)]
+    monkeypatch.setattr(module, "WINDOW_TOKENS", 10**6)
+    resumed = RowStream(data, T, key=0)
+    resumed.restore(state)
+    assert [resumed.next() for _ in range(60)] == expected
+    assert resumed.state() == stream.state()
 
 
 def test_refuses_another_run(make_set: Make) -> None:
