@@ -1,7 +1,7 @@
 """The loader: packed batches from a mixture of data sets. The same rows for any number of ranks; resumes at the exact token.
 
 Each data set is a stream of rows. Its documents are shuffled anew every epoch and read in windows; each window is packed into
-rows, and the rows are shuffled. A window depends on (seed, epoch, first document, size) only, so the state of a stream is four
+rows, and the rows are shuffled. A window depends on (seed, epoch, first document) only, so the state of a stream is three
 numbers. Every rank plans all rows, which reads document lengths only, and then reads the tokens of its own rows.
 
 Random numbers are functions of counters: no generator state is stored, and all machines agree. (numpy's generators may change
@@ -27,12 +27,10 @@ from stretto.base.errors import UserError
 from stretto.data.pack import PackedRows, Piece, Row, cut, fill_rows, plan_rows
 from stretto.data.shards import TokenSet, read_manifest
 
-WINDOW_TOKENS = 2**25
-"""Tokens that are packed together, or those of `WINDOW_ROWS` if these are more. The documents of a window are trained on in the same
-stretch of a run, so a window must have many: a network whose rate decayed over the few hundred documents of 2.1M tokens was 0.1 nats
-worse on others."""
-WINDOW_ROWS = 8192
-"""Rows that suffice for a tight fit, and for the rows of a long document to be far apart."""
+WINDOW_PIECES = 2**17
+"""Pieces of documents that are packed together; they take 30 MB and 0.3 s. The documents of a window are trained on in the same stretch
+of a run, so a window must have many: the last of four windows of 300 documents each left a network 0.18 nats worse on held-out text than
+one window of all documents (docs/log/training.md)."""
 _LENGTHS_BLOCK = 256
 """Documents whose lengths are read at once."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -169,7 +167,6 @@ class RowStream:
         self.data = data
         self.epoch = 0
         self._seq_len, self._key = seq_len, key
-        self._window_tokens = max(WINDOW_TOKENS, WINDOW_ROWS * seq_len)
         self._first = 0  # position, in the epoch's order, of the window's first document
         self._row = 0  # number of the window's rows that `next` has returned
         self._plan()
@@ -190,12 +187,10 @@ class RowStream:
         return self._row == len(self._rows) and self._end == self.data.num_documents
 
     def state(self) -> list[int]:
-        return [self.epoch, self._first, self._row, self._window_tokens]
+        return [self.epoch, self._first, self._row]
 
     def restore(self, state: Sequence[int]) -> None:
-        self.epoch, self._first, self._row, *window = state
-        # three numbers: a snapshot from when all windows had this many rows
-        self._window_tokens = window[0] if window else WINDOW_ROWS * self._seq_len
+        self.epoch, self._first, self._row = state
         self._plan()
 
     def _plan(self) -> None:
@@ -203,14 +198,15 @@ class RowStream:
         order_key = key_of(self._key, self.epoch)
         chosen: list[int] = []
         lengths: list[int] = []
-        num_tokens, end, size = 0, self._first, self.data.num_documents
-        while num_tokens < self._window_tokens and end < size:
+        num_pieces, end, size = 0, self._first, self.data.num_documents
+        while num_pieces < WINDOW_PIECES and end < size:
             block = permute(np.arange(end, min(end + _LENGTHS_BLOCK, size)), size, order_key)
             sizes = self.data.lengths(block)
-            num_chosen = int(np.searchsorted(num_tokens + np.cumsum(sizes), self._window_tokens)) + 1
+            pieces = np.cumsum(-(-sizes // self._seq_len))
+            num_chosen = int(np.searchsorted(num_pieces + pieces, WINDOW_PIECES)) + 1
             chosen += block[:num_chosen].tolist()
             lengths += sizes[:num_chosen].tolist()
-            num_tokens, end = sum(lengths), self._first + len(chosen)
+            num_pieces, end = num_pieces + int(pieces[:num_chosen][-1]), self._first + len(chosen)
         rows = plan_rows(cut(chosen, lengths, self._seq_len), self._seq_len)
         row_keys = mix(np.arange(len(rows), dtype=np.uint64) ^ np.uint64(key_of(order_key, self._first)))
         self._rows, self._end = [rows[index] for index in np.argsort(row_keys, kind="stable")], end
@@ -276,12 +272,12 @@ class Loader:
         """Continue from ``state``: the same batches follow.
 
         Raises:
-            UserError: data, weights, row length or seed differ from those of ``state``.
+            UserError: data, weights, row length, seed or the size of a window differ from those of ``state``.
         """
         for name, value in self._identity().items():
             if state.get(name) != value:
                 change = f"was {state.get(name)}, is now {value}"
-                raise UserError(f"loader state: {name}: {change}; resume with the same data and recipe")
+                raise UserError(f"loader state: {name}: {change}; resume with the data, recipe and version of the run")
         self._position = state["position"]
         for stream, saved in zip(self._streams, state["streams"], strict=True):
             stream.restore(saved)
@@ -292,6 +288,7 @@ class Loader:
             "weights": self._weights,
             "seq_len": self._seq_len,
             "seed": self._seed,
+            "window": WINDOW_PIECES,
         }
 
 

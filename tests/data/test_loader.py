@@ -30,8 +30,7 @@ def same(one: Batch, other: Batch) -> bool:
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several windows an epoch, as with real data."""
-    monkeypatch.setattr(module, "WINDOW_TOKENS", 40 * T)
-    monkeypatch.setattr(module, "WINDOW_ROWS", 40)
+    monkeypatch.setattr(module, "WINDOW_PIECES", 50)
     monkeypatch.setattr(module, "_LENGTHS_BLOCK", 7)
 
 
@@ -131,31 +130,14 @@ def test_evaluation_covers_the_split_once_and_stays_the_same(make_set: Make) -> 
         assert np.array_equal(batch.tokens_BT, np.concatenate([first.tokens_BT, second.tokens_BT]))
 
 
-def test_short_rows_come_from_many_documents(make_set: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window holds many documents also where a few of them fill many rows."""
+def test_a_window_has_as_many_documents_with_short_rows(make_set: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a few documents would fill a window, and a stretch of the run."""
     data = make_set("a", 60)
-
-    def documents_of_first_window() -> set[int]:
-        stream = RowStream(data, seq_len=4, key=0)
-        return {piece.document for _ in range(len(stream._rows)) for piece in stream.next()}
-
-    few = documents_of_first_window()
-    monkeypatch.setattr(module, "WINDOW_TOKENS", int(data.lengths(np.arange(60)).sum()))
-    assert len(few) < len(documents_of_first_window()) == 60
-
-
-def test_an_older_snapshot_keeps_its_windows(make_set: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = make_set("a", 50)
-    stream = RowStream(data, T, key=0)
-    for _ in range(9):
-        stream.next()
-    state = stream.state()[:3]
-    expected = [stream.next() for _ in range(60)]
-    monkeypatch.setattr(module, "WINDOW_TOKENS", 10**6)
-    resumed = RowStream(data, T, key=0)
-    resumed.restore(state)
-    assert [resumed.next() for _ in range(60)] == expected
-    assert resumed.state() == stream.state()
+    monkeypatch.setattr(module, "WINDOW_PIECES", 10**4)
+    for seq_len in (4, T):
+        stream = RowStream(data, seq_len, key=0)
+        assert {piece.document for _ in stream._rows for piece in stream.next()} == set(range(60))
+        assert stream.at_epoch_end
 
 
 def test_refuses_another_run(make_set: Make) -> None:
@@ -167,8 +149,14 @@ def test_refuses_another_run(make_set: Make) -> None:
         "seq_len": Loader([one], [1], rows=4, seq_len=16, seed=0),
         "seed": Loader([one], [1], rows=4, seq_len=T, seed=1),
     }.items():
-        with pytest.raises(UserError, match=f"loader state: {name}: was .*; resume with the same data and recipe"):
+        with pytest.raises(
+            UserError, match=f"loader state: {name}: was .*; resume with the data, recipe and version of the run"
+        ):
             loader.restore(state)
+    with pytest.raises(
+        UserError, match="loader state: window: was None, is now 50; resume with"
+    ):  # of an older version
+        Loader([one], [1], rows=4, seq_len=T, seed=0).restore({key: state[key] for key in state if key != "window"})
     with pytest.raises(UserError, match="rows: 5 rows cannot be shared evenly by 2 ranks"):
         eval_batches(one, rows=5, seq_len=T, world=2)
 
