@@ -1,13 +1,14 @@
 """The loader: packed batches from a mixture of data sets. The same rows for any number of ranks; resumes at the exact token.
 
-Each data set is a stream of rows. Its documents are shuffled anew every epoch and read in windows; each window is packed into
-rows, and the rows are shuffled. A window depends on (seed, epoch, first document) only, so the state of a stream is three
-numbers. Every rank plans all rows, which reads document lengths only, and then reads the tokens of its own rows.
+Each data set is a stream of rows. Its documents are cut into pieces of at most a row. All pieces are shuffled anew every epoch, so that
+those of a long document are spread over it, and read in windows; each window is packed into rows, and the rows are shuffled. A window
+depends on (seed, epoch, first piece) only, so the state of a stream is three numbers. Every rank plans all rows, which reads document
+lengths only, and then reads the tokens of its own rows.
 
 Random numbers are functions of counters: no generator state is stored, and all machines agree. (numpy's generators may change
 their streams between versions, and a stored permutation grows with the data.)
 
-Shapes: B rows of this rank, T positions.
+Shapes: B rows of this rank, T positions, D documents.
 """
 
 from __future__ import annotations
@@ -24,15 +25,11 @@ from pydantic import Field, model_validator
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError
-from stretto.data.pack import PackedRows, Piece, Row, cut, fill_rows, plan_rows
+from stretto.data.pack import PackedRows, Piece, Row, cut, fill_rows, piece_ends, plan_rows
 from stretto.data.shards import TokenSet, read_manifest
 
 WINDOW_PIECES = 2**17
-"""Pieces of documents that are packed together; they take 30 MB and 0.3 s. The documents of a window are trained on in the same stretch
-of a run, so a window must have many: the last of four windows of 300 documents each left a network 0.18 nats worse on held-out text than
-one window of all documents (docs/log/training.md)."""
-_LENGTHS_BLOCK = 256
-"""Documents whose lengths are read at once."""
+"""Pieces that are packed together: enough for a tight fit. They take 40 MB and about a second."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 """2^64 divided by the golden ratio. Its multiples modulo 2^64 are spread as evenly as those of any number."""
 _ROUNDS = 4
@@ -167,7 +164,9 @@ class RowStream:
         self.data = data
         self.epoch = 0
         self._seq_len, self._key = seq_len, key
-        self._first = 0  # position, in the epoch's order, of the window's first document
+        self._ends_D = piece_ends(data.lengths, data.num_documents, seq_len)
+        self._num_pieces = int(self._ends_D[-1]) if data.num_documents else 0
+        self._first = 0  # position, in the epoch's order, of the window's first piece
         self._row = 0  # number of the window's rows that `next` has returned
         self._plan()
 
@@ -175,7 +174,7 @@ class RowStream:
         """The next row. Epochs follow each other without end."""
         if self._row == len(self._rows):
             self._first, self._row = self._end, 0
-            if self._first == self.data.num_documents:
+            if self._first == self._num_pieces:
                 self.epoch, self._first = self.epoch + 1, 0
             self._plan()
         self._row += 1
@@ -184,7 +183,7 @@ class RowStream:
     @property
     def at_epoch_end(self) -> bool:
         """Whether `next` has returned every row of the current epoch."""
-        return self._row == len(self._rows) and self._end == self.data.num_documents
+        return self._row == len(self._rows) and self._end == self._num_pieces
 
     def state(self) -> list[int]:
         return [self.epoch, self._first, self._row]
@@ -196,20 +195,11 @@ class RowStream:
     def _plan(self) -> None:
         """Pack the window that starts at ``_first``, and shuffle its rows (packing sorts them by length)."""
         order_key = key_of(self._key, self.epoch)
-        chosen: list[int] = []
-        lengths: list[int] = []
-        num_pieces, end, size = 0, self._first, self.data.num_documents
-        while num_pieces < WINDOW_PIECES and end < size:
-            block = permute(np.arange(end, min(end + _LENGTHS_BLOCK, size)), size, order_key)
-            sizes = self.data.lengths(block)
-            pieces = np.cumsum(-(-sizes // self._seq_len))
-            num_chosen = int(np.searchsorted(num_pieces + pieces, WINDOW_PIECES)) + 1
-            chosen += block[:num_chosen].tolist()
-            lengths += sizes[:num_chosen].tolist()
-            num_pieces, end = num_pieces + int(pieces[:num_chosen][-1]), self._first + len(chosen)
-        rows = plan_rows(cut(chosen, lengths, self._seq_len), self._seq_len)
+        self._end = min(self._first + WINDOW_PIECES, self._num_pieces)
+        numbers = permute(np.arange(self._first, self._end), self._num_pieces, order_key)
+        rows = plan_rows(cut(numbers, self._ends_D, self.data.lengths, self._seq_len), self._seq_len)
         row_keys = mix(np.arange(len(rows), dtype=np.uint64) ^ np.uint64(key_of(order_key, self._first)))
-        self._rows, self._end = [rows[index] for index in np.argsort(row_keys, kind="stable")], end
+        self._rows = [rows[index] for index in np.argsort(row_keys, kind="stable")]
 
 
 class Batches(Protocol):

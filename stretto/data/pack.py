@@ -4,7 +4,7 @@ A document longer than a row is cut into pieces. Pieces are placed best-fit decr
 room for it), so no other document is cut (Ding et al., "Fewer Truncations Improve Language Modeling", 2024). Every token is an
 input exactly once. Its target is the next token of its document, also across a cut. The last token of a document has no target.
 
-Shapes: B rows, T positions.
+Shapes: B rows, T positions, D documents, P pieces.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ class Piece:
 
 
 Row = tuple[Piece, ...]
+Lengths = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+"""Number of tokens of each of some documents."""
+_BLOCK = 2**20
+"""Documents whose lengths are read at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +57,28 @@ class PackedRows:
     """Position from the start of the piece; 0 for padding."""
 
 
-def cut(documents: Sequence[int], lengths: Sequence[int], seq_len: int) -> list[Piece]:
-    """Pieces of at most ``seq_len`` tokens of each document, in order."""
-    assert len(documents) == len(lengths), f"{len(documents)} documents, {len(lengths)} lengths"
-    return [
-        Piece(document, start, min(seq_len, length - start), start + seq_len >= length)
-        for document, length in zip(documents, lengths, strict=True)
-        for start in range(0, length, seq_len)
-    ]
+def piece_ends(lengths: Lengths, num_documents: int, seq_len: int) -> NDArray[np.int64]:
+    """Number of pieces of all documents up to each one, included. Pieces are numbered in the order of the documents."""
+    counts = np.zeros(num_documents, np.int64)
+    for first in range(0, num_documents, _BLOCK):
+        documents = np.arange(first, min(first + _BLOCK, num_documents))
+        counts[documents] = -(-lengths(documents) // seq_len)
+    return np.cumsum(counts)
+
+
+def cut(numbers_P: NDArray[np.int64], ends_D: NDArray[np.int64], lengths: Lengths, seq_len: int) -> list[Piece]:
+    """The pieces with these numbers, of at most ``seq_len`` tokens each.
+
+    Args:
+        ends_D: result of `piece_ends`.
+        lengths: returns the number of tokens of documents.
+    """
+    documents_P = np.searchsorted(ends_D, numbers_P, side="right")
+    tokens_P = lengths(documents_P)
+    first_P = ends_D[documents_P] - -(-tokens_P // seq_len)  # number of the document's first piece
+    starts_P = (numbers_P - first_P) * seq_len
+    columns = documents_P, starts_P, np.minimum(seq_len, tokens_P - starts_P), starts_P + seq_len >= tokens_P
+    return [Piece(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def plan_rows(pieces: Sequence[Piece], seq_len: int) -> list[Row]:
