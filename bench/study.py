@@ -10,10 +10,12 @@ Arms, each trained with every seed:
 
 elastic      ours: anchors trained late, jointly with the full network (`bench/study.toml`)
 ernie        the sampler that ERNIE 5.0 published
+emo          an ordinary network whose documents each use a pool of experts (EMO, 2605.06663)
 ordinary     an ordinary network, with the tokens of the elastic one (``ordinary``) and with its executed FLOPs (``ordinary+``)
 scratch-*    the shape of each size alone, with the same tokens
-heal-*       each size extracted from ``elastic``, and cut from ``ordinary`` by saliency (experts: REAP; layers: error of the logits
-             without the layer), healed with 6 % of its scratch FLOPs
+heal-*       each size extracted from ``elastic``, and cut from ``ordinary`` and ``emo`` by saliency (experts: REAP; layers: error of the
+             logits without the layer), healed with 6 % of its scratch FLOPs
+experts-*    nothing is trained: losses of each network with fewer experts, and all layers and experts per token
 marginal-*   the shape of each size alone, with the FLOPs that the size adds to those of ``ordinary``: its passes and its healing
 
 The first seed searches the learning rate of every trained arm at a quarter of the tokens; the other seeds are reported. One half of the
@@ -25,14 +27,16 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
+from rich.table import Table
 
+from bench.common.document_pools import DocumentPools, trained_in_pools
 from bench.common.measure import finish, half_width, refusing, table, wide_console
 from bench.common.study import (
     Results,
@@ -55,7 +59,7 @@ from stretto.evals.loss import EvalBatch, evaluate_many
 from stretto.evals.order import rank_experts, rank_layers
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.elastic import extract, order_experts
-from stretto.model.parallel import in_memory, join
+from stretto.model.parallel import in_memory, join, random_network
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, extracted_config
 from stretto.model.transformer import Transformer
 from stretto.train.loop import Job, heal, pretrain
@@ -86,7 +90,11 @@ RANKING_BATCHES = 4
 """Held-out batches by which layers and experts are ranked."""
 NUM_RANDOM = 10
 """Random Subnets that are no anchors."""
-TRAINED = ("elastic", "ernie", "ordinary", *(f"scratch-{size}" for size in SIZES))
+MAXIMUM = ("elastic", "ernie", "ordinary", "emo")
+"""Arms that train the maximum network."""
+TRAINED = (*MAXIMUM, *(f"scratch-{size}" for size in SIZES))
+EXPERTS = (2 / 3, 1 / 2, 1 / 3)
+"""Shares of the experts of the runs experts-*."""
 
 
 @refusing()
@@ -186,7 +194,7 @@ class Study(Arms):
             return recipe.replace(
                 model=extracted_config(network, choice.of(network)), elastic=off, train=train, optim=optim
             )
-        if arm.startswith("ordinary") or (arm == "elastic" and self.mutant == "no-anchors"):
+        if arm.startswith("ordinary") or arm == "emo" or (arm == "elastic" and self.mutant == "no-anchors"):
             elastic = ElasticConfig(sampler="off", anchors=elastic.anchors, anchor_share=0.0)
         elif arm == "ernie":
             elastic = elastic.replace(sampler="ernie", joint=False, starts_at=0.0, ramp_fraction=0.1, rank_layers_at=())
@@ -198,12 +206,16 @@ class Study(Arms):
         for arm in TRAINED:
             for candidate in self.rates:
                 recipe = self.recipe_of(arm, candidate, first, SEARCH_SHARE)
-                runs.append(Run(f"search-{arm}-x{candidate:g}", partial(train, self.info, recipe), resumes=True))
+                runs.append(
+                    Run(f"search-{arm}-x{candidate:g}", partial(train, self.info, recipe, arm == "emo"), resumes=True)
+                )
         for seed in self.reported:
             for arm in TRAINED:
                 if (rate := self.rate(arm, results)) is not None:
                     recipe = self.recipe_of(arm, rate, seed)
-                    runs.append(Run(self.name(arm, seed), partial(train, self.info, recipe), resumes=True))
+                    runs.append(
+                        Run(self.name(arm, seed), partial(train, self.info, recipe, arm == "emo"), resumes=True)
+                    )
             runs += self._dependent(results, seed)
         return runs
 
@@ -213,12 +225,16 @@ class Study(Arms):
         rate, runs = self.rate("ordinary", results), []
         if elastic is not None and ordinary is not None and rate is not None:
             recipe = self.recipe_of("ordinary+", rate, seed, elastic["flops"] / ordinary["flops"])
-            runs.append(Run(self.name("ordinary+", seed), partial(train, self.info, recipe), resumes=True))
+            runs.append(Run(self.name("ordinary+", seed), partial(train, self.info, recipe, False), resumes=True))
+        for arm in MAXIMUM:
+            source = self.name(arm, seed)
+            work = partial(fewer_experts, self.info, self.recipe_of(arm, 1.0, seed), self.out / source)
+            runs.append(Run(self.name(f"experts-{arm}", seed), work, needs=(source,)))
         for size in SIZES:
             scratch = results.get(self.name(f"scratch-{size}", seed))
             if scratch is None:
                 continue
-            for parent in ("elastic", "ordinary"):
+            for parent in ("elastic", "ordinary", "emo"):
                 source = self.name(parent, seed)
                 work = partial(
                     heal_size, self.info, self.recipe_of(parent, 1.0, seed), self.out / source, size,
@@ -230,7 +246,9 @@ class Study(Arms):
             if elastic and ordinary and healed and alone_rate:
                 share = marginal_flops(elastic, ordinary, healed) / scratch["flops"]
                 recipe = self.recipe_of(f"scratch-{size}", alone_rate, seed, share)
-                runs.append(Run(self.name(f"marginal-{size}", seed), partial(train, self.info, recipe), resumes=True))
+                runs.append(
+                    Run(self.name(f"marginal-{size}", seed), partial(train, self.info, recipe, False), resumes=True)
+                )
         return runs
 
 
@@ -306,8 +324,8 @@ def random_subnets(config: ModelConfig, anchors: Mapping[str, SubnetChoice]) -> 
     return found
 
 
-def train(info: RunInfo, recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """Pre-train ``recipe`` and measure all its sizes, on both halves of the held-out rows."""
+def train(info: RunInfo, recipe: Recipe, in_pools: bool, folder: Path) -> dict[str, Any]:
+    """Pre-train ``recipe`` and measure all its sizes, on both halves of the held-out rows. ``in_pools``: with EMO's pools."""
     ranks = join("auto")
     choosing, reported = held_out_halves(info, recipe)
     job = Job(
@@ -319,7 +337,8 @@ def train(info: RunInfo, recipe: Recipe, folder: Path) -> dict[str, Any]:
         tracker=lambda step: Tracker(folder, first_step=step, tensorboard=False),
         resume=(folder / "snapshots").is_dir(),
     )
-    trained = pretrain(recipe, job)
+    start = random_network(recipe.network(), recipe.train.seed)
+    trained = pretrain(recipe, job, trained_in_pools(start) if in_pools else start)
     write_checkpoint(folder / CHECKPOINT, trained.model, trained.model.config)
     receipt, anchors = trained.meter.receipt(), recipe.elastic.anchors
     subnets = {"full": trained.model.config.full()}
@@ -377,6 +396,25 @@ def heal_size(
     return {"report": {"full": loss}, "flops": done.meter.receipt().flops}
 
 
+def fewer_experts(info: RunInfo, recipe: Recipe, parent: Path, folder: Path) -> dict[str, Any]:
+    """Losses of ``parent`` with `EXPERTS`: "kept" for all text, by saliency unless it was trained with an order, and "pooled", the
+    likeliest of each document."""
+    choosing, reported = held_out_halves(info, recipe)
+    model = read_checkpoint(parent / CHECKPOINT, device=join("auto").device).model
+    if recipe.elastic.sampler != "anchored":
+        order_experts(model, rank_experts(model, choosing[:RANKING_BATCHES]))
+    full, losses = model.config.full(), {}
+    for share in EXPERTS:
+        num = round(share * model.config.num_experts)
+        pools = [
+            replace(each, ctx=replace(each.ctx, operators=DocumentPools(each.ids_BT, each.ctx, range(num, num + 1))))
+            for each in reported
+        ]
+        losses[f"kept-{num}"] = _losses(model, [model.config.subnet(experts=num)], reported)[0]
+        losses[f"pooled-{num}"] = _losses(model, [full], pools)[0]
+    return {"report": losses}
+
+
 def show_search(study: Arms, results: Results) -> None:
     shown = table(
         f"search on seed {study.seeds[0]}: selection loss by multiple of the recipe's rate; *: chosen",
@@ -396,8 +434,9 @@ def show_search(study: Arms, results: Results) -> None:
 
 def report(study: Arms, results: Results) -> list[str]:
     """Print the comparison over the reported seeds that are complete; return the aims that are missed."""
-    more = ("heal-elastic", "heal-ordinary", "marginal")
+    more = ("heal-elastic", "heal-ordinary", "heal-emo", "marginal")
     arms = [*TRAINED, "ordinary+", *(f"{arm}-{size}" for arm in more for size in SIZES)]
+    arms += [f"experts-{arm}" for arm in MAXIMUM]
     by_seed = {seed: {arm: results.get(study.name(arm, seed)) for arm in arms} for seed in study.reported}
     rows = [{arm: each for arm, each in row.items() if each is not None} for row in by_seed.values()]
     rows = [row for row in rows if len(row) == len(arms)]
@@ -429,6 +468,7 @@ def report(study: Arms, results: Results) -> list[str]:
         add(f"{size}, zero-shot − scratch", minus("elastic", size, scratch), 0.03)
         add(f"{size}, healed − scratch", minus(healed, "full", scratch), 0.0)
         add(f"{size}, cut from ordinary and healed − scratch", minus(f"heal-ordinary-{size}", "full", scratch))
+        add(f"{size}, cut from emo and healed − scratch", minus(f"heal-emo-{size}", "full", scratch))
         add(f"{size}, healed − scratch at equal marginal FLOPs", minus(healed, "full", f"marginal-{size}"), 0.0)
         marginal = [
             marginal_flops(row["elastic"], row["ordinary"], row[healed]) / row[scratch]["flops"] for row in rows
@@ -453,8 +493,25 @@ def report(study: Arms, results: Results) -> list[str]:
         "{:.1f}",
     )
     add("elastic full − ernie full", minus("elastic", "full", "ernie"))
+    add("emo full − ordinary full", minus("emo", "full", "ordinary"))
     wide_console().print(shown)
+    wide_console().print(_experts_table(rows))
     return missed
+
+
+def _experts_table(rows: Sequence[Mapping[str, dict[str, Any]]]) -> Table:
+    """Losses with fewer experts, minus that of the ordinary network with all."""
+    names = list(rows[0]["experts-elastic"]["report"])
+    title = "all layers and top-k, fewer experts (kept: the same for all text; pooled: by document): loss − ordinary full, nats"
+    shown = table(title, "arm", "all", *names)
+    for arm in MAXIMUM:
+        cells = [[row[arm]["report"]["full"], *row[f"experts-{arm}"]["report"].values()] for row in rows]
+        zero = [row["ordinary"]["report"]["full"] for row in rows]
+        means = [
+            fmean(value - base for value, base in zip(column, zero, strict=True)) for column in zip(*cells, strict=True)
+        ]
+        shown.add_row(arm, *(f"{mean:+.4f}" for mean in means))
+    return shown
 
 
 def marginal_flops(elastic: Mapping[str, Any], ordinary: Mapping[str, Any], healed: Mapping[str, Any]) -> float:

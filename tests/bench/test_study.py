@@ -27,12 +27,14 @@ def results(gap: float) -> dict[str, dict[str, Any]]:
         return {"report": report, "flops": executed, "token_flops": per_token, "parameters": 2e6, "tokens": 1e6}
 
     per_token = flops | dict.fromkeys(randoms, 1.5)
-    for arm, more in {"elastic": gap, "ernie": 0.1, "ordinary": 0.0, "ordinary+": 0.0}.items():
+    for arm, more in {"elastic": gap, "ernie": 0.1, "ordinary": 0.0, "emo": 0.0, "ordinary+": 0.0}.items():
         losses = {name: loss + more for name, loss in (sizes | randoms).items()}
         found[f"{arm}-1"] = trained(losses, 110.0 if arm == "elastic" else 100.0, per_token)
+    for arm in study.MAXIMUM:
+        found[f"experts-{arm}-1"] = {"report": {"kept-16": 2.1, "pooled-16": 2.05}}
     for size in study.SIZES:
         found[f"scratch-{size}-1"] = trained({"full": sizes[size]}, 25 * flops[size], {"full": flops[size]})
-        for parent in ("elastic", "ordinary"):
+        for parent in ("elastic", "ordinary", "emo"):
             found[f"heal-{parent}-{size}-1"] = {"report": {"full": sizes[size] - 0.01}, "flops": 1.0}
         found[f"marginal-{size}-1"] = trained({"full": sizes[size] + 0.5}, 5.0, {"full": flops[size]})
     return found
