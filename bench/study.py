@@ -165,11 +165,23 @@ class Arms:
         return f"{arm}{mutant}-{seed}"
 
     def rate(self, arm: str, results: Results) -> float | None:
-        """The best rate of the search; None: the search of ``arm`` is not done."""
-        names = {rate: f"search-{arm}-x{rate:g}" for rate in self.rates}
-        if not all(name in results for name in names.values()):
+        """The rate that the search chose; None: the search of ``arm`` is not done.
+
+        It is the candidate nearest to the minimum of a parabola through the losses over the logarithm of the rate: the best single
+        loss would choose by noise among rates that are equally good. Nearest by value, which favours the lower of two, as longer
+        runs do.
+        """
+        names = [f"search-{arm}-x{rate:g}" for rate in self.rates]
+        if not all(name in results for name in names):
             return None
-        return min(names, key=lambda rate: fmean(results[names[rate]]["select"].values()))
+        losses = [fmean(results[name]["select"].values()) for name in names]
+        logs = np.log2(self.rates)
+        if len(losses) > 2:
+            curvature, slope, _ = np.polyfit(logs, losses, 2)
+            if curvature > 0:
+                best = 2 ** (-slope / (2 * curvature))
+                return min(self.rates, key=lambda rate: abs(rate - best))
+        return self.rates[int(np.argmin(losses))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +225,7 @@ class Study(Arms):
             for arm in TRAINED:
                 if (rate := self.rate(arm, results)) is not None:
                     recipe = self.recipe_of(arm, rate, seed)
+                    _check_rate(results.get(self.name(arm, seed)), recipe, self.out / self.name(arm, seed))
                     runs.append(
                         Run(self.name(arm, seed), partial(train, self.info, recipe, arm == "emo"), resumes=True)
                     )
@@ -250,6 +263,14 @@ class Study(Arms):
                     Run(self.name(f"marginal-{size}", seed), partial(train, self.info, recipe, False), resumes=True)
                 )
         return runs
+
+
+def _check_rate(done: Mapping[str, Any] | None, recipe: Recipe, folder: Path) -> None:
+    """Raises UserError: the run was trained with another rate, which the search chose among other candidates."""
+    if done is not None and done["lr"] != recipe.optim.lr:
+        raise UserError(
+            f"{folder}: trained at lr {done['lr']:g}, the search now chooses {recipe.optim.lr:g}; remove the run"
+        )
 
 
 def open_study(options: argparse.Namespace) -> Study:
@@ -354,6 +375,7 @@ def train(info: RunInfo, recipe: Recipe, in_pools: bool, folder: Path) -> dict[s
         "parameters": count(trained.model.config, trained.model.config.full()).total_params,
         "flops": receipt.flops,
         "tokens": receipt.tokens,
+        "lr": recipe.optim.lr,
     }  # fmt: skip
 
 

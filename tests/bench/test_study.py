@@ -10,7 +10,9 @@ import pytest
 
 from bench import study
 from bench.common.study import Run, is_record, without_lost
+from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
+from stretto.train.recipe import Recipe
 
 
 def results(gap: float) -> dict[str, dict[str, Any]]:
@@ -48,6 +50,19 @@ def test_a_record_has_the_verdicts_of_the_aims(gap: float, missed: int, tmp_path
     assert arms.rate("elastic", runs) == 0.5 and arms.reported == (1,)
     failures = study.report(arms, runs)
     assert len(failures) == missed, failures
+
+
+def test_the_search_smooths_over_equal_rates_and_refuses_runs_of_another_rate(tmp_path: Path) -> None:
+    losses = {1: 5.30, 2: 5.20, 4: 5.20, 8: 5.19}  # the last one is the lowest by noise
+    arms = study.Arms((0, 1), None, tuple(losses))
+    found = {f"search-ordinary-x{rate}": {"select": {"full": loss}} for rate, loss in losses.items()}
+    assert arms.rate("ordinary", found) == 4
+    falling = {f"search-ordinary-x{rate}": {"select": {"full": 5 - rate / 100}} for rate in losses}
+    assert arms.rate("ordinary", falling) == 8 and arms.rate("ordinary", {}) is None
+    recipe = read_recipe(study.RECIPE, Recipe, ["optim.lr=0.01"])
+    study._check_rate({"lr": 0.01}, recipe, tmp_path)
+    with pytest.raises(UserError, match=r"trained at lr 0\.02, the search now chooses 0\.01; remove the run"):
+        study._check_rate({"lr": 0.02}, recipe, tmp_path)
 
 
 def test_a_file_that_is_no_record_is_refused_in_one_line(tmp_path: Path) -> None:
