@@ -175,9 +175,8 @@ class Arms:
         if not all(name in results for name in names):
             return None
         losses = [fmean(results[name]["select"].values()) for name in names]
-        logs = np.log2(self.rates)
         if len(losses) > 2:
-            curvature, slope, _ = np.polyfit(logs, losses, 2)
+            curvature, slope, _ = np.polyfit(np.log2(self.rates), losses, 2)
             if curvature > 0:
                 best = 2 ** (-slope / (2 * curvature))
                 return min(self.rates, key=lambda rate: abs(rate - best))
@@ -218,19 +217,18 @@ class Study(Arms):
         for arm in TRAINED:
             for candidate in self.rates:
                 recipe = self.recipe_of(arm, candidate, first, SEARCH_SHARE)
-                runs.append(
-                    Run(f"search-{arm}-x{candidate:g}", partial(train, self.info, recipe, arm == "emo"), resumes=True)
-                )
+                runs.append(self._training(f"search-{arm}-x{candidate:g}", arm, recipe))
         for seed in self.reported:
             for arm in TRAINED:
                 if (rate := self.rate(arm, results)) is not None:
                     recipe = self.recipe_of(arm, rate, seed)
                     _check_rate(results.get(self.name(arm, seed)), recipe, self.out / self.name(arm, seed))
-                    runs.append(
-                        Run(self.name(arm, seed), partial(train, self.info, recipe, arm == "emo"), resumes=True)
-                    )
+                    runs.append(self._training(self.name(arm, seed), arm, recipe))
             runs += self._dependent(results, seed)
         return runs
+
+    def _training(self, name: str, arm: str, recipe: Recipe) -> Run:
+        return Run(name, partial(train, self.info, recipe, arm == "emo"), resumes=True)
 
     def _dependent(self, results: Results, seed: int) -> list[Run]:
         """Runs that need FLOPs or weights of others with the same seed."""
@@ -238,7 +236,7 @@ class Study(Arms):
         rate, runs = self.rate("ordinary", results), []
         if elastic is not None and ordinary is not None and rate is not None:
             recipe = self.recipe_of("ordinary+", rate, seed, elastic["flops"] / ordinary["flops"])
-            runs.append(Run(self.name("ordinary+", seed), partial(train, self.info, recipe, False), resumes=True))
+            runs.append(self._training(self.name("ordinary+", seed), "ordinary+", recipe))
         for arm in MAXIMUM:
             source = self.name(arm, seed)
             work = partial(fewer_experts, self.info, self.recipe_of(arm, 1.0, seed), self.out / source)
@@ -259,9 +257,7 @@ class Study(Arms):
             if elastic and ordinary and healed and alone_rate:
                 share = marginal_flops(elastic, ordinary, healed) / scratch["flops"]
                 recipe = self.recipe_of(f"scratch-{size}", alone_rate, seed, share)
-                runs.append(
-                    Run(self.name(f"marginal-{size}", seed), partial(train, self.info, recipe, False), resumes=True)
-                )
+                runs.append(self._training(self.name(f"marginal-{size}", seed), f"scratch-{size}", recipe))
         return runs
 
 
@@ -474,9 +470,7 @@ def report(study: Arms, results: Results) -> list[str]:
         if mean > aim:
             missed.append(f"{text}: {form.format(mean)}, aim at most {aim:g}")
 
-    def minus(arm: str, name: str, other: str, other_name: str = "full") -> list[float]:
-        return [row[arm]["report"][name] - row[other]["report"][other_name] for row in rows]
-
+    minus = partial(_minus, rows)
     add("loss of ordinary, full", [row["ordinary"]["report"]["full"] for row in rows], form="{:.4f}")
     add("elastic full − ordinary, equal tokens", minus("elastic", "full", "ordinary"), 0.02)
     add("elastic full − ordinary, equal executed FLOPs", minus("elastic", "full", "ordinary+"), 0.03)
@@ -521,18 +515,22 @@ def report(study: Arms, results: Results) -> list[str]:
     return missed
 
 
+def _minus(
+    rows: Sequence[Mapping[str, dict[str, Any]]], arm: str, name: str, other: str, other_name: str = "full"
+) -> list[float]:
+    """Loss of ``name`` in ``arm`` minus that of ``other_name`` in ``other``, by seed."""
+    return [row[arm]["report"][name] - row[other]["report"][other_name] for row in rows]
+
+
 def _experts_table(rows: Sequence[Mapping[str, dict[str, Any]]]) -> Table:
     """Losses with fewer experts, minus that of the ordinary network with all."""
     names = list(rows[0]["experts-elastic"]["report"])
     title = "all layers and top-k, fewer experts (kept: the same for all text; pooled: by document): loss − ordinary full, nats"
     shown = table(title, "arm", "all", *names)
     for arm in MAXIMUM:
-        cells = [[row[arm]["report"]["full"], *row[f"experts-{arm}"]["report"].values()] for row in rows]
-        zero = [row["ordinary"]["report"]["full"] for row in rows]
-        means = [
-            fmean(value - base for value, base in zip(column, zero, strict=True)) for column in zip(*cells, strict=True)
-        ]
-        shown.add_row(arm, *(f"{mean:+.4f}" for mean in means))
+        gaps = [_minus(rows, arm, "full", "ordinary")]
+        gaps += [_minus(rows, f"experts-{arm}", name, "ordinary") for name in names]
+        shown.add_row(arm, *(f"{fmean(values):+.4f}" for values in gaps))
     return shown
 
 
