@@ -60,7 +60,7 @@ class Study:
     @property
     def identity(self) -> dict[str, Any]:
         """What must be equal in runs of one record."""
-        recipe = read_recipe(RECIPE, RlRecipe, self.settings).model_dump(mode="json")
+        recipe = read_recipe(RECIPE, RlRecipe, self.settings)
         delays = {"median_s": self.median_s, "sigma": self.sigma, "cut_s": self.cut_s}
         return {**delays, "steps": self.steps, "first_seed": self.seeds[0], "recipe": recipe}
 

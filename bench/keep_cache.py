@@ -44,7 +44,7 @@ class Study:
     @property
     def identity(self) -> dict[str, Any]:
         """What must be equal in runs of one record."""
-        recipe = read_recipe(RECIPE, RlRecipe, self.settings).model_dump(mode="json")
+        recipe = read_recipe(RECIPE, RlRecipe, self.settings)
         return {"staleness": self.staleness, "steps": self.steps, "first_seed": self.seeds[0], "recipe": recipe}
 
     def recipe(self, arm: str, rate: float, seed: int) -> RlRecipe:

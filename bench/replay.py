@@ -85,7 +85,7 @@ class Study:
     def identity(self) -> dict[str, Any]:
         """What must be equal in runs of one record."""
         recipe = read_recipe(RECIPE, RlRecipe, self.settings)
-        return {"noise": self.noise, "first_seed": self.seeds[0], "recipe": recipe.model_dump(mode="json")}
+        return {"noise": self.noise, "first_seed": self.seeds[0], "recipe": recipe}
 
     def recipe(self, size: str, arm: str, rate: float, seed: int) -> RlRecipe:
         told = [*SIZES[size], *ARMS[arm], f"optim.lr={rate:g}", f"train.seed={seed}"]

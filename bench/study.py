@@ -299,8 +299,7 @@ RECORDED = ("seeds", "rates", "mutant", "runs")
 
 def identity(study: Study) -> dict[str, Any]:
     """What identifies the runs of a record; each result also has the commit and the machine that it comes from."""
-    recipe = study.recipe.model_dump(mode="json")
-    return {"mutant": study.mutant, "data_hash": study.info.data_hash, "recipe": recipe}
+    return {"mutant": study.mutant, "data_hash": study.info.data_hash, "recipe": study.recipe}
 
 
 def read_own_record(path: Path, study: Study) -> dict[str, dict[str, Any]]:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from bench.common.measure import bench_parser
+from stretto.base.config import Config, completed
 from stretto.base.errors import UserError
 from stretto.base.paths import read_json, replacing, write_json
 from stretto.base.records import git_commit
@@ -77,12 +78,16 @@ def read_results(out: Path) -> dict[str, dict[str, Any]]:
 
 
 def recorded(path: Path, identity: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Results in the record ``path`` of the study with this ``identity``; none if there is no file. Raises UserError: of another study."""
+    """Results in the record ``path`` of the study with this ``identity``; none if there is no file. A recipe in the record may lack
+    settings that were added later: its runs had their defaults. Raises UserError: of another study."""
     if not path.exists():
         return {}
     record = read_fields(path, ("runs",))
     for name, own in identity.items():
-        if record.get(name) != own:
+        stored = record.get(name)
+        if isinstance(own, Config) and isinstance(stored, dict):
+            stored, own = (completed(type(own), tree) for tree in (stored, own.model_dump(mode="json")))
+        if stored != own:
             raise UserError(f"{path}: {name}: of another study; give its settings, or --record another file")
     return dict(record["runs"])
 
@@ -105,9 +110,12 @@ def read_fields(path: Path, names: Iterable[str]) -> dict[str, Any]:
 def write_record(path: Path, identity: Mapping[str, Any], results: Results) -> None:
     """Write settings and results, without networks, from which the study goes on and its report is printed on any machine: a line for
     each run."""
+    plain = {
+        name: each.model_dump(mode="json") if isinstance(each, Config) else each for name, each in identity.items()
+    }
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(results[name])}" for name in sorted(results))
     with replacing(path) as fresh:
-        fresh.write_text(f'{json.dumps(identity)[:-1]}, "runs": {{\n{lines}\n}}}}\n', encoding="utf-8")
+        fresh.write_text(f'{json.dumps(plain)[:-1]}, "runs": {{\n{lines}\n}}}}\n', encoding="utf-8")
 
 
 def carry_out(

@@ -72,6 +72,18 @@ def test_a_record_of_another_study_is_refused(tmp_path: Path) -> None:
         recorded(path, STUDY.identity)
 
 
+def test_a_record_from_before_a_setting_existed_goes_on_with_its_default(tmp_path: Path) -> None:
+    path, identity = tmp_path / "record.json", STUDY.identity
+    tree = identity["recipe"].model_dump(mode="json")
+    del tree["rollout"]["keep_cache"]
+    write_record(path, {**identity, "recipe": tree}, found := results({"R3": 0.6}))
+    assert recorded(path, identity) == found
+    tree["rollout"]["max_batch"] = 7
+    write_record(path, {**identity, "recipe": tree}, found)
+    with pytest.raises(UserError, match="recipe: of another study"):
+        recorded(path, identity)
+
+
 def test_the_committed_record_gives_the_figures_that_the_documents_state() -> None:
     docs = Path(replay.__file__).parents[1] / "docs"
     record = json.loads((docs / "evidence" / "replay.json").read_text(encoding="utf-8"))
