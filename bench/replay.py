@@ -14,6 +14,7 @@ none         noise; the trainer uses its own routes, and nothing corrects the lo
 TIS          noise; tokens are weighted by recomputed policy / engine's policy, at most 2 (truncated importance sampling)
 IcePop       noise; tokens whose ratio is outside 0.5 to 5 are left out (2510.18855)
 R2           noise; the updates use the routes of the trainer's own pass before them
+PR2          noise; R2 with routes that a second matrix of every router predicts for the updates (2606.00395)
 R3           noise; the trainer uses the engine's routes (2510.11370)
 
 The first seed searches the learning rate of each arm; the others are reported, at that rate, and at the best rate without noise, which is
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,7 @@ from torch import Tensor
 
 from bench.common.measure import finish, half_width, refusing, table, wide_console
 from bench.common.plain_loop import run_plainly
+from bench.common.predicted_routes import BEFORE_KL, PREDICTED_KL, PredictingTrainer
 from bench.common.rl_curves import at_end, fifth, start_once
 from bench.common.study import Results, Run, carry_out, is_record, read_fields, recorded, study_parser, write_record
 from stretto.base.config import read_recipe
@@ -46,6 +48,7 @@ from stretto.base.trajectory import WeightVersion
 from stretto.data.loader import key_of
 from stretto.learning.metrics import StepReport
 from stretto.learning.recipe import RlRecipe
+from stretto.learning.trainer import TrainerRole
 from stretto.learning.weights import fetch
 from stretto.report import style
 
@@ -64,12 +67,13 @@ ARMS: Mapping[str, Sequence[str]] = {
     "TIS": ["replay=off", "loss.correction=tis"],
     "IcePop": ["replay=off", "loss.correction=icepop"],
     "R2": ["replay=r2"],
+    "PR2": ["replay=r2"],
     "R3": ["replay=r3"],
 }
 CONTROL = "no noise"
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)
-CURVES = {"rewards": "reward/mean", "k3": "mismatch/same_k3_mean"}
-"""What a run keeps of each step, by the name of the metric."""
+CURVES = {"rewards": "reward/mean", "k3": "mismatch/same_k3_mean", "predicted": PREDICTED_KL, "before": BEFORE_KL}
+"""What a run keeps of each step, by the name of the metric; the last two exist in runs with predicted routes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,13 @@ class Study:
                 runs += [
                     Run(
                         name(size, arm, rate, seed),
-                        partial(_run, self.recipe(size, arm, rate, seed), out / start / CHECKPOINT, noise),
+                        partial(
+                            _run,
+                            self.recipe(size, arm, rate, seed),
+                            out / start / CHECKPOINT,
+                            noise,
+                            PredictingTrainer if arm == "PR2" else TrainerRole,
+                        ),
                         needs=(start,),
                     )
                     for rate, seed in wanted
@@ -165,11 +175,18 @@ def has_collapsed(run: Mapping[str, Any]) -> bool:
     return at_end(run) < best / 2
 
 
-def _run(recipe: RlRecipe, start: Path, noise: float, folder: Path) -> dict[str, Any]:
+def _run(
+    recipe: RlRecipe, start: Path, noise: float, open_trainer: Callable[..., TrainerRole], folder: Path
+) -> dict[str, Any]:
     reports: list[StepReport] = []
     taken_over = partial(noisy, noise, recipe.train.seed)
-    asyncio.run(run_plainly(recipe, folder / "run", start, folder / CHECKPOINT, reports.append, taken_over))
-    return {kept: [float(f"{report.scalars[metric]:.4g}") for report in reports] for kept, metric in CURVES.items()}
+    made = folder / "run", start, folder / CHECKPOINT
+    asyncio.run(run_plainly(recipe, *made, reports.append, taken_over, open_trainer=open_trainer))
+    return {
+        kept: [float(f"{report.scalars[metric]:.4g}") for report in reports]
+        for kept, metric in CURVES.items()
+        if metric in reports[0].scalars
+    }
 
 
 def noisy(noise: float, seed: int, version: WeightVersion) -> Mapping[str, Tensor]:
@@ -213,7 +230,17 @@ def show(study: Study, size: str, results: Results) -> list[str]:
         paired = "" if arm == "R3" else f"{fmean(gains):+.3f} ± {half_width(gains):.3f}"
         shown.add_row(arm, f"{rate:g}", *_shown(best[arm]), paired, *_shown(at_common), f"{k3:.1e}")
     wide_console().print(shown)
+    _show_prediction(best["PR2"])
     return failures
+
+
+def _show_prediction(runs: Sequence[Mapping[str, Any]]) -> None:
+    """Print how much of the routers' change during the updates was predicted."""
+    drifts = {kept: fmean(fmean(run[kept]) for run in runs if kept in run) for kept in ("predicted", "before")}
+    print(
+        f"PR2: the routers' KL during the updates is {drifts['predicted']:.1e} nats to the predicted routers and "
+        f"{drifts['before']:.1e} nats to those before the updates"
+    )
 
 
 def finished_seeds(size: str, results: Results, rates: Mapping[str, float], first: int) -> list[int]:

@@ -42,6 +42,7 @@ async def run_plainly(
     report: Callable[[StepReport], None] = lambda report: None,
     taken_over: Callable[[WeightVersion], Mapping[str, Tensor]] = fetch,
     device: str = "cpu",
+    open_trainer: Callable[..., TrainerRole] = TrainerRole,
 ) -> list[StepReport]:
     """`run_synchronously` in ``folder`` from the checkpoint ``start``, all roles in this process and on ``device``; writes
     ``checkpoint``. For each version the engine activates the weights that ``taken_over`` returns.
@@ -53,7 +54,7 @@ async def run_plainly(
     try:
         clients = Clients([engine], RewardRole(tables, recipe.runtime.rewards.deadline_s))
         agent = AgentRole(recipe, FolderStore(folder), load_tokenizer(start), tables, lambda caller: clients)
-        trainer = TrainerRole(recipe, folder, start, ranks=join(device))
+        trainer = open_trainer(recipe, folder, start, ranks=join(device))
         reports = await run_synchronously(recipe, prompts.task, agent, [engine], trainer, report)
         trainer.write(checkpoint)
     finally:

