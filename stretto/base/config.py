@@ -283,7 +283,8 @@ class Problem:
 
 
 def first_problem(error: ValidationError, kind: type[BaseModel], noun: str = "field") -> Problem:
-    """The first problem that pydantic found while it validated a ``kind``; ``noun``: the word for a field in the message."""
+    """The first problem that pydantic found while it validated a ``kind``; ``noun``: the word for a field in the message, ``key`` in a
+    recipe, whose values with keys are tables, and ``field`` in a request, where they are objects."""
     nearest_ones = _nearest_member(error.errors(include_url=False, include_context=False), kind)
     found = nearest_ones[0]
     place = _place(found["loc"], kind)
@@ -292,13 +293,21 @@ def first_problem(error: ValidationError, kind: type[BaseModel], noun: str = "fi
         if found["type"] == "int_parsing_size":
             message = f"must be a smaller number{_shown(found['input'])}"
         if message.startswith(_INPUT):
-            texts = (each["msg"].removeprefix(f"{_INPUT} ").partition(", unable to parse")[0] for each in nearest_ones)
+            texts = (_wanted(each, "a table" if noun == "key" else "an object") for each in nearest_ones)
             message = f"must be {', or '.join(dict.fromkeys(texts))}{_shown(found['input'])}"
         return Problem(".".join(place.path) or None, message)
     *above, last = found["loc"]
     types = _place(tuple(above), kind).types
     known = [field.alias or name for each in types if _is_model(each) for name, field in each.model_fields.items()]
     return Problem(".".join(place.path), f"unknown {noun}{nearest(str(last), known)}", True)
+
+
+def _wanted(error: ErrorDetails, tree: str) -> str:
+    """What the value of an error about its type should be, without how pydantic parses text. ``tree``: the format's word for a value
+    with keys."""
+    if error["type"] in ("dict_type", "model_type"):
+        return tree
+    return error["msg"].removeprefix(f"{_INPUT} ").partition(", unable to parse")[0]
 
 
 @dataclass(frozen=True, slots=True)

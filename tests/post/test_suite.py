@@ -459,7 +459,7 @@ def test_suites_that_are_none(named: str, words: str | None) -> None:
 def test_tables_that_are_no_suite(tmp_path: Path) -> None:
     for text, words in (
         ('[a]\nproblem = 3\n[a.sources.x]\nkind = "strings"\n', "a: problem: unknown key"),
-        ("a = 3\n", r"mine.toml: a: must be a valid dictionary"),
+        ("a = 3\n", r"mine.toml: a: must be a table, is 3"),
         ('[a.sources.x]\nkind="strings"\n[b.sources.x]\nkind="strings"\n', "x: two sources have this name"),
         ("[", "not valid TOML"),
         ("", "contains no suite"),
