@@ -14,6 +14,7 @@ from pydantic import Field
 from stretto.api.train import EVAL_BATCH_ROWS, held_out, own_tokenizer
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
+from stretto.base.numbers import counted
 from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, read_json, require_apart, require_new
 from stretto.base.records import Meter, Receipt
 from stretto.base.track import progress, say
@@ -253,8 +254,13 @@ def _calibration(
     config = checkpoint.config
     with TemporaryDirectory() as folder:
         if data:
-            text = TextOptions(is_chat=options.chat)
+            text = TextOptions(is_chat=options.chat, holds_out=False)
             mixture, _, _ = prepare_data(Path(folder), data, own_tokenizer(checkpoint.folder), config.vocab_size, text)
+            if (num := sum(part.num_tokens for part in mixture.open())) < options.calibration_tokens:
+                raise UserError(
+                    f"stretto quantise: --data: {counted(num, 'token')} of calibration text, --calibration-tokens is "
+                    f"{options.calibration_tokens:,}; give more text, or lower it"
+                )
             length = min(ROW_TOKENS, config.max_positions)
         else:
             if not (source / RUN_FILE).is_file() or (info := read_info(source)).data is None:

@@ -49,6 +49,8 @@ class TextOptions:
     """``--text-field``: field of a record that holds the text."""
     is_chat: bool = False
     """Records are conversations. A loss is taken of the assistant's turns only."""
+    holds_out: bool = True
+    """Whether a part is held out if nothing else is; False for text on which no loss is compared."""
 
     def __post_init__(self) -> None:
         if self.val_fraction is not None and not 0 < self.val_fraction <= 0.5:
@@ -110,13 +112,14 @@ def prepare_data(
         folder = Path(source)
         if number in raw:
             folder = run / "data" / f"{number:02d}"
-            _tokenise_source(raw[number], folder, tokenizer, text, val_hashes if val else None)
+            _tokenise_source(raw[number], folder, tokenizer, text, val_hashes if val or not text.holds_out else None)
         else:
-            say(f"{source}: token data: {_summary(read_manifest(folder), val is not None)}")
+            say(f"{source}: token data: {_summary(read_manifest(folder), val is not None or not text.holds_out)}")
         parts.append(Part(name=f"{number:02d}-{Path(source).name}", path=folder.resolve(), weight=weight))
     mixture = Mixture(parts=tuple(parts), val=val)
     mixture.open()
-    mixture.open("val")
+    if text.holds_out:
+        mixture.open("val")
     manifests = [read_manifest(folder) for folder in (*(part.path for part in parts), *((val,) if val else ()))]
     largest = max(manifest.settings.vocab_size for manifest in manifests)
     if largest > vocab_size:
@@ -244,7 +247,8 @@ def _tokenise_source(
 ) -> Manifest:
     """Tokenise ``source`` into ``out`` and print one line about the result.
 
-    ``val_hashes``: hashes of the documents in another folder of held-out text; None: held-out text goes into ``out``.
+    ``val_hashes``: hashes of the documents in another folder of held-out text, empty if nothing is held out; None: held-out text goes
+    into ``out``.
     """
     left_out, holdout = source.left_out.copy(), None
     sources: dict[str, Iterable[Document]] = {"train": source.read("train", left_out)}
@@ -258,7 +262,7 @@ def _tokenise_source(
     elif val_hashes is None:
         holdout = choose_holdout(source.read("train"), text.val_fraction, by_position=not text.is_chat)
     if "val" in source.splits and "val" not in sources:
-        left_out.add("of a val split, as --val names one", source.name)
+        left_out.add("of a val split" + (", as --val names one" if text.val is not None else ""), source.name)
     sources = without_held_out(sources, left_out, val_hashes)
     manifest = _encode(sources, out, load_tokenizer(tokenizer), holdout, text)
     files = f"{numbers.counted(len(source.files['train']), 'file')}, " if "train" in source.files else ""

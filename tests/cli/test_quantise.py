@@ -93,6 +93,11 @@ def test_gptq_reads_the_run_s_own_text_and_healing_dequantises(
     alone = tmp_path / "alone"
     assert not stretto("quantise", run / CHECKPOINT, *options, "--data", text, "-o", alone).code
     assert read_integers(alone).keys() == integers.keys()
+    # one short document, of which nothing is held out
+    little, calibrated = tmp_path / "little.txt", tmp_path / "calibrated"
+    little.write_text("hello world\n" * 2)
+    little_options = (*options[:-1], 4, "--data", little)
+    assert not stretto("quantise", run / CHECKPOINT, *little_options, "-o", calibrated).code
     # conversations, which the checkpoint's chat template turns into text
     turns = [
         [{"role": "user", "content": f"After {n}?"}, {"role": "assistant", "content": f"{n + 1}"}] for n in range(200)
@@ -129,6 +134,10 @@ def test_refusals(stretto: Run, served_run: Path, recipe: Path, text: Path, tmp_
     quantise("--group", 16, "--method", "gptq", ("has no training text", "--data"))
     quantise("--group", 16, "--method", "gptq", "--calibration-tokens", 0, ("calibration_tokens", "greater than 0"))
     quantise("--group", 16, "--method", "gptq", "--data", tmp_path / "none", ("none",))
+    little = tmp_path / "little.txt"
+    little.write_text("hello")
+    gptq = ("--group", 16, "--method", "gptq", "--data", little)
+    quantise(*gptq, ("tokens of calibration text", "--calibration-tokens is 16,384", "give more text, or lower it"))
 
     assert not stretto("quantise", served_run, "-o", out, "--group", 16).code
     again = ("its weights are integers already",)
