@@ -57,8 +57,8 @@ from stretto.ops.tuning import ROUGH_WIDTH, fastest_threads, multiplies_bf16, th
 from stretto.pictures.door import open_door
 from stretto.pictures.enhance import Wording, default_wording, is_enhancer
 from stretto.runtime.runtime import to_end
+from stretto.server.calls.dialect import Piece, Thought
 from stretto.server.client import PERCENTILES, SERVING, ApiFailure, Client, Load, LoadResult, run_load
-from stretto.server.dialects import Piece, Thought
 from stretto.server.elastic import Least, ServedModel, environment_subnet
 from stretto.server.messages import Message, Prompts
 from stretto.server.server import ServeSettings, create_app, make_server, open_socket

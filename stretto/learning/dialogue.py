@@ -16,7 +16,7 @@ from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
 from stretto.learning.recipe import RlRecipe
 from stretto.sandbox.tools import MAX_TEXT
-from stretto.server.dialects import Said, read_answer
+from stretto.server.calls.answers import Said, read_answer
 from stretto.server.messages import Message, Prompts
 from stretto.server.messages import Tool as OfferedTool
 from stretto.tasks.session import arguments_of

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from stretto.engine.request import Completion, TokenEvent, TopLogprob
-from stretto.server.dialects import Call, Piece, Thought, read_answer
+from stretto.server.calls.answers import read_answer
+from stretto.server.calls.dialect import Call, Piece, Thought
 from stretto.server.elastic import Elastic, Rung
 from stretto.server.generate import (
     MAX_CHOICES,

@@ -30,7 +30,7 @@ from stretto.base.errors import UserError
 from stretto.engine.async_engine import AsyncEngine, Stream
 from stretto.engine.request import Completion, Event, Grammar, Request, Sampling, TokenEvent, TopLogprob, Usage
 from stretto.model.spec import Subnet
-from stretto.server.dialects import AnswerReader
+from stretto.server.calls.answers import AnswerReader
 from stretto.server.elastic import Elastic, Given, Resolver, Rung, ServedModel, Ticket
 from stretto.server.limits import (
     CLIENT,

@@ -27,7 +27,7 @@ from stretto.base.config import first_problem
 from stretto.base.errors import UserError
 from stretto.engine.async_engine import Closed, EngineFailed
 from stretto.engine.request import QueueFull
-from stretto.server.dialects import MAX_DEPTH, strict_json
+from stretto.server.calls.json_text import MAX_DEPTH, strict_json
 from stretto.server.messages import UNPROCESSABLE, Body, FieldError
 
 T = TypeVar("T")

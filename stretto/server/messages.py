@@ -1,6 +1,6 @@
 """Conversations: from messages and tools to token ids under the chat template, and readers of answers.
 
-`stretto.server.dialects` defines how calls and reasoning are written. This file imports neither HTTP nor torch, because RL
+`stretto.server.calls` defines how calls and reasoning are written. This file imports neither HTTP nor torch, because RL
 renders and reads its conversations with it, too.
 """
 
@@ -29,16 +29,12 @@ from pydantic_core import CoreSchema, core_schema
 from stretto.base.errors import UserError
 from stretto.engine.request import Grammar
 from stretto.sandbox.tools import shorten
-from stretto.server.dialects import (
-    HERMES,
-    AnswerReader,
-    Schemas,
-    answer_rules,
-    dialect_of,
-    marks,
-    parse_json,
-    think_of,
-)
+from stretto.server.calls.answers import AnswerReader
+from stretto.server.calls.dialect import Schemas
+from stretto.server.calls.formats import HERMES
+from stretto.server.calls.grammar import answer_rules
+from stretto.server.calls.json_text import parse_json
+from stretto.server.calls.recognise import dialect_of, marks, think_of
 from stretto.server.schemas import closed
 from stretto.text.chat import OWN_NAMES, Arguments, Contents, check_shown, named_tokens, render
 from stretto.text.tokenizer import Tokenizer

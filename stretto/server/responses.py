@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from stretto.engine.request import Completion, TokenEvent
+from stretto.server.calls.dialect import Call, Piece, Thought
 from stretto.server.completions import ChatBody, NoStore, chat_job
-from stretto.server.dialects import Call, Piece, Thought
 from stretto.server.elastic import Rung
 from stretto.server.generate import Answer, Backend, Generation, Job, is_cut, sse
 from stretto.server.limits import ApiError, parse_body

@@ -18,18 +18,10 @@ from pydantic import TypeAdapter
 
 from stretto.base.errors import UserError
 from stretto.engine.grammar import GrammarCompiler
-from stretto.server.dialects import (
-    DIALECTS,
-    AnswerReader,
-    Call,
-    Piece,
-    Said,
-    Think,
-    Thought,
-    dialect_of,
-    read_answer,
-    think_of,
-)
+from stretto.server.calls.answers import AnswerReader, Said, read_answer
+from stretto.server.calls.dialect import Call, Piece, Think, Thought
+from stretto.server.calls.formats import DIALECTS
+from stretto.server.calls.recognise import dialect_of, think_of
 from stretto.server.messages import Message, PlainFormat, Prompts, ResponseFormat, SchemaFormat, Tool, tool_use
 from stretto.text.chat import CHATML, Arguments, render, tool_form
 from stretto.text.tokenizer import Tokenizer, train_tokenizer

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from stretto.engine.grammar import GrammarCompiler
+from stretto.server.calls.answers import read_answer
 from stretto.server.completions import ChatBody
-from stretto.server.dialects import read_answer
 from stretto.server.limits import parse_body
 from stretto.server.messages import (
     FieldError,

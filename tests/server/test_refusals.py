@@ -18,7 +18,7 @@ from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine
 from stretto.engine.request import Sampling
 from stretto.server import generate, limits, server
-from stretto.server.dialects import MAX_DEPTH
+from stretto.server.calls.json_text import MAX_DEPTH
 from stretto.server.elastic import REFUSE_WAITING, Resolver, ServedModel
 from stretto.server.limits import ApiError
 from stretto.server.server import ServeSettings

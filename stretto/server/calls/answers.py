@@ -1,0 +1,185 @@
+"""Answers of models, split into content, reasoning and calls while they are written."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import regex
+
+from stretto.server.calls.dialect import Call, Dialect, Pattern, Piece, Schemas, Think, Thought
+from stretto.server.calls.json_text import parse_json
+
+
+class AnswerReader:
+    """Splits streamed text into content, reasoning and calls. Holds back text that may be the beginning of a mark."""
+
+    def __init__(
+        self,
+        dialect: Dialect | None = None,
+        schemas: Schemas | None = None,
+        think: Think | None = None,
+        is_thinking: bool = False,
+        max_calls: int | None = None,
+    ) -> None:
+        """
+        Args:
+            dialect: None: no calls are read.
+            think: None: no reasoning is read.
+            is_thinking: the prompt ends with an opened block of reasoning.
+            max_calls: number of calls after which further ones are left out; None: no limit.
+        """
+        self._dialect, self._schemas, self._calls_left = dialect, schemas or {}, max_calls
+        marks = None if think is None else (regex.escape(think.open), regex.escape(think.close))
+        self._think = marks and (regex.compile(rf"\s*{marks[0]}\s?"), regex.compile(rf"\s?{marks[1]}\s*"))
+        self._is_thinking = is_thinking and think is not None
+        self._may_think = not self._is_thinking  # only white space so far
+        self._is_first = True  # no content so far
+        self._opened: Any = None  # match of the opening mark of the current call
+        self._held = ""
+        self._searched = 0  # place in the held text of a call where the search for the closing mark continues
+
+    def push(self, text: str) -> list[Piece]:
+        """The pieces that ``text`` completes, in order: content, reasoning and calls."""
+        self._held += text
+        return self._read(is_last=False)
+
+    def finish(self, is_cut: bool = False) -> list[Piece]:
+        """The remaining pieces at the end of the answer. An unfinished call becomes text; if the answer was cut, it is left out, and so is
+        a part of a mark."""
+        marks = [*(self._think or ()), *([self._dialect.open] if self._dialect else [])]
+        halves = [pattern.search(self._held, partial=True) for pattern in marks if is_cut and self._opened is None]
+        self._held = self._held[: min([half.start() for half in halves if half and half.partial], default=None)]
+        found = self._read(is_last=True)
+        rest, opened = self._held, self._opened
+        self._held, self._opened = "", None
+        if opened is not None and not is_cut:
+            found.append(opened.group() + rest)
+        return found
+
+    def _read(self, is_last: bool) -> list[Piece]:
+        found: list[Piece] = []
+        while self._step(found, is_last):
+            pass
+        return found
+
+    def _step(self, found: list[Piece], is_last: bool) -> bool:
+        """Continue to the next mark. False: more text is needed."""
+        if self._opened is not None:
+            return self._take_call(found, is_last)
+        if self._is_thinking:
+            return self._take_thought(found, is_last)
+        if self._may_think and self._think is not None:
+            mark = self._find(self._think[0], is_last, is_first=True)
+            if mark is None:
+                return False
+            self._may_think, self._is_thinking = False, bool(mark)
+            if mark:
+                self._held = self._held[mark.end() :]
+            return True
+        return self._take_content(found, is_last)
+
+    def _find(self, pattern: Pattern, is_last: bool, is_first: bool = False) -> Any:
+        """The next match in the held text; False: there is none; None: more text is needed to decide."""
+        look = pattern.match if is_first else pattern.search
+        match = look(self._held, self._searched, partial=not is_last)
+        if match is None:
+            return False
+        # A match at the end of the text may still grow by an optional part of the pattern.
+        if is_last or not (match.partial or match.end() == len(self._held)):
+            return match
+        self._searched = 0 if is_first else match.start()
+        return None
+
+    def _take_thought(self, found: list[Piece], is_last: bool) -> bool:
+        assert self._think is not None
+        content, mark = self._split(self._think[1], is_last)
+        if content:
+            found.append(Thought(content))
+        self._is_thinking = not mark
+        return bool(mark)
+
+    def _take_content(self, found: list[Piece], is_last: bool) -> bool:
+        if self._dialect is None or (self._dialect.is_first and not self._is_first):
+            content, mark = self._held, None
+            self._held = ""
+        elif self._dialect.is_first:
+            mark = self._find(self._dialect.open, is_last, is_first=True)
+            if mark is None:
+                return False
+            content = "" if mark else self._held
+            self._held = self._held[mark.end() :] if mark else ""
+        else:
+            content, mark = self._split(self._dialect.open, is_last)
+        if content:
+            found.append(content)
+            self._is_first = False
+        self._opened = mark if mark and not mark.groupdict().get("no") else None
+        return bool(mark)
+
+    def _split(self, pattern: Pattern, is_last: bool) -> tuple[str, Any]:
+        """Text before the next mark, and the mark if it is complete. Text that may begin a mark is held back."""
+        mark = self._find(pattern, is_last)
+        start = len(self._held) if mark is False else mark.start() if mark else self._searched
+        content, self._held = self._held[:start], self._held[mark.end() if mark else start :]
+        self._searched = 0
+        return content, mark or None
+
+    def _take_call(self, found: list[Piece], is_last: bool) -> bool:
+        # A closing mark within a string of the arguments does not end the call: the text before it cannot be parsed.
+        assert self._dialect is not None
+        close = self._dialect.close
+        while True:
+            if close is None:
+                end = after = len(self._held) if is_last else -1
+            else:
+                mark = self._find(close, is_last)
+                end, after = mark.span() if mark else (-1, -1)
+            if end < 0:
+                return False
+            try:
+                calls = self._dialect.read(self._held[:end], self._opened.groupdict(""), self._schemas)
+            except ValueError:
+                if close is None:
+                    return False
+                self._searched = after
+                continue
+            found += [_call(*each) for each in calls[: self._calls_left]]
+            if self._calls_left is not None:
+                self._calls_left -= len(calls[: self._calls_left])
+            self._held, self._opened, self._searched, self._is_first = self._held[after:], None, 0, False
+            return True
+
+
+def _call(name: str, arguments: Any) -> Call:
+    """A call with a new id. Some models write the arguments as a string that contains JSON."""
+    if isinstance(arguments, str):
+        try:
+            arguments = parse_json(arguments)
+        except ValueError:
+            return Call(_call_id(), name, arguments)
+    return Call(_call_id(), name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A whole answer, split into its parts. Written by `read_answer`."""
+
+    content: str
+    reasoning: str
+    calls: tuple[Call, ...]
+
+
+def read_answer(reader: AnswerReader, text: str, is_cut: bool = False) -> Said:
+    """The parts of a whole answer. White space around calls is not content."""
+    pieces = [*reader.push(text), *reader.finish(is_cut)]
+    calls = tuple(piece for piece in pieces if isinstance(piece, Call))
+    content = "".join(piece for piece in pieces if isinstance(piece, str))
+    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
+    return Said(content.strip() if calls else content, reasoning, calls)
