@@ -36,20 +36,15 @@ from stretto.post.suite import (
     RESULT_FILE,
     Cost,
     DomainResult,
-    EvalOptions,
     Evaluation,
-    SuiteConfig,
     mean_of,
-    only_domains,
-    parse_suites,
     read_evaluation,
-    samples_at,
     scored,
-    suites_of,
     write_result,
     write_right_answers,
 )
 from stretto.post.suite import evaluate as evaluate_suites
+from stretto.post.suites import EvalOptions, SuiteConfig, only_domains, parse_suites, samples_at, suites_of
 from stretto.report.evals import (
     Comparison,
     asked_table,

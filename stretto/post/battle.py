@@ -14,7 +14,9 @@ from stretto.base.track import progress
 from stretto.evals.battles import COVARIATES, Battles, Duel, Verdicts, controlled, fight
 from stretto.evals.scores import MOST_INFRA
 from stretto.evals.writing import text_measures
-from stretto.post.suite import SAMPLES_FILE, Evaluation, only_domains, opened_sources, read_samples, suites_of
+from stretto.post.suite import Evaluation
+from stretto.post.suite_samples import SAMPLES_FILE, read_samples
+from stretto.post.suites import only_domains, opened_sources, suites_of
 from stretto.tasks.judge import JudgedSource, JudgeFailed
 
 

@@ -13,7 +13,8 @@ from stretto.base.errors import UserError
 from stretto.base.records import find_lineage, history
 from stretto.evals.scores import Interval, mean_interval, student_interval
 from stretto.evals.writing import Overused, Similarity, chapter_measures, group_measures, overused, text_measures
-from stretto.post.suite import SAMPLES_FILE, SuiteConfig, opened_sources, read_samples
+from stretto.post.suite_samples import SAMPLES_FILE, read_samples
+from stretto.post.suites import SuiteConfig, opened_sources
 from stretto.tasks.briefs import Constraints
 from stretto.tasks.judge import JudgedSource, JudgeFailed
 

@@ -14,7 +14,8 @@ from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
 from stretto.evals.battles import Battles
 from stretto.post.battle import battle
-from stretto.post.suite import RESULT_FILE, SAMPLES_FILE, Evaluation, Sample
+from stretto.post.suite import RESULT_FILE, Evaluation
+from stretto.post.suite_samples import SAMPLES_FILE, Sample
 from stretto.report.evals import battle_table
 from stretto.tasks.judge import JudgedSource, JudgeFailed, ScriptedJudge
 from tests.report.test_evals import evaluation

@@ -12,7 +12,8 @@ from stretto.base.errors import UserError
 from stretto.base.records import Receipt, new_lineage, write_lineage
 from stretto.base.trajectory import Outcome
 from stretto.post.panel import judged_by, panels
-from stretto.post.suite import SAMPLES_FILE, SuiteConfig, read_samples, suites_of
+from stretto.post.suite_samples import SAMPLES_FILE, read_samples
+from stretto.post.suites import SuiteConfig, suites_of
 from stretto.report.evals import chapters_table, overused_table, panel_table
 from stretto.tasks.judge import JudgeFailed, ScriptedJudge
 from stretto.tasks.task import Problem

@@ -22,19 +22,10 @@ from stretto.evals.scores import pass_at_k, pass_hat_k
 from stretto.learning.recipe import RlRecipe, SourceConfig
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.spec import SubnetChoice
-from stretto.post import suite as suite_module
-from stretto.post.suite import (
-    RESULT_FILE,
-    SAMPLES_FILE,
-    EvalOptions,
-    Evaluation,
-    Sample,
-    SuiteConfig,
-    evaluate,
-    parse_suites,
-    read_evaluation,
-    write_right_answers,
-)
+from stretto.post import suite_samples
+from stretto.post.suite import RESULT_FILE, Evaluation, evaluate, read_evaluation, write_right_answers
+from stretto.post.suite_samples import SAMPLES_FILE, Sample
+from stretto.post.suites import EvalOptions, SuiteConfig, parse_suites
 from stretto.tasks.registry import open_source
 from tests.engine.engines import CONFIG, network
 from tests.flow.agents import tokenizer
@@ -255,14 +246,14 @@ class Killed(Exception):  # noqa: N818
 def test_an_evaluation_that_was_killed_goes_on(
     model: Path, own: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, keep, left = tmp_path / "out", suite_module._Sampler._keep, iter(range(7))
+    out, keep, left = tmp_path / "out", suite_samples.Sampler._keep, iter(range(7))
 
     def killed(self: Any, sample: Sample) -> None:
         if next(left, None) is None:
             raise Killed
         keep(self, sample)
 
-    monkeypatch.setattr(suite_module._Sampler, "_keep", killed)
+    monkeypatch.setattr(suite_samples.Sampler, "_keep", killed)
     with pytest.raises(Killed):
         run(model, suite(own), out)
     monkeypatch.undo()
@@ -303,7 +294,7 @@ def read_lines(out: Path) -> list[bytes]:
 
 
 def test_a_finished_one_is_not_done_again(model: Path, own: str, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suite_module, "EngineRole", None)
+    monkeypatch.setattr(suite_samples, "EngineRole", None)
     assert run(model, suite(own), whole) == read_evaluation(whole)
 
 
@@ -361,16 +352,16 @@ def test_a_judge_that_fails_is_no_wrong_answer(model: Path, own: str, tmp_path: 
 def test_few_failures_are_told(
     model: Path, own: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suite_module, "MOST_INFRA", 0.1)
+    monkeypatch.setattr(suite_samples, "MOST_INFRA", 0.1)
     found = run(model, suite(own, broken=39), tmp_path / "out").domains["even"]
     judged = read_evaluation(whole).domains["even"]
     assert found.num_infra == 3
     assert found.values == [*judged.values[:-1], None]
     assert found.score.value == pytest.approx(np.mean(judged.values[:-1]))
     asked: list[Any] = []
-    role = suite_module.EngineRole
+    role = suite_samples.EngineRole
     monkeypatch.setattr(
-        suite_module, "EngineRole", lambda *given, **named: asked.append(given) or role(*given, **named)
+        suite_samples, "EngineRole", lambda *given, **named: asked.append(given) or role(*given, **named)
     )
     assert run(model, suite(own, broken=39), tmp_path / "out").domains["even"].num_infra == 3 and asked  # again
 
@@ -472,9 +463,9 @@ def test_tables_that_are_no_suite(tmp_path: Path) -> None:
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A judge that is out is asked again after 0.3 s in all: here at once."""
-    role = suite_module.AgentRole
+    role = suite_samples.AgentRole
     monkeypatch.setattr(
-        suite_module, "AgentRole", lambda *given, **named: role(*given, pauses_s=(0.001, 0.001), **named)
+        suite_samples, "AgentRole", lambda *given, **named: role(*given, pauses_s=(0.001, 0.001), **named)
     )
 
 
