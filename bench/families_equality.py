@@ -40,8 +40,9 @@ from bench.common.measure import bench_parser, table, wide_console
 from stretto.base.errors import UserError
 from stretto.base.track import progress
 from stretto.model import checkpoint, quantised
-from stretto.model.checkpoint import STRETTO_FILE, read_checkpoint, write_checkpoint
+from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.families import FAMILIES, Family, parse_family
+from stretto.model.headers import STRETTO_FILE
 from stretto.model.spec import ModelConfig
 
 AIM = 1e-4

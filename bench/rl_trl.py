@@ -52,7 +52,7 @@ from stretto.learning.dialogue import Dialogue
 from stretto.learning.recipe import Prompts, RlRecipe, plan_prompts
 from stretto.learning.samples import store_group
 from stretto.learning.trainer import TrainerRole
-from stretto.model.checkpoint import ELASTIC_FILE, STRETTO_FILE
+from stretto.model.headers import ELASTIC_FILE, STRETTO_FILE
 from stretto.runtime.store import FolderStore
 from stretto.sandbox.isolate import usage
 from stretto.tasks.task import Answer, TaskSource

@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 from stretto.data.demo_text import demo_documents
-from stretto.model.checkpoint import ELASTIC_FILE, read_checkpoint, write_checkpoint
+from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.families import Family
-from stretto.model.gguf import write_gguf
+from stretto.model.gguf.write import write_gguf
+from stretto.model.headers import ELASTIC_FILE
 from stretto.model.spec import ModelConfig, SubnetChoice
 from stretto.model.transformer import Transformer, build
 from stretto.text.chat import CHATML

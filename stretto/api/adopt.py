@@ -50,7 +50,7 @@ from stretto.evals.order import ExpertRule, expert_orders, layer_order, pieces, 
 from stretto.evals.routing import LayerRouting
 from stretto.model.checkpoint import generation_settings, write_checkpoint
 from stretto.model.families import Family, remarks, stored_tensors
-from stretto.model.gguf_read import GgufFile, gguf_file, packaged
+from stretto.model.gguf.read import GgufFile, gguf_file, packaged
 from stretto.model.parallel import device_name
 from stretto.model.spec import ModelConfig, SubnetChoice, count, droppable_layers
 from stretto.model.streamed import StreamedNetwork, StreamedState

@@ -23,7 +23,7 @@ from stretto.evals.loss import EvalBatch
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_integers, stores_integers, write_checkpoint
 from stretto.model.elastic import slice_integers
 from stretto.model.families import kept_family, parse_family
-from stretto.model.gguf import write_gguf
+from stretto.model.gguf.write import write_gguf
 from stretto.model.parallel import Ranks, device_name, join
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, check_subnet, named_subnets, parse_subnet
 from stretto.model.transformer import Context

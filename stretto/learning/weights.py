@@ -25,7 +25,7 @@ from stretto.base.errors import UserError
 from stretto.base.paths import FREE_AND_RESUME, replacing
 from stretto.base.trajectory import WeightVersion
 from stretto.engine.runner import state_checksum
-from stretto.model.checkpoint import write_file
+from stretto.model.weight_files import write_file
 from stretto.ops.fp8 import FP8, Fp8Weight, quantise_weight
 
 _BYTES, _SCALE = ":fp8", ":scale"

@@ -7,24 +7,19 @@ which other software ignores. A folder without them is read from ``config.json``
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from itertools import cycle
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from pydantic import Field
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from stretto.base.config import Config, read_versioned
@@ -32,7 +27,6 @@ from stretto.base.errors import UserError
 from stretto.base.paths import read_json, replacing, write_json
 from stretto.base.records import LINEAGE_FILE, Lineage, file_sha256, find_lineage, hash_files, write_lineage
 from stretto.model.families import (
-    Alias,
     Family,
     Stored,
     check_family,
@@ -40,24 +34,24 @@ from stretto.model.families import (
     differing_field,
     from_hf,
     parse_family,
-    readable_tensors,
     stored_tensors,
     to_hf,
 )
 from stretto.model.families.quantisation import packed_config, quantisation
-from stretto.model.gguf_read import GgufFile, gguf_file
-from stretto.model.headers import ELASTIC_FILE, INDEX_FILE, WEIGHTS_FILE, WeightFiles, damaged
-from stretto.model.quantised import CODES, SCALES, SHAPE, ZEROS, Dequantised, TensorSource, require_shape
+from stretto.model.gguf.read import GgufFile, gguf_file
+from stretto.model.headers import ELASTIC_FILE, INDEX_FILE, STRETTO_FILE, WEIGHTS_FILE
+from stretto.model.quantised import CODES, SCALES, SHAPE, ZEROS, Dequantised, TensorSource
 from stretto.model.shard import Shard, ShardSource
 from stretto.model.spec import ModelConfig, SubnetChoice
+from stretto.model.stored import fill, from_stored, readable, to_stored
 from stretto.model.transformer import MoeLayer, Transformer, skeleton
+from stretto.model.weight_files import DTYPES, TensorFiles, copy_file, open_tensors, tensor_names, write_file
 from stretto.ops.int_weights import IntWeight, pack
 from stretto.text.tokenizer import TURN_END, load_tokenizer
 
 SCHEMA = 1
 """Version of stretto.json; incremented when a reader of the old form would misread the new one."""
 GENERATION_FILE = "generation_config.json"
-STRETTO_FILE = "stretto.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -74,22 +68,10 @@ _OURS = (
     *TOKENIZER_FILES,
 )
 """Patterns of the files of a checkpoint; a folder with other files is never replaced."""
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Supported dtypes of weights, by safetensors' name."""
-_STORED_DTYPES = {
-    **_DTYPES,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "U8": torch.uint8,
-    "I32": torch.int32,
-}
-"""Supported dtypes, with those of quantised weights and their scales."""
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 _SHARD_BYTES = 5 * 10**9
 """Largest size of a file of weights; also transformers' default."""
-_COPY_BYTES = 1 << 24
-"""Chunk size for copying a file."""
 
 
 class StrettoFile(Config):
@@ -398,118 +380,6 @@ def generation_settings(folder: Path, config: ModelConfig) -> dict[str, Any]:
     return found | {name: value for name, value in own.items() if value is not None and name != "transformers_version"}
 
 
-def readable(config: ModelConfig, family: Family, files: TensorSource, folder: Path) -> list[Stored]:
-    """The tensors to read from ``files``, after a check of their headers, so that nothing of the size in config.json is allocated for
-    files that do not fit.
-
-    Raises UserError: a tensor is missing, unexpected, of another shape or of an unsupported dtype.
-    """
-    tensors = []
-    for stored in readable_tensors(config, family):
-        if (place := _place(stored, files, folder)) is not None:
-            files.check(place.name, place.shape)
-        tensors.append(stored)
-    _refuse_unexpected(files, tensors, config)
-    return tensors
-
-
-def _place(stored: Stored, files: TensorSource, folder: Path) -> Alias | None:
-    """Name and shape under which ``files`` have ``stored``; None: they do not have it, and it is optional. Raises `UserError`: it is
-    missing.
-    """
-    places = [Alias(stored.name, stored.shape), *stored.aliases]
-    place = next((place for place in places if place.name in files.names), None)
-    if place is None:
-        if stored.ours is None or stored.is_copy:
-            return None
-        raise damaged(folder, stored.name, "missing from the weights, and config.json needs it")
-    if stored.ours is None and files.is_empty(place.name):
-        return None  # transformers stores a shared expert of width 0 if ``n_shared_experts`` is 0
-    return place
-
-
-def fill(stored: Stored, files: TensorSource, state: Mapping[str, Tensor], folder: Path) -> None:
-    """Read ``stored`` from the ``files`` of the checkpoint ``folder`` into ``state``, our state dict or a part of it.
-
-    Raises UserError as `read_checkpoint` does.
-    """
-    place = _place(stored, files, folder)
-    if place is None:
-        return
-    if not all(from_stored(piece, tensor, state) for piece, tensor in _pieces(stored, place, files, state)):
-        remedy = "use a checkpoint without them"
-        if (folder / STRETTO_FILE).is_file():
-            remedy = f"delete {STRETTO_FILE} to read the folder as an ordinary checkpoint"
-        raise UserError(
-            f"{files.path(place.name)}: {place.name}: holds weights that have no place in this network; {remedy}"
-        )
-
-
-def fill_rows(stored: Stored, files: TensorSource, start: int, rows: Tensor, folder: Path) -> None:
-    """Read the part of ``stored`` that belongs to ``rows``, the rows of our tensor from number ``start`` on. Of an expert or a
-    projection outside these rows nothing is read.
-
-    Raises UserError as `read_checkpoint` does.
-    """
-    place = _place(stored, files, folder)
-    assert place is not None and stored.ours is not None, stored.name
-    stop = start + len(rows)
-    if stored.is_stacked:
-        for expert in range(start, stop):
-            tensor = files.read(place.name, place.shape, (expert,))
-            rows[expert - start].copy_(paired(stored, (tensor.mT if tensor.dim() == 2 else tensor)[None], False)[0])
-        return
-    index, *rest = stored.part or (slice(0, stored.shape[0]),)
-    if isinstance(index, int):  # an expert
-        if start <= index < stop:
-            moved = replace(stored, part=(index - start, *rest))
-            from_stored(moved, files.read(place.name, place.shape, place.part), {stored.ours: rows})
-        return
-    first, last = max(index.start, start), min(index.stop, stop)
-    if first < last:
-        group = stored.neighbours_of or 1  # rows of a group are read together, because they are permuted
-        low, high = (first - index.start) // group * group, -(-(last - index.start) // group) * group
-        values = paired(stored, files.read(place.name, place.shape, (slice(low, high),)), on_disk=False)
-        rows[first - start : last - start].copy_(values[first - index.start - low : last - index.start - low])
-
-
-def _pieces(
-    stored: Stored, place: Alias, files: TensorSource, state: Mapping[str, Tensor]
-) -> Iterator[tuple[Stored, Tensor]]:
-    """``stored`` and its tensor; stacked experts one after another, because a stack may have gigabytes."""
-    if not stored.is_stacked:
-        yield stored, files.read(place.name, place.shape, place.part)
-        return
-    num_ours = 0 if stored.ours is None else len(state[stored.ours])
-    for expert in range(place.shape[0]):
-        tensor = files.read(place.name, place.shape, (expert,))
-        yield stored.of_expert(expert, num_ours), tensor.mT if tensor.dim() == 2 else tensor
-
-
-def _refuse_unexpected(files: TensorSource, tensors: list[Stored], config: ModelConfig) -> None:
-    known = {stored.name for stored in tensors} | {alias.name for stored in tensors for alias in stored.aliases}
-    # layers for multi-token prediction, in checkpoints of GLM, DeepSeek and ERNIE, are not used
-    mtp_layers = {_layer(name) for name in files.names if ".eh_proj." in name}
-    for name in sorted(files.names):
-        if name in known or name.endswith("rotary_emb.inv_freq") or name.startswith("model.mtp_"):
-            continue
-        layer = _layer(name)
-        if layer is not None and layer >= config.num_layers:
-            if layer in mtp_layers:
-                continue
-            problem = f"a layer more than the {config.num_layers} (num_hidden_layers) of config.json"
-            raise damaged(files.path(name), name, f"{problem}; the files do not belong together")
-        raise UserError(
-            f"{files.path(name)}: {name}: this architecture has no such tensor; use a checkpoint of the plain text model"
-        )
-
-
-def _layer(name: str) -> int | None:
-    """Number of the layer of a tensor; None for a tensor outside the layers."""
-    number = name.split(".")[2] if name.startswith("model.layers.") else ""
-    return int(number) if number.isdigit() else None
-
-
 def fill_branches(folder: Path, config: ModelConfig, state: Mapping[str, Tensor]) -> None:
     """Read the balance biases of all widths into ``state``. The first row, of the full width, must equal that in the model's files."""
     with TensorFiles(folder, ELASTIC_FILE) as files:
@@ -525,119 +395,11 @@ def fill_branches(folder: Path, config: ModelConfig, state: Mapping[str, Tensor]
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
-    names = [str(known).removeprefix("torch.") for known in _DTYPES.values()]
+    names = [str(known).removeprefix("torch.") for known in DTYPES.values()]
     name = str(dtype).removeprefix("torch.")
     if name not in names:
         raise UserError(f"dtype: weights cannot be stored as {dtype}; choose {', '.join(names)}")
     return name
-
-
-def to_stored(stored: Stored, state: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """The tensor ``stored`` in its form on disk, on the CPU, from our state dict ``state``."""
-    dtype = torch.float32 if stored.always_fp32 else dtype
-    if stored.ours is None:
-        return torch.full(stored.shape, stored.filling, dtype=dtype)
-    tensor = state[stored.ours].detach()[stored.part].to("cpu", dtype)
-    tensor = paired(stored, tensor, on_disk=True)
-    if stored.is_stacked:
-        tensor = tensor.mT if tensor.dim() == 3 else tensor
-        missing = stored.shape[0] - tensor.shape[0]
-    else:
-        missing = math.prod(stored.shape) // math.prod(tensor.shape[1:]) - tensor.shape[0]
-    if missing:
-        tensor = torch.cat((tensor, tensor.new_full((missing, *tensor.shape[1:]), stored.filling)))
-    tensor = tensor.reshape(stored.shape).contiguous()
-    return tensor.clone() if stored.is_copy else tensor  # safetensors rejects two names for the same memory
-
-
-def from_stored(stored: Stored, tensor: Tensor, state: Mapping[str, Tensor]) -> bool:
-    """Copy ``tensor``, of ``stored.shape``, into its place in ``state``; for stacked experts, one `Stored.of_expert` at a time.
-
-    Returns False if a constant, a padding or a copy does not have the expected values.
-    """
-    if stored.ours is None:
-        return bool(_is_filling(tensor, stored.filling))
-    place = state[stored.ours][stored.part]
-    if stored.is_copy:
-        return torch.equal(tensor.to(place), place)
-    rows = tensor.reshape(-1, *place.shape[1:])
-    own, padding = rows[: place.shape[0]], rows[place.shape[0] :]
-    if not _is_filling(padding, stored.filling):
-        return False
-    place.copy_(paired(stored, own, on_disk=False))
-    return True
-
-
-def _is_filling(tensor: Tensor, filling: float) -> bool:
-    # tolerance of 1 %: other software may have rounded a bias to bf16
-    return bool(((tensor.float() - filling).abs() <= 0.01 * abs(filling)).all())
-
-
-def paired(stored: Stored, rows: Tensor, on_disk: bool) -> Tensor:
-    """Convert rotated rows between memory, where halves of a head are paired, and disk, where neighbours are (``on_disk``: the
-    direction).
-    """
-    width, start = stored.neighbours_of, stored.neighbours_from
-    if not width:
-        return rows
-    outer, inner = (2, (width - start) // 2) if on_disk else ((width - start) // 2, 2)
-    rest = rows.shape[2:] if stored.is_stacked else rows.shape[1:]
-    groups = rows.reshape(-1, width, *rest)
-    pairs = groups[:, start:].unflatten(1, (outer, inner)).transpose(1, 2).flatten(1, 2)
-    return torch.cat((groups[:, :start], pairs), dim=1).reshape(rows.shape)
-
-
-@contextmanager
-def open_tensors(folder: Path) -> Iterator[TensorSource]:
-    """The tensors of a checkpoint, dequantised. Raises `UserError`: as `TensorFiles` does, or an unsupported quantisation."""
-    packed = gguf_file(folder)
-    if packed is not None:
-        with GgufFile(packed) as file:
-            yield file
-        return
-    path = folder / "config.json"
-    how = quantisation(read_json(path), str(path))
-    with TensorFiles(folder) as files:
-        yield files if how is None else Dequantised(files, how)
-
-
-class TensorFiles(WeightFiles):
-    """Reader of tensors by name, from ``file`` of ``folder`` or the shards of an index. A context manager that closes the files."""
-
-    framework = "pt"
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Dtype of ``name`` on disk. Raises `UserError`: it is missing, or its dtype is not fp32, bf16 or fp16."""
-        if name not in self._path_of:
-            raise damaged(self._folder, name, "missing from the weights")
-        stored = self._slice(name).get_dtype()
-        if stored not in _DTYPES:
-            remedy = f"convert the checkpoint to one of {', '.join(_DTYPES)}"
-            raise UserError(f"{self.path(name)}: {name}: dtype {stored} is not supported; {remedy}")
-        return _DTYPES[stored]
-
-    def stored_as(self, name: str) -> tuple[torch.dtype | None, tuple[int, ...]]:
-        """Dtype and shape of ``name`` in its file; the dtype is None if it is not supported."""
-        return _STORED_DTYPES.get(self._slice(name).get_dtype()), tuple(self._slice(name).get_shape())
-
-    def is_empty(self, name: str) -> bool:
-        """Whether ``name`` has no elements."""
-        return 0 in self.stored_as(name)[1]
-
-    def raw(self, name: str, part: tuple[int | slice, ...] = ()) -> Tensor:
-        """``part`` of the tensor ``name`` on the CPU, of any dtype and shape."""
-        tensor: Tensor = self._slice(name)[part] if part else self._files[self._path_of[name]].get_tensor(name)
-        return tensor
-
-    def read(self, name: str, shape: tuple[int, ...], part: tuple[int | slice, ...] = ()) -> Tensor:
-        """``part`` of the tensor ``name`` of shape ``shape``, on the CPU. Raises `UserError` as `check` does."""
-        self.check(name, shape)
-        return self.raw(name, part)
-
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check a tensor's header. Raises `UserError`: it is missing, of another shape, or its dtype is not fp32, bf16 or fp16."""
-        self.dtype(name)
-        require_shape(self.path(name), name, self.stored_as(name)[1], shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -744,41 +506,3 @@ def _write_weights(
     if len(parts) > 1:
         write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return {file: digest if isinstance(digest, str) else digest.result() for file, digest in digests.items()}
-
-
-def tensor_names(path: Path) -> frozenset[str]:
-    """Names of the tensors in one safetensors file. Raises `UserError`: it is missing or damaged."""
-    with TensorFiles(path.parent, path.name) as files:
-        return files.names
-
-
-def copy_file(source: Path, target: Path, advance: Callable[[int], None] | None = None) -> str:
-    """Copy a large file; ``advance`` is called with the number of bytes of each chunk. (``shutil.copyfile`` reports no progress.)
-
-    Returns: the file's SHA-256, which is computed in a thread meanwhile, because to read the copy would take as long again.
-    """
-    digest = hashlib.sha256()
-    chunks = [memoryview(bytearray(_COPY_BYTES)) for _ in range(2)]  # one is hashed while the other is filled
-    hashed: list[Future[None] | None] = [None, None]
-    with ThreadPoolExecutor(1) as pool, source.open("rb", buffering=0) as reading, target.open("wb") as writing:
-        for place in cycle(range(2)):
-            if (earlier := hashed[place]) is not None:
-                earlier.result()
-            chunk = chunks[place][: reading.readinto(chunks[place])]
-            if not chunk:
-                break
-            hashed[place] = pool.submit(digest.update, chunk)
-            writing.write(chunk)
-            if advance is not None:
-                advance(len(chunk))
-    return digest.hexdigest()
-
-
-def write_file(
-    path: Path, tensors: dict[str, Tensor], remedy: str = "free some space or choose another folder"
-) -> None:
-    """Write a safetensors file with the metadata that transformers needs. Raises `UserError`, with ``remedy``: the disk is full."""
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # the library's error for a full disk
-        raise UserError(f"{path}: cannot be written: {error}; {remedy}") from error

@@ -12,6 +12,7 @@ from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder, read_json
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+STRETTO_FILE = "stretto.json"
 ELASTIC_FILE = "elastic.tensors"
 """A safetensors file with another suffix, because vLLM loads every ``*.safetensors`` of a folder as weights of the model."""
 AGAIN = "copy or fetch the checkpoint again"

@@ -24,11 +24,12 @@ from torch.nn.utils import parametrize
 
 from stretto.base.errors import UserError
 from stretto.base.paths import read_json, replacing, write_json
-from stretto.model.checkpoint import TensorFiles, paired, write_file
 from stretto.model.families import TABLES, Family, readable_tensors
 from stretto.model.families.tensors import Stored
 from stretto.model.spec import LoraConfig, LoraTarget, ModelConfig
+from stretto.model.stored import paired
 from stretto.model.transformer import Transformer
+from stretto.model.weight_files import TensorFiles, write_file
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

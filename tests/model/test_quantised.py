@@ -16,10 +16,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from bench.common.foreign import Draw, draw, make
 from bench.common.quantiser import KINDS, MXFP4, fp8, quantise
 from stretto.base.errors import UserError
-from stretto.model.checkpoint import TensorFiles, open_tensors, read_checkpoint
+from stretto.model.checkpoint import read_checkpoint
 from stretto.model.families.quantisation import quantisation
 from stretto.model.quantised import Dequantised, from_fp8
 from stretto.model.streamed import StreamedState
+from stretto.model.weight_files import TensorFiles, open_tensors
 from tests.model.checkpoints import edit_tensors
 
 NAME = "layers.0.mlp.experts.down_proj"

@@ -11,11 +11,12 @@ import torch
 from bench.common.quantiser import KINDS, quantise
 from stretto.base.errors import UserError
 from stretto.model.attention import Geometry
-from stretto.model.checkpoint import TensorFiles, read_checkpoint, write_checkpoint
-from stretto.model.gguf import write_gguf
+from stretto.model.checkpoint import read_checkpoint, write_checkpoint
+from stretto.model.gguf.write import write_gguf
 from stretto.model.shard import Shard
 from stretto.model.spec import ClampedSwiGlu, LatentAttention, ModelConfig
 from stretto.model.transformer import Transformer
+from stretto.model.weight_files import TensorFiles
 from stretto.text.tokenizer import train_tokenizer
 from tests.model.checkpoints import NETWORKS, QWEN, SHAPE, network
 

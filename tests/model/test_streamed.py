@@ -6,9 +6,10 @@ import torch
 from stretto.base.errors import UserError
 from stretto.evals.loss import EvalBatch
 from stretto.evals.order import survey
-from stretto.model.checkpoint import TensorFiles, read_checkpoint, weights_hash, write_checkpoint
+from stretto.model.checkpoint import read_checkpoint, weights_hash, write_checkpoint
 from stretto.model.streamed import StreamedNetwork, StreamedState, part_of
 from stretto.model.transformer import Context
+from stretto.model.weight_files import TensorFiles
 from tests.model.checkpoints import IDS, NETWORKS, drop, network, put, truncate
 
 BATCHES = tuple(EvalBatch(ids_BT, ids_BT.roll(-1, 1), Context.plain(ids_BT)) for ids_BT in IDS.split(1))

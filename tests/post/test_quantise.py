@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from stretto.base.errors import UserError
-from stretto.model.checkpoint import open_tensors, read_checkpoint, read_integers, stores_integers, write_checkpoint
+from stretto.model.checkpoint import read_checkpoint, read_integers, stores_integers, write_checkpoint
 from stretto.model.elastic import extract, slice_integers, slice_state
 from stretto.model.families import Family
 from stretto.model.families.quantisation import quantisation
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.streamed import StreamedState
 from stretto.model.transformer import Context, Transformer
+from stretto.model.weight_files import open_tensors
 from stretto.ops.int_weights import IntScheme, IntWeight, fitted_grid, nearest_codes, quantise
 from stretto.post.quantise import (
     Moments,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stretto.base.errors import UserError
-from stretto.model.gguf_read import GgufFile, packaged
+from stretto.model.gguf.read import GgufFile, packaged
 from stretto.text.chat import CHATML, ChatEncoder, render, tokenise_chat, tool_form
 from stretto.text.tokenizer import Tokenizer, train_tokenizer
 

@@ -23,11 +23,12 @@ from stretto.base.track import Tracker
 from stretto.data.loader import Batch, Loader, eval_batches
 from stretto.data.shards import TokenSet
 from stretto.evals.loss import EvalBatch, evaluate_many
-from stretto.model.checkpoint import TensorFiles, write_checkpoint
+from stretto.model.checkpoint import write_checkpoint
 from stretto.model.elastic import extract
 from stretto.model.parallel import Ranks, full_state, join, stored
 from stretto.model.spec import SubnetChoice, named_subnets
 from stretto.model.transformer import Transformer, build
+from stretto.model.weight_files import TensorFiles
 from stretto.train import loop
 from stretto.train.recipe import HealRecipe, Recipe
 from stretto.train.step import Distil

@@ -19,10 +19,11 @@ from stretto.data.loader import eval_batches
 from stretto.data.shards import TokenSet
 from stretto.evals.loss import EvalBatch
 from stretto.evals.order import rank_experts, rank_layers
-from stretto.model.checkpoint import TensorFiles, write_checkpoint
+from stretto.model.checkpoint import write_checkpoint
 from stretto.model.elastic import extract
 from stretto.model.parallel import stored
 from stretto.model.spec import ModelConfig, SubnetChoice
+from stretto.model.weight_files import TensorFiles
 from stretto.train.loop import Trained
 from stretto.train.recipe import ElasticizeRecipe, default_anchors, with_branches
 from stretto.train.snapshot import read_meta

@@ -1,7 +1,7 @@
 """Writer of GGUF files for llama.cpp.
 
 llama.cpp's own converter rejects tokenizers whose hash it does not know, so the file is written directly, with the names of
-`stretto.model.gguf_names`.
+`stretto.model.gguf.names`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.base.paths import replacing
-from stretto.model.checkpoint import read_checkpoint, read_integers, to_stored
+from stretto.model.checkpoint import read_checkpoint, read_integers
 from stretto.model.families import Family, Stored, stored_tensors, to_hf
-from stretto.model.gguf_names import (
+from stretto.model.gguf.names import (
     ARCHITECTURES,
     LATENT_KEYS,
     LATENT_UP,
@@ -33,9 +33,10 @@ from stretto.model.gguf_names import (
     ROPE_FACTORS,
     Architecture,
 )
-from stretto.model.gguf_read import llama3_factors, llama3_scaling
-from stretto.model.gguf_tokenizer import add_tokenizer, rule_name
+from stretto.model.gguf.read import llama3_factors, llama3_scaling
+from stretto.model.gguf.tokenizer import add_tokenizer, rule_name
 from stretto.model.spec import ClampedSwiGlu, LatentAttention, ModelConfig, RopeScaling
+from stretto.model.stored import to_stored
 from stretto.ops.int_weights import IntWeight
 from stretto.text.tokenizer import load_tokenizer
 

@@ -1,6 +1,6 @@
 """Names in GGUF files: settings and tensors of each llama.cpp architecture and their Hugging Face names.
 
-`stretto.model.gguf_read` and `stretto.model.gguf` use this table in both directions. Its source is llama.cpp's ``src/models`` and
+`stretto.model.gguf.read` and `stretto.model.gguf.write` use this table in both directions. Its source is llama.cpp's ``src/models`` and
 converter. "Hub" stands for the Hugging Face format.
 """
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from stretto.base.errors import UserError, one_line
 from stretto.model.attention import llama3_frequencies
-from stretto.model.gguf_names import (
+from stretto.model.gguf.names import (
     ARCHITECTURES,
     EMBEDDING,
     HEAD,
@@ -38,7 +38,7 @@ from stretto.model.gguf_names import (
     Architecture,
     architecture_of,
 )
-from stretto.model.gguf_tokenizer import rebuild_tokenizer
+from stretto.model.gguf.tokenizer import rebuild_tokenizer
 from stretto.model.spec import RopeScaling
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
 

@@ -1,0 +1,1 @@
+"""GGUF, the format of llama.cpp: files are read as Hugging Face folders and written from checkpoints."""
