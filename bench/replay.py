@@ -263,7 +263,10 @@ def _shown(runs: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
 
 def draw(study: Study, results: Results, path: Path) -> None:
     """Reward and mismatch by step, each arm at its best rate, means over the reported seeds, a column for each size."""
-    figure, colours = style.blank(5.2 * len(study.sizes), 8.0), style.colours(ARMS)
+    figure = style.blank(5.2 * len(study.sizes), 8.0)
+    with_noise = [arm for arm in ARMS if arm != CONTROL]
+    looks: dict[str, dict[str, Any]] = {CONTROL: {"color": style.INK, "linewidth": 1.4, "linestyle": "--"}}
+    looks |= {arm: {"color": style.SERIES[place], "linewidth": 2.0} for place, arm in enumerate(with_noise)}
     grid = figure.subplots(2, len(study.sizes), squeeze=False, sharex=True)
     for (upper, lower), size in zip(grid.T, study.sizes, strict=True):
         style.dress(upper, f"{size}: reward", "step", "mean reward")
@@ -275,9 +278,10 @@ def draw(study: Study, results: Results, path: Path) -> None:
             runs = [results[name(size, arm, rates[arm], seed)] for seed in seeds]
             rewards, k3 = (np.mean([run[kept] for run in runs], axis=0) for kept in ("rewards", "k3"))
             smooth = np.convolve(rewards, np.full(5, 0.2), "valid")
-            upper.plot(np.arange(len(smooth)) + 2, smooth, color=colours[arm], linewidth=2.0, label=arm)
-            lower.plot(np.maximum(k3, 1e-14), color=colours[arm], linewidth=2.0)
-    grid[0, 0].legend(frameon=False, fontsize=style.TEXT_PT, loc="lower right")
+            upper.plot(np.arange(len(smooth)) + 2, smooth, label=arm, **looks[arm])
+            lower.plot(np.maximum(k3, 1e-14), **looks[arm])
+    lines, names = grid[0, 0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", ncols=len(ARMS), frameon=False, fontsize=style.TEXT_PT)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 

@@ -139,7 +139,6 @@ def test_a_record_from_before_a_setting_existed_goes_on_with_its_default(tmp_pat
         recorded(path, identity)
 
 
-@pytest.mark.xfail(strict=True, reason="the record gets the runs of PR2 with the next commit")
 def test_the_committed_record_gives_the_figures_that_the_documents_state() -> None:
     docs = Path(replay.__file__).parents[1] / "docs"
     record = json.loads((docs / "evidence" / "replay.json").read_text(encoding="utf-8"))
