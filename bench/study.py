@@ -13,9 +13,10 @@ ernie        the sampler that ERNIE 5.0 published
 emo          an ordinary network whose documents each use a pool of experts (EMO, 2605.06663)
 ordinary     an ordinary network, with the tokens of the elastic one (``ordinary``) and with its executed FLOPs (``ordinary+``)
 scratch-*    the shape of each size alone, with the same tokens
-heal-*       each size extracted from ``elastic``, and cut from ``ordinary`` and ``emo`` by saliency (experts: REAP; layers: error of the
-             logits without the layer), healed with 6 % of its scratch FLOPs
+heal-*       each size extracted from ``elastic``, and cut from ``ordinary`` and ``emo`` (experts: those whose removal changes the layers'
+             outputs least; layers: error of the logits without the layer), healed with 6 % of its scratch FLOPs
 experts-*    nothing is trained: losses of each network with fewer experts, and all layers and experts per token
+criteria     nothing is trained: losses of the ordinary network with half of its experts, kept by several criteria
 marginal-*   the shape of each size alone, with the FLOPs that the size adds to those of ``ordinary``: its passes and its healing
 
 The first seed searches the learning rate of every trained arm at a quarter of the tokens; the other seeds are reported. One half of the
@@ -37,6 +38,7 @@ import numpy as np
 from rich.table import Table
 
 from bench.common.document_pools import DocumentPools, trained_in_pools
+from bench.common.expert_criteria import orders_by_criterion
 from bench.common.measure import finish, half_width, refusing, table, wide_console
 from bench.common.study import (
     Results,
@@ -208,7 +210,9 @@ class Study(Arms):
         if arm.startswith("ordinary") or arm == "emo" or (arm == "elastic" and self.mutant == "no-anchors"):
             elastic = ElasticConfig(sampler="off", anchors=elastic.anchors, anchor_share=0.0)
         elif arm == "ernie":
-            elastic = elastic.replace(sampler="ernie", joint=False, starts_at=0.0, ramp_fraction=0.1, rank_layers_at=())
+            elastic = elastic.replace(
+                sampler="ernie", joint=False, starts_at=0.0, ramp_fraction=0.1, rank_layers_at=(), rank_experts_at=()
+            )
         return recipe.replace(elastic=elastic, train=train, optim=optim)
 
     def runs(self, results: Results) -> list[Run]:
@@ -241,6 +245,9 @@ class Study(Arms):
             source = self.name(arm, seed)
             work = partial(fewer_experts, self.info, self.recipe_of(arm, 1.0, seed), self.out / source)
             runs.append(Run(self.name(f"experts-{arm}", seed), work, needs=(source,)))
+        source = self.name("ordinary", seed)
+        work = partial(half_of_experts, self.info, self.recipe_of("ordinary", 1.0, seed), self.out / source)
+        runs.append(Run(self.name("criteria", seed), work, needs=(source,)))
         for size in SIZES:
             scratch = results.get(self.name(f"scratch-{size}", seed))
             if scratch is None:
@@ -393,7 +400,7 @@ def heal_size(
     big = read_checkpoint(parent / CHECKPOINT, device=ranks.device).model
     if recipe.elastic.sampler == "off":  # a parent without orders of its own
         rows = choosing[:RANKING_BATCHES]
-        order_experts(big, rank_experts(big, rows))
+        order_experts(big, rank_experts(big, rows).orders)
         big.config = big.config.replace(layer_order=rank_layers(big, rows).order)
     student = extract(big, recipe.elastic.anchors[size].of(big.config))
     loop, length = recipe.train, recipe.train.seq_len
@@ -414,12 +421,12 @@ def heal_size(
 
 
 def fewer_experts(info: RunInfo, recipe: Recipe, parent: Path, folder: Path) -> dict[str, Any]:
-    """Losses of ``parent`` with `EXPERTS`: "kept" for all text, by saliency unless it was trained with an order, and "pooled", the
+    """Losses of ``parent`` with `EXPERTS`: "kept" for all text, ranked unless it was trained with an order, and "pooled", the
     likeliest of each document."""
     choosing, reported = held_out_halves(info, recipe)
     model = read_checkpoint(parent / CHECKPOINT, device=join("auto").device).model
     if recipe.elastic.sampler != "anchored":
-        order_experts(model, rank_experts(model, choosing[:RANKING_BATCHES]))
+        order_experts(model, rank_experts(model, choosing[:RANKING_BATCHES]).orders)
     full, losses = model.config.full(), {}
     for share in EXPERTS:
         num = round(share * model.config.num_experts)
@@ -429,6 +436,17 @@ def fewer_experts(info: RunInfo, recipe: Recipe, parent: Path, folder: Path) -> 
         ]
         losses[f"kept-{num}"] = _losses(model, [model.config.subnet(experts=num)], reported)[0]
         losses[f"pooled-{num}"] = _losses(model, [full], pools)[0]
+    return {"report": losses}
+
+
+def half_of_experts(info: RunInfo, recipe: Recipe, parent: Path, folder: Path) -> dict[str, Any]:
+    """Losses of ``parent`` with half of its experts, kept by each criterion."""
+    choosing, reported = held_out_halves(info, recipe)
+    model = read_checkpoint(parent / CHECKPOINT, device=join("auto").device).model
+    subnet, losses = model.config.subnet(experts=model.config.num_experts // 2), {}
+    for criterion, orders in orders_by_criterion(model, choosing[:RANKING_BATCHES], recipe.train.seed).items():
+        order_experts(model, orders)
+        losses[criterion] = _losses(model, [subnet], reported)[0]
     return {"report": losses}
 
 
@@ -453,7 +471,7 @@ def report(study: Arms, results: Results) -> list[str]:
     """Print the comparison over the reported seeds that are complete; return the aims that are missed."""
     more = ("heal-elastic", "heal-ordinary", "heal-emo", "marginal")
     arms = [*TRAINED, "ordinary+", *(f"{arm}-{size}" for arm in more for size in SIZES)]
-    arms += [f"experts-{arm}" for arm in MAXIMUM]
+    arms += [*(f"experts-{arm}" for arm in MAXIMUM), "criteria"]
     by_seed = {seed: {arm: results.get(study.name(arm, seed)) for arm in arms} for seed in study.reported}
     rows = [{arm: each for arm, each in row.items() if each is not None} for row in by_seed.values()]
     rows = [row for row in rows if len(row) == len(arms)]
@@ -511,6 +529,7 @@ def report(study: Arms, results: Results) -> list[str]:
     add("emo full − ordinary full", minus("emo", "full", "ordinary"))
     wide_console().print(shown)
     wide_console().print(_experts_table(rows))
+    wide_console().print(_criteria_table(rows))
     return missed
 
 
@@ -530,6 +549,17 @@ def _experts_table(rows: Sequence[Mapping[str, dict[str, Any]]]) -> Table:
         gaps = [_minus(rows, arm, "full", "ordinary")]
         gaps += [_minus(rows, f"experts-{arm}", name, "ordinary") for name in names]
         shown.add_row(arm, *(f"{fmean(values):+.4f}" for values in gaps))
+    return shown
+
+
+def _criteria_table(rows: Sequence[Mapping[str, dict[str, Any]]]) -> Table:
+    """Losses of the ordinary network with half of its experts, minus that with those that our criterion keeps."""
+    shown = table("ordinary network, half of its experts kept by", "criterion", "loss − ours, nats", "±")
+    found = [row["criteria"]["report"] for row in rows]
+    for criterion in ("reap", "published", "frequency", "random"):
+        names = [name for name in found[0] if name.startswith(criterion)]
+        gaps = [fmean(losses[name] for name in names) - losses["ours"] for losses in found]
+        shown.add_row(criterion, f"{fmean(gaps):+.4f}", f"{half_width(gaps):.4f}")
     return shown
 
 

@@ -9,14 +9,14 @@ Shape letters: B rows, T positions, N tokens, D hidden, V vocabulary, E experts,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stretto.base.errors import UserError
 from stretto.evals.loss import EvalBatch, logit_gram, logit_size
@@ -42,6 +42,8 @@ CARRIED_BYTES = 1 << 30
 """Largest size of the hidden states carried for leave-one-out (our choice): a few thousand tokens of a large network."""
 REMOVAL_TOKENS = 4096
 """Largest number of tokens per layer that `removal_order` uses (our choice)."""
+RANKING_TOKENS = 4 * REMOVAL_TOKENS
+"""Number of tokens that `rank_experts` carries through the layers at once (our choice)."""
 REMOVAL_ELEMENTS = 1 << 26
 """Largest number of fp32 elements in the products [N, E, E] of `removal_order` (our choice)."""
 
@@ -54,6 +56,16 @@ class LayerRanking:
     """Layers from most to least important, as in `ModelConfig.layer_order`."""
     logit_error: dict[int, float]
     """Normalised mean squared error of the final logits without the layer, by droppable layer."""
+    flops: int
+    """FLOPs of the measurement."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRanking:
+    """Importance of the experts of every MoE layer."""
+
+    orders: tuple[tuple[int, ...], ...]
+    """Experts of each layer from most to least important, as in `ModelConfig.expert_order`."""
     flops: int
     """FLOPs of the measurement."""
 
@@ -84,9 +96,15 @@ def rank_layers(model: Transformer, batches: Sequence[EvalBatch]) -> LayerRankin
     return LayerRanking(layer_order(model.config, found.logit_error), found.logit_error, found.flops)
 
 
-def rank_experts(model: Transformer, batches: Sequence[EvalBatch]) -> tuple[tuple[int, ...], ...]:
-    """Experts of each MoE layer from the most to the least salient (REAP), as in `ModelConfig.expert_order`."""
-    return expert_orders(model.config, survey(model, batches, side_by_side=1), "reap")
+def rank_experts(model: Transformer, batches: Sequence[EvalBatch]) -> ExpertRanking:
+    """Rank experts by `removal_order` on evenly spaced ``batches`` of about `RANKING_TOKENS` tokens.
+
+    On the text that a network was trained on, the half of the experts that this keeps is better than the half by saliency (REAP); on
+    text of another kind both are as good (docs/log/elastic.md).
+    """
+    num_tokens = sum(batch.ids_BT.numel() for batch in batches)
+    found = survey(model, batches[:: max(1, num_tokens // RANKING_TOKENS)], removal=True)
+    return ExpertRanking(expert_orders(model.config, found, "removal"), found.flops)
 
 
 def layer_order(config: ModelConfig, worth: Mapping[int, float]) -> tuple[int, ...]:
@@ -200,11 +218,12 @@ def survey(
                 for carried in group:
                     _through(model, layer, carried, watch, sums)
                     advance(1)
-                mlp = model.blocks[layer].mlp
-                if watch is not None and watch.inputs and isinstance(mlp, MoeLayer):
+                block = model.blocks[layer]
+                if watch is not None and watch.inputs and isinstance(mlp := block.mlp, MoeLayer):
                     inputs_ND = torch.cat(watch.inputs)
-                    removed[mlp.row] = removal_order(mlp, inputs_ND)
-                    sums.flops += removal_flops(mlp, len(inputs_ND))
+                    with _gathered(block):
+                        removed[mlp.row] = removal_order(mlp, inputs_ND)
+                        sums.flops += removal_flops(mlp, len(inputs_ND))
         if left_out > first:
             with hold("norm"), hold("embedding" if model.head is None else "head"):
                 _compare(model, [carried for carried in group if carried.measured], sums)
@@ -217,6 +236,16 @@ def survey(
         logit_error={layer: total / sums.size for layer, total in sums.error.items()},
         flops=sums.flops,
     )
+
+
+@contextmanager
+def _gathered(block: nn.Module) -> Iterator[None]:
+    """All weights of ``block`` on this rank, as in its forward pass."""
+    if is_sharded(block):
+        block.unshard()
+    yield
+    if is_sharded(block):
+        block.reshard()
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,17 +29,17 @@ from stretto.base.records import Lineage, Meter, Receipt, new_lineage, new_run_i
 from stretto.base.track import Tracker, progress, say
 from stretto.data.loader import Batches
 from stretto.evals.loss import EvalBatch, held_out_losses
-from stretto.evals.order import expert_orders, rank_layers, survey
+from stretto.evals.order import rank_experts, rank_layers
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.elastic import load_balance, order_experts
 from stretto.model.families import Family
-from stretto.model.parallel import Origin, Ranks, copied, device_name, full_state, random_network
+from stretto.model.parallel import Origin, Ranks, copied, device_name, full_state, placed, random_network
 from stretto.model.spec import ModelConfig, SubnetChoice, count
 from stretto.model.transformer import Transformer
 from stretto.ops.int_weights import IntWeight
 from stretto.ops.logprob import IGNORED
-from stretto.ops.master import restore
-from stretto.ops.shards import is_shard
+from stretto.ops.master import masters, restore
+from stretto.ops.shards import is_shard, whole
 from stretto.ops.tuning import deterministic, threads_kept
 from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.compact import trained_parameters
@@ -111,6 +112,20 @@ class Trained:
     """Fields of the recipe that resumed runs changed, in order."""
 
 
+@dataclass(frozen=True, slots=True)
+class _RankAt:
+    """Numbers of completed steps after which orders are measured; 0: before the first step."""
+
+    layers: set[int] = field(default_factory=set)
+    experts: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, elastic: MixtureConfig, steps: int, first: int = 0) -> _RankAt:
+        """The shares of ``elastic`` in a run of so many ``steps``; ``first``: the earliest step."""
+        shares = elastic.rank_layers_at, elastic.rank_experts_at
+        return cls(*({max(first, round(share * steps)) for share in each} for each in shares))
+
+
 @threads_kept()
 def pretrain(recipe: Recipe, job: Job, parent: Origin | None = None) -> Trained:
     """Pre-train the network of ``recipe``; returns the maximum network.
@@ -123,8 +138,8 @@ def pretrain(recipe: Recipe, job: Job, parent: Origin | None = None) -> Trained:
         NonFiniteError: a loss or gradient was not finite. The newest snapshot is unaffected.
     """
     train, elastic, config = recipe.train, recipe.elastic, recipe.network()
-    rank_at = {max(1, round(share * train.steps)) for share in elastic.rank_layers_at}
     begun = parent or random_network(config, train.seed)
+    rank_at = _RankAt.of(elastic, train.steps, first=1)
     training = _Training("pretrain", recipe, job, replace(begun, config=config), elastic.anchors, rank_at)
     return training.run(_self_taught(training, elastic))
 
@@ -164,12 +179,12 @@ def elasticize(
     """
     train, elastic = recipe.train, recipe.elastic
     config = with_branches(parent.config, elastic)
-    rank_at = {round(share * train.steps) for share in elastic.rank_layers_at}
+    rank_at = _RankAt.of(elastic, train.steps)
     if config.layer_order is None:
-        rank_at.add(0)
+        rank_at.layers.add(0)
+    if config.expert_order is None and config.num_moe_layers:
+        rank_at.experts.add(0)
     training = _Training("elasticize", recipe, job, replace(parent, config=config), elastic.anchors, rank_at)
-    if training.step == 0 and config.expert_order is None and config.num_moe_layers:
-        training.rank_experts(parent)
     taught_by = teacher or parent
     is_parents = training.step == 0 and recipe.optim.master != "bf16_stochastic"  # which rounds the weights
     if teacher is None and recipe.cached_logits is None and is_parents and job.ranks.world == 1:
@@ -221,7 +236,7 @@ def heal(recipe: HealRecipe, job: Job, student: Origin, teacher: Origin | None) 
     The loss is cross-entropy if there is no teacher or ``ce_weight`` is 1, else a weighted sum with KL(teacher ‖ student). Raises the
     errors of `pretrain`.
     """
-    training = _Training("heal", recipe, job, student, {}, set())
+    training = _Training("heal", recipe, job, student, {}, _RankAt())
     lesson = None
     if teacher is not None and recipe.ce_weight < 1.0:
         network = training.frozen(teacher)
@@ -255,7 +270,7 @@ def finetune(
     """
     elastic = recipe.elastic
     config = parent.config if elastic is None else with_branches(parent.config, elastic)
-    training = _Training("sft", recipe, job, replace(parent, config=config), presets, set(), adapt)
+    training = _Training("sft", recipe, job, replace(parent, config=config), presets, _RankAt(), adapt)
     if elastic is None:
         return training.run(_full_network(training, None, recipe.balance_rate))
     return training.run(_self_taught(training, elastic))
@@ -303,14 +318,14 @@ class _Training:
         job: Job,
         origin: Origin,
         presets: Mapping[str, SubnetChoice],
-        rank_at: Set[int],
+        rank_at: _RankAt,
         adapt: Callable[[Transformer], None] | None = None,
     ):
         """Place the network ``origin`` on the ranks, or restore the newest snapshot, ready for the next step.
 
         Args:
             presets: Subnets whose held-out losses are logged beside the full network's.
-            rank_at: numbers of completed steps at which the layer order is measured again; 0: before the first step.
+            rank_at: when layers and experts are ranked.
             adapt: called with the network before its optimiser is created.
         """
         train, ranks = recipe.train, job.ranks
@@ -427,8 +442,8 @@ class _Training:
                 advance(self.step)
                 if self.step and ranks.is_first:
                     say(f"{self.stage}: resumes after step {self.step:,} of {train.steps:,}")
-                if self.step == 0 and 0 in self.rank_at:
-                    self._rank_layers()
+                if self.step == 0:
+                    self._rank()
                 if self.step == 0 and self.stage == "heal" and self.job.held_out:
                     self._log(log, {}, self._held_out_losses())
                 while self.step < train.steps:
@@ -436,8 +451,7 @@ class _Training:
                         result = self._step(plan(self.step))
                     if self.step == first_step:
                         self.writer.reserve(self.model, self.optimizers)
-                    if self.step in self.rank_at and self.job.held_out:
-                        self._rank_layers()
+                    self._rank()
                     self._report(result, log)
                     advance(1, "skipped" if result is None else f"loss {result.nll:.3f}")
                     # signals and clocks differ between ranks, and all ranks must save at the same step
@@ -550,26 +564,30 @@ class _Training:
         """Autocast for measurements in the dtype of training, since sharded weights are gathered in that dtype."""
         return torch.autocast(self.ranks.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
-    def _rank_layers(self) -> None:
-        """Measure the layer order again, and add its cost to the meter."""
+    def _rank(self) -> None:
+        """Measure the orders that are due after this step on held-out text, and add the cost to the meter."""
+        is_due = self.step in self.rank_at.layers, self.step in self.rank_at.experts
+        if not any(is_due) or not self.job.held_out:
+            return
+        if self.ranks.is_first:
+            say(f"{self.stage}: ranking {' and '.join(compress(('layers', 'experts'), is_due))} on held-out text")
         with self.meter, self._autocast():
-            ranking = rank_layers(self.model, self.job.held_out)
-            self.meter.add(flops=ranking.flops * self.ranks.world)
-        order = self.ranks.agree(ranking.order)  # ranks measured different rows
-        self.model.config = self.model.config.replace(layer_order=order)
+            if is_due[0]:
+                layers = rank_layers(self.model, self.job.held_out)
+                order = self.ranks.agree(layers.order)  # ranks measured different rows
+                self.model.config = self.model.config.replace(layer_order=order)
+                self.meter.add(flops=layers.flops * self.ranks.world)
+            if is_due[1]:
+                experts = rank_experts(self._with_whole_layers(), self.job.held_out)
+                order_experts(self.model, tuple(self.ranks.agree(order) for order in experts.orders))
+                self.meter.add(flops=experts.flops * self.ranks.world)
 
-    def rank_experts(self, parent: Origin) -> None:
-        """Order the experts of every layer by saliency (REAP) on held-out text, and add the cost to the meter.
-
-        ``parent``: the network's initial state. It is measured instead of the network if ``ep`` divides the experts
-        among ranks, since the survey needs all experts of a layer.
-        """
-        model = self.model if self.ranks.ep == 1 else self.frozen(parent)
-        with self.meter, self._autocast():
-            measured = survey(model, self.job.held_out, side_by_side=1)
-        self.meter.add(flops=self.ranks.world * measured.flops)
-        orders = expert_orders(self.model.config, measured, "reap")
-        order_experts(self.model, tuple(self.ranks.agree(order) for order in orders))  # ranks measured different rows
+    def _with_whole_layers(self) -> Transformer:
+        """The network, or a copy if expert parallelism divides the experts of a layer, which a ranking compares."""
+        if self.ranks.ep == 1:
+            return self.model
+        state = ((name, whole(tensor)) for name, tensor in masters(self.model))
+        return placed(self.model.config, state, replace(self.ranks, ep=1), self.dtype)
 
     def _report(self, result: StepResult | None, log: Tracker | None) -> None:
         train, step = self.train, self.step

@@ -48,6 +48,10 @@ class MixtureConfig(Config):
     """Step size of the balance bias while the learning rate decays."""
     rank_layers_at: tuple[float, ...] = ()
     """Shares of the run at which the layer order is measured again. It is fixed after the last one."""
+    rank_experts_at: tuple[float, ...] = ()
+    """Shares of the run at which the order of the experts is measured again. Smaller sizes learn the first experts of that order, so the
+    last measurement is best just before ``starts_at``.
+    """
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -116,9 +116,9 @@ def test_a_foreign_subnet_is_refused(make_model, batches):
         verified_extract(model, UNEVEN.replace(experts=(6, 2, 3, 4, 7)), batches)
 
 
-def test_experts_chosen_by_saliency_extract_exactly(make_model, batches):
+def test_ranked_experts_extract_exactly(make_model, batches):
     model = make_model()
-    orders = rank_experts(model, batches)
+    orders = rank_experts(model, batches).orders
     chosen = Transformer(model.config.replace(expert_order=orders))
     chosen.load_state_dict(model.state_dict())
     subnet = chosen.config.subnet(experts=3, top_k=2)

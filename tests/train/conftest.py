@@ -100,11 +100,12 @@ class Run:
         resume: bool = False,
         observe: Callable[[Transformer, int], Mapping[str, float]] = lambda model, step: {},
         rank_layers: Callable[[Transformer], tuple[int, ...]] | None = None,
+        rank_experts: Callable[[Transformer], tuple[tuple[int, ...], ...]] | None = None,
         data: TokenSet | None = None,
         log: bool = False,
         **changes: Any,
     ) -> Trained:
-        """``observe`` (of the network and the steps done) and ``rank_layers`` stand in for the measurements of a run."""
+        """``observe`` (of the network and the steps done), ``rank_layers`` and ``rank_experts`` stand in for the measurements of a run."""
         recipe = self.recipe(**changes)
         data = data or self.tokens
         train = recipe.train
@@ -117,10 +118,14 @@ class Run:
             assert rank_layers is not None
             return SimpleNamespace(order=rank_layers(model), flops=0)
 
+        def ranking_experts(model: Transformer, *_: object) -> SimpleNamespace:
+            assert rank_experts is not None
+            return SimpleNamespace(orders=rank_experts(model), flops=0)
+
         def tracker(step: int) -> Tracker:
             return Tracker(self.folder, first_step=step and step + 1, tensorboard=False)
 
-        with mock.patch.multiple(loop, held_out_losses=losses, rank_layers=ranking):
+        with mock.patch.multiple(loop, held_out_losses=losses, rank_layers=ranking, rank_experts=ranking_experts):
             data_hash, held_out = data.manifest.data_hash, [mock.sentinel.held_out]
             return loop.pretrain(
                 recipe,

@@ -241,6 +241,32 @@ def test_the_layer_order_is_measured_and_comes_back(make_run: Any, assert_same: 
     assert all(last not in plan.subnet.layers for plan in plans if len(plan.subnet.layers) < 6)
 
 
+def test_smaller_sizes_learn_the_experts_that_are_ranked_first(make_run: Any, assert_same: Same) -> None:
+    orders, asked = ((7, 6, 5, 4, 3, 2, 1, 0),) * 5, list[tuple[tuple[int, ...], ...] | None]()
+
+    def measure(model: Transformer) -> tuple[tuple[int, ...], ...]:
+        asked.append(model.config.expert_order)
+        return orders
+
+    changes = {"elastic__starts_at": 0.5, "elastic__rank_experts_at": (0.5,), "train__steps": 8}
+    reference = make_run("whole")(rank_experts=measure, **changes)
+    assert asked == [None] and reference.model.config.expert_order == orders
+    # the corner's branch balances the experts 4 to 7: of the others it has no load
+    biases = torch.stack([block.mlp.bias_WE[1] for block in reference.model.blocks[1:]])
+    assert biases[:, 4:].any() and not biases[:, :4].any()
+    stopped = make_run("stopped")
+
+    def interrupted(model: Transformer) -> tuple[tuple[int, ...], ...]:
+        press_ctrl_c()
+        return measure(model)
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped(rank_experts=interrupted, **changes)
+    assert read_meta(stopped.folder / "snapshots" / "step-0000004").expert_order == orders
+    assert_same(reference, stopped(resume=True, rank_experts=measure, **changes))
+    assert len(asked) == 2
+
+
 @pytest.mark.slow
 def test_joint_the_full_network_learns_every_token(run: Any) -> None:
     changes = {"elastic__joint": True, "elastic__starts_at": 0.5, "elastic__width_share": 0.0}

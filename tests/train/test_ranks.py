@@ -61,6 +61,7 @@ def recipe(
     optim: str = "adamw",
     joint: bool = False,
     rank_layers_at: Sequence[float] = (),
+    rank_experts_at: Sequence[float] = (),
     switches: dict[str, Any] | None = None,
     **train: Any,
 ) -> dict[str, Any]:
@@ -75,6 +76,7 @@ def recipe(
         "elastic": {
             "sampler": sampler, "anchors": {"corner": {"layers": 5, "experts": 4, "top_k": 1}}, "anchor_share": 0.25,
             "depth_share": 0.2, "top_k_share": 0.2, "width_share": 0.25, "joint": joint, "rank_layers_at": rank_layers_at,
+            "rank_experts_at": rank_experts_at,
         },
         "optim": {"lr": 3e-3, "warmup_steps": 2, "name": optim},
         "train": {
@@ -167,12 +169,16 @@ def test_two_ranks_with_split_experts_equal_one(bench: Bench) -> None:
         [
             bench.case("short-one", steps=4) | alone,
             bench.case("short-split", steps=4, ep=2),
+            bench.case("ranked-two", steps=4, rank_experts_at=[0.5]),
+            bench.case("ranked-split", steps=4, rank_experts_at=[0.5], ep=2),
             bench.case("bf16-one", **bf16) | alone,
             bench.case("bf16-two", **bf16),
             bench.case("bf16-split", **bf16, ep=2),
         ],
     )
     bench.check_equal("short-one", "short-split")
+    bench.check_equal("ranked-two", "ranked-split")
+    assert bench.distance("short-split", "ranked-split") > 1e-4, "the corner learnt other experts"
     one = bench.metrics("bf16-one")
     for other in ("bf16-two", "bf16-split"):
         for step, values in bench.metrics(other).items():
