@@ -13,8 +13,8 @@ ernie        the sampler that ERNIE 5.0 published
 emo          an ordinary network whose documents each use a pool of experts (EMO, 2605.06663)
 ordinary     an ordinary network, with the tokens of the elastic one (``ordinary``) and with its executed FLOPs (``ordinary+``)
 scratch-*    the shape of each size alone, with the same tokens
-heal-*       each size extracted from ``elastic``, and cut from ``ordinary`` and ``emo`` (experts: those whose removal changes the layers'
-             outputs least; layers: error of the logits without the layer), healed with 6 % of its scratch FLOPs
+heal-*       each size extracted from ``elastic``, and cut from ``ordinary`` and ``emo`` (experts: the better of removal and REAP; layers:
+             error of the logits without the layer), healed with 6 % of its scratch FLOPs
 experts-*    nothing is trained: losses of each network with fewer experts, and all layers and experts per token
 criteria     nothing is trained: losses of the ordinary network with half of its experts, kept by several criteria
 marginal-*   the shape of each size alone, with the FLOPs that the size adds to those of ``ordinary``: its passes and its healing
@@ -58,7 +58,7 @@ from stretto.base.paths import CHECKPOINT
 from stretto.base.track import Tracker
 from stretto.data.demo_text import demo_documents
 from stretto.evals.loss import EvalBatch, evaluate_many
-from stretto.evals.order import rank_experts, rank_layers
+from stretto.evals.order import expert_orders, rank_experts, rank_layers, survey
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.elastic import extract, order_experts
 from stretto.model.parallel import in_memory, join, random_network
@@ -400,7 +400,7 @@ def heal_size(
     big = read_checkpoint(parent / CHECKPOINT, device=ranks.device).model
     if recipe.elastic.sampler == "off":  # a parent without orders of its own
         rows = choosing[:RANKING_BATCHES]
-        order_experts(big, rank_experts(big, rows).orders)
+        order_by_better(big, choosing, recipe.elastic.anchors[size].experts or big.config.num_experts)
         big.config = big.config.replace(layer_order=rank_layers(big, rows).order)
     student = extract(big, recipe.elastic.anchors[size].of(big.config))
     loop, length = recipe.train, recipe.train.seq_len
@@ -425,11 +425,11 @@ def fewer_experts(info: RunInfo, recipe: Recipe, parent: Path, folder: Path) -> 
     likeliest of each document."""
     choosing, reported = held_out_halves(info, recipe)
     model = read_checkpoint(parent / CHECKPOINT, device=join("auto").device).model
-    if recipe.elastic.sampler != "anchored":
-        order_experts(model, rank_experts(model, choosing[:RANKING_BATCHES]).orders)
     full, losses = model.config.full(), {}
     for share in EXPERTS:
         num = round(share * model.config.num_experts)
+        if recipe.elastic.sampler != "anchored":
+            order_by_better(model, choosing, num)
         pools = [
             replace(each, ctx=replace(each.ctx, operators=DocumentPools(each.ids_BT, each.ctx, range(num, num + 1))))
             for each in reported
@@ -437,6 +437,17 @@ def fewer_experts(info: RunInfo, recipe: Recipe, parent: Path, folder: Path) -> 
         losses[f"kept-{num}"] = _losses(model, [model.config.subnet(experts=num)], reported)[0]
         losses[f"pooled-{num}"] = _losses(model, [full], pools)[0]
     return {"report": losses}
+
+
+def order_by_better(model: Transformer, choosing: Sequence[EvalBatch], num: int) -> None:
+    """Order the experts of a control by removal or by REAP, whichever keeps the better ``num`` on the rows that choose."""
+    rows, subnet = choosing[:RANKING_BATCHES], model.config.subnet(experts=num)
+    saliency = expert_orders(model.config, survey(model, rows, side_by_side=1), "reap")
+    losses = {}
+    for orders in (rank_experts(model, rows).orders, saliency):
+        order_experts(model, orders)
+        losses[orders] = _losses(model, [subnet], choosing)[0]
+    order_experts(model, min(losses, key=lambda orders: losses[orders]))
 
 
 def half_of_experts(info: RunInfo, recipe: Recipe, parent: Path, folder: Path) -> dict[str, Any]:
