@@ -39,7 +39,7 @@ from bench.common.foreign import LENGTH, Draw, draw, make
 from bench.common.measure import bench_parser, table, wide_console
 from stretto.base.errors import UserError
 from stretto.base.track import progress
-from stretto.model import checkpoint, quantised
+from stretto.model import checkpoint, quantised, stored
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.families import FAMILIES, Family, parse_family
 from stretto.model.headers import STRETTO_FILE
@@ -199,7 +199,7 @@ def _patched(module: ModuleType, name: str, value: Any) -> Callable[[], Any]:
 
 MUTANTS: dict[str | None, Callable[[], Any]] = {
     "window": _changed(lambda config: {"sliding_window": config.sliding_window and config.sliding_window + 1}),
-    "pairs": _patched(checkpoint, "paired", lambda stored, rows, on_disk: rows),
+    "pairs": _patched(stored, "paired", lambda tensor, rows, on_disk: rows),
     "fp8_scale": _patched(quantised, "_as_float", lambda scales: torch.ones_like(scales, dtype=torch.float32)),
     "mxfp4_scale": _patched(quantised, "_E8M0_BIAS", 126),
     "scale": _changed(lambda config: {"attention_scale": None}),

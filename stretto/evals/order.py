@@ -241,11 +241,12 @@ def survey(
 @contextmanager
 def _gathered(block: nn.Module) -> Iterator[None]:
     """All weights of ``block`` on this rank, as in its forward pass."""
-    if is_sharded(block):
-        block.unshard()
+    if not is_sharded(block):
+        yield
+        return
+    block.unshard()
     yield
-    if is_sharded(block):
-        block.reshard()
+    block.reshard()
 
 
 @dataclass(slots=True)
