@@ -303,10 +303,11 @@ def first_problem(error: ValidationError, kind: type[BaseModel], noun: str = "fi
 
 
 def _wanted(error: ErrorDetails, tree: str) -> str:
-    """What the value of an error about its type should be, without how pydantic parses text. ``tree``: the format's word for a value
-    with keys."""
+    """What the value of an error about its type should be, in the format's words: ``tree`` for a value with keys."""
     if error["type"] in ("dict_type", "model_type"):
         return tree
+    if error["type"] in ("tuple_type", "list_type"):
+        return "a list"
     return error["msg"].removeprefix(f"{_INPUT} ").partition(", unable to parse")[0]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, PositiveFloat, model_validator
 
@@ -15,6 +15,8 @@ from stretto.base.config import Config
 from stretto.base.errors import UserError
 from stretto.model.spec import LoraConfig, ModelConfig, SubnetChoice, fixed_layers
 from stretto.optim.schedule import OptimConfig
+
+_Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class MixtureConfig(Config):
@@ -46,9 +48,9 @@ class MixtureConfig(Config):
     """Step size of the balance bias, in units of the selection score."""
     balance_final_rate: float = Field(default=1e-4, ge=0)
     """Step size of the balance bias while the learning rate decays."""
-    rank_layers_at: tuple[float, ...] = ()
+    rank_layers_at: tuple[_Share, ...] = ()
     """Shares of the run at which the layer order is measured again. It is fixed after the last one."""
-    rank_experts_at: tuple[float, ...] = ()
+    rank_experts_at: tuple[_Share, ...] = ()
     """Shares of the run at which the order of the experts is measured again. Smaller sizes learn the first experts of that order, so the
     last measurement is best just before ``starts_at``.
     """

@@ -106,7 +106,7 @@ def test_a_bad_override_is_one_line(recipe: Path, override: str, message: str) -
         ({"either": {"stesp": 1}}, "either.stesp", "unknown field (did you mean 'steps'?)", True),
         ({"either": {"steps": 0}}, "either.steps", "must be greater than 0, is 0", False),
         ({"either": [1, "x"]}, "either.1", "must be a valid integer, is 'x'", False),
-        ({"either": 1.5}, "either", "must be a valid string, or a valid list, or an object, is 1.5", False),
+        ({"either": 1.5}, "either", "must be a valid string, or a list, or an object, is 1.5", False),
         ({"several": [{"schema": "x"}]}, "several.0.schema", "must be a valid integer, is 'x'", False),
         ({"mode": "slow"}, "mode", "must be 'fast' or 'exact', or a valid integer, is 'slow'", False),
         ({"several": [{}, {"schem": 1, "steps": 1}]}, "several.1.schem", "unknown field", True),

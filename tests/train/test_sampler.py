@@ -134,6 +134,12 @@ def test_anchors_share_by_their_weights() -> None:
         sampler(anchor_weights={"tiny": 1})
 
 
+def test_orders_are_measured_at_shares_of_the_run() -> None:
+    for name in ("rank_layers_at", "rank_experts_at"):
+        with pytest.raises(ValueError, match=f"{name}.0"):
+            sampler(**{name: (1.5,)})
+
+
 def narrow_rows(one: Sampler, first: int, last: int) -> int:
     return sum(plan.num_narrow_rows for step in range(first, last) for plan in one.draw(step))
 
