@@ -38,7 +38,7 @@ import numpy as np
 from rich.table import Table
 
 from bench.common.document_pools import DocumentPools, trained_in_pools
-from bench.common.expert_criteria import orders_by_criterion
+from bench.common.expert_criteria import Orders, orders_by_criterion
 from bench.common.measure import finish, half_width, refusing, table, wide_console
 from bench.common.study import (
     Results,
@@ -58,7 +58,7 @@ from stretto.base.paths import CHECKPOINT
 from stretto.base.track import Tracker
 from stretto.data.demo_text import demo_documents
 from stretto.evals.loss import EvalBatch, evaluate_many
-from stretto.evals.order import expert_orders, rank_experts, rank_layers, survey
+from stretto.evals.order import expert_orders, rank_layers, survey
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.elastic import extract, order_experts
 from stretto.model.parallel import in_memory, join, random_network
@@ -400,7 +400,8 @@ def heal_size(
     big = read_checkpoint(parent / CHECKPOINT, device=ranks.device).model
     if recipe.elastic.sampler == "off":  # a parent without orders of its own
         rows = choosing[:RANKING_BATCHES]
-        order_by_better(big, choosing, recipe.elastic.anchors[size].experts or big.config.num_experts)
+        num_experts = recipe.elastic.anchors[size].experts or big.config.num_experts
+        order_by_better(big, candidate_orders(big, rows), choosing, num_experts)
         big.config = big.config.replace(layer_order=rank_layers(big, rows).order)
     student = extract(big, recipe.elastic.anchors[size].of(big.config))
     loop, length = recipe.train, recipe.train.seq_len
@@ -426,10 +427,11 @@ def fewer_experts(info: RunInfo, recipe: Recipe, parent: Path, folder: Path) -> 
     choosing, reported = held_out_halves(info, recipe)
     model = read_checkpoint(parent / CHECKPOINT, device=join("auto").device).model
     full, losses = model.config.full(), {}
+    candidates = () if recipe.elastic.sampler == "anchored" else candidate_orders(model, choosing[:RANKING_BATCHES])
     for share in EXPERTS:
         num = round(share * model.config.num_experts)
-        if recipe.elastic.sampler != "anchored":
-            order_by_better(model, choosing, num)
+        if candidates:
+            order_by_better(model, candidates, choosing, num)
         pools = [
             replace(each, ctx=replace(each.ctx, operators=DocumentPools(each.ids_BT, each.ctx, range(num, num + 1))))
             for each in reported
@@ -439,12 +441,16 @@ def fewer_experts(info: RunInfo, recipe: Recipe, parent: Path, folder: Path) -> 
     return {"report": losses}
 
 
-def order_by_better(model: Transformer, choosing: Sequence[EvalBatch], num: int) -> None:
-    """Order the experts of a control by removal or by REAP, whichever keeps the better ``num`` on the rows that choose."""
-    rows, subnet = choosing[:RANKING_BATCHES], model.config.subnet(experts=num)
-    saliency = expert_orders(model.config, survey(model, rows, side_by_side=1), "reap")
-    losses = {}
-    for orders in (rank_experts(model, rows).orders, saliency):
+def candidate_orders(model: Transformer, rows: Sequence[EvalBatch]) -> tuple[Orders, ...]:
+    """Orders of the experts of a control by removal and by REAP, measured on ``rows``."""
+    found = survey(model, rows, removal=True)
+    return expert_orders(model.config, found, "removal"), expert_orders(model.config, found, "reap")
+
+
+def order_by_better(model: Transformer, candidates: Sequence[Orders], choosing: Sequence[EvalBatch], num: int) -> None:
+    """Order the experts of a control by the candidate that keeps the better ``num`` on the rows that choose."""
+    subnet, losses = model.config.subnet(experts=num), {}
+    for orders in candidates:
         order_experts(model, orders)
         losses[orders] = _losses(model, [subnet], choosing)[0]
     order_experts(model, min(losses, key=lambda orders: losses[orders]))

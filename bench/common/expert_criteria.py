@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from stretto.evals.loss import EvalBatch
-from stretto.evals.order import expert_order, expert_orders, rank_experts, super_experts, survey
+from stretto.evals.order import expert_order, expert_orders, super_experts, survey
 from stretto.evals.routing import LayerRouting, Watch
 from stretto.model.transformer import Transformer
 from stretto.ops.grouped import Experts
-from stretto.ops.operators import ORDINARY, Routes, route
+from stretto.ops.operators import Routes, route
 
 Orders = tuple[tuple[int, ...], ...]
 """Experts of each MoE layer from the first that is kept to the first that is dropped."""
@@ -29,11 +29,10 @@ class _Published(Watch):
     """Saliency as REAP's published code computes it (2510.13999): over the experts that the router would choose without its selection
     bias."""
 
-    def experts(self, x_ND: Tensor, routes: Routes, weights: Experts) -> Tensor:
+    def note(self, x_ND: Tensor, routes: Routes, weights: Experts) -> None:
         top_k = routes.chosen_NK.shape[1]
         free = route(self._logits_NE, None, None, top_k, softmax=True, normalize=False, scaling=1.0)
-        super().experts(x_ND, replace(routes, chosen_NK=free.chosen_NK), weights)
-        return ORDINARY.experts(x_ND, routes, weights)
+        super().note(x_ND, replace(routes, chosen_NK=free.chosen_NK), weights)
 
 
 @torch.no_grad()
@@ -48,7 +47,7 @@ def orders_by_criterion(model: Transformer, batches: Sequence[EvalBatch], seed: 
     """Orders of the experts of ``model``, found on ``batches``: ours, by REAP without tokens that the selection bias alone sends (``reap``),
     by REAP as published, by number of tokens, and random ones from ``seed``."""
     config = model.config
-    found = survey(model, batches, side_by_side=1)
+    found = survey(model, batches, removal=True)
     theirs, rng = _published(model, batches), np.random.default_rng(seed)
     protected = super_experts(config, theirs)
     draws = {
@@ -56,7 +55,7 @@ def orders_by_criterion(model: Transformer, batches: Sequence[EvalBatch], seed: 
         for draw in range(NUM_RANDOM)
     }
     return {
-        "ours": rank_experts(model, batches).orders,
+        "ours": expert_orders(config, found, "removal"),
         "reap": expert_orders(config, found, "reap"),
         "published": tuple(expert_order(layer.saliency, protected[layer.row]) for layer in theirs),
         "frequency": expert_orders(config, found, "frequency"),

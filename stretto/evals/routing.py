@@ -83,6 +83,13 @@ class Watch(Operators):
         return is_free_NE.gather(1, chosen_NK), scores_NE.gather(1, chosen_NK)
 
     def experts(self, x_ND: Tensor, routes: Routes, weights: Experts) -> Tensor:
+        self.note(x_ND, routes, weights)
+        return super().experts(
+            x_ND, routes, weights
+        )  # not the sum of the noted outputs, which another kernel may have rounded otherwise
+
+    def note(self, x_ND: Tensor, routes: Routes, weights: Experts) -> None:
+        """Record the outputs of the experts that ``routes`` choose."""
         row, chosen_NK, gates_NK = self._row, routes.chosen_NK, routes.gates_NK
         is_free_NK, weight_NK = self._weighed(chosen_NK)
         y_NKD, once_NK = gated_outputs(x_ND, chosen_NK, gates_NK, weights), gates_NK.clamp_min(TINY)
@@ -95,9 +102,6 @@ class Watch(Operators):
         self._peak_E[row].scatter_reduce_(0, expert_S, peak_NK.reshape(-1), "amax")
         if self.inputs is not None:
             self.inputs.append(x_ND[self._real_N])
-        return super().experts(
-            x_ND, routes, weights
-        )  # not the sum of y_NKD, which another kernel may have rounded otherwise
 
     def noted(self, row: int) -> LayerRouting:
         """Statistics of MoE layer ``row``."""

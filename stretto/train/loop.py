@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import compress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -116,14 +115,14 @@ class Trained:
 class _RankAt:
     """Numbers of completed steps after which orders are measured; 0: before the first step."""
 
-    layers: set[int] = field(default_factory=set)
-    experts: set[int] = field(default_factory=set)
+    layers: Set[int] = frozenset()
+    experts: Set[int] = frozenset()
 
     @classmethod
     def of(cls, elastic: MixtureConfig, steps: int, first: int = 0) -> _RankAt:
         """The shares of ``elastic`` in a run of so many ``steps``; ``first``: the earliest step."""
         shares = elastic.rank_layers_at, elastic.rank_experts_at
-        return cls(*({max(first, round(share * steps)) for share in each} for each in shares))
+        return cls(*(frozenset(max(first, round(share * steps)) for share in each) for each in shares))
 
 
 @threads_kept()
@@ -181,9 +180,9 @@ def elasticize(
     config = with_branches(parent.config, elastic)
     rank_at = _RankAt.of(elastic, train.steps)
     if config.layer_order is None:
-        rank_at.layers.add(0)
+        rank_at = replace(rank_at, layers=rank_at.layers | {0})
     if config.expert_order is None and config.num_moe_layers:
-        rank_at.experts.add(0)
+        rank_at = replace(rank_at, experts=rank_at.experts | {0})
     training = _Training("elasticize", recipe, job, replace(parent, config=config), elastic.anchors, rank_at)
     taught_by = teacher or parent
     is_parents = training.step == 0 and recipe.optim.master != "bf16_stochastic"  # which rounds the weights
@@ -566,18 +565,19 @@ class _Training:
 
     def _rank(self) -> None:
         """Measure the orders that are due after this step on held-out text, and add the cost to the meter."""
-        is_due = self.step in self.rank_at.layers, self.step in self.rank_at.experts
-        if not any(is_due) or not self.job.held_out:
+        named = ("layers", self.rank_at.layers), ("experts", self.rank_at.experts)
+        due = [name for name, steps in named if self.step in steps]
+        if not due or not self.job.held_out:
             return
         if self.ranks.is_first:
-            say(f"{self.stage}: ranking {' and '.join(compress(('layers', 'experts'), is_due))} on held-out text")
+            say(f"{self.stage}: ranking {' and '.join(due)} on held-out text")
         with self.meter, self._autocast():
-            if is_due[0]:
+            if "layers" in due:
                 layers = rank_layers(self.model, self.job.held_out)
                 order = self.ranks.agree(layers.order)  # ranks measured different rows
                 self.model.config = self.model.config.replace(layer_order=order)
                 self.meter.add(flops=layers.flops * self.ranks.world)
-            if is_due[1]:
+            if "experts" in due:
                 experts = rank_experts(self._with_whole_layers(), self.job.held_out)
                 order_experts(self.model, tuple(self.ranks.agree(order) for order in experts.orders))
                 self.meter.add(flops=experts.flops * self.ranks.world)
