@@ -19,8 +19,9 @@ experts-*    nothing is trained: losses of each network with fewer experts, and 
 criteria     nothing is trained: losses of the ordinary network with half of its experts, kept by several criteria
 marginal-*   the shape of each size alone, with the FLOPs that the size adds to those of ``ordinary``: its passes and its healing
 
-The first seed searches the learning rate of every trained arm at a quarter of the tokens; the other seeds are reported. One half of the
-held-out rows chooses rates, the other half is reported. Exit code 1: an aim is missed, or an arm is not done.
+The first seed searches the learning rate of every trained arm at a quarter of the tokens; while the chosen candidate is the lowest or the
+highest, the search goes on beyond it. The other seeds are reported. One half of the held-out rows chooses rates, the other half is
+reported. Exit code 1: an aim is missed, or an arm is not done.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ SIZES = {"large": (1.0, 2 / 3), "half": (7 / 8, 1 / 2), "corner": (3 / 4, 1 / 3)
 """Trained sizes: share of the layers; share of the experts and of top-k."""
 PARTS = {"large": 1.0, "half": 2.0, "corner": 7.0}
 """Parts of the passes with a trained size: the smallest one shares least with the full network."""
-RATES = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Candidates of the search without --rates: multiples of the recipe's learning rate."""
+RATES = (1.0, 2.0, 4.0)
+"""First candidates of the search without --rates: multiples of the recipe's learning rate."""
 SEARCH_SHARE = 0.25
 """Tokens of a run of the search, as a share of the reported runs' tokens."""
 HEAL_SHARE = 0.06
@@ -138,7 +139,7 @@ def _parse() -> argparse.Namespace:
         type=float,
         nargs="+",
         default=list(RATES),
-        help="candidates of the search: multiples of the recipe's rate",
+        help="first candidates of the search: multiples of the recipe's rate",
     )
     parser.add_argument("--jobs", type=int, default=2, help="parallel processes of one thread each")
     parser.add_argument("--eval-rows", type=int, default=256, help="held-out rows, of which one half chooses")
@@ -166,23 +167,45 @@ class Arms:
         mutant = f"-{self.mutant}" if self.mutant and "elastic" in arm else ""
         return f"{arm}{mutant}-{seed}"
 
-    def rate(self, arm: str, results: Results) -> float | None:
-        """The rate that the search chose; None: the search of ``arm`` is not done.
+    def search(self, arm: str, results: Results) -> tuple[tuple[float, ...], float | None]:
+        """Candidates of ``arm``, and the one that the search chose; None: runs of candidates are missing.
 
-        It is the candidate nearest to the minimum of a parabola through the losses over the logarithm of the rate: the best single
-        loss would choose by noise among rates that are equally good. Nearest by value, which favours the lower of two, as longer
-        runs do.
+        A search whose choice is an end of its candidates has not found a minimum. It goes on beyond that end, by factors of two.
+        One or two candidates stay as they are.
         """
-        names = [f"search-{arm}-x{rate:g}" for rate in self.rates]
-        if not all(name in results for name in names):
-            return None
-        losses = [fmean(results[name]["select"].values()) for name in names]
-        if len(losses) > 2:
-            curvature, slope, _ = np.polyfit(np.log2(self.rates), losses, 2)
-            if curvature > 0:
-                best = 2 ** (-slope / (2 * curvature))
-                return min(self.rates, key=lambda rate: abs(rate - best))
-        return self.rates[int(np.argmin(losses))]
+        rates = tuple(sorted(self.rates))
+        while (chosen := _chosen(rates, [_searched(arm, rate, results) for rate in rates])) is not None:
+            if len(rates) < 3 or rates[0] < chosen < rates[-1]:
+                break
+            rates = (rates[0] / 2, *rates) if chosen == rates[0] else (*rates, 2 * rates[-1])
+        return rates, chosen
+
+    def rate(self, arm: str, results: Results) -> float | None:
+        """The rate that the search chose; None: the search of ``arm`` is not done."""
+        return self.search(arm, results)[1]
+
+
+def _searched(arm: str, rate: float, results: Results) -> float | None:
+    """Selection loss of a run of the search, nats per token; None: it is not done."""
+    found = results.get(f"search-{arm}-x{rate:g}")
+    return None if found is None else fmean(found["select"].values())
+
+
+def _chosen(rates: Sequence[float], losses: Sequence[float | None]) -> float | None:
+    """The candidate nearest to the minimum of a parabola through the losses over the logarithm of the rate.
+
+    The best single loss would choose by noise among rates that are equally good. Nearest by value, which favours the lower of two,
+    as longer runs do. None: a loss is missing.
+    """
+    known = [loss for loss in losses if loss is not None]
+    if len(known) < len(rates):
+        return None
+    if len(rates) > 2:
+        curvature, slope, _ = np.polyfit(np.log2(rates), known, 2)
+        if curvature > 0:
+            best = 2 ** (-slope / (2 * curvature))
+            return min(rates, key=lambda rate: abs(rate - best))
+    return rates[int(np.argmin(known))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +242,7 @@ class Study(Arms):
         """Every run whose settings are known."""
         runs, first = [], self.seeds[0]
         for arm in TRAINED:
-            for candidate in self.rates:
+            for candidate in self.search(arm, results)[0]:
                 recipe = self.recipe_of(arm, candidate, first, SEARCH_SHARE)
                 runs.append(self._training(f"search-{arm}-x{candidate:g}", arm, recipe))
         for seed in self.reported:
@@ -468,17 +491,18 @@ def half_of_experts(info: RunInfo, recipe: Recipe, parent: Path, folder: Path) -
 
 
 def show_search(study: Arms, results: Results) -> None:
+    searches = {arm: study.search(arm, results) for arm in TRAINED}
+    rates = sorted({rate for candidates, _ in searches.values() for rate in candidates})
     shown = table(
         f"search on seed {study.seeds[0]}: selection loss by multiple of the recipe's rate; *: chosen",
         "arm",
-        *map(str, study.rates),
+        *map(str, rates),
     )
-    for arm in TRAINED:
-        losses = [results.get(f"search-{arm}-x{rate:g}") for rate in study.rates]
-        best = study.rate(arm, results)
+    for arm, (_, best) in searches.items():
+        losses = [_searched(arm, rate, results) for rate in rates]
         cells = [
-            "" if found is None else f"{fmean(found['select'].values()):.4f}{'*' if rate == best else ''}"
-            for rate, found in zip(study.rates, losses, strict=True)
+            "" if loss is None else f"{loss:.4f}{'*' if rate == best else ''}"
+            for rate, loss in zip(rates, losses, strict=True)
         ]
         shown.add_row(arm, *cells)
     wide_console().print(shown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def results(gap: float) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for arm in study.TRAINED:
         for rate in study.RATES:
-            found[f"search-{arm}-x{rate:g}"] = {"select": {"full": 3.0 + rate}, "report": {"full": 3.0}}
+            found[f"search-{arm}-x{rate:g}"] = {"select": {"full": 3.0 + (rate - 2) ** 2}, "report": {"full": 3.0}}
 
     def trained(report: dict[str, float], executed: float, per_token: dict[str, float]) -> dict[str, Any]:
         return {"report": report, "flops": executed, "token_flops": per_token, "parameters": 2e6, "tokens": 1e6}
@@ -49,7 +50,7 @@ def test_a_record_has_the_verdicts_of_the_aims(gap: float, missed: int, tmp_path
     record = tmp_path / "record.json"
     record.write_text(json.dumps({"seeds": [0, 1], "rates": study.RATES, "mutant": None, "runs": results(gap)}))
     arms, runs = study.read_record(record)
-    assert arms.rate("elastic", runs) == 0.5 and arms.reported == (1,)
+    assert arms.rate("elastic", runs) == 2 and arms.reported == (1,)
     failures = study.report(arms, runs)
     assert len(failures) == missed, failures
 
@@ -59,12 +60,25 @@ def test_the_search_smooths_over_equal_rates_and_refuses_runs_of_another_rate(tm
     arms = study.Arms((0, 1), None, tuple(losses))
     found = {f"search-ordinary-x{rate}": {"select": {"full": loss}} for rate, loss in losses.items()}
     assert arms.rate("ordinary", found) == 4
-    falling = {f"search-ordinary-x{rate}": {"select": {"full": 5 - rate / 100}} for rate in losses}
-    assert arms.rate("ordinary", falling) == 8 and arms.rate("ordinary", {}) is None
+    assert arms.rate("ordinary", {}) is None
     recipe = read_recipe(study.RECIPE, Recipe, ["optim.lr=0.01"])
     study._check_rate({"lr": 0.01}, recipe, tmp_path)
     with pytest.raises(UserError, match=r"trained at lr 0\.02, the search now chooses 0\.01; remove the run"):
         study._check_rate({"lr": 0.02}, recipe, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("best", "tried"),
+    [(8, (1, 2, 4, 8, 16)), (0.5, (0.25, 0.5, 1, 2, 4)), (2, (1, 2, 4))],
+)
+def test_the_search_goes_on_beyond_an_end_that_is_best(best: float, tried: tuple[float, ...]) -> None:
+    arms, found = study.Arms((0, 1), None, (1, 2, 4)), dict[str, dict[str, Any]]()
+    while (chosen := arms.rate("ordinary", found)) is None:
+        for rate in arms.search("ordinary", found)[0]:
+            loss = 5 + (math.log2(rate) - math.log2(best)) ** 2
+            found[f"search-ordinary-x{rate:g}"] = {"select": {"full": loss}}
+    assert chosen == best and arms.search("ordinary", found)[0] == tried
+    assert study.Arms((0, 1), None, (1, 2)).rate("ordinary", found) == min((1, 2), key=lambda rate: abs(rate - best))
 
 
 def test_a_file_that_is_no_record_is_refused_in_one_line(tmp_path: Path) -> None:
