@@ -17,6 +17,7 @@ heal-*       each size extracted from ``elastic``, and cut from ``ordinary`` and
              error of the logits without the layer), healed with 6 % of its scratch FLOPs
 experts-*    nothing is trained: losses of each network with fewer experts, and all layers and experts per token
 criteria     nothing is trained: losses of the ordinary network with half of its experts, kept by several criteria
+continued    the ordinary network, made elastic afterwards with the FLOPs by which ``elastic`` is dearer; its rate is searched, too
 marginal-*   the shape of each size alone, with the FLOPs that the size adds to those of ``ordinary``: its passes and its healing
 
 The first seed searches the learning rate of every trained arm at a quarter of the tokens; while the chosen candidate is the lowest or the
@@ -29,7 +30,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -38,8 +39,6 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from bench.common.document_pools import DocumentPools, trained_in_pools
-from bench.common.expert_criteria import Orders, orders_by_criterion
 from bench.common.measure import finish, half_width, refusing, table, wide_console
 from bench.common.study import (
     Results,
@@ -52,22 +51,22 @@ from bench.common.study import (
     study_parser,
     write_record,
 )
-from stretto.api.train import held_out, open_loader
+from bench.common.study_runs import (
+    NUM_RANDOM,
+    fewer_experts,
+    half_of_experts,
+    heal_size,
+    make_elastic,
+    train,
+)
+from stretto.api.train import held_out
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
-from stretto.base.paths import CHECKPOINT
-from stretto.base.track import Tracker
 from stretto.data.demo_text import demo_documents
-from stretto.evals.loss import EvalBatch, evaluate_many
-from stretto.evals.order import expert_orders, rank_layers, survey
-from stretto.model.checkpoint import read_checkpoint, write_checkpoint
-from stretto.model.elastic import extract, order_experts
-from stretto.model.parallel import in_memory, join, random_network
-from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, extracted_config
-from stretto.model.transformer import Transformer
-from stretto.train.loop import Job, heal, pretrain
+from stretto.model.parallel import join
+from stretto.model.spec import SubnetChoice, extracted_config
 from stretto.train.prepare import learn_tokenizer, prepare_data, tokenise_documents
-from stretto.train.recipe import ElasticConfig, HealRecipe, Recipe
+from stretto.train.recipe import ElasticConfig, Recipe
 from stretto.train.run_folder import RunInfo
 
 RECIPE = Path(__file__).with_suffix(".toml")
@@ -87,17 +86,11 @@ SEARCH_SHARE = 0.25
 """Tokens of a run of the search, as a share of the reported runs' tokens."""
 HEAL_SHARE = 0.06
 """FLOPs of healing, as a share of the scratch control's."""
-HEAL_RATE = 0.2
-"""Learning rate of healing over the recipe's."""
-RANKING_BATCHES = 4
-"""Held-out batches by which layers and experts are ranked."""
-NUM_RANDOM = 10
-"""Random Subnets that are no anchors."""
 MAXIMUM = ("elastic", "ernie", "ordinary", "emo")
 """Arms that train the maximum network."""
 TRAINED = (*MAXIMUM, *(f"scratch-{size}" for size in SIZES))
-EXPERTS = (2 / 3, 1 / 2, 1 / 3)
-"""Shares of the experts of the runs experts-*."""
+SEARCHED = (*TRAINED, "continued")
+"""Arms whose rates are searched."""
 
 
 @refusing()
@@ -245,6 +238,7 @@ class Study(Arms):
             for candidate in self.search(arm, results)[0]:
                 recipe = self.recipe_of(arm, candidate, first, SEARCH_SHARE)
                 runs.append(self._training(f"search-{arm}-x{candidate:g}", arm, recipe))
+        runs += self._search_of_continued(results)
         for seed in self.reported:
             for arm in TRAINED:
                 if (rate := self.rate(arm, results)) is not None:
@@ -257,6 +251,22 @@ class Study(Arms):
     def _training(self, name: str, arm: str, recipe: Recipe) -> Run:
         return Run(name, partial(train, self.info, recipe, arm == "emo"), resumes=True)
 
+    def _search_of_continued(self, results: Results) -> list[Run]:
+        """Runs that search the rate of ``continued``, from the best network and for the FLOPs of the other searches."""
+        rates = {arm: self.rate(arm, results) for arm in ("elastic", "ordinary")}
+        if self.mutant or None in rates.values():
+            return []
+        elastic, ordinary = (f"search-{arm}-x{rate:g}" for arm, rate in rates.items())
+        return [
+            self._continued(f"search-continued-x{rate:g}", rate, self.seeds[0], elastic, ordinary, results)
+            for rate in self.search("continued", results)[0]
+        ]
+
+    def _continued(self, name: str, rate: float, seed: int, elastic: str, ordinary: str, results: Results) -> Run:
+        recipe = self.recipe_of("elastic", rate, seed)
+        flops = results[elastic]["flops"] - results[ordinary]["flops"]
+        return Run(name, partial(make_elastic, self.info, recipe, self.out / ordinary, flops), needs=(ordinary,))
+
     def _dependent(self, results: Results, seed: int) -> list[Run]:
         """Runs that need FLOPs or weights of others with the same seed."""
         elastic, ordinary = (results.get(self.name(arm, seed)) for arm in ("elastic", "ordinary"))
@@ -264,6 +274,9 @@ class Study(Arms):
         if elastic is not None and ordinary is not None and rate is not None:
             recipe = self.recipe_of("ordinary+", rate, seed, elastic["flops"] / ordinary["flops"])
             runs.append(self._training(self.name("ordinary+", seed), "ordinary+", recipe))
+            if not self.mutant and (own := self.rate("continued", results)) is not None:
+                names = [self.name(arm, seed) for arm in ("continued", "elastic", "ordinary")]
+                runs.append(self._continued(names[0], own, seed, names[1], names[2], results))
         for arm in MAXIMUM:
             source = self.name(arm, seed)
             work = partial(fewer_experts, self.info, self.recipe_of(arm, 1.0, seed), self.out / source)
@@ -355,143 +368,8 @@ def own_text(out: Path, recipe: Recipe) -> Path:
     return folder
 
 
-def random_subnets(config: ModelConfig, anchors: Mapping[str, SubnetChoice]) -> list[Subnet]:
-    """The same random Subnets in every run: between the smallest anchor and the full network, and neither of them."""
-    rng, taken = np.random.default_rng(7), {choice.of(config) for choice in anchors.values()} | {config.full()}
-    low = anchors["corner"]
-    found: list[Subnet] = []
-    while len(found) < NUM_RANDOM:
-        depth = int(rng.integers(low.layers or 1, config.num_layers + 1))
-        experts = int(rng.integers(low.experts or 1, config.num_experts + 1))
-        subnet = config.subnet(depth, experts, int(rng.integers(low.top_k or 1, min(config.top_k, experts) + 1)))
-        if subnet not in taken:
-            found.append(subnet)
-            taken.add(subnet)
-    return found
-
-
-def train(info: RunInfo, recipe: Recipe, in_pools: bool, folder: Path) -> dict[str, Any]:
-    """Pre-train ``recipe`` and measure all its sizes, on both halves of the held-out rows. ``in_pools``: with EMO's pools."""
-    ranks = join("auto")
-    choosing, reported = held_out_halves(info, recipe)
-    job = Job(
-        folder,
-        open_loader(info, recipe.train, ranks),
-        choosing[:RANKING_BATCHES],
-        info.data_hash,
-        ranks,
-        tracker=lambda step: Tracker(folder, first_step=step, tensorboard=False),
-        resume=(folder / "snapshots").is_dir(),
-    )
-    start = random_network(recipe.network(), recipe.train.seed)
-    trained = pretrain(recipe, job, trained_in_pools(start) if in_pools else start)
-    write_checkpoint(folder / CHECKPOINT, trained.model, trained.model.config)
-    receipt, anchors = trained.meter.receipt(), recipe.elastic.anchors
-    subnets = {"full": trained.model.config.full()}
-    subnets |= {name: choice.of(trained.model.config) for name, choice in anchors.items()}
-    if anchors:
-        subnets |= {f"random-{n}": subnet for n, subnet in enumerate(random_subnets(trained.model.config, anchors))}
-    select, shown = (_losses(trained.model, list(subnets.values()), half) for half in (choosing, reported))
-    chosen_by = ["full", *(anchors if recipe.elastic.sampler != "off" else ())]
-    return {
-        "select": {name: loss for name, loss in zip(subnets, select, strict=True) if name in chosen_by},
-        "report": dict(zip(subnets, shown, strict=True)),
-        "token_flops": {name: count(trained.model.config, each).forward_flops(1, recipe.train.seq_len) for name, each in subnets.items()},
-        "parameters": count(trained.model.config, trained.model.config.full()).total_params,
-        "flops": receipt.flops,
-        "tokens": receipt.tokens,
-        "lr": recipe.optim.lr,
-    }  # fmt: skip
-
-
-def held_out_halves(info: RunInfo, recipe: Recipe) -> tuple[Sequence[EvalBatch], Sequence[EvalBatch]]:
-    """Held-out batches that choose rates and rank layers and experts, and those that are reported."""
-    batches = held_out(info, recipe.train, join("auto"))
-    return batches[::2], batches[1::2]
-
-
-def _losses(model: Transformer, subnets: Sequence[Subnet], batches: Sequence[EvalBatch]) -> list[float]:
-    return [each.nll for each in evaluate_many(model, subnets, batches)]
-
-
-def heal_size(
-    info: RunInfo, recipe: Recipe, parent: Path, size: str, flops: float, seed: int, folder: Path
-) -> dict[str, Any]:
-    """Extract ``size`` from ``parent`` and heal it by cross-entropy with ``flops``."""
-    ranks = join("auto")
-    choosing, reported = held_out_halves(info, recipe)
-    big = read_checkpoint(parent / CHECKPOINT, device=ranks.device).model
-    if recipe.elastic.sampler == "off":  # a parent without orders of its own
-        rows = choosing[:RANKING_BATCHES]
-        num_experts = recipe.elastic.anchors[size].experts or big.config.num_experts
-        order_by_better(big, candidate_orders(big, rows), choosing, num_experts)
-        big.config = big.config.replace(layer_order=rank_layers(big, rows).order)
-    student = extract(big, recipe.elastic.anchors[size].of(big.config))
-    loop, length = recipe.train, recipe.train.seq_len
-    step_flops = 3 * count(student.config, student.config.full()).forward_flops(loop.rows * length, length)
-    steps = max(1, int(flops / step_flops))
-    healing = HealRecipe(
-        optim=recipe.optim.replace(
-            lr=recipe.optim.lr * HEAL_RATE, warmup_steps=min(5, steps), decay_fraction=1.0, final_lr_fraction=0.0
-        ),
-        train=loop.replace(steps=steps, seed=seed, eval_every=steps, snapshot_every=steps, micro_batches=1),
-        ce_weight=1.0,
-    )
-    info = info.replace(stage="heal", recipe=healing)
-    job = Job(folder, open_loader(info, healing.train, ranks), (), info.data_hash, ranks)
-    done = heal(healing, job, in_memory(student), in_memory(big))
-    (loss,) = _losses(done.model, [done.model.config.full()], reported)
-    return {"report": {"full": loss}, "flops": done.meter.receipt().flops}
-
-
-def fewer_experts(info: RunInfo, recipe: Recipe, parent: Path, folder: Path) -> dict[str, Any]:
-    """Losses of ``parent`` with `EXPERTS`: "kept" for all text, ranked unless it was trained with an order, and "pooled", the
-    likeliest of each document."""
-    choosing, reported = held_out_halves(info, recipe)
-    model = read_checkpoint(parent / CHECKPOINT, device=join("auto").device).model
-    full, losses = model.config.full(), {}
-    candidates = () if recipe.elastic.sampler == "anchored" else candidate_orders(model, choosing[:RANKING_BATCHES])
-    for share in EXPERTS:
-        num = round(share * model.config.num_experts)
-        if candidates:
-            order_by_better(model, candidates, choosing, num)
-        pools = [
-            replace(each, ctx=replace(each.ctx, operators=DocumentPools(each.ids_BT, each.ctx, range(num, num + 1))))
-            for each in reported
-        ]
-        losses[f"kept-{num}"] = _losses(model, [model.config.subnet(experts=num)], reported)[0]
-        losses[f"pooled-{num}"] = _losses(model, [full], pools)[0]
-    return {"report": losses}
-
-
-def candidate_orders(model: Transformer, rows: Sequence[EvalBatch]) -> tuple[Orders, ...]:
-    """Orders of the experts of a control by removal and by REAP, measured on ``rows``."""
-    found = survey(model, rows, removal=True)
-    return expert_orders(model.config, found, "removal"), expert_orders(model.config, found, "reap")
-
-
-def order_by_better(model: Transformer, candidates: Sequence[Orders], choosing: Sequence[EvalBatch], num: int) -> None:
-    """Order the experts of a control by the candidate that keeps the better ``num`` on the rows that choose."""
-    subnet, losses = model.config.subnet(experts=num), {}
-    for orders in candidates:
-        order_experts(model, orders)
-        losses[orders] = _losses(model, [subnet], choosing)[0]
-    order_experts(model, min(losses, key=lambda orders: losses[orders]))
-
-
-def half_of_experts(info: RunInfo, recipe: Recipe, parent: Path, folder: Path) -> dict[str, Any]:
-    """Losses of ``parent`` with half of its experts, kept by each criterion."""
-    choosing, reported = held_out_halves(info, recipe)
-    model = read_checkpoint(parent / CHECKPOINT, device=join("auto").device).model
-    subnet, losses = model.config.subnet(experts=model.config.num_experts // 2), {}
-    for criterion, orders in orders_by_criterion(model, choosing[:RANKING_BATCHES], recipe.train.seed).items():
-        order_experts(model, orders)
-        losses[criterion] = _losses(model, [subnet], reported)[0]
-    return {"report": losses}
-
-
 def show_search(study: Arms, results: Results) -> None:
-    searches = {arm: study.search(arm, results) for arm in TRAINED}
+    searches = {arm: study.search(arm, results) for arm in SEARCHED}
     rates = sorted({rate for candidates, _ in searches.values() for rate in candidates})
     shown = table(
         f"search on seed {study.seeds[0]}: selection loss by multiple of the recipe's rate; *: chosen",
@@ -500,6 +378,8 @@ def show_search(study: Arms, results: Results) -> None:
     )
     for arm, (_, best) in searches.items():
         losses = [_searched(arm, rate, results) for rate in rates]
+        if not any(losses):
+            continue  # an arm that an earlier record lacks
         cells = [
             "" if loss is None else f"{loss:.4f}{'*' if rate == best else ''}"
             for rate, loss in zip(rates, losses, strict=True)
@@ -513,9 +393,10 @@ def report(study: Arms, results: Results) -> list[str]:
     more = ("heal-elastic", "heal-ordinary", "heal-emo", "marginal")
     arms = [*TRAINED, "ordinary+", *(f"{arm}-{size}" for arm in more for size in SIZES)]
     arms += [*(f"experts-{arm}" for arm in MAXIMUM), "criteria"]
-    by_seed = {seed: {arm: results.get(study.name(arm, seed)) for arm in arms} for seed in study.reported}
+    with_later = [*arms, "continued"]  # which earlier records lack
+    by_seed = {seed: {arm: results.get(study.name(arm, seed)) for arm in with_later} for seed in study.reported}
     rows = [{arm: each for arm, each in row.items() if each is not None} for row in by_seed.values()]
-    rows = [row for row in rows if len(row) == len(arms)]
+    rows = [row for row in rows if row.keys() >= set(arms)]
     if not rows:
         return ["no reported seed is complete: run the command again"]
     first = rows[0]["elastic"]
@@ -568,6 +449,14 @@ def report(study: Arms, results: Results) -> list[str]:
     )
     add("elastic full − ernie full", minus("elastic", "full", "ernie"))
     add("emo full − ordinary full", minus("emo", "full", "ordinary"))
+    if later := [row for row in rows if "continued" in row]:
+        for size in ("full", *SIZES):
+            add(
+                f"{size}, made elastic afterwards − elastic, equal FLOPs",
+                _minus(later, "continued", size, "elastic", size),
+            )
+        spent = [(row["ordinary"]["flops"] + row["continued"]["flops"]) / row["elastic"]["flops"] for row in later]
+        add("FLOPs of ordinary and making it elastic / elastic", spent, form="{:.3f}")
     wide_console().print(shown)
     wide_console().print(_experts_table(rows))
     wide_console().print(_criteria_table(rows))

@@ -37,6 +37,7 @@ def results(gap: float) -> dict[str, dict[str, Any]]:
         found[f"experts-{arm}-1"] = {"report": {"kept-16": 2.1, "pooled-16": 2.05}}
     losses = {"ours": 2.1, "published": 2.1, "reap": 2.1, "frequency": 2.2, "random-0": 2.3, "random-1": 2.4}
     found["criteria-1"] = {"report": losses}
+    found["continued-1"] = {"report": sizes, "flops": 10.0}
     for size in study.SIZES:
         found[f"scratch-{size}-1"] = trained({"full": sizes[size]}, 25 * flops[size], {"full": flops[size]})
         for parent in ("elastic", "ordinary", "emo"):
@@ -53,6 +54,8 @@ def test_a_record_has_the_verdicts_of_the_aims(gap: float, missed: int, tmp_path
     assert arms.rate("elastic", runs) == 2 and arms.reported == (1,)
     failures = study.report(arms, runs)
     assert len(failures) == missed, failures
+    del runs["continued-1"]  # an arm that earlier records lack
+    assert study.report(arms, runs) == failures
 
 
 def test_the_search_smooths_over_equal_rates_and_refuses_runs_of_another_rate(tmp_path: Path) -> None:
