@@ -40,6 +40,7 @@ import numpy as np
 from rich.table import Table
 
 from bench.common.measure import finish, half_width, refusing, table, wide_console
+from bench.common.rate_search import search
 from bench.common.study import (
     Results,
     Run,
@@ -161,17 +162,8 @@ class Arms:
         return f"{arm}{mutant}-{seed}"
 
     def search(self, arm: str, results: Results) -> tuple[tuple[float, ...], float | None]:
-        """Candidates of ``arm``, and the one that the search chose; None: runs of candidates are missing.
-
-        A search whose choice is an end of its candidates has not found a minimum. It goes on beyond that end, by factors of two.
-        One or two candidates stay as they are.
-        """
-        rates = tuple(sorted(self.rates))
-        while (chosen := _chosen(rates, [_searched(arm, rate, results) for rate in rates])) is not None:
-            if len(rates) < 3 or rates[0] < chosen < rates[-1]:
-                break
-            rates = (rates[0] / 2, *rates) if chosen == rates[0] else (*rates, 2 * rates[-1])
-        return rates, chosen
+        """Candidates of ``arm``, and the one that the search chose; None: runs of candidates are missing."""
+        return search(self.rates, lambda rate: _searched(arm, rate, results))
 
     def rate(self, arm: str, results: Results) -> float | None:
         """The rate that the search chose; None: the search of ``arm`` is not done."""
@@ -182,23 +174,6 @@ def _searched(arm: str, rate: float, results: Results) -> float | None:
     """Selection loss of a run of the search, nats per token; None: it is not done."""
     found = results.get(f"search-{arm}-x{rate:g}")
     return None if found is None else fmean(found["select"].values())
-
-
-def _chosen(rates: Sequence[float], losses: Sequence[float | None]) -> float | None:
-    """The candidate nearest to the minimum of a parabola through the losses over the logarithm of the rate.
-
-    The best single loss would choose by noise among rates that are equally good. Nearest by value, which favours the lower of two,
-    as longer runs do. None: a loss is missing.
-    """
-    known = [loss for loss in losses if loss is not None]
-    if len(known) < len(rates):
-        return None
-    if len(rates) > 2:
-        curvature, slope, _ = np.polyfit(np.log2(rates), known, 2)
-        if curvature > 0:
-            best = 2 ** (-slope / (2 * curvature))
-            return min(rates, key=lambda rate: abs(rate - best))
-    return rates[int(np.argmin(known))]
 
 
 @dataclass(frozen=True, slots=True)

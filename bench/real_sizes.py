@@ -1,0 +1,381 @@
+"""Study of a real model: the sizes of SmolLM2-135M after elastic training, each beside pruned networks of the same size.
+
+    python -m bench.real_sizes OUT --data TEXT --tokens 2e5 --seeds 0 1 2 3 --record FILE       run again to continue
+    python -m bench.real_sizes OUT --data TEXT --tokens 8e3 --eval-rows 16 --rates 1 --seeds 0 1          small version
+    python -m bench.real_sizes FILE --report                                                    print a record's figures again
+
+SmolLM2 is cut into one shared and seven routed experts (`stretto adopt --experts 8`). Arms, each trained with every seed:
+
+elastic            its sizes full, half (four of seven experts for a token) and corner (25 of 30 layers, five experts), all in one run
+continued          SmolLM2 itself on the same tokens: what the text teaches
+tokens-SIZE        SmolLM2 without the layers that SIZE leaves out, with as many neurons as it uses for a token, on as many tokens as
+                   the elastic run
+flops-SIZE         the same with half of the elastic run's FLOPs: all controls of this kind cost together as much as that run
+layers-SIZE, neurons-SIZE     as flops-SIZE, but pruned by layers or by neurons alone to as many parameters
+
+All arms have the same loss: KL to SmolLM2 (0.75) and cross-entropy. The first seed searches the learning rate of the first three kinds at
+a quarter of the tokens (flops-, layers- and neurons-SIZE have the rate of tokens-SIZE); the other seeds are reported. One half of the
+held-out rows ranks and chooses, the other half is reported. Exit code 1: a size is not better than its control at equal FLOPs, with
+an interval that excludes zero, or an arm is not done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from bench.common.measure import finish, half_width, refusing, table, wide_console
+from bench.common.rate_search import search
+from bench.common.real_networks import Parent, adopt_dense, dense_network, prepare, pruned, read_parent
+from bench.common.study import (
+    Results,
+    Run,
+    carry_out,
+    is_record,
+    read_fields,
+    read_results,
+    recorded,
+    study_parser,
+    write_record,
+)
+from stretto.api.train import held_out, open_loader
+from stretto.base.config import read_recipe
+from stretto.base.errors import UserError
+from stretto.base.paths import RECIPES
+from stretto.evals.loss import EvalBatch, evaluate_many
+from stretto.model.parallel import in_memory, join
+from stretto.model.spec import Subnet, count
+from stretto.model.transformer import Transformer
+from stretto.text.tokenizer import load_tokenizer
+from stretto.train.loop import Job, Trained, elasticize, heal
+from stretto.train.prepare import prepare_data
+from stretto.train.recipe import ElasticizeRecipe, HealRecipe
+from stretto.train.run_folder import RunInfo
+
+KD_WEIGHT = 0.75
+"""Weight of KL to SmolLM2 in every run; the rest is cross-entropy."""
+LEARNING_RATE = 3e-4
+"""Multiplied by the candidates of the search."""
+SIZES = ("half", "corner")
+WAYS = {"tokens": "both", "flops": "both", "layers": "layers", "neurons": "neurons"}
+"""Way of pruning by kind of control."""
+EQUAL_FLOPS = ("flops", "layers", "neurons")
+"""Kinds of controls that share the elastic run's FLOPs among the sizes."""
+CONTROLS = tuple(f"{kind}-{size}" for kind in WAYS for size in SIZES)
+SEARCHED = ("elastic", "continued", *(f"tokens-{size}" for size in SIZES))
+SEARCH_SHARE = 0.25
+"""Tokens of a run of the search, as a share of those of a reported run."""
+RANKING_BATCHES = 4
+"""Held-out batches on which neurons are ranked."""
+MIXTURE = (
+    "elastic.anchor_share=0.8",
+    "elastic.depth_share=0.05",
+    "elastic.top_k_share=0.05",
+    "elastic.width_share=0.05",
+)
+"""Most micro-batches train the sizes that are reported."""
+
+
+@refusing()
+def main() -> None:
+    options = _parse()
+    if is_record(options.out):
+        record = read_fields(options.out, ("seeds", "rates", "runs"))
+        arms, results = Arms(tuple(record["seeds"]), tuple(record["rates"])), record["runs"]
+    else:
+        arms = study = open_study(options)
+        identity = {"data_hash": study.info.data_hash, "settings": study.settings}
+        known = recorded(options.record, identity) if options.record else {}
+        found = (
+            read_results(study.out)
+            if options.report
+            else carry_out(study.runs, study.out, options.jobs, options.minutes, known)
+        )
+        results = {**known, **found}
+        if options.record:
+            write_record(options.record, {**identity, "seeds": list(study.seeds), "rates": list(study.rates)}, results)
+    show_search(arms, results)
+    finish(report(arms, results))
+
+
+def _parse() -> argparse.Namespace:
+    parser = study_parser(__doc__)
+    parser.add_argument("--data", help="data folder of `stretto tokenize` with SmolLM2's tokenizer, or text")
+    parser.add_argument("--tokens", type=float, default=2e5, help="tokens of the elastic run")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1], help="the first one searches, the others are reported"
+    )
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0], help=f"candidates, multiples of {LEARNING_RATE:g}"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="parallel processes of one thread each")
+    parser.add_argument("--eval-rows", type=int, default=128, help="held-out rows, of which one half chooses")
+    parser.add_argument("--report", action="store_true", help="only print the results so far")
+    options = parser.parse_args()
+    if is_record(options.out) and not options.report:
+        parser.error(f"{options.out}: a file holds results only; add --report to print them, or name a folder")
+    if not is_record(options.out) and options.data is None:
+        parser.error("--data: name the text to train on")
+    return options
+
+
+@dataclass(frozen=True, slots=True)
+class Arms:
+    """Names of the runs, and what the search among them chose."""
+
+    seeds: tuple[int, ...]
+    rates: tuple[float, ...]
+
+    def search(self, arm: str, results: Results) -> tuple[tuple[float, ...], float | None]:
+        """Candidates of ``arm``, and the one that the search chose; None: runs of candidates are missing."""
+
+        def loss_of(rate: float) -> float | None:
+            found = results.get(f"search-{arm}-x{rate:g}")
+            return None if found is None else fmean(found["select"].values())
+
+        return search(self.rates, loss_of)
+
+
+@dataclass(frozen=True, slots=True)
+class Study(Arms):
+    """Plan of the runs as a function of the results so far."""
+
+    out: Path
+    info: RunInfo
+    calibration: str
+    """Text on which experts are found."""
+    settings: tuple[str, ...]
+    """Changes to the recipes of `stretto elasticize` and `stretto heal`, for all arms."""
+
+    def runs(self, results: Results) -> list[Run]:
+        """Every run whose settings are known."""
+        runs = [
+            Run(f"parent-{seed}", partial(prepare_parent, self.info, self.settings, self.calibration, seed))
+            for seed in self.seeds
+        ]
+        runs.append(Run("original", partial(measure_original, self.info, self.settings)))
+        first, *reported = self.seeds
+        for arm in SEARCHED:
+            for rate in self.search(arm, results)[0]:
+                runs.append(self._training(f"search-{arm}-x{rate:g}", arm, rate, first, SEARCH_SHARE))
+        for seed in reported:
+            for arm in ("elastic", "continued", *CONTROLS):
+                kind, _, size = arm.partition("-")
+                rate = self.search(f"tokens-{size}" if size else arm, results)[1]
+                flops = results.get(f"elastic-{seed}", {}).get("flops") if kind in EQUAL_FLOPS else None
+                if rate is not None and (kind not in EQUAL_FLOPS or flops is not None):
+                    share_of_flops = flops / len(SIZES) if flops else None
+                    runs.append(self._training(f"{arm}-{seed}", arm, rate, seed, 1.0, share_of_flops))
+        return runs
+
+    def _training(self, name: str, arm: str, rate: float, seed: int, share: float, flops: float | None = None) -> Run:
+        parent = f"parent-{seed}"
+        settings = (*self.settings, f"optim.lr={LEARNING_RATE * rate}", f"train.seed={seed}")
+        work = partial(train, self.info, settings, arm, self.out / parent, share, flops)
+        return Run(name, work, needs=(parent,))
+
+
+def open_study(options: argparse.Namespace) -> Study:
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer = adopt_dense(out)
+    rows, seq_len = 8, 256
+    steps = max(1, round(options.tokens / (rows * seq_len)))
+    settings = (
+        "optim.name=adamw", "optim.warmup_steps=5", "optim.decay_fraction=0.8", "optim.final_lr_fraction=0.05", "optim.weight_decay=0",
+        f"train.steps={steps}", f"train.rows={rows}", f"train.seq_len={seq_len}", "train.micro_batches=4", "train.dtype=bfloat16",
+        f"train.eval_rows={options.eval_rows}", *options.settings,
+    )  # fmt: skip
+    mixture, _, data_hash = prepare_data(out, [options.data], tokenizer, load_tokenizer(tokenizer).vocab_size)
+    info = RunInfo(
+        stage="heal",
+        recipe=read_recipe(RECIPES / "heal.toml", HealRecipe, settings),
+        data=mixture,
+        data_hash=data_hash,
+        tokenizer=tokenizer,
+    )
+    if len(held_out(info, info.train, join("auto"))) < 2:
+        raise UserError(f"--eval-rows {options.eval_rows}: one batch, which has no second half to report; ask for more")
+    return Study(tuple(options.seeds), tuple(options.rates), out, info, options.data, settings)
+
+
+def held_out_halves(info: RunInfo) -> tuple[Sequence[EvalBatch], Sequence[EvalBatch]]:
+    """Held-out batches that rank and choose, and those that are reported."""
+    batches = held_out(info, info.train, join("auto"))
+    return batches[::2], batches[1::2]
+
+
+def prepare_parent(info: RunInfo, settings: Sequence[str], calibration: str, seed: int, folder: Path) -> dict[str, Any]:
+    prepare(calibration, held_out_halves(info)[0][:RANKING_BATCHES], seed, folder)
+    parent = read_parent(folder)
+    sizes = {"full": parent.moe.config.full()} | {
+        name: each.of(parent.moe.config) for name, each in parent.presets.items()
+    }
+    return measured(info, parent.moe, sizes)
+
+
+def measure_original(info: RunInfo, settings: Sequence[str], folder: Path) -> dict[str, Any]:
+    dense = dense_network(folder.parent)
+    tokenizer, targets = load_tokenizer(info.tokenizer), [batch.targets_BT for batch in held_out_halves(info)[1]]
+    texts = [tokenizer.decode(row_T[row_T >= 0].tolist()) for batch_BT in targets for row_T in batch_BT]
+    tokens = sum(int((batch_BT >= 0).sum()) for batch_BT in targets)
+    return measured(info, dense, {"full": dense.config.full()}) | {
+        "tokens_per_byte": tokens / sum(len(text.encode()) for text in texts)
+    }
+
+
+def measured(info: RunInfo, model: Transformer, sizes: Mapping[str, Subnet]) -> dict[str, Any]:
+    """Losses of ``sizes`` on both halves of the held-out rows, nats per token, and their numbers of parameters."""
+    select, shown = (
+        {name: each.nll for name, each in zip(sizes, evaluate_many(model, list(sizes.values()), half), strict=True)}
+        for half in held_out_halves(info)
+    )
+    counts = {name: count(model.config, subnet) for name, subnet in sizes.items()}
+    return {
+        "select": select,
+        "report": shown,
+        "params": {name: each.total_params for name, each in counts.items()},
+        "active": {name: each.active_params for name, each in counts.items()},
+    }
+
+
+def train(
+    info: RunInfo, settings: Sequence[str], arm: str, prepared: Path, share: float, flops: float | None, folder: Path
+) -> dict[str, Any]:
+    """Train ``arm`` and measure its sizes.
+
+    Args:
+        share: share of the steps of ``settings``.
+        flops: FLOPs to spend in place of that share; never for more steps than it.
+    """
+    parent = read_parent(prepared)
+    steps = max(1, round(share * info.train.steps))
+    if arm == "elastic":
+        done = _train_elastic(info, _for_steps(settings, steps), parent, folder)
+        sizes = {"full": done.model.config.full()}
+        sizes |= {name: each.of(done.model.config) for name, each in parent.presets.items()}
+    else:
+        kind, _, size = arm.partition("-")
+        model = parent.dense if arm == "continued" else pruned(parent, size, WAYS[kind])
+        if flops is not None:
+            tokens, length = info.train.rows * info.train.seq_len, info.train.seq_len
+            passes = ((3, model.config), (1, parent.dense.config))  # of the student, and of the teacher
+            step_flops = sum(num * count(config, config.full()).forward_flops(tokens, length) for num, config in passes)
+            steps = max(1, min(steps, int(flops / step_flops)))
+        done = _train_control(info, _for_steps(settings, steps), model, dense_network(prepared.parent), folder)
+        sizes = {"full": done.model.config.full()}
+    receipt = done.meter.receipt()
+    return measured(info, done.model, sizes) | {"flops": receipt.flops, "tokens": receipt.tokens}
+
+
+def _for_steps(settings: Sequence[str], steps: int) -> list[str]:
+    return [*settings, f"train.steps={steps}", f"train.eval_every={steps}", f"train.snapshot_every={steps}"]
+
+
+def _train_elastic(info: RunInfo, settings: Sequence[str], parent: Parent, folder: Path) -> Trained:
+    weights = (f"kd_weight={KD_WEIGHT}", f"kd_final_weight={KD_WEIGHT}")
+    recipe = read_recipe(RECIPES / "elasticize.toml", ElasticizeRecipe, [*MIXTURE, *weights, *settings])
+    recipe = recipe.for_network(parent.moe.config, parent.presets)
+    return elasticize(recipe, _job(info, recipe, folder), in_memory(parent.moe), in_memory(parent.dense))
+
+
+def _train_control(
+    info: RunInfo, settings: Sequence[str], model: Transformer, teacher: Transformer, folder: Path
+) -> Trained:
+    recipe = read_recipe(RECIPES / "heal.toml", HealRecipe, [f"ce_weight={1 - KD_WEIGHT}", *settings])
+    return heal(recipe, _job(info, recipe, folder), in_memory(model), in_memory(teacher))
+
+
+def _job(info: RunInfo, recipe: ElasticizeRecipe | HealRecipe, folder: Path) -> Job:
+    ranks = join("auto")
+    return Job(folder, open_loader(info, recipe.train, ranks), (), str(info.data_hash), ranks)
+
+
+def show_search(study: Arms, results: Results) -> None:
+    searches = {arm: study.search(arm, results) for arm in SEARCHED}
+    rates = sorted({rate for candidates, _ in searches.values() for rate in candidates})
+    title = f"search on seed {study.seeds[0]}: selection loss by multiple of {LEARNING_RATE:g}; *: chosen"
+    shown = table(title, "arm", *map(str, rates))
+    for arm, (_, best) in searches.items():
+        runs = [results.get(f"search-{arm}-x{rate:g}") for rate in rates]
+        shown.add_row(
+            arm,
+            *(
+                "" if run is None else f"{fmean(run['select'].values()):.4f}{'*' if rate == best else ''}"
+                for rate, run in zip(rates, runs, strict=True)
+            ),
+        )
+    wide_console().print(shown)
+
+
+def report(study: Arms, results: Results) -> list[str]:
+    """Print the losses and the paired differences over the reported seeds that are complete; return the aims that are missed."""
+    arms = ("elastic", "continued", *CONTROLS, "parent")
+    rows = [{arm: results.get(f"{arm}-{seed}") for arm in arms} for seed in study.seeds[1:]]
+    complete = [{arm: each for arm, each in row.items() if each is not None} for row in rows]
+    complete = [row for row in complete if len(row) == len(arms)]
+    if not complete or "original" not in results:
+        return ["no reported seed is complete: run the command again"]
+    original = results["original"]
+    _show_networks(original, complete)
+    title = f"{complete[0]['elastic']['tokens'] / 1e3:.0f}k tokens, {len(complete)} of {len(rows)} seeds"
+    shown, missed = table(title, "difference, share of the original's bits", "mean", "± 95 %"), []
+    at = original["report"]["full"]
+
+    def add(text: str, arm: str, size: str, other: str) -> tuple[float, float]:
+        values = [(row[arm]["report"][size] - row[other]["report"]["full"]) / at for row in complete]
+        mean, half = fmean(values), half_width(values)
+        shown.add_row(text, f"{mean:+.2%}", f"{half:.2%}")
+        return mean, half
+
+    add("full − continued", "elastic", "full", "continued")
+    for size in SIZES:
+        for kind in WAYS:
+            mean, half = add(f"{size} − {kind}-{size}", "elastic", size, f"{kind}-{size}")
+            if kind == "flops" and mean + half >= 0:
+                missed.append(f"{size} − flops-{size}: {mean:+.2%} ± {half:.2%}, aim below zero with its interval")
+    wide_console().print(shown)
+    return missed
+
+
+def _show_networks(original: Mapping[str, Any], rows: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
+    """Bits per byte of every network, over the original's."""
+    at = original["report"]["full"]
+    bits = at * original["tokens_per_byte"] / math.log(2)
+    shown = table(
+        f"bits per byte over the original's {bits:.4f}",
+        "network",
+        "parameters",
+        "per token",
+        "untrained",
+        "trained",
+        "±",
+        "TFLOP",
+        "tokens",
+    )
+    for arm in ("elastic", "continued", *CONTROLS):
+        first = rows[0][arm]
+        for size in first["report"]:
+            over = [row[arm]["report"][size] / at - 1 for row in rows]
+            untrained = fmean(row["parent"]["report"][size] / at - 1 for row in rows)
+            shown.add_row(
+                size if arm == "elastic" else arm,
+                f"{first['params'][size] / 1e6:.1f}M",
+                f"{first['active'][size] / 1e6:.1f}M",
+                f"{untrained:+.2%}" if arm == "elastic" else "",
+                f"{fmean(over):+.2%}",
+                f"{half_width(over):.2%}",
+                f"{fmean(row[arm]['flops'] for row in rows) / 1e12:.1f}",
+                f"{first['tokens'] / 1e3:.0f}k",
+            )
+    wide_console().print(shown)
+
+
+if __name__ == "__main__":
+    main()

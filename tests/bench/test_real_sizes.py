@@ -1,0 +1,69 @@
+"""The study of a real model asks for sizes that are better than their controls at equal FLOPs, beyond the spread of the seeds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import real_sizes
+from bench.common.networks import random_network
+from bench.common.real_networks import CONVERSION, Parent, pruned
+from stretto.model.spec import ModelConfig, count
+from stretto.model.upcycle import upcycled_config, upcycled_presets
+
+
+def results(gaps: tuple[float, ...]) -> dict[str, dict[str, Any]]:
+    """Results of three seeds, in which the size half is ``gaps`` nats above its control at equal FLOPs."""
+    sizes = {"full": 3.0, "half": 3.5, "corner": 4.0}
+    found = {"original": {"report": {"full": 3.1}, "tokens_per_byte": 0.3}}
+
+    def run(report: dict[str, float]) -> dict[str, Any]:
+        numbers = dict.fromkeys(report, 1e6)
+        return {"report": report, "params": numbers, "active": numbers, "flops": 1e12, "tokens": 1000}
+
+    for seed, gap in enumerate(gaps, 1):
+        found |= {f"elastic-{seed}": run(sizes), f"parent-{seed}": run(sizes), f"continued-{seed}": run({"full": 3.0})}
+        for arm in real_sizes.CONTROLS:
+            found[f"{arm}-{seed}"] = run(
+                {"full": sizes[arm.partition("-")[2]] - (gap if arm == "flops-half" else -0.1)}
+            )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("gaps", "missed"), [((-0.1, -0.11, -0.12), 0), ((-0.1, 0.1, -0.12), 1), ((0.1, 0.11, 0.12), 1)]
+)
+def test_a_size_must_beat_its_control_beyond_the_spread(gaps: tuple[float, ...], missed: int, tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    record.write_text(json.dumps({"seeds": [0, 1, 2, 3], "rates": [1.0], "runs": results(gaps)}))
+    arms = real_sizes.Arms((0, 1, 2, 3), (1.0,))
+    failures = real_sizes.report(arms, json.loads(record.read_text())["runs"])
+    assert len(failures) == missed, failures
+    assert real_sizes.report(arms, {"original": results(gaps)["original"]}) == [
+        "no reported seed is complete: run the command again"
+    ]
+
+
+def test_each_way_of_pruning_keeps_at_most_the_parameters_of_its_size() -> None:
+    config = ModelConfig(
+        vocab_size=64, hidden_size=32, num_layers=8, num_heads=2, num_kv_heads=2, head_dim=16, dense_layers=tuple(range(8)),
+        dense_intermediate_size=256, num_experts=1, top_k=1, expert_intermediate_size=8, tie_embeddings=True, max_positions=64,
+    )  # fmt: skip
+    dense = random_network(config)
+    moe_config = upcycled_config(config.replace(layer_order=tuple(range(8))), CONVERSION)
+    presets = upcycled_presets(moe_config, CONVERSION)
+    strengths = [torch.arange(256.0).roll(layer) for layer in range(8)]
+    parent = Parent(dense, random_network(moe_config), presets, strengths)
+    for size in real_sizes.SIZES:
+        both, layers, neurons = (pruned(parent, size, way) for way in ("both", "layers", "neurons"))
+        most = count(both.config, both.config.full()).total_params
+        for model in (layers, neurons):
+            assert count(model.config, model.config.full()).total_params <= most
+        assert layers.config.dense_intermediate_size == 256 and neurons.config.num_layers == 8
+    kept = both.blocks[0].mlp.down.weight
+    strongest = strengths[0].topk(kept.shape[1]).indices.sort().values
+    torch.testing.assert_close(kept, dense.blocks[0].mlp.down.weight[:, strongest])
