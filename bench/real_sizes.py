@@ -31,7 +31,7 @@ from statistics import fmean
 from typing import Any
 
 from bench.common.measure import finish, half_width, refusing, table, wide_console
-from bench.common.rate_search import search
+from bench.common.rate_search import search, search_run, search_table, searching_parser
 from bench.common.real_networks import Parent, adopt_dense, dense_network, prepare, pruned, read_parent
 from bench.common.study import (
     Results,
@@ -41,14 +41,14 @@ from bench.common.study import (
     read_fields,
     read_results,
     recorded,
-    study_parser,
     write_record,
 )
+from bench.common.study_runs import held_out_halves
 from stretto.api.train import held_out, open_loader
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.paths import RECIPES
-from stretto.evals.loss import EvalBatch, evaluate_many
+from stretto.evals.loss import evaluate_many
 from stretto.model.parallel import in_memory, join
 from stretto.model.spec import Subnet, count
 from stretto.model.transformer import Transformer
@@ -62,6 +62,8 @@ KD_WEIGHT = 0.75
 """Weight of KL to SmolLM2 in every run; the rest is cross-entropy."""
 LEARNING_RATE = 3e-4
 """Multiplied by the candidates of the search."""
+RATES = (0.5, 1.0, 2.0)
+"""First candidates of the search without --rates."""
 SIZES = ("half", "corner")
 WAYS = {"tokens": "both", "flops": "both", "layers": "layers", "neurons": "neurons"}
 """Way of pruning by kind of control."""
@@ -100,23 +102,14 @@ def main() -> None:
         results = {**known, **found}
         if options.record:
             write_record(options.record, {**identity, "seeds": list(study.seeds), "rates": list(study.rates)}, results)
-    show_search(arms, results)
+    wide_console().print(search_table(SEARCHED, arms.rates, arms.seeds[0], results))
     finish(report(arms, results))
 
 
 def _parse() -> argparse.Namespace:
-    parser = study_parser(__doc__)
+    parser = searching_parser(__doc__, RATES, eval_rows=128)
     parser.add_argument("--data", help="data folder of `stretto tokenize` with SmolLM2's tokenizer, or text")
     parser.add_argument("--tokens", type=float, default=2e5, help="tokens of the elastic run")
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[0, 1], help="the first one searches, the others are reported"
-    )
-    parser.add_argument(
-        "--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0], help=f"candidates, multiples of {LEARNING_RATE:g}"
-    )
-    parser.add_argument("--jobs", type=int, default=2, help="parallel processes of one thread each")
-    parser.add_argument("--eval-rows", type=int, default=128, help="held-out rows, of which one half chooses")
-    parser.add_argument("--report", action="store_true", help="only print the results so far")
     options = parser.parse_args()
     if is_record(options.out) and not options.report:
         parser.error(f"{options.out}: a file holds results only; add --report to print them, or name a folder")
@@ -127,19 +120,10 @@ def _parse() -> argparse.Namespace:
 
 @dataclass(frozen=True, slots=True)
 class Arms:
-    """Names of the runs, and what the search among them chose."""
+    """Seeds, of which the first one searches, and first candidates of the search."""
 
     seeds: tuple[int, ...]
     rates: tuple[float, ...]
-
-    def search(self, arm: str, results: Results) -> tuple[tuple[float, ...], float | None]:
-        """Candidates of ``arm``, and the one that the search chose; None: runs of candidates are missing."""
-
-        def loss_of(rate: float) -> float | None:
-            found = results.get(f"search-{arm}-x{rate:g}")
-            return None if found is None else fmean(found["select"].values())
-
-        return search(self.rates, loss_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,22 +140,24 @@ class Study(Arms):
     def runs(self, results: Results) -> list[Run]:
         """Every run whose settings are known."""
         runs = [
-            Run(f"parent-{seed}", partial(prepare_parent, self.info, self.settings, self.calibration, seed))
-            for seed in self.seeds
+            Run(f"parent-{seed}", partial(prepare_parent, self.info, self.calibration, seed)) for seed in self.seeds
         ]
-        runs.append(Run("original", partial(measure_original, self.info, self.settings)))
+        runs.append(Run("original", partial(measure_original, self.info)))
         first, *reported = self.seeds
         for arm in SEARCHED:
-            for rate in self.search(arm, results)[0]:
-                runs.append(self._training(f"search-{arm}-x{rate:g}", arm, rate, first, SEARCH_SHARE))
+            for rate in search(arm, self.rates, results)[0]:
+                runs.append(self._training(search_run(arm, rate), arm, rate, first, SEARCH_SHARE))
         for seed in reported:
+            elastic = results.get(f"elastic-{seed}")
             for arm in ("elastic", "continued", *CONTROLS):
                 kind, _, size = arm.partition("-")
-                rate = self.search(f"tokens-{size}" if size else arm, results)[1]
-                flops = results.get(f"elastic-{seed}", {}).get("flops") if kind in EQUAL_FLOPS else None
-                if rate is not None and (kind not in EQUAL_FLOPS or flops is not None):
-                    share_of_flops = flops / len(SIZES) if flops else None
-                    runs.append(self._training(f"{arm}-{seed}", arm, rate, seed, 1.0, share_of_flops))
+                chosen, flops = search(f"tokens-{size}" if size else arm, self.rates, results)[1], None
+                if kind in EQUAL_FLOPS:
+                    if elastic is None:
+                        continue
+                    flops = elastic["flops"] / len(SIZES)
+                if chosen is not None:
+                    runs.append(self._training(f"{arm}-{seed}", arm, chosen, seed, 1.0, flops))
         return runs
 
     def _training(self, name: str, arm: str, rate: float, seed: int, share: float, flops: float | None = None) -> Run:
@@ -205,36 +191,34 @@ def open_study(options: argparse.Namespace) -> Study:
     return Study(tuple(options.seeds), tuple(options.rates), out, info, options.data, settings)
 
 
-def held_out_halves(info: RunInfo) -> tuple[Sequence[EvalBatch], Sequence[EvalBatch]]:
-    """Held-out batches that rank and choose, and those that are reported."""
-    batches = held_out(info, info.train, join("auto"))
-    return batches[::2], batches[1::2]
-
-
-def prepare_parent(info: RunInfo, settings: Sequence[str], calibration: str, seed: int, folder: Path) -> dict[str, Any]:
-    prepare(calibration, held_out_halves(info)[0][:RANKING_BATCHES], seed, folder)
+def prepare_parent(info: RunInfo, calibration: str, seed: int, folder: Path) -> dict[str, Any]:
+    """Cut SmolLM2 into experts and measure its sizes before training."""
+    prepare(calibration, held_out_halves(info, info.train)[0][:RANKING_BATCHES], seed, folder)
     parent = read_parent(folder)
-    sizes = {"full": parent.moe.config.full()} | {
-        name: each.of(parent.moe.config) for name, each in parent.presets.items()
-    }
-    return measured(info, parent.moe, sizes)
+    return measured(info, parent.moe, _sizes(parent.moe, parent))
 
 
-def measure_original(info: RunInfo, settings: Sequence[str], folder: Path) -> dict[str, Any]:
-    dense = dense_network(folder.parent)
-    tokenizer, targets = load_tokenizer(info.tokenizer), [batch.targets_BT for batch in held_out_halves(info)[1]]
-    texts = [tokenizer.decode(row_T[row_T >= 0].tolist()) for batch_BT in targets for row_T in batch_BT]
-    tokens = sum(int((batch_BT >= 0).sum()) for batch_BT in targets)
-    return measured(info, dense, {"full": dense.config.full()}) | {
-        "tokens_per_byte": tokens / sum(len(text.encode()) for text in texts)
-    }
+def _sizes(moe: Transformer, parent: Parent) -> dict[str, Subnet]:
+    return {"full": moe.config.full()} | {name: choice.of(moe.config) for name, choice in parent.presets.items()}
+
+
+def measure_original(info: RunInfo, folder: Path) -> dict[str, Any]:
+    """Measure SmolLM2 itself, and the reported rows in tokens per byte."""
+    dense, tokenizer = dense_network(folder.parent), load_tokenizer(info.tokenizer)
+    num_tokens = num_bytes = 0
+    for batch in held_out_halves(info, info.train)[1]:
+        for row_T in batch.targets_BT:
+            ids = row_T[row_T >= 0].tolist()
+            num_tokens, num_bytes = num_tokens + len(ids), num_bytes + len(tokenizer.decode(ids).encode())
+    found = measured(info, dense, {"full": dense.config.full()})
+    return found | {"tokens_per_byte": num_tokens / num_bytes}
 
 
 def measured(info: RunInfo, model: Transformer, sizes: Mapping[str, Subnet]) -> dict[str, Any]:
     """Losses of ``sizes`` on both halves of the held-out rows, nats per token, and their numbers of parameters."""
     select, shown = (
         {name: each.nll for name, each in zip(sizes, evaluate_many(model, list(sizes.values()), half), strict=True)}
-        for half in held_out_halves(info)
+        for half in held_out_halves(info, info.train)
     )
     counts = {name: count(model.config, subnet) for name, subnet in sizes.items()}
     return {
@@ -258,8 +242,7 @@ def train(
     steps = max(1, round(share * info.train.steps))
     if arm == "elastic":
         done = _train_elastic(info, _for_steps(settings, steps), parent, folder)
-        sizes = {"full": done.model.config.full()}
-        sizes |= {name: each.of(done.model.config) for name, each in parent.presets.items()}
+        sizes = _sizes(done.model, parent)
     else:
         kind, _, size = arm.partition("-")
         model = parent.dense if arm == "continued" else pruned(parent, size, WAYS[kind])
@@ -295,23 +278,6 @@ def _train_control(
 def _job(info: RunInfo, recipe: ElasticizeRecipe | HealRecipe, folder: Path) -> Job:
     ranks = join("auto")
     return Job(folder, open_loader(info, recipe.train, ranks), (), str(info.data_hash), ranks)
-
-
-def show_search(study: Arms, results: Results) -> None:
-    searches = {arm: study.search(arm, results) for arm in SEARCHED}
-    rates = sorted({rate for candidates, _ in searches.values() for rate in candidates})
-    title = f"search on seed {study.seeds[0]}: selection loss by multiple of {LEARNING_RATE:g}; *: chosen"
-    shown = table(title, "arm", *map(str, rates))
-    for arm, (_, best) in searches.items():
-        runs = [results.get(f"search-{arm}-x{rate:g}") for rate in rates]
-        shown.add_row(
-            arm,
-            *(
-                "" if run is None else f"{fmean(run['select'].values()):.4f}{'*' if rate == best else ''}"
-                for rate, run in zip(rates, runs, strict=True)
-            ),
-        )
-    wide_console().print(shown)
 
 
 def report(study: Arms, results: Results) -> list[str]:

@@ -40,7 +40,7 @@ import numpy as np
 from rich.table import Table
 
 from bench.common.measure import finish, half_width, refusing, table, wide_console
-from bench.common.rate_search import search
+from bench.common.rate_search import search, search_run, search_table, searching_parser
 from bench.common.study import (
     Results,
     Run,
@@ -49,7 +49,6 @@ from bench.common.study import (
     read_fields,
     read_results,
     recorded,
-    study_parser,
     write_record,
 )
 from bench.common.study_runs import (
@@ -114,31 +113,18 @@ def _study(options: argparse.Namespace) -> None:
             write_record(
                 options.record, {**identity(study), "seeds": list(study.seeds), "rates": list(study.rates)}, results
             )
-    show_search(arms, results)
+    wide_console().print(search_table(SEARCHED, arms.rates, arms.seeds[0], results))
     finish(report(arms, results))
 
 
 def _parse() -> argparse.Namespace:
-    parser = study_parser(__doc__)
+    parser = searching_parser(__doc__, RATES, eval_rows=256)
     parser.add_argument(
         "--data", type=Path, help="data folder of `stretto tokenize`, or text; default: this Python's library"
     )
     parser.add_argument("--network", choices=NETWORKS, default="2M", help="number of parameters")
     parser.add_argument("--tokens", type=float, default=2e5, help="training tokens of a reported run")
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[0, 1], help="the first one searches, the others are reported"
-    )
-    parser.add_argument(
-        "--rates",
-        type=float,
-        nargs="+",
-        default=list(RATES),
-        help="first candidates of the search: multiples of the recipe's rate",
-    )
-    parser.add_argument("--jobs", type=int, default=2, help="parallel processes of one thread each")
-    parser.add_argument("--eval-rows", type=int, default=256, help="held-out rows, of which one half chooses")
     parser.add_argument("--mutant", choices=("no-anchors",), help="an elastic network that trains no smaller size")
-    parser.add_argument("--report", action="store_true", help="only print the results so far")
     options = parser.parse_args()
     if is_record(options.out) and not options.report:
         parser.error(f"{options.out}: a file holds results only; add --report to print them, or name a folder")
@@ -161,19 +147,9 @@ class Arms:
         mutant = f"-{self.mutant}" if self.mutant and "elastic" in arm else ""
         return f"{arm}{mutant}-{seed}"
 
-    def search(self, arm: str, results: Results) -> tuple[tuple[float, ...], float | None]:
-        """Candidates of ``arm``, and the one that the search chose; None: runs of candidates are missing."""
-        return search(self.rates, lambda rate: _searched(arm, rate, results))
-
     def rate(self, arm: str, results: Results) -> float | None:
         """The rate that the search chose; None: the search of ``arm`` is not done."""
-        return self.search(arm, results)[1]
-
-
-def _searched(arm: str, rate: float, results: Results) -> float | None:
-    """Selection loss of a run of the search, nats per token; None: it is not done."""
-    found = results.get(f"search-{arm}-x{rate:g}")
-    return None if found is None else fmean(found["select"].values())
+        return search(arm, self.rates, results)[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +186,9 @@ class Study(Arms):
         """Every run whose settings are known."""
         runs, first = [], self.seeds[0]
         for arm in TRAINED:
-            for candidate in self.search(arm, results)[0]:
+            for candidate in search(arm, self.rates, results)[0]:
                 recipe = self.recipe_of(arm, candidate, first, SEARCH_SHARE)
-                runs.append(self._training(f"search-{arm}-x{candidate:g}", arm, recipe))
+                runs.append(self._training(search_run(arm, candidate), arm, recipe))
         runs += self._search_of_continued(results)
         for seed in self.reported:
             for arm in TRAINED:
@@ -231,10 +207,10 @@ class Study(Arms):
         rates = {arm: self.rate(arm, results) for arm in ("elastic", "ordinary")}
         if self.mutant or None in rates.values():
             return []
-        elastic, ordinary = (f"search-{arm}-x{rate:g}" for arm, rate in rates.items())
+        elastic, ordinary = (search_run(arm, rate) for arm, rate in rates.items() if rate is not None)
         return [
-            self._continued(f"search-continued-x{rate:g}", rate, self.seeds[0], elastic, ordinary, results)
-            for rate in self.search("continued", results)[0]
+            self._continued(search_run("continued", rate), rate, self.seeds[0], elastic, ordinary, results)
+            for rate in search("continued", self.rates, results)[0]
         ]
 
     def _continued(self, name: str, rate: float, seed: int, elastic: str, ordinary: str, results: Results) -> Run:
@@ -341,26 +317,6 @@ def own_text(out: Path, recipe: Recipe) -> Path:
         tokenizer = learn_tokenizer(demo_documents(), recipe.model.vocab_size)
         tokenise_documents({"train": demo_documents()}, folder, tokenizer)
     return folder
-
-
-def show_search(study: Arms, results: Results) -> None:
-    searches = {arm: study.search(arm, results) for arm in SEARCHED}
-    rates = sorted({rate for candidates, _ in searches.values() for rate in candidates})
-    shown = table(
-        f"search on seed {study.seeds[0]}: selection loss by multiple of the recipe's rate; *: chosen",
-        "arm",
-        *map(str, rates),
-    )
-    for arm, (_, best) in searches.items():
-        losses = [_searched(arm, rate, results) for rate in rates]
-        if not any(losses):
-            continue  # an arm that an earlier record lacks
-        cells = [
-            "" if loss is None else f"{loss:.4f}{'*' if rate == best else ''}"
-            for rate, loss in zip(rates, losses, strict=True)
-        ]
-        shown.add_row(arm, *cells)
-    wide_console().print(shown)
 
 
 def report(study: Arms, results: Results) -> list[str]:

@@ -1,28 +1,60 @@
-"""Search of a learning rate for an arm of a study: a few candidates, and more beyond an end that is the best."""
+"""Search of the learning rate of each arm of a study, by runs named ``search-ARM-xRATE`` whose results have losses in ``select``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import argparse
+from collections.abc import Iterable, Sequence
+from statistics import fmean
 
 import numpy as np
+from rich.table import Table
+
+from bench.common.measure import table
+from bench.common.study import Results, study_parser
 
 
-def search(first: Sequence[float], loss_of: Callable[[float], float | None]) -> tuple[tuple[float, ...], float | None]:
-    """Candidates, and the one that the search chooses; None: losses of candidates are missing.
+def searching_parser(docstring: str | None, rates: Sequence[float], eval_rows: int) -> argparse.ArgumentParser:
+    """The parser of a study that searches rates, beginning with ``rates``, on one half of ``eval_rows`` held-out rows."""
+    parser = study_parser(docstring)
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1], help="the first one searches, the others are reported"
+    )
+    parser.add_argument(
+        "--rates",
+        type=float,
+        nargs="+",
+        default=list(rates),
+        help="first candidates of the search: multiples of the recipe's rate",
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="parallel processes of one thread each")
+    parser.add_argument("--eval-rows", type=int, default=eval_rows, help="held-out rows, of which one half chooses")
+    parser.add_argument("--report", action="store_true", help="only print the results so far")
+    return parser
+
+
+def search_run(arm: str, rate: float) -> str:
+    """Name of the run that tries ``rate``, a multiple of the recipe's."""
+    return f"search-{arm}-x{rate:g}"
+
+
+def search(arm: str, first: Sequence[float], results: Results) -> tuple[tuple[float, ...], float | None]:
+    """Candidates of ``arm``, and the one that the search chose; None: runs of candidates are missing.
 
     A search whose choice is an end of its candidates has not found a minimum. It goes on beyond that end, by factors of two.
-    One or two candidates stay as they are.
-
-    Args:
-        first: candidates to begin with.
-        loss_of: loss of a short run with a rate, nats per token; None: that run is not done.
+    One or two candidates stay as they are. ``first``: candidates to begin with.
     """
     rates = tuple(sorted(first))
-    while (chosen := _chosen(rates, [loss_of(rate) for rate in rates])) is not None:
+    while (chosen := _chosen(rates, [_loss(arm, rate, results) for rate in rates])) is not None:
         if len(rates) < 3 or rates[0] < chosen < rates[-1]:
             break
         rates = (rates[0] / 2, *rates) if chosen == rates[0] else (*rates, 2 * rates[-1])
     return rates, chosen
+
+
+def _loss(arm: str, rate: float, results: Results) -> float | None:
+    """Selection loss of a run of the search, nats per token; None: it is not done."""
+    found = results.get(search_run(arm, rate))
+    return None if found is None else fmean(found["select"].values())
 
 
 def _chosen(rates: Sequence[float], losses: Sequence[float | None]) -> float | None:
@@ -40,3 +72,20 @@ def _chosen(rates: Sequence[float], losses: Sequence[float | None]) -> float | N
             best = 2 ** (-slope / (2 * curvature))
             return min(rates, key=lambda rate: abs(rate - best))
     return rates[int(np.argmin(known))]
+
+
+def search_table(arms: Iterable[str], first: Sequence[float], seed: int, results: Results) -> Table:
+    """Losses of the search by arm and rate. Arms without any run, which an earlier record lacks, are left out."""
+    searches = {arm: search(arm, first, results) for arm in arms}
+    rates = sorted({rate for candidates, _ in searches.values() for rate in candidates})
+    title = f"search on seed {seed}: selection loss by multiple of the recipe's rate; *: chosen"
+    shown = table(title, "arm", *map(str, rates))
+    for arm, (_, best) in searches.items():
+        losses = [_loss(arm, rate, results) for rate in rates]
+        if any(losses):
+            cells = (
+                "" if loss is None else f"{loss:.4f}{'*' if rate == best else ''}"
+                for rate, loss in zip(rates, losses, strict=True)
+            )
+            shown.add_row(arm, *cells)
+    return shown

@@ -23,7 +23,7 @@ from stretto.model.parallel import in_memory, join, random_network
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count
 from stretto.model.transformer import Transformer
 from stretto.train.loop import Job, elasticize, heal, pretrain
-from stretto.train.recipe import ElasticizeRecipe, HealRecipe, MixtureConfig, Recipe
+from stretto.train.recipe import ElasticizeRecipe, HealRecipe, MixtureConfig, Recipe, TrainConfig
 from stretto.train.run_folder import RunInfo
 from stretto.train.sampler import Sampler
 
@@ -55,7 +55,7 @@ def random_subnets(config: ModelConfig, anchors: Mapping[str, SubnetChoice]) -> 
 def train(info: RunInfo, recipe: Recipe, in_pools: bool, folder: Path) -> dict[str, Any]:
     """Pre-train ``recipe`` and measure all its sizes, on both halves of the held-out rows. ``in_pools``: with EMO's pools."""
     ranks = join("auto")
-    choosing, reported = held_out_halves(info, recipe)
+    choosing, reported = held_out_halves(info, recipe.train)
     job = Job(
         folder,
         open_loader(info, recipe.train, ranks),
@@ -86,9 +86,9 @@ def train(info: RunInfo, recipe: Recipe, in_pools: bool, folder: Path) -> dict[s
     }  # fmt: skip
 
 
-def held_out_halves(info: RunInfo, recipe: Recipe) -> tuple[Sequence[EvalBatch], Sequence[EvalBatch]]:
+def held_out_halves(info: RunInfo, train: TrainConfig) -> tuple[Sequence[EvalBatch], Sequence[EvalBatch]]:
     """Held-out batches that choose rates and rank layers and experts, and those that are reported."""
-    batches = held_out(info, recipe.train, join("auto"))
+    batches = held_out(info, train, join("auto"))
     return batches[::2], batches[1::2]
 
 
@@ -101,7 +101,7 @@ def heal_size(
 ) -> dict[str, Any]:
     """Extract ``size`` from ``parent`` and heal it by cross-entropy with ``flops``."""
     ranks = join("auto")
-    choosing, reported = held_out_halves(info, recipe)
+    choosing, reported = held_out_halves(info, recipe.train)
     big = read_checkpoint(parent / CHECKPOINT, device=ranks.device).model
     if recipe.elastic.sampler == "off":  # a parent without orders of its own
         rows = choosing[:RANKING_BATCHES]
@@ -132,7 +132,7 @@ def make_elastic(info: RunInfo, recipe: Recipe, parent: Path, flops: float, fold
     ``recipe``: of elastic training from the start.
     """
     ranks = join("auto")
-    choosing, reported = held_out_halves(info, recipe)
+    choosing, reported = held_out_halves(info, recipe.train)
     rows = choosing[:RANKING_BATCHES]
     big = read_checkpoint(parent / CHECKPOINT, device=ranks.device).model
     left = flops - rank_layers(big, rows).flops - rank_experts(big, rows).flops
@@ -188,7 +188,7 @@ def _steps_for(recipe: ElasticizeRecipe, config: ModelConfig, flops: float) -> i
 def fewer_experts(info: RunInfo, recipe: Recipe, parent: Path, folder: Path) -> dict[str, Any]:
     """Losses of ``parent`` with `EXPERTS`: "kept" for all text, ranked unless it was trained with an order, and "pooled", the
     likeliest of each document."""
-    choosing, reported = held_out_halves(info, recipe)
+    choosing, reported = held_out_halves(info, recipe.train)
     model = read_checkpoint(parent / CHECKPOINT, device=join("auto").device).model
     full, losses = model.config.full(), {}
     candidates = () if recipe.elastic.sampler == "anchored" else candidate_orders(model, choosing[:RANKING_BATCHES])
@@ -222,7 +222,7 @@ def order_by_better(model: Transformer, candidates: Sequence[Orders], choosing: 
 
 def half_of_experts(info: RunInfo, recipe: Recipe, parent: Path, folder: Path) -> dict[str, Any]:
     """Losses of ``parent`` with half of its experts, kept by each criterion."""
-    choosing, reported = held_out_halves(info, recipe)
+    choosing, reported = held_out_halves(info, recipe.train)
     model = read_checkpoint(parent / CHECKPOINT, device=join("auto").device).model
     subnet, losses = model.config.subnet(experts=model.config.num_experts // 2), {}
     for criterion, orders in orders_by_criterion(model, choosing[:RANKING_BATCHES], recipe.train.seed).items():

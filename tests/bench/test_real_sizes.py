@@ -48,6 +48,18 @@ def test_a_size_must_beat_its_control_beyond_the_spread(gaps: tuple[float, ...],
     ]
 
 
+def test_controls_at_equal_flops_wait_for_the_elastic_run_and_share_its_cost(tmp_path: Path) -> None:
+    info: Any = None  # the plan does not read it
+    study = real_sizes.Study((0, 1), (1.0,), tmp_path, info, "text", ())
+    searched = {f"search-{arm}-x1": {"select": {"full": 3.0}} for arm in real_sizes.SEARCHED}
+    names = {run.name for run in study.runs(searched)}
+    assert {"elastic-1", "continued-1", "tokens-half-1"} <= names and "flops-half-1" not in names
+    plan = {run.name: run for run in study.runs(searched | {"elastic-1": {"flops": 8e12}})}
+    for kind in real_sizes.EQUAL_FLOPS:
+        work: Any = plan[f"{kind}-corner-1"].work
+        assert work.args[5] == 4e12 and work.args[2] == f"{kind}-corner"
+
+
 def test_each_way_of_pruning_keeps_at_most_the_parameters_of_its_size() -> None:
     config = ModelConfig(
         vocab_size=64, hidden_size=32, num_layers=8, num_heads=2, num_kv_heads=2, head_dim=16, dense_layers=tuple(range(8)),

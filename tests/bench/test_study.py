@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bench import study
+from bench.common.rate_search import search
 from bench.common.study import Run, is_record, without_lost
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
@@ -77,10 +78,10 @@ def test_the_search_smooths_over_equal_rates_and_refuses_runs_of_another_rate(tm
 def test_the_search_goes_on_beyond_an_end_that_is_best(best: float, tried: tuple[float, ...]) -> None:
     arms, found = study.Arms((0, 1), None, (1, 2, 4)), dict[str, dict[str, Any]]()
     while (chosen := arms.rate("ordinary", found)) is None:
-        for rate in arms.search("ordinary", found)[0]:
+        for rate in search("ordinary", arms.rates, found)[0]:
             loss = 5 + (math.log2(rate) - math.log2(best)) ** 2
             found[f"search-ordinary-x{rate:g}"] = {"select": {"full": loss}}
-    assert chosen == best and arms.search("ordinary", found)[0] == tried
+    assert chosen == best and search("ordinary", arms.rates, found)[0] == tried
     assert study.Arms((0, 1), None, (1, 2)).rate("ordinary", found) == min((1, 2), key=lambda rate: abs(rate - best))
 
 
