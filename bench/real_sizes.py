@@ -30,6 +30,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
+
 from bench.common.measure import finish, half_width, refusing, table, wide_console
 from bench.common.rate_search import search, search_run, search_table, searching_parser
 from bench.common.real_networks import Parent, adopt_dense, dense_network, prepare, pruned, read_parent
@@ -215,11 +217,12 @@ def measure_original(info: RunInfo, folder: Path) -> dict[str, Any]:
 
 
 def measured(info: RunInfo, model: Transformer, sizes: Mapping[str, Subnet]) -> dict[str, Any]:
-    """Losses of ``sizes`` on both halves of the held-out rows, nats per token, and their numbers of parameters."""
-    select, shown = (
-        {name: each.nll for name, each in zip(sizes, evaluate_many(model, list(sizes.values()), half), strict=True)}
-        for half in held_out_halves(info, info.train)
-    )
+    """Losses of ``sizes`` on both halves of the held-out rows, in bf16, nats per token, and their numbers of parameters."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # as they were trained
+        select, shown = (
+            {name: each.nll for name, each in zip(sizes, evaluate_many(model, list(sizes.values()), half), strict=True)}
+            for half in held_out_halves(info, info.train)
+        )
     counts = {name: count(model.config, subnet) for name, subnet in sizes.items()}
     return {
         "select": select,
