@@ -32,7 +32,8 @@ from bench.common.rl_curves import START, at_end, searched, start_once
 from bench.common.study import Results, Run, carry_out, is_record, read_fields, recorded, study_parser, write_record
 from stretto.base.config import read_recipe
 from stretto.base.paths import RECIPES
-from stretto.learning.recipe import PoolConfig, RlRecipe
+from stretto.learning.recipe import RlRecipe
+from stretto.learning.roles import PoolConfig
 from stretto.report import style
 
 RECIPE = RECIPES / "rl_gym.toml"

@@ -29,8 +29,10 @@ from stretto.base.paths import RECIPES
 from stretto.base.track import progress
 from stretto.flow.launch import Job
 from stretto.flow.log import read_spans
+from stretto.flow.prompts import SUPERVISED
 from stretto.flow.run import controller_limits, run_rl
-from stretto.learning.recipe import SUPERVISED, PoolConfig, RlRecipe
+from stretto.learning.recipe import RlRecipe
+from stretto.learning.roles import PoolConfig
 from stretto.planner.simulate import Roles, Simulated, simulate
 from stretto.tasks.task import Answer, Problem, Score
 

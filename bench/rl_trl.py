@@ -47,9 +47,10 @@ from stretto.base.trajectory import Group, Outcome, Segment, Trajectory, Verdict
 from stretto.engine.loading import open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.flow.launch import SourceTables
+from stretto.flow.prompts import Prompts, plan_prompts
 from stretto.learning.algorithms import advantages
 from stretto.learning.dialogue import Dialogue
-from stretto.learning.recipe import Prompts, RlRecipe, plan_prompts
+from stretto.learning.recipe import RlRecipe
 from stretto.learning.samples import store_group
 from stretto.learning.trainer import TrainerRole
 from stretto.model.headers import ELASTIC_FILE, STRETTO_FILE

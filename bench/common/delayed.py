@@ -11,7 +11,7 @@ from typing import Any, Final
 from pydantic import Field
 
 from stretto.base.config import Config, validate
-from stretto.learning.recipe import SUPERVISED
+from stretto.flow.prompts import SUPERVISED
 from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.registry import source_kind
 from stretto.tasks.task import Answer, Problem, Score, TaskSource

@@ -20,10 +20,11 @@ from stretto.base.trajectory import GroupRef, Task, WeightVersion
 from stretto.flow.agent import AgentRole
 from stretto.flow.clients import Clients
 from stretto.flow.launch import SourceTables
+from stretto.flow.prompts import plan_prompts
 from stretto.flow.reward import RewardRole
 from stretto.flow.rollout import EngineRole, open_rollout_engine
 from stretto.learning.metrics import StepReport
-from stretto.learning.recipe import RlRecipe, plan_prompts
+from stretto.learning.recipe import RlRecipe
 from stretto.learning.trainer import TrainerRole
 from stretto.learning.weights import fetch
 from stretto.model.parallel import join

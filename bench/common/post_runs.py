@@ -26,9 +26,10 @@ from stretto.base.trajectory import Group, Outcome, Segment, Task, Trajectory, V
 from stretto.data.loader import key_of
 from stretto.engine.request import Completion, Phases, Request, Sampling
 from stretto.flow.launch import SourceTables
+from stretto.flow.prompts import plan_prompts
 from stretto.flow.rollout import open_rollout_engine
 from stretto.learning.dialogue import Dialogue
-from stretto.learning.recipe import RlRecipe, SourceConfig, plan_prompts
+from stretto.learning.recipe import RlRecipe, SourceConfig
 from stretto.learning.samples import store_group
 from stretto.learning.trainer import TrainerRole
 from stretto.learning.weights import fetch

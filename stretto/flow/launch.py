@@ -22,21 +22,11 @@ from stretto.base.trajectory import WeightVersion
 from stretto.flow.agent import AgentRole, Wait, check_room
 from stretto.flow.clients import Verifiers, connect
 from stretto.flow.files import RunFiles
+from stretto.flow.prompts import Prompts, plan_prompts
 from stretto.flow.reward import RewardRole
 from stretto.learning.dialogue import Dialogue, teacher_dialogues
-from stretto.learning.recipe import (
-    RECIPE_FILE,
-    WEIGHTS,
-    NeedsConfig,
-    PoolConfig,
-    Precision,
-    PrecisionConfig,
-    Prompts,
-    RlRecipe,
-    SandboxConfig,
-    SourceConfig,
-    plan_prompts,
-)
+from stretto.learning.recipe import RECIPE_FILE, WEIGHTS, RlRecipe, SourceConfig
+from stretto.learning.roles import NeedsConfig, PoolConfig, Precision, PrecisionConfig, SandboxConfig
 from stretto.model.spec import ModelConfig
 from stretto.runtime.pool import ElasticPool, Limits
 from stretto.runtime.runtime import (

@@ -25,8 +25,9 @@ from stretto.base.track import METRICS_FILE, Tracker, read_metrics
 from stretto.base.trajectory import Group, GroupRef
 from stretto.flow.controller import Controller
 from stretto.flow.launch import CALL_SLACK_S, Job, Roles
+from stretto.flow.prompts import Prompts
 from stretto.learning.metrics import StepReport
-from stretto.learning.recipe import SPANS_FILE, STATUS_FILE, TRACE_FILE, Prompts
+from stretto.learning.recipe import SPANS_FILE, STATUS_FILE, TRACE_FILE
 from stretto.runtime.runtime import Handle, RoleError, RuntimeFailure
 
 STATUS_EVERY_S = 1.0

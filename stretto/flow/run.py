@@ -34,6 +34,7 @@ from stretto.flow.launch import (
 )
 from stretto.flow.ledger import Ledger
 from stretto.flow.log import Advance, Logbook, Say, Trace, write_trace
+from stretto.flow.prompts import Prompts
 from stretto.learning.recipe import (
     GROUPS,
     JOURNAL_FILE,
@@ -44,7 +45,6 @@ from stretto.learning.recipe import (
     START_FILE,
     STEERING,
     WEIGHTS,
-    Prompts,
     RlRecipe,
 )
 from stretto.learning.samples import logged_ordinals, remove_logs

@@ -25,7 +25,8 @@ from verifiers.v1.runtimes import ProgramResult
 from stretto.base.endpoint import excerpt
 from stretto.base.trajectory import Outcome
 from stretto.flow.launch import SourceTables
-from stretto.learning.recipe import SandboxConfig, SourceConfig
+from stretto.learning.recipe import SourceConfig
+from stretto.learning.roles import SandboxConfig
 from stretto.tasks.session import arguments_of, tool_turn
 from stretto.tasks.task import FIRST_REPORTED, Answer, TaskSource
 

@@ -1,4 +1,4 @@
-"""Recipe of a reinforcement-learning run, layout of its folder, and its order of prompts.
+"""Recipe of a reinforcement-learning run, and layout of its folder.
 
 Imports no torch.
 """
@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal, Self
 
-import numpy as np
 from pydantic import Field, model_validator
 
 from stretto.base.config import Config
-from stretto.base.errors import UserError, nearest
-from stretto.base.trajectory import Task
-from stretto.data.loader import key_of, permute
+from stretto.base.errors import nearest
+from stretto.learning.roles import (
+    FailureConfig,
+    Precision,
+    PrecisionConfig,
+    ResourcesConfig,
+    RuntimeConfig,
+    SandboxConfig,
+    TrainerConfig,
+)
 from stretto.model.spec import ModelConfig
 from stretto.optim.schedule import OptimConfig
-from stretto.runtime.runtime import Needs
 from stretto.text.similar import Similarity
 from stretto.train.recipe import SelfTaughtConfig
 
-Precision = Literal["fp32", "bf16", "fp8"]
 ChannelKind = Literal["store", "gloo"]
 SNAPSHOTS, WEIGHTS, GROUPS, LOGS, START = "snapshots", "weights", "groups", "tokens", "sft"
 """Folders of a run, beside `stretto.base.paths.CHECKPOINT`: trainer states, published versions, finished groups, token logs,
@@ -420,119 +423,6 @@ class RewardConfig(Config):
         return self
 
 
-class PrecisionConfig(Config):
-    """Arithmetic of engines and trainer. Weights and optimiser states of the trainer are in fp32 in every precision."""
-
-    rollout: Precision | Literal["auto"] = "auto"
-    """``auto``: that of the trainer."""
-    train: Precision | Literal["auto"] = "auto"
-    """``auto``: bf16 on a GPU that multiplies in bf16, else fp32 (`RlRecipe.on`). A resumed run keeps the precision of its start."""
-    batch_invariant: bool = False
-    """Use operators whose result for a token does not depend on the rest of the batch, in engines and trainer."""
-
-    @property
-    def engines(self) -> Precision:
-        """Precision of the engines of a run."""
-        assert self.rollout != "auto", "the run has a precision before its roles start"
-        return self.rollout
-
-    @property
-    def trainer(self) -> Precision:
-        """Precision of the trainer of a run."""
-        assert self.train != "auto", "the run has a precision before its roles start"
-        return self.train
-
-    def filled(self, train: Precision, rollout: Precision | None = None) -> Self:
-        """These settings with the arguments in place of ``auto``; ``rollout`` None: that of the trainer."""
-        train = train if self.train == "auto" else self.train
-        return self.replace(train=train, rollout=(rollout or train) if self.rollout == "auto" else self.rollout)
-
-
-class PoolConfig(Config):
-    """An elastic pool of workers, which grows and shrinks with its load."""
-
-    min: int = Field(default=1, gt=0)
-    max: int = Field(default=2, gt=0)
-    utilisation: float = Field(default=0.7, gt=0, le=1)
-    """Target of arrival rate × mean service time / workers."""
-    deadline_s: float = Field(default=60.0, gt=0)
-    """Deadline of one call, in seconds."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.max < self.min:
-            raise ValueError(f"max {self.max} is less than min {self.min}")
-        return self
-
-
-class SandboxConfig(Config):
-    """Limits of one program that a verifier or a tool runs."""
-
-    strict: bool = False
-    """Refuse to start if full isolation is not available."""
-    wall_s: float = Field(default=5.0, gt=0)
-    cpu_s: float = Field(default=5.0, gt=0)
-    memory_bytes: int = Field(default=512 << 20, gt=0)
-    output_bytes: int = Field(default=1 << 20, gt=0)
-    processes: int = Field(default=32, gt=0)
-
-
-class FailureConfig(Config):
-    """Deadlines and retries."""
-
-    lease_s: float = Field(default=300.0, gt=0)
-    """Seconds that an agent has for a group, without the wait for a free agent; an unfinished group is then dispatched again."""
-    max_attempts: int = Field(default=5, gt=0)
-    restarts: int = Field(default=10, ge=0)
-    """Largest number of restarts of one role within ``restart_window_s``; for a pool, times its largest size. One more ends the run."""
-    restart_window_s: float = Field(default=600.0, gt=0)
-    """Seconds over which restarts are counted. A role that dies soon after its start waits before the next one, longer each time."""
-    copies: int = Field(default=1, gt=0)
-    """With ``store = "ray"``: nodes that each keep all groups and token logs. Groups that are lost with all copies are sampled again."""
-    stuck_s: float = Field(default=600.0, gt=0)
-    """Seconds without progress after which the watchdog names the component that is stuck, and the run stops."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.lease_s > self.stuck_s:
-            raise ValueError(
-                f"lease_s: {self.lease_s:g} s exceeds stuck_s, {self.stuck_s:g} s, so the run would stop before a lost group is "
-                "dispatched again; lower lease_s or raise stuck_s"
-            )
-        return self
-
-
-class RuntimeConfig(Config):
-    """Placement of the roles.
-
-    On one machine, unless all roles are isolated, one agent on the driver's loop serves all groups (it mostly waits), and the
-    verifiers are elastic pools, one for all sources with the same number of answers judged at once (`TaskSource.at_once`). On
-    Ray, or with all roles isolated, agents are an elastic pool of processes and call ``rewards.max`` verifiers directly.
-    """
-
-    kind: Literal["local", "ray"] = "local"
-    stop_s: float | None = Field(default=None, gt=0)
-    """Seconds after which the run ends as after its last step. The step in progress is completed; the first step is completed in
-    any case. A resumed run counts anew."""
-    address: str = "auto"
-    """Address of the Ray cluster."""
-    agents: PoolConfig = PoolConfig(min=1, max=1)
-    """Pool of agents on Ray, or if all roles are isolated; its deadline is ``failures.lease_s``."""
-    rewards: PoolConfig = PoolConfig()
-    isolate: Literal["none", "torch", "all"] = "torch"
-    """Local roles, beside the verifiers, with a process each. ``torch``: trainer and engines, which would otherwise wait for each
-    other's interpreter lock (a factor of three with small models). ``all``: the agents too."""
-    verifiers: Literal["process", "thread"] = "process"
-    """Placement of local verifiers. ``thread``: in the process of ``stretto rl``, for tasks that are defined in a notebook; a
-    verification that hangs cannot be ended there."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.verifiers == "thread" and (self.kind == "ray" or self.isolate == "all"):
-            raise ValueError("verifiers 'thread' needs kind 'local' and an isolate other than 'all'")
-        return self
-
-
 class RlTrainConfig(Config):
     """The training loop."""
 
@@ -557,50 +447,6 @@ class RlTrainConfig(Config):
     eval_prompts: int = Field(default=64, gt=0)
     balance_rate: float = Field(default=0.0, ge=0)
     """Step size of the experts' balance bias. 0: a changing bias would add to the mismatch between engines and trainer."""
-
-
-class TrainerConfig(Config):
-    """Ranks of the trainer: processes that share its weights and its rows. Their number changes sums by rounding only."""
-
-    ranks: int = Field(default=1, gt=0)
-    """Number of ranks; each of several has a process, and a GPU where there are GPUs. Divides ``train.micro_rows``."""
-    ep: int = Field(default=1, gt=0)
-    """Number of neighbouring ranks over which the experts of a layer are divided. Divides ``ranks`` and the number of experts of
-    every layer."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.ranks % self.ep:
-            raise ValueError(f"ep {self.ep} does not divide the number of ranks, {self.ranks}; choose a divisor")
-        return self
-
-
-class NeedsConfig(Config):
-    """What each role of a kind needs of its node, on a Ray cluster."""
-
-    cpus: float = Field(default=0.0, ge=0)
-    gpus: float = Field(default=0.0, ge=0)
-    """GPUs; roles with less than one share it."""
-    memory_gb: float = Field(default=0.0, ge=0)
-    """Memory in gigabytes. Ray keeps it free; it does not limit the role."""
-    labels: dict[str, str] = Field(default_factory=dict)
-    """Labels of the node, such as ``{pool = "gpu"}`` for nodes that were started with ``ray start --labels pool=gpu``."""
-
-
-class ResourcesConfig(Config):
-    """Places of the roles on a Ray cluster. A role without needs runs on any node."""
-
-    trainer: NeedsConfig = NeedsConfig()
-    engines: NeedsConfig = NeedsConfig()
-    agents: NeedsConfig = NeedsConfig()
-    rewards: NeedsConfig = NeedsConfig()
-
-    def needs(self) -> dict[str, Needs]:
-        """By kind of role."""
-        roles = {"trainer": self.trainer, "engines": self.engines, "agents": self.agents, "rewards": self.rewards}
-        return {
-            name: Needs(role.cpus, role.gpus, int(role.memory_gb * 1e9), role.labels) for name, role in roles.items()
-        }
 
 
 class RlRecipe(Config):
@@ -746,93 +592,3 @@ class RlRecipe(Config):
         for field, why in unused.items():
             if getattr(loss, field) != ordinary[field]:
                 raise ValueError(f"loss.{field} would change nothing: {why}; leave it out")
-
-
-# The problem of each ordinal is a pure function of the recipe, so that any process of any attempt computes the same one
-
-# A source without end has at least 2^24 problems: a quarter for the run, a quarter for supervised training, half held out.
-SUPERVISED = 1 << 22
-"""First ordinal of supervised training before the run; the run's own ordinals are smaller."""
-_HELD_OUT = 1 << 23
-"""First held-out item of a source without end."""
-
-
-_SOURCE, _SAMPLE, _HELD_OUT_SAMPLE, _ORDER = 1, 2, 3, 4
-"""Purposes of random numbers, mixed into the seed."""
-_DECK = 64
-"""Ordinals per deck. Within a deck each source appears by its weight, up to one occurrence that moves to the next deck."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """The endless list of prompts of a run, and the held-out ones. Made by `plan_prompts`.
-
-    The number of occurrences of a source before an ordinal must be known without enumerating all earlier ordinals. So sources
-    are dealt in shuffled decks: before the end of deck d, each has come ⌊64·d·its share⌋ times.
-    """
-
-    names: tuple[str, ...]
-    shares: tuple[float, ...]
-    """Shares of the sources, with sum 1."""
-    sizes: tuple[int | None, ...]
-    """Number of training items of each source; None: no end."""
-    group: int
-    max_tokens: int
-    seed: int
-
-    def task(self, ordinal: int) -> Task:
-        """The task of ``ordinal``. Its source is drawn by weight; items do not repeat before a source is used up, then they are
-        shuffled again."""
-        phase, number = divmod(ordinal, SUPERVISED)  # supervised training has epochs of its own
-        place, num_before = self._dealt(phase, number)
-        item, size = ordinal, self.sizes[place]
-        if size is not None:
-            epoch, within = divmod(num_before, size)
-            order = key_of(self.seed, _ORDER, phase, place, epoch)
-            item = int(permute(np.array([within], np.int64), size, order)[0])
-        return self._task(ordinal, place, item, self.group, _SAMPLE)
-
-    def held_out(self, number: int) -> Task:
-        """Held-out problem ``number``, with one sample; the sources take turns. Its ordinal is negative."""
-        place = number % len(self.names)
-        size, within = self.sizes[place], number // len(self.names)
-        item = (_HELD_OUT if size is None else size) + within
-        return self._task(-1 - number, place, item, 1, _HELD_OUT_SAMPLE)
-
-    def _dealt(self, phase: int, number: int) -> tuple[int, int]:
-        """Index of the source of prompt ``number`` of a phase, and how often the source came before."""
-        deck = number // _DECK  # the deck starts there, or up to one ordinal per source earlier
-        while sum(self._before(deck + 1)) <= number:
-            deck += 1
-        before = self._before(deck)
-        nums = [after - earlier for after, earlier in zip(self._before(deck + 1), before, strict=True)]
-        cards = np.repeat(np.arange(len(nums)), nums)
-        dealt = cards[permute(np.arange(len(cards)), len(cards), key_of(self.seed, _SOURCE, phase, deck))]
-        at = number - sum(before)
-        place = int(dealt[at])
-        return place, before[place] + int((dealt[:at] == place).sum())
-
-    def _before(self, deck: int) -> list[int]:
-        """Occurrences of each source before a deck."""
-        return [int(deck * _DECK * share) for share in self.shares]
-
-    def _task(self, ordinal: int, place: int, item: int, group: int, purpose: int) -> Task:
-        seed = key_of(self.seed, purpose, ordinal) >> 1
-        return Task(ordinal, self.names[place], item, group, seed, self.max_tokens)
-
-
-def plan_prompts(recipe: RlRecipe, num_items: Mapping[str, int | None]) -> Prompts:
-    """The prompts of ``recipe``. The last items of each finite source are held out.
-    Raises UserError: a source has too few problems to hold some out."""
-    names, sizes = tuple(recipe.sources), list[int | None]()
-    for name in names:
-        size = num_items[name]
-        num_held_out = max(-(-recipe.train.eval_prompts // len(names)), recipe.sources[name].held_out)
-        if size is not None and size <= num_held_out:
-            raise UserError(
-                f"sources.{name}: has {size} problems, and {num_held_out} are held out; lower train.eval_prompts and its held_out"
-            )
-        sizes.append(None if size is None else size - num_held_out)
-    total = sum(source.weight for source in recipe.sources.values())
-    shares = tuple(source.weight / total for source in recipe.sources.values())
-    return Prompts(names, shares, tuple(sizes), recipe.rollout.group, recipe.rollout.max_tokens, recipe.train.seed)

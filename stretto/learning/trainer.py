@@ -46,7 +46,8 @@ from stretto.learning.metrics import samples as sample_scalars
 from stretto.learning.metrics import update as update_scalars
 from stretto.learning.objective import PolicyObjective
 from stretto.learning.passes import Pass, place, score
-from stretto.learning.recipe import ADVANTAGES, SNAPSHOTS, STEERING, DistillConfig, LossConfig, RlRecipe, TrainerConfig
+from stretto.learning.recipe import ADVANTAGES, SNAPSHOTS, STEERING, DistillConfig, LossConfig, RlRecipe
+from stretto.learning.roles import TrainerConfig
 from stretto.learning.samples import load_group, packed_bytes
 from stretto.learning.teachers import give_lessons, open_teachers, target_logprobs
 from stretto.learning.weights import is_quantised, pack_state

@@ -23,8 +23,9 @@ from stretto.data import pack
 from stretto.data.conversations import Fitted
 from stretto.data.loader import Batch, Loader, Mixture, key_of
 from stretto.data.pack import Piece
+from stretto.flow.prompts import SUPERVISED, Prompts, plan_prompts
 from stretto.learning.dialogue import Dialogue
-from stretto.learning.recipe import SUPERVISED, Prompts, RlRecipe, StartConfig, plan_prompts
+from stretto.learning.recipe import RlRecipe, StartConfig
 from stretto.model.lora import add_adapters, load_adapters, merge, write_adapters
 from stretto.model.parallel import Origin, Ranks, join, random_network, stored, stored_for_training
 from stretto.model.transformer import Transformer

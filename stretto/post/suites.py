@@ -13,7 +13,8 @@ from pydantic import Field
 from stretto.base.config import Config, read_tree, validate
 from stretto.base.errors import UserError, nearest
 from stretto.flow.launch import SourceTables
-from stretto.learning.recipe import RlRecipe, SandboxConfig, SourceConfig
+from stretto.learning.recipe import RlRecipe, SourceConfig
+from stretto.learning.roles import SandboxConfig
 from stretto.tasks.task import TaskSource
 
 SUITES = Path(__file__).with_name("suites.toml")

@@ -11,8 +11,9 @@ import stretto
 from bench import rl_trl
 from bench.rl_trl import our_gradient
 from stretto.base.config import read_recipe
+from stretto.flow.prompts import plan_prompts
 from stretto.learning.algorithms import advantages
-from stretto.learning.recipe import RlRecipe, plan_prompts
+from stretto.learning.recipe import RlRecipe
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import build

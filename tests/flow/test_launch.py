@@ -34,7 +34,8 @@ from stretto.flow.log import pool_rows, pool_scalars
 from stretto.flow.reward import RewardRole
 from stretto.flow.rollout import EngineRole
 from stretto.learning.channel import open_channel
-from stretto.learning.recipe import RlRecipe, SandboxConfig, SourceConfig
+from stretto.learning.recipe import RlRecipe, SourceConfig
+from stretto.learning.roles import SandboxConfig
 from stretto.model.parallel import Ranks
 from stretto.runtime.actor import LocalCaller
 from stretto.runtime.local import LocalRuntime

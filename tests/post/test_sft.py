@@ -21,10 +21,11 @@ from stretto.data.loader import Batch
 from stretto.data.pack import IGNORED
 from stretto.flow.agent import AgentRole
 from stretto.flow.clients import Clients
+from stretto.flow.prompts import SUPERVISED, Prompts, plan_prompts
 from stretto.flow.reward import RewardRole
 from stretto.flow.rollout import EngineRole, open_rollout_engine
 from stretto.learning.dialogue import Dialogue
-from stretto.learning.recipe import SUPERVISED, Prompts, RlRecipe, SourceConfig, StartConfig, plan_prompts
+from stretto.learning.recipe import RlRecipe, SourceConfig, StartConfig
 from stretto.learning.trainer import TrainerRole
 from stretto.learning.weights import fetch
 from stretto.model.checkpoint import read_checkpoint
