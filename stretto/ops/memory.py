@@ -1,10 +1,11 @@
-"""Available memory of a GPU, or of the machine within its control groups."""
+"""Memory of a GPU, or of the machine within its control groups: what is available, and whether freed blocks are kept."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,34 @@ class _Files(NamedTuple):
 
 _V2 = _Files("memory.max", "memory.current", "inactive_file")
 _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Names of glibc's settings in `mallopt`."""
+_LARGEST_KEPT = (1 << 31) - 1
+_LARGEST_USUAL = 32 << 20
+"""Bytes of the largest block that glibc keeps if nothing is set."""
+
+
+@contextmanager
+def freed_memory_kept(device: torch.device) -> Iterator[None]:
+    """Context in which freed memory of a CPU stays with the process, and is returned to the system at the end.
+
+    Otherwise glibc returns every block of more than 32 MiB when it is freed, and the system clears the pages of the next one: a
+    quarter to a half of the time of a training step of SmolLM2 (docs/log/training.md). Other C libraries have no such setting.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if set_option is None or device.type != "cpu":
+        yield
+        return
+    for name in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
+        set_option(name, _LARGEST_KEPT)
+    try:
+        yield
+    finally:
+        set_option(_MMAP_THRESHOLD, _LARGEST_USUAL)
+        set_option(_TRIM_THRESHOLD, 2 * _LARGEST_USUAL)  # as glibc sets both by itself
+        trim()
 
 
 def trim() -> None:

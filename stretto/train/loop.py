@@ -38,6 +38,7 @@ from stretto.model.transformer import Transformer
 from stretto.ops.int_weights import IntWeight
 from stretto.ops.logprob import IGNORED
 from stretto.ops.master import masters, restore
+from stretto.ops.memory import freed_memory_kept
 from stretto.ops.shards import is_shard, whole
 from stretto.ops.tuning import deterministic, threads_kept
 from stretto.optim.build import build_optimizers, set_learning_rate
@@ -434,6 +435,7 @@ class _Training:
         try:
             with (
                 deterministic(train.deterministic),
+                freed_memory_kept(ranks.device),
                 watched(self.model, ranks, hang_s),
                 bar as advance,
                 _deferred_signals() as received,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import platform
+import resource
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from stretto.ops.memory import free_bytes, group_free_bytes
+from stretto.ops.memory import free_bytes, freed_memory_kept, group_free_bytes
 
 NAMES = {
     "v1": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -65,3 +67,21 @@ def test_without_groups_there_is_no_limit(tmp_path: Path, version: str) -> None:
 
 def test_this_machine() -> None:
     assert 0 < free_bytes(torch.device("cpu")) <= psutil.virtual_memory().total
+
+
+def pages_of_a_second_block() -> int:
+    """Pages that the system clears for a block of 64 MiB, after one of the same size was freed."""
+    torch.empty(1 << 24).fill_(1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.empty(1 << 24).fill_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+def test_training_keeps_freed_blocks_and_returns_them_at_its_end() -> None:
+    with freed_memory_kept(torch.device("cpu")):
+        pages_of_a_second_block()  # the heap grows
+        assert pages_of_a_second_block() < 1000
+    huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not huge.is_file() or "[always]" not in huge.read_text():
+        assert pages_of_a_second_block() > 10_000, "64 MiB are 16,384 pages"
