@@ -15,8 +15,9 @@ import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing.pool import AsyncResult
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -128,41 +129,63 @@ def carry_out(
     """Run everything that ``plan`` names, in its order, in ``jobs`` processes of one thread each.
 
     Ends when no run is left whose needs are met, or after ``minutes``. A failed run is reported; runs that need it are not started,
-    the others continue. `LOG_FILE` has the output of all runs. ``recorded``: results of finished runs, of which ``out`` may lack the
-    folders; such a run is repeated only if an unfinished one needs its folder.
+    the others continue. If a process is killed, nothing more is started. `LOG_FILE` has the output of all runs.
+
+    Args:
+        recorded: results of finished runs, of which ``out`` may lack the folders; such a run is repeated only if an unfinished one
+            needs its folder.
     """
     os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes; this process has read it already
     out.mkdir(parents=True, exist_ok=True)
-    ends_s, failed = time.monotonic() + 60 * minutes, set[str]()
-    results = without_lost(plan, {**recorded, **read_results(out)}, out)
-    running: dict[str, AsyncResult[dict[str, Any]]] = {}
     context = multiprocessing.get_context("spawn")
-    with context.Pool(jobs, _begin, (out / LOG_FILE,)) as pool:  # leaving the block ends the processes
-        waiting = list(plan(results))
-        while True:
-            num_before = len(results)
-            for name in [name for name, each in running.items() if each.ready()]:
-                try:
-                    results[name] = running.pop(name).get()
-                    say(f"{name}: {results[name]['seconds']:.0f} s; {len(results)} runs done")
-                except Exception as error:  # of the run, of any kind
-                    failed.add(name)
-                    say(f"{name}: failed: {error}; see {out / LOG_FILE}")
-            if len(results) > num_before:
-                waiting = list(plan(results))  # only after a result: planning validates recipes
-            known = results.keys() | running.keys() | failed
-            waiting = [run for run in waiting if run.name not in known]
-            ready = [run for run in waiting if all(need in results for need in run.needs)]
-            if not (ready or running):
-                return results
-            if time.monotonic() > ends_s:
+    pool = ProcessPoolExecutor(jobs, context, _begin, (out / LOG_FILE,))
+    try:
+        return _carry_out(plan, out, jobs, time.monotonic() + 60 * minutes, recorded, pool)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():
+            process.terminate()
+
+
+def _carry_out(
+    plan: Callable[[Results], Sequence[Run]],
+    out: Path,
+    jobs: int,
+    ends_s: float,
+    recorded: Results,
+    pool: ProcessPoolExecutor,
+) -> Results:
+    results, failed = without_lost(plan, {**recorded, **read_results(out)}, out), set[str]()
+    running: dict[str, Future[dict[str, Any]]] = {}
+    waiting = list(plan(results))
+    while True:
+        num_before = len(results)
+        for name in [name for name, each in running.items() if each.done()]:
+            try:
+                results[name] = running.pop(name).result()
+                say(f"{name}: {results[name]['seconds']:.0f} s; {len(results)} runs done")
+            except BrokenProcessPool:
                 say(
-                    f"time limit: {len(results)} runs done, {len(running)} interrupted; run the command again to continue"
+                    f"a process was killed, most likely for want of memory; runs done: {len(results)}; run the command again with a "
+                    "smaller --jobs"
                 )
                 return results
-            for run in ready[: jobs - len(running)]:
-                running[run.name] = pool.apply_async(_do, (run, out))
-            time.sleep(_POLL_S)
+            except Exception as error:  # of the run, of any kind
+                failed.add(name)
+                say(f"{name}: failed: {error}; see {out / LOG_FILE}")
+        if len(results) > num_before:
+            waiting = list(plan(results))  # only after a result: planning validates recipes
+        known = results.keys() | running.keys() | failed
+        waiting = [run for run in waiting if run.name not in known]
+        ready = [run for run in waiting if all(need in results for need in run.needs)]
+        if not (ready or running):
+            return results
+        if time.monotonic() > ends_s:
+            say(f"time limit: {len(results)} runs done, {len(running)} interrupted; run the command again to continue")
+            return results
+        for run in ready[: jobs - len(running)]:
+            running[run.name] = pool.submit(_do, run, out)
+        time.sleep(_POLL_S)
 
 
 def without_lost(plan: Callable[[Results], Sequence[Run]], results: Results, out: Path) -> dict[str, dict[str, Any]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 
 from bench import study
 from bench.common.rate_search import search
-from bench.common.study import Run, is_record, without_lost
+from bench.common.study import Run, carry_out, is_record, without_lost
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.train.recipe import Recipe
@@ -117,6 +119,21 @@ def test_a_recorded_run_is_repeated_only_for_a_folder_that_an_unfinished_run_nee
     assert without_lost(plan, recorded | {"child": other}, tmp_path) == recorded | {"child": other}
     (tmp_path / "parent").mkdir()
     assert without_lost(plan, recorded, tmp_path) == recorded
+
+
+def test_a_killed_process_ends_the_study_with_the_results_so_far(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = [Run("first", _nothing), Run("killed", _killed, needs=("first",)), Run("last", _nothing, needs=("killed",))]
+    results = carry_out(lambda results: plan, tmp_path, jobs=1, minutes=1)
+    assert list(results) == ["first"] and "a process was killed" in capsys.readouterr().out
+    again = carry_out(lambda results: [Run("first", _killed), Run("second", _nothing)], tmp_path, jobs=1, minutes=1)
+    assert sorted(again) == ["first", "second"], "finished runs are not repeated"
+
+
+def _killed(folder: Path) -> dict[str, Any]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
 
 
 def _nothing(folder: Path) -> dict[str, Any]:
