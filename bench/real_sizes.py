@@ -94,7 +94,7 @@ def main() -> None:
         arms, results = Arms(tuple(record["seeds"]), tuple(record["rates"])), record["runs"]
     else:
         arms = study = open_study(options)
-        identity = {"data_hash": study.info.data_hash, "settings": study.settings}
+        identity = {"model": options.model, "data_hash": study.info.data_hash, "settings": study.settings}
         known = recorded(options.record, identity) if options.record else {}
         found = (
             read_results(study.out)
@@ -110,6 +110,7 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = searching_parser(__doc__, RATES, eval_rows=128)
+    parser.add_argument("--model", default="smollm2", help="dense network: a run, a checkpoint, or smollm2")
     parser.add_argument("--data", help="data folder of `stretto tokenize` with SmolLM2's tokenizer, or text")
     parser.add_argument("--tokens", type=float, default=2e5, help="tokens of the elastic run")
     options = parser.parse_args()
@@ -172,7 +173,7 @@ class Study(Arms):
 def open_study(options: argparse.Namespace) -> Study:
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer = adopt_dense(out)
+    tokenizer = adopt_dense(options.model, out)
     rows, seq_len = 8, 256
     steps = max(1, round(options.tokens / (rows * seq_len)))
     settings = (

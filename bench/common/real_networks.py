@@ -18,8 +18,6 @@ from stretto.model.spec import ModelConfig, SubnetChoice, count, extracted_confi
 from stretto.model.transformer import SwiGlu, Transformer, load_state, skeleton
 from stretto.model.upcycle import WIDTH_MULTIPLE, Upcycling, upcycled_presets
 
-SOURCE = "smollm2"
-"""SmolLM2-135M-Instruct, which a package holds."""
 CONVERSION = Upcycling(experts=8, top_k=4)
 """One shared and seven routed experts, of which the sizes half and corner choose four."""
 STRENGTHS = "strengths.pt"
@@ -42,7 +40,7 @@ def prepare(calibration: str, rows: Sequence[EvalBatch], seed: int, folder: Path
     ``folder``. ``seed`` begins the clusters of neurons."""
     how = CONVERSION.replace(seed=seed)
     options = AdoptOptions(calibration=(calibration,), upcycling=how, dtype="float32")
-    adopt_command(SOURCE, folder / "moe", options)
+    adopt_command(str(folder.parent / "dense"), folder / "moe", options)
     dense = dense_network(folder.parent)
 
     def find(layer: int, mlp: SwiGlu, x_ND: Tensor) -> Tensor:
@@ -52,10 +50,10 @@ def prepare(calibration: str, rows: Sequence[EvalBatch], seed: int, folder: Path
         torch.save(each_layer(dense, rows, find), folder / STRENGTHS)
 
 
-def adopt_dense(out: Path) -> Path:
-    """The dense network as a checkpoint in the study's folder ``out``; written once."""
+def adopt_dense(model: str, out: Path) -> Path:
+    """The dense network ``model`` as a checkpoint in the study's folder ``out``; written once."""
     if not (out / "dense" / CHECKPOINT).is_dir():
-        adopt_command(SOURCE, out / "dense", AdoptOptions(order="none", dtype="float32"))
+        adopt_command(model, out / "dense", AdoptOptions(order="none", dtype="float32"))
     return out / "dense" / CHECKPOINT
 
 

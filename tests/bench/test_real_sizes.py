@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,17 @@ import torch
 from bench import real_sizes
 from bench.common.networks import random_network
 from bench.common.real_networks import CONVERSION, Parent, pruned
+from stretto.model.checkpoint import write_checkpoint
 from stretto.model.spec import ModelConfig, count
 from stretto.model.upcycle import upcycled_config, upcycled_presets
+from stretto.text.chat import CHATML
+from stretto.text.tokenizer import train_tokenizer
+
+ROOT = Path(real_sizes.__file__).parents[1]
+DENSE = ModelConfig(
+    vocab_size=64, hidden_size=32, num_layers=8, num_heads=2, num_kv_heads=2, head_dim=16, dense_layers=tuple(range(8)),
+    dense_intermediate_size=256, num_experts=1, top_k=1, expert_intermediate_size=8, tie_embeddings=True, max_positions=64,
+)  # fmt: skip
 
 
 def results(gaps: tuple[float, ...]) -> dict[str, dict[str, Any]]:
@@ -60,13 +72,48 @@ def test_controls_at_equal_flops_wait_for_the_elastic_run_and_share_its_cost(tmp
         assert work.args[5] == 4e12 and work.args[2] == f"{kind}-corner"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_small_version_runs_and_its_record_prints_the_same(tmp_path: Path) -> None:
+    lines = [" ".join(f"line {number}: {number * number}." for number in range(at, at + 200)) for at in range(400)]
+    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    train_tokenizer(iter(lines[:20]), 300, CHATML).save(tmp_path / "tokenizer")
+    config = DENSE.replace(vocab_size=300, max_positions=1024)
+    write_checkpoint(
+        tmp_path / "model",
+        random_network(config),
+        config,
+        family="glm4_moe",
+        tokenizer_dir=tmp_path / "tokenizer",
+    )
+    command = [sys.executable, "-m", "bench.real_sizes"]
+    options = [
+        "--data",
+        tmp_path / "text.jsonl",
+        "--tokens",
+        "8e3",
+        "--eval-rows",
+        "16",
+        "--rates",
+        "1",
+        "--record",
+        tmp_path / "record.json",
+    ]
+    done = run([*command, tmp_path / "out", "--model", tmp_path / "model", *options])
+    assert done.returncode in (0, 1) and "neurons-corner" in done.stdout and "no reported seed" not in done.stdout, (
+        done.stderr
+    )
+    again = run([*command, tmp_path / "record.json", "--report"])
+    assert again.returncode == done.returncode and again.stdout and again.stdout in done.stdout
+
+
+def run(command: Sequence[object]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, check=False)
+
+
 def test_each_way_of_pruning_keeps_at_most_the_parameters_of_its_size() -> None:
-    config = ModelConfig(
-        vocab_size=64, hidden_size=32, num_layers=8, num_heads=2, num_kv_heads=2, head_dim=16, dense_layers=tuple(range(8)),
-        dense_intermediate_size=256, num_experts=1, top_k=1, expert_intermediate_size=8, tie_embeddings=True, max_positions=64,
-    )  # fmt: skip
-    dense = random_network(config)
-    moe_config = upcycled_config(config.replace(layer_order=tuple(range(8))), CONVERSION)
+    dense = random_network(DENSE)
+    moe_config = upcycled_config(DENSE.replace(layer_order=tuple(range(8))), CONVERSION)
     presets = upcycled_presets(moe_config, CONVERSION)
     strengths = [torch.arange(256.0).roll(layer) for layer in range(8)]
     parent = Parent(dense, random_network(moe_config), presets, strengths)
