@@ -94,7 +94,7 @@ def main() -> None:
         arms, results = Arms(tuple(record["seeds"]), tuple(record["rates"])), record["runs"]
     else:
         arms = study = open_study(options)
-        identity = {"model": options.model, "data_hash": study.info.data_hash, "settings": study.settings}
+        identity = {"model": options.model, "data_hash": study.info.data_hash, "settings": list(study.settings)}
         known = recorded(options.record, identity) if options.record else {}
         found = (
             read_results(study.out)

@@ -204,12 +204,12 @@ class Study(Arms):
 
     def _search_of_continued(self, results: Results) -> list[Run]:
         """Runs that search the rate of ``continued``, from the best network and for the FLOPs of the other searches."""
-        rates = {arm: self.rate(arm, results) for arm in ("elastic", "ordinary")}
-        if self.mutant or None in rates.values():
+        elastic, ordinary = self.rate("elastic", results), self.rate("ordinary", results)
+        if self.mutant or elastic is None or ordinary is None:
             return []
-        elastic, ordinary = (search_run(arm, rate) for arm, rate in rates.items() if rate is not None)
+        sources = search_run("elastic", elastic), search_run("ordinary", ordinary)
         return [
-            self._continued(search_run("continued", rate), rate, self.seeds[0], elastic, ordinary, results)
+            self._continued(search_run("continued", rate), rate, self.seeds[0], *sources, results)
             for rate in search("continued", self.rates, results)[0]
         ]
 

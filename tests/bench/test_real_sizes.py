@@ -103,6 +103,8 @@ def test_a_small_version_runs_and_its_record_prints_the_same(tmp_path: Path) -> 
     assert done.returncode in (0, 1) and "neurons-corner" in done.stdout and "no reported seed" not in done.stdout, (
         done.stderr
     )
+    resumed = run([*command, tmp_path / "out", "--model", tmp_path / "model", *options])
+    assert resumed.returncode == done.returncode, resumed.stderr
     again = run([*command, tmp_path / "record.json", "--report"])
     assert again.returncode == done.returncode and again.stdout and again.stdout in done.stdout
 
