@@ -90,7 +90,7 @@ MIXTURE = (
 def main() -> None:
     options = _parse()
     if is_record(options.out):
-        record = read_fields(options.out, ("seeds", "rates", "runs"))
+        record = read_fields(options.out, ("model", "seeds", "rates", "runs"))
         arms, results = Arms(tuple(record["seeds"]), tuple(record["rates"])), record["runs"]
     else:
         arms = study = open_study(options)
