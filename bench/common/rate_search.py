@@ -38,16 +38,20 @@ def search_run(arm: str, rate: float) -> str:
 
 
 def search(arm: str, first: Sequence[float], results: Results) -> tuple[tuple[float, ...], float | None]:
-    """Candidates of ``arm``, and the one that the search chose; None: runs of candidates are missing.
+    """Last candidates of ``arm``, and the one that the search chose; None: runs of candidates are missing.
 
-    A search whose choice is an end of its candidates has not found a minimum. It goes on beyond that end, by factors of two.
-    One or two candidates stay as they are. ``first``: candidates to begin with.
+    A search whose choice is an end of its candidates has not found a minimum. It leaves the other end out and goes on beyond the
+    chosen one, by a factor of two: losses far from the minimum would bend the parabola. One or two candidates stay as they are.
+
+    Args:
+        first: candidates to begin with.
     """
-    rates = tuple(sorted(first))
+    rates, seen = tuple(sorted(first)), set[tuple[float, ...]]()
     while (chosen := _chosen(rates, [_loss(arm, rate, results) for rate in rates])) is not None:
-        if len(rates) < 3 or rates[0] < chosen < rates[-1]:
+        if len(rates) < 3 or rates[0] < chosen < rates[-1] or rates in seen:
             break
-        rates = (rates[0] / 2, *rates) if chosen == rates[0] else (*rates, 2 * rates[-1])
+        seen.add(rates)
+        rates = (rates[0] / 2, *rates[:-1]) if chosen == rates[0] else (*rates[1:], 2 * rates[-1])
     return rates, chosen
 
 
@@ -76,16 +80,23 @@ def _chosen(rates: Sequence[float], losses: Sequence[float | None]) -> float | N
 
 def search_table(arms: Iterable[str], first: Sequence[float], seed: int, results: Results) -> Table:
     """Losses of the search by arm and rate. Arms without any run, which an earlier record lacks, are left out."""
-    searches = {arm: search(arm, first, results) for arm in arms}
-    rates = sorted({rate for candidates, _ in searches.values() for rate in candidates})
+    chosen = {arm: search(arm, first, results)[1] for arm in arms}
+    tried = {arm: _tried(arm, results) for arm in chosen}
+    rates = sorted(set(first).union(*tried.values()))
     title = f"search on seed {seed}: selection loss by multiple of the recipe's rate; *: chosen"
     shown = table(title, "arm", *map(str, rates))
-    for arm, (_, best) in searches.items():
-        losses = [_loss(arm, rate, results) for rate in rates]
-        if any(losses):
+    for arm, best in chosen.items():
+        if tried[arm]:
+            losses = [_loss(arm, rate, results) for rate in rates]
             cells = (
                 "" if loss is None else f"{loss:.4f}{'*' if rate == best else ''}"
                 for rate, loss in zip(rates, losses, strict=True)
             )
             shown.add_row(arm, *cells)
     return shown
+
+
+def _tried(arm: str, results: Results) -> list[float]:
+    """Rates of the finished runs of the search of ``arm``."""
+    prefix = search_run(arm, 1).removesuffix("1")
+    return [float(name.removeprefix(prefix)) for name in results if name.startswith(prefix)]
