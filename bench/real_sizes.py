@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from bench.common.measure import finish, half_width, refusing, table, wide_console
-from bench.common.rate_search import search, search_run, search_table, searching_parser
+from bench.common.rate_search import parsed, recorded_search, search, search_run, search_table, searching_parser
 from bench.common.real_networks import Parent, adopt_dense, dense_network, prepare, pruned, read_parent
 from bench.common.study import (
     Results,
@@ -42,15 +42,12 @@ from bench.common.study import (
     is_record,
     read_fields,
     read_results,
-    recorded,
     write_record,
 )
-from bench.common.study_runs import held_out_halves
-from stretto.api.train import held_out, open_loader
+from bench.common.study_runs import held_out_halves, measured, sizes_of
+from stretto.api.train import open_loader
 from stretto.base.config import read_recipe
-from stretto.base.errors import UserError
 from stretto.base.paths import RECIPES
-from stretto.evals.loss import evaluate_many
 from stretto.model.parallel import in_memory, join
 from stretto.model.spec import Subnet, count
 from stretto.model.transformer import Transformer
@@ -95,7 +92,7 @@ def main() -> None:
     else:
         arms = study = open_study(options)
         identity = {"model": options.model, "data_hash": study.info.data_hash, "settings": list(study.settings)}
-        known = recorded(options.record, identity) if options.record else {}
+        known = recorded_search(options.record, identity, study.seeds[0]) if options.record else {}
         found = (
             read_results(study.out)
             if options.report
@@ -113,9 +110,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2", help="dense network: a run, a checkpoint, or smollm2")
     parser.add_argument("--data", help="data folder of `stretto tokenize` with SmolLM2's tokenizer, or text")
     parser.add_argument("--tokens", type=float, default=2e5, help="tokens of the elastic run")
-    options = parser.parse_args()
-    if is_record(options.out) and not options.report:
-        parser.error(f"{options.out}: a file holds results only; add --report to print them, or name a folder")
+    options = parsed(parser)
     if not is_record(options.out) and options.data is None:
         parser.error("--data: name the text to train on")
     return options
@@ -189,8 +184,7 @@ def open_study(options: argparse.Namespace) -> Study:
         data_hash=data_hash,
         tokenizer=tokenizer,
     )
-    if len(held_out(info, info.train, join("auto"))) < 2:
-        raise UserError(f"--eval-rows {options.eval_rows}: one batch, which has no second half to report; ask for more")
+    held_out_halves(info, info.train)  # refuses too few rows
     return Study(tuple(options.seeds), tuple(options.rates), out, info, options.data, settings)
 
 
@@ -198,11 +192,7 @@ def prepare_parent(info: RunInfo, calibration: str, seed: int, folder: Path) -> 
     """Cut SmolLM2 into experts and measure its sizes before training."""
     prepare(calibration, held_out_halves(info, info.train)[0][:RANKING_BATCHES], seed, folder)
     parent = read_parent(folder)
-    return measured(info, parent.moe, _sizes(parent.moe, parent))
-
-
-def _sizes(moe: Transformer, parent: Parent) -> dict[str, Subnet]:
-    return {"full": moe.config.full()} | {name: choice.of(moe.config) for name, choice in parent.presets.items()}
+    return measured_with_params(info, parent.moe, sizes_of(parent.moe.config, parent.presets))
 
 
 def measure_original(info: RunInfo, folder: Path) -> dict[str, Any]:
@@ -213,21 +203,16 @@ def measure_original(info: RunInfo, folder: Path) -> dict[str, Any]:
         for row_T in batch.targets_BT:
             ids = row_T[row_T >= 0].tolist()
             num_tokens, num_bytes = num_tokens + len(ids), num_bytes + len(tokenizer.decode(ids).encode())
-    found = measured(info, dense, {"full": dense.config.full()})
+    found = measured_with_params(info, dense, {"full": dense.config.full()})
     return found | {"tokens_per_byte": num_tokens / num_bytes}
 
 
-def measured(info: RunInfo, model: Transformer, sizes: Mapping[str, Subnet]) -> dict[str, Any]:
+def measured_with_params(info: RunInfo, model: Transformer, sizes: Mapping[str, Subnet]) -> dict[str, Any]:
     """Losses of ``sizes`` on both halves of the held-out rows, in bf16, nats per token, and their numbers of parameters."""
     with torch.autocast("cpu", dtype=torch.bfloat16):  # as they were trained
-        select, shown = (
-            {name: each.nll for name, each in zip(sizes, evaluate_many(model, list(sizes.values()), half), strict=True)}
-            for half in held_out_halves(info, info.train)
-        )
+        losses = measured(model, sizes, held_out_halves(info, info.train))
     counts = {name: count(model.config, subnet) for name, subnet in sizes.items()}
-    return {
-        "select": select,
-        "report": shown,
+    return losses | {
         "params": {name: each.total_params for name, each in counts.items()},
         "active": {name: each.active_params for name, each in counts.items()},
     }
@@ -246,7 +231,7 @@ def train(
     steps = max(1, round(share * info.train.steps))
     if arm == "elastic":
         done = _train_elastic(info, _for_steps(settings, steps), parent, folder)
-        sizes = _sizes(done.model, parent)
+        sizes = sizes_of(done.model.config, parent.presets)
     else:
         kind, _, size = arm.partition("-")
         model = parent.dense if arm == "continued" else pruned(parent, size, WAYS[kind])
@@ -258,7 +243,7 @@ def train(
         done = _train_control(info, _for_steps(settings, steps), model, dense_network(prepared.parent), folder)
         sizes = {"full": done.model.config.full()}
     receipt = done.meter.receipt()
-    return measured(info, done.model, sizes) | {"flops": receipt.flops, "tokens": receipt.tokens}
+    return measured_with_params(info, done.model, sizes) | {"flops": receipt.flops, "tokens": receipt.tokens}
 
 
 def _for_steps(settings: Sequence[str], steps: int) -> list[str]:

@@ -40,7 +40,7 @@ import numpy as np
 from rich.table import Table
 
 from bench.common.measure import finish, half_width, refusing, table, wide_console
-from bench.common.rate_search import search, search_run, search_table, searching_parser
+from bench.common.rate_search import parsed, recorded_search, search, search_run, search_table, searching_parser
 from bench.common.study import (
     Results,
     Run,
@@ -48,7 +48,6 @@ from bench.common.study import (
     is_record,
     read_fields,
     read_results,
-    recorded,
     write_record,
 )
 from bench.common.study_runs import (
@@ -56,14 +55,13 @@ from bench.common.study_runs import (
     fewer_experts,
     half_of_experts,
     heal_size,
+    held_out_halves,
     make_elastic,
     train,
 )
-from stretto.api.train import held_out
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.data.demo_text import demo_documents
-from stretto.model.parallel import join
 from stretto.model.spec import SubnetChoice, extracted_config
 from stretto.train.prepare import learn_tokenizer, prepare_data, tokenise_documents
 from stretto.train.recipe import ElasticConfig, Recipe
@@ -125,10 +123,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--network", choices=NETWORKS, default="2M", help="number of parameters")
     parser.add_argument("--tokens", type=float, default=2e5, help="training tokens of a reported run")
     parser.add_argument("--mutant", choices=("no-anchors",), help="an elastic network that trains no smaller size")
-    options = parser.parse_args()
-    if is_record(options.out) and not options.report:
-        parser.error(f"{options.out}: a file holds results only; add --report to print them, or name a folder")
-    return options
+    return parsed(parser)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,8 +277,7 @@ def open_study(options: argparse.Namespace) -> Study:
     data = options.data or own_text(out, recipe)
     mixture, tokenizer, data_hash = prepare_data(out, [str(data)], None, recipe.model.vocab_size)
     info = RunInfo(stage="pretrain", recipe=recipe, data=mixture, data_hash=data_hash, tokenizer=tokenizer)
-    if len(held_out(info, recipe.train, join("auto"))) < 2:
-        raise UserError(f"--eval-rows {options.eval_rows}: one batch, which has no second half to report; ask for more")
+    held_out_halves(info, recipe.train)  # refuses too few rows
     return Study(tuple(options.seeds), options.mutant, tuple(options.rates), out, info, recipe)
 
 
@@ -298,10 +292,7 @@ def identity(study: Study) -> dict[str, Any]:
 
 def read_own_record(path: Path, study: Study) -> dict[str, dict[str, Any]]:
     """Results in the record ``path`` of the same study, perhaps with other reported seeds; none if there is no file."""
-    results = recorded(path, identity(study))
-    if results and (first := read_fields(path, RECORDED)["seeds"][0]) != study.seeds[0]:
-        raise UserError(f"{path}: seeds: the search used {first}; name it first in --seeds")
-    return results
+    return recorded_search(path, identity(study), study.seeds[0])
 
 
 def read_record(path: Path) -> tuple[Arms, Results]:

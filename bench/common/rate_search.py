@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 from rich.table import Table
 
 from bench.common.measure import table
-from bench.common.study import Results, study_parser
+from bench.common.study import Results, is_record, read_fields, recorded, study_parser
+from stretto.base.errors import UserError
 
 
 def searching_parser(docstring: str | None, rates: Sequence[float], eval_rows: int) -> argparse.ArgumentParser:
@@ -30,6 +33,22 @@ def searching_parser(docstring: str | None, rates: Sequence[float], eval_rows: i
     parser.add_argument("--eval-rows", type=int, default=eval_rows, help="held-out rows, of which one half chooses")
     parser.add_argument("--report", action="store_true", help="only print the results so far")
     return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Options of a `searching_parser`; a record without --report is refused."""
+    options = parser.parse_args()
+    if is_record(options.out) and not options.report:
+        parser.error(f"{options.out}: a file holds results only; add --report to print them, or name a folder")
+    return options
+
+
+def recorded_search(path: Path, identity: Mapping[str, Any], seed: int) -> dict[str, dict[str, Any]]:
+    """`recorded` results of a study whose search uses ``seed``. Raises UserError: the record's search used another."""
+    results = recorded(path, identity)
+    if results and (first := read_fields(path, ("seeds",))["seeds"][0]) != seed:
+        raise UserError(f"{path}: seeds: the search used {first}; name it first in --seeds")
+    return results
 
 
 def search_run(arm: str, rate: float) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import count as count_up
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 from bench.common.document_pools import DocumentPools, trained_in_pools
 from bench.common.expert_criteria import Orders, orders_by_criterion
 from stretto.api.train import held_out, open_loader
+from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT
 from stretto.base.track import Tracker
 from stretto.evals.loss import EvalBatch, evaluate_many
@@ -69,15 +69,14 @@ def train(info: RunInfo, recipe: Recipe, in_pools: bool, folder: Path) -> dict[s
     trained = pretrain(recipe, job, trained_in_pools(start) if in_pools else start)
     write_checkpoint(folder / CHECKPOINT, trained.model, trained.model.config)
     receipt, anchors = trained.meter.receipt(), recipe.elastic.anchors
-    subnets = {"full": trained.model.config.full()}
-    subnets |= {name: choice.of(trained.model.config) for name, choice in anchors.items()}
+    subnets = sizes_of(trained.model.config, anchors)
     if anchors:
         subnets |= {f"random-{n}": subnet for n, subnet in enumerate(random_subnets(trained.model.config, anchors))}
-    select, shown = (_losses(trained.model, list(subnets.values()), half) for half in (choosing, reported))
+    losses = measured(trained.model, subnets, (choosing, reported))
     chosen_by = ["full", *(anchors if recipe.elastic.sampler != "off" else ())]
     return {
-        "select": {name: loss for name, loss in zip(subnets, select, strict=True) if name in chosen_by},
-        "report": dict(zip(subnets, shown, strict=True)),
+        "select": {name: loss for name, loss in losses["select"].items() if name in chosen_by},
+        "report": losses["report"],
         "token_flops": {name: count(trained.model.config, each).forward_flops(1, recipe.train.seq_len) for name, each in subnets.items()},
         "parameters": count(trained.model.config, trained.model.config.full()).total_params,
         "flops": receipt.flops,
@@ -87,9 +86,25 @@ def train(info: RunInfo, recipe: Recipe, in_pools: bool, folder: Path) -> dict[s
 
 
 def held_out_halves(info: RunInfo, train: TrainConfig) -> tuple[Sequence[EvalBatch], Sequence[EvalBatch]]:
-    """Held-out batches that choose rates and rank layers and experts, and those that are reported."""
+    """Held-out batches that choose rates and rank layers and experts, and those that are reported. Raises UserError: there is only one
+    batch."""
     batches = held_out(info, train, join("auto"))
+    if len(batches) < 2:
+        raise UserError(f"--eval-rows {train.eval_rows}: one batch, which has no second half to report; ask for more")
     return batches[::2], batches[1::2]
+
+
+def sizes_of(config: ModelConfig, choices: Mapping[str, SubnetChoice]) -> dict[str, Subnet]:
+    """The full network and the named smaller ones."""
+    return {"full": config.full()} | {name: choice.of(config) for name, choice in choices.items()}
+
+
+def measured(
+    model: Transformer, sizes: Mapping[str, Subnet], halves: tuple[Sequence[EvalBatch], Sequence[EvalBatch]]
+) -> dict[str, Any]:
+    """Losses of ``sizes`` on both halves of the held-out rows, nats per token."""
+    select, shown = (dict(zip(sizes, _losses(model, list(sizes.values()), half), strict=True)) for half in halves)
+    return {"select": select, "report": shown}
 
 
 def _losses(model: Transformer, subnets: Sequence[Subnet], batches: Sequence[EvalBatch]) -> list[float]:
@@ -140,13 +155,11 @@ def make_elastic(info: RunInfo, recipe: Recipe, parent: Path, flops: float, fold
     info = info.replace(stage="elasticize", recipe=continued)
     job = Job(folder, open_loader(info, continued.train, ranks), rows, info.data_hash, ranks)
     done = elasticize(continued, job, in_memory(big))
-    config = done.model.config
-    subnets = {"full": config.full()} | {name: choice.of(config) for name, choice in continued.elastic.anchors.items()}
-    select, shown = (
-        dict(zip(subnets, _losses(done.model, list(subnets.values()), half), strict=True))
-        for half in (choosing, reported)
-    )
-    return {"select": select, "report": shown, "flops": done.meter.receipt().flops, "lr": continued.optim.lr}
+    subnets = sizes_of(done.model.config, continued.elastic.anchors)
+    return measured(done.model, subnets, (choosing, reported)) | {
+        "flops": done.meter.receipt().flops,
+        "lr": continued.optim.lr,
+    }
 
 
 def continued_recipe(recipe: Recipe, config: ModelConfig, flops: float) -> ElasticizeRecipe:
@@ -174,15 +187,16 @@ def _steps_for(recipe: ElasticizeRecipe, config: ModelConfig, flops: float) -> i
     def forward(subnet: Subnet) -> int:
         return count(config, subnet).forward_flops(train.micro_rows * train.seq_len, train.seq_len)
 
-    most = max(
-        1, int(flops / (4 * train.micro_batches * forward(config.full())))
-    )  # a mixture of ``most`` steps costs less
-    sampler = Sampler(config, recipe.elastic, train.micro_rows, train.micro_batches, most, train.seed)
-    for step in count_up():
-        flops -= sum(3 * forward(plan.subnet) + forward(config.full()) for plan in sampler.draw(step))
-        if flops < 0:
-            return max(1, step)
-    raise AssertionError
+    fewest = max(1, int(flops / (4 * train.micro_batches * forward(config.full()))))  # of the full network alone
+    sampler = Sampler(config, recipe.elastic, train.micro_rows, train.micro_batches, fewest, train.seed)
+
+    def cost(step: int) -> int:
+        return sum(3 * forward(plan.subnet) + forward(config.full()) for plan in sampler.draw(step))
+
+    step = 0
+    while (flops := flops - cost(step)) >= 0:
+        step += 1
+    return max(1, step)
 
 
 def fewer_experts(info: RunInfo, recipe: Recipe, parent: Path, folder: Path) -> dict[str, Any]:
