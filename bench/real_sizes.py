@@ -52,10 +52,11 @@ from stretto.model.parallel import in_memory, join
 from stretto.model.spec import Subnet, count
 from stretto.model.transformer import Transformer
 from stretto.text.tokenizer import load_tokenizer
-from stretto.train.loop import Job, Trained, elasticize, heal
+from stretto.train.loop import Job, Trained
 from stretto.train.prepare import prepare_data
 from stretto.train.recipe import ElasticizeRecipe, HealRecipe
 from stretto.train.run_folder import RunInfo
+from stretto.train.stages import elasticize, heal
 
 KD_WEIGHT = 0.75
 """Weight of KL to SmolLM2 in every run; the rest is cross-entropy."""

@@ -38,8 +38,9 @@ from stretto.post.sft import Demonstrations, Example, example, sft
 from stretto.runtime.store import FILES, FolderStore
 from stretto.tasks.task import Answer, Problem, TaskSource
 from stretto.text.tokenizer import load_tokenizer
-from stretto.train.loop import Job, finetune
+from stretto.train.loop import Job
 from stretto.train.recipe import SftRecipe, TrainConfig
+from stretto.train.stages import finetune
 
 _SCORING = 7
 """Stream of the seeds for scoring."""

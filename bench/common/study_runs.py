@@ -22,10 +22,11 @@ from stretto.model.elastic import extract, order_experts
 from stretto.model.parallel import in_memory, join, random_network
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count
 from stretto.model.transformer import Transformer
-from stretto.train.loop import Job, elasticize, heal, pretrain
+from stretto.train.loop import Job
 from stretto.train.recipe import ElasticizeRecipe, HealRecipe, MixtureConfig, Recipe, TrainConfig
 from stretto.train.run_folder import RunInfo
 from stretto.train.sampler import Sampler
+from stretto.train.stages import elasticize, heal, pretrain
 
 CONTINUED_RATE = 0.2
 """Learning rate of training from a finished network, over the recipe's."""

@@ -41,7 +41,8 @@ from stretto.model.spec import named_subnets
 from stretto.post.pipeline import COMPARISON_FILE, EVALUATED
 from stretto.report.page import Cell, Table
 from stretto.report.top import sparkline
-from stretto.subnets.search import Limits, SearchOptions
+from stretto.subnets.candidate import Limits
+from stretto.subnets.search import SearchOptions
 from stretto.train.prepare import learn_tokenizer, tokenise_documents
 from stretto.train.recipe import HealRecipe, Recipe
 from stretto.train.run_folder import POST, SAMPLES_FILE, Sample, read_samples

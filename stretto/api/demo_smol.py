@@ -33,7 +33,8 @@ from stretto.engine.loading import OpenedEngine, open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.model.upcycle import Upcycling
 from stretto.ops.tuning import multiplies_bf16
-from stretto.subnets.search import Limits, SearchOptions
+from stretto.subnets.candidate import Limits
+from stretto.subnets.search import SearchOptions
 from stretto.tasks.task import Range, read_records
 from stretto.text.chat import named_tokens, render
 from stretto.text.tokenizer import Tokenizer, load_tokenizer

@@ -29,10 +29,12 @@ from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, check_subnet, 
 from stretto.model.transformer import Context
 from stretto.ops.int_weights import IntScheme
 from stretto.post.quantise import PARTS, gptq, round_to_nearest, schemes_of, untie
+from stretto.subnets.candidate import Limits
 from stretto.subnets.extract import Extracted, verified_extract
 from stretto.subnets.latency import LatencyTable, check, measure, read_table, usual_workloads, write_table
-from stretto.subnets.search import Limits, SearchResult, SearchSpace
-from stretto.train.loop import write_trained
+from stretto.subnets.search import SearchResult
+from stretto.subnets.space import SearchSpace
+from stretto.train.finish import write_trained
 from stretto.train.prepare import TextOptions, prepare_data, sources_named
 from stretto.train.run_folder import RunInfo, read_info
 from stretto.train.step import metered

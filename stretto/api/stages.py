@@ -62,9 +62,11 @@ from stretto.model.parallel import device_name, in_memory, join, stored, stored_
 from stretto.model.spec import Subnet, named_subnets
 from stretto.report.page import Cell, Plot, Table, Tabled
 from stretto.subnets.latency import LatencyTable, read_table
-from stretto.subnets.search import SearchOptions, SearchResult, SearchSpace
+from stretto.subnets.search import SearchOptions, SearchResult
 from stretto.subnets.search import search as search_subnets
-from stretto.train import loop
+from stretto.subnets.space import SearchSpace
+from stretto.train import stages
+from stretto.train.loop import Job
 from stretto.train.prepare import TextOptions
 from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe
 from stretto.train.run_folder import ADOPTED, RunInfo, read_info
@@ -174,7 +176,7 @@ def pretrain(
         info = ranks.first(lambda: claim_run(folder, resume, held, begin))
         parent = info.parent
         begun = stored(parent) if parent is not None else None
-        trained = loop.pretrain(parsed, new_job(folder, info, ranks, resume, wandb), begun)
+        trained = stages.pretrain(parsed, new_job(folder, info, ranks, resume, wandb), begun)
         write_result(folder / CHECKPOINT, folder.name, info, trained, ranks, parsed.elastic.anchors, begun)
     return load(folder, device=device)
 
@@ -293,7 +295,7 @@ def elasticize(
         origin = info.parent or kept_checkpoint(folder)
         taught_by = stored(info.teacher) if info.teacher is not None else None
         network = stored(origin)
-        trained = loop.elasticize(info.recipe, new_job(folder, info, ranks, resume), network, taught_by)
+        trained = stages.elasticize(info.recipe, new_job(folder, info, ranks, resume), network, taught_by)
         result = folder / ("elasticized" if in_place else CHECKPOINT)
         anchors = info.recipe.elastic.anchors
         write_result(result, folder.name, info, trained, ranks, anchors, network, origin)
@@ -422,8 +424,8 @@ def search(
             assert healing is not None and info.data_hash is not None
             flops_before = meter.receipt().flops
             loader = open_loader(info, healing.train, ranks)
-            job = loop.Job(run / "search" / f"heal-{next(numbers):02d}", loader, (), info.data_hash, ranks)
-            healed = loop.heal(healing, job, in_memory(cut_out(network, subnet)), in_memory(network))
+            job = Job(run / "search" / f"heal-{next(numbers):02d}", loader, (), info.data_hash, ranks)
+            healed = stages.heal(healing, job, in_memory(cut_out(network, subnet)), in_memory(network))
             # the search's meter has counted the teacher's passes already: the teacher is the network that it watches
             spent, counted = healed.meter.receipt(), meter.receipt().flops - flops_before
             meter.add(flops=spent.flops - counted, tokens=spent.tokens)
@@ -531,7 +533,7 @@ def heal(
     with ExitStack() as held:
         info = ranks.first(lambda: claim_run(run, resume, held, begin))
         taught_by = stored(info.teacher) if info.teacher is not None else None
-        trained = loop.heal(parsed, new_job(run, info, ranks, resume), student, taught_by)
+        trained = stages.heal(parsed, new_job(run, info, ranks, resume), student, taught_by)
         write_result(out_folder, out_folder.name, info, trained, ranks, student.presets, student)
     return load(out_folder, device=device)
 

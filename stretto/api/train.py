@@ -25,7 +25,8 @@ from stretto.model.parallel import Origin, Ranks, stored, stored_for_training
 from stretto.model.spec import ModelConfig, SubnetChoice
 from stretto.planner.fit import fitted
 from stretto.text.tokenizer import load_tokenizer
-from stretto.train.loop import Job, Trained, write_trained
+from stretto.train.finish import write_trained
+from stretto.train.loop import Job, Trained
 from stretto.train.prepare import AS_IT_IS, TextOptions, check_enough, prepare_data, sources_named
 from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe, SftRecipe, TrainConfig
 from stretto.train.run_folder import ADOPTED, HeldOutRows, RunInfo, read_info

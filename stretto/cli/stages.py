@@ -486,7 +486,7 @@ def _say_next(run: Path) -> None:
     """Print the path of the checkpoint and the next commands, with limits of the search that the network can meet."""
     from stretto.base.paths import checkpoint_folder
     from stretto.model.checkpoint import read_config
-    from stretto.subnets.search import reachable_limits
+    from stretto.subnets.space import reachable_limits
 
     folder = checkpoint_folder(run)
     limits = reachable_limits(read_config(folder))

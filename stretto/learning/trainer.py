@@ -58,11 +58,12 @@ from stretto.model.spec import Subnet, count
 from stretto.model.transformer import Context, Recorder, Replay, Transformer
 from stretto.ops.logprob import Teacher, chosen_logprobs
 from stretto.ops.matmul import Arithmetic, default_precision
+from stretto.ops.memory import peak_bytes
 from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.schedule import learning_rate
 from stretto.runtime.runtime import Caller
 from stretto.runtime.store import FolderStore, Store
-from stretto.train.loop import peak_memory, write_trained
+from stretto.train.finish import write_trained
 from stretto.train.snapshot import Change, SnapshotMeta, Snapshots, changes_between, read_meta
 from stretto.train.step import MicroBatch, NonFiniteError, Objective, StepResult, optimisation_step
 
@@ -298,7 +299,7 @@ class TrainerRole:
         meta = SnapshotMeta(
             step=self.version,
             loader=dict(cut) | ({_PROGRESS: progress} if progress else {}),
-            receipt=self._meter.receipt(peak_memory(self._ranks)),
+            receipt=self._meter.receipt(peak_bytes(self._ranks.device)),
             run_id=self._run_id,
             layer_order=self._model.config.layer_ranking,
             tokens_by_kind={"policy": self._num_tokens},

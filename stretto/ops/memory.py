@@ -1,4 +1,4 @@
-"""Memory of a GPU, or of the machine within its control groups: what is available, and whether freed blocks are kept."""
+"""Memory of a GPU, or of the machine within its control groups: what is available, the peak, and whether freed blocks are kept."""
 
 from __future__ import annotations
 
@@ -61,6 +61,11 @@ def trim() -> None:
     """Return freed memory to the operating system. glibc keeps it for later allocations; other C libraries do not, and have no such call."""
     if sys.platform == "linux":
         getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Peak memory that torch allocated on a GPU, in bytes; None on a CPU, where a `Receipt` has the memory of the process."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def free_bytes(device: torch.device) -> int:

@@ -34,9 +34,11 @@ from stretto.tasks.session import schemas
 from stretto.tasks.task import Problem, TaskSource
 from stretto.text.chat import CHATML, render, tokenise_chat
 from stretto.text.tokenizer import TURN_END, TURN_START, Tokenizer, load_tokenizer, train_tokenizer
-from stretto.train.loop import Job, Trained, finetune, write_trained
+from stretto.train.finish import write_trained
+from stretto.train.loop import Job, Trained
 from stretto.train.recipe import SftRecipe, TrainConfig
 from stretto.train.snapshot import Snapshots
+from stretto.train.stages import finetune
 
 STAGE = "sft"
 _TOKENIZER_PROBLEMS = 2000
@@ -67,7 +69,7 @@ def sft_conversations(
         keep: folder to which the adapters are also written, in peft's format.
 
     Raises:
-        UserError: as `stretto.train.loop.finetune`, or adapters that do not fit.
+        UserError: as `stretto.train.stages.finetune`, or adapters that do not fit.
         NonFiniteError: a loss or gradient is not finite.
     """
     network, lora = stored(origin), recipe.lora
@@ -231,7 +233,7 @@ def _plan_of(recipe: RlRecipe, start: StartConfig) -> SftRecipe:
 
 
 class Demonstrations:
-    """Micro-batches of generated examples, in order. Implements `stretto.train.loop.Batches`."""
+    """Micro-batches of generated examples, in order. Implements `stretto.data.loader.Batches`."""
 
     def __init__(self, stream: Callable[[int], Iterator[Example]], train: TrainConfig, ranks: Ranks) -> None:
         """``stream``: returns the examples from the one with a number on."""

@@ -16,7 +16,8 @@ from matplotlib.patches import Rectangle
 from stretto.base import numbers
 from stretto.report import style
 from stretto.report.style import ABSENT, BLUE, FAINT, INK, LOAD_COLOURS, MUTED, TEXT_PT, TIME_COLOURS, Label
-from stretto.subnets.search import Candidate, SearchResult
+from stretto.subnets.candidate import Candidate
+from stretto.subnets.search import SearchResult
 
 _MAX_OVERLOAD = 3.0
 """Upper end of the colour scale of loads, relative to perfect balance; the lower end is its inverse."""

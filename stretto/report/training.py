@@ -27,7 +27,8 @@ from stretto.report.search import (
     search_caption,
 )
 from stretto.report.style import MUTED, Label
-from stretto.subnets.search import SearchResult, pareto_front
+from stretto.subnets.candidate import pareto_front
+from stretto.subnets.search import SearchResult
 
 _EDGE_SHARE = 0.15
 """Share of a run, at its start, that may lie above the frame: the initial loss would flatten the rest of the curve."""

@@ -1,8 +1,6 @@
-"""Pre-training, elasticizing, healing and supervised fine-tuning, and the training loop that all four share.
+"""The training loop that pre-training, elasticizing, healing and supervised fine-tuning share.
 
-Input: batches. Output: log lines, held-out losses, snapshots and the trained network. Pre-training draws Subnets of the maximum
-network in every step and trains them together. Elasticizing does the same for a finished network, with a frozen copy of that
-network as teacher. Healing trains an extracted network for a short while on the data and towards its parent.
+Input: batches, and the plan of every step. Output: log lines, held-out losses, snapshots and the trained network.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,36 +21,30 @@ from torch import Tensor
 
 from stretto.base.config import Config, check_unchanged, completed
 from stretto.base.errors import UserError
-from stretto.base.records import Lineage, Meter, Receipt, new_lineage, new_run_id
-from stretto.base.track import Tracker, progress, say
+from stretto.base.records import Meter, new_run_id
+from stretto.base.track import Advance, Tracker, progress, say
 from stretto.data.loader import Batches
 from stretto.evals.loss import EvalBatch, held_out_losses
 from stretto.evals.order import rank_experts, rank_layers
-from stretto.model.checkpoint import write_checkpoint
 from stretto.model.elastic import load_balance, order_experts
-from stretto.model.families import Family
-from stretto.model.parallel import Origin, Ranks, copied, device_name, full_state, placed, random_network
-from stretto.model.spec import ModelConfig, SubnetChoice, count
+from stretto.model.parallel import Origin, Ranks, device_name, placed
+from stretto.model.spec import ModelConfig, SubnetChoice
 from stretto.model.transformer import Transformer
-from stretto.ops.int_weights import IntWeight
 from stretto.ops.logprob import IGNORED
 from stretto.ops.master import masters, restore
-from stretto.ops.memory import freed_memory_kept
-from stretto.ops.shards import is_shard, whole
-from stretto.ops.tuning import deterministic, threads_kept
+from stretto.ops.memory import freed_memory_kept, peak_bytes
+from stretto.ops.shards import whole
+from stretto.ops.tuning import deterministic
 from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.compact import trained_parameters
 from stretto.optim.schedule import learning_rate
-from stretto.text.tokenizer import load_tokenizer
 from stretto.train.pace import Pace, find_pace
 from stretto.train.recipe import (
     ElasticizeRecipe,
     HealRecipe,
     MixtureConfig,
     Recipe,
-    SelfTaughtConfig,
     SftRecipe,
-    with_branches,
 )
 from stretto.train.sampler import MicroPlan, Sampler, WidthPlan
 from stretto.train.snapshot import (
@@ -76,7 +67,7 @@ from stretto.train.step import (
     optimisation_step,
     row_widths,
 )
-from stretto.train.teacher import CacheKey, LogitCache, Lookup, hash_state
+from stretto.train.teacher import Lookup
 from stretto.train.watch import OwnTime, watched
 
 
@@ -100,7 +91,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Result of a training stage. Written by `_Training.run`."""
+    """Result of a training stage. Written by `Training.run`."""
 
     model: Transformer
     meter: Meter
@@ -113,172 +104,22 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True)
-class _RankAt:
+class RankAt:
     """Numbers of completed steps after which orders are measured; 0: before the first step."""
 
     layers: Set[int] = frozenset()
     experts: Set[int] = frozenset()
 
     @classmethod
-    def of(cls, elastic: MixtureConfig, steps: int, first: int = 0) -> _RankAt:
+    def of(cls, elastic: MixtureConfig, steps: int, first: int = 0) -> RankAt:
         """The shares of ``elastic`` in a run of so many ``steps``; ``first``: the earliest step."""
         shares = elastic.rank_layers_at, elastic.rank_experts_at
         return cls(*(frozenset(max(first, round(share * steps)) for share in each) for each in shares))
 
 
-@threads_kept()
-def pretrain(recipe: Recipe, job: Job, parent: Origin | None = None) -> Trained:
-    """Pre-train the network of ``recipe``; returns the maximum network.
-
-    Args:
-        parent: network of the recipe's shape to start from; None: random weights.
-
-    Raises:
-        UserError: ``resume`` is set, and the recipe or the data changed.
-        NonFiniteError: a loss or gradient was not finite. The newest snapshot is unaffected.
-    """
-    train, elastic, config = recipe.train, recipe.elastic, recipe.network()
-    begun = parent or random_network(config, train.seed)
-    rank_at = _RankAt.of(elastic, train.steps, first=1)
-    training = _Training("pretrain", recipe, job, replace(begun, config=config), elastic.anchors, rank_at)
-    return training.run(_self_taught(training, elastic))
-
-
-def _self_taught(training: _Training, elastic: SelfTaughtConfig) -> Callable[[int], Plan]:
-    """Plan of every step of a run that trains a mixture of Subnets with the current network as their teacher."""
-    train = training.train
-    decay_starts = train.steps - round(training.optim.decay_fraction * train.steps)
-
-    def plan(step: int) -> Plan:
-        full = training.model.config.full()
-        teacher = Distil(training.model, full, elastic.anchor_ce_weight, elastic.joint)
-        passes: list[tuple[MicroPlan, Distil | Lookup | None]] = []
-        for micro in training.draw(elastic, step):
-            is_smaller = micro.subnet != full or micro.num_narrow_rows > 0
-            passes.append((micro, teacher if micro.is_anchor or (elastic.joint and is_smaller) else None))
-        return Plan(passes, elastic.balance_final_rate if step >= decay_starts else elastic.balance_rate)
-
-    return plan
-
-
-@threads_kept()
-def elasticize(
-    recipe: ElasticizeRecipe,
-    job: Job,
-    parent: Origin,
-    teacher: Origin | None = None,
-) -> Trained:
-    """Train the network ``parent`` so that its smaller Subnets work too; returns it.
-
-    Every micro-batch, the full network's included, has a loss of cross-entropy and KL to a frozen teacher: the parent, or the network
-    ``teacher``. Layers and experts are dropped in the parent's orders; an order that the parent lacks is measured
-    before the first step. Raises the errors of `pretrain`.
-
-    Args:
-        recipe: completed for this network by `ElasticizeRecipe.for_network`.
-    """
-    train, elastic = recipe.train, recipe.elastic
-    config = with_branches(parent.config, elastic)
-    rank_at = _RankAt.of(elastic, train.steps)
-    if config.layer_order is None:
-        rank_at = replace(rank_at, layers=rank_at.layers | {0})
-    if config.expert_order is None and config.num_moe_layers:
-        rank_at = replace(rank_at, experts=rank_at.experts | {0})
-    training = _Training("elasticize", recipe, job, replace(parent, config=config), elastic.anchors, rank_at)
-    taught_by = teacher or parent
-    is_parents = training.step == 0 and recipe.optim.master != "bf16_stochastic"  # which rounds the weights
-    if teacher is None and recipe.cached_logits is None and is_parents and job.ranks.world == 1:
-        taught_by = copied(
-            training.model, parent.config
-        )  # its weights still are the parent's, which need not be read again
-    lesson = _elasticize_teacher(taught_by, recipe, training)
-    decay_starts = train.steps - round(recipe.optim.decay_fraction * train.steps)
-
-    def plan(step: int) -> Plan:
-        mixture = recipe.mixture_at(training.model.config, step)
-        taught = replace(lesson, ce_weight=recipe.ce_weight_at(step))
-        rate = elastic.balance_final_rate if step >= decay_starts else elastic.balance_rate
-        return Plan([(micro, taught) for micro in training.draw(mixture, step)], rate)
-
-    return training.run(plan)
-
-
-def _elasticize_teacher(origin: Origin, recipe: ElasticizeRecipe, training: _Training) -> Distil | Lookup:
-    """``origin`` as the source of distillation targets: in memory, or a cache of its logits on disk that this function fills."""
-    train, ranks, job = recipe.train, training.ranks, training.job
-    dtype = torch.bfloat16 if recipe.teacher_dtype == "bfloat16" else torch.float32
-    teacher = training.frozen(origin, dtype)
-    for parameter in teacher.parameters():  # balance biases stay in fp32
-        if is_shard(parameter):  # FSDP keeps its buffers, in fp32
-            parameter.to_local().copy_(parameter.to_local().to(dtype))
-        else:
-            parameter.data = parameter.data.to(dtype)
-    if recipe.cached_logits is None:
-        return Distil(teacher, teacher.config.full(), ce_weight=1.0)
-    key = CacheKey(
-        data_hash=job.data_hash,
-        loader_seed=train.seed,
-        seq_len=train.seq_len,
-        top_k=recipe.cached_logits,
-        teacher=hash_state(teacher, dtype),
-        dtype=training.pace.dtype,
-    )
-    cache = LogitCache(job.run / "teacher", key, teacher.config.vocab_size)
-    with training.meter:
-        cache.fill(teacher, job.loader, train.steps * train.rows, train.micro_rows, ranks)
-    return Lookup(cache, teacher.config, ce_weight=1.0)
-
-
-@threads_kept()
-def heal(recipe: HealRecipe, job: Job, student: Origin, teacher: Origin | None) -> Trained:
-    """Train the network ``student`` with a new optimiser. ``teacher``: the frozen parent, which runs at full size.
-
-    The loss is cross-entropy if there is no teacher or ``ce_weight`` is 1, else a weighted sum with KL(teacher ‖ student). Raises the
-    errors of `pretrain`.
-    """
-    training = _Training("heal", recipe, job, student, {}, _RankAt())
-    lesson = None
-    if teacher is not None and recipe.ce_weight < 1.0:
-        network = training.frozen(teacher)
-        lesson = Distil(network, network.config.full(), recipe.ce_weight)
-    return training.run(_full_network(training, lesson, recipe.balance_rate))
-
-
-def _full_network(training: _Training, lesson: Distil | None, balance_rate: float) -> Callable[[int], Plan]:
-    """Plan of every step of a run that trains the full network alone."""
-    micro = MicroPlan("full", training.model.config.full(), None, False)
-    plan = Plan([(micro, lesson)] * training.train.micro_batches, balance_rate)
-    return lambda step: plan
-
-
-@threads_kept()
-def finetune(
-    recipe: SftRecipe,
-    job: Job,
-    parent: Origin,
-    presets: Mapping[str, SubnetChoice],
-    adapt: Callable[[Transformer], None] | None = None,
-) -> Trained:
-    """Fine-tune the network ``parent`` on the targets in the batches: the full network, or the recipe's mixture of
-    its Subnets with the current network as their teacher. Raises the errors of `pretrain`.
-
-    Args:
-        recipe: completed for this network by `SftRecipe.for_network`.
-        presets: Subnets whose held-out losses are logged.
-        adapt: called with the network before its optimiser is created; freezes weights and adds adapters
-            (`stretto.model.lora`).
-    """
-    elastic = recipe.elastic
-    config = parent.config if elastic is None else with_branches(parent.config, elastic)
-    training = _Training("sft", recipe, job, replace(parent, config=config), presets, _RankAt(), adapt)
-    if elastic is None:
-        return training.run(_full_network(training, None, recipe.balance_rate))
-    return training.run(_self_taught(training, elastic))
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Micro-batches of one step. Written by the stage, read by `_Training`."""
+    """Micro-batches of one step. Written by the stage, read by `Training`."""
 
     passes: Sequence[tuple[MicroPlan, Distil | Lookup | None]]
     """Each micro-batch with its teacher."""
@@ -308,7 +149,7 @@ class _Window:
         }
 
 
-class _Training:
+class Training:
     """State of one training run (network, optimiser, position, cost) and the loop over its steps."""
 
     def __init__(
@@ -318,7 +159,7 @@ class _Training:
         job: Job,
         origin: Origin,
         presets: Mapping[str, SubnetChoice],
-        rank_at: _RankAt,
+        rank_at: RankAt,
         adapt: Callable[[Transformer], None] | None = None,
     ):
         """Place the network ``origin`` on the ranks, or restore the newest snapshot, ready for the next step.
@@ -423,50 +264,22 @@ class _Training:
         the process with its usual exit code. A second signal acts at once.
         """
         train, ranks, tracker = self.train, self.ranks, self.job.tracker
-        self.own_time = (
-            None if train.compile else OwnTime(self.model, ranks)
-        )  # hooks would cut compiled blocks into pieces
         if train.compile:
             for block in self.model.blocks:
                 block.compile()
+        else:
+            self.own_time = OwnTime(self.model, ranks)  # its hooks would cut compiled blocks into pieces
         log = tracker(self.step) if tracker is not None and ranks.is_first else None
         bar = progress(self.stage, train.steps) if ranks.is_first else nullcontext(lambda num=1, status=None: None)
-        hang_s, first_step = 60 * train.hang_minutes, self.step + 1
         try:
             with (
                 deterministic(train.deterministic),
                 freed_memory_kept(ranks.device),
-                watched(self.model, ranks, hang_s),
+                watched(self.model, ranks, 60 * train.hang_minutes),
                 bar as advance,
                 _deferred_signals() as received,
             ):
-                advance(self.step)
-                if self.step and ranks.is_first:
-                    say(f"{self.stage}: resumes after step {self.step:,} of {train.steps:,}")
-                if self.step == 0:
-                    self._rank()
-                if self.step == 0 and self.stage == "heal" and self.job.held_out:
-                    self._log(log, {}, self._held_out_losses())
-                while self.step < train.steps:
-                    with self.meter:
-                        result = self._step(plan(self.step))
-                    if self.step == first_step:
-                        self.writer.reserve(self.model, self.optimizers)
-                    self._rank()
-                    self._report(result, log)
-                    advance(1, "skipped" if result is None else f"loss {result.nll:.3f}")
-                    # signals and clocks differ between ranks, and all ranks must save at the same step
-                    is_due = ranks.is_first and time.monotonic() - self.saved_s >= 60 * train.snapshot_minutes
-                    flags = [signal.SIGINT in received, signal.SIGTERM in received, is_due, self.writer.has_failed]
-                    sums = ranks.sum(torch.tensor(flags, device=ranks.device).long()).tolist()
-                    interrupted, terminated, due, failed = sums
-                    if failed:
-                        self.writer.wait()  # raises
-                    if interrupted or terminated or due:
-                        self._save()
-                    if interrupted or terminated:
-                        self.writer.wait()
-                        raise KeyboardInterrupt if interrupted else SystemExit(128 + signal.SIGTERM)
+                self._take_steps(plan, log, advance, received)
             self._save()
             self.writer.wait()
             for optimizer in self.optimizers:  # their memory is needed for the fp32 weights
@@ -480,6 +293,45 @@ class _Training:
             self.model, self.meter, self.run_id, dict(self.tokens_by_kind), pace=self.pace, changes=self.changes
         )
 
+    def _take_steps(
+        self, plan: Callable[[int], Plan], log: Tracker | None, advance: Advance, received: Set[int]
+    ) -> None:
+        """All steps that are left. ``received``: the signals so far."""
+        train, first_step = self.train, self.step + 1
+        advance(self.step)
+        if self.step and self.ranks.is_first:
+            say(f"{self.stage}: resumes after step {self.step:,} of {train.steps:,}")
+        if self.step == 0:
+            self._rank()
+        if self.step == 0 and self.stage == "heal" and self.job.held_out:
+            self._log(log, {}, self._held_out_losses())
+        while self.step < train.steps:
+            with self.meter:
+                result = self._step(plan(self.step))
+            if self.step == first_step:
+                self.writer.reserve(self.model, self.optimizers)
+            self._rank()
+            self._report(result, log)
+            advance(1, "skipped" if result is None else f"loss {result.nll:.3f}")
+            self._obey(received)
+
+    def _obey(self, received: Set[int]) -> None:
+        """Save a snapshot if one is due, and end as the signals ``received`` ask.
+
+        Signals and clocks differ between ranks, and all ranks must save at the same step, so what one rank has to do all do.
+        """
+        ranks = self.ranks
+        is_due = ranks.is_first and time.monotonic() - self.saved_s >= 60 * self.train.snapshot_minutes
+        flags = [signal.SIGINT in received, signal.SIGTERM in received, is_due, self.writer.has_failed]
+        interrupted, terminated, due, failed = ranks.sum(torch.tensor(flags, device=ranks.device).long()).tolist()
+        if failed:
+            self.writer.wait()  # raises
+        if interrupted or terminated or due:
+            self._save()
+        if interrupted or terminated:
+            self.writer.wait()
+            raise KeyboardInterrupt if interrupted else SystemExit(128 + signal.SIGTERM)
+
     def _step(self, plan: Plan) -> StepResult | None:
         """Train one step; None if the recipe skips it."""
         train, ranks = self.train, self.ranks
@@ -489,29 +341,7 @@ class _Training:
             self.step += 1
             return None
         set_learning_rate(self.optimizers, learning_rate(self.optim, self.step, train.steps))
-        batches = []
-        rows = self._plan_rows(train.micro_rows)
-        for number, (micro, teacher) in enumerate(plan.passes):
-            loaded = self.job.loader.next()
-            batch = EvalBatch.of(loaded, ranks.device)
-            widths = row_widths(micro.widths, rows, ranks.device)
-            ctx = replace(batch.ctx, widths=widths, recompute=train.recompute)
-            num = loaded.global_target_tokens
-            distil: Distil | Recorded | None
-            if isinstance(teacher, Lookup):
-                first_row = (self.step * train.micro_batches + number) * train.micro_rows
-                distil = teacher.at(first_row, rows, ranks.device)
-            elif teacher is not None and teacher.learns and micro.widths is not None and micro.subnet == teacher.subnet:
-                distil = replace(teacher, rows=self._narrow_rows(micro.widths, batch.targets_BT))
-            else:
-                distil = teacher
-            arrays = batch.ids_BT, batch.targets_BT, ctx
-            num_own = int((loaded.targets_BT != IGNORED).sum())
-            batches.append(
-                MicroBatch(
-                    micro.kind, *arrays, micro.subnet, num, distil, num_rows=train.micro_rows, num_own_targets=num_own
-                )
-            )
+        batches = [self._micro_batch(number, *each) for number, each in enumerate(plan.passes)]
         try:
             result = optimisation_step(
                 self.model,
@@ -536,6 +366,32 @@ class _Training:
         window.num_rows += train.rows
         window.num_narrow_rows += sum(micro.num_narrow_rows for micro, _ in plan.passes)
         return result
+
+    def _micro_batch(self, number: int, micro: MicroPlan, teacher: Distil | Lookup | None) -> MicroBatch:
+        """Micro-batch ``number`` of this step: this rank's next rows with the plan ``micro`` and their teacher."""
+        train, device = self.train, self.ranks.device
+        loaded, rows = self.job.loader.next(), self._plan_rows(train.micro_rows)
+        batch = EvalBatch.of(loaded, device)
+        ctx = replace(batch.ctx, widths=row_widths(micro.widths, rows, device), recompute=train.recompute)
+        distil: Distil | Recorded | None
+        if isinstance(teacher, Lookup):
+            first_row = (self.step * train.micro_batches + number) * train.micro_rows
+            distil = teacher.at(first_row, rows, device)
+        elif teacher is not None and teacher.learns and micro.widths is not None and micro.subnet == teacher.subnet:
+            distil = replace(teacher, rows=self._narrow_rows(micro.widths, batch.targets_BT))
+        else:
+            distil = teacher
+        return MicroBatch(
+            micro.kind,
+            batch.ids_BT,
+            batch.targets_BT,
+            ctx,
+            micro.subnet,
+            loaded.global_target_tokens,
+            distil,
+            num_rows=train.micro_rows,
+            num_own_targets=int((loaded.targets_BT != IGNORED).sum()),
+        )
 
     def _plan_rows(self, num_rows: int) -> slice:
         """This rank's rows in the plan of a micro-batch. A rank without rows uses the plan of row 0 for its row of padding."""
@@ -629,7 +485,7 @@ class _Training:
         meta = SnapshotMeta(
             step=self.step,
             loader=self.job.loader.state(),
-            receipt=self.meter.receipt(peak_memory(self.ranks)),
+            receipt=self.meter.receipt(peak_bytes(self.ranks.device)),
             run_id=self.run_id,
             layer_order=self.model.config.layer_ranking,
             expert_order=self.model.config.expert_order,
@@ -665,61 +521,3 @@ def _deferred_signals() -> Iterator[Set[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def write_trained(
-    folder: Path,
-    model: Transformer,
-    meter: Meter,
-    ranks: Ranks,
-    *,
-    name: str,
-    stage: str,
-    config: Mapping[str, Any],
-    tokenizer_dir: Path | None,
-    parents: tuple[Lineage, ...] = (),
-    run_id: str | None = None,
-    data_hash: str | None = None,
-    family: Family | None = None,
-    presets: Mapping[str, SubnetChoice] | None = None,
-    spent: Receipt | None = None,
-    integers: Mapping[str, IntWeight] = MappingProxyType({}),
-) -> Path:
-    """Write the checkpoint of a finished stage with its lineage. All ranks call this; rank 0 writes.
-
-    The keyword arguments are those of `new_lineage` and `write_checkpoint`. ``config``: settings of the stage. ``spent``: cost of
-    the stage before ``meter`` was started.
-    """
-    state = full_state(model)
-    if ranks.is_first:
-        counts = count(model.config, model.config.full())
-        receipt = meter.receipt(peak_memory(ranks))
-        lineage = new_lineage(
-            name=name,
-            stage=stage,
-            total_params=counts.total_params,
-            active_params=counts.active_params,
-            receipt=receipt if spent is None else spent + receipt,
-            parents=parents,
-            run_id=run_id,
-            data_hash=data_hash,
-            tokenizer_hash=load_tokenizer(tokenizer_dir).fingerprint() if tokenizer_dir is not None else None,
-            config=config,
-        )
-        write_checkpoint(
-            folder,
-            state,
-            model.config,
-            family=family,
-            tokenizer_dir=tokenizer_dir,
-            presets=presets,
-            lineage=lineage,
-            integers=integers,
-        )
-    ranks.barrier()
-    return folder
-
-
-def peak_memory(ranks: Ranks) -> int | None:
-    """Peak memory of the accelerator in bytes; None on a CPU, where the receipt uses the memory of the process."""
-    return torch.cuda.max_memory_allocated() if ranks.device.type == "cuda" else None

@@ -15,7 +15,7 @@ from stretto.api.demo import PROMPTS, demo_command
 from stretto.base.paths import RECIPES
 from stretto.base.records import history, read_lineage
 from stretto.data.demo_text import passages
-from stretto.subnets.search import Limits
+from stretto.subnets.candidate import Limits
 from stretto.train.run_folder import read_samples
 
 STEPS = r"(?m)^(steps|eval_every|snapshot_every|problems|samples) = .*$"

@@ -23,15 +23,10 @@ from stretto.ops.native import Library, Panels
 from stretto.ops.tuning import threads_kept
 from stretto.post.quantise import PARTS, round_to_nearest, schemes_of
 from stretto.server.elastic import ServedModel
-from stretto.subnets.search import (
-    Candidate,
-    Correlations,
-    Limits,
-    SearchOptions,
-    SearchResult,
-    SearchSpace,
-    Sensitivities,
-)
+from stretto.subnets.candidate import Candidate, Limits
+from stretto.subnets.search import Correlations, SearchOptions, SearchResult
+from stretto.subnets.sensitivity import Sensitivities
+from stretto.subnets.space import SearchSpace
 from tests.api.conftest import PRESETS, SERVED
 from tests.engine.engines import network as random_network
 

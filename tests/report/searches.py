@@ -5,15 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stretto.model.spec import Subnet
-from stretto.subnets.search import (
-    Candidate,
-    Correlations,
-    Limits,
-    SearchOptions,
-    SearchResult,
-    SearchSpace,
-    Sensitivities,
-)
+from stretto.subnets.candidate import Candidate, Limits
+from stretto.subnets.search import Correlations, SearchOptions, SearchResult
+from stretto.subnets.sensitivity import Sensitivities
+from stretto.subnets.space import SearchSpace
 
 
 @dataclass(frozen=True)

@@ -10,24 +10,12 @@ from stretto.base.errors import UserError
 from stretto.evals.loss import evaluate, without_layers
 from stretto.evals.order import rank_experts, rank_layers
 from stretto.model.spec import ModelConfig, check_subnet, fixed_layers
+from stretto.subnets.candidate import Limits, Scorer, pareto_front, require_feasible
+from stretto.subnets.evolution import evolve, score_grids
 from stretto.subnets.latency import DECODE, measure
-from stretto.subnets.search import (
-    Limits,
-    Scorer,
-    SearchOptions,
-    SearchResult,
-    SearchSpace,
-    Sensitivities,
-    evolve,
-    measure_sensitivities,
-    narrowed,
-    pareto_front,
-    reachable_limits,
-    require_feasible,
-    score_grids,
-    search,
-    spearman,
-)
+from stretto.subnets.search import SearchOptions, SearchResult, search, spearman
+from stretto.subnets.sensitivity import Sensitivities, measure_sensitivities, narrowed
+from stretto.subnets.space import SearchSpace, reachable_limits
 
 CONFIG = ModelConfig(
     vocab_size=41, hidden_size=24, num_layers=8, num_heads=4, num_kv_heads=2, head_dim=6, num_experts=8, top_k=3,
@@ -161,7 +149,7 @@ def test_nsga_finds_the_planted_best_of_all_layer_choices(make_model):
         if scorer.sized(subnet).fits(limits)
     )
     score_grids(scorer, space)
-    evolve(scorer, space, limits, "active", SearchOptions(num_trials=100, population=30))
+    evolve(scorer, space, limits, "active", num_trials=100, population=30, seed=0)
     assert best_within(scorer, limits) == pytest.approx(best, abs=1e-9) and best < nested
 
 
@@ -182,7 +170,7 @@ def test_nsga_improves_on_equal_widths_where_layers_differ(make_model):
     limits = Limits(max_total=0.8)
     score_grids(scorer, space)
     equal = best_within(scorer, limits)
-    evolve(scorer, space, limits, "active", SearchOptions(num_trials=400, population=30))
+    evolve(scorer, space, limits, "active", num_trials=400, population=30, seed=0)
     assert equal == pytest.approx(5.15)
     assert best_within(scorer, limits) < 2.7
 
@@ -197,7 +185,7 @@ def test_the_same_seed_proposes_the_same_candidates(make_model, layers, widths):
         scorer = Scorer(config, None, None)
         scorer.sensitivities = planted(6)
         scorer.score(config.full())
-        evolve(scorer, space, Limits(max_total=0.7), "active", SearchOptions(num_trials=30, population=8, seed=seed))
+        evolve(scorer, space, Limits(max_total=0.7), "active", num_trials=30, population=8, seed=seed)
         return scorer.all()
 
     assert run(1) == run(1) != run(2)

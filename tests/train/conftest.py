@@ -22,8 +22,9 @@ from stretto.model.parallel import Origin, in_memory, join
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Transformer, build
 from stretto.train import loop
-from stretto.train.loop import Job, Trained, elasticize
+from stretto.train.loop import Job, Trained
 from stretto.train.recipe import ElasticizeRecipe, Recipe
+from stretto.train.stages import elasticize, pretrain
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
@@ -127,9 +128,9 @@ class Run:
 
         with mock.patch.multiple(loop, held_out_losses=losses, rank_layers=ranking, rank_experts=ranking_experts):
             data_hash, held_out = data.manifest.data_hash, [mock.sentinel.held_out]
-            return loop.pretrain(
+            return pretrain(
                 recipe,
-                loop.Job(self.folder, loader, held_out, data_hash, join("cpu"), tracker if log else None, resume),
+                Job(self.folder, loader, held_out, data_hash, join("cpu"), tracker if log else None, resume),
             )
 
     @staticmethod

@@ -29,7 +29,7 @@ from stretto.model.parallel import Ranks, full_state, join, stored
 from stretto.model.spec import SubnetChoice, named_subnets
 from stretto.model.transformer import Transformer, build
 from stretto.model.weight_files import TensorFiles
-from stretto.train import loop
+from stretto.train import loop, stages
 from stretto.train.recipe import HealRecipe, Recipe
 from stretto.train.step import Distil
 
@@ -110,7 +110,7 @@ def run_case(case: dict[str, Any]) -> None:
             tracker=lambda step: Tracker(run, first_step=step, tensorboard=False),
             resume=case.get("resume", False),
         )
-        trained = _heal(job, recipe) if case.get("heals") else loop.pretrain(recipe, job)
+        trained = _heal(job, recipe) if case.get("heals") else stages.pretrain(recipe, job)
     weights = full_state(trained.model)
     assert bool(weights) == ranks.is_first
     if ranks.is_first:
@@ -138,8 +138,8 @@ def _heal(job: loop.Job, recipe: Recipe) -> loop.Trained:
         num_read += (tensor := raw(self, *arguments)).nbytes
         return tensor
 
-    with mock.patch.object(loop, "Distil", distil), mock.patch.object(TensorFiles, "raw", counted):
-        trained = loop.heal(healing, job, *map(stored, folders))
+    with mock.patch.object(stages, "Distil", distil), mock.patch.object(TensorFiles, "raw", counted):
+        trained = stages.heal(healing, job, *map(stored, folders))
     whole_bytes = sum(file.stat().st_size for folder in folders for file in folder.glob("*.safetensors"))
     share = num_read / whole_bytes
     assert share < (0.8 if job.ranks.world > 1 else 1.2), (share, job.ranks)

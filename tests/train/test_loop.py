@@ -28,10 +28,11 @@ from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Context, Transformer, build
 from stretto.ops.logprob import head_loss
 from stretto.train import loop
-from stretto.train.loop import Job, Trained, heal
+from stretto.train.loop import Job, Trained
 from stretto.train.recipe import HealRecipe
 from stretto.train.sampler import Sampler
 from stretto.train.snapshot import read_meta
+from stretto.train.stages import heal
 
 Same = Callable[[Trained, Trained], None]
 
@@ -448,7 +449,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_at_the_last_good_snapshot(
 def test_training_imports_no_other_arithmetic_than_torchs_own() -> None:
     """In a fresh interpreter: what only replay in another arithmetic needs is not on the plain path."""
     code = (
-        "import sys, stretto.train.loop, stretto.api.train\n"
+        "import sys, stretto.train.stages, stretto.api.train\n"
         "print(*(name for name in sys.modules if name in ('stretto.ops.exact', 'stretto.ops.fp8', 'stretto.ops.matmul')))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
