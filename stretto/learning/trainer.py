@@ -58,7 +58,7 @@ from stretto.model.spec import Subnet, count
 from stretto.model.transformer import Context, Recorder, Replay, Transformer
 from stretto.ops.logprob import Teacher, chosen_logprobs
 from stretto.ops.matmul import Arithmetic, default_precision
-from stretto.ops.memory import peak_bytes
+from stretto.ops.memory import freed_memory_kept, peak_bytes
 from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.schedule import learning_rate
 from stretto.runtime.runtime import Caller
@@ -232,7 +232,7 @@ class TrainerRole:
         """
         assert step == self.version, f"step {step} was asked for, {self.version} is next"
         started, config = time.perf_counter(), self._model.config
-        with self._meter:
+        with self._meter, freed_memory_kept(self._ranks.device):
             refs = sorted(refs, key=lambda ref: ref.ordinal)
             shape = (config.num_moe_layers, max([config.top_k, *config.top_k_by_layer]))
             groups = self._ranks.first(lambda: [load_group(ref.location, *shape, self._store) for ref in refs])
