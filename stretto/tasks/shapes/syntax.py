@@ -9,25 +9,24 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final
 
 from stretto.tasks.shapes.ledger import Ledger, Relation, Request, Thing, bind, check_language, read, refer
+from stretto.tasks.shapes.phrases import NounPhrases
 from stretto.tasks.shapes.words import (
     COLOURS,
     DEFINITE,
     MEDIA,
     NAMES,
-    NOUNS_IN_ING,
     NUMBERS,
     QUALITIES,
     RELATIONS,
     SHADES,
     VACUOUS,
     VAGUE,
-    VERBS,
     names_no_thing,
     singular,
     word_set,
@@ -54,13 +53,6 @@ _WAYS: Final = frozenset(["through", "across", "along", "towards", "past"])
 """Relations of what moves, so that a place before them is not their subject."""
 _BETWEEN: Final = ("VERB", "ADV", "AUX", "PART", "NUM")
 """Parts of speech between a noun and a preposition that speaks of it: "a ribbon wrapped tightly around", "the number 7 on"."""
-_GERUNDS: Final = word_set(
-    "cutting racing rocking flying hunting playing fishing boxing bowling baking cooking frying ironing running jogging riding skating "
-    "writing reading training landing loading warning boarding hiking climbing washing welding measuring mixing serving changing waiting "
-    "meeting operating rolling folding sleeping skiing surfing walking knitting drinking batting shooting smoking smiling talking teaching "
-    "watching working wrapping eating"
-)
-"""Words in -ing that say what the noun behind them is for: "a marble cutting board"."""
 _PAINTS: Final = frozenset(["paint", "color", "colour", "dye"])
 _SHOWS: Final = frozenset(["depict", "show", "display", "feature", "reflect"])
 """Verbs whose subject is the noun before them, not a person further up."""
@@ -79,7 +71,6 @@ _DEEDS: Final = word_set(
 _MOVES: Final = word_set(
     "run climb walk go drive ride jump fly ski skate slide crawl come race fall roll move hike march sail pass"
 )
-_ACTS: Final = word_set("lays kneels waits looks leans rests poses crouches perches")
 _ALIKE: Final = {
     "up": "on", "down": "on", "atop": "on", "aboard": "on", "astride": "on", "alongside": "next to", "amid": "among", "amidst": "among",
     "amongst": "among", "beyond": "behind", "all over": "on",
@@ -148,10 +139,6 @@ class _Reader:
         """Thing of every token of a noun phrase; `_NOTHING` where it is absent."""
         self.lacking: set[int] = set()
         """Ends of the phrases that are absent."""
-        self.acts: list[int] = []
-        """Verbs that the parse took for the head of the noun before them."""
-        self.deeds: list[int] = []
-        """Words in -ing between two nouns that the parse took for one."""
         self.doers: dict[int, int] = {}
         """Thing before such a word, of every token behind it: for the parse, the last noun is the head of all."""
         self.relations: list[Relation] = []
@@ -160,98 +147,23 @@ class _Reader:
         self.unread: list[str] = []
 
     def ledger(self) -> Ledger:
-        runs = [*self._runs()]
-        for place, (start, end) in enumerate(runs):
-            self._read_phrase(start, end, runs[place + 1] if place + 1 < len(runs) else (end, end))
-        self.ids |= {at: self.ids[at - 1] for at in self.acts if at - 1 in self.ids}
-        for at in self.deeds:
+        phrases = NounPhrases.of(self.doc)
+        for place, (start, end) in enumerate(phrases.spans):
+            self._read_phrase(start, end, phrases.spans[place + 1] if place + 1 < len(phrases.spans) else (end, end))
+        self.ids |= {at: self.ids[at - 1] for at in phrases.acts if at - 1 in self.ids}
+        for at in phrases.deeds:
             ends = [self.ids.get(each, _NOTHING) for each in (at - 1, at + 1)]
             if _NOTHING not in ends:
                 self._relate(ends[:1], self.doc[at].lower_, ends[1:])
                 self.doers |= {token: ends[0] for token, id in self.ids.items() if token > at and id == ends[1]}
         for token in self.doc:
-            if token.i in self.deeds:
+            if token.i in phrases.deeds:
                 continue
             if token.pos_ in ("VERB", "AUX") and not any(child.dep_ == "neg" for child in token.children):
                 self._read_clause(token)
             elif any(child.dep_ == "pobj" for child in token.children):
                 self._read_place(token)
         return self.request.ledger(Ledger(), self.things, self.relations, self.absent, self.medium, self.unread)
-
-    def _runs(self) -> Iterator[tuple[int, int]]:
-        """Noun phrases: runs of determiners, numbers, adjectives and nouns that end with a noun or began with a determiner."""
-        start = None
-        for at, token in enumerate(self.doc):
-            is_first = (
-                token.pos_ == "DET"
-                or (token.pos_ == "PRON" and token.dep_ == "poss")
-                or (token.pos_ == "NUM" and not _is_noun(token) and not (at and _is_noun(self.doc[at - 1])))
-            )
-            joins = (
-                token.text.lower() == "and"
-                and start is not None
-                and {self.doc[at - 1].lower_, self.doc[min(at + 1, len(self.doc) - 1)].lower_} <= COLOURS
-            )
-            fits = (
-                is_first
-                or joins
-                or token.tag_ == "POS"
-                or token.pos_ in ("ADJ", "NOUN", "PROPN", "X", "NUM", "ADV")
-                or token.dep_ == "amod"
-            )
-            if (
-                token.tag_ in ("WDT", "WP", "EX")
-                or token.text == "§"
-                or (token.pos_ == "ADV" and token.dep_ != "advmod")
-            ):
-                fits = False
-            if start is not None and (not fits or (is_first and self.doc[at - 1].pos_ != "DET")):
-                yield from self._run(start, at)
-                start = None
-            if fits and start is None:
-                start = at
-        if start is not None:
-            yield from self._run(start, len(self.doc))
-
-    def _run(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        while end > start and not _is_noun(self.doc[end - 1]):
-            end -= 1
-        if (
-            end > start + 1
-            and self.doc[end - 1].text.endswith("ing")
-            and self.doc[end - 1].lower_ not in NOUNS_IN_ING
-            and _is_noun(self.doc[end - 2])
-        ):
-            end -= 1  # "a balloon landing"
-        last = self.doc[end - 1]
-        if (
-            end > start + 2
-            and last.tag_ in ("NNS", "NNPS")
-            and last.lower_ in VERBS.keys() | _ACTS
-            and self.doc[start].lower_ in ("a", "an")
-            and _is_noun(self.doc[end - 2])
-        ):
-            end -= 1  # "an airplane flies", parsed as one noun
-            self.acts.append(end)
-        for at in range(start + 1, end - 1):
-            if self._is_deed(start, at):  # "a dragon breathing fire", parsed as one noun
-                self.deeds.append(at)
-                yield start, at
-                start = at + 1
-        if end > start:
-            yield start, end
-
-    def _is_deed(self, start: int, at: int) -> bool:
-        """Whether a word in -ing inside of a noun phrase is what the noun before it does."""
-        word, before, after = self.doc[at], self.doc[at - 1], self.doc[at + 1]
-        return (
-            word.lower_.endswith("ing")
-            and word.lower_ not in NOUNS_IN_ING | _GERUNDS
-            and self.doc[start].pos_ in ("DET", "NUM")
-            and before.pos_ in ("NOUN", "PROPN")
-            and after.pos_ in ("NOUN", "PROPN", "ADJ")
-            and before.lower_ not in QUALITIES | COLOURS
-        )
 
     def _read_phrase(self, start: int, end: int, following: tuple[int, int], first: int | None = None) -> None:
         head = self.doc[end - 1]
@@ -665,32 +577,6 @@ class _Reader:
         if token.dep_ == "nsubj" and above and above[0] != _NOTHING:  # "a bird that sings although it is in a cage"
             return above[0]
         return None
-
-
-def _is_noun(token: Any) -> bool:
-    is_determined = (token.i > 0 and token.nbor(-1).pos_ in ("DET", "NUM")) or token.pos_ == "X"
-    if (
-        token.i > 0
-        and token.pos_ == "ADJ"
-        and token.nbor(-1).pos_ == "NOUN"
-        and token.dep_ == "amod"
-        and token.head.i < token.i
-    ):
-        return (
-            token.lower_ not in COLOURS | QUALITIES and re.search("^a|[bn]le$|ed$", token.lower_) is None
-        )  # "a fire hydrant", read as an adjective
-    if token.pos_ == "NUM" and token.i > 0 and token.nbor(-1).pos_ == "PROPN":  # "a Porsche 911"
-        return True
-    return (
-        token.pos_ in ("NOUN", "PROPN")
-        or (token.lower_ in ("one", "ones") and token.i > 0 and token.nbor(-1).pos_ in ("ADJ", "DET"))
-        or (
-            is_determined
-            and token.pos_ in ("ADJ", "X", "VERB")
-            and token.lower_ not in COLOURS | QUALITIES
-            and not (token.tag_ == "VBG" and token.nbor(-1).pos_ == "NUM")  # "a family of four posing"
-        )
-    )
 
 
 def _kind(phrase: Any) -> str:

@@ -1,63 +1,40 @@
-"""How a conversation changes a ledger: add, remove, keep only, bring back, recolour, move, count, replace, resize, undo.
+"""A conversation that changes a ledger, turn by turn, with questions, answers and undo.
 
-A turn is read against the current ledger: "the cube" and "it" are things of the ledger, everything else is new. Where two relations of one
-pair differ, the newer one counts. A turn after which the ledger contradicts itself, or that speaks of a thing that is not there, changes nothing: the
+A turn is read against the current ledger: "the cube" and "it" are things of the ledger, everything else is new. `stretto.tasks.shapes.changes`
+has the changes. A turn after which the ledger contradicts itself, or that speaks of a thing that is not there, changes nothing: the
 program asks, and remembers what it asked (`Question`), so that the next turn can be yes, no, or a correction.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Final
 
 from stretto.base.errors import UserError
-from stretto.tasks.shapes.ledger import (
-    INVERSE,
-    QUOTED,
-    Ledger,
-    Relation,
-    Thing,
-    check_language,
-    contradictions,
-    read,
+from stretto.tasks.shapes.changes import (
+    CHANGES,
+    COLOUR,
+    HOW_MANY,
+    NUMBER,
+    Question,
+    Turn,
+    Unclear,
+    apply,
+    bare,
+    parse_number,
+    spoken_of,
 )
-from stretto.tasks.shapes.syntax import understand
-from stretto.tasks.shapes.words import COLOURS, NUMBER_WORDS, QUALITIES, RELATIONS, plural, singular
+from stretto.tasks.shapes.ledger import QUOTED, Ledger, check_language, contradictions
+from stretto.tasks.shapes.words import COLOURS, plural
 
-_NUMBER = rf"(?:\d+|{'|'.join(NUMBER_WORDS)})"
-_COLOUR = rf"\b(?:(?:light|dark|pale|deep|bright) )?(?:{'|'.join(sorted(COLOURS))})\b"
-_COLOURS = rf"{_COLOUR}(?: (?:and )?{_COLOUR})*"
 _FIRST_SIGN = 0x13000
 """Code point of the first Egyptian hieroglyph. One rare letter stands for each text in quotation marks."""
-_VALUES: Final = {word: number for number, word in enumerate(NUMBER_WORDS)}
-_POLITE = re.compile(
-    r"^(?:now|then|ok(?:ay)?|well|hm+|please|also|and|but|actually|could you|can you|would you|i (?:want|need) you to|i'd like you to|"
-    r"i (?:think|feel|guess)(?: that)?|i(?:['’]ve)? changed my mind|maybe|perhaps|let's|no wait)\b[, ]+|^no, ",
-    re.I,
-)
 _CLAUSES = re.compile(
     r";\s*|\.\s+|,? and then |, then |,? and (?=(?:make|move|put|place|add|remove|delete|change|turn|replace)\b)"
-    rf"|(?:{'|'.join(f'(?<= {colour})' for colour in sorted(COLOURS))}),? and (?=the (?:[\w-]+ ){{1,4}}?{_COLOUR}(?:$|[,.;]))",
+    rf"|(?:{'|'.join(f'(?<= {colour})' for colour in sorted(COLOURS))}),? and (?=the (?:[\w-]+ ){{1,4}}?{COLOUR}(?:$|[,.;]))",
     re.I,
 )
 """Borders between the changes of a turn. The last alternative is for "make the cube red and the sphere blue"."""
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A question to the user that a turn led to. Written by `tell`, and by the rules that it calls."""
-
-    says: str
-    yes: str = ""
-    """Turn that the answer "yes" stands for; empty where the question has no such answer."""
-    turn: str = ""
-    """Turn that led to the question. A correction is put in the place of ``phrase``."""
-    phrase: str = ""
-    noun: str = ""
-    """Thing that is not there, for answers with "it" or "one"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,27 +122,27 @@ def _answer(ledger: Ledger, asked: Question, text: str) -> str | None:
         if not plain or _AGREED.fullmatch(plain):
             return ""
     plain = re.sub(
-        r"^(?:but |rather |i (?:meant|mean|said) |make (?:it|that) (?=" + _NUMBER + "$))+", "", plain, flags=re.I
+        r"^(?:but |rather |i (?:meant|mean|said) |make (?:it|that) (?=" + NUMBER + "$))+", "", plain, flags=re.I
     )
-    is_number = re.fullmatch(_NUMBER, plain, re.I) is not None
-    spoken = list(_spoken(ledger, plain))
+    is_number = re.fullmatch(NUMBER, plain, re.I) is not None
+    spoken = list(spoken_of(ledger, plain))
     is_phrase = (
         len(spoken) == 1
         and not re.sub(
             r"\b(?:the|that|this|those|these)\b", "", plain[: spoken[0].start] + plain[spoken[0].end :]
         ).strip()
     )
-    if asked.phrase and (is_number if asked.phrase in _HOW_MANY else is_phrase):
+    if asked.phrase and (is_number if asked.phrase in HOW_MANY else is_phrase):
         return re.sub(rf"\b{re.escape(asked.phrase)}\b", plain, asked.turn, count=1, flags=re.I)
     return None
 
 
 def _changed_by(conversation: Conversation, text: str) -> Told:
     """The conversation after a turn that is no answer."""
-    plain = _bare(text.strip())
-    if _UNDO.search(plain) and not list(_spoken(conversation.now, plain)):
-        found = re.search(rf"\b{_NUMBER}\b", plain, re.I)
-        num = _number(found[0]) if found else 1
+    plain = bare(text.strip())
+    if _UNDO.search(plain) and not list(spoken_of(conversation.now, plain)):
+        found = re.search(rf"\b{NUMBER}\b", plain, re.I)
+        num = parse_number(found[0]) if found else 1
         if not 0 < num < len(conversation.states):
             raise UserError(f"undo: {num} changes, and there were {len(conversation.states) - 1}; undo fewer")
         return Told(replace(conversation, states=conversation.states[:-num], last=None), (f"{num} taken back",))
@@ -177,11 +154,11 @@ def _changed_by(conversation: Conversation, text: str) -> Told:
         ledger, after = Ledger(), replace(after, last=None)
         notes.append("a new picture")
     plain = re.sub(r"\bso (?:that )?(?:it|they) (?:is|are)\b", "", plain, flags=re.I)
-    is_first = ledger == Ledger() and not any(pattern.fullmatch(plain) for pattern, _ in _CHANGES)
-    for clause in [plain] if is_first else filter(None, map(_bare, _CLAUSES.split(plain))):
+    is_first = ledger == Ledger() and not any(pattern.fullmatch(plain) for pattern, _ in CHANGES)
+    for clause in [plain] if is_first else filter(None, map(bare, _CLAUSES.split(plain))):
         try:
-            step = _clause(_Turn(ledger, clause, after.last, after.next_id, conversation.states))
-        except _Unclear as unclear:
+            step = apply(Turn(ledger, clause, after.last, after.next_id, conversation.states))
+        except Unclear as unclear:
             return _asking(conversation, replace(unclear.question, turn=unclear.question.turn or clause))
         ledger = step.ledger
         next_id = max((after.next_id, *(thing.id + 1 for thing in ledger.things)))
@@ -201,7 +178,7 @@ def _changed_by(conversation: Conversation, text: str) -> Told:
 
 
 def _asking(conversation: Conversation, question: Question) -> Told:
-    if len(spoken := {each.thing.id for each in _spoken(conversation.now, question.turn)}) == 1:
+    if len(spoken := {each.thing.id for each in spoken_of(conversation.now, question.turn)}) == 1:
         conversation = replace(conversation, last=spoken.pop())
     return Told(replace(conversation, asked=question), (), (question.says,))
 
@@ -210,464 +187,6 @@ def _mentions(sentence: str, noun: str) -> bool:
     return re.search(rf"\b(?:{re.escape(noun)}|{re.escape(plural(noun))})\b", sentence, re.I) is not None
 
 
-class _Unclear(Exception):  # noqa: N818 - a question, not an error
-    """Nothing can be done before the user has answered."""
-
-    def __init__(self, says: str, yes: str = "", phrase: str = "", noun: str = "") -> None:
-        super().__init__(says)
-        self.question = Question(says, yes, "", phrase, noun)
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """A clause of a turn, with the state to which it applies."""
-
-    ledger: Ledger
-    clause: str
-    last: int | None
-    next_id: int
-    states: tuple[Ledger, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """Result of one clause."""
-
-    ledger: Ledger
-    note: str
-    last: int | None
-
-
-def _clause(turn: _Turn) -> _Step:
-    if re.match(r"(?:is|are|do|does|what|which|who|where|why|how)\b(?! about)(?! not)", turn.clause, re.I):
-        named = re.search(r"\b(?:an?|any) ([\w -]+)", turn.clause)
-        raise _Unclear(f"What is to change? {turn.clause!r} asks about the picture.", noun=named[1] if named else "")
-    for pattern, change in _CHANGES:
-        if (found := pattern.fullmatch(turn.clause)) and (step := change(turn, found)) is not None:
-            return step
-    return _slotted(turn) or _added(turn)
-
-
-def _absent_thing(noun: str, phrase: str, turn: str) -> _Unclear:
-    """The question about a thing that is not there. The answer "yes" adds it and then does what the turn said."""
-    noun = noun.strip(" .!?")
-    return _Unclear(f"There is no {noun}; is one to be added?", f"add a {noun}; {turn}", phrase, noun)
-
-
-def _added(turn: _Turn) -> _Step:
-    """A clause of no other form adds the things that it names, and says of known things where they are."""
-    ledger, clause, next_id = turn.ledger, turn.clause, turn.next_id
-    if re.match(r"(?:do not|don['’]t|never|except|not|a bit|a little|much|slightly|somewhat|even)\b", clause, re.I):
-        raise _Unclear(f"What is to change by {clause!r}?")
-    text = re.sub(rf"^{_PUT}\s+", "", clause, flags=re.I)
-    if (given := re.match(r"give (?:it|him|her|them) (?=an?\b|some\b|" + _NUMBER + ")", text, re.I)) and (
-        thing := _it(turn)
-    ):
-        text = f"the {thing.name} with {text[given.end() :]}"
-    text = _named(ledger, text, turn.last)
-    if not re.search(r"\w", text):
-        raise _Unclear(f"What is to be added by {clause!r}?")
-    found = understand(text, next_id) if ledger == Ledger() else read(text, ledger, next_id)
-    new = [thing for thing in found.things if thing.id >= next_id]
-    moved = found.relations[len(ledger.relations) :]
-    stray = [each for each in new if ledger.things and not _is_introduced(each, clause)]
-    if stray:
-        missing = [
-            each.noun for each in stray if re.search(rf"\bthe (?:[\w-]+ )*?{re.escape(each.noun)}", clause, re.I)
-        ]
-        if missing:
-            raise _absent_thing(missing[0], f"the {missing[0]}", clause)
-        raise _Unclear(f"What is to change by {clause!r}?")
-    is_unread = found != ledger and replace(found, unread=ledger.unread) == ledger != Ledger()
-    if is_unread or (
-        found == ledger and not (_PLACE.search(text) or re.search(rf"\b(?:is|are|be)\b|{_COLOUR}", text, re.I))
-    ):
-        raise _Unclear(f"What is to change by {clause!r}?")
-    if re.match(rf"{_PUT}\s+(?:the|it|them)\b", clause, re.I) and new and not (moved and moved[0].subject < next_id):
-        raise _absent_thing(new[0].noun, f"the {new[0].noun}", clause)
-    found = replace(found, absent=tuple(each for each in found.absent if each not in {thing.noun for thing in new}))
-    relations = _latest(ledger.relations, moved)
-    touched = new[0].id if new else moved[-1].subject if moved else turn.last
-    notes = [f"added {thing.name}" for thing in new]
-    notes += [f"{found.thing(each.subject).name} {each.kind} {found.thing(each.other).name}" for each in moved]
-    notes += [f"{thing.name}" for thing in found.things if thing.id < next_id and thing not in ledger.things]
-    notes += [f"the words {text!r}" for text in found.texts if text not in ledger.texts]
-    return _Step(replace(found, relations=relations), "; ".join(notes) or "it is so already", touched)
-
-
-@dataclass(frozen=True, slots=True)
-class _Spoken:
-    """A mention of a known thing in a turn, and its place in the text."""
-
-    thing: Thing
-    start: int
-    end: int
-    number: str | None
-    word: str
-    """The noun as it stands in the text."""
-    others: tuple[Thing, ...] = ()
-    """Other things that the mention fits as well."""
-
-
-def _spoken(ledger: Ledger, text: str) -> Iterator[_Spoken]:
-    """The mentions of things of a ledger in a text; not of another one of a kind ("another cube"), nor with a colour that none has."""
-    forms = {
-        form: each.noun for each in ledger.things for form in (each.noun, plural(each.noun), each.noun.split()[-1])
-    }
-    if not forms:
-        return
-    nouns = "|".join(re.escape(form) for form in sorted(forms, key=len, reverse=True))
-    words = {word for each in ledger.things for word in (*each.colours, *each.qualities)} | COLOURS
-    attribute = "|".join(sorted(words, key=len, reverse=True))
-    number = rf"(?:(?P<number>{_NUMBER})\s+(?:of (?:the|these|those)\s+)?)?"
-    phrase = (
-        rf"\b{number}(?P<other>(?:an?|another)\s+)?(?P<attributes>(?:(?:{attribute})\s+)*)(?P<noun>{nouns}|ones?)\b"
-    )
-    for found in re.finditer(phrase, text, re.I):
-        attributes = {*re.findall(attribute, found["attributes"].lower())} if found["attributes"] else set()
-        noun = found["noun"].lower()
-        fitting = [
-            each
-            for each in ledger.things
-            if attributes <= {*each.colours, *each.qualities}
-            and (forms.get(noun) == each.noun or (noun in ("one", "ones") and attributes))
-        ]
-        if fitting and not found["other"]:
-            is_one = noun == singular(noun) and text[: found.start()].lower().endswith("the ")
-            others = tuple(fitting[:-1]) if is_one and not attributes and found["number"] is None else ()
-            yield _Spoken(fitting[-1], found.start(), found.end(), found["number"], found["noun"], others)
-
-
-def _is_introduced(thing: Thing, clause: str) -> bool:
-    """Whether a clause introduces a new thing: by an article, a number, a colour or a verb right before its noun."""
-    own = "|".join(re.escape(each) for each in (*" ".join(thing.colours).split(), *thing.qualities, "very", "more"))
-    first = re.escape(thing.noun.split()[0])
-    before = rf"(?:an?|another|some|several|many|few|its|his|her|their|my|your|with|{_NEW}|{_NUMBER}|{_COLOUR}|no|of|in|on|at)"
-    return re.search(rf"\b{before}\s+(?:(?:the|{own})\s+)*{first}", clause, re.I) is not None
-
-
-def _apart(ledger: Ledger, spoken: _Spoken, next_id: int) -> tuple[Ledger, Thing]:
-    """The thing that is mentioned. Of "one of the three circles" that one becomes a thing of its own, with the id ``next_id``."""
-    thing, number = spoken.thing, None if spoken.number is None else _number(spoken.number)
-    if number is None or thing.count is None or not 0 < number < thing.count:
-        return ledger, thing
-    part = replace(thing, id=next_id, count=number)
-    rest = replace(thing, count=thing.count - number)
-    things = tuple(rest if each.id == thing.id else each for each in ledger.things)
-    copies = [replace(each, subject=next_id) for each in ledger.relations if each.subject == thing.id]
-    copies += [replace(each, other=next_id) for each in ledger.relations if each.other == thing.id]
-    return replace(ledger, things=(*things, part), relations=(*ledger.relations, *copies)), part
-
-
-def _the_one(spoken: _Spoken) -> None:
-    """Raises `_Unclear` where a mention fits several things."""
-    if spoken.others:
-        which = " or ".join(f"the {each.name}" for each in (*spoken.others, spoken.thing))
-        raise _Unclear(f"Which one: {which}?", phrase=f"the {spoken.word}")
-
-
-def _slotted(turn: _Turn) -> _Step | None:
-    """A colour, number or place for known things, in any wording; None where the clause names none."""
-    ledger, text, spoken = turn.ledger, turn.clause, list(_spoken(turn.ledger, turn.clause))
-    # "make it three cubes" speaks of cubes, "move it above the cubes" of two things
-    if not spoken or _PLACE.search(text):
-        text = _named(ledger, text, turn.last)
-        spoken = list(_spoken(ledger, text))
-    if (
-        not spoken
-        or re.match(rf"(?:{_NEW})\b", turn.clause, re.I)
-        or re.search(r"\b(?:not|never|except|least|most|than)\b|n['’]t\b", text, re.I)
-    ):
-        return None
-    rest = "".join(
-        " " if any(each.start <= at < each.end for each in spoken) else letter for at, letter in enumerate(text)
-    )
-    if len(spoken) > 1 and spoken[0].thing.id != spoken[1].thing.id:
-        place = _PLACE.search(text, spoken[0].end, spoken[1].start)
-        if place is None or re.search(r"\b(?:an?|another)\b", rest, re.I):
-            return None
-        return _moved(ledger, Relation(spoken[0].thing.id, RELATIONS[place[0].lower()], spoken[1].thing.id))
-    thing = spoken[0].thing
-    colours, number = re.search(_COLOURS, rest, re.I), spoken[0].number
-    if number is None and (found := re.search(rf"\b{_NUMBER}\b", rest, re.I)):
-        number = found[0]
-    if (colours is None and number is None) or (
-        _PLACE.search(rest) and re.search(r"\b(?:an?|another|some)\b", rest, re.I)
-    ):
-        return None
-    if text == turn.clause:
-        _the_one(spoken[0])
-    if number is not None:
-        step = re.search(rf"\b{number} (?:(?P<more>more)|fewer|less)\b", text, re.I)
-        sign = 1 if step is None or step["more"] else -1
-        count = sign * _number(number) + (0 if step is None else thing.count or 1)
-        if count <= 0:
-            return _without(ledger, thing)
-    changed = replace(thing, count=count) if number is not None else thing
-    if colours is not None:
-        ledger, part = _apart(ledger, spoken[0], turn.next_id)
-        thing = part if part.id == turn.next_id else changed
-        changed = replace(thing, colours=read(f"a {colours[0]} thing").things[0].colours)
-    return _changed(ledger, changed)
-
-
-def _removed(turn: _Turn, found: re.Match[str]) -> _Step:
-    text = _of_them(turn.ledger, found["what"], turn.last)
-    spoken = list(_spoken(turn.ledger, text))
-    if not spoken:
-        bare = _without_article(found["what"])
-        raise _Unclear(f"There is no {bare}; what is to go?", phrase=found["what"], noun=bare)
-    chosen = spoken[:1]  # "the cube and the cone" are two to be removed, of "the cube left of the cone" it is one
-    for before, each in pairwise(spoken):
-        if not re.fullmatch(r"[\s,]*(?:and\s+)?(?:(?:the|all|both)\s+)*", text[before.end : each.start], re.I):
-            break
-        chosen.append(each)
-    if re.match(r"\s*too$|\s*$", text[chosen[-1].end :]) is None and not _PLACE.match(text[chosen[-1].end :].strip()):
-        raise _Unclear(
-            f"Is the {chosen[-1].thing.noun} to go? {found['what']!r} was not understood.",
-            f"remove the {chosen[-1].thing.name}",
-        )
-    ledger, gone = turn.ledger, list[Thing]()
-    for place, each in enumerate({each.thing.id: each for each in chosen}.values()):
-        _the_one(each)
-        ledger, part = _apart(ledger, each, turn.next_id + place)
-        gone.append(part)
-    return _without(ledger, *gone)
-
-
-def _forbidden(turn: _Turn, found: re.Match[str]) -> _Step | None:
-    """ "No triangles": those that are there go, and none may appear."""
-    what = re.sub(r"^(?:any|the|a|an)\s+", "", found["what"], flags=re.I)
-    if re.search(rf"\b(?:more|fewer|less) than\b|^{_NUMBER}\b", what, re.I):
-        return None
-    if re.fullmatch(_COLOUR, what, re.I):  # "not black"
-        painted = [each for each in turn.ledger.things if what.lower() in each.colours and turn.last in (None, each.id)]
-        return _changed(turn.ledger, replace(painted[0], colours=())) if len(painted) == 1 else None
-    meant = read(f"no {what}")
-    if meant.things or meant.unread or not meant.absent:
-        return None
-    gone = {each.thing.id: each.thing for each in _spoken(turn.ledger, what)}.values()
-    step = _without(turn.ledger, *gone)
-    absent = tuple(dict.fromkeys((*step.ledger.absent, *meant.absent)))
-    return _Step(replace(step.ledger, absent=absent), step.note if gone else f"no {what}", None)
-
-
-def _only(turn: _Turn, found: re.Match[str]) -> _Step | None:
-    """Every thing goes but those that are named."""
-    kept = {each.thing.id for each in _spoken(turn.ledger, _of_them(turn.ledger, found["what"], turn.last))}
-    if not kept:
-        bare = _without_article(found["what"])
-        raise _Unclear(f"There is no {bare}; what is to stay?", phrase=found["what"], noun=bare)
-    return _without(turn.ledger, *(each for each in turn.ledger.things if each.id not in kept))
-
-
-def _cleared(turn: _Turn, found: re.Match[str]) -> _Step:
-    if found["sure"]:
-        return _Step(Ledger(), "an empty picture", None)
-    raise _Unclear("Is everything to go?", yes="remove everything at once")
-
-
-def _brought_back(turn: _Turn, found: re.Match[str]) -> _Step | None:
-    """Things of an earlier state that are not there now, with their relations to those that are."""
-    what = next(filter(None, found.groups()))
-    here = {each.id for each in turn.ledger.things}
-    for state in reversed(turn.states[:-1]):
-        gone = [each for each in state.things if each.id not in here]
-        if not re.fullmatch("it|them|that|those|these|both|one", what, re.I):
-            named = {each.thing.id for each in _spoken(replace(state, things=tuple(gone)), what)}
-            gone = [each for each in gone if each.id in named]
-        if gone:
-            there = here | {each.id for each in gone}
-            links = [
-                each
-                for each in state.relations
-                if {each.subject, each.other} <= there and each not in turn.ledger.relations
-            ]
-            absent = tuple(each for each in turn.ledger.absent if each not in {thing.noun for thing in gone})
-            things = tuple(sorted((*turn.ledger.things, *gone), key=lambda each: each.id))
-            ledger = replace(turn.ledger, things=things, relations=(*turn.ledger.relations, *links), absent=absent)
-            return _Step(ledger, "; ".join(f"{each.name} is back" for each in gone), gone[-1].id)
-    return None
-
-
-def _exchanged(turn: _Turn, found: re.Match[str]) -> _Step | None:
-    """The colours, or else the places, of the only two things change sides."""
-    if len(turn.ledger.things) != 2:
-        return None
-    first, second = turn.ledger.things
-    turned = tuple(replace(each, kind=INVERSE[each.kind]) for each in turn.ledger.relations if each.kind in INVERSE)
-    if turned and not found["colours"]:
-        rest = [each for each in turn.ledger.relations if each.kind not in INVERSE]
-        return _Step(replace(turn.ledger, relations=(*rest, *turned)), "the places are exchanged", turn.last)
-    things = replace(first, colours=second.colours), replace(second, colours=first.colours)
-    return _Step(replace(turn.ledger, things=things), "the colours are exchanged", turn.last)
-
-
-def _how_many(turn: _Turn, found: re.Match[str]) -> _Step | None:
-    spoken = list(_spoken(turn.ledger, found["what"]))
-    if not spoken:
-        return None
-    thing = spoken[0].thing
-    question = _Unclear(f"How many {plural(thing.noun)} are there to be?", phrase=_HOW_MANY[0])
-    question.question = replace(question.question, turn=f"make it {_HOW_MANY[0]} {plural(thing.noun)}")
-    raise question
-
-
-def _one_more(turn: _Turn, found: re.Match[str]) -> _Step | None:
-    """So many more of a thing of which nothing but the number is known, or of the thing last spoken of."""
-    what = found["what"]
-    spoken = list(_spoken(turn.ledger, f"the {what}")) if what else []
-    thing = spoken[0].thing if spoken else _it(turn) if not what else None
-    if thing is None or thing.count is None or (what and (thing.colours or thing.qualities)):
-        return None
-    return _changed(turn.ledger, replace(thing, count=thing.count + _number(found["number"] or "one")))
-
-
-def _counted(turn: _Turn, found: re.Match[str]) -> _Step | None:
-    """A number alone: of the thing last spoken of."""
-    thing, number = _it(turn), _number(found["number"])
-    return None if thing is None or not number else _changed(turn.ledger, replace(thing, count=number))
-
-
-def _recoloured(turn: _Turn, found: re.Match[str]) -> _Step | None:
-    """A colour alone: of the thing last spoken of."""
-    if (thing := _it(turn)) is None:
-        return None
-    return _changed(turn.ledger, replace(thing, colours=read(f"a {found['colour']} thing").things[0].colours))
-
-
-def _qualified(turn: _Turn, found: re.Match[str]) -> _Step | None:
-    """A size or other quality; its opposites go."""
-    spoken = list(_spoken(turn.ledger, _named(turn.ledger, found["what"] or "", turn.last)))
-    word = found["quality"].lower()
-    quality = _COMPARED.get(word, word)
-    if not spoken and (what := _without_article(found["what"] or "")) and what not in ("it", "them", "that"):
-        raise _absent_thing(what, (found["what"] or "").strip(), turn.clause)
-    thing = spoken[0].thing if spoken else _it(turn)
-    if thing is None or quality not in QUALITIES:
-        return None
-    if spoken and found["what"] and turn.clause.find(found["what"]) >= 0:
-        _the_one(spoken[0])
-    opposite = next((each for pair in _OPPOSITES for each in (pair, pair[::-1]) if quality in each[0]), ((), ()))
-    kept = [each for each in thing.qualities if each not in opposite[0] + opposite[1]]
-    return _changed(turn.ledger, replace(thing, qualities=tuple(sorted((*kept, quality)))))
-
-
-def _aside(turn: _Turn, found: re.Match[str]) -> _Step | None:
-    """ "On the right instead", "above it": another place beside the thing to which the ledger relates it."""
-    spoken = list(_spoken(turn.ledger, _named(turn.ledger, found["what"] or "it", turn.last)))
-    kind = f"{found['side'].lower()} of" if found["side"] else RELATIONS[found["place"].lower()]
-    if not spoken:
-        return None
-    thing = spoken[0].thing
-    for relation in turn.ledger.relations:
-        if thing.id in (relation.subject, relation.other) and relation.kind in INVERSE:
-            other = relation.other if relation.subject == thing.id else relation.subject
-            return _moved(turn.ledger, Relation(thing.id, kind, other))
-    return None
-
-
-def _replaced(turn: _Turn, found: re.Match[str]) -> _Step | None:
-    spoken = list(_spoken(turn.ledger, _of_them(turn.ledger, found["what"], turn.last)))
-    new = read(found["other"]).things
-    if len(new) != 1:
-        raise _Unclear(f"What is to be there instead of {found['what']}?")
-    if not spoken:
-        raise _absent_thing(_without_article(found["what"]), found["what"], turn.clause)
-    _the_one(spoken[0])
-    ledger, thing = _apart(turn.ledger, spoken[0], turn.next_id)
-    return _changed(ledger, replace(new[0], id=thing.id, colours=new[0].colours or thing.colours))
-
-
-def _became(turn: _Turn, found: re.Match[str]) -> _Step | None:
-    """ "Make it a bedroom": another noun, where the phrase has one that is no colour or quality."""
-    other = re.fullmatch(r"an? (?:[\w-]+ )*?([\w-]+)", found["other"], re.I)
-    if (
-        other is None
-        or re.search("(?:er|bit|little|lot|more|less)$", other[1])
-        or other[1] in COLOURS | QUALITIES
-        or (thing := _it(turn)) is None
-    ):
-        return None
-    return _changed(turn.ledger, replace(read(found["other"]).things[0], id=thing.id))
-
-
-def _resized(turn: _Turn, found: re.Match[str]) -> _Step:
-    size = int(found["width"]), int(found["height"])
-    return _Step(replace(turn.ledger, size=size), f"{size[0]}x{size[1]}", turn.last)
-
-
-def _reworded(turn: _Turn, found: re.Match[str]) -> _Step:
-    return _Step(replace(turn.ledger, texts=(found["text"],)), f"the words {found['text']!r}", turn.last)
-
-
-def _left(turn: _Turn, found: re.Match[str]) -> _Step:
-    return _Step(turn.ledger, "left as it is", turn.last)
-
-
-def _changed(ledger: Ledger, thing: Thing) -> _Step:
-    things = tuple(thing if each.id == thing.id else each for each in ledger.things)
-    return _Step(replace(ledger, things=things), f"now {thing.count or 'some'} {thing.name}", thing.id)
-
-
-def _without(ledger: Ledger, *gone: Thing, last: int | None = None) -> _Step:
-    """The ledger without some things and their relations."""
-    ids = {each.id for each in gone}
-    things = tuple(each for each in ledger.things if each.id not in ids)
-    relations = tuple(each for each in ledger.relations if not ids & {each.subject, each.other})
-    note = "; ".join(f"removed {each.name}" for each in gone) or "it is so already"
-    return _Step(replace(ledger, things=things, relations=relations), note, last)
-
-
-def _moved(ledger: Ledger, relation: Relation) -> _Step:
-    note = f"{ledger.thing(relation.subject).name} {relation.kind} {ledger.thing(relation.other).name}"
-    return _Step(replace(ledger, relations=_latest(ledger.relations, (relation,))), note, relation.subject)
-
-
-def _it(turn: _Turn) -> Thing | None:
-    """The thing last spoken of, or the only one."""
-    found = [each for each in turn.ledger.things if each.id == turn.last] or turn.ledger.things
-    return found[0] if len(found) == 1 else None
-
-
-def _of_them(ledger: Ledger, phrase: str, last: int | None) -> str:
-    """A phrase in which "it" has a name, and "a cube" is one of those that there are."""
-    return re.sub(r"\ban?\s+", "one ", _named(ledger, phrase, last), flags=re.I)
-
-
-def _without_article(phrase: str) -> str:
-    return re.sub(
-        r"^(?:the|an?|one|that|this|those|these|all)\s+(?:the\s+)?|\s+(?:too|as well)$", "", phrase.strip(), flags=re.I
-    )
-
-
-def _named(ledger: Ledger, text: str, last: int | None) -> str:
-    """``text`` with the name of the last thing for "it" and "them"."""
-    if last is None or not any(thing.id == last for thing in ledger.things):
-        return text
-    return re.sub(r"\b(?:it|them|that one)\b", f"the {ledger.thing(last).name}", text, flags=re.I)
-
-
-def _latest(before: tuple[Relation, ...], new: tuple[Relation, ...]) -> tuple[Relation, ...]:
-    pairs = {frozenset((each.subject, each.other)) for each in new}
-    return tuple(each for each in before if frozenset((each.subject, each.other)) not in pairs) + new
-
-
-def _bare(text: str) -> str:
-    """``text`` without politeness before it and marks after it."""
-    text = re.sub(r",? please$", "", text.strip().rstrip(".! "), flags=re.I)
-    while found := _POLITE.match(text):
-        text = text[found.end() :]
-    return text.rstrip("? ") if not re.match(r"(?:is|are|do|does|what|which|who|where|why|how)\b", text, re.I) else text
-
-
-def _number(word: str) -> int:
-    return _VALUES.get(word.lower(), 0) if not word.isdecimal() else int(word[:6])
-
-
-_NEW = r"add|include|insert|draw|also"
-_PLACE = re.compile(rf"\b(?:{'|'.join(sorted(RELATIONS, key=len, reverse=True))})\b", re.I)
-_PUT = r"(?:move|put|place|shift|set)"
 _UNDO = re.compile(
     r"\b(?:undo|revert|cancel|never mind|as it was|as before)\b|\b(?:go|take|step) (?:\w+ ){0,3}?back\b", re.I
 )
@@ -681,59 +200,3 @@ _AGREED = re.compile(
     r"[,.! ]*)*(?:(?:leave|keep) (?:it|that|this)(?: as it is| like that| so)?|(?:do |add |change )?nothing(?: else| more)?|that is all)?",
     re.I,
 )
-_HOW_MANY: Final = ("how many",)
-_COMPARED: Final = {
-    "bigger": "big",
-    "larger": "large",
-    "smaller": "small",
-    "taller": "tall",
-    "shorter": "short",
-    "longer": "long",
-    "wider": "wide",
-}
-_OPPOSITES: Final = (
-    (("big", "large", "huge"), ("small", "little", "tiny")), (("tall", "long"), ("short",)), (("open",), ("closed",)), (("empty",), ("full",)),
-)  # fmt: skip
-_GO = r"(?:remove|delete|take away|take out|drop|get rid of|erase|hide|leave out|lose|never mind|(?:do not|don['’]t) (?:show|draw|paint|include))"
-_ALL = r"(?:everything|all of (?:it|them|that)|it all|all)"
-_Change = Callable[[_Turn, "re.Match[str]"], _Step | None]
-_CHANGES: Final[tuple[tuple[re.Pattern[str], _Change], ...]] = tuple(
-    (re.compile(pattern, re.I), change)
-    for pattern, change in (
-        (
-            r"(?:make|let|set|render|resize)?(?: it| the (?:picture|image|size))*(?: be)?(?: to)?\s*"
-            r"(?P<width>\d{1,5})\s*[x×]\s*(?P<height>\d{1,5})\s*(?:px|pixels)?", _resized,
-        ),
-        (
-            r"(?:change|let|make|set)?\s*(?:it|the (?:text|words?|sign|caption|title))(?: (?:should|must|to|so that it))*\s*"
-            r"(?:say|says|read|be|to)?\s*[\"“'](?P<text>[^\"”']+)[\"”']", _reworded,
-        ),
-        (r"(?:do not|don['’]t|never) (?:remove|delete|change|touch|hide) .+", _left),
-        (rf"(?:{_GO}|clear) {_ALL}(?: else)? (?:but|except|besides|apart from)(?: for)? (?P<what>.+)", _only),
-        (r"(?:keep |leave |show )?(?:just|only) (?P<what>(?:the|it|them)\b.*)", _only),
-        (rf"(?:{_GO}|clear) {_ALL}(?P<sure> at once)?|clear(?P<now>)", _cleared),
-        (r"(?:bring|put|add|get) back (?P<what>.+)|(?:put|bring|add|get|i (?:want|need)|i['’]d like) (.+?) back(?: in)?|show (.+?) again|"
-         r"(?:leave|keep|put) (the .+?) in(?: again)?|with (it|them|one|the .+?) after all", _brought_back),
-        (rf"{_GO} (?P<what>.+)", _removed),
-        (r"(?P<what>the .+?) (?:should|must|need|is|are|does)(?: not|n['’]t) (?:be )?(?:there|shown|visible|necessary|needed|wanted|required|in it)", _removed),
-        (r"i(?:['’]d| would) rather not have (?P<what>the .+)", _removed),
-        (r"(?:(?:there (?:should|must|may) be )?(?:no|without|not)|i (?:do not|don['’]t) (?:want|need))(?: any)? (?P<what>.+)", _forbidden),
-        (r"(?:swap|exchange|switch|flip|reverse)(?: (?:them|both|the two))?(?P<colours>(?: their| the)? colou?rs)?|the other way (?:a?round)", _exchanged),
-        (r"(?:replace|swap|exchange) (?P<what>.+?) (?:with|by|for) (?P<other>.+)", _replaced),
-        (r"(?:change|turn) (?P<what>.+?) into (?P<other>(?:an?|\d+|one|two|three) .+)", _replaced),
-        (rf"(?:add )?(?:(?P<number>{_NUMBER}) more|another|a second)(?: (?P<what>[a-z-]+))?", _one_more),
-        (rf"(?:(?:make|have) (?:it|that|them) |just |only )?(?P<number>{_NUMBER})(?: of (?:them|those))?", _counted),
-        (
-            rf"(?:(?:(?:i want|make|have) )?(?:some )?(?:more|fewer|less)|(?:at least|at most|no more than|more than|fewer than) {_NUMBER}) "
-            r"(?P<what>[\w -]+)", _how_many,
-        ),
-        (rf"(?:i said |rather |in |make (?:it|that) |not [\w-]+, )?(?P<colour>{_COLOURS})(?: instead| rather| after all)?", _recoloured),
-        (r"(?:make |let )?(?P<what>(?:it|them|the [\w -]+?) )?(?:(?:should|must) be |be |is to be |has to be )?(?:much |a bit |a little |far )?"
-         rf"(?P<quality>{'|'.join(_COMPARED)}|{'|'.join(sorted(QUALITIES))})", _qualified),
-        (
-            r"(?:put |move |place )?(?P<what>(?:it|them|the [\w -]+?) )?(?:(?:to|on) the (?P<side>left|right)(?: side)?|"
-            r"(?P<place>above|below|under|behind|in front of|next to) it)(?: instead)?", _aside,
-        ),
-        (r"(?:make|let) (?:it|that)(?: be)? (?P<other>an? .+)", _became),
-    )
-)  # fmt: skip
