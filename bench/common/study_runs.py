@@ -151,14 +151,17 @@ def make_elastic(info: RunInfo, recipe: Recipe, parent: Path, flops: float, fold
     choosing, reported = held_out_halves(info, recipe.train)
     rows = choosing[:RANKING_BATCHES]
     big = read_checkpoint(parent / CHECKPOINT, device=ranks.device).model
-    left = flops - rank_layers(big, rows).flops - rank_experts(big, rows).flops
-    continued = continued_recipe(recipe, big.config, left)
+    layers, experts = rank_layers(big, rows), rank_experts(big, rows)
+    big.config = big.config.replace(layer_order=layers.order)
+    order_experts(big, experts.orders)
+    ranking_flops = layers.flops + experts.flops
+    continued = continued_recipe(recipe, big.config, flops - ranking_flops)
     info = info.replace(stage="elasticize", recipe=continued)
-    job = Job(folder, open_loader(info, continued.train, ranks), rows, info.data_hash, ranks)
+    job = Job(folder, open_loader(info, continued.train, ranks), (), info.data_hash, ranks)
     done = elasticize(continued, job, in_memory(big))
     subnets = sizes_of(done.model.config, continued.elastic.anchors)
     return measured(done.model, subnets, (choosing, reported)) | {
-        "flops": done.meter.receipt().flops,
+        "flops": ranking_flops + done.meter.receipt().flops,
         "lr": continued.optim.lr,
     }
 

@@ -20,7 +20,7 @@ SECTIONS = {
 NUMBER = re.compile(r"\d*\.?\d+")
 
 SMALL = {
-    "study": ("--tokens", "2e4", "--eval-rows", "16", "--seeds", "0", "1", "--rates", "2", "4"),
+    "study": ("--tokens", "1e4", "--eval-rows", "16", "--seeds", "0", "1", "--rates", "4"),
     "replay": (
         *("--sizes", "small", "--seeds", "0", "1", "--set", "train.steps=4", "--set", "start.steps=4"),
         *("--set", "train.prompts=2"),
