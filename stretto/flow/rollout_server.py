@@ -24,7 +24,7 @@ from stretto.base.errors import InfraError
 from stretto.base.trajectory import WeightVersion
 from stretto.flow.clients import GenerateRequest
 from stretto.flow.rollout import EngineRole
-from stretto.flow.rollout_remote import to_text
+from stretto.flow.servers.client import to_text
 from stretto.model.spec import ModelConfig
 from stretto.server.limits import KNOWN_ERRORS, ApiError, Gate, parse_body, while_connected
 from stretto.server.messages import Body, TokenId

@@ -23,7 +23,7 @@ from stretto.base.errors import UserError
 from stretto.base.trajectory import WeightVersion
 from stretto.flow.clients import Generated, GenerateRequest
 from stretto.flow.rollout import EngineRole
-from stretto.flow.rollout_remote import to_text
+from stretto.flow.servers.client import to_text
 from stretto.learning.canary import score_canary
 from stretto.learning.weights import publish
 from stretto.model.checkpoint import read_checkpoint

@@ -26,9 +26,12 @@ from stretto.engine.engine import Engine
 from stretto.flow.clients import GenerateRequest, Unavailable
 from stretto.flow.launch import Job
 from stretto.flow.rollout import EngineRole
-from stretto.flow.rollout_remote import Ask, RemoteEngineRole, Server, Vllm, moe_routes
+from stretto.flow.rollout_remote import RemoteEngineRole, moe_routes
 from stretto.flow.rollout_server import create_rollout_app
 from stretto.flow.run import check_places
+from stretto.flow.servers.client import Server
+from stretto.flow.servers.dialect import Ask
+from stretto.flow.servers.vllm import Vllm
 from stretto.harness.suites import serving
 from stretto.learning.trainer import TrainerRole
 from stretto.model.checkpoint import write_checkpoint
