@@ -39,7 +39,7 @@ from stretto.evals.scores import Interval
 from stretto.learning.recipe import SourceConfig
 from stretto.post.pipeline import PipelineRecipe
 from stretto.post.suite import RESULT_FILE, Evaluation, read_evaluation
-from stretto.report.evals import compare
+from stretto.report.comparison import compare
 from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.registry import open_source
 from stretto.text.tokenizer import Tokenizer, load_tokenizer

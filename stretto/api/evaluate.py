@@ -45,15 +45,12 @@ from stretto.post.suite import (
 )
 from stretto.post.suite import evaluate as evaluate_suites
 from stretto.post.suites import EvalOptions, SuiteConfig, only_domains, parse_suites, samples_at, suites_of
+from stretto.report.comparison import Comparison, battle_table, comparison_page, comparison_table, domain_lines
+from stretto.report.comparison import compare as compared_by_domain
 from stretto.report.evals import (
-    Comparison,
     asked_table,
-    battle_table,
     chapters_table,
-    comparison_page,
-    comparison_table,
     cost_table,
-    domain_lines,
     evaluation_page,
     overused_table,
     panel_table,
@@ -61,7 +58,6 @@ from stretto.report.evals import (
     score_bars,
     score_table,
 )
-from stretto.report.evals import compare as compared_by_domain
 from stretto.report.page import Page, Plot, Table, Tabled, write_page
 from stretto.text.similar import embeddings, similarity_NN
 from stretto.text.tokenizer import load_tokenizer

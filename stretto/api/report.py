@@ -36,6 +36,7 @@ from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config
 from stretto.model.parallel import device_name, join
 from stretto.model.spec import ModelConfig, Subnet, count, named_subnets
 from stretto.post.pipeline import EVALUATED
+from stretto.report.comparison import comparison_table, read_comparison
 from stretto.report.cost import (
     Control,
     Elasticity,
@@ -45,7 +46,6 @@ from stretto.report.cost import (
     family_table,
     ledger_table,
 )
-from stretto.report.evals import comparison_table, read_comparison
 from stretto.report.page import write_page
 from stretto.report.search import Kept, Load
 from stretto.report.training import Curve, ReportData, Size, headline, report_page, size_table

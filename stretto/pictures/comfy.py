@@ -25,7 +25,9 @@ from websockets.sync.client import ClientConnection, connect
 
 from stretto.base.errors import UserError
 from stretto.pictures.backend import PaintRequest, check_request, png
-from stretto.pictures.comfy_graph import Graph, Kinds, choose, fit, read_kinds, refuse, repair
+from stretto.pictures.comfy_faults import refuse, repair
+from stretto.pictures.comfy_graph import choose, fit
+from stretto.pictures.comfy_kinds import Graph, Kinds, read_kinds
 
 _NAMESPACE: Final = uuid.UUID("8f6b1c9e-6f63-4f8e-9a57-0d3b6b6f5a11")
 _SENDS: Final = 5

@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import copy
 import json
-import math
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from graphlib import CycleError, TopologicalSorter
 from importlib import resources
 from pathlib import PurePosixPath
 from typing import Any, Final
 
 from stretto.base.errors import UserError, nearest
 from stretto.pictures.backend import Control, Lora, PaintRequest
-
-Graph = dict[str, dict[str, Any]]
+from stretto.pictures.comfy_faults import faults, refuse
+from stretto.pictures.comfy_kinds import SEEDS, WIDGETS, Graph, Kind, Kinds, active_fields, is_link, match_name
 
 TEMPLATES: Final = (
     "image_ernie_image",
@@ -38,11 +35,6 @@ TEMPLATES: Final = (
 """Text-to-image templates in order of preference. The last one runs with any checkpoint that contains a text encoder."""
 _PLAIN: Final = TEMPLATES[-1]
 
-_WIDGETS: Final = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
-"""Types of inputs that take a value in the editor. All other types take links only."""
-_ANY, _BY_OPTION, _REPEATED = "COMFY_MATCHTYPE_V3", "COMFY_DYNAMICCOMBO_V3", "COMFY_AUTOGROW_V3"
-"""Dynamic types: any type that all such inputs of the node share; options that bring inputs of their own, named ``input.part``; and an input
-that is repeated as ``input.name0``, ``input.name1`` …"""
 _SEED_CONTROLS: Final = ("fixed", "increment", "decrement", "randomize")
 """Values that the editor stores after a seed and does not send to the server."""
 _MUTED, _BYPASSED = 2, 4
@@ -54,101 +46,7 @@ _CONSTANTS: Final = (
     "PrimitiveString",
     "PrimitiveStringMultiline",
 )
-_SEEDS: Final = ("seed", "noise_seed")
 _NO_PLACE: Final = "this template has no input for it; leave it out, or choose another template"
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """An input of a kind of node. Written by `read_kinds`."""
-
-    name: str
-    kind: str
-    """Type. ``COMBO``: one of ``options``; ``*``: any type; alternatives are joined by commas."""
-    is_required: bool
-    options: tuple[Any, ...] = ()
-    least: float = -math.inf
-    most: float = math.inf
-    step: float | None = None
-    default: Any = None
-    is_upload: bool = False
-    """Whether the value names an uploaded file, which need not be among ``options``."""
-    has_control: bool = False
-    is_socket: bool = False
-    """Whether it takes a link only, although its type has a value in the editor."""
-    parts: Mapping[Any, tuple[Field, ...]] = field(default_factory=dict)
-    """Further inputs of the node by the option that brings them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of node that a server has. Written by `read_kinds`."""
-
-    fields: Mapping[str, Field]
-    outputs: tuple[str, ...]
-    is_output: bool
-
-
-Kinds = Mapping[str, Kind]
-
-
-def read_kinds(info: Any, where: str) -> dict[str, Kind]:
-    """The kinds of node in an answer of ``/object_info``. Raises `UserError`: the answer has another form."""
-    try:
-        return {name: _kind(entry) for name, entry in info.items()}
-    except (AttributeError, KeyError, TypeError, IndexError, ValueError) as error:
-        problem = f"/object_info is not as ComfyUI documents it ({type(error).__name__}: {error})"
-        raise UserError(f"{where}: {problem}; is this a ComfyUI server?") from None
-
-
-def _kind(entry: Mapping[str, Any]) -> Kind:
-    fields = {field.name: field for field in _fields(entry["input"])}
-    outputs = ("COMBO" if isinstance(output, list) else "*" if output == _ANY else output for output in entry["output"])
-    return Kind(fields, tuple(outputs), bool(entry.get("output_node")))
-
-
-def _fields(inputs: Mapping[str, Mapping[str, Any]], prefix: str = "") -> Iterator[Field]:
-    for part in ("required", "optional"):
-        for key, spec in inputs.get(part, {}).items():
-            if spec[0] != _REPEATED:
-                yield _field(prefix + key, spec, part == "required")
-                continue
-            template = spec[1]["template"]
-            names = template.get("names") or [f"{template['prefix']}{number}" for number in range(template["max"])]
-            of, repeated = next((of, each) for of, specs in template["input"].items() for each in specs.values())
-            for number, name in enumerate(names):
-                yield _field(f"{prefix}{key}.{name}", repeated, of == "required" and number < template.get("min", 0))
-
-
-def _active(fields: Iterable[Field], values: Mapping[str, Any]) -> Iterator[Field]:
-    """``fields``, each followed by the inputs that its value brings. ``values`` may be filled meanwhile."""
-    for entry in fields:
-        yield entry
-        value = values.get(entry.name)
-        yield from _active(entry.parts.get(value, ()) if isinstance(value, str) else (), values)
-
-
-def _field(name: str, spec: Sequence[Any], is_required: bool) -> Field:
-    kind, config = spec[0], spec[1] if len(spec) > 1 else {}
-    options = kind if isinstance(kind, list) else config.get("options", []) if kind in ("COMBO", _BY_OPTION) else []
-    parts = {}
-    if kind == _BY_OPTION:
-        parts = {option["key"]: tuple(_fields(option["inputs"], f"{name}.")) for option in options}
-        options = list(parts)
-    return Field(
-        name=name,
-        kind="COMBO" if isinstance(kind, list) or parts else "*" if kind == _ANY else kind,
-        is_socket=bool(config.get("forceInput")),
-        parts=parts,
-        is_required=is_required,
-        options=tuple(options),
-        least=float(config.get("min", -math.inf)),
-        most=float(config.get("max", math.inf)),
-        step=config.get("step") if kind == "INT" else None,
-        default=config.get("default"),
-        is_upload=bool(config.get("image_upload")),
-        has_control=bool(config.get("control_after_generate")),
-    )
 
 
 # --- conversion from the editor's format ---------------------------------------------------------------------------------------------------
@@ -253,10 +151,10 @@ def _widget_values(node: Mapping[str, Any], kind: Kind | None) -> dict[str, Any]
     if isinstance(values, Mapping) or kind is None:
         return dict(values) if isinstance(values, Mapping) else {}
     named, left = dict[str, Any](), list(values)
-    for entry in _active(kind.fields.values(), named):
-        if entry.kind in _WIDGETS and not entry.is_socket and left:
+    for entry in active_fields(kind.fields.values(), named):
+        if entry.kind in WIDGETS and not entry.is_socket and left:
             named[entry.name] = left.pop(0)
-            if (entry.has_control or entry.name in _SEEDS) and left and left[0] in _SEED_CONTROLS:
+            if (entry.has_control or entry.name in SEEDS) and left and left[0] in _SEED_CONTROLS:
                 left.pop(0)
     return named
 
@@ -277,10 +175,6 @@ def _fold(graph: Graph) -> None:
 
 
 # --- fitting to a request -------------------------------------------------------------------------------------------------------
-
-
-def is_link(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and type(value[1]) is int
 
 
 def base_graph(template: str, kinds: Kinds, checkpoint: str = "") -> Graph:
@@ -363,7 +257,7 @@ def fit(graph: Graph, kinds: Kinds, request: PaintRequest, references: Sequence[
     sized = [key for key, node in graph.items() if {"width", "height"} <= node["inputs"].keys()]
     editor.put("width", sized, ["width"], request.width)
     editor.put("height", sized, ["height"], request.height)
-    editor.put("seed", list(graph), _SEEDS, request.seed)
+    editor.put("seed", list(graph), SEEDS, request.seed)
     if request.steps is not None:
         is_split = any("start_at_step" in node["inputs"] for node in graph.values())
         editor.put("steps", [] if is_split else list(graph), ["steps"], request.steps)
@@ -480,7 +374,7 @@ class _Editor:
         picture: list[Any] = [f"{key}-image", 0]
         self.graph[f"{key}-image"] = {"class_type": "LoadImage", "inputs": {"image": image}}
         if kind == "canny" and "Canny" in self.kinds:
-            values = {name: each.default for name, each in self.kinds["Canny"].fields.items() if each.kind in _WIDGETS}
+            values = {name: each.default for name, each in self.kinds["Canny"].fields.items() if each.kind in WIDGETS}
             self.graph[f"{key}-edges"] = {"class_type": "Canny", "inputs": {**values, "image": picture}}
             picture = [f"{key}-edges", 0]
         self.graph[f"{key}-net"] = {"class_type": "ControlNetLoader", "inputs": {"control_net_name": fitting[0]}}
@@ -495,152 +389,3 @@ class _Editor:
             inputs["vae"] = decoders[0]
         self.graph[key] = {"class_type": apply, "inputs": inputs}
         sampler["positive"], sampler["negative"] = [key, 0], [key, 1]
-
-
-def match_name(name: str, known: Sequence[str]) -> str | None:
-    """The entry of ``known`` that ``name`` denotes: the same path, or else the only one with this file name or stem. None: there is none."""
-    paths = [PurePosixPath(option.replace("\\", "/").casefold()) for option in known]
-    wanted = PurePosixPath(name.replace("\\", "/").casefold())
-    by_name = [option for option, path in zip(known, paths, strict=True) if path.name == wanted.name]
-    by_stem = [option for option, path in zip(known, paths, strict=True) if path.stem == wanted.stem]
-    found = next((each for each in (by_name, by_stem) if len(each) == 1), [None])
-    return name if name in known else found[0]
-
-
-# --- checking and repairing -----------------------------------------------------------------------------------------------------
-
-
-def refuse(graph: Any, kinds: Kinds, where: str) -> None:
-    """Raises `UserError` with the first of `faults` and the number of the others."""
-    found = faults(graph, kinds)
-    if found:
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise UserError(f"{where}: {found[0]}{more}; nothing was sent")
-
-
-def faults(graph: Any, kinds: Kinds) -> list[str]:
-    """Reasons why the server would refuse ``graph``, fail on it later, or silently do something else."""
-    if not isinstance(graph, dict) or not graph:
-        return ["the graph has no nodes"]
-    found = []
-    for key, node in graph.items():
-        inputs = node.get("inputs") if isinstance(node, dict) else None
-        if not isinstance(key, str) or not isinstance(inputs, dict) or not isinstance(node.get("class_type"), str):
-            found.append(f"node {key!r}: must be an object with class_type and inputs, and its name a string")
-        elif node["class_type"] not in kinds:
-            found.append(f"node {key}: the server has no {node['class_type']}{nearest(node['class_type'], kinds)}")
-    if found:
-        return found
-    for key, node in graph.items():
-        found += [f"node {key} ({node['class_type']}): {problem}" for problem in _node_faults(graph, kinds, node)]
-    if not any(kinds[node["class_type"]].is_output for node in graph.values()):
-        found.append("no node is an output node")
-    if cycle := _cycle(graph):
-        found.append(f"node {cycle}: the node depends on its own result")
-    return found
-
-
-def _node_faults(graph: Graph, kinds: Kinds, node: Mapping[str, Any]) -> Iterator[str]:
-    own = kinds[node["class_type"]].fields.values()
-    fields = {entry.name: entry for entry in _active(own, node["inputs"])}
-    for name, entry in fields.items():
-        if entry.is_required and name not in node["inputs"]:
-            yield f"{name} is missing"
-    for name, value in node["inputs"].items():
-        if name not in fields:  # the server would ignore it without an error
-            yield f"there is no input {name}{nearest(name, fields)}"
-            continue
-        problem = (
-            _link_fault(graph, kinds, value, fields[name])
-            if isinstance(value, list)
-            else _value_fault(kinds, value, fields[name])
-        )
-        if problem:
-            yield f"{name}: {problem}"
-
-
-def _link_fault(graph: Graph, kinds: Kinds, value: list[Any], entry: Field) -> str | None:
-    if not is_link(value):
-        return f"{value!r} is not a link [node, output]"
-    if value[0] not in graph:
-        return f"node {value[0]} does not exist"
-    outputs = kinds[graph[value[0]]["class_type"]].outputs
-    if not 0 <= value[1] < len(outputs):
-        return f"node {value[0]} has no output {value[1]}"
-    given = outputs[value[1]]
-    if "*" not in (given, entry.kind) and not set(given.split(",")) & set(entry.kind.split(",")):
-        return f"takes {entry.kind}, and output {value[1]} of node {value[0]} is {given}"
-    return None
-
-
-def _value_fault(kinds: Kinds, value: Any, entry: Field) -> str | None:
-    if entry.kind == "COMBO":
-        if value in entry.options or (entry.is_upload and isinstance(value, str) and value):
-            return None
-        if not entry.options:
-            return "the server has no options for it"
-        return f"the server has no {value!r}{nearest(str(value), map(str, entry.options))}"
-    if entry.kind in ("STRING", "BOOLEAN"):
-        wanted = str if entry.kind == "STRING" else bool
-        return None if isinstance(value, wanted) else f"{value!r} is not {'text' if wanted is str else 'true or false'}"
-    if entry.kind not in ("INT", "FLOAT"):
-        is_socket = any(entry.kind in kind.outputs for kind in kinds.values())
-        return f"takes {entry.kind} from another node, not a value" if is_socket else None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return f"{value!r} is not a number"
-    if entry.kind == "INT" and not isinstance(value, int):
-        return f"{value} is not a whole number"
-    if not entry.least <= value <= entry.most:
-        return f"{value} is not between {entry.least:g} and {entry.most:g}"
-    if entry.step and entry.name in ("width", "height") and value % entry.step:
-        return f"{value} is not a multiple of {entry.step:g}"
-    return None
-
-
-def _cycle(graph: Graph) -> str | None:
-    """A node on a cycle; None: the graph has none."""
-    needs = {key: {each[0] for each in node["inputs"].values() if is_link(each)} for key, node in graph.items()}
-    try:
-        TopologicalSorter(needs).prepare()
-    except CycleError as error:
-        return str(error.args[1][0])
-    return None
-
-
-def repair(graph: Graph, node_errors: Mapping[str, Any]) -> tuple[Graph, list[str]]:
-    """A copy of ``graph`` in which those ``node_errors`` of a server are corrected that have one correction, and a note for each.
-
-    Corrected are a file in another folder of the same name, a number out of range, and a missing value with a default, since these differ
-    between server versions. Text, size and seed of the request are never changed.
-    """
-    graph, notes = copy.deepcopy(graph), []
-    for key, report in node_errors.items():
-        for error in report.get("errors", []) if isinstance(report, Mapping) else []:
-            extra = error.get("extra_info") or {}
-            name = extra.get("input_name")
-            if key not in graph or not isinstance(name, str) or name in ("width", "height", "text", *_SEEDS):
-                continue
-            entry = _field(name, extra.get("input_config") or ["*"], True)
-            old = graph[key]["inputs"].get(name)
-            new = _mended(str(error.get("type")), old, entry)
-            if new is not None and new != old:
-                graph[key]["inputs"][name] = new
-                notes.append(f"node {key} ({graph[key]['class_type']}): {name} became {new!r}, it was {old!r}")
-    return graph, notes
-
-
-def _mended(problem: str, value: Any, entry: Field) -> Any:
-    if problem == "value_not_in_list":
-        return match_name(str(value), [option for option in entry.options if isinstance(option, str)])
-    if problem in ("value_smaller_than_min", "value_bigger_than_max"):
-        bound = entry.least if problem == "value_smaller_than_min" else entry.most
-        return None if not math.isfinite(bound) else int(bound) if entry.kind == "INT" else bound
-    if problem == "required_input_missing":
-        return entry.default if entry.default is not None else next(iter(entry.options), None)
-    if (
-        problem == "invalid_input_type"
-        and entry.kind in ("INT", "FLOAT")
-        and re.fullmatch(r"-?\d+(\.\d+)?", str(value))
-    ):
-        return round(float(value)) if entry.kind == "INT" else float(value)
-    return None

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from stretto.post.suite import RESULT_FILE
-from stretto.report.evals import compare, comparison_table, read_comparison
+from stretto.report.comparison import compare, comparison_table, read_comparison
 from tests.api.conftest import Run, refused
 from tests.report.test_evals import evaluation
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from stretto.pictures.comfy_graph import Graph
+from stretto.pictures.comfy_kinds import Graph
 from tests.pictures.comfy_double import MODELS
 
 Spoil = Callable[[Graph], Any]

@@ -12,17 +12,9 @@ pytest.importorskip("comfyui_workflow_templates_json")
 
 from stretto.base.errors import UserError
 from stretto.pictures.backend import Control, Lora, PaintRequest
-from stretto.pictures.comfy_graph import (
-    TEMPLATES,
-    base_graph,
-    choose,
-    faults,
-    fit,
-    flatten,
-    read_kinds,
-    read_template,
-    repair,
-)
+from stretto.pictures.comfy_faults import faults, repair
+from stretto.pictures.comfy_graph import TEMPLATES, base_graph, choose, fit, flatten, read_template
+from stretto.pictures.comfy_kinds import read_kinds
 from tests.pictures.comfy_double import object_info, validate
 from tests.pictures.malformed_graphs import MALFORMED, MORE, key_of
 

@@ -16,7 +16,7 @@ from stretto.evals.battles import Battles
 from stretto.post.battle import battle
 from stretto.post.suite import RESULT_FILE, Evaluation
 from stretto.post.suite_samples import SAMPLES_FILE, Sample
-from stretto.report.evals import battle_table
+from stretto.report.comparison import battle_table
 from stretto.tasks.judge import JudgedSource, JudgeFailed, ScriptedJudge
 from tests.report.test_evals import evaluation
 

@@ -12,21 +12,16 @@ from rich.console import Console
 from stretto.base.errors import UserError
 from stretto.evals.scores import Interval, flip_p, holm
 from stretto.post.suite import Cost, DomainResult, Evaluation
-from stretto.report.evals import (
+from stretto.report.comparison import (
     Comparison,
-    answers_table,
-    asked_table,
-    baseline_table,
     compare,
     compared_answers,
     comparison_page,
     comparison_table,
-    cost_table,
     domain_lines,
-    evaluation_page,
-    score_table,
     stage_table,
 )
+from stretto.report.evals import answers_table, asked_table, baseline_table, cost_table, evaluation_page, score_table
 from stretto.report.page import Table, write_page
 
 SOME = Interval(0.25, 0.125, 0.5)

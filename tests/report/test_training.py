@@ -24,7 +24,7 @@ from stretto.base.records import (
     family,
     ledger,
 )
-from stretto.report.evals import compare
+from stretto.report.comparison import compare
 from stretto.report.page import PAGE, REPORT_FOLDER, Section, render, to_png, write_page
 from stretto.report.search import Kept, Load
 from stretto.report.training import (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stretto.engine.async_engine import AsyncEngine
-from stretto.pictures.comfy_graph import read_kinds
+from stretto.pictures.comfy_kinds import read_kinds
 from stretto.server.elastic import ServedModel
 from stretto.server.server import ServeSettings
 from tests.server.live import live

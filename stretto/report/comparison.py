@@ -1,0 +1,424 @@
+"""Paired comparison of models: differences with intervals, and its report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from stretto.base.config import differences
+from stretto.base.errors import UserError
+from stretto.base.numbers import counted, percent, rounded, si
+from stretto.base.records import git_commit
+from stretto.evals.battles import Battles
+from stretto.evals.scores import LEVEL, Interval, Norm, flip_p, holm, judged, mean_interval, norm, retention
+from stretto.post.pipeline import COMPARISON_FILE
+from stretto.post.suite import Evaluation, read_result
+from stretto.report import style
+from stretto.report.cells import (
+    DIVERSITY,
+    INFRA,
+    INTERVALS,
+    MEASURE_NAMES,
+    STAR,
+    ends_text,
+    interval_text,
+    measures_of,
+    number_cell,
+    share_cell,
+    signed_points,
+    strongest_baseline,
+)
+from stretto.report.page import NOTHING, Cell, Page, Section, Table
+from stretto.report.style import BLUE, INK, LABEL_PT, MUTED, SERIES, Label
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Models on the same problems. Written by `compare`."""
+
+    models: list[str]
+    reference: int
+    """Index of the reference model: the others are compared with it, and teachers were trained from it."""
+    scores: dict[str, list[Interval]]
+    """Scores by domain, one per model."""
+    differences: dict[str, list[Interval]]
+    """Paired differences to the reference, by domain, one per model."""
+    p_values: dict[str, list[float]]
+    """p values of these differences: paired permutation test, corrected with Holm's method over all of them; 1 for the reference."""
+    means: list[Interval]
+    """Mean score over domains, one per model."""
+    mean_differences: list[Interval]
+    """Paired difference of the means to the reference's, one per model."""
+    kept: list[Interval]
+    """Retention: mean over domains of score / the reference's score; undetermined where the latter may be 0."""
+    previous: list[int | None]
+    """Index of the stage before, one per model: its nearest ancestor among the models. None: no ancestor is among them."""
+    changes: dict[str, list[Interval | None]]
+    """Paired differences to the stage before, by domain, one per model."""
+    mean_changes: list[Interval | None]
+    """Paired difference of the means to the stage before, one per model."""
+    answers: dict[str, list[float | None]]
+    """Mean over domains of each measure of answers, by name; None: its similarity is not that of the first model."""
+    baselines: dict[str, tuple[str, Interval]]
+    """By domain: name and score of the best trivial baseline; domains without one are left out."""
+    teachers: dict[str, tuple[str, Interval]]
+    """By domain: name and score of its teacher."""
+    norms: list[Norm | None]
+    """Normalised score of each model; None where it is not defined."""
+    refusal: str
+    """Why there is no normalised score; empty: there is one."""
+    flops_per_token: list[float]
+    flops_per_task: list[float]
+    """Mean over domains, one per model."""
+    num_infra: list[int]
+    """Samples without a verdict (infrastructure errors), one number per model."""
+    battles: Battles | None = None
+
+    def significant(self, place: int) -> list[str]:
+        """Domains in which a model differs significantly from the reference."""
+        return [name for name, each in self.p_values.items() if each[place] < 1 - LEVEL]
+
+    @property
+    def worst(self) -> list[str]:
+        """Domain with the smallest difference to the reference, one per model."""
+        gains = self.differences
+        return [min(gains, key=lambda name: gains[name][place].value) for place in range(len(self.models))]
+
+
+def compare(
+    models: Sequence[Evaluation], teachers: Mapping[str, Evaluation], seed: int = 0, reference: int = 0
+) -> Comparison:
+    """Compare ``models`` on the problems that all of them and the domain's teacher answered.
+
+    Args:
+        teachers: by domain.
+        reference: index of the model that the others are compared with.
+
+    Raises:
+        UserError: a teacher of an unknown domain, or evaluations with different settings or without common problems.
+    """
+    names = [name for name in models[0].domains if all(name in model.domains for model in models)]
+    if absent := sorted(set(teachers) - set(names)):
+        raise UserError(f"--teacher {absent[0]}: no such domain in all evaluations; they have {', '.join(names)}")
+    values = {}
+    for name in names:
+        rows = [*models, *([teachers[name]] if name in teachers else [])]
+        for other in rows[1:]:
+            _check_asked(name, rows[0], other)
+        known = [dict(zip(each.domains[name].items, each.domains[name].values, strict=True)) for each in rows]
+        items = [item for item in known[0] if all(item in each for each in known)]
+        values[name] = judged(name, np.array([[each[item] for item in items] for each in known], np.float64))
+    places = range(len(models))
+    others = [place for place in places if place != reference]
+    tests = [(name, place) for name in names for place in others]
+    raw = [flip_p(values[name][place] - values[name][reference], seed=seed) for name, place in tests]
+    p_values = {name: [1.0] * len(models) for name in names}
+    for (name, place), p in zip(tests, holm(raw), strict=True):
+        p_values[name][place] = p
+    scores = {name: [mean_interval({name: x_P}, seed) for x_P in values_MP] for name, values_MP in values.items()}
+    previous, refusal = [_previous(place, models) for place in places], ""
+    norms: list[Norm | None] = [None] * len(models)
+    if teachers:
+        try:
+            norms = [norm(values, place, reference, dict.fromkeys(teachers, len(models)), seed) for place in places]
+        except UserError as refused:
+            refusal = str(refused)
+
+    def difference(domains: Sequence[str], place: int, other: int) -> Interval:
+        gains = {name: values[name][place] - values[name][other] for name in domains}
+        return mean_interval(gains, seed, bounds=(-1.0, 1.0))
+
+    def changes(domains: Sequence[str]) -> list[Interval | None]:
+        return [None if before is None else difference(domains, place, before) for place, before in enumerate(previous)]
+
+    return Comparison(
+        models=[model.name for model in models],
+        reference=reference,
+        scores={name: scores[name][: len(models)] for name in names},
+        differences={name: [difference([name], place, reference) for place in places] for name in names},
+        p_values=p_values,
+        means=[mean_interval({name: values[name][place] for name in names}, seed) for place in places],
+        mean_differences=[difference(names, place, reference) for place in places],
+        kept=[retention(values, place, reference, seed) for place in places],
+        previous=previous,
+        changes={name: changes([name]) for name in names},
+        mean_changes=changes(names),
+        answers={measure: _answers(measure, models, names) for measure in MEASURE_NAMES},
+        baselines={name: best for name in names if (best := strongest_baseline(models[reference].domains[name]))},
+        teachers={name: (teachers[name].name, scores[name][-1]) for name in teachers},
+        norms=norms,
+        refusal=refusal,
+        flops_per_token=[model.cost.flops_per_token for model in models],
+        flops_per_task=[float(np.mean([model.domains[name].flops for name in names])) for model in models],
+        num_infra=[sum(model.domains[name].num_infra for name in names) for model in models],
+    )
+
+
+def _previous(place: int, models: Sequence[Evaluation]) -> int | None:
+    """Index of the nearest ancestor of a model among ``models``, by their lineages; None: there is none."""
+    ancestors = models[place].stages[:-1]
+    found = [
+        (ancestors.index(each.stages[-1]), -at)
+        for at, each in enumerate(models)
+        if each.stages[-1:] and each.stages[-1] in ancestors
+    ]
+    return -max(found)[1] if found else None
+
+
+def read_comparison(out: Path) -> Comparison | None:
+    """The comparison that `stretto compare` wrote to ``out``; None: there is none. Raises `UserError`: it is not readable."""
+    path = out / COMPARISON_FILE
+    return read_result(path, Comparison, f"stretto compare … -o {out}") if path.is_file() else None
+
+
+def _answers(measure: str, models: Sequence[Evaluation], names: Sequence[str]) -> list[float | None]:
+    means: list[float | None] = []
+    for model in models:
+        values = [own[measure] for name in names if measure in (own := measures_of(model.domains[name]))]
+        is_like = measure not in ("vendi", "clusters") or model.asked.get("embed") == models[0].asked.get("embed")
+        means.append(float(np.mean(values)) if len(values) == len(names) and is_like else None)
+    return means
+
+
+def _check_asked(name: str, first: Evaluation, other: Evaluation) -> None:
+    """Raises `UserError`: the two evaluations of the domain ``name`` have different settings."""
+    if name not in other.domains:
+        raise UserError(f"{other.name}: {name}: not evaluated; evaluate it with the same --suite")
+    settings = []
+    for each in (first, other):
+        suite = dict(each.asked["suites"][each.domains[name].suite])
+        settings.append(suite | {"sources": suite["sources"][name], "problems": 0, "samples": 0})
+    if differs := differences(*settings):
+        field, (before, after) = next(iter(differs.items()))
+        raise UserError(
+            f"{other.name}: {name}: {field} was {after!r}, of {first.name} {before!r}; evaluate both with the same settings"
+        )
+
+
+def comparison_table(found: Comparison) -> Table:
+    """Scores by domain (rows) and model (columns), with the domain's teacher and the trivial baseline."""
+    reference, reference_name = found.reference, found.models[found.reference]
+    beside = {"Teacher": found.teachers, "Trivial baseline": found.baselines}
+    beside = {title: scores for title, scores in beside.items() if scores}
+    rest = [NOTHING] * len(beside)
+    rows = []
+    for name, scores in found.scores.items():
+        notes = _gains(found, found.differences[name], found.p_values[name])
+        last = [share_cell(each[name][1], each[name][0]) if name in each else NOTHING for each in beside.values()]
+        rows.append((Cell(name), *map(share_cell, scores, notes), *last))
+
+    def total(label: str, note: str, cells: Iterable[Cell]) -> tuple[Cell, ...]:
+        """A row with values for the models after the reference only."""
+        later = [cell if place > reference else NOTHING for place, cell in enumerate(cells)]
+        return (Cell(label, note=note), *later, *rest)
+
+    totals = [
+        (Cell("Mean of domains"), *map(share_cell, found.means, _gains(found, found.mean_differences)), *rest),
+        total("Retention", f"of {reference_name}'s score, mean of domains", map(share_cell, found.kept)),
+        total("Worst domain", "by its difference", map(Cell, found.worst)),
+    ]
+    if any(found.norms):
+        totals.append(total("Normalised score", "share of the teachers' gain", map(_lead, found.norms)))
+        totals.append(total("Worst normalised score", "and its domain", map(_least_lead, found.norms)))
+    totals.append((Cell("FLOPs per task"), *[Cell(si(each, "FLOPs"), each) for each in found.flops_per_task], *rest))
+    totals.append((Cell("Infra errors"), *[Cell(f"{num}", num) for num in found.num_infra], *rest))
+    columns = ("Domain", *found.models, *beside)
+    note = f"{INTERVALS} {INFRA} Differences are paired, in points, to {reference_name}; {STAR}: significant (permutation test, Holm)."
+    return Table("Scores by domain", columns, tuple(rows), tuple(totals), f"{note} {found.refusal}".strip())
+
+
+def _stage_measures(found: Comparison) -> dict[str, list[float | None]]:
+    """Normalised score and diversity of every model, by printed name: a fall is a loss."""
+    norms = [None if each is None else each.mean.value for each in found.norms]
+    return {"normalised score": norms} | {MEASURE_NAMES[name]: found.answers[name] for name in DIVERSITY}
+
+
+def stage_table(found: Comparison) -> Table:
+    """Change of every model against the stage before it: scores by domain, normalised score, and diversity of answers."""
+    stages = [(place, before) for place, before in enumerate(found.previous) if before is not None]
+
+    def row(label: str, gains: Sequence[Interval | None]) -> tuple[Cell, ...]:
+        known = [gain for gain in gains if gain is not None]
+        texts = [signed_points(gain).split(" ", 1) for gain in known]
+        return (Cell(label), *(Cell(text, gain.value, note) for gain, (text, note) in zip(known, texts, strict=True)))
+
+    totals = [row("Mean of domains", found.mean_changes)]
+    for label, values in _stage_measures(found).items():
+        cells = []
+        for place, before in stages:
+            old, new = values[before], values[place]
+            if old is None or new is None:
+                cells.append(NOTHING)
+            else:
+                cells.append(Cell(f"{rounded(old)} → {rounded(new)}", new - old))
+        if any(cell is not NOTHING for cell in cells):
+            totals.append((Cell(label), *cells))
+    columns = ("Domain", *(f"{found.models[place]} after {found.models[before]}" for place, before in stages))
+    note = f"Scores: paired differences to the stage before, in points, with {percent(LEVEL)} confidence intervals."
+    rows = tuple(row(name, gains) for name, gains in found.changes.items())
+    return Table("Change by stage", columns, rows, tuple(totals), note)
+
+
+def losses(found: Comparison) -> str:
+    """Every loss against the stage before, in words: scores, normalised score and diversity. Empty without stages."""
+    sentences = []
+    for place, before in enumerate(found.previous):
+        if before is None:
+            continue
+        gains = {name: each[place] for name, each in found.changes.items()}
+        worse = [
+            f"{name} {signed_points(gain)} points" for name, gain in gains.items() if gain and round(gain.value, 3) < 0
+        ]
+        for label, values in _stage_measures(found).items():
+            old, new = values[before], values[place]
+            if old is not None and new is not None and new < old and rounded(new) != rounded(old):
+                worse.append(f"{label} from {rounded(old)} to {rounded(new)}")
+        if worse:
+            sentences.append(f"{found.models[place]} loses against {found.models[before]}: {'; '.join(worse)}.")
+    if not sentences and any(before is not None for before in found.previous):
+        sentences.append("No stage loses against the stage before.")
+    return " ".join(sentences)
+
+
+def _gains(found: Comparison, gains: Sequence[Interval], p_values: Sequence[float] = ()) -> list[str]:
+    stars = [f" {STAR}" if p < 1 - LEVEL else "" for p in p_values] or [""] * len(gains)
+    texts = [f"{signed_points(gain)}{star}" for gain, star in zip(gains, stars, strict=True)]
+    return ["" if place == found.reference else text for place, text in enumerate(texts)]
+
+
+def battle_table(found: Battles) -> Table:
+    """Win rates of each model against the others, and Bradley-Terry strengths."""
+    even = found.controlled or []
+    rows = [
+        (Cell(name), _elo(strength), *map(share_cell, rates), *([_elo(even[at])] if even else []))
+        for at, (name, strength, rates) in enumerate(zip(found.models, found.strengths, found.rates, strict=True))
+    ]
+    verdicts = found.verdicts
+    note = f"{verdicts.num} comparisons over {found.num_problems} problems, each in both orders"
+    note += f"; {percent(verdicts.contradicted)} contradictory verdicts, counted as ties"
+    if found.itself:
+        note += (
+            f"; win rate of the reference against itself {percent(found.itself.value)} ({interval_text(found.itself)})"
+        )
+    note += f"; {verdicts.num_infra} infrastructure errors. Strength: Bradley-Terry in Elo points; 400 points are a win rate of 10 to 1."
+    if even:
+        worth = ", ".join(f"{name} {_points(each.value)}" for name, each in found.effects.items())
+        note += f" Controlled: strength after controlling for length and layout; effect on this judge: {worth} points."
+    columns = ("Model", "Strength", *(f"against {name}" for name in found.models), *(["Controlled"] if even else []))
+    return Table("Win rates", columns, tuple(rows), (), note)
+
+
+def _elo(found: Interval) -> Cell:
+    if not math.isfinite(found.low + found.high):
+        return Cell("undetermined", found.value)
+    return Cell(_points(found.value), found.value, ends_text(found, _points) if found.low != found.high else "")
+
+
+def _points(value: float) -> str:
+    return f"{value:+.0f}".replace("-", "−")
+
+
+def _lead(found: Norm | None) -> Cell:
+    return (
+        NOTHING if found is None else Cell(rounded(found.mean.value), found.mean.value, ends_text(found.mean, rounded))
+    )
+
+
+def _least_lead(found: Norm | None) -> Cell:
+    return NOTHING if found is None else Cell(rounded(found.domains[found.worst].value), note=found.worst)
+
+
+def compared_answers(found: Comparison) -> Table:
+    """Diversity, entropy and length of the answers of every model."""
+    rows = [(Cell(MEASURE_NAMES[measure]), *map(number_cell, values)) for measure, values in found.answers.items()]
+    return Table("Answers, mean of domains", ("", *found.models), tuple(rows))
+
+
+def domain_lines(found: Comparison) -> Figure:
+    """Score of each domain over the models; the score of the domain's teacher is dashed."""
+    figure = style.blank(10.0, 5.6)
+    axes = style.dress(figure.subplots(), "Scores by domain", "", "score, %", grid="y")
+    ends = []
+    for place, (name, scores) in enumerate(found.scores.items()):
+        colour, x = SERIES[place % len(SERIES)], np.arange(len(scores)) + 0.03 * place
+        y = np.array([100 * score.value for score in scores])
+        spread = np.array([[score.value - score.low, score.high - score.value] for score in scores]).T * 100
+        axes.errorbar(x, y, spread, color=colour, marker="o", linewidth=2.0, elinewidth=1.0, capsize=3)
+        if name in found.teachers:
+            axes.axhline(100 * found.teachers[name][1].value, color=colour, linewidth=1.0, linestyle=(0, (5, 4)))
+        ends.append(Label(x[-1], y[-1], name, colour))
+    axes.set_xticks(range(len(found.models)), found.models, fontsize=LABEL_PT, color=INK, parse_math=False)
+    axes.margins(x=0.08)
+    style.subtitle(
+        axes,
+        [f"bars: {percent(LEVEL)} confidence intervals", *(["dashed: the domain's teacher"] if found.teachers else [])],
+    )
+    style.name_ends((axes, ends))
+    return figure
+
+
+def score_by_cost(found: Comparison) -> Figure:
+    """Score of each domain, and the mean of all, over the FLOPs per token."""
+    figure = style.blank(9.0, 5.4)
+    axes = style.dress(figure.subplots(), "Score over size", "FLOPs per token", "score, %")
+    x, y = found.flops_per_token, [100 * mean.value for mean in found.means]
+    order, ends = np.argsort(x), []
+    for place, (name, scores) in enumerate(found.scores.items()) if len(found.scores) > 1 else ():
+        each, colour = [100 * scores[model].value for model in order], SERIES[place % len(SERIES)]
+        axes.plot([x[model] for model in order], each, color=colour, marker=".", linewidth=1.2, alpha=0.7)
+        ends.append(Label(max(x), each[-1], name, colour))
+    spread = [[100 * (mean.value - mean.low), 100 * (mean.high - mean.value)] for mean in found.means]
+    axes.errorbar(x, y, np.transpose(spread), color=BLUE, ecolor=MUTED, fmt="o", markersize=8, capsize=3)
+    style.log_ticks(axes, min(x), max(x))
+    style.subtitle(axes, [f"points: mean of domains, {percent(LEVEL)} confidence intervals"])
+    style.place_labels(axes, [Label(*each) for each in zip(x, y, found.models, strict=True)])
+    style.name_ends((axes, ends))
+    return figure
+
+
+def comparison_headline(found: Comparison) -> str:
+    last = len(found.models) - 1
+    worst = found.differences[found.worst[last]][last]
+    was, now = (percent(found.means[place].value) for place in (found.reference, last))
+    headline = (
+        f"{found.models[last]} scores {now}, {found.models[found.reference]} {was}; its worst domain is {found.worst[last]}, "
+        f"{signed_points(worst)} points."
+    )
+    if last != found.reference:
+        headline += f" Significant differences: {', '.join(found.significant(last)) or 'no domain'}, of {counted(len(found.scores), 'domain')}."
+    if (mean := found.norms[last]) is not None:
+        headline += f" Its normalised score is {rounded(mean.mean.value)} of its teachers' gain, {rounded(mean.domains[mean.worst].value)} in {mean.worst}."
+    scores = {name: (found.scores[name][last], best.value) for name, (_, best) in found.baselines.items()}
+    below = [name for name, (score, best) in scores.items() if score.value < best]
+    if below:
+        headline += f" Below the trivial baseline: {', '.join(below)}."
+    idle = [name for name, (score, best) in scores.items() if score.low <= best and name not in below]
+    if idle:
+        headline += f" Not clearly above the trivial baseline: {', '.join(idle)}."
+    return f"{headline} {losses(found)}".rstrip()
+
+
+def domains_section(found: Comparison) -> Section:
+    stages = [stage_table(found)] if any(before is not None for before in found.previous) else []
+    return Section(
+        "domains",
+        "Scores by domain",
+        f"{comparison_headline(found)} {found.refusal}".strip(),
+        lambda: domain_lines(found),
+        "Line plot of each domain's score over the models, with 95 % confidence intervals; the teacher's score is dashed.",
+        (comparison_table(found), *stages, compared_answers(found)),
+    )
+
+
+def comparison_page(found: Comparison) -> Page:
+    headline, sections = comparison_headline(found), [domains_section(found)]
+    if len(set(found.flops_per_token)) > 1:
+        sections.append(Section("cost", "Score over size", "", lambda: score_by_cost(found), "points"))
+    if found.battles is not None:
+        sections.append(Section("battles", "Win rates", tables=(battle_table(found.battles),)))
+    return Page("comparison", headline, tuple(found.models), tuple(sections), f"commit {git_commit() or 'unknown'}", "")
