@@ -2,6 +2,7 @@
 
     python -m bench.real_sizes OUT --data TEXT --tokens 2e5 --seeds 0 1 2 3 --record FILE       run again to continue
     python -m bench.real_sizes OUT --data TEXT --tokens 8e3 --eval-rows 16 --rates 1 --seeds 0 1          small version
+    python -m bench.real_sizes OUT … --arms elastic flops-half flops-corner                      only these arms for now
     python -m bench.real_sizes FILE --report                                                    print a record's figures again
 
 SmolLM2 is cut into one shared and seven routed experts (`stretto adopt --experts 8`). Arms, each trained with every seed:
@@ -70,6 +71,7 @@ WAYS = {"tokens": "both", "flops": "both", "layers": "layers", "neurons": "neuro
 EQUAL_FLOPS = ("flops", "layers", "neurons")
 """Kinds of controls that share the elastic run's FLOPs among the sizes."""
 CONTROLS = tuple(f"{kind}-{size}" for kind in WAYS for size in SIZES)
+ARMS = ("elastic", "continued", *CONTROLS)
 SEARCHED = ("elastic", "continued", *(f"tokens-{size}" for size in SIZES))
 SEARCH_SHARE = 0.25
 """Tokens of a run of the search, as a share of those of a reported run."""
@@ -111,6 +113,14 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2", help="dense network: a run, a checkpoint, or smollm2")
     parser.add_argument("--data", help="data folder of `stretto tokenize` with SmolLM2's tokenizer, or text")
     parser.add_argument("--tokens", type=float, default=2e5, help="tokens of the elastic run")
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        choices=ARMS,
+        default=list(ARMS),
+        metavar="ARM",
+        help="arms to train now: the others wait for a later call",
+    )
     options = parsed(parser)
     if not is_record(options.out) and options.data is None:
         parser.error("--data: name the text to train on")
@@ -135,6 +145,8 @@ class Study(Arms):
     """Text on which experts are found."""
     settings: tuple[str, ...]
     """Changes to the recipes of `stretto elasticize` and `stretto heal`, for all arms."""
+    arms: tuple[str, ...]
+    """Arms that are trained with the reported seeds."""
 
     def runs(self, results: Results) -> list[Run]:
         """Every run whose settings are known."""
@@ -148,7 +160,7 @@ class Study(Arms):
                 runs.append(self._training(search_run(arm, rate), arm, rate, first, SEARCH_SHARE))
         for seed in reported:
             elastic = results.get(f"elastic-{seed}")
-            for arm in ("elastic", "continued", *CONTROLS):
+            for arm in self.arms:
                 kind, _, size = arm.partition("-")
                 chosen, flops = search(f"tokens-{size}" if size else arm, self.rates, results)[1], None
                 if kind in EQUAL_FLOPS:
@@ -186,7 +198,7 @@ def open_study(options: argparse.Namespace) -> Study:
         tokenizer=tokenizer,
     )
     held_out_halves(info, info.train)  # refuses too few rows
-    return Study(tuple(options.seeds), tuple(options.rates), out, info, options.data, settings)
+    return Study(tuple(options.seeds), tuple(options.rates), out, info, options.data, settings, tuple(options.arms))
 
 
 def prepare_parent(info: RunInfo, calibration: str, seed: int, folder: Path) -> dict[str, Any]:
@@ -271,36 +283,33 @@ def _job(info: RunInfo, recipe: ElasticizeRecipe | HealRecipe, folder: Path) -> 
 
 
 def report(study: Arms, results: Results) -> list[str]:
-    """Print the losses and the paired differences over the reported seeds that are complete; return the aims that are missed."""
-    arms = ("elastic", "continued", *CONTROLS, "parent")
-    rows = [{arm: results.get(f"{arm}-{seed}") for arm in arms} for seed in study.seeds[1:]]
-    complete = [{arm: each for arm, each in row.items() if each is not None} for row in rows]
-    complete = [row for row in complete if len(row) == len(arms)]
-    if not complete or "original" not in results:
-        return ["no reported seed is complete: run the command again"]
-    original = results["original"]
-    _show_networks(original, complete)
-    title = f"{complete[0]['elastic']['tokens'] / 1e3:.0f}k tokens, {len(complete)} of {len(rows)} seeds"
-    shown, missed = table(title, "difference, share of the original's bits", "mean", "± 95 %"), []
+    """Print the losses, and the differences paired by seed; return the aims that are missed. Each row has the seeds whose networks are
+    done."""
+    rows = [{arm: results.get(f"{arm}-{seed}") for arm in (*ARMS, "parent")} for seed in study.seeds[1:]]
+    missing = sum(each is None for row in rows for each in row.values())
+    missed = [f"{missing} runs are missing: run the command again"] if missing else []
+    original = results.get("original")
+    if original is None or not any(row["elastic"] for row in rows):
+        return missed or ["the original is not measured: run the command again"]
+    _show_networks(original, rows)
     at = original["report"]["full"]
-
-    def add(text: str, arm: str, size: str, other: str) -> tuple[float, float]:
-        values = [(row[arm]["report"][size] - row[other]["report"]["full"]) / at for row in complete]
+    shown = table(
+        "elastic sizes beside the other networks", "difference, share of the original's bits", "mean", "± 95 %", "seeds"
+    )
+    for size, arm in (("full", "continued"), *((size, f"{kind}-{size}") for size in SIZES for kind in WAYS)):
+        pairs = [(row["elastic"], row[arm]) for row in rows]
+        values = [(ours["report"][size] - its["report"]["full"]) / at for ours, its in pairs if ours and its]
+        if not values:
+            continue
         mean, half = fmean(values), half_width(values)
-        shown.add_row(text, f"{mean:+.2%}", f"{half:.2%}")
-        return mean, half
-
-    add("full − continued", "elastic", "full", "continued")
-    for size in SIZES:
-        for kind in WAYS:
-            mean, half = add(f"{size} − {kind}-{size}", "elastic", size, f"{kind}-{size}")
-            if kind == "flops" and mean + half >= 0:
-                missed.append(f"{size} − flops-{size}: {mean:+.2%} ± {half:.2%}, aim below zero with its interval")
+        shown.add_row(f"{size} − {arm}", f"{mean:+.2%}", f"{half:.2%}", str(len(values)))
+        if arm.startswith("flops") and not mean + half < 0:
+            missed.append(f"{size} − {arm}: {mean:+.2%} ± {half:.2%}, aim below zero with its interval")
     wide_console().print(shown)
     return missed
 
 
-def _show_networks(original: Mapping[str, Any], rows: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
+def _show_networks(original: Mapping[str, Any], rows: Sequence[Mapping[str, Mapping[str, Any] | None]]) -> None:
     """Bits per byte of every network, over the original's."""
     at = original["report"]["full"]
     bits = at * original["tokens_per_byte"] / math.log(2)
@@ -314,21 +323,26 @@ def _show_networks(original: Mapping[str, Any], rows: Sequence[Mapping[str, Mapp
         "±",
         "TFLOP",
         "tokens",
+        "seeds",
     )
-    for arm in ("elastic", "continued", *CONTROLS):
-        first = rows[0][arm]
-        for size in first["report"]:
-            over = [row[arm]["report"][size] / at - 1 for row in rows]
-            untrained = fmean(row["parent"]["report"][size] / at - 1 for row in rows)
+
+    def over(arm: str, size: str) -> list[float]:
+        return [found["report"][size] / at - 1 for row in rows if (found := row[arm]) is not None]
+
+    for arm in ARMS:
+        done = [found for row in rows if (found := row[arm]) is not None]
+        for size in done[0]["report"] if done else ():
+            trained, untrained = over(arm, size), over("parent", size) if arm == "elastic" else []
             shown.add_row(
                 size if arm == "elastic" else arm,
-                f"{first['params'][size] / 1e6:.1f}M",
-                f"{first['active'][size] / 1e6:.1f}M",
-                f"{untrained:+.2%}" if arm == "elastic" else "",
-                f"{fmean(over):+.2%}",
-                f"{half_width(over):.2%}",
-                f"{fmean(row[arm]['flops'] for row in rows) / 1e12:.1f}",
-                f"{first['tokens'] / 1e3:.0f}k",
+                f"{done[0]['params'][size] / 1e6:.1f}M",
+                f"{done[0]['active'][size] / 1e6:.1f}M",
+                f"{fmean(untrained):+.2%}" if untrained else "",
+                f"{fmean(trained):+.2%}",
+                f"{half_width(trained):.2%}",
+                f"{fmean(each['flops'] for each in done) / 1e12:.1f}",
+                f"{done[0]['tokens'] / 1e3:.0f}k",
+                str(len(done)),
             )
     wide_console().print(shown)
 
