@@ -6,9 +6,14 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from bench import study
@@ -16,7 +21,10 @@ from bench.common.rate_search import search
 from bench.common.study import Run, carry_out, is_record, without_lost
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
+from stretto.base.paths import replacing
 from stretto.train.recipe import Recipe
+
+ROOT = Path(study.__file__).parents[1]
 
 
 def results(gap: float) -> dict[str, dict[str, Any]]:
@@ -143,6 +151,34 @@ def test_a_killed_process_ends_the_study_with_the_results_so_far(
     assert list(results) == ["first"] and "a process was killed" in capsys.readouterr().out
     again = carry_out(lambda results: [Run("first", _killed), Run("second", _nothing)], tmp_path, jobs=1, minutes=1)
     assert sorted(again) == ["first", "second"], "finished runs are not repeated"
+
+
+def test_the_processes_of_a_killed_study_end(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from bench.common.study import Run, carry_out; from tests.bench.test_study import _sleeps\n"
+        "if __name__ == '__main__': carry_out(lambda results: [Run('one', _sleeps)], Path(sys.argv[1]), jobs=1, minutes=1)"
+    )
+    study = subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=ROOT)
+    pid_file = tmp_path / "one" / "pid"
+    until(pid_file.exists)
+    study.kill()
+    study.wait()
+    pid = int(pid_file.read_text())
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def _sleeps(folder: Path) -> dict[str, Any]:
+    with replacing(folder / "pid") as fresh:
+        fresh.write_text(str(os.getpid()))
+    time.sleep(1000)
+    return {}
 
 
 def _killed(folder: Path) -> dict[str, Any]:
