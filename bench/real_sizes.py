@@ -302,7 +302,7 @@ def report(study: Arms, results: Results) -> list[str]:
         if not values:
             continue
         mean, half = fmean(values), half_width(values)
-        shown.add_row(f"{size} − {arm}", f"{mean:+.2%}", f"{half:.2%}", str(len(values)))
+        shown.add_row(f"{size} − {arm}", f"{mean:+.2%}", _percent(half), str(len(values)))
         if arm.startswith("flops") and not mean + half < 0:
             missed.append(f"{size} − {arm}: {mean:+.2%} ± {half:.2%}, aim below zero with its interval")
     wide_console().print(shown)
@@ -339,12 +339,17 @@ def _show_networks(original: Mapping[str, Any], rows: Sequence[Mapping[str, Mapp
                 f"{done[0]['active'][size] / 1e6:.1f}M",
                 f"{fmean(untrained):+.2%}" if untrained else "",
                 f"{fmean(trained):+.2%}",
-                f"{half_width(trained):.2%}",
+                _percent(half_width(trained)),
                 f"{fmean(each['flops'] for each in done) / 1e12:.1f}",
                 f"{done[0]['tokens'] / 1e3:.0f}k",
                 str(len(done)),
             )
     wide_console().print(shown)
+
+
+def _percent(half: float) -> str:
+    """Half of an interval; one seed has none."""
+    return f"{half:.2%}" if math.isfinite(half) else ""
 
 
 if __name__ == "__main__":
