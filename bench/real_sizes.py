@@ -119,7 +119,7 @@ def _parse() -> argparse.Namespace:
         choices=ARMS,
         default=list(ARMS),
         metavar="ARM",
-        help="arms to train now: the others wait for a later call",
+        help="arms to train now with the reported seeds; flops-, layers- and neurons- need elastic",
     )
     options = parsed(parser)
     if not is_record(options.out) and options.data is None:
@@ -326,23 +326,25 @@ def _show_networks(original: Mapping[str, Any], rows: Sequence[Mapping[str, Mapp
         "seeds",
     )
 
+    done = {arm: [found for row in rows if (found := row[arm]) is not None] for arm in (*ARMS, "parent")}
+
     def over(arm: str, size: str) -> list[float]:
-        return [found["report"][size] / at - 1 for row in rows if (found := row[arm]) is not None]
+        return [found["report"][size] / at - 1 for found in done[arm]]
 
     for arm in ARMS:
-        done = [found for row in rows if (found := row[arm]) is not None]
-        for size in done[0]["report"] if done else ():
+        found = done[arm]
+        for size in found[0]["report"] if found else ():
             trained, untrained = over(arm, size), over("parent", size) if arm == "elastic" else []
             shown.add_row(
                 size if arm == "elastic" else arm,
-                f"{done[0]['params'][size] / 1e6:.1f}M",
-                f"{done[0]['active'][size] / 1e6:.1f}M",
+                f"{found[0]['params'][size] / 1e6:.1f}M",
+                f"{found[0]['active'][size] / 1e6:.1f}M",
                 f"{fmean(untrained):+.2%}" if untrained else "",
                 f"{fmean(trained):+.2%}",
                 _percent(half_width(trained)),
-                f"{fmean(each['flops'] for each in done) / 1e12:.1f}",
-                f"{done[0]['tokens'] / 1e3:.0f}k",
-                str(len(done)),
+                f"{fmean(each['flops'] for each in found) / 1e12:.1f}",
+                f"{found[0]['tokens'] / 1e3:.0f}k",
+                str(len(found)),
             )
     wide_console().print(shown)
 

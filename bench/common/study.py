@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +27,7 @@ import torch
 from bench.common.measure import bench_parser
 from stretto.base.config import Config, completed
 from stretto.base.errors import UserError
+from stretto.base.parent import end_with_parent
 from stretto.base.paths import read_json, replacing, write_json
 from stretto.base.records import git_commit
 from stretto.base.track import say
@@ -198,19 +198,11 @@ def without_lost(plan: Callable[[Results], Sequence[Run]], results: Results, out
 
 def _begin(log: Path) -> None:
     """Initialise a process: one thread, output appended to ``log``. It ends with the study."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     torch.set_num_threads(1)
     with log.open("ab") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
-
-
-def _end_with_parent() -> None:
-    """End this process when the study's has ended. A killed study would leave it waiting for work, with all of its memory."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "the process of a pool"
-    parent.join()
-    os._exit(1)
 
 
 def _do(run: Run, out: Path) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import json
 import multiprocessing
 import os
 import signal
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -34,6 +33,7 @@ from numpy.typing import NDArray
 from stretto.base import numbers
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
+from stretto.base.parent import end_with_parent
 from stretto.base.paths import LOCK_FILE, read_json, remove, replacing, write_json
 from stretto.data.holdout import By, Holdout
 from stretto.data.sources import Document
@@ -499,16 +499,8 @@ _worker: list[Callable[[Any], Any]] = []
 def _start_worker(work: Callable[[Any], Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     _worker.append(work)
-
-
-def _end_with_parent() -> None:
-    """End this process when the parent ends. The workers of a pool outlive a killed parent, since they hold both ends of its queue."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "no worker process"
-    parent.join()
-    os._exit(1)
 
 
 def _work(unit: Any) -> Any:

@@ -53,6 +53,10 @@ class Kind:
     is_output: bool
 
 
+Kinds = Mapping[str, Kind]
+"""The kinds of node of a server, by name."""
+
+
 def read_kinds(info: Any, where: str) -> dict[str, Kind]:
     """The kinds of node in an answer of ``/object_info``. Raises `UserError`: the answer has another form."""
     try:
@@ -122,9 +126,6 @@ def match_name(name: str, known: Sequence[str]) -> str | None:
     by_stem = [option for option, path in zip(known, paths, strict=True) if path.stem == wanted.stem]
     found = next((each for each in (by_name, by_stem) if len(each) == 1), [None])
     return name if name in known else found[0]
-
-
-Kinds = Mapping[str, Kind]
 
 
 def is_link(value: Any) -> bool:

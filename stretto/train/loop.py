@@ -303,8 +303,8 @@ class Training:
             say(f"{self.stage}: resumes after step {self.step:,} of {train.steps:,}")
         if self.step == 0:
             self._rank()
-        if self.step == 0 and self.stage == "heal" and self.job.held_out:
-            self._log(log, {}, self._held_out_losses())
+            if self.stage == "heal" and self.job.held_out:
+                self._log(log, {}, self._held_out_losses())
         while self.step < train.steps:
             with self.meter:
                 result = self._step(plan(self.step))

@@ -21,15 +21,14 @@ from stretto.train.loop import Job, Plan, RankAt, Trained, Training
 from stretto.train.recipe import (
     ElasticizeRecipe,
     HealRecipe,
+    MixtureConfig,
     Recipe,
     SelfTaughtConfig,
     SftRecipe,
     with_branches,
 )
 from stretto.train.sampler import MicroPlan
-from stretto.train.step import (
-    Distil,
-)
+from stretto.train.step import Distil
 from stretto.train.teacher import CacheKey, LogitCache, Lookup, hash_state
 
 
@@ -53,8 +52,6 @@ def pretrain(recipe: Recipe, job: Job, parent: Origin | None = None) -> Trained:
 
 def _self_taught(training: Training, elastic: SelfTaughtConfig) -> Callable[[int], Plan]:
     """Plan of every step of a run that trains a mixture of Subnets with the current network as their teacher."""
-    train = training.train
-    decay_starts = train.steps - round(training.optim.decay_fraction * train.steps)
 
     def plan(step: int) -> Plan:
         full = training.model.config.full()
@@ -63,9 +60,16 @@ def _self_taught(training: Training, elastic: SelfTaughtConfig) -> Callable[[int
         for micro in training.draw(elastic, step):
             is_smaller = micro.subnet != full or micro.num_narrow_rows > 0
             passes.append((micro, teacher if micro.is_anchor or (elastic.joint and is_smaller) else None))
-        return Plan(passes, elastic.balance_final_rate if step >= decay_starts else elastic.balance_rate)
+        return Plan(passes, _balance_rate(training, elastic, step))
 
     return plan
+
+
+def _balance_rate(training: Training, elastic: MixtureConfig, step: int) -> float:
+    """Step size of the balance biases in ``step``."""
+    steps = training.train.steps
+    decays = step >= steps - round(training.optim.decay_fraction * steps)
+    return elastic.balance_final_rate if decays else elastic.balance_rate
 
 
 @threads_kept()
@@ -95,17 +99,15 @@ def elasticize(
     taught_by = teacher or parent
     is_parents = training.step == 0 and recipe.optim.master != "bf16_stochastic"  # which rounds the weights
     if teacher is None and recipe.cached_logits is None and is_parents and job.ranks.world == 1:
-        taught_by = copied(
-            training.model, parent.config
-        )  # its weights still are the parent's, which need not be read again
+        # its weights still are the parent's, which need not be read again
+        taught_by = copied(training.model, parent.config)
     lesson = _elasticize_teacher(taught_by, recipe, training)
-    decay_starts = train.steps - round(recipe.optim.decay_fraction * train.steps)
 
     def plan(step: int) -> Plan:
         mixture = recipe.mixture_at(training.model.config, step)
         taught = replace(lesson, ce_weight=recipe.ce_weight_at(step))
-        rate = elastic.balance_final_rate if step >= decay_starts else elastic.balance_rate
-        return Plan([(micro, taught) for micro in training.draw(mixture, step)], rate)
+        passes = [(micro, taught) for micro in training.draw(mixture, step)]
+        return Plan(passes, _balance_rate(training, elastic, step))
 
     return training.run(plan)
 

@@ -119,7 +119,7 @@ LOGGED = ("--set", "train.log_every=1", "--set", "train.dtype=float32")
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the ranks in /proc")
 def test_a_killed_and_a_hung_rank(recipe: Path, text: Path, tmp_path: Path) -> None:
-    told = (*LOGGED, "--steps", "20", "--set", "train.snapshot_every=5", "--set", "train.eval_every=10")
+    told = (*LOGGED, "--steps", "40", "--set", "train.snapshot_every=5", "--set", "train.eval_every=20")
     whole = Launched(tmp_path / "whole", recipe, text, *told)
     whole.end()
     assert whole.process.returncode == 0, whole.output.read_text()
