@@ -22,7 +22,6 @@ from typing import Any
 
 import grimp
 import pytest
-import typer.main
 
 from stretto.cli import main
 from stretto.model.families import TABLES
@@ -208,7 +207,7 @@ def test_every_file_is_in_a_layer() -> None:
 
 def commands() -> Iterator[tuple[str, Any]]:
     """Every command by its usage, in the order of ``stretto --help``; those of a group after it."""
-    group: Any = typer.main.get_command(main.app)
+    group: Any = main.command
     for name, command in group.commands.items():
         inner = getattr(command, "commands", {})
         yield from ((f"stretto {name} {each}", found) for each, found in inner.items())

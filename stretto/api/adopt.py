@@ -407,16 +407,17 @@ def _measured(
 
 
 def _batches(mixture: Mixture, config: ModelConfig, num_tokens: int) -> tuple[EvalBatch, ...]:
-    """Full batches of up to ``num_tokens`` tokens of text. Raises `UserError`: the text does not fill one batch."""
+    """Full batches of up to ``num_tokens`` tokens of text, at least one row. Raises `UserError`: the text does not fill one batch."""
     length = min(ROW_TOKENS, config.max_positions)
+    rows = min(ROWS, max(1, num_tokens // length))
     parts = mixture.open("train")
     available = sum(part.num_tokens for part in parts)
-    if available < ROWS * length:
+    if available < rows * length:
         raise UserError(
-            f"--calibration: the text has {available:,} tokens, a batch needs {ROWS * length:,}; name more text, or use --order none"
+            f"--calibration: the text has {available:,} tokens, a batch needs {rows * length:,}; name more text, or use --order none"
         )
-    num = max(1, min(num_tokens, available) // (ROWS * length))
-    loader = Loader(parts, mixture.weights, ROWS, length, seed=0)
+    num = max(1, min(num_tokens, available) // (rows * length))
+    loader = Loader(parts, mixture.weights, rows, length, seed=0)
     return tuple(EvalBatch.of(loader.next(), "cpu") for _ in range(num))
 
 

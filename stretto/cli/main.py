@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import typer
 import typer.core
+import typer.main
 
 from stretto.base.errors import UserError, of_system
 from stretto.cli.judge import judge
@@ -93,6 +94,7 @@ for functions in SECTIONS.values():
     for function in functions:
         app.command(_name(function), cls=Command)(function)
 app.add_typer(judge, name="judge")
+command = typer.main.get_command(app)  # once for a process: it reads the signature of every command
 
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
@@ -114,7 +116,7 @@ def main() -> None:
     exit_if_ended()
     wait_briefly(os.environ)  # OpenMP reads the environment when torch is imported
     try:
-        code = app(prog_name="stretto", standalone_mode=False)  # newer versions of typer return the exit code
+        code = command(prog_name="stretto", standalone_mode=False)  # newer versions of typer return the exit code
     except UserError as error:
         _fail(str(error), error.exit_code)
     except OSError as error:

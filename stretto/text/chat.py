@@ -261,7 +261,7 @@ def _numbered_calls(messages: Sequence[Message]) -> list[Message]:
     return turns
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def tool_form(template: str) -> ToolForm:
     """How ``template`` renders tools, calls and results, found by rendering test messages. Raises `UserError`: it is not valid."""
     try:
@@ -524,7 +524,7 @@ class _Generation(Extension):
         return [start, *body, end]
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def _compile(template: str) -> jinja2.Template:
     return _environment().from_string(template)
 

@@ -128,6 +128,15 @@ def test_files_that_need_no_change_are_copied_and_others_are_not(stretto: Run, m
     assert json.loads((tmp_path / "a/run.json").read_text())["data"] is None
 
 
+def test_few_calibration_tokens_are_fewer_rows(stretto: Run, make: Make, text: Path, tmp_path: Path) -> None:
+    command = ("--calibration", text, "--layer-order", "influence", "--calibration-tokens", 1100)
+    adopted(stretto, make(), tmp_path / "run", *command)
+    config = read_checkpoint(tmp_path / "run/checkpoint").config
+    batches = adopt._batches(adopt.read_info(tmp_path / "run").mixture, config, 1100)
+    row = min(adopt.ROW_TOKENS, config.max_positions)
+    assert [tuple(each.ids_BT.shape) for each in batches] == [(min(adopt.ROWS, 1100 // row), row)]
+
+
 def test_a_dense_network_has_depth_only(stretto: Run, make: Make, text: Path, tmp_path: Path) -> None:
     source = make("glm, all dense", num_layers=6, dense_layers=tuple(range(6)))
     adopted(stretto, source, tmp_path / "run", "--calibration", text, "--layer-order", "influence", *QUICK)

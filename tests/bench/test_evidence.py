@@ -20,7 +20,11 @@ SECTIONS = {
 NUMBER = re.compile(r"\d*\.?\d+")
 
 SMALL = {
-    "study": ("--tokens", "1e4", "--eval-rows", "16", "--seeds", "0", "1", "--rates", "4"),
+    "study": (
+        *("--tokens", "1e4", "--eval-rows", "16", "--seeds", "0", "1", "--rates", "4", "--set", "model.num_layers=4"),
+        *("--set", "elastic.min_depth=3", "--set", "elastic.anchors.corner.layers=3"),
+        *("--set", "model.num_experts=12", "--set", "model.top_k=3"),
+    ),
     "replay": (
         *("--sizes", "small", "--seeds", "0", "1", "--set", "train.steps=4", "--set", "start.steps=4"),
         *("--set", "train.prompts=2"),
@@ -29,6 +33,7 @@ SMALL = {
         *("--regimes", "judge", "--seeds", "0", "1", "--problems", "8", "--set", "common.train.steps=2"),
         *("--set", "experts.recipe.train.steps=2", "--set", "distill.train.steps=2"),
         *("--set", "sft.recipe.start.steps=30", "--set", "distill.distill.kl_floor=0"),
+        *("--set", "sft.recipe.start.model.num_layers=2"),
     ),
     "async_speed": ("--staleness", "0", "1", "--seeds", "0", "1", "--steps", "3", "--set", "start.steps=4"),
 }  # fmt: skip

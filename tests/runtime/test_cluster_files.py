@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 
-from stretto.cli.main import app
+from stretto.cli.main import command as stretto
 
 yaml = pytest.importorskip("yaml")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "CLUSTER.md"
@@ -25,7 +24,7 @@ def documents(name: str) -> list[Any]:
 def check_command(command: str) -> None:
     """Every option of a ``stretto`` command exists."""
     program, name, *rest = shlex.split(command)
-    known = {option for parameter in typer.main.get_command(app).commands[name].params for option in parameter.opts}
+    known = {option for parameter in stretto.commands[name].params for option in parameter.opts}
     assert program == "stretto" and {each for each in rest if each.startswith("-")} <= known, command
 
 
