@@ -43,6 +43,7 @@ from bench.common.study import (
     is_record,
     read_fields,
     read_results,
+    unfinished,
     write_record,
 )
 from bench.common.study_runs import held_out_halves, measured, sizes_of
@@ -109,18 +110,10 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = searching_parser(__doc__, RATES, eval_rows=128)
+    parser = searching_parser(__doc__, RATES, ARMS, eval_rows=128)
     parser.add_argument("--model", default="smollm2", help="dense network: a run, a checkpoint, or smollm2")
     parser.add_argument("--data", help="data folder of `stretto tokenize` with SmolLM2's tokenizer, or text")
     parser.add_argument("--tokens", type=float, default=2e5, help="tokens of the elastic run")
-    parser.add_argument(
-        "--arms",
-        nargs="+",
-        choices=ARMS,
-        default=list(ARMS),
-        metavar="ARM",
-        help="arms to train now with the reported seeds; flops-, layers- and neurons- need elastic",
-    )
     options = parsed(parser)
     if not is_record(options.out) and options.data is None:
         parser.error("--data: name the text to train on")
@@ -146,7 +139,7 @@ class Study(Arms):
     settings: tuple[str, ...]
     """Changes to the recipes of `stretto elasticize` and `stretto heal`, for all arms."""
     arms: tuple[str, ...]
-    """Arms that are trained with the reported seeds."""
+    """Arms that are searched and trained now."""
 
     def runs(self, results: Results) -> list[Run]:
         """Every run whose settings are known."""
@@ -155,14 +148,14 @@ class Study(Arms):
         ]
         runs.append(Run("original", partial(measure_original, self.info)))
         first, *reported = self.seeds
-        for arm in SEARCHED:
+        for arm in sorted({_searched(arm) for arm in self.arms}, key=SEARCHED.index):
             for rate in search(arm, self.rates, results)[0]:
                 runs.append(self._training(search_run(arm, rate), arm, rate, first, SEARCH_SHARE))
         for seed in reported:
             elastic = results.get(f"elastic-{seed}")
             for arm in self.arms:
-                kind, _, size = arm.partition("-")
-                chosen, flops = search(f"tokens-{size}" if size else arm, self.rates, results)[1], None
+                kind, flops = arm.partition("-")[0], None
+                chosen = search(_searched(arm), self.rates, results)[1]
                 if kind in EQUAL_FLOPS:
                     if elastic is None:
                         continue
@@ -176,6 +169,12 @@ class Study(Arms):
         settings = (*self.settings, f"optim.lr={LEARNING_RATE * rate}", f"train.seed={seed}")
         work = partial(train, self.info, settings, arm, self.out / parent, share, flops)
         return Run(name, work, needs=(parent,))
+
+
+def _searched(arm: str) -> str:
+    """The arm whose search chooses the rate of ``arm``: a size's controls share one."""
+    size = arm.partition("-")[2]
+    return f"tokens-{size}" if size else arm
 
 
 def open_study(options: argparse.Namespace) -> Study:
@@ -286,8 +285,7 @@ def report(study: Arms, results: Results) -> list[str]:
     """Print the losses, and the differences paired by seed; return the aims that are missed. Each row has the seeds whose networks are
     done."""
     rows = [{arm: results.get(f"{arm}-{seed}") for arm in (*ARMS, "parent")} for seed in study.seeds[1:]]
-    missing = sum(each is None for row in rows for each in row.values())
-    missed = [f"{missing} runs are missing: run the command again"] if missing else []
+    missed = unfinished(sum(each is None for row in rows for each in row.values()))
     original = results.get("original")
     if original is None or not any(row["elastic"] for row in rows):
         return missed or ["the original is not measured: run the command again"]

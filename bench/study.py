@@ -3,6 +3,7 @@
     python -m bench.study OUT --tokens 2e5 --eval-rows 32             small version, on text of this Python's library
     python -m bench.study OUT --data FOLDER --network 8M --tokens 8e6 --seeds 0 1 2 3 --minutes 170      run again to continue
     python -m bench.study OUT … --mutant no-anchors                  after that; must end in FAILED
+    python -m bench.study OUT … --arms elastic ordinary ordinary+    only these arms for now
     python -m bench.study OUT … --record FILE                        keep the results, without the networks, in FILE, and go on from it
     python -m bench.study FILE --report                              print them again, from an empty clone
 
@@ -21,15 +22,15 @@ continued    the ordinary network, made elastic afterwards with the FLOPs by whi
 marginal-*   the shape of each size alone, with the FLOPs that the size adds to those of ``ordinary``: its passes and its healing
 
 The first seed searches the learning rate of every trained arm at a quarter of the tokens; while the chosen candidate is the lowest or the
-highest, the search goes on beyond it. The other seeds are reported. One half of the held-out rows chooses rates, the other half is
-reported. Exit code 1: an aim is missed, or an arm is not done.
+highest, the search goes on beyond it. The other seeds are reported; each row of the tables has the seeds that have its arms. One half
+of the held-out rows chooses rates, the other half is reported. Exit code 1: an aim is missed, or an arm is not done.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,7 @@ from bench.common.study import (
     is_record,
     read_fields,
     read_results,
+    unfinished,
     write_record,
 )
 from bench.common.study_runs import (
@@ -89,6 +91,8 @@ MAXIMUM = ("elastic", "ernie", "ordinary", "emo")
 TRAINED = (*MAXIMUM, *(f"scratch-{size}" for size in SIZES))
 SEARCHED = (*TRAINED, "continued")
 """Arms whose rates are searched."""
+ARMS = (*MAXIMUM, "scratch", "ordinary+", "continued", "heal", "experts", "criteria", "marginal")
+"""What --arms chooses from: an arm, or the arms whose names begin so."""
 
 
 @refusing()
@@ -116,7 +120,7 @@ def _study(options: argparse.Namespace) -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = searching_parser(__doc__, RATES, eval_rows=256)
+    parser = searching_parser(__doc__, RATES, ARMS, eval_rows=256)
     parser.add_argument(
         "--data", type=Path, help="data folder of `stretto tokenize`, or text; default: this Python's library"
     )
@@ -154,6 +158,11 @@ class Study(Arms):
     out: Path
     info: RunInfo
     recipe: Recipe
+    arms: tuple[str, ...]
+    """Of `ARMS`: what is trained now."""
+
+    def wants(self, *arms: str) -> bool:
+        return all(arm in self.arms or arm.split("-")[0] in self.arms for arm in arms)
 
     def recipe_of(self, arm: str, rate: float, seed: int, share: float = 1.0) -> Recipe:
         """Recipe of a trained arm; ``share``: number of steps over that of the study's recipe."""
@@ -178,20 +187,21 @@ class Study(Arms):
         return recipe.replace(elastic=elastic, train=train, optim=optim)
 
     def runs(self, results: Results) -> list[Run]:
-        """Every run whose settings are known."""
+        """Every run of the chosen arms whose settings are known."""
         runs, first = [], self.seeds[0]
-        for arm in TRAINED:
+        for arm in filter(self.wants, TRAINED):
             for candidate in search(arm, self.rates, results)[0]:
                 recipe = self.recipe_of(arm, candidate, first, SEARCH_SHARE)
                 runs.append(self._training(search_run(arm, candidate), arm, recipe))
         runs += self._search_of_continued(results)
         for seed in self.reported:
-            for arm in TRAINED:
+            for arm in filter(self.wants, TRAINED):
                 if (rate := self.rate(arm, results)) is not None:
                     recipe = self.recipe_of(arm, rate, seed)
                     _check_rate(results.get(self.name(arm, seed)), recipe, self.out / self.name(arm, seed))
                     runs.append(self._training(self.name(arm, seed), arm, recipe))
-            runs += self._dependent(results, seed)
+            dependent = self._dependent(results, seed)
+            runs += [run for run in dependent if self.wants(*map(_arm, (run.name, *run.needs)))]
         return runs
 
     def _training(self, name: str, arm: str, recipe: Recipe) -> Run:
@@ -200,7 +210,7 @@ class Study(Arms):
     def _search_of_continued(self, results: Results) -> list[Run]:
         """Runs that search the rate of ``continued``, from the best network and for the FLOPs of the other searches."""
         elastic, ordinary = self.rate("elastic", results), self.rate("ordinary", results)
-        if self.mutant or elastic is None or ordinary is None:
+        if self.mutant or not self.wants("continued", "ordinary") or elastic is None or ordinary is None:
             return []
         sources = search_run("elastic", elastic), search_run("ordinary", ordinary)
         return [
@@ -250,6 +260,11 @@ class Study(Arms):
         return runs
 
 
+def _arm(run: str) -> str:
+    """The arm in the name of a ``run`` with a reported seed."""
+    return run.rpartition("-")[0]
+
+
 def _check_rate(done: Mapping[str, Any] | None, recipe: Recipe, folder: Path) -> None:
     """Raises UserError: the run was trained with another rate, which the search chose among other candidates."""
     if done is not None and done["lr"] != recipe.optim.lr:
@@ -278,7 +293,7 @@ def open_study(options: argparse.Namespace) -> Study:
     mixture, tokenizer, data_hash = prepare_data(out, [str(data)], None, recipe.model.vocab_size)
     info = RunInfo(stage="pretrain", recipe=recipe, data=mixture, data_hash=data_hash, tokenizer=tokenizer)
     held_out_halves(info, recipe.train)  # refuses too few rows
-    return Study(tuple(options.seeds), options.mutant, tuple(options.rates), out, info, recipe)
+    return Study(tuple(options.seeds), options.mutant, tuple(options.rates), out, info, recipe, tuple(options.arms))
 
 
 RECORDED = ("seeds", "rates", "mutant", "runs")
@@ -310,108 +325,123 @@ def own_text(out: Path, recipe: Recipe) -> Path:
     return folder
 
 
+Row = Mapping[str, Mapping[str, Any]]
+"""Results of one seed by arm."""
+
+
 def report(study: Arms, results: Results) -> list[str]:
-    """Print the comparison over the reported seeds that are complete; return the aims that are missed."""
+    """Print each comparison over the reported seeds that have its arms; return what is missing and the aims that are missed."""
     more = ("heal-elastic", "heal-ordinary", "heal-emo", "marginal")
     arms = [*TRAINED, "ordinary+", *(f"{arm}-{size}" for arm in more for size in SIZES)]
     arms += [*(f"experts-{arm}" for arm in MAXIMUM), "criteria"]
     with_later = [*arms, "continued"]  # which earlier records lack
-    by_seed = {seed: {arm: results.get(study.name(arm, seed)) for arm in with_later} for seed in study.reported}
-    rows = [{arm: each for arm, each in row.items() if each is not None} for row in by_seed.values()]
-    rows = [row for row in rows if row.keys() >= set(arms)]
-    if not rows:
-        return ["no reported seed is complete: run the command again"]
-    first = rows[0]["elastic"]
-    title = f"{first['parameters'] / 1e6:.2f}M parameters, {first['tokens'] / 1e6:.2f}M tokens, {len(rows)} of {len(by_seed)} seeds"
-    shown, missed = table(title, "nats, on held-out rows that chose nothing", "mean", "±", "aim"), []
+    rows: list[Row] = [
+        {arm: found for arm in with_later if (found := results.get(study.name(arm, seed))) is not None}
+        for seed in study.reported
+    ]
+    missed = unfinished(sum(arm not in row for row in rows for arm in arms))
+    first = next((row["ordinary"] for row in rows if "ordinary" in row), None)
+    if first is None:
+        return missed
+    title = f"{first['parameters'] / 1e6:.2f}M parameters, {first['tokens'] / 1e6:.2f}M tokens"
+    shown = table(title, "nats, on held-out rows that chose nothing", "mean", "± 95 %", "aim", "seeds")
 
-    def add(text: str, values: Sequence[float], aim: float = math.inf, form: str = "{:+.4f}") -> None:
+    def add(
+        text: str, arms: Sequence[str], value: Callable[[Row], float], aim: float = math.inf, form: str = "{:+.4f}"
+    ) -> None:
+        values = [value(row) for row in rows if row.keys() >= set(arms)]
+        if not values:
+            return
         mean = fmean(values)
-        shown.add_row(text, form.format(mean), f"{half_width(values):.4f}", "" if math.isinf(aim) else f"≤ {aim:g}")
+        shown.add_row(text, form.format(mean), _half(values), "" if math.isinf(aim) else f"≤ {aim:g}", str(len(values)))
         if mean > aim:
             missed.append(f"{text}: {form.format(mean)}, aim at most {aim:g}")
 
-    minus = partial(_minus, rows)
-    add("loss of ordinary, full", [row["ordinary"]["report"]["full"] for row in rows], form="{:.4f}")
-    add("elastic full − ordinary, equal tokens", minus("elastic", "full", "ordinary"), 0.02)
-    add("elastic full − ordinary, equal executed FLOPs", minus("elastic", "full", "ordinary+"), 0.03)
-    add(
-        "FLOPs of elastic / ordinary",
-        [row["elastic"]["flops"] / row["ordinary"]["flops"] for row in rows],
-        form="{:.3f}",
-    )
+    add("loss of ordinary, full", ["ordinary"], lambda row: float(row["ordinary"]["report"]["full"]), form="{:.4f}")
+    add("elastic full − ordinary, equal tokens", *_minus("elastic", "full", "ordinary"), 0.02)
+    add("elastic full − ordinary, equal executed FLOPs", *_minus("elastic", "full", "ordinary+"), 0.03)
+    add("FLOPs of elastic / ordinary", *_cost(["elastic"], "ordinary"), form="{:.3f}")
     for size in SIZES:
         scratch, healed = f"scratch-{size}", f"heal-elastic-{size}"
-        add(f"{size}, zero-shot − scratch", minus("elastic", size, scratch), 0.03)
-        add(f"{size}, healed − scratch", minus(healed, "full", scratch), 0.0)
-        add(f"{size}, cut from ordinary and healed − scratch", minus(f"heal-ordinary-{size}", "full", scratch))
-        add(f"{size}, cut from emo and healed − scratch", minus(f"heal-emo-{size}", "full", scratch))
-        add(f"{size}, healed − scratch at equal marginal FLOPs", minus(healed, "full", f"marginal-{size}"), 0.0)
-        marginal = [
-            marginal_flops(row["elastic"], row["ordinary"], row[healed]) / row[scratch]["flops"] for row in rows
-        ]
-        add(f"{size}: marginal FLOPs / scratch FLOPs", marginal, form="{:.3f}")
-    family = [
-        (row["elastic"]["flops"] + sum(row[f"heal-elastic-{size}"]["flops"] for size in SIZES))
-        / row["ordinary"]["flops"]
-        for row in rows
-    ]
-    add("FLOPs of four healed sizes, parent included / ordinary", family, 1.35, "{:.3f}")
+        add(f"{size}, zero-shot − scratch", *_minus("elastic", size, scratch), 0.03)
+        add(f"{size}, healed − scratch", *_minus(healed, "full", scratch), 0.0)
+        add(f"{size}, cut from ordinary and healed − scratch", *_minus(f"heal-ordinary-{size}", "full", scratch))
+        add(f"{size}, cut from emo and healed − scratch", *_minus(f"heal-emo-{size}", "full", scratch))
+        add(f"{size}, healed − scratch at equal marginal FLOPs", *_minus(healed, "full", f"marginal-{size}"), 0.0)
+        add(
+            f"{size}: marginal FLOPs / scratch FLOPs",
+            ["elastic", "ordinary", healed, scratch],
+            partial(_marginal_share, healed, scratch),
+            form="{:.3f}",
+        )
+    family = ["elastic", *(f"heal-elastic-{size}" for size in SIZES)]
+    add("FLOPs of four healed sizes, parent included / ordinary", *_cost(family, "ordinary"), 1.35, "{:.3f}")
+    alone = [*(f"scratch-{size}" for size in SIZES), "ordinary"]
     add(
         f"{NUM_RANDOM} random Subnets − frontier of scratch networks",
-        [fmean(_over_frontier(row)) for row in rows],
+        ["elastic", *alone],
+        lambda row: fmean(_over_frontier(row["elastic"], [row[arm] for arm in alone])),
         0.06,
     )
-    better = [_num_better(row) for row in rows]
     add(
         "random Subnets in which ernie is not worse than ours",
-        [NUM_RANDOM - num for num in better],
+        ["elastic", "ernie"],
+        lambda row: NUM_RANDOM - _num_better(row["elastic"], row["ernie"]),
         NUM_RANDOM - 8,
         "{:.1f}",
     )
-    add("elastic full − ernie full", minus("elastic", "full", "ernie"))
-    add("emo full − ordinary full", minus("emo", "full", "ordinary"))
-    if later := [row for row in rows if "continued" in row]:
-        for size in ("full", *SIZES):
-            add(
-                f"{size}, made elastic afterwards − elastic, equal FLOPs",
-                _minus(later, "continued", size, "elastic", size),
-            )
-        spent = [(row["ordinary"]["flops"] + row["continued"]["flops"]) / row["elastic"]["flops"] for row in later]
-        add("FLOPs of ordinary and making it elastic / elastic", spent, form="{:.3f}")
+    add("elastic full − ernie full", *_minus("elastic", "full", "ernie"))
+    add("emo full − ordinary full", *_minus("emo", "full", "ordinary"))
+    for size in ("full", *SIZES):
+        text = f"{size}, made elastic afterwards − elastic, equal FLOPs"
+        add(text, *_minus("continued", size, "elastic", size))
+    add(
+        "FLOPs of ordinary and making it elastic / elastic", *_cost(["ordinary", "continued"], "elastic"), form="{:.3f}"
+    )
     wide_console().print(shown)
-    wide_console().print(_experts_table(rows))
-    wide_console().print(_criteria_table(rows))
+    for shown in (_experts_table(rows), _criteria_table(rows)):
+        if shown.row_count:
+            wide_console().print(shown)
     return missed
 
 
-def _minus(
-    rows: Sequence[Mapping[str, dict[str, Any]]], arm: str, name: str, other: str, other_name: str = "full"
-) -> list[float]:
-    """Loss of ``name`` in ``arm`` minus that of ``other_name`` in ``other``, by seed."""
-    return [row[arm]["report"][name] - row[other]["report"][other_name] for row in rows]
+def _half(values: Sequence[float]) -> str:
+    """Half of an interval; one seed has none."""
+    half = half_width(values)
+    return f"{half:.4f}" if math.isfinite(half) else ""
 
 
-def _experts_table(rows: Sequence[Mapping[str, dict[str, Any]]]) -> Table:
-    """Losses with fewer experts, minus that of the ordinary network with all."""
-    names = list(rows[0]["experts-elastic"]["report"])
+def _minus(arm: str, name: str, other: str, other_name: str = "full") -> tuple[Sequence[str], Callable[[Row], float]]:
+    """Two arms, and the loss of ``name`` in ``arm`` minus that of ``other_name`` in ``other``."""
+    return (arm, other), lambda row: float(row[arm]["report"][name] - row[other]["report"][other_name])
+
+
+def _cost(arms: Sequence[str], other: str) -> tuple[Sequence[str], Callable[[Row], float]]:
+    """All these arms, and the FLOPs of ``arms`` over those of ``other``."""
+    return (*arms, other), lambda row: sum(float(row[arm]["flops"]) for arm in arms) / float(row[other]["flops"])
+
+
+def _experts_table(rows: Sequence[Row]) -> Table:
+    """Losses with fewer experts, minus that of the ordinary network with all, over the seeds that have both networks."""
+    found = {arm: [row for row in rows if row.keys() >= {arm, f"experts-{arm}", "ordinary"}] for arm in MAXIMUM}
+    names = {name: None for arm, own in found.items() for row in own for name in row[f"experts-{arm}"]["report"]}
     title = "all layers and top-k, fewer experts (kept: the same for all text; pooled: by document): loss − ordinary full, nats"
-    shown = table(title, "arm", "all", *names)
-    for arm in MAXIMUM:
-        gaps = [_minus(rows, arm, "full", "ordinary")]
-        gaps += [_minus(rows, f"experts-{arm}", name, "ordinary") for name in names]
-        shown.add_row(arm, *(f"{fmean(values):+.4f}" for values in gaps))
+    shown = table(title, "arm", "all", *names, "seeds")
+    for arm, own in found.items():
+        gaps = [_minus(arm, "full", "ordinary"), *(_minus(f"experts-{arm}", name, "ordinary") for name in names)]
+        if own:
+            shown.add_row(arm, *(f"{fmean(map(gap, own)):+.4f}" for _, gap in gaps), str(len(own)))
     return shown
 
 
-def _criteria_table(rows: Sequence[Mapping[str, dict[str, Any]]]) -> Table:
+def _criteria_table(rows: Sequence[Row]) -> Table:
     """Losses of the ordinary network with half of its experts, minus that with those that our criterion keeps."""
-    shown = table("ordinary network, half of its experts kept by", "criterion", "loss − ours, nats", "±")
-    found = [row["criteria"]["report"] for row in rows]
-    for criterion in ("reap", "published", "frequency", "random"):
+    shown = table("ordinary network, half of its experts kept by", "criterion", "loss − ours, nats", "± 95 %", "seeds")
+    found = [row["criteria"]["report"] for row in rows if "criteria" in row]
+    for criterion in ("reap", "published", "frequency", "random") if found else ():
         names = [name for name in found[0] if name.startswith(criterion)]
         gaps = [fmean(losses[name] for name in names) - losses["ours"] for losses in found]
-        shown.add_row(criterion, f"{fmean(gaps):+.4f}", f"{half_width(gaps):.4f}")
+        shown.add_row(criterion, f"{fmean(gaps):+.4f}", _half(gaps), str(len(gaps)))
     return shown
 
 
@@ -420,21 +450,24 @@ def marginal_flops(elastic: Mapping[str, Any], ordinary: Mapping[str, Any], heal
     return float((elastic["flops"] - ordinary["flops"]) / len(SIZES) + healed["flops"])
 
 
-def _over_frontier(row: Mapping[str, dict[str, Any]]) -> list[float]:
-    """Loss of every random Subnet minus that of a network trained alone with its FLOPs per token, interpolated over log FLOPs."""
-    alone = [row[arm] for arm in (*(f"scratch-{size}" for size in SIZES), "ordinary")]
+def _marginal_share(healed: str, scratch: str, row: Row) -> float:
+    """`marginal_flops` of a size over the FLOPs of its shape alone."""
+    return marginal_flops(row["elastic"], row["ordinary"], row[healed]) / float(row[scratch]["flops"])
+
+
+def _over_frontier(elastic: Mapping[str, Any], alone: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Loss of every random Subnet minus that of a network trained ``alone`` with its FLOPs per token, interpolated over log FLOPs."""
     points = sorted((math.log(each["token_flops"]["full"]), each["report"]["full"]) for each in alone)
     at, losses = zip(*points, strict=True)
-    elastic = row["elastic"]
     names = [name for name in elastic["report"] if name.startswith("random-")]
     return [
         elastic["report"][name] - float(np.interp(math.log(elastic["token_flops"][name]), at, losses)) for name in names
     ]
 
 
-def _num_better(row: Mapping[str, dict[str, Any]]) -> int:
+def _num_better(elastic: Mapping[str, Any], ernie: Mapping[str, Any]) -> int:
     """Number of random Subnets in which ours has the lower loss."""
-    ours, theirs = row["elastic"]["report"], row["ernie"]["report"]
+    ours, theirs = elastic["report"], ernie["report"]
     return sum(ours[name] < theirs[name] for name in ours if name.startswith("random-"))
 
 

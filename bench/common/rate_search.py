@@ -16,8 +16,10 @@ from bench.common.study import Results, is_record, read_fields, recorded, study_
 from stretto.base.errors import UserError
 
 
-def searching_parser(docstring: str | None, rates: Sequence[float], eval_rows: int) -> argparse.ArgumentParser:
-    """The parser of a study that searches rates, beginning with ``rates``, on one half of ``eval_rows`` held-out rows."""
+def searching_parser(
+    docstring: str | None, rates: Sequence[float], arms: Sequence[str], eval_rows: int
+) -> argparse.ArgumentParser:
+    """The parser of a study of ``arms`` that searches rates, beginning with ``rates``, on one half of ``eval_rows`` held-out rows."""
     parser = study_parser(docstring)
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[0, 1], help="the first one searches, the others are reported"
@@ -28,6 +30,14 @@ def searching_parser(docstring: str | None, rates: Sequence[float], eval_rows: i
         nargs="+",
         default=list(rates),
         help="first candidates of the search: multiples of the recipe's rate",
+    )
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        choices=arms,
+        default=list(arms),
+        metavar="ARM",
+        help=f"arms to search and to train now, with those whose networks or FLOPs they begin with; default: {' '.join(arms)}",
     )
     parser.add_argument("--jobs", type=int, default=2, help="parallel processes of one thread each")
     parser.add_argument("--eval-rows", type=int, default=eval_rows, help="held-out rows, of which one half chooses")

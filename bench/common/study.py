@@ -27,6 +27,7 @@ import torch
 from bench.common.measure import bench_parser
 from stretto.base.config import Config, completed
 from stretto.base.errors import UserError
+from stretto.base.numbers import counted
 from stretto.base.parent import end_with_parent
 from stretto.base.paths import read_json, replacing, write_json
 from stretto.base.records import git_commit
@@ -92,6 +93,11 @@ def recorded(path: Path, identity: Mapping[str, Any]) -> dict[str, dict[str, Any
         if stored != own:
             raise UserError(f"{path}: {name}: of another study; give its settings, or --record another file")
     return dict(record["runs"])
+
+
+def unfinished(num_missing: int) -> list[str]:
+    """What a report says first where reported runs are missing."""
+    return [f"{counted(num_missing, 'run')} missing: run the command again"] if num_missing else []
 
 
 def is_record(out: Path) -> bool:

@@ -58,7 +58,7 @@ def test_a_size_must_beat_its_control_beyond_the_spread(gaps: tuple[float, ...],
     without = results(gaps)
     del without["layers-half-1"], without["flops-half-1"], without["flops-half-2"]
     failures = real_sizes.report(arms, without)
-    assert failures[0] == "3 runs are missing: run the command again" and len(failures) == 2, "one seed has no interval"
+    assert failures[0] == "3 runs missing: run the command again" and len(failures) == 2, "one seed has no interval"
 
 
 def test_controls_at_equal_flops_wait_for_the_elastic_run_and_share_its_cost(tmp_path: Path) -> None:
@@ -71,6 +71,11 @@ def test_controls_at_equal_flops_wait_for_the_elastic_run_and_share_its_cost(tmp
     for kind in real_sizes.EQUAL_FLOPS:
         work: Any = plan[f"{kind}-corner-1"].work
         assert work.args[5] == 4e12 and work.args[2] == f"{kind}-corner"
+    few = real_sizes.Study((0, 1), (1.0,), tmp_path, info, "text", (), ("elastic", "layers-half"))
+    assert {run.name for run in few.runs({}) if run.name.startswith("search")} == {
+        "search-elastic-x1",
+        "search-tokens-half-x1",
+    }
 
 
 @pytest.mark.slow

@@ -69,6 +69,41 @@ def test_a_record_has_the_verdicts_of_the_aims(gap: float, missed: int, tmp_path
     assert study.report(arms, runs) == failures
 
 
+def test_a_comparison_has_the_seeds_that_have_its_arms(capsys: pytest.CaptureFixture[str]) -> None:
+    found = results(0.025)
+    for arm in ("ernie", "heal-emo-half", "experts-elastic", "criteria"):
+        del found[f"{arm}-1"]
+    failures = study.report(study.Arms((0, 1, 2), None, study.RATES), found)
+    lacking = 4 + len([name for name in results(0.0) if name.endswith("-1") and name != "continued-1"])
+    assert failures[0] == f"{lacking} runs missing: run the command again" and len(failures) == 2
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "elastic full − ordinary, equal tokens │ +0.0250 │ │ ≤ 0.02 │ 1 │" in shown
+    assert "ernie full" not in shown and "half, cut from emo" not in shown and "kept by" not in shown
+    assert "half, healed − scratch │ -0.0100" in shown
+
+
+def test_only_the_chosen_arms_are_trained(tmp_path: Path) -> None:
+    info: Any = None  # the plan does not read it
+    recipe = read_recipe(study.RECIPE, Recipe, [])
+    anchors = dict.fromkeys(study.SIZES, recipe.elastic.anchors["corner"])
+    recipe = recipe.replace(elastic=recipe.elastic.replace(anchors=anchors, anchor_weights=study.PARTS))
+
+    def planned(*arms: str) -> set[str]:
+        runs = study.Study((0, 1), None, (1.0,), tmp_path, info, recipe, arms).runs(found)
+        return {run.name for run in runs}
+
+    found = {f"search-{arm}-x1": {"select": {"full": 3.0}, "flops": 5.0} for arm in study.SEARCHED}
+    found["search-elastic-x1"]["flops"] = 6.0
+    for arm in study.TRAINED:
+        found[f"{arm}-1"] = {"flops": 6.0 if arm == "elastic" else 5.0, "lr": recipe.optim.lr}
+    names = {"search-elastic-x1", "search-ordinary-x1", "elastic-1", "ordinary-1"}
+    assert planned("elastic", "ordinary", "ordinary+") == names | {"ordinary+-1"}
+    healed = {f"heal-{parent}-{size}-1" for parent in ("elastic", "ordinary") for size in study.SIZES}
+    assert planned("elastic", "ordinary", "heal") == names | healed
+    assert planned(*study.ARMS) > names | {"experts-emo-1", "criteria-1", "search-continued-x1", "continued-1"}
+    assert not {"experts-emo-1", "experts-ernie-1"} & planned("elastic", "experts")
+
+
 def test_the_search_smooths_over_equal_rates_and_refuses_runs_of_another_rate(tmp_path: Path) -> None:
     losses = {1: 5.30, 2: 5.20, 4: 5.20, 8: 5.19}  # the last one is the lowest by noise
     arms = study.Arms((0, 1), None, tuple(losses))
