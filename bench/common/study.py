@@ -28,7 +28,7 @@ from bench.common.measure import bench_parser
 from stretto.base.config import Config, completed
 from stretto.base.errors import UserError
 from stretto.base.numbers import counted
-from stretto.base.parent import end_with_parent
+from stretto.base.parent import end_pool_worker_with_parent
 from stretto.base.paths import read_json, replacing, write_json
 from stretto.base.records import git_commit
 from stretto.base.track import say
@@ -204,7 +204,7 @@ def without_lost(plan: Callable[[Results], Sequence[Run]], results: Results, out
 
 def _begin(log: Path) -> None:
     """Initialise a process: one thread, output appended to ``log``. It ends with the study."""
-    end_with_parent()
+    end_pool_worker_with_parent()
     torch.set_num_threads(1)
     with log.open("ab") as file:
         for stream in (1, 2):

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from stretto.base import numbers
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
-from stretto.base.parent import end_with_parent
+from stretto.base.parent import end_pool_worker_with_parent
 from stretto.base.paths import LOCK_FILE, read_json, remove, replacing, write_json
 from stretto.data.holdout import By, Holdout
 from stretto.data.sources import Document
@@ -499,7 +499,7 @@ _worker: list[Callable[[Any], Any]] = []
 def _start_worker(work: Callable[[Any], Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    end_with_parent()
+    end_pool_worker_with_parent()
     _worker.append(work)
 
 

@@ -5,26 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
-import time
 from multiprocessing.connection import Connection
 
 import torch
 
 from stretto.base.errors import UserError
+from stretto.base.parent import end_with_parent
 from stretto.engine.ranks import Cache, Ranks, Setup, Step, Weights
 from stretto.engine.runner import Runner
 from stretto.engine.sequence import SubnetTable
 from stretto.model.checkpoint import read_checkpoint, read_config
 from stretto.model.transformer import Transformer
 
-_WATCH_S = 0.5
-
 
 def main() -> None:
     """Read this rank's weights, then compute until rank 0 closes the connection or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which finishes open requests
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    end_with_parent(os.getppid())
     connection = Connection(int(sys.argv[1]))
     setup: Setup = connection.recv()
     torch.set_num_threads(setup.num_threads)
@@ -60,13 +57,6 @@ def follow(connection: Connection, model: Transformer, ranks: Ranks) -> None:
             runner.forward(message.chunks, want_routes=False)
         else:
             runner.load_weights(None)
-
-
-def _end_with(parent: int) -> None:
-    """End this process when ``parent`` has ended, also from within a collective that would wait for it."""
-    while os.getppid() == parent:
-        time.sleep(_WATCH_S)
-    os._exit(1)
 
 
 if __name__ == "__main__":

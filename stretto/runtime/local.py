@@ -21,7 +21,6 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import UserError
+from stretto.base.parent import end_with_parent
 from stretto.runtime.actor import CLOSE_S, Actor, Connection, LocalCaller, Worker
 from stretto.runtime.runtime import (
     Handle,
@@ -197,13 +197,8 @@ def main(control: int, listener: int, driver: int) -> None:
         )
         await asyncio.Event().wait()  # for ever
 
-    def watch_driver() -> None:
-        while os.getppid() == driver:
-            time.sleep(0.5)
-        os.killpg(0, signal.SIGKILL)
-
-    for work in (watch_driver, lambda: asyncio.run(serve())):
-        threading.Thread(target=work, daemon=True).start()
+    end_with_parent(driver, group=True)
+    threading.Thread(target=lambda: asyncio.run(serve()), daemon=True).start()
     worker.run()
 
 
