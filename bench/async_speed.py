@@ -1,6 +1,6 @@
 """Asynchronous RL at several staleness bounds beside synchronous RL: reward by samples and by wall time, with slow verdicts.
 
-    python -m bench.async_speed OUT [--staleness 0 1 4 16] [--seeds 0 1 2 3] [--record FILE] [--picture FILE.png]
+    python -m bench.async_speed OUT [--staleness 0 1 4 16] [--seeds 0 1 2 3] [--rates 3e-4 1e-3 3e-3] [--record FILE] [--picture FILE.png]
     python -m bench.async_speed FILE                  print a record again
     python -m bench.async_speed OUT --median 0        must end in FAILED: without delays there is less to win
 
@@ -52,6 +52,8 @@ class Study:
     bounds: Sequence[int]
     seeds: Sequence[int]
     """The first one searches, the others are reported."""
+    rates: Sequence[float]
+    """Candidates of the search."""
     steps: int
     median_s: float
     sigma: float
@@ -63,7 +65,8 @@ class Study:
         """What must be equal in runs of one record."""
         recipe = read_recipe(RECIPE, RlRecipe, self.settings)
         delays = {"median_s": self.median_s, "sigma": self.sigma, "cut_s": self.cut_s}
-        return {**delays, "steps": self.steps, "first_seed": self.seeds[0], "recipe": recipe}
+        search = {"first_seed": self.seeds[0], "rates": self.rates}
+        return {**delays, **search, "steps": self.steps, "recipe": recipe}
 
     def recipe(self, bound: int, rate: float, seed: int) -> RlRecipe:
         """The recipe with delayed verdicts; those of the control's search are at once."""
@@ -93,9 +96,38 @@ class Study:
         start = read_recipe(RECIPE, RlRecipe, self.settings)
         found = [Run(START, partial(start_once, start))]
         for bound in self.bounds:
-            best = best_rate(results, bound, self.seeds[0])
-            found += searched(partial(self.recipe, bound), partial(name, bound), RATES, self.seeds, best, out)
+            best = Curves(results, self.rates, self.seeds[0]).best_rate(bound)
+            found += searched(partial(self.recipe, bound), partial(name, bound), self.rates, self.seeds, best, out)
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """The finished runs, of which those of the first seed searched the rate."""
+
+    results: Results
+    rates: Sequence[float]
+    """Candidates of the search."""
+    first: int
+
+    def searched(self, bound: int) -> dict[float, Mapping[str, Any]]:
+        """The runs of the search by rate."""
+        names = {rate: name(bound, rate, self.first) for rate in self.rates}
+        return {rate: self.results[run] for rate, run in names.items() if run in self.results}
+
+    def best_rate(self, bound: int) -> float | None:
+        """The rate with the highest reward at the end on the seed of the search; None: not all are known."""
+        last = {rate: at_end(run) for rate, run in self.searched(bound).items()}
+        return max(last, key=lambda rate: last[rate]) if len(last) == len(self.rates) else None
+
+    def reported(self, bound: int) -> dict[int, Mapping[str, Any]]:
+        """The runs at the best rate, by seed, without that of the search."""
+        rate = self.best_rate(bound)
+        if rate is None:
+            return {}
+        stem = name(bound, rate, 0)[:-1]
+        found = {int(run.removeprefix(stem)): self.results[run] for run in self.results if run.startswith(stem)}
+        return {seed: found[seed] for seed in sorted(found) if seed != self.first}
 
 
 @refusing()
@@ -103,6 +135,7 @@ def main() -> None:
     parser = study_parser(__doc__, "curves of the reward")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4, 16], help="bounds; 0 is the control")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="the first one searches")
+    parser.add_argument("--rates", type=float, nargs="+", default=list(RATES), help="learning rates of the search")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--median", type=float, default=0.1, help="median of the verdicts' times, seconds")
     parser.add_argument("--sigma", type=float, default=1.2, help="standard deviation of their logarithm")
@@ -112,33 +145,33 @@ def main() -> None:
 
 def _study(options: argparse.Namespace) -> None:
     if is_record(options.out):
-        record = read_fields(options.out, ("runs", "first_seed"))
-        results, first = record["runs"], record["first_seed"]
-        bounds = [bound for bound in options.staleness if best_rate(results, bound, first) is not None]
+        curves = read_curves(options.out)
+        bounds = [bound for bound in options.staleness if curves.best_rate(bound) is not None]
     else:
         delays = options.median, options.sigma, options.cut
-        study = Study(options.staleness, options.seeds, options.steps, *delays, options.settings)
+        study = Study(options.staleness, options.seeds, options.rates, options.steps, *delays, options.settings)
         known = recorded(options.record, study.identity) if options.record else {}
-        out, first, bounds = options.out.resolve(), options.seeds[0], options.staleness
+        out, bounds = options.out.resolve(), options.staleness
         results = {**known, **carry_out(partial(study.runs, out=out), out, 1, options.minutes, known)}
+        curves = Curves(results, options.rates, options.seeds[0])
         if options.record:
             write_record(options.record, study.identity, results)
     if 0 not in bounds:
         finish(["--staleness: the control, 0, is missing"])
-    failures = report(results, bounds, first)
+    failures = report(curves, bounds)
     if options.picture:
-        draw(results, bounds, first, options.picture)
+        draw(curves, bounds, options.picture)
     finish(failures)
+
+
+def read_curves(record: Path) -> Curves:
+    """The runs in a file of --record."""
+    found = read_fields(record, ("runs", "rates", "first_seed"))
+    return Curves(found["runs"], found["rates"], found["first_seed"])
 
 
 def name(bound: int, rate: float, seed: int) -> str:
     return f"staleness{bound}-{rate:g}-{seed}"
-
-
-def best_rate(results: Results, bound: int, seed: int) -> float | None:
-    """The rate with the highest reward at the end on the seed of the search; None: not all are known."""
-    last = {rate: at_end(results[run]) for rate in RATES if (run := name(bound, rate, seed)) in results}
-    return max(last, key=lambda rate: last[rate]) if len(last) == len(RATES) else None
 
 
 def reward_at(run: Mapping[str, Any], seconds: float) -> float:
@@ -147,26 +180,18 @@ def reward_at(run: Mapping[str, Any], seconds: float) -> float:
     return fmean(run["rewards"][max(0, done - SMOOTH) : done])
 
 
-def reported(results: Results, bound: int, first: int) -> dict[int, Mapping[str, Any]]:
-    """The runs at the best rate, by seed, without that of the search."""
-    rate = best_rate(results, bound, first)
-    if rate is None:
-        return {}
-    stem = name(bound, rate, 0)[:-1]
-    found = {int(run.removeprefix(stem)): results[run] for run in results if run.startswith(stem)}
-    return {seed: found[seed] for seed in sorted(found) if seed != first}
-
-
-def report(results: Results, bounds: Sequence[int], first: int) -> list[str]:
+def report(curves: Curves, bounds: Sequence[int]) -> list[str]:
     """Print the tables; returns the aims that are missed, or what is missing."""
-    runs = {bound: reported(results, bound, first) for bound in bounds}
+    runs = {bound: curves.reported(bound) for bound in bounds}
     seeds = sorted(set.intersection(*(set(each) for each in runs.values())))
     search = table(
-        f"search on seed {first}: reward of the last fifth", "staleness at most", *(f"{rate:g}" for rate in RATES)
+        f"search on seed {curves.first}: reward of the last fifth",
+        "staleness at most",
+        *(f"{rate:g}" for rate in curves.rates),
     )
     for bound in bounds:
-        found = [results.get(name(bound, rate, first)) for rate in RATES]
-        search.add_row(str(bound), *("" if run is None else f"{at_end(run):.3f}" for run in found))
+        found = curves.searched(bound)
+        search.add_row(str(bound), *(f"{at_end(found[rate]):.3f}" if rate in found else "" for rate in curves.rates))
     wide_console().print(search)
     if not seeds:
         return ["no reported seed is complete: run the command again"]
@@ -190,7 +215,7 @@ def report(results: Results, bounds: Sequence[int], first: int) -> list[str]:
         shown.add_row(
             str(bound),
             f"{fmean(run['staleness_mean'] for run in own):.1f}",
-            f"{best_rate(results, bound, first):g}",
+            f"{curves.best_rate(bound):g}",
             f"{fmean(rates):.0f}",
             f"{speeds[bound]:.2f}x",
             f"{fmean(run['waits'] for run in own):.0%}",
@@ -210,7 +235,7 @@ def _shown(values: Sequence[float], sign: str = "") -> str:
     return f"{fmean(values):{sign}.3f} ± {half_width(values):.3f}"
 
 
-def draw(results: Results, bounds: Sequence[int], first: int, path: Path) -> None:
+def draw(curves: Curves, bounds: Sequence[int], path: Path) -> None:
     """Reward by samples and by wall time, a curve for each bound, means over the reported seeds."""
     figure = style.blank(12.0, 5.0)
     left, right = figure.subplots(1, 2, sharey=True)
@@ -218,7 +243,7 @@ def draw(results: Results, bounds: Sequence[int], first: int, path: Path) -> Non
     style.dress(right, "reward by wall time", "seconds", "")
     colours = style.colours(map(str, bounds))
     for bound in bounds:
-        runs = list(reported(results, bound, first).values())
+        runs = list(curves.reported(bound).values())
         if not runs:
             continue
         smooth = np.mean([np.convolve(run["rewards"], np.full(SMOOTH, 1 / SMOOTH), "valid") for run in runs], axis=0)

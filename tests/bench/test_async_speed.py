@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 import pytest
 
 from bench import async_speed
-from bench.async_speed import RATES, Study, at_end, best_rate, name, report, reported, reward_at
+from bench.async_speed import RATES, Curves, Study, at_end, name, read_curves, report, reward_at
 from bench.common.delayed import KIND
 
-STUDY = Study((0, 4), (0, 1, 2), 10, 0.1, 1.2, 3.0, ())
+STUDY = Study((0, 4), (0, 1, 2), RATES, 10, 0.1, 1.2, 3.0, ())
 
 
 def run(last: float, seconds: float) -> dict[str, Any]:
@@ -24,14 +23,14 @@ def run(last: float, seconds: float) -> dict[str, Any]:
     return {"rewards": rewards, "ended_s": ended, "samples": 100, **facts}
 
 
-def results(asynchronous: float, seconds: float) -> dict[str, dict[str, Any]]:
+def results(asynchronous: float, seconds: float) -> Curves:
     """All runs; the second rate is the best. The control ends at 0.5 after 100 seconds."""
     found: dict[str, dict[str, Any]] = {}
     for bound, last, each in ((0, 0.5, 10.0), (4, asynchronous, seconds)):
         for seed in STUDY.seeds:
             for place, rate in enumerate(RATES):
                 found[name(bound, rate, seed)] = run(last - 0.1 * (place != 1), each)
-    return found
+    return Curves(found, RATES, 0)
 
 
 def test_a_reward_at_a_time_is_that_of_the_steps_before_it() -> None:
@@ -43,7 +42,8 @@ def test_a_reward_at_a_time_is_that_of_the_steps_before_it() -> None:
 
 def test_the_search_is_on_the_first_seed_and_not_reported() -> None:
     found = results(0.5, 2.0)
-    assert best_rate(found, 4, 0) == RATES[1] and list(reported(found, 4, 0)) == [1, 2]
+    assert found.best_rate(4) == RATES[1] and list(found.reported(4)) == [1, 2]
+    assert Curves(found.results, (*RATES, 1e-2), 0).best_rate(4) is None, "a candidate has not run"
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_the_search_is_on_the_first_seed_and_not_reported() -> None:
     [(0.5, 2.0, []), (0.5, 5.0, ["the fastest bound"]), (0.05, 2.0, ["staleness 4: reward"])],
 )
 def test_verdicts_follow_speed_and_reward(asynchronous: float, seconds: float, missed: list[str]) -> None:
-    failures = report(results(asynchronous, seconds), (0, 4), 0)
+    failures = report(results(asynchronous, seconds), (0, 4))
     assert len(failures) == len(missed)
     assert all(failure.startswith(start) for failure, start in zip(failures, missed, strict=True))
 
@@ -68,13 +68,12 @@ def test_only_the_controls_search_has_no_delays() -> None:
 
 def test_the_committed_record_gives_the_figures_that_the_documents_state() -> None:
     docs = Path(async_speed.__file__).parents[1] / "docs"
-    record = json.loads((docs / "evidence" / "async_speed.json").read_text(encoding="utf-8"))
-    runs, first = record["runs"], record["first_seed"]
-    assert report(runs, (0, 1, 4, 16), first) == []
+    curves = read_curves(docs / "evidence" / "async_speed.json")
+    assert report(curves, (0, 1, 4, 16)) == []
     stated = (docs / "EVIDENCE.md").read_text(encoding="utf-8")
-    control = reported(runs, 0, first)
+    control = curves.reported(0)
     for bound in (1, 4, 16):
-        own = reported(runs, bound, first)
+        own = curves.reported(bound)
         speed = fmean(control[seed]["ended_s"][-1] / own[seed]["ended_s"][-1] for seed in own)
         loss = fmean(at_end(own[seed]) - at_end(control[seed]) for seed in own)
         assert f"{speed:.2f}" in stated and f"{loss:+.3f}".replace("0.", ".").replace("-", "−") in stated, bound

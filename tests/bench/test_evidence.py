@@ -35,7 +35,7 @@ SMALL = {
         *("--set", "sft.recipe.start.steps=30", "--set", "distill.distill.kl_floor=0"),
         *("--set", "sft.recipe.start.model.num_layers=2"),
     ),
-    "async_speed": ("--staleness", "0", "1", "--seeds", "0", "1", "--steps", "3", "--set", "start.steps=4"),
+    "async_speed": ("--staleness", "0", "1", "--seeds", "0", "1", "--steps", "3", "--rates", "1e-3", "--set", "start.steps=4"),
 }  # fmt: skip
 """Arguments of a version of each study that takes about a minute."""
 
