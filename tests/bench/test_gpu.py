@@ -16,6 +16,7 @@ from bench.gpu_parts import checks, decode
 SMALL = ["--device", "cpu", "--size", "tiny", "--steps", "1", "--requests", "2"]
 
 
+@pytest.mark.slow
 def test_parts_run_on_a_cpu_and_are_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*SMALL, "--out", str(tmp_path), "--part", "packed", "--part", "fp8", "--part", "moe"]
     gpu.main(arguments)

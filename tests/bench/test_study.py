@@ -178,6 +178,7 @@ def test_a_recorded_run_is_repeated_only_for_a_folder_that_an_unfinished_run_nee
     assert without_lost(plan, recorded, tmp_path) == recorded
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_study_with_the_results_so_far(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,6 +189,7 @@ def test_a_killed_process_ends_the_study_with_the_results_so_far(
     assert sorted(again) == ["first", "second"], "finished runs are not repeated"
 
 
+@pytest.mark.slow
 def test_the_processes_of_a_killed_study_end(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from bench.common.study import Run, carry_out; from tests.bench.test_study import _sleeps\n"
