@@ -180,8 +180,9 @@ def _carry_out(
             except Exception as error:  # of the run, of any kind
                 failed.add(name)
                 say(f"{name}: failed: {error}; see {out / LOG_FILE}")
-        if len(results) > num_before:
-            waiting = list(plan(results))  # only after a result: planning validates recipes
+        if len(results) > num_before:  # only then: planning validates recipes
+            results = without_lost(plan, results, out)
+            waiting = list(plan(results))
         known = results.keys() | running.keys() | failed
         waiting = [run for run in waiting if run.name not in known]
         ready = [run for run in waiting if all(need in results for need in run.needs)]

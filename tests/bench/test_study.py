@@ -179,6 +179,17 @@ def test_a_recorded_run_is_repeated_only_for_a_folder_that_an_unfinished_run_nee
 
 
 @pytest.mark.slow
+def test_a_recorded_run_is_repeated_for_a_run_that_is_planned_later(tmp_path: Path) -> None:
+    def plan(results: Any) -> list[Run]:
+        later = [Run("child", _nothing, needs=("parent",))] if "other" in results else []
+        return [Run("parent", _nothing), Run("other", _nothing), *later]
+
+    results = carry_out(plan, tmp_path, jobs=1, minutes=1, recorded={"parent": {"seconds": 7.0}})
+    assert sorted(results) == ["child", "other", "parent"] and (tmp_path / "parent").is_dir()
+    assert results["parent"]["seconds"] != 7.0
+
+
+@pytest.mark.slow
 def test_a_killed_process_ends_the_study_with_the_results_so_far(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
