@@ -333,10 +333,9 @@ def report(study: Arms, results: Results) -> list[str]:
     """Print each comparison over the reported seeds that have its arms; return what is missing and the aims that are missed."""
     more = ("heal-elastic", "heal-ordinary", "heal-emo", "marginal")
     arms = [*TRAINED, "ordinary+", *(f"{arm}-{size}" for arm in more for size in SIZES)]
-    arms += [*(f"experts-{arm}" for arm in MAXIMUM), "criteria"]
-    with_later = [*arms, "continued"]  # which earlier records lack
+    arms += [*(f"experts-{arm}" for arm in MAXIMUM), "criteria", *(["continued"] if not study.mutant else [])]
     rows: list[Row] = [
-        {arm: found for arm in with_later if (found := results.get(study.name(arm, seed))) is not None}
+        {arm: found for arm in arms if (found := results.get(study.name(arm, seed))) is not None}
         for seed in study.reported
     ]
     missed = unfinished(sum(arm not in row for row in rows for arm in arms))
@@ -345,64 +344,101 @@ def report(study: Arms, results: Results) -> list[str]:
         return missed
     title = f"{first['parameters'] / 1e6:.2f}M parameters, {first['tokens'] / 1e6:.2f}M tokens"
     shown = table(title, "nats, on held-out rows that chose nothing", "mean", "± 95 %", "aim", "seeds")
+    compared = _Comparisons(rows, shown, missed)
+    _compare_full(compared)
+    for size in SIZES:
+        _compare_size(compared, size)
+    _compare_family(compared)
+    _compare_continued(compared)
+    for each in (shown, _experts_table(rows), _criteria_table(rows)):
+        if each.row_count:
+            wide_console().print(each)
+    return missed
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparisons:
+    """A table of means over the seeds that have the arms, and the aims that they miss."""
+
+    rows: Sequence[Row]
+    shown: Table
+    missed: list[str]
 
     def add(
-        text: str, arms: Sequence[str], value: Callable[[Row], float], aim: float = math.inf, form: str = "{:+.4f}"
+        self,
+        text: str,
+        arms: Sequence[str],
+        value: Callable[[Row], float],
+        aim: float = math.inf,
+        form: str = "{:+.4f}",
     ) -> None:
-        values = [value(row) for row in rows if row.keys() >= set(arms)]
+        """Add the mean of ``value`` over the seeds that have ``arms``, if there is one. ``aim``: largest mean that meets it."""
+        values = [value(row) for row in self.rows if row.keys() >= set(arms)]
         if not values:
             return
         mean = fmean(values)
-        shown.add_row(text, form.format(mean), _half(values), "" if math.isinf(aim) else f"≤ {aim:g}", str(len(values)))
+        shown_aim = "" if math.isinf(aim) else f"≤ {aim:g}"
+        self.shown.add_row(text, form.format(mean), _half(values), shown_aim, str(len(values)))
         if mean > aim:
-            missed.append(f"{text}: {form.format(mean)}, aim at most {aim:g}")
+            self.missed.append(f"{text}: {form.format(mean)}, aim at most {aim:g}")
 
+
+def _compare_full(compared: _Comparisons) -> None:
+    add = compared.add
     add("loss of ordinary, full", ["ordinary"], lambda row: float(row["ordinary"]["report"]["full"]), form="{:.4f}")
     add("elastic full − ordinary, equal tokens", *_minus("elastic", "full", "ordinary"), 0.02)
     add("elastic full − ordinary, equal executed FLOPs", *_minus("elastic", "full", "ordinary+"), 0.03)
     add("FLOPs of elastic / ordinary", *_cost(["elastic"], "ordinary"), form="{:.3f}")
-    for size in SIZES:
-        scratch, healed = f"scratch-{size}", f"heal-elastic-{size}"
-        add(f"{size}, zero-shot − scratch", *_minus("elastic", size, scratch), 0.03)
-        add(f"{size}, healed − scratch", *_minus(healed, "full", scratch), 0.0)
-        add(f"{size}, cut from ordinary and healed − scratch", *_minus(f"heal-ordinary-{size}", "full", scratch))
-        add(f"{size}, cut from emo and healed − scratch", *_minus(f"heal-emo-{size}", "full", scratch))
-        add(f"{size}, healed − scratch at equal marginal FLOPs", *_minus(healed, "full", f"marginal-{size}"), 0.0)
-        add(
-            f"{size}: marginal FLOPs / scratch FLOPs",
-            ["elastic", "ordinary", healed, scratch],
-            partial(_marginal_share, healed, scratch),
-            form="{:.3f}",
-        )
-    family = ["elastic", *(f"heal-elastic-{size}" for size in SIZES)]
-    add("FLOPs of four healed sizes, parent included / ordinary", *_cost(family, "ordinary"), 1.35, "{:.3f}")
-    alone = [*(f"scratch-{size}" for size in SIZES), "ordinary"]
+    add("elastic full − ernie full", *_minus("elastic", "full", "ernie"))
+    add("emo full − ordinary full", *_minus("emo", "full", "ordinary"))
+
+
+def _compare_size(compared: _Comparisons, size: str) -> None:
+    add, scratch, healed = compared.add, f"scratch-{size}", f"heal-elastic-{size}"
+    add(f"{size}, zero-shot − scratch", *_minus("elastic", size, scratch), 0.03)
+    add(f"{size}, healed − scratch", *_minus(healed, "full", scratch), 0.0)
+    add(f"{size}, cut from ordinary and healed − scratch", *_minus(f"heal-ordinary-{size}", "full", scratch))
+    add(f"{size}, cut from emo and healed − scratch", *_minus(f"heal-emo-{size}", "full", scratch))
+    add(f"{size}, healed − scratch at equal marginal FLOPs", *_minus(healed, "full", f"marginal-{size}"), 0.0)
+
+    def marginal_share(row: Row) -> float:
+        return marginal_flops(row["elastic"], row["ordinary"], row[healed]) / float(row[scratch]["flops"])
+
     add(
+        f"{size}: marginal FLOPs / scratch FLOPs",
+        ["elastic", "ordinary", healed, scratch],
+        marginal_share,
+        form="{:.3f}",
+    )
+
+
+def _compare_family(compared: _Comparisons) -> None:
+    """All sizes together, and random Subnets that are none of them."""
+    family = ["elastic", *(f"heal-elastic-{size}" for size in SIZES)]
+    text = "FLOPs of four healed sizes, parent included / ordinary"
+    compared.add(text, *_cost(family, "ordinary"), 1.35, "{:.3f}")
+    alone = [*(f"scratch-{size}" for size in SIZES), "ordinary"]
+    compared.add(
         f"{NUM_RANDOM} random Subnets − frontier of scratch networks",
         ["elastic", *alone],
         lambda row: fmean(_over_frontier(row["elastic"], [row[arm] for arm in alone])),
         0.06,
     )
-    add(
+    compared.add(
         "random Subnets in which ernie is not worse than ours",
         ["elastic", "ernie"],
         lambda row: NUM_RANDOM - _num_better(row["elastic"], row["ernie"]),
         NUM_RANDOM - 8,
         "{:.1f}",
     )
-    add("elastic full − ernie full", *_minus("elastic", "full", "ernie"))
-    add("emo full − ordinary full", *_minus("emo", "full", "ordinary"))
+
+
+def _compare_continued(compared: _Comparisons) -> None:
     for size in ("full", *SIZES):
         text = f"{size}, made elastic afterwards − elastic, equal FLOPs"
-        add(text, *_minus("continued", size, "elastic", size))
-    add(
-        "FLOPs of ordinary and making it elastic / elastic", *_cost(["ordinary", "continued"], "elastic"), form="{:.3f}"
-    )
-    wide_console().print(shown)
-    for shown in (_experts_table(rows), _criteria_table(rows)):
-        if shown.row_count:
-            wide_console().print(shown)
-    return missed
+        compared.add(text, *_minus("continued", size, "elastic", size))
+    text = "FLOPs of ordinary and making it elastic / elastic"
+    compared.add(text, *_cost(["ordinary", "continued"], "elastic"), form="{:.3f}")
 
 
 def _half(values: Sequence[float]) -> str:
@@ -448,11 +484,6 @@ def _criteria_table(rows: Sequence[Row]) -> Table:
 def marginal_flops(elastic: Mapping[str, Any], ordinary: Mapping[str, Any], healed: Mapping[str, Any]) -> float:
     """FLOPs that a size adds: its part of the passes that the ordinary network does not make, and healing."""
     return float((elastic["flops"] - ordinary["flops"]) / len(SIZES) + healed["flops"])
-
-
-def _marginal_share(healed: str, scratch: str, row: Row) -> float:
-    """`marginal_flops` of a size over the FLOPs of its shape alone."""
-    return marginal_flops(row["elastic"], row["ordinary"], row[healed]) / float(row[scratch]["flops"])
 
 
 def _over_frontier(elastic: Mapping[str, Any], alone: Sequence[Mapping[str, Any]]) -> list[float]:
