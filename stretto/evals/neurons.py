@@ -60,7 +60,8 @@ def plan_network(
     num_tokens = sum(int(batch.real_BT.sum()) for batch in batches)
     if num_tokens < model.config.hidden_size:
         raise UserError(
-            f"--calibration: {num_tokens:,} tokens are fewer than the {model.config.hidden_size:,} inputs of a router; give more text"
+            f"--calibration: {num_tokens:,} tokens are fewer than the {model.config.hidden_size:,} inputs of a router; "
+            "raise --calibration-tokens, or give more text"
         )
 
     def plan(layer: int, mlp: SwiGlu, x_ND: Tensor) -> LayerPlan:

@@ -106,9 +106,9 @@ def test_a_small_version_runs_and_its_record_prints_the_same(tmp_path: Path) -> 
         tmp_path / "record.json",
     ]
     done = run([*command, tmp_path / "out", "--model", tmp_path / "model", *options])
-    assert done.returncode in (0, 1) and "neurons-corner" in done.stdout and "runs are missing" not in done.stdout, (
-        done.stderr
-    )
+    assert (
+        done.returncode in (0, 1) and "neurons-corner" in done.stdout and "missing: run the command" not in done.stdout
+    ), done.stderr
     resumed = run([*command, tmp_path / "out", "--model", tmp_path / "model", *options])
     assert resumed.returncode == done.returncode, resumed.stderr
     again = run([*command, tmp_path / "record.json", "--report"])

