@@ -95,8 +95,9 @@ class Study:
         """All runs that ``results`` make possible."""
         start = read_recipe(RECIPE, RlRecipe, self.settings)
         found = [Run(START, partial(start_once, start))]
+        curves = Curves(results, self.rates, self.seeds[0])
         for bound in self.bounds:
-            best = Curves(results, self.rates, self.seeds[0]).best_rate(bound)
+            best = curves.best_rate(bound)
             found += searched(partial(self.recipe, bound), partial(name, bound), self.rates, self.seeds, best, out)
         return found
 

@@ -140,7 +140,8 @@ def test_text_too_short_for_a_router_is_refused(batches: list[EvalBatch]) -> Non
         EvalBatch(batches[0].ids_BT[:1, :8], batches[0].targets_BT[:1, :8], Context.plain(batches[0].ids_BT[:1, :8]))
     ]
     with pytest.raises(
-        UserError, match="--calibration: 8 tokens are fewer than the 24 inputs of a router; raise --calibration-tokens"
+        UserError,
+        match="--calibration: 8 tokens are fewer than the 24 inputs of a router; raise --calibration-tokens, or give more text",
     ):
         plan_network(dense_model(), short, Upcycling(experts=4, top_k=2))
 
