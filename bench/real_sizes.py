@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from bench.common.measure import finish, half_width, refusing, table, wide_console
+from bench.common.measure import finish, half_width, refusing, shown_half, table, wide_console
 from bench.common.rate_search import parsed, recorded_search, search, search_run, search_table, searching_parser
 from bench.common.real_networks import Parent, adopt_dense, dense_network, prepare, pruned, read_parent
 from bench.common.study import (
@@ -300,7 +300,7 @@ def report(study: Arms, results: Results) -> list[str]:
         if not values:
             continue
         mean, half = fmean(values), half_width(values)
-        shown.add_row(f"{size} − {arm}", f"{mean:+.2%}", _percent(half), str(len(values)))
+        shown.add_row(f"{size} − {arm}", f"{mean:+.2%}", shown_half(half, "{:.2%}"), str(len(values)))
         if arm.startswith("flops") and not mean + half < 0:
             missed.append(f"{size} − {arm}: {mean:+.2%} ± {half:.2%}, aim below zero with its interval")
     wide_console().print(shown)
@@ -339,17 +339,12 @@ def _show_networks(original: Mapping[str, Any], rows: Sequence[Mapping[str, Mapp
                 f"{found[0]['active'][size] / 1e6:.1f}M",
                 f"{fmean(untrained):+.2%}" if untrained else "",
                 f"{fmean(trained):+.2%}",
-                _percent(half_width(trained)),
+                shown_half(half_width(trained), "{:.2%}"),
                 f"{fmean(each['flops'] for each in found) / 1e12:.1f}",
                 f"{found[0]['tokens'] / 1e3:.0f}k",
                 str(len(found)),
             )
     wide_console().print(shown)
-
-
-def _percent(half: float) -> str:
-    """Half of an interval; one seed has none."""
-    return f"{half:.2%}" if math.isfinite(half) else ""
 
 
 if __name__ == "__main__":

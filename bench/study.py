@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from bench.common.measure import finish, half_width, refusing, table, wide_console
+from bench.common.measure import finish, half_width, refusing, shown_half, table, wide_console
 from bench.common.rate_search import parsed, recorded_search, search, search_run, search_table, searching_parser
 from bench.common.study import (
     Results,
@@ -378,7 +378,9 @@ class _Comparisons:
             return
         mean = fmean(values)
         shown_aim = "" if math.isinf(aim) else f"≤ {aim:g}"
-        self.shown.add_row(text, form.format(mean), _half(values), shown_aim, str(len(values)))
+        self.shown.add_row(
+            text, form.format(mean), shown_half(half_width(values), "{:.4f}"), shown_aim, str(len(values))
+        )
         if mean > aim:
             self.missed.append(f"{text}: {form.format(mean)}, aim at most {aim:g}")
 
@@ -441,12 +443,6 @@ def _compare_continued(compared: _Comparisons) -> None:
     compared.add(text, *_cost(["ordinary", "continued"], "elastic"), form="{:.3f}")
 
 
-def _half(values: Sequence[float]) -> str:
-    """Half of an interval; one seed has none."""
-    half = half_width(values)
-    return f"{half:.4f}" if math.isfinite(half) else ""
-
-
 def _minus(arm: str, name: str, other: str, other_name: str = "full") -> tuple[Sequence[str], Callable[[Row], float]]:
     """Two arms, and the loss of ``name`` in ``arm`` minus that of ``other_name`` in ``other``."""
     return (arm, other), lambda row: float(row[arm]["report"][name] - row[other]["report"][other_name])
@@ -477,7 +473,7 @@ def _criteria_table(rows: Sequence[Row]) -> Table:
     for criterion in ("reap", "published", "frequency", "random") if found else ():
         names = [name for name in found[0] if name.startswith(criterion)]
         gaps = [fmean(losses[name] for name in names) - losses["ours"] for losses in found]
-        shown.add_row(criterion, f"{fmean(gaps):+.4f}", _half(gaps), str(len(gaps)))
+        shown.add_row(criterion, f"{fmean(gaps):+.4f}", shown_half(half_width(gaps), "{:.4f}"), str(len(gaps)))
     return shown
 
 

@@ -73,6 +73,11 @@ def half_width(values: Sequence[float]) -> float:
     return float(stats.t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5
 
 
+def shown_half(half: float, form: str) -> str:
+    """Half of an interval in a table; empty if it is infinite: a single value has none."""
+    return form.format(half) if math.isfinite(half) else ""
+
+
 class Calibration:
     """The fixed matrix product, whose time shows the speed of the machine at the moment."""
 
