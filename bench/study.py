@@ -53,6 +53,7 @@ from bench.common.study import (
     write_record,
 )
 from bench.common.study_runs import (
+    CONTINUED_RATE,
     NUM_RANDOM,
     fewer_experts,
     half_of_experts,
@@ -62,7 +63,6 @@ from bench.common.study_runs import (
     train,
 )
 from stretto.base.config import read_recipe
-from stretto.base.errors import UserError
 from stretto.data.demo_text import demo_documents
 from stretto.model.spec import SubnetChoice, extracted_config
 from stretto.train.prepare import learn_tokenizer, prepare_data, tokenise_documents
@@ -198,14 +198,13 @@ class Study(Arms):
             for arm in filter(self.wants, TRAINED):
                 if (rate := self.rate(arm, results)) is not None:
                     recipe = self.recipe_of(arm, rate, seed)
-                    _check_rate(results.get(self.name(arm, seed)), recipe, self.out / self.name(arm, seed))
                     runs.append(self._training(self.name(arm, seed), arm, recipe))
             dependent = self._dependent(results, seed)
             runs += [run for run in dependent if self.wants(*map(_arm, (run.name, *run.needs)))]
         return runs
 
     def _training(self, name: str, arm: str, recipe: Recipe) -> Run:
-        return Run(name, partial(train, self.info, recipe, arm == "emo"), resumes=True)
+        return Run(name, partial(train, self.info, recipe, arm == "emo"), resumes=True, lr=recipe.optim.lr)
 
     def _search_of_continued(self, results: Results) -> list[Run]:
         """Runs that search the rate of ``continued``, from the best network and for the FLOPs of the other searches."""
@@ -221,7 +220,8 @@ class Study(Arms):
     def _continued(self, name: str, rate: float, seed: int, elastic: str, ordinary: str, results: Results) -> Run:
         recipe = self.recipe_of("elastic", rate, seed)
         flops = results[elastic]["flops"] - results[ordinary]["flops"]
-        return Run(name, partial(make_elastic, self.info, recipe, self.out / ordinary, flops), needs=(ordinary,))
+        work = partial(make_elastic, self.info, recipe, self.out / ordinary, flops)
+        return Run(name, work, needs=(ordinary,), lr=recipe.optim.lr * CONTINUED_RATE)
 
     def _dependent(self, results: Results, seed: int) -> list[Run]:
         """Runs that need FLOPs or weights of others with the same seed."""
@@ -263,14 +263,6 @@ class Study(Arms):
 def _arm(run: str) -> str:
     """The arm in the name of a ``run`` with a reported seed."""
     return run.rpartition("-")[0]
-
-
-def _check_rate(done: Mapping[str, Any] | None, recipe: Recipe, folder: Path) -> None:
-    """Raises UserError: the run was trained with another rate, which the search chose among other candidates."""
-    if done is not None and done["lr"] != recipe.optim.lr:
-        raise UserError(
-            f"{folder}: trained at lr {done['lr']:g}, the search now chooses {recipe.optim.lr:g}; remove the run"
-        )
 
 
 def open_study(options: argparse.Namespace) -> Study:

@@ -57,6 +57,8 @@ class Run:
     """Names of the runs whose folders it reads."""
     resumes: bool = False
     """Whether its work goes on from what an interrupted call left in the folder."""
+    lr: float | None = None
+    """Learning rate that a search chose for it. A finished run that had another one is refused."""
 
 
 def study_parser(docstring: str | None, picture: str = "") -> argparse.ArgumentParser:
@@ -164,7 +166,7 @@ def _carry_out(
 ) -> Results:
     results, failed = without_lost(plan, {**recorded, **read_results(out)}, out), set[str]()
     running: dict[str, Future[dict[str, Any]]] = {}
-    waiting = list(plan(results))
+    waiting = _unfinished_runs(plan, results, out)
     while True:
         num_before = len(results)
         for name in [name for name, each in running.items() if each.done()]:
@@ -182,7 +184,7 @@ def _carry_out(
                 say(f"{name}: failed: {error}; see {out / LOG_FILE}")
         if len(results) > num_before:  # only then: planning validates recipes
             results = without_lost(plan, results, out)
-            waiting = list(plan(results))
+            waiting = _unfinished_runs(plan, results, out)
         known = results.keys() | running.keys() | failed
         waiting = [run for run in waiting if run.name not in known]
         ready = [run for run in waiting if all(need in results for need in run.needs)]
@@ -194,6 +196,22 @@ def _carry_out(
         for run in ready[: jobs - len(running)]:
             running[run.name] = pool.submit(_do, run, out)
         time.sleep(_POLL_S)
+
+
+def _unfinished_runs(plan: Callable[[Results], Sequence[Run]], results: Results, out: Path) -> list[Run]:
+    """Runs of ``plan`` without a result. Raises UserError: a finished run had another learning rate than the plan says, if its result
+    names one."""
+    runs = []
+    for run in plan(results):
+        done = results.get(run.name)
+        if done is None:
+            runs.append(run)
+        elif run.lr is not None and done.get("lr", run.lr) != run.lr:
+            raise UserError(
+                f"{out / run.name}: trained at lr {done['lr']:g}, the search now chooses {run.lr:g}; remove the run's folder and its line "
+                "in the record"
+            )
+    return runs
 
 
 def without_lost(plan: Callable[[Results], Sequence[Run]], results: Results, out: Path) -> dict[str, dict[str, Any]]:

@@ -18,7 +18,7 @@ import pytest
 
 from bench import study
 from bench.common.rate_search import search
-from bench.common.study import Run, carry_out, is_record, without_lost
+from bench.common.study import Results, Run, carry_out, is_record, without_lost
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.paths import replacing
@@ -102,16 +102,21 @@ def test_only_the_chosen_arms_are_trained(tmp_path: Path) -> None:
     assert not {"experts-emo-1", "experts-ernie-1"} & planned("elastic", "experts")
 
 
-def test_the_search_smooths_over_equal_rates_and_refuses_runs_of_another_rate(tmp_path: Path) -> None:
+def test_the_search_smooths_over_equal_rates() -> None:
     losses = {1: 5.30, 2: 5.20, 4: 5.20, 8: 5.19}  # the last one is the lowest by noise
     arms = study.Arms((0, 1), None, tuple(losses))
     found = {f"search-ordinary-x{rate}": {"select": {"full": loss}} for rate, loss in losses.items()}
     assert arms.rate("ordinary", found) == 4
     assert arms.rate("ordinary", {}) is None
-    recipe = read_recipe(study.RECIPE, Recipe, ["optim.lr=0.01"])
-    study._check_rate({"lr": 0.01}, recipe, tmp_path)
-    with pytest.raises(UserError, match=r"trained at lr 0\.02, the search now chooses 0\.01; remove the run"):
-        study._check_rate({"lr": 0.02}, recipe, tmp_path)
+
+
+def test_a_finished_run_of_another_learning_rate_is_refused(tmp_path: Path) -> None:
+    def plan(results: Results) -> list[Run]:
+        return [Run("one", _nothing, lr=0.01)]
+
+    assert carry_out(plan, tmp_path, jobs=1, minutes=1, recorded={"one": {"lr": 0.01}}) == {"one": {"lr": 0.01}}
+    with pytest.raises(UserError, match=r"one: trained at lr 0\.02, the search now chooses 0\.01; remove the run"):
+        carry_out(plan, tmp_path, jobs=1, minutes=1, recorded={"one": {"lr": 0.02}})
 
 
 @pytest.mark.parametrize(
