@@ -55,11 +55,13 @@ from bench.common.study import (
 from bench.common.study_runs import (
     CONTINUED_RATE,
     NUM_RANDOM,
+    Trunk,
     fewer_experts,
     half_of_experts,
     heal_size,
     held_out_halves,
     make_elastic,
+    shared_share,
     train,
 )
 from stretto.base.config import read_recipe
@@ -86,6 +88,8 @@ SEARCH_SHARE = 0.25
 """Tokens of a run of the search, as a share of the reported runs' tokens."""
 HEAL_SHARE = 0.06
 """FLOPs of healing, as a share of the scratch control's."""
+BRANCHES = ("elastic", "ordinary+")
+"""Arms whose first steps are those of the ordinary network with the same seed and rate, and are not trained again."""
 MAXIMUM = ("elastic", "ernie", "ordinary", "emo")
 """Arms that train the maximum network."""
 TRAINED = (*MAXIMUM, *(f"scratch-{size}" for size in SIZES))
@@ -169,6 +173,8 @@ class Study(Arms):
         recipe = self.recipe
         steps = max(1, round(share * recipe.train.steps))
         train = recipe.train.replace(steps=steps, seed=seed, eval_every=steps)
+        if arm == "ordinary":  # others begin with one of its snapshots
+            train = train.replace(snapshot_every=max(1, steps // 20), keep_snapshots=16)
         optim = recipe.optim.replace(lr=recipe.optim.lr * rate)
         elastic = recipe.elastic
         if arm.startswith("scratch-"):
@@ -192,19 +198,33 @@ class Study(Arms):
         for arm in filter(self.wants, TRAINED):
             for candidate in search(arm, self.rates, results)[0]:
                 recipe = self.recipe_of(arm, candidate, first, SEARCH_SHARE)
-                runs.append(self._training(search_run(arm, candidate), arm, recipe))
+                ordinary = search_run("ordinary", candidate)
+                is_planned = candidate in search("ordinary", self.rates, results)[0]
+                trunk = self._trunk(arm, ordinary, results) if is_planned else None
+                runs.append(self._training(search_run(arm, candidate), arm, recipe, trunk))
         runs += self._search_of_continued(results)
         for seed in self.reported:
             for arm in filter(self.wants, TRAINED):
                 if (rate := self.rate(arm, results)) is not None:
                     recipe = self.recipe_of(arm, rate, seed)
-                    runs.append(self._training(self.name(arm, seed), arm, recipe))
+                    is_equal = rate == self.rate("ordinary", results)
+                    trunk = self._trunk(arm, self.name("ordinary", seed), results) if is_equal else None
+                    runs.append(self._training(self.name(arm, seed), arm, recipe, trunk))
             dependent = self._dependent(results, seed)
             runs += [run for run in dependent if self.wants(*map(_arm, (run.name, *run.needs)))]
         return runs
 
-    def _training(self, name: str, arm: str, recipe: Recipe) -> Run:
-        return Run(name, partial(train, self.info, recipe, arm == "emo"), resumes=True, lr=recipe.optim.lr)
+    def _training(self, name: str, arm: str, recipe: Recipe, trunk: Trunk | None = None) -> Run:
+        needs = (trunk.run.name,) if trunk else ()
+        return Run(name, partial(train, self.info, recipe, arm == "emo", trunk), needs, True, recipe.optim.lr)
+
+    def _trunk(self, arm: str, ordinary: str, results: Results) -> Trunk | None:
+        """What a run of ``arm`` shares with the run ``ordinary``, which has the same seed and rate; None: nothing, or its folder is
+        lost."""
+        is_lost = ordinary in results and not (self.out / ordinary).is_dir()
+        if arm not in BRANCHES or self.mutant or not self.wants("ordinary") or is_lost:
+            return None
+        return Trunk(self.out / ordinary, shared_share(self.recipe))
 
     def _search_of_continued(self, results: Results) -> list[Run]:
         """Runs that search the rate of ``continued``, from the best network and for the FLOPs of the other searches."""
@@ -229,7 +249,8 @@ class Study(Arms):
         rate, runs = self.rate("ordinary", results), []
         if elastic is not None and ordinary is not None and rate is not None:
             recipe = self.recipe_of("ordinary+", rate, seed, elastic["flops"] / ordinary["flops"])
-            runs.append(self._training(self.name("ordinary+", seed), "ordinary+", recipe))
+            trunk = self._trunk("ordinary+", self.name("ordinary", seed), results)
+            runs.append(self._training(self.name("ordinary+", seed), "ordinary+", recipe, trunk))
             if not self.mutant and (own := self.rate("continued", results)) is not None:
                 names = [self.name(arm, seed) for arm in ("continued", "elastic", "ordinary")]
                 runs.append(self._continued(names[0], own, seed, names[1], names[2], results))

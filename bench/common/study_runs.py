@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+from torch.nn import functional
 
 from bench.common.document_pools import DocumentPools, trained_in_pools
 from bench.common.expert_criteria import Orders, orders_by_criterion
 from stretto.api.train import held_out, open_loader
 from stretto.base.errors import UserError
-from stretto.base.paths import CHECKPOINT
+from stretto.base.paths import CHECKPOINT, replacing, write_json
 from stretto.base.track import Tracker
 from stretto.evals.loss import EvalBatch, evaluate_many
 from stretto.evals.order import expert_orders, rank_experts, rank_layers, survey
@@ -26,10 +29,12 @@ from stretto.train.loop import Job
 from stretto.train.recipe import ElasticizeRecipe, HealRecipe, MixtureConfig, Recipe, TrainConfig
 from stretto.train.run_folder import RunInfo
 from stretto.train.sampler import Sampler
+from stretto.train.snapshot import META, SnapshotMeta, read_meta
 from stretto.train.stages import elasticize, heal, pretrain
 
 CONTINUED_RATE = 0.2
 """Learning rate of training from a finished network, over the recipe's."""
+SNAPSHOTS = "snapshots"
 RANKING_BATCHES = 4
 """Held-out batches by which layers and experts are ranked."""
 NUM_RANDOM = 10
@@ -53,8 +58,56 @@ def random_subnets(config: ModelConfig, anchors: Mapping[str, SubnetChoice]) -> 
     return found
 
 
-def train(info: RunInfo, recipe: Recipe, in_pools: bool, folder: Path) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Trunk:
+    """First steps of an ordinary network that other runs with its seed and rate share, and need not train again."""
+
+    run: Path
+    """Folder of the ordinary network's run."""
+    share: float
+    """Share of its steps that are shared."""
+
+    def begin(self, folder: Path, recipe: Recipe) -> None:
+        """Begin the run of ``recipe`` in ``folder`` with the newest snapshot of the shared steps, unless it has begun. Without such a
+        snapshot it begins with its first step."""
+        snapshots = folder / SNAPSHOTS
+        shared = [path for path in sorted((self.run / SNAPSHOTS).glob("step-*")) if self._is_shared(read_meta(path))]
+        if snapshots.is_dir() or not shared:
+            return
+        meta = read_meta(shared[-1]).replace(recipe=recipe.model_dump(mode="json"))
+        with replacing(snapshots) as fresh:
+            _copy_with_biases(shared[-1], fresh / shared[-1].name, len(recipe.network().widths))
+            write_json(fresh / shared[-1].name / META, meta.model_dump(mode="json"))
+
+    def _is_shared(self, meta: SnapshotMeta) -> bool:
+        return meta.step < self.share * meta.recipe["train"]["steps"]
+
+
+def _copy_with_biases(source: Path, target: Path, num_widths: int) -> None:
+    """Copy the tensors of a snapshot, with selection biases for ``num_widths`` numbers of experts, of which those without any are 0."""
+    target.mkdir(parents=True)
+    plain = target / "plain.pt"
+    dcp_to_torch_save(source, plain)
+    state = torch.load(plain)
+    for name, tensor in state["model"].items():
+        if name.endswith(".bias_WE"):
+            state["model"][name] = functional.pad(tensor, (0, 0, 0, num_widths - len(tensor)))
+    torch.save(state, plain)
+    torch_save_to_dcp(plain, target)
+    plain.unlink()
+
+
+def shared_share(recipe: Recipe) -> float:
+    """Share of an ordinary network's steps that are also the first ones of the elastic ``recipe``: until layers and experts are ranked,
+    smaller sizes are trained or the rate decays."""
+    elastic = recipe.elastic
+    return min(elastic.starts_at, *elastic.rank_layers_at, *elastic.rank_experts_at, 1.0 - recipe.optim.decay_fraction)
+
+
+def train(info: RunInfo, recipe: Recipe, in_pools: bool, trunk: Trunk | None, folder: Path) -> dict[str, Any]:
     """Pre-train ``recipe`` and measure all its sizes, on both halves of the held-out rows. ``in_pools``: with EMO's pools."""
+    if trunk is not None:
+        trunk.begin(folder, recipe)
     ranks = join("auto")
     choosing, reported = held_out_halves(info, recipe.train)
     job = Job(
@@ -64,7 +117,7 @@ def train(info: RunInfo, recipe: Recipe, in_pools: bool, folder: Path) -> dict[s
         info.data_hash,
         ranks,
         tracker=lambda step: Tracker(folder, first_step=step, tensorboard=False),
-        resume=(folder / "snapshots").is_dir(),
+        resume=(folder / SNAPSHOTS).is_dir(),
     )
     start = random_network(recipe.network(), recipe.train.seed)
     trained = pretrain(recipe, job, trained_in_pools(start) if in_pools else start)

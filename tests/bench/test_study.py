@@ -19,9 +19,11 @@ import pytest
 from bench import study
 from bench.common.rate_search import search
 from bench.common.study import Results, Run, carry_out, is_record, without_lost
+from bench.common.study_runs import Trunk, shared_share, train
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.paths import replacing
+from stretto.base.track import read_metrics
 from stretto.train.recipe import Recipe
 
 ROOT = Path(study.__file__).parents[1]
@@ -117,6 +119,26 @@ def test_a_finished_run_of_another_learning_rate_is_refused(tmp_path: Path) -> N
     assert carry_out(plan, tmp_path, jobs=1, minutes=1, recorded={"one": {"lr": 0.01}}) == {"one": {"lr": 0.01}}
     with pytest.raises(UserError, match=r"one: trained at lr 0\.02, the search now chooses 0\.01; remove the run"):
         carry_out(plan, tmp_path, jobs=1, minutes=1, recorded={"one": {"lr": 0.02}})
+
+
+@pytest.mark.slow
+def test_a_run_that_begins_with_the_steps_it_shares_is_the_whole_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text("\n".join(json.dumps({"text": f"the square of {n} is {n * n}; " * 20}) for n in range(200)))
+    small = ("model.vocab_size=300", "train.rows=4", "train.seq_len=32", "train.log_every=1")
+    told = ["study", tmp_path / "study", "--data", text, "--tokens", 20 * 4 * 32, "--eval-rows", 16, "--seeds", 0, 1]
+    monkeypatch.setattr(sys, "argv", [*map(str, told), *(word for each in small for word in ("--set", each))])
+    planned = study.open_study(study._parse())
+    recipes = {arm: planned.recipe_of(arm, 1.0, 1) for arm in ("ordinary", "elastic", "ordinary+")}
+    recipes["ordinary+"] = planned.recipe_of("ordinary+", 1.0, 1, 1.2)
+    trunk = Trunk(planned.out / "ordinary", shared_share(planned.recipe))
+    train(planned.info, recipes["ordinary"], False, None, trunk.run)
+    for arm in ("elastic", "ordinary+"):
+        whole = train(planned.info, recipes[arm], False, None, planned.out / f"{arm}-whole")
+        assert train(planned.info, recipes[arm], False, trunk, planned.out / arm) == whole
+        assert read_metrics(planned.out / arm)[0]["step"] == 13, "the first 12 steps are not trained again"
 
 
 @pytest.mark.parametrize(
