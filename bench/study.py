@@ -21,6 +21,9 @@ criteria     nothing is trained: losses of the ordinary network with half of its
 continued    the ordinary network, made elastic afterwards with the FLOPs by which ``elastic`` is dearer; its rate is searched, too
 marginal-*   the shape of each size alone, with the FLOPs that the size adds to those of ``ordinary``: its passes and its healing
 
+`elastic` and `ordinary+` begin with the steps that they share with `ordinary` of the same rate, from one of its snapshots: the same bits,
+and the same FLOPs in the tables, for less time.
+
 The first seed searches the learning rate of every trained arm at a quarter of the tokens; while the chosen candidate is the lowest or the
 highest, the search goes on beyond it. The other seeds are reported; each row of the tables has the seeds that have its arms. One half
 of the held-out rows chooses rates, the other half is reported. Exit code 1: an aim is missed, or an arm is not done.

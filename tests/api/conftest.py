@@ -12,6 +12,7 @@ from stretto.api.rl import rl
 from stretto.cli.main import main
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.spec import ModelConfig, SubnetChoice
+from stretto.report import rl as report
 from stretto.text.chat import CHATML
 from stretto.text.tokenizer import train_tokenizer
 from tests.api.rl_recipes import TINY
@@ -168,11 +169,12 @@ def tiny(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of ``stretto rl`` that made its own start, by relative paths. Not to be changed."""
+    """A run of ``stretto rl`` that made its own start, by relative paths, without its pictures. Not to be changed."""
     folder = tmp_path_factory.mktemp("rl")
     (folder / "tiny.toml").write_text(TINY)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.setattr(report, "report_rl_run", lambda run: run)  # drawing would take most of the time
         result = rl("tiny.toml", out="run", device="cpu").result
     assert result.checkpoint == Path("run/checkpoint")
     return folder / "run"

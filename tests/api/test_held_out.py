@@ -59,6 +59,7 @@ def test_healing_measures_on_the_rows_of_pre_training(
     assert "not comparable" not in curves_caption(gather(run))
 
 
+@pytest.mark.slow
 def test_a_loss_on_other_rows_is_marked(stretto: Run, recipe: Path, healing: Path, text: Path, tmp_path: Path) -> None:
     run, corner, healed = tmp_path / "run", tmp_path / "run" / "corner", tmp_path / "run" / "healed"
     assert stretto("pretrain", recipe, "-o", run, "--data", text).code == 0

@@ -58,6 +58,7 @@ def roomy_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_random_network_keeps_everything_and_writes_six_fields(stretto: Command, roomy_run: Path) -> None:
     request = "two red cubes left of a blue sphere"
     named = ("--model", roomy_run, "--writer", "model", "--subnet", "corner")

@@ -238,6 +238,7 @@ def test_a_task_defined_in_a_notebook(tmp_path: Path) -> None:
     assert "%%writefile" in done.stdout and "RlRun(" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_without_what_only_training_and_the_hub_need(served_run: Path) -> None:
     slow = (
         "torch._dynamo",

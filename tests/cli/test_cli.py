@@ -12,6 +12,7 @@ from stretto.cli.main import wait_briefly
 from tests.api.conftest import Run, refused
 
 
+@pytest.mark.slow
 def test_threads_wait_briefly_by_the_time_torch_is_loaded() -> None:
     """The library itself says how it was told to wait."""
     code = "import sys, stretto.cli.main as cli; assert 'torch' not in sys.modules; cli.wait_briefly(cli.os.environ); import torch"

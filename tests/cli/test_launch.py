@@ -67,6 +67,7 @@ def test_an_end_for_good_is_no_failure_for_torchrun(monkeypatch: pytest.MonkeyPa
         exit_if_ended()
 
 
+@pytest.mark.slow
 def test_a_rank_imports_nothing_that_draws_or_serves() -> None:
     """A restarted rank pays for its imports, and the driver of an RL run imports the same."""
     unneeded = ("matplotlib", "scipy.stats", "starlette", "uvicorn", "pyarrow", "tensorboard")

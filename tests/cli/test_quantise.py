@@ -72,6 +72,7 @@ def test_integers_are_exact_in_llama_cpp_s_types(
     assert integers and all(torch.equal(packed[name], whole[name]) for name in integers)
 
 
+@pytest.mark.slow
 def test_gptq_reads_the_run_s_own_text_and_healing_dequantises(
     stretto: Run, recipe: Path, healing: Path, text: Path, tmp_path: Path
 ) -> None:

@@ -280,6 +280,7 @@ def test_no_more_is_under_way_than_memory_holds(processes: int) -> None:
         assert num_taken - num_done <= 2 * processes
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_workers_too(tmp_path: Path) -> None:
     script, root = tmp_path / "run.py", Path(__file__).parents[2]
     script.write_text(KILLED)

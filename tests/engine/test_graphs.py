@@ -160,6 +160,7 @@ def test_kernels_multiply_by_integers() -> None:
     same(decoder, sentences(0, 2), 1)
 
 
+@pytest.mark.slow
 def test_kernels_multiply_by_fp8_and_follow_new_weights() -> None:
     pytest.importorskip("triton")
     shape = {**SHAPE, **EVEN, "num_shared_experts": 1}

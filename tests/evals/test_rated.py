@@ -46,6 +46,7 @@ def test_ratings_of_a_text_are_averaged_and_a_wrong_record_is_named(tmp_path: Pa
             read_rated(path)
 
 
+@pytest.mark.slow
 def test_a_planted_rating_is_found_on_other_authors_and_noise_is_not(tmp_path: Path) -> None:
     states_ND = states()
     planted = written(tmp_path / "planted.jsonl", lambda at: 5 + float(states_ND[at, 3]))

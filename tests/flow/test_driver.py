@@ -474,6 +474,7 @@ def test_a_trainer_that_raises_is_one_line(tmp_path: Path) -> None:
         drive(tmp_path, World(on_step=fail))
 
 
+@pytest.mark.slow
 def test_a_step_longer_than_the_watchdogs_patience_is_not_stuck(tmp_path: Path) -> None:
     """Groups finish during the step, and the driver looks for stuck waits for longer than these allow."""
 
@@ -491,6 +492,7 @@ def test_a_step_longer_than_the_watchdogs_patience_is_not_stuck(tmp_path: Path) 
     assert len(drive(tmp_path, world, steps=2, staleness=2, stuck_s=2.0)) == 2
 
 
+@pytest.mark.slow
 def test_a_group_longer_than_the_watchdogs_patience_is_not_stuck_while_others_finish(tmp_path: Path) -> None:
     async def take_long(task: Task, attempt: int) -> GroupRef:
         while task.ordinal == 1 and world.num_looks < 12:

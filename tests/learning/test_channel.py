@@ -123,6 +123,7 @@ def test_an_engine_that_asks_and_dies_does_not_disturb_others() -> None:
     await_end("weights-anybody")
 
 
+@pytest.mark.slow
 def test_a_receiver_that_is_killed_in_the_middle_does_not_hold_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "BUCKET_BYTES", gloo_end.BUCKET_BYTES)
     sender = GlooChannel()
@@ -133,6 +134,7 @@ def test_a_receiver_that_is_killed_in_the_middle_does_not_hold_the_sender(monkey
     assert torch.equal(GlooChannel().fetch(version)["a"], gloo_end.state(8 << 20)["a"])
 
 
+@pytest.mark.slow
 def test_a_sender_that_is_killed_in_the_middle_is_an_infra_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "BUCKET_BYTES", gloo_end.BUCKET_BYTES)
     command = [*GLOO_END, "send", str(8 << 20)]

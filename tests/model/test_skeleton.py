@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import skeleton
 
@@ -14,6 +16,8 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 CODE = f"""
 import sys
+
+import pytest
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import skeleton
 skeleton(ModelConfig.model_validate_json('{CONFIG.model_dump_json()}'))
@@ -21,6 +25,7 @@ print("torch._dynamo" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_a_skeleton_does_not_import_the_compiler() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -63,6 +63,7 @@ def test_outputs_and_gradients(name: str, dtype: torch.dtype, on_triton: None) -
         assert error <= 8 * torch.finfo(dtype).eps, f"{error:.2e}"
 
 
+@pytest.mark.slow
 def test_fp8_products_are_those_of_the_same_rows_by_torch() -> None:
     """Both backends quantise the same rows and matrices; they round what is between the products at other places."""
     pytest.importorskip("triton", reason="Triton is not installed")

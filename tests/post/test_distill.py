@@ -67,6 +67,7 @@ class Broken(RuntimeError):  # noqa: N818
     """Stands for a kill."""
 
 
+@pytest.mark.slow
 def test_a_student_learns_its_teacher_and_a_broken_run_is_the_whole_one(
     tmp_path: Path, starts: dict[str, Path]
 ) -> None:

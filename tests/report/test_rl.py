@@ -95,6 +95,7 @@ def pictures(data: RlData) -> dict[str, Section]:
     return {section.slug: section for section in rl_page(data).sections if not section.tables}
 
 
+@pytest.mark.slow
 def test_every_picture_is_in_the_folder_and_on_the_page(page: Path) -> None:
     slugs = set(pictures(DATA))
     assert {file.stem for file in page.parent.glob("*.png")} == slugs

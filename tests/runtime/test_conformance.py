@@ -88,6 +88,7 @@ def test_what_cannot_be_sent_is_an_error_of_its_own_call_only(stage: Stage) -> N
     stage.run(work)
 
 
+@pytest.mark.slow
 @concurrent
 def test_a_deadline_passes_for_the_caller_alone(stage: Stage) -> None:
     async def work(runtime: Runtime) -> None:

@@ -109,6 +109,7 @@ def test_a_slot_is_a_place_in_a_worker() -> None:
     run(work)
 
 
+@pytest.mark.slow
 def test_a_worker_that_goes_finishes_first() -> None:
     async def work(runtime: LocalRuntime) -> None:
         async with pool(runtime) as subject:

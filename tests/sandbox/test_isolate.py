@@ -305,6 +305,7 @@ def test_high_descriptors_are_closed(has_call: bool, tmp_path: Path) -> None:
     assert done.stdout == "[3, 4, 5]\n"  # 5: the descriptor of the listing
 
 
+@pytest.mark.slow
 def test_the_end_of_the_driver_ends_everything() -> None:
     """The driver is killed while a program runs."""
     script = (

@@ -53,6 +53,7 @@ def test_it_begins_as_its_parent_whose_distribution_costs_nothing(
     assert not torch.equal(moved.model.state_dict()["embedding.weight"], before["embedding.weight"])
 
 
+@pytest.mark.slow
 def test_one_rank_reads_its_checkpoint_once(
     elasticize_in: Callable[..., Trained], assert_same: Same, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

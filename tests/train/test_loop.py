@@ -335,6 +335,7 @@ def test_a_resume_may_steer_and_tells_of_it(run: Any, reference: Trained) -> Non
     assert read_meta(run.folder / "snapshots" / "step-0000015").changes == again.changes
 
 
+@pytest.mark.slow
 def test_a_skipped_step_reads_its_rows_and_trains_on_none(make_run: Any, reference: Trained, assert_same: Same) -> None:
     skipping = make_run("skipping")
     trained = skipping(train__skip_steps=[3])
@@ -364,6 +365,7 @@ def test_sigterm_writes_a_snapshot_and_ends_with_its_usual_code(
     assert_same(reference, run(resume=True))
 
 
+@pytest.mark.slow
 def test_a_snapshot_is_written_when_its_time_has_passed(
     run: Any, reference: Trained, assert_same: Same, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -487,6 +489,7 @@ def heal_in(tmp_path: Path, tokens: TokenSet, reference: Trained) -> Callable[..
     return train
 
 
+@pytest.mark.slow
 def test_the_loss_falls_and_the_teacher_is_paid_for(heal_in: Callable[..., Trained], tmp_path: Path) -> None:
     alone, taught = heal_in("alone", teacher=False, steps=16), heal_in("taught", steps=16)
     for name in ("alone", "taught"):
