@@ -16,11 +16,12 @@ import hashlib
 import json
 import re
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench.common.measure import bench_parser, table, wide_console
 from stretto.base.errors import UserError
-from stretto.tasks.shapes.ledger import INVERSE, Ledger, Relation, read
+from stretto.tasks.shapes.ledger import INVERSE, Ledger, Relation, Thing, read
 from stretto.tasks.shapes.syntax import understand
 from stretto.tasks.shapes.turns import Conversation, tell
 from stretto.tasks.shapes.words import COLOURS, singular
@@ -62,98 +63,136 @@ def part(demand: str) -> tuple[int | None, str, set[str]]:
     return None if match[1] == "*" else int(match[1] or 1), match[2], set(filter(None, (match[3] or "").split("/")))
 
 
+@dataclass(frozen=True, slots=True)
+class Label:
+    """The demands of a label, by what they are about."""
+
+    things: tuple[str, ...]
+    relations: tuple[str, ...]
+    absences: tuple[str, ...]
+    """Nouns that must not be there."""
+    optional: tuple[str, ...]
+    """What may be read or not."""
+    inversions: tuple[str, ...]
+    """What would invert the prompt."""
+
+    @classmethod
+    def of(cls, text: str) -> Label:
+        demands = [each.strip() for each in text.split(";") if each.strip() and not each.strip().startswith("?!")]
+        plain = [each for each in demands if each[0] not in "!?" and each[-1] != "?"]
+        relations = [each for each in plain if len(each.split()) > 2 and _RELATION.search(each)]
+        return cls(
+            things=tuple(each for each in plain if each not in relations and not each.startswith("no ")),
+            relations=tuple(relations),
+            absences=tuple(each[3:] for each in plain if each.startswith("no ")),
+            optional=tuple(
+                each.strip("?") for each in demands if each[0] == "?" or (each[-1] == "?" and each[0] != "!")
+            ),
+            inversions=tuple(each[1:].rstrip("?") for each in demands if each[0] == "!"),
+        )
+
+
 def score(ledger: Ledger, label: str, tally: Counter[str]) -> list[str]:
     """Adds hits, missed and false demands of one prompt to ``tally``; returns the differences as text."""
-    wrong: list[str] = []
+    comparison = _Comparison(ledger, Label.of(label), tally)
+    comparison.compare_things()
+    comparison.compare_relations()
+    comparison.compare_absences()
+    comparison.find_inversions()
+    return comparison.differences
 
-    def note(kind: str, outcome: str, demand: str) -> None:
-        tally[f"{kind} {outcome}"] += 1
-        wrong.extend([f"{outcome} {kind}: {demand}"] if outcome != "hit" else [])
 
-    demands = [each.strip() for each in label.split(";") if each.strip() and not each.strip().startswith("?!")]
-    loose = [each.strip("?") for each in demands if each[0] == "?" or (each[-1] == "?" and each[0] != "!")]
-    plain = [each for each in demands if each[0] not in "!?" and each[-1] != "?"]
-    relations = [each for each in plain if len(each.split()) > 2 and _RELATION.search(each)]
-    nouns = [each for each in plain if each not in relations and not each.startswith("no ")]
-    absent, lacking = (
-        {noun for each in ledger.absent for noun in heads(each)},
-        [each[3:] for each in plain if each.startswith("no ")],
-    )
-    free, used = list(ledger.things), set[int]()
-    for demand in sorted(nouns, key=lambda each: -len(part(each)[2])):
-        count, noun, colours = part(demand)
-        own = heads(noun, tail=False)
-        exact = [each for each in free if heads(each.noun, tail=False) & own]
-        fit = exact or [each for each in ledger.things if heads(each.noun) & own and " of " in each.noun]
-        note("things", "hit" if fit else "missed", demand)
-        if not fit and absent & own and not any(heads(each) & own for each in lacking):
-            note("inverted", "demand", f"absent {noun}")
-        if not fit:
-            continue
-        best = max(fit, key=lambda each: (len(colours & {*each.colours}), each.count == count))
-        used.add(best.id)
-        if not exact:
-            continue
-        free.remove(best)
-        if count != 1 or best.count not in (1, None):
-            note(
-                "counts",
-                "hit" if best.count == count else "missed" if count != 1 else "false",
-                f"{demand}, read {best.count}",
-            )
-        if best.count not in (1, None, count) and count != 1:
-            note("counts", "false", f"{demand}, read {best.count}")
-        shown = {word for each in best.colours for word in each.split() if word != "and"}
-        for colour in colours or ({"any"} if shown else set()):
-            note(
-                "colours",
-                "hit" if colour in shown else "missed" if colours else "false",
-                f"{demand}: {shown or colour}",
-            )
-    may = {word for each in loose for word in heads(part(each)[1])}
-    for thing in ledger.things:
-        if thing.id not in used and not heads(thing.noun) & may:
-            note("things", "false", thing.noun)
-    left = list(ledger.relations)
-    for demand in relations:
-        fulfilled = [each for each in left if same(ledger, each, demand)]
-        note("relations", "hit" if fulfilled else "missed", demand)
-        left = [each for each in left if each not in fulfilled]
-    for relation in left:
-        if not any(len(each.split()) > 2 and same(ledger, relation, each, any_kind=True) for each in loose):
-            note(
-                "relations",
-                "false",
-                f"{ledger.thing(relation.subject).noun} {relation.kind} {ledger.thing(relation.other).noun}",
-            )
-    for demand in lacking:
-        note("absences", "hit" if heads(demand) & absent else "missed", demand)
-        is_there = any(heads(demand) & heads(each.noun, tail=False) for each in ledger.things)
-        if is_there and not heads(demand) & absent and not any(heads(demand) & heads(part(each)[1]) for each in nouns):
-            note("inverted", "demand", f"shows {demand}")
-    for noun in ledger.absent:
-        if not any(
-            heads(noun) & heads(each) for each in (*lacking, *(each[3:] for each in loose if each.startswith("no ")))
-        ):
-            note("absences", "false", noun)
-    for demand in (each[1:].rstrip("?") for each in demands if each[0] == "!"):
+class _Comparison:
+    """A ledger beside a label: counts every demand of the label, and everything else that was read."""
+
+    def __init__(self, ledger: Ledger, label: Label, tally: Counter[str]):
+        self.ledger, self.label, self.tally = ledger, label, tally
+        self.absent = {noun for each in ledger.absent for noun in heads(each)}
+        self.differences: list[str] = []
+
+    def note(self, kind: str, outcome: str, demand: str) -> None:
+        self.tally[f"{kind} {outcome}"] += 1
+        if outcome != "hit":
+            self.differences.append(f"{outcome} {kind}: {demand}")
+
+    def compare_things(self) -> None:
+        free, used = list(self.ledger.things), set[int]()
+        for demand in sorted(self.label.things, key=lambda each: -len(part(each)[2])):
+            count, noun, colours = part(demand)
+            own = heads(noun, tail=False)
+            exact = [each for each in free if heads(each.noun, tail=False) & own]
+            fit = exact or [each for each in self.ledger.things if heads(each.noun) & own and " of " in each.noun]
+            self.note("things", "hit" if fit else "missed", demand)
+            if fit:
+                best = max(fit, key=lambda each: (len(colours & {*each.colours}), each.count == count))
+                used.add(best.id)
+                if exact:
+                    free.remove(best)
+                    self._compare_count(demand, count, best.count)
+                    self._compare_colours(demand, colours, best)
+            elif self.absent & own and not any(heads(each) & own for each in self.label.absences):
+                self.note("inverted", "demand", f"absent {noun}")
+        optional = {word for each in self.label.optional for word in heads(part(each)[1])}
+        for thing in self.ledger.things:
+            if thing.id not in used and not heads(thing.noun) & optional:
+                self.note("things", "false", thing.noun)
+
+    def _compare_count(self, demand: str, count: int | None, found: int | None) -> None:
+        """A demand of one thing is a demand of its count only if several were read."""
+        if count != 1:
+            self.note("counts", "hit" if found == count else "missed", f"{demand}, read {found}")
+        if found not in (1, None, count):
+            self.note("counts", "false", f"{demand}, read {found}")
+
+    def _compare_colours(self, demand: str, colours: set[str], thing: Thing) -> None:
+        shown = {word for each in thing.colours for word in each.split() if word != "and"}
+        for colour in colours:
+            self.note("colours", "hit" if colour in shown else "missed", f"{demand}: {shown or colour}")
+        if shown and not colours:
+            self.note("colours", "false", f"{demand}: {shown}")
+
+    def compare_relations(self) -> None:
+        left = list(self.ledger.relations)
+        for demand in self.label.relations:
+            fulfilled = [each for each in left if same(self.ledger, each, demand)]
+            self.note("relations", "hit" if fulfilled else "missed", demand)
+            left = [each for each in left if each not in fulfilled]
+        optional = [each for each in self.label.optional if len(each.split()) > 2]
+        for relation in left:
+            if not any(same(self.ledger, relation, each, any_kind=True) for each in optional):
+                subject, other = (self.ledger.thing(id).noun for id in (relation.subject, relation.other))
+                self.note("relations", "false", f"{subject} {relation.kind} {other}")
+
+    def compare_absences(self) -> None:
+        for demand in self.label.absences:
+            own = heads(demand)
+            self.note("absences", "hit" if own & self.absent else "missed", demand)
+            is_there = any(own & heads(each.noun, tail=False) for each in self.ledger.things)
+            if is_there and not own & self.absent and not any(own & heads(part(each)[1]) for each in self.label.things):
+                self.note("inverted", "demand", f"shows {demand}")
+        optional = [each[3:] for each in self.label.optional if each.startswith("no ")]
+        for noun in self.ledger.absent:
+            if not any(heads(noun) & heads(each) for each in (*self.label.absences, *optional)):
+                self.note("absences", "false", noun)
+
+    def find_inversions(self) -> None:
+        for demand in self.label.inversions:
+            if self._is_inverted(demand):
+                self.note("inverted", "demand", demand)
+
+    def _is_inverted(self, demand: str) -> bool:
+        """Whether the ledger has what ``demand`` forbids: a relation, a thing, an absence, or a property of a thing."""
+        things = self.ledger.things
         if len(demand.split()) > 2 and "," not in demand:
-            bad = any(same(ledger, each, demand) for each in ledger.relations)
-        elif demand.startswith(("thing ", "no ")):
-            bad = bool(heads(demand) & (absent if demand[0] == "n" else {each.noun for each in ledger.things}))
-        else:
-            label, _, value = demand.partition("=")
-            count, noun, colours = part(label)
-            of_noun = [each for each in ledger.things if heads(each.noun) & heads(noun)]
-            bad = any(
-                str(each.count) == value or value in each.qualities
-                if value
-                else colours <= {*each.colours} and count in (1, each.count)
-                for each in of_noun
-            )
-        if bad:
-            note("inverted", "demand", demand)
-    return wrong
+            return any(same(self.ledger, each, demand) for each in self.ledger.relations)
+        if demand.startswith(("thing ", "no ")):
+            return bool(heads(demand) & (self.absent if demand[0] == "n" else {each.noun for each in things}))
+        text, _, value = demand.partition("=")
+        count, noun, colours = part(text)
+        named = [each for each in things if heads(each.noun) & heads(noun)]
+        if value:
+            return any(str(each.count) == value or value in each.qualities for each in named)
+        return any(colours <= {*each.colours} and count in (1, each.count) for each in named)
 
 
 def dialogues(show: bool) -> None:
