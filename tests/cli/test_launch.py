@@ -130,7 +130,10 @@ def test_a_killed_and_a_hung_rank(recipe: Path, text: Path, tmp_path: Path) -> N
     os.kill(broken.ranks()[1], signal.SIGKILL)
     broken.until(lambda: "resumes after step" in broken.output.read_text())
     broken.until(lambda: broken.steps() > 14)
-    os.kill(broken.ranks()[1], signal.SIGSTOP)
+    hung = broken.ranks()[1]
+    os.kill(hung, signal.SIGSTOP)
+    broken.until(lambda: "no forward pass ended" in broken.output.read_text())
+    os.kill(hung, signal.SIGCONT)  # torchrun waits 30 s for a rank that does not take its SIGTERM
     printed = broken.end()
     assert broken.process.returncode == 0, printed
     assert "rank 0 of 2: no forward pass ended in 6 s; the stacks of its threads:" in printed
