@@ -1,6 +1,6 @@
 """Loss of integer weights at every preset, beside the bf16 weights of the same run, and equality of slices.
 
-    python -m bench.quantise RUN [--head int4] [--calibration-tokens 16384]
+    python -m bench.quantise RUN [--head int4] [--attention int8] [--calibration-tokens 16384]
     python -m bench.quantise RUN --suite gym [--limit 100]
     python -m bench.quantise RUN --speed [--threads 1] [--rounds 3]
     python -m bench.quantise RUN --memory
@@ -26,6 +26,7 @@ beside the bytes of weights that `stretto serve --subnet auto` plans with; of a 
 
 from __future__ import annotations
 
+import argparse
 import copy
 import itertools
 import json
@@ -38,6 +39,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from bench.common.measure import bench_parser, finish, random_prompts, refusing, table, wide_console
@@ -61,7 +63,7 @@ from stretto.model.transformer import Transformer
 from stretto.ops.int_weights import IntWeight
 from stretto.ops.logprob import IGNORED, head_loss
 from stretto.ops.native import load
-from stretto.post.quantise import round_to_nearest, schemes_of, untie
+from stretto.post.quantise import part_of_weight, round_to_nearest, schemes_of, untie
 from stretto.train.run_folder import read_info
 
 AIMS = {("int8", "rtn"): 0.005, ("int8", "gptq"): 0.005, ("int4", "rtn"): None, ("int4", "gptq"): 0.05}
@@ -70,9 +72,23 @@ AIMS = {("int8", "rtn"): 0.005, ("int8", "gptq"): 0.005, ("int4", "rtn"): None, 
 
 @refusing()
 def main() -> None:
+    options = _parse()
+    if options.speed:
+        speed(options.run, options.threads, options.rounds)
+    elif options.memory:
+        memory(options.run, options.dtypes)
+    elif options.suite:
+        scores(options.run, options.dtypes, options.suite, options.limit)
+    else:
+        finish(compare_losses(options))
+
+
+def _parse() -> argparse.Namespace:
     parser = bench_parser(__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--dtypes", nargs="+", default=["int8", "int4"])
+    parser.add_argument("--methods", nargs="+", default=["rtn", "gptq"])
+    parser.add_argument("--attention", help="dtype of attention, if it is another")
     parser.add_argument("--head", default="int8")
     parser.add_argument("--group", type=int, default=32)
     parser.add_argument("--calibration-tokens", type=int, default=16_384)
@@ -82,54 +98,55 @@ def main() -> None:
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
-    if arguments.speed:
-        speed(arguments.run, arguments.threads, arguments.rounds)
-        return
-    if arguments.memory:
-        memory(arguments.run, arguments.dtypes)
-        return
-    if arguments.suite:
-        scores(arguments.run, arguments.dtypes, arguments.suite, arguments.limit)
-        return
-    info = read_info(arguments.run)
+    return parser.parse_args()
+
+
+def compare_losses(chosen: argparse.Namespace) -> list[str]:
+    """Print what integer weights cost, in nats per token; return the aims that are missed and the slices that are not equal."""
+    info = read_info(chosen.run)
     batches = held_out(info, info.train, join("cpu"))
-    source = checkpoint_folder(arguments.run)
+    source = checkpoint_folder(chosen.run)
     network = read_checkpoint(source, dtype=torch.bfloat16)
     subnets = named_subnets(network.config, network.presets)
     base = losses(network.model.float(), subnets, batches)
     rows = table("Loss of integer weights above bf16, nats per token", "weights", "bytes", *subnets, "aim", "slices")
-    shares = {name: f"{float(values.mean()):.4f}" for name, values in base.items()}
-    rows.add_row("bf16", size_of(source, 0.5), *shares.values(), "", "")
+    rows.add_row("bf16", size_of(source, 0.5), *(f"{float(values.mean()):.4f}" for values in base.values()), "", "")
     failures = []
     with tempfile.TemporaryDirectory() as folder:
-        for (dtype, method), aim in [each for each in AIMS.items() if each[0][0] in arguments.dtypes]:
-            fields = {"dtype": dtype, "method": method, "head": arguments.head, "group": arguments.group}
-            options = QuantiseOptions(**fields, calibration_tokens=arguments.calibration_tokens)
-            out = Path(folder) / f"{dtype}-{method}"
-            quantise_command(arguments.run, out, options)
-            unequal = [
-                name for name, subnet in subnets.items() if not slices_are_equal(arguments.run, out, subnet, options)
-            ]
-            text = "" if aim is None else f"≤ +{aim}"
-            slices = "equal" if not unequal else f"not {unequal}"
+        for (dtype, method), aim in AIMS.items():
+            if dtype not in chosen.dtypes or method not in chosen.methods:
+                continue
+            parts = {"attention": chosen.attention, "head": chosen.head, "group": chosen.group}
+            fields = {"dtype": dtype, "method": method, "calibration_tokens": chosen.calibration_tokens, **parts}
+            options, out = QuantiseOptions.model_validate(fields), Path(folder) / f"{dtype}-{method}"
+            quantise_command(chosen.run, out, options)
+            unequal = [name for name, each in subnets.items() if not slices_are_equal(chosen.run, out, each, options)]
             failures += [f"{dtype} {method}: the slice {name} is not that of the quantised network" for name in unequal]
+            slices = f"not {unequal}" if unequal else "equal"
             for place, found in {
                 "": losses(read_checkpoint(out, dtype=torch.float32).model, subnets, batches),
                 " in the engine": engine_losses(out, subnets, batches),
             }.items():
-                differences = {name: found[name] - base[name] for name in subnets}
-                cells = [f"{float(each.mean()):+.4f} ± {_half_width(each):.4f}" for each in differences.values()]
-                rows.add_row(f"{dtype} {method}{place}", size_of(out), *cells, text, slices)
-                failures += [
-                    f"{dtype} {method}{place} {name}: {float(each.mean()):+.4f}, the aim is {aim}"
-                    for name, each in differences.items()
-                    if aim is not None and float(each.mean()) > aim
-                ]
-    num_tokens = len(next(iter(base.values())))
+                more = {name: found[name] - base[name] for name in subnets}
+                failures += _add_row(rows, f"{dtype} {method}{place}", size_of(out), more, aim, slices)
     wide_console().print(rows)
-    print(f"{num_tokens:,} held-out tokens of {arguments.run}; intervals are 95 % of the mean of paired differences")
-    finish(failures)
+    num_tokens = len(next(iter(base.values())))
+    print(f"{num_tokens:,} held-out tokens of {chosen.run}; intervals are 95 % of the mean of paired differences")
+    return failures
+
+
+def _add_row(
+    rows: Table, weights: str, size: str, more: Mapping[str, Tensor], aim: float | None, slices: str
+) -> list[str]:
+    """Add the means of the differences ``more`` [tokens] by preset; return those above ``aim``."""
+    means = {name: float(each.mean()) for name, each in more.items()}
+    cells = [f"{mean:+.4f} ± {_half_width(more[name]):.4f}" for name, mean in means.items()]
+    rows.add_row(weights, size, *cells, "" if aim is None else f"≤ +{aim}", slices)
+    return [
+        f"{weights} {name}: {mean:+.4f}, the aim is {aim}"
+        for name, mean in means.items()
+        if aim is not None and mean > aim
+    ]
 
 
 def speed(run: Path, threads: int, rounds: int) -> None:
@@ -301,7 +318,7 @@ def slices_are_equal(run: Path, quantised: Path, subnet: Subnet, options: Quanti
     smaller = extract(read_checkpoint(checkpoint_folder(run)).model, subnet)
     untie(smaller)
     plan = options.plan()
-    schemes = {name: plan["head"] if name == "head.weight" else plan["experts"] for name in sliced}
+    schemes = {name: plan[part_of_weight(name)] for name in sliced}
     return _equal(sliced, round_to_nearest(smaller.state_dict(), schemes))
 
 
