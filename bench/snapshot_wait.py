@@ -14,13 +14,16 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch.optim import Optimizer
 
 from bench.common.measure import bench_parser, finish, table, wide_console
 from stretto.base.records import Meter
-from stretto.model.parallel import join
+from stretto.model.parallel import Ranks, join
 from stretto.model.spec import ModelConfig, count
 from stretto.model.transformer import Transformer, initial_state, load_state, skeleton
 from stretto.optim.build import build_optimizers
@@ -29,6 +32,25 @@ from stretto.train.snapshot import SnapshotMeta, Snapshots, SnapshotWriter
 
 AIM_S = 1.0
 PRODUCT_SIZE, NUM_PRODUCTS = 1024, 5
+
+
+@dataclass(slots=True)
+class Times:
+    """Of the snapshots that were written in one way."""
+
+    waits_s: list[float] = field(default_factory=list)
+    """How long the step waited."""
+    busy_s: list[float] = field(default_factory=list)
+    """Processor time of that wait."""
+    disk_s: list[float] = field(default_factory=list)
+    """Time until the snapshot was on disk."""
+    slower: list[float] = field(default_factory=list)
+    """Time of a product while the thread wrote, over its time alone; empty where no thread writes."""
+
+    def cells(self) -> list[str]:
+        slower = f"{statistics.median(self.slower):.2f}" if self.slower else ""
+        waits = f"{max(self.waits_s):.2f}", f"{min(self.waits_s):.2f}", f"{min(self.busy_s):.2f}"
+        return [*waits, f"{max(self.disk_s):.1f}", slower]
 
 
 def main() -> None:
@@ -48,51 +70,54 @@ def main() -> None:
     num_params = sum(parameter.numel() for parameter in model.parameters())
     gigabytes = 4e-9 * num_params * (1 + options.moments)
     title = f"{num_params / 1e9:.2f}B parameters, fp32, {options.moments} moments: {gigabytes:.1f} GB"
-    columns = (
-        "snapshots",
-        "a step waits, s: slowest",
-        "fastest",
-        "its processor time",
-        "until it is on disk, s",
-        "product, × alone",
-    )
-    shown, failures = table(title, *columns), list[str]()
+    waits = "a step waits, s: slowest", "fastest", "its processor time"
+    shown, failures = table(title, "snapshots", *waits, "until it is on disk, s", "product, × alone"), list[str]()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         snapshots = Snapshots(Path(folder), keep=1)
         for writes in ("background", "blocking"):
-            writer, waits_s, busy_s, disk_s, slower = SnapshotWriter(snapshots, ranks, writes), [], [], [], []
+            writer = SnapshotWriter(snapshots, ranks, writes)
             if writes == "background":
                 start_s = time.perf_counter()
                 writer.reserve(model, optimizers)
                 reserve_s = f"{time.perf_counter() - start_s:.2f}"
                 shown.add_row("memory of the copy, once, after step 1", reserve_s, *[""] * 4)
-            for step in range(1, 1 + options.snapshots):
-                change(model, step)
-                alone_s, start_s, start_busy_s = product_s(), time.perf_counter(), time.thread_time()
-                writer.save(model, optimizers, meta(step))
-                waits_s.append(time.perf_counter() - start_s)
-                busy_s.append(time.thread_time() - start_busy_s)
-                if writes == "background":
-                    slower.append(product_s() / alone_s)
-                    change(model, -1)  # training goes on; the snapshot must not see it
-                writer.wait()
-                disk_s.append(time.perf_counter() - start_s)
-            writer.close()
+            times = write_snapshots(writer, model, optimizers, options.snapshots, writes == "background")
+            shown.add_row(f"{writes}, {options.snapshots} snapshots", *times.cells())
             if writes == "background":
-                failures += [f"a step waits {max(waits_s):.2f} s, more than {AIM_S:g} s"] * (max(waits_s) > AIM_S)
-                change(model, options.snapshots)
-                expected = [float(parameter.detach().flatten()[0]) for parameter in model.parameters()]
-                change(model, -1)
-                snapshots.load(snapshots.path(options.snapshots), model, (), ranks)
-                found = [float(parameter.detach().flatten()[0]) for parameter in model.parameters()]
-                failures += ["a snapshot is not the state of its step"] * (found != expected)
-            times = f"{max(waits_s):.2f}", f"{min(waits_s):.2f}", f"{min(busy_s):.2f}", f"{max(disk_s):.1f}"
-            shown.add_row(
-                f"{writes}, {options.snapshots} snapshots", *times, f"{statistics.median(slower):.2f}" if slower else ""
-            )
+                slowest_s = max(times.waits_s)
+                failures += [f"a step waits {slowest_s:.2f} s, more than {AIM_S:g} s"] * (slowest_s > AIM_S)
+                is_restored = restores(snapshots, model, options.snapshots, ranks)
+                failures += ["a snapshot is not the state of its step"] * (not is_restored)
     wide_console().print(shown)
     wide_console().print(f"aim: a step waits at most {AIM_S:g} s for a snapshot in the background")
     finish(failures)
+
+
+def write_snapshots(
+    writer: SnapshotWriter, model: Transformer, optimizers: Sequence[Optimizer], num: int, in_background: bool
+) -> Times:
+    """Write snapshots of steps 1 to ``num`` and close ``writer``."""
+    times = Times()
+    for step in range(1, 1 + num):
+        change(model, step)
+        alone_s, start_s, start_busy_s = product_s(), time.perf_counter(), time.thread_time()
+        writer.save(model, optimizers, meta(step))
+        times.waits_s.append(time.perf_counter() - start_s)
+        times.busy_s.append(time.thread_time() - start_busy_s)
+        if in_background:
+            times.slower.append(product_s() / alone_s)
+            change(model, -1)  # training goes on; the snapshot must not see it
+        writer.wait()
+        times.disk_s.append(time.perf_counter() - start_s)
+    writer.close()
+    return times
+
+
+def restores(snapshots: Snapshots, model: Transformer, step: int, ranks: Ranks) -> bool:
+    """Whether the snapshot of ``step`` holds the weights of that step."""
+    change(model, -1)
+    snapshots.load(snapshots.path(step), model, (), ranks)
+    return all(float(parameter.detach().flatten()[0]) == step for parameter in model.parameters())
 
 
 def network(num_params: float) -> Transformer:
