@@ -5,7 +5,7 @@
     python -m bench.study OUT … --mutant no-anchors                  after that; must end in FAILED
     python -m bench.study OUT … --arms elastic ordinary ordinary+    only these arms for now
     python -m bench.study OUT … --record FILE                        keep the results, without the networks, in FILE, and go on from it
-    python -m bench.study FILE --report                              print them again, from an empty clone
+    python -m bench.study FILE --report [--picture FILE.png]         print them again, from an empty clone
 
 Arms, each trained with every seed:
 
@@ -55,6 +55,7 @@ from bench.common.study import (
     unfinished,
     write_record,
 )
+from bench.common.study_picture import Row, draw
 from bench.common.study_runs import (
     CONTINUED_RATE,
     NUM_RANDOM,
@@ -123,11 +124,13 @@ def _study(options: argparse.Namespace) -> None:
                 options.record, {**identity(study), "seeds": list(study.seeds), "rates": list(study.rates)}, results
             )
     wide_console().print(search_table(SEARCHED, arms.rates, arms.seeds[0], results))
+    if options.picture:
+        draw(rows_of(arms, results)[0], list(SIZES), options.picture)
     finish(report(arms, results))
 
 
 def _parse() -> argparse.Namespace:
-    parser = searching_parser(__doc__, RATES, ARMS, eval_rows=256)
+    parser = searching_parser(__doc__, RATES, ARMS, eval_rows=256, picture="loss of every size")
     parser.add_argument(
         "--data", type=Path, help="data folder of `stretto tokenize`, or text; default: this Python's library"
     )
@@ -341,12 +344,8 @@ def own_text(out: Path, recipe: Recipe) -> Path:
     return folder
 
 
-Row = Mapping[str, Mapping[str, Any]]
-"""Results of one seed by arm."""
-
-
-def report(study: Arms, results: Results) -> list[str]:
-    """Print each comparison over the reported seeds that have its arms; return what is missing and the aims that are missed."""
+def rows_of(study: Arms, results: Results) -> tuple[list[Row], int]:
+    """Results of the reported seeds, and how many runs are missing."""
     more = ("heal-elastic", "heal-ordinary", "heal-emo", "marginal")
     arms = [*TRAINED, "ordinary+", *(f"{arm}-{size}" for arm in more for size in SIZES)]
     arms += [*(f"experts-{arm}" for arm in MAXIMUM), "criteria", *(["continued"] if not study.mutant else [])]
@@ -354,7 +353,13 @@ def report(study: Arms, results: Results) -> list[str]:
         {arm: found for arm in arms if (found := results.get(study.name(arm, seed))) is not None}
         for seed in study.reported
     ]
-    missed = unfinished(sum(arm not in row for row in rows for arm in arms))
+    return rows, sum(arm not in row for row in rows for arm in arms)
+
+
+def report(study: Arms, results: Results) -> list[str]:
+    """Print each comparison over the reported seeds that have its arms; return what is missing and the aims that are missed."""
+    rows, num_missing = rows_of(study, results)
+    missed = unfinished(num_missing)
     first = next((row["ordinary"] for row in rows if "ordinary" in row), None)
     if first is None:
         return missed

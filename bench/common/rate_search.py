@@ -17,10 +17,11 @@ from stretto.base.errors import UserError
 
 
 def searching_parser(
-    docstring: str | None, rates: Sequence[float], arms: Sequence[str], eval_rows: int
+    docstring: str | None, rates: Sequence[float], arms: Sequence[str], eval_rows: int, picture: str = ""
 ) -> argparse.ArgumentParser:
-    """The parser of a study of ``arms`` that searches rates, beginning with ``rates``, on one half of ``eval_rows`` held-out rows."""
-    parser = study_parser(docstring)
+    """The parser of a study of ``arms`` that searches rates, beginning with ``rates``, on one half of ``eval_rows`` held-out rows.
+    ``picture``: as of `study_parser`."""
+    parser = study_parser(docstring, picture)
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[0, 1], help="the first one searches, the others are reported"
     )

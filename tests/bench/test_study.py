@@ -19,6 +19,7 @@ import pytest
 from bench import study
 from bench.common.rate_search import search
 from bench.common.study import Results, Run, carry_out, is_record, without_lost
+from bench.common.study_picture import draw
 from bench.common.study_runs import Trunk, shared_share, train
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
@@ -80,6 +81,16 @@ def test_a_comparison_has_the_seeds_that_have_its_arms(capsys: pytest.CaptureFix
     assert "elastic full − ordinary, equal tokens │ +0.0250 │ │ ≤ 0.02 │ 1 │" in shown
     assert "ernie full" not in shown and "half, cut from emo" not in shown and "kept by" not in shown
     assert "half, healed − scratch │ -0.0100" in shown
+
+
+def test_a_picture_has_the_arms_that_are_done(tmp_path: Path) -> None:
+    everything = results(0.01)
+    without = {name: each for name, each in everything.items() if not name.startswith(("heal-emo", "scratch-half"))}
+    for name, found in {"all": everything, "some": without, "none": {}}.items():
+        rows, _ = study.rows_of(study.Arms((0, 1), None, study.RATES), found)
+        draw(rows, list(study.SIZES), tmp_path / f"{name}.png")
+    sizes = [(tmp_path / f"{name}.png").stat().st_size for name in ("all", "some", "none")]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3
 
 
 def test_only_the_chosen_arms_are_trained(tmp_path: Path) -> None:
