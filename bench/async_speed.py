@@ -28,6 +28,7 @@ import numpy as np
 
 from bench.common.delayed import KIND
 from bench.common.measure import finish, half_width, refusing, table, wide_console
+from bench.common.pictures import save_picture
 from bench.common.rl_curves import START, at_end, searched, start_once
 from bench.common.study import Results, Run, carry_out, is_record, read_fields, recorded, study_parser, write_record
 from stretto.base.config import read_recipe
@@ -253,8 +254,7 @@ def draw(curves: Curves, bounds: Sequence[int], path: Path) -> None:
         for axes, at in ((left, samples), (right, ended)):
             axes.plot(at, smooth, color=colours[str(bound)], linewidth=2.0, label=f"staleness at most {bound}")
     left.legend(frameon=False, fontsize=style.TEXT_PT)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    save_picture(figure, path)
 
 
 if __name__ == "__main__":

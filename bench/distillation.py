@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from bench.common.measure import finish, half_width, refusing, table, wide_console
+from bench.common.pictures import draw_means, save_picture
 from bench.common.post_runs import HeldOut, imitate, learn, start
 from bench.common.skills import KIND
 from bench.common.study import Results, Run, carry_out, is_record, read_fields, recorded, study_parser, write_record
@@ -469,15 +470,11 @@ def draw(compared: Mapping[str, Mapping[str, Row]], path: Path) -> None:
     for arm, colour, shift in (("mixed", style.BLUE, -0.12), ("offline", style.ORANGE, 0.12)):
         pairs = [rows[OURS].minus(rows[arm]) for rows in compared.values() if arm in rows]
         at = [place + shift for place, rows in zip(places, compared.values(), strict=True) if arm in rows]
-        axes.errorbar(
-            [fmean(each) for each in pairs], at, xerr=[half_width(each) for each in pairs],
-            fmt="o", color=colour, linewidth=2.0, markersize=7, capsize=4, label=arm,
-        )  # fmt: skip
+        draw_means(axes, at, pairs, colour, arm, along="x")
     axes.set_yticks(places, [REGIMES[name].about for name in compared])
     axes.invert_yaxis()
     axes.legend(frameon=False, fontsize=style.TEXT_PT)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    save_picture(figure, path)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python -m bench.real_sizes OUT --data TEXT --tokens 2e5 --seeds 0 1 2 3 --record FILE       run again to continue
     python -m bench.real_sizes OUT --data TEXT --tokens 8e3 --eval-rows 16 --rates 1 --seeds 0 1          small version
     python -m bench.real_sizes OUT … --arms elastic flops-half flops-corner                      only these arms for now
-    python -m bench.real_sizes FILE --report                                                    print a record's figures again
+    python -m bench.real_sizes FILE --report [--picture FILE.png]                               print a record's figures again
 
 SmolLM2 is cut into one shared and seven routed experts (`stretto adopt --experts 8`). Arms, each trained with every seed:
 
@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from bench.common.measure import finish, half_width, refusing, shown_half, table, wide_console
+from bench.common.pictures import draw_means, save_picture
 from bench.common.rate_search import parsed, recorded_search, search, search_run, search_table, searching_parser
 from bench.common.real_networks import Parent, adopt_dense, dense_network, prepare, pruned, read_parent
 from bench.common.study import (
@@ -53,6 +54,7 @@ from stretto.base.paths import RECIPES
 from stretto.model.parallel import in_memory, join
 from stretto.model.spec import Subnet, count
 from stretto.model.transformer import Transformer
+from stretto.report import style
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.loop import Job, Trained
 from stretto.train.prepare import prepare_data
@@ -71,6 +73,13 @@ WAYS = {"tokens": "both", "flops": "both", "layers": "layers", "neurons": "neuro
 """Way of pruning by kind of control."""
 EQUAL_FLOPS = ("flops", "layers", "neurons")
 """Kinds of controls that share the elastic run's FLOPs among the sizes."""
+ABOUT = {
+    "tokens": "pruned, all of the tokens",
+    "flops": "pruned",
+    "layers": "pruned by layers alone",
+    "neurons": "pruned by neurons alone",
+}
+"""What the picture says of the kinds of controls."""
 CONTROLS = tuple(f"{kind}-{size}" for kind in WAYS for size in SIZES)
 ARMS = ("elastic", "continued", *CONTROLS)
 SEARCHED = ("elastic", "continued", *(f"tokens-{size}" for size in SIZES))
@@ -106,11 +115,13 @@ def main() -> None:
         if options.record:
             write_record(options.record, {**identity, "seeds": list(study.seeds), "rates": list(study.rates)}, results)
     wide_console().print(search_table(SEARCHED, arms.rates, arms.seeds[0], results))
+    if options.picture:
+        draw(differences(arms, results), options.picture)
     finish(report(arms, results))
 
 
 def _parse() -> argparse.Namespace:
-    parser = searching_parser(__doc__, RATES, ARMS, eval_rows=128)
+    parser = searching_parser(__doc__, RATES, ARMS, eval_rows=128, picture="each size minus its controls")
     parser.add_argument("--model", default="smollm2", help="dense network: a run, a checkpoint, or smollm2")
     parser.add_argument("--data", help="data folder of `stretto tokenize` with SmolLM2's tokenizer, or text")
     parser.add_argument("--tokens", type=float, default=2e5, help="tokens of the elastic run")
@@ -281,24 +292,39 @@ def _job(info: RunInfo, recipe: ElasticizeRecipe | HealRecipe, folder: Path) -> 
     return Job(folder, open_loader(info, recipe.train, ranks), (), str(info.data_hash), ranks)
 
 
+Row = Mapping[str, Mapping[str, Any] | None]
+"""Results of one seed by arm; None: not done."""
+
+
+def rows_of(study: Arms, results: Results) -> list[Row]:
+    """Results of the reported seeds."""
+    return [{arm: results.get(f"{arm}-{seed}") for arm in (*ARMS, "parent")} for seed in study.seeds[1:]]
+
+
+def differences(study: Arms, results: Results) -> dict[tuple[str, str], list[float]]:
+    """Loss of a size minus that of a control, as a share of the original's, of every seed that has both; by size and arm."""
+    found, rows = {}, rows_of(study, results)
+    for size, arm in (("full", "continued"), *((size, f"{kind}-{size}") for size in SIZES for kind in WAYS)):
+        pairs = [(row["elastic"], row[arm]) for row in rows]
+        values = [ours["report"][size] - its["report"]["full"] for ours, its in pairs if ours and its]
+        if values:
+            found[size, arm] = [value / results["original"]["report"]["full"] for value in values]
+    return found
+
+
 def report(study: Arms, results: Results) -> list[str]:
     """Print the losses, and the differences paired by seed; return the aims that are missed. Each row has the seeds whose networks are
     done."""
-    rows = [{arm: results.get(f"{arm}-{seed}") for arm in (*ARMS, "parent")} for seed in study.seeds[1:]]
+    rows = rows_of(study, results)
     missed = unfinished(sum(each is None for row in rows for each in row.values()))
     original = results.get("original")
     if original is None or not any(row["elastic"] for row in rows):
         return missed or ["the original is not measured: run the command again"]
     _show_networks(original, rows)
-    at = original["report"]["full"]
     shown = table(
         "elastic sizes beside the other networks", "difference, share of the original's bits", "mean", "± 95 %", "seeds"
     )
-    for size, arm in (("full", "continued"), *((size, f"{kind}-{size}") for size in SIZES for kind in WAYS)):
-        pairs = [(row["elastic"], row[arm]) for row in rows]
-        values = [(ours["report"][size] - its["report"]["full"]) / at for ours, its in pairs if ours and its]
-        if not values:
-            continue
+    for (size, arm), values in differences(study, results).items():
         mean, half = fmean(values), half_width(values)
         shown.add_row(f"{size} − {arm}", f"{mean:+.2%}", shown_half(half, "{:.2%}"), str(len(values)))
         if arm.startswith("flops") and not mean + half < 0:
@@ -307,7 +333,7 @@ def report(study: Arms, results: Results) -> list[str]:
     return missed
 
 
-def _show_networks(original: Mapping[str, Any], rows: Sequence[Mapping[str, Mapping[str, Any] | None]]) -> None:
+def _show_networks(original: Mapping[str, Any], rows: Sequence[Row]) -> None:
     """Bits per byte of every network, over the original's."""
     at = original["report"]["full"]
     bits = at * original["tokens_per_byte"] / math.log(2)
@@ -345,6 +371,30 @@ def _show_networks(original: Mapping[str, Any], rows: Sequence[Mapping[str, Mapp
                 str(len(found)),
             )
     wide_console().print(shown)
+
+
+def draw(found: Mapping[tuple[str, str], Sequence[float]], path: Path) -> None:
+    """The differences of half and corner to their controls, with intervals, a row for each kind of control."""
+    figure = style.blank(10.0, 1.4 + 0.7 * len(WAYS))
+    axes = style.dress(figure.subplots(), "elastic size minus …", "share of the original's bits per byte", "", grid="x")
+    style.subtitle(
+        axes,
+        [
+            "left of zero: the elastic size is better",
+            "equal FLOPs unless a row says otherwise",
+            "no interval: one seed",
+        ],
+    )
+    axes.axvline(0.0, color=style.INK, linewidth=1.0)
+    for size, colour, shift in zip(SIZES, style.SERIES, (-0.12, 0.12), strict=False):
+        at = [place + shift for place, kind in enumerate(WAYS) if (size, f"{kind}-{size}") in found]
+        values = [found[size, f"{kind}-{size}"] for kind in WAYS if (size, f"{kind}-{size}") in found]
+        draw_means(axes, at, values, colour, size, along="x")
+    axes.set_yticks(range(len(WAYS)), [ABOUT[kind] for kind in WAYS])
+    axes.invert_yaxis()
+    style.ticks(axes.xaxis, lambda value: f"{value:+.0%}" if value else "0", most=10, steps=[1, 2, 5, 10])
+    axes.legend(frameon=False, fontsize=style.TEXT_PT, loc="lower left")
+    save_picture(figure, path)
 
 
 if __name__ == "__main__":

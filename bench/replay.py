@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from bench.common.measure import finish, half_width, refusing, table, wide_console
+from bench.common.pictures import save_picture
 from bench.common.plain_loop import run_plainly
 from bench.common.predicted_routes import BEFORE_KL, PREDICTED_KL, PredictingTrainer
 from bench.common.rl_curves import at_end, fifth, start_once
@@ -282,8 +283,7 @@ def draw(study: Study, results: Results, path: Path) -> None:
             lower.plot(np.maximum(k3, 1e-14), **looks[arm])
     lines, names = grid[0, 0].get_legend_handles_labels()
     figure.legend(lines, names, loc="outside lower center", ncols=len(ARMS), frameon=False, fontsize=style.TEXT_PT)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    save_picture(figure, path)
 
 
 if __name__ == "__main__":

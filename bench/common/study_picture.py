@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from bench.common.measure import half_width
+from bench.common.pictures import draw_means, save_picture
 from stretto.base.numbers import counted
 from stretto.report import style
 
@@ -34,8 +34,7 @@ def draw(rows: Sequence[Row], sizes: Sequence[str], path: Path) -> None:
     left, right = figure.subplots(1, 2)
     _losses_over_flops(left, rows, sizes)
     _distances(right, rows, sizes)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    save_picture(figure, path)
 
 
 def _losses_over_flops(axes: Axes, rows: Sequence[Row], sizes: Sequence[str]) -> None:
@@ -73,24 +72,19 @@ def _distances(axes: Axes, rows: Sequence[Row], sizes: Sequence[str]) -> None:
     style.subtitle(axes, ["equal tokens", "mean and 95 % interval over the seeds"])
     axes.axhline(0.0, color=style.INK, linewidth=1.0)
     for place, (label, colour, arm, has_all) in enumerate(SERIES):
-        at, means, widths = [], [], []
+        at, gaps = [], []
         for group, size in enumerate(sizes):
-            arms = {arm.format(size=size), f"scratch-{size}"}
-            found = [row for row in rows if arms <= row.keys()]
+            alone = f"scratch-{size}"
+            found = [row for row in rows if {arm.format(size=size), alone} <= row.keys()]
             if found:
-                gaps = [
-                    _loss(row, arm, size, has_all) - float(row[f"scratch-{size}"]["report"]["full"]) for row in found
-                ]
                 at.append(group + 0.16 * (place - 1.5))
-                means.append(fmean(gaps))
-                widths.append(half_width(gaps) if len(gaps) > 1 else 0.0)
+                gaps.append([_loss(row, arm, size, has_all) - float(row[alone]["report"]["full"]) for row in found])
         if at:
-            axes.errorbar(
-                at, means, yerr=widths, fmt="o", color=colour, linewidth=2.0, markersize=7, capsize=4, label=label
-            )
+            draw_means(axes, at, gaps, colour, label, along="y")
     axes.set_xticks(range(len(sizes)), list(sizes))
     style.ticks(axes.yaxis, lambda value: f"{value:+.2f}" if value else "0")
-    axes.legend(frameon=False, fontsize=style.TEXT_PT)
+    if axes.containers:
+        axes.legend(frameon=False, fontsize=style.TEXT_PT)
 
 
 def _loss(row: Row, arm: str, size: str, has_all: bool) -> float:

@@ -55,6 +55,8 @@ def test_a_size_must_beat_its_control_beyond_the_spread(gaps: tuple[float, ...],
     arms = real_sizes.Arms((0, 1, 2, 3), (1.0,))
     failures = real_sizes.report(arms, json.loads(record.read_text())["runs"])
     assert len(failures) == missed, failures
+    real_sizes.draw(real_sizes.differences(arms, results(gaps)), tmp_path / "sizes.png")
+    assert (tmp_path / "sizes.png").stat().st_size > 1000
     without = results(gaps)
     del without["layers-half-1"], without["flops-half-1"], without["flops-half-2"]
     failures = real_sizes.report(arms, without)
