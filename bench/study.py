@@ -3,7 +3,7 @@
     python -m bench.study OUT --tokens 2e5 --eval-rows 32             small version, on text of this Python's library
     python -m bench.study OUT --data FOLDER --network 8M --tokens 8e6 --seeds 0 1 2 3 --minutes 170      run again to continue
     python -m bench.study OUT … --mutant no-anchors                  after that; must end in FAILED
-    python -m bench.study OUT … --arms elastic ordinary ordinary+    only these arms for now
+    python -m bench.study OUT … --arms elastic ordinary scratch-half  only these arms for now
     python -m bench.study OUT … --record FILE                        keep the results, without the networks, in FILE, and go on from it
     python -m bench.study FILE --report [--picture FILE.png]         print them again, from an empty clone
 
@@ -101,6 +101,9 @@ SEARCHED = (*TRAINED, "continued")
 """Arms whose rates are searched."""
 ARMS = (*MAXIMUM, "scratch", "ordinary+", "continued", "heal", "experts", "criteria", "marginal")
 """What --arms chooses from: an arm, or the arms whose names begin so."""
+HEALED = ("heal-elastic", "heal-ordinary", "heal-emo")
+PARTS_OF_ARMS = tuple(f"{arm}-{size}" for arm in ("scratch", *HEALED, "marginal") for size in SIZES)
+"""What --arms takes as well: the arms of one size."""
 
 
 @refusing()
@@ -130,7 +133,7 @@ def _study(options: argparse.Namespace) -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = searching_parser(__doc__, RATES, ARMS, eval_rows=256, picture="loss of every size")
+    parser = searching_parser(__doc__, RATES, ARMS, eval_rows=256, picture="loss of every size", parts=PARTS_OF_ARMS)
     parser.add_argument(
         "--data", type=Path, help="data folder of `stretto tokenize`, or text; default: this Python's library"
     )
@@ -169,7 +172,7 @@ class Study(Arms):
     info: RunInfo
     recipe: Recipe
     arms: tuple[str, ...]
-    """Of `ARMS`: what is trained now."""
+    """Of `ARMS` and `PARTS_OF_ARMS`: what is trained now."""
 
     def wants(self, *arms: str) -> bool:
         return all(arm in self.arms or arm.split("-")[0] in self.arms for arm in arms)
@@ -346,8 +349,7 @@ def own_text(out: Path, recipe: Recipe) -> Path:
 
 def rows_of(study: Arms, results: Results) -> tuple[list[Row], int]:
     """Results of the reported seeds, and how many runs are missing."""
-    more = ("heal-elastic", "heal-ordinary", "heal-emo", "marginal")
-    arms = [*TRAINED, "ordinary+", *(f"{arm}-{size}" for arm in more for size in SIZES)]
+    arms = [*dict.fromkeys((*TRAINED, "ordinary+", *PARTS_OF_ARMS))]
     arms += [*(f"experts-{arm}" for arm in MAXIMUM), "criteria", *(["continued"] if not study.mutant else [])]
     rows: list[Row] = [
         {arm: found for arm in arms if (found := results.get(study.name(arm, seed))) is not None}

@@ -17,10 +17,19 @@ from stretto.base.errors import UserError
 
 
 def searching_parser(
-    docstring: str | None, rates: Sequence[float], arms: Sequence[str], eval_rows: int, picture: str = ""
+    docstring: str | None,
+    rates: Sequence[float],
+    arms: Sequence[str],
+    eval_rows: int,
+    picture: str = "",
+    parts: Sequence[str] = (),
 ) -> argparse.ArgumentParser:
     """The parser of a study of ``arms`` that searches rates, beginning with ``rates``, on one half of ``eval_rows`` held-out rows.
-    ``picture``: as of `study_parser`."""
+
+    Args:
+        picture: as of `study_parser`.
+        parts: parts of arms that --arms takes as well.
+    """
     parser = study_parser(docstring, picture)
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[0, 1], help="the first one searches, the others are reported"
@@ -35,7 +44,7 @@ def searching_parser(
     parser.add_argument(
         "--arms",
         nargs="+",
-        choices=arms,
+        choices=(*arms, *parts),
         default=list(arms),
         metavar="ARM",
         help=f"arms to search and to train now, with those whose networks or FLOPs they begin with; default: {' '.join(arms)}",

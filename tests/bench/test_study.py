@@ -111,6 +111,10 @@ def test_only_the_chosen_arms_are_trained(tmp_path: Path) -> None:
     assert planned("elastic", "ordinary", "ordinary+") == names | {"ordinary+-1"}
     healed = {f"heal-{parent}-{size}-1" for parent in ("elastic", "ordinary") for size in study.SIZES}
     assert planned("elastic", "ordinary", "heal") == names | healed
+    assert planned("scratch-half") == {"search-scratch-half-x1", "scratch-half-1"}
+    assert planned("elastic", "scratch-half", "heal-elastic-half") == {
+        *("search-elastic-x1", "search-scratch-half-x1", "elastic-1", "scratch-half-1", "heal-elastic-half-1"),
+    }
     assert planned(*study.ARMS) > names | {"experts-emo-1", "criteria-1", "search-continued-x1", "continued-1"}
     assert not {"experts-emo-1", "experts-ernie-1"} & planned("elastic", "experts")
 
