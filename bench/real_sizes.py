@@ -50,7 +50,8 @@ from bench.common.study import (
 from bench.common.study_runs import held_out_halves, measured, sizes_of
 from stretto.api.train import open_loader
 from stretto.base.config import read_recipe
-from stretto.base.paths import RECIPES
+from stretto.base.paths import CHECKPOINT, RECIPES
+from stretto.model.checkpoint import write_checkpoint
 from stretto.model.parallel import in_memory, join
 from stretto.model.spec import Subnet, count
 from stretto.model.transformer import Transformer
@@ -255,6 +256,10 @@ def train(
     if arm == "elastic":
         done = _train_elastic(info, _for_steps(settings, steps), parent, folder)
         sizes = sizes_of(done.model.config, parent.presets)
+        write_checkpoint(
+            folder / CHECKPOINT, done.model, done.model.config, presets=parent.presets, tokenizer_dir=info.tokenizer,
+            dtype=torch.bfloat16,
+        )  # fmt: skip
     else:
         kind, _, size = arm.partition("-")
         model = parent.dense if arm == "continued" else pruned(parent, size, WAYS[kind])

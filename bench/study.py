@@ -224,8 +224,10 @@ class Study(Arms):
         return runs
 
     def _training(self, name: str, arm: str, recipe: Recipe, trunk: Trunk | None = None) -> Run:
-        needs = (trunk.run.name,) if trunk else ()
-        return Run(name, partial(train, self.info, recipe, arm == "emo", trunk), needs, True, recipe.optim.lr)
+        return Run(
+            name, partial(train, self.info, recipe, arm == "emo", trunk), needs=(trunk.run.name,) if trunk else (),
+            resumes=True, keeps_snapshots=arm == "ordinary", lr=recipe.optim.lr,
+        )  # fmt: skip
 
     def _trunk(self, arm: str, ordinary: str, results: Results) -> Trunk | None:
         """What a run of ``arm`` shares with the run ``ordinary``, which has the same seed and rate; None: nothing, or its folder is

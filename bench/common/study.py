@@ -29,12 +29,14 @@ from stretto.base.config import Config, completed
 from stretto.base.errors import UserError
 from stretto.base.numbers import counted
 from stretto.base.parent import end_pool_worker_with_parent
-from stretto.base.paths import read_json, replacing, write_json
+from stretto.base.paths import read_json, remove, replacing, write_json
 from stretto.base.records import git_commit
 from stretto.base.track import say
 from stretto.model.parallel import device_name, join
 
 RESULT = "result.json"
+SNAPSHOTS = "snapshots"
+"""Folder of a training run's snapshots, in its own folder."""
 LOG_FILE = "runs.log"
 """Standard output and standard error of all runs."""
 _POLL_S = 0.05
@@ -57,6 +59,8 @@ class Run:
     """Names of the runs whose folders it reads."""
     resumes: bool = False
     """Whether its work goes on from what an interrupted call left in the folder."""
+    keeps_snapshots: bool = False
+    """Whether other runs begin with one of its snapshots; those of other runs are deleted when the run has ended."""
     lr: float | None = None
     """Learning rate that a search chose for it. A finished run that had another one is refused."""
 
@@ -243,4 +247,6 @@ def _do(run: Run, out: Path) -> dict[str, Any]:
     where = {"commit": git_commit(), "machine": device_name(join("auto").device)}
     result = {**result, **where, "seconds": time.perf_counter() - started}
     write_json(folder / RESULT, result)
+    if not run.keeps_snapshots:
+        remove(folder / SNAPSHOTS)
     return result

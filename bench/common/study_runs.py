@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from bench.common.document_pools import DocumentPools, trained_in_pools
 from bench.common.expert_criteria import Orders, orders_by_criterion
+from bench.common.study import SNAPSHOTS
 from stretto.api.train import held_out, open_loader
 from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, replacing, write_json
@@ -34,7 +35,6 @@ from stretto.train.stages import elasticize, heal, pretrain
 
 CONTINUED_RATE = 0.2
 """Learning rate of training from a finished network, over the recipe's."""
-SNAPSHOTS = "snapshots"
 RANKING_BATCHES = 4
 """Held-out batches by which layers and experts are ranked."""
 NUM_RANDOM = 10

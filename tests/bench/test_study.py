@@ -18,7 +18,7 @@ import pytest
 
 from bench import study
 from bench.common.rate_search import search
-from bench.common.study import Results, Run, carry_out, is_record, without_lost
+from bench.common.study import Results, Run, _do, carry_out, is_record, without_lost
 from bench.common.study_picture import draw
 from bench.common.study_runs import Trunk, shared_share, train
 from stretto.base.config import read_recipe
@@ -229,6 +229,12 @@ def test_a_recorded_run_is_repeated_for_a_run_that_is_planned_later(tmp_path: Pa
     assert results["parent"]["seconds"] != 7.0
 
 
+def test_snapshots_are_kept_only_where_other_runs_begin_with_them(tmp_path: Path) -> None:
+    for run in (Run("ended", _snapshot), Run("begins others", _snapshot, keeps_snapshots=True)):
+        assert _do(run, tmp_path)["losses"] == 1
+        assert (tmp_path / run.name / "snapshots").is_dir() == run.keeps_snapshots
+
+
 @pytest.mark.slow
 def test_a_killed_process_ends_the_study_with_the_results_so_far(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -272,6 +278,11 @@ def _sleeps(folder: Path) -> dict[str, Any]:
 def _killed(folder: Path) -> dict[str, Any]:
     os.kill(os.getpid(), signal.SIGKILL)
     return {}
+
+
+def _snapshot(folder: Path) -> dict[str, Any]:
+    (folder / "snapshots" / "step-0000001").mkdir(parents=True)
+    return {"losses": 1}
 
 
 def _nothing(folder: Path) -> dict[str, Any]:
