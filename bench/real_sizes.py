@@ -308,12 +308,15 @@ def rows_of(study: Arms, results: Results) -> list[Row]:
 
 def differences(study: Arms, results: Results) -> dict[tuple[str, str], list[float]]:
     """Loss of a size minus that of a control, as a share of the original's, of every seed that has both; by size and arm."""
-    found, rows = {}, rows_of(study, results)
+    found: dict[tuple[str, str], list[float]] = {}
+    original, rows = results.get("original"), rows_of(study, results)
+    if original is None:
+        return found
     for size, arm in (("full", "continued"), *((size, f"{kind}-{size}") for size in SIZES for kind in WAYS)):
         pairs = [(row["elastic"], row[arm]) for row in rows]
         values = [ours["report"][size] - its["report"]["full"] for ours, its in pairs if ours and its]
         if values:
-            found[size, arm] = [value / results["original"]["report"]["full"] for value in values]
+            found[size, arm] = [value / original["report"]["full"] for value in values]
     return found
 
 
