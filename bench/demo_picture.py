@@ -12,6 +12,7 @@ from PIL import Image
 
 from bench.common.measure import bench_parser, refusing
 from stretto.base.errors import UserError
+from stretto.base.paths import replacing
 from stretto.report.page import REPORT_FOLDER
 
 COLUMNS = (("pareto_front", "training_curves", "domains"), ("loss_compute", "kept", "cost"))
@@ -32,7 +33,8 @@ def main() -> None:
     for column, pictures in enumerate(columns):
         for row, picture in enumerate(pictures):
             whole.paste(picture, (WIDTH * column, sum(rows[:row]) + GAP * row))
-    whole.quantize(256, dither=Image.Dither.NONE).save(options.picture, optimize=True)
+    with replacing(options.picture) as fresh:
+        whole.quantize(256, dither=Image.Dither.NONE).save(fresh, format="PNG", optimize=True)
     print(f"{options.picture}: {size[0]} x {size[1]} pixels")
 
 

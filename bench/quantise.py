@@ -47,7 +47,7 @@ from stretto.api.evaluate import compare
 from stretto.api.search import QuantiseOptions, extract_command, quantise_command
 from stretto.api.serve import fitting_subnet
 from stretto.api.train import held_out
-from stretto.base.config import read_recipe
+from stretto.base.config import read_recipe, validate
 from stretto.base.paths import checkpoint_folder
 from stretto.engine.engine import Engine
 from stretto.engine.loading import open_engine
@@ -118,7 +118,7 @@ def compare_losses(chosen: argparse.Namespace) -> list[str]:
                 continue
             parts = {"attention": chosen.attention, "head": chosen.head, "group": chosen.group}
             fields = {"dtype": dtype, "method": method, "calibration_tokens": chosen.calibration_tokens, **parts}
-            options, out = QuantiseOptions.model_validate(fields), Path(folder) / f"{dtype}-{method}"
+            options, out = validate(QuantiseOptions, fields, "bench.quantise"), Path(folder) / f"{dtype}-{method}"
             quantise_command(chosen.run, out, options)
             unequal = [name for name, each in subnets.items() if not slices_are_equal(chosen.run, out, each, options)]
             failures += [f"{dtype} {method}: the slice {name} is not that of the quantised network" for name in unequal]

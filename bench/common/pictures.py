@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.common.measure import half_width
+from stretto.base.paths import replacing
 
 
 def draw_means(
@@ -30,6 +31,6 @@ def draw_means(
 
 
 def save_picture(figure: Figure, path: Path) -> None:
-    """Write ``figure`` as PNG, in the resolution of the documentation's pictures."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    """Write ``figure`` as PNG, in the resolution of the documentation's pictures. Raises UserError: it cannot be written."""
+    with replacing(path) as fresh:
+        figure.savefig(fresh, format="png", dpi=110)
