@@ -395,9 +395,9 @@ def draw(found: Mapping[tuple[str, str], Sequence[float]], path: Path) -> None:
     )
     axes.axvline(0.0, color=style.INK, linewidth=1.0)
     for size, colour, shift in zip(SIZES, style.SERIES, (-0.12, 0.12), strict=False):
-        at = [place + shift for place, kind in enumerate(WAYS) if (size, f"{kind}-{size}") in found]
-        values = [found[size, f"{kind}-{size}"] for kind in WAYS if (size, f"{kind}-{size}") in found]
-        draw_means(axes, at, values, colour, size, along="x")
+        pairs = ((place + shift, found.get((size, f"{kind}-{size}"))) for place, kind in enumerate(WAYS))
+        shown = {at: values for at, values in pairs if values}
+        draw_means(axes, list(shown), list(shown.values()), colour, size, along="x")
     axes.set_yticks(range(len(WAYS)), [ABOUT[kind] for kind in WAYS])
     axes.invert_yaxis()
     style.ticks(axes.xaxis, lambda value: f"{value:+.0%}" if value else "0", most=10, steps=[1, 2, 5, 10])

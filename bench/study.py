@@ -351,7 +351,7 @@ def own_text(out: Path, recipe: Recipe) -> Path:
 
 def rows_of(study: Arms, results: Results) -> tuple[list[Row], int]:
     """Results of the reported seeds, and how many runs are missing."""
-    arms = [*dict.fromkeys((*TRAINED, "ordinary+", *PARTS_OF_ARMS))]
+    arms = [*MAXIMUM, "ordinary+", *PARTS_OF_ARMS]
     arms += [*(f"experts-{arm}" for arm in MAXIMUM), "criteria", *(["continued"] if not study.mutant else [])]
     rows: list[Row] = [
         {arm: found for arm in arms if (found := results.get(study.name(arm, seed))) is not None}

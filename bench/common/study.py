@@ -32,11 +32,10 @@ from stretto.base.parent import end_pool_worker_with_parent
 from stretto.base.paths import read_json, remove, replacing, write_json
 from stretto.base.records import git_commit
 from stretto.base.track import say
+from stretto.learning.recipe import SNAPSHOTS
 from stretto.model.parallel import device_name, join
 
 RESULT = "result.json"
-SNAPSHOTS = "snapshots"
-"""Folder of a training run's snapshots, in its own folder."""
 LOG_FILE = "runs.log"
 """Standard output and standard error of all runs."""
 _POLL_S = 0.05
@@ -220,8 +219,8 @@ def _unfinished_runs(plan: Callable[[Results], Sequence[Run]], results: Results,
 
 def without_lost(plan: Callable[[Results], Sequence[Run]], results: Results, out: Path) -> dict[str, dict[str, Any]]:
     """``results`` without those of runs whose folders are missing in ``out`` and which unfinished runs of ``plan`` need."""
-    unfinished = [run for run in plan(results) if run.name not in results]
-    lost = {need for run in unfinished for need in run.needs if not (out / need).is_dir()}
+    unfinished_runs = _unfinished_runs(plan, results, out)
+    lost = {need for run in unfinished_runs for need in run.needs if not (out / need).is_dir()}
     return {name: result for name, result in results.items() if name not in lost}
 
 

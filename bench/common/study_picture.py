@@ -39,11 +39,11 @@ def draw(rows: Sequence[Row], sizes: Sequence[str], path: Path) -> None:
 
 def _losses_over_flops(axes: Axes, rows: Sequence[Row], sizes: Sequence[str]) -> None:
     style.dress(axes, "every size of one training", "forward FLOPs per token", "held-out loss, nats per token")
-    complete = [row for row in rows if {"elastic", "ordinary", *(f"scratch-{size}" for size in sizes)} <= row.keys()]
+    alone = {"full": "ordinary"} | {size: f"scratch-{size}" for size in sizes}
+    complete = [row for row in rows if {"elastic", *alone.values()} <= row.keys()]
     if not complete:
         return
     style.subtitle(axes, [f"means of {counted(len(complete), 'seed')}"])
-    alone = {"full": "ordinary"} | {size: f"scratch-{size}" for size in sizes}
     flops = {size: float(complete[0][arm]["token_flops"]["full"]) for size, arm in alone.items()}
     randoms = [name for name in complete[0]["elastic"]["report"] if name.startswith("random-")]
     axes.plot(

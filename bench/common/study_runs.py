@@ -14,13 +14,13 @@ from torch.nn import functional
 
 from bench.common.document_pools import DocumentPools, trained_in_pools
 from bench.common.expert_criteria import Orders, orders_by_criterion
-from bench.common.study import SNAPSHOTS
 from stretto.api.train import held_out, open_loader
 from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, replacing, write_json
 from stretto.base.track import Tracker
 from stretto.evals.loss import EvalBatch, evaluate_many
 from stretto.evals.order import expert_orders, rank_experts, rank_layers, survey
+from stretto.learning.recipe import SNAPSHOTS
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.elastic import extract, order_experts
 from stretto.model.parallel import in_memory, join, random_network

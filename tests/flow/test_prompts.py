@@ -52,7 +52,7 @@ def test_a_source_too_small_to_hold_anything_out_is_refused() -> None:
         plan_prompts(RECIPE, {"many": None, "few": 5})
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     sources=st.lists(
         st.tuples(st.floats(0.01, 10.0), st.one_of(st.none(), st.integers(1, 40))), min_size=1, max_size=5

@@ -16,8 +16,6 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 CODE = f"""
 import sys
-
-import pytest
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import skeleton
 skeleton(ModelConfig.model_validate_json('{CONFIG.model_dump_json()}'))
