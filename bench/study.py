@@ -4,6 +4,7 @@
     python -m bench.study OUT --data FOLDER --network 8M --tokens 8e6 --seeds 0 1 2 3 --minutes 170      run again to continue
     python -m bench.study OUT … --mutant no-anchors                  after that; must end in FAILED
     python -m bench.study OUT … --arms elastic ordinary scratch-half  only these arms for now
+    python -m bench.study OUT … --tokens 3e7 --rates-of FILE         rates that the search of a shorter study chose, by its record
     python -m bench.study OUT … --record FILE                        keep the results, without the networks, in FILE, and go on from it
     python -m bench.study FILE --report [--picture FILE.png]         print them again, from an empty clone
 
@@ -44,7 +45,15 @@ import numpy as np
 from rich.table import Table
 
 from bench.common.measure import finish, half_width, refusing, shown_half, table, wide_console
-from bench.common.rate_search import parsed, recorded_search, search, search_run, search_table, searching_parser
+from bench.common.rate_search import (
+    parsed,
+    recorded_search,
+    search,
+    search_run,
+    search_table,
+    searched_before,
+    searching_parser,
+)
 from bench.common.study import (
     Results,
     Run,
@@ -116,7 +125,9 @@ def _study(options: argparse.Namespace) -> None:
         arms, results = read_record(options.out)
     else:
         arms = study = open_study(options)
-        recorded = read_own_record(options.record, study) if options.record else {}
+        recorded = searched_before(options.rates_of, study.seeds[0], study.rates) if options.rates_of else {}
+        if options.record:
+            recorded |= read_own_record(options.record, study)
         if options.report:
             found: Results = read_results(study.out)
         else:
@@ -139,6 +150,12 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--network", choices=NETWORKS, default="2M", help="number of parameters")
     parser.add_argument("--tokens", type=float, default=2e5, help="training tokens of a reported run")
+    parser.add_argument(
+        "--rates-of",
+        type=Path,
+        metavar="FILE",
+        help="record of a shorter study, whose search chooses the rates of this one",
+    )
     parser.add_argument("--mutant", choices=("no-anchors",), help="an elastic network that trains no smaller size")
     return parsed(parser)
 

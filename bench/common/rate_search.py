@@ -15,6 +15,9 @@ from bench.common.measure import table
 from bench.common.study import Results, is_record, read_fields, recorded, study_parser
 from stretto.base.errors import UserError
 
+_SEARCH = "search-"
+"""What the names of the search's runs begin with."""
+
 
 def searching_parser(
     docstring: str | None,
@@ -71,9 +74,21 @@ def recorded_search(path: Path, identity: Mapping[str, Any], seed: int) -> dict[
     return results
 
 
+def searched_before(path: Path, seed: int, rates: Sequence[float]) -> dict[str, dict[str, Any]]:
+    """The runs of the search in the record ``path`` of a shorter or smaller study. Raises UserError: that search began with another
+    seed or other candidates, so that it does not say what this study's plan would choose."""
+    record = read_fields(path, ("seeds", "rates", "runs"))
+    for name, stored, own in (("seeds", record["seeds"][:1], [seed]), ("rates", record["rates"], list(rates))):
+        if stored != own:
+            raise UserError(
+                f"{path}: {name}: its search began with {stored}, this study's with {own}; give --{name} the same"
+            )
+    return {name: result for name, result in record["runs"].items() if name.startswith(_SEARCH)}
+
+
 def search_run(arm: str, rate: float) -> str:
     """Name of the run that tries ``rate``, a multiple of the recipe's."""
-    return f"search-{arm}-x{rate:g}"
+    return f"{_SEARCH}{arm}-x{rate:g}"
 
 
 def search(arm: str, first: Sequence[float], results: Results) -> tuple[tuple[float, ...], float | None]:
@@ -122,7 +137,9 @@ def search_table(arms: Iterable[str], first: Sequence[float], seed: int, results
     chosen = {arm: search(arm, first, results)[1] for arm in arms}
     tried = {arm: _tried(arm, results) for arm in chosen}
     rates = sorted(set(first).union(*tried.values()))
-    title = f"search on seed {seed}: selection loss by multiple of the recipe's rate; *: chosen"
+    lengths = {result["tokens"] for name, result in results.items() if name.startswith(_SEARCH) and "tokens" in result}
+    tokens = f" with {max(lengths) / 1e6:.2g}M tokens" if lengths else ""
+    title = f"search on seed {seed}{tokens}: selection loss by multiple of the recipe's rate; *: chosen"
     shown = table(title, "arm", *map(str, rates))
     for arm, best in chosen.items():
         if tried[arm]:
