@@ -5,10 +5,12 @@ The names below are loaded when they are first used: ``import stretto`` reads ne
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from stretto.base.errors import UserError
+from stretto.base.openmp import wait_briefly
 
 if TYPE_CHECKING:
     from stretto.api.evaluate import Compared, Evaluated, compare, evaluate
@@ -82,6 +84,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'stretto' has no attribute {name!r}")
+    wait_briefly(os.environ)  # before torch is imported, unless the caller has imported it
     found = getattr(import_module(_MODULE_OF[name]), name)
     globals()[name] = found  # the next look-up does not come here
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any, NoReturn
 
@@ -13,6 +13,7 @@ import typer.core
 import typer.main
 
 from stretto.base.errors import UserError, of_system
+from stretto.base.openmp import wait_briefly
 from stretto.cli.judge import judge
 from stretto.cli.launch import end_for_good, exit_if_ended
 from stretto.cli.options import Command
@@ -97,24 +98,10 @@ app.add_typer(judge, name="judge")
 command = typer.main.get_command(app)  # once for a process: it reads the signature of every command
 
 
-WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""Environment variables with which a user sets how OpenMP's threads wait."""
-
-
-def wait_briefly(environment: MutableMapping[str, str]) -> None:
-    """Let OpenMP's threads sleep after microseconds of waiting for each other, unless a variable of `WAITING` is set.
-
-    A spinning thread occupies the core that the thread it waits for needs: with one of two cores busy, training took 3.1 times as
-    long. On a quiet machine this short spin costs nothing; sleeping at once (``OMP_WAIT_POLICY=passive``) cost 7 %.
-    """
-    if not any(name in environment for name in WAITING):
-        environment.update(GOMP_SPINCOUNT="1000", KMP_BLOCKTIME="1")  # GNU: rounds; LLVM and Intel: milliseconds
-
-
 def main() -> None:
     """Entry point: bad input becomes one line and exit code 2, a run that diverged 3, Ctrl-C 130."""
     exit_if_ended()
-    wait_briefly(os.environ)  # OpenMP reads the environment when torch is imported
+    wait_briefly(os.environ)  # before torch is imported
     try:
         code = command(prog_name="stretto", standalone_mode=False)  # newer versions of typer return the exit code
     except UserError as error:
