@@ -388,6 +388,9 @@ class AgentRole:
 
     async def _reply(self, group: _InFlight, sample: Sample, own: OwnSession) -> None:
         """Append the environment's reply to a turn without tool calls, or finish the sample if there is none."""
+        if not group.source.may_reply:  # spares a thread's turn for every sample
+            await self._finish(group, sample, "stop")
+            return
         started_s, messages = time.time(), self._messages(group, sample)
         ask = partial(own.ask, lambda session: session.reply(messages), lambda: messages, "reply()")
         text = await self._in_slot(self._reply_slots, sample, "its environment", "environment", ask)

@@ -36,8 +36,8 @@ class OwnSession:
 
     @property
     def is_reached(self) -> bool:
-        """Whether a session is open in the sample's state."""
-        return self._used is not None
+        """Whether a session is open in the sample's state; always, if the source has no state."""
+        return self._used is not None or not self._has_state
 
     @property
     def is_over(self) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,8 @@ class TrainerRole:
         """A version and its weights, between `copy_weights` and `publish`."""
         self._canary: tuple[tuple[float, ...], float] = (), 0.0
         """`score_canary` of the version in ``_copied``."""
+        self._until_closed = ExitStack()
+        self._until_closed.enter_context(freed_memory_kept(self._ranks.device))
 
     def step(self, refs: Sequence[GroupRef], step: int) -> StepReport:
         """Train on ``refs`` as step ``step`` (from 0). Groups are ordered by their ordinals.
@@ -232,7 +235,7 @@ class TrainerRole:
         """
         assert step == self.version, f"step {step} was asked for, {self.version} is next"
         started, config = time.perf_counter(), self._model.config
-        with self._meter, freed_memory_kept(self._ranks.device):
+        with self._meter:
             refs = sorted(refs, key=lambda ref: ref.ordinal)
             shape = (config.num_moe_layers, max([config.top_k, *config.top_k_by_layer]))
             groups = self._ranks.first(lambda: [load_group(ref.location, *shape, self._store) for ref in refs])
@@ -261,6 +264,10 @@ class TrainerRole:
             "time/update_s": updated - scored,
         }
         return StepReport(self.version, num_samples, num_tokens, scalars)
+
+    def close(self) -> None:
+        """Return freed memory to the system, which keeps it for the next step until then."""
+        self._until_closed.close()
 
     @property
     def receipt(self) -> Receipt:

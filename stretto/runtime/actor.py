@@ -317,12 +317,16 @@ class Connection(asyncio.BufferedProtocol):
         self._write()
 
     def _write(self) -> None:
-        """Write as many bytes as the socket accepts."""
+        """Write as many bytes as the socket accepts, small parts together: each write is a call of the system."""
         while self._outbox and not self._is_full:
-            part = self._outbox.popleft()
-            if len(part) > _PIECE_BYTES:
-                self._outbox.appendleft(part[_PIECE_BYTES:])
-            self._transport.write(part[:_PIECE_BYTES])
+            pieces, room = list[memoryview](), _PIECE_BYTES
+            while self._outbox and room:
+                part = self._outbox.popleft()
+                if len(part) > room:
+                    self._outbox.appendleft(part[room:])
+                pieces.append(part[:room])
+                room -= len(pieces[-1])
+            self._transport.write(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
     def _died(self) -> RoleDied:
         return RoleDied(self._name, "its process has ended, or closed the connection")

@@ -192,6 +192,12 @@ class TaskSource(ABC):
         prompt; that turn is the last. Must be a function of its arguments: it is called again after a failure."""
         return None
 
+    @property
+    def may_reply(self) -> bool:
+        """Whether the environment may answer a turn without calls: the source has a `reply`, or sessions, of its own."""
+        own = type(self)
+        return own.reply is not TaskSource.reply or own.open is not TaskSource.open
+
     def demonstration(self, problem: Problem) -> tuple[Mapping[str, Any], ...]:
         """The turns of a correct answer with tool results: the target of SFT."""
         return ({"role": "assistant", "content": problem.gold},)

@@ -17,6 +17,7 @@ from stretto.base.errors import InfraError, UserError
 from stretto.base.trajectory import Group, Outcome, StepReward, Verdict, WeightVersion
 from stretto.flow.agent import GroupFailed
 from stretto.flow.clients import Generated, GenerateRequest
+from stretto.flow.own_session import OwnSession
 from stretto.flow.rollout import EngineRole
 from stretto.learning.dialogue import Dialogue, ToolCall
 from stretto.learning.recipe import GROUPS, LOGS
@@ -194,6 +195,19 @@ def test_an_environment_answers_until_it_is_over(tmp_path: Path) -> None:
     assert (done.finish_reason, done.num_turns) == ("stop", 2) and not engine._turns
     roles = [(message["role"], message["content"]) for message in rewards.requests[0].messages]
     assert roles == [("assistant", "5"), ("user", "no, 1"), ("assistant", "7")]
+
+
+def test_only_an_environment_that_may_reply_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ask it takes a thread, which costs a tenth of the driver's time where answers are short."""
+    asked = list[str]()
+
+    async def ask(session: OwnSession, work: Any, history: Any, what: str) -> None:
+        asked.append(what)
+
+    monkeypatch.setattr(OwnSession, "ask", ask)
+    for source, calls in ((Toy(), []), (Guessing(), ["reply()"])):
+        done, _ = run_spoken(tmp_path / type(source).__name__, ["5"], source)
+        assert done.finish_reason == "stop" and asked == calls
 
 
 def test_an_environment_has_no_more_turns_than_the_recipe(tmp_path: Path) -> None:

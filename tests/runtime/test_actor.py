@@ -58,6 +58,22 @@ def test_frames_of_any_size_arrive_in_order(sizes: list[int], num_buffers: int) 
     asyncio.run(asyncio.wait_for(work(), 60))
 
 
+def test_a_value_with_several_small_arrays_is_one_write() -> None:
+    async def work() -> None:
+        near, far = socket.socketpair()
+        asking, writes = await connected(near, {}), list[int]()
+        send = asking._transport.write
+        asking._transport.write = lambda part: (writes.append(len(part)), send(part))[1]  # type: ignore[method-assign]
+        call = asyncio.create_task(asking.call("id", "echo", ([np.zeros(9), np.zeros(0), np.ones(7)],), {}))
+        await asyncio.sleep(0)
+        assert len(writes) == 1 and writes[0] > 8 * (9 + 7)
+        far.close()
+        with pytest.raises(RoleDied):
+            await call
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
 def test_a_link_that_ends_within_a_frame_says_so() -> None:
     async def work() -> None:
         near, far = socket.socketpair()
