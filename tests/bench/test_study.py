@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from bench import study
-from bench.common.rate_search import search
-from bench.common.study import Results, Run, _do, carry_out, is_record, without_lost
+from bench.common.rate_search import search, searched_before
+from bench.common.study import Results, Run, _do, carry_out, is_record, without_lost, write_record
 from bench.common.study_picture import draw
 from bench.common.study_runs import Trunk, shared_share, train
 from stretto.base.config import read_recipe
@@ -125,6 +125,18 @@ def test_the_search_smooths_over_equal_rates() -> None:
     found = {f"search-ordinary-x{rate}": {"select": {"full": loss}} for rate, loss in losses.items()}
     assert arms.rate("ordinary", found) == 4
     assert arms.rate("ordinary", {}) is None
+
+
+def test_a_longer_study_takes_the_rates_of_a_shorter_one(tmp_path: Path) -> None:
+    record = tmp_path / "short.json"
+    write_record(record, {"seeds": [0, 1], "rates": list(study.RATES)}, results(0.0))
+    found = searched_before(record, 0, study.RATES)
+    assert {name.split("-")[0] for name in found} == {"search"}, "and no result of another length"
+    arms = study.Arms((0, 7), None, study.RATES)
+    assert [arms.rate(arm, found) for arm in study.TRAINED] == [2.0] * len(study.TRAINED)
+    for seed, rates, field in ((1, study.RATES, "seeds"), (0, (1.0, 2.0), "rates")):
+        with pytest.raises(UserError, match=rf"short\.json: {field}: its search began with .* --{field} the same"):
+            searched_before(record, seed, rates)
 
 
 def test_a_finished_run_of_another_learning_rate_is_refused(tmp_path: Path) -> None:
