@@ -75,8 +75,8 @@ def recorded_search(path: Path, identity: Mapping[str, Any], seed: int) -> dict[
 
 
 def searched_before(path: Path, seed: int, rates: Sequence[float]) -> dict[str, dict[str, Any]]:
-    """The runs of the search in the record ``path`` of a shorter or smaller study. Raises UserError: that search began with another
-    seed or other candidates, so that it does not say what this study's plan would choose."""
+    """The runs of the search in the record ``path`` of a shorter study. Raises UserError: that search began with another seed, or with
+    other candidates than ``rates``."""
     record = read_fields(path, ("seeds", "rates", "runs"))
     for name, stored, own in (("seeds", record["seeds"][:1], [seed]), ("rates", record["rates"], list(rates))):
         if stored != own:

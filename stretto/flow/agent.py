@@ -388,7 +388,7 @@ class AgentRole:
 
     async def _reply(self, group: _InFlight, sample: Sample, own: OwnSession) -> None:
         """Append the environment's reply to a turn without tool calls, or finish the sample if there is none."""
-        if not group.source.may_reply:  # spares a thread's turn for every sample
+        if not group.source.may_reply:  # to ask would take a thread
             await self._finish(group, sample, "stop")
             return
         started_s, messages = time.time(), self._messages(group, sample)

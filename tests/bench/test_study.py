@@ -131,7 +131,7 @@ def test_a_longer_study_takes_the_rates_of_a_shorter_one(tmp_path: Path) -> None
     record = tmp_path / "short.json"
     write_record(record, {"seeds": [0, 1], "rates": list(study.RATES)}, results(0.0))
     found = searched_before(record, 0, study.RATES)
-    assert {name.split("-")[0] for name in found} == {"search"}, "and no result of another length"
+    assert {name.split("-")[0] for name in found} == {"search"}, "other results have another length"
     arms = study.Arms((0, 7), None, study.RATES)
     assert [arms.rate(arm, found) for arm in study.TRAINED] == [2.0] * len(study.TRAINED)
     for seed, rates, field in ((1, study.RATES, "seeds"), (0, (1.0, 2.0), "rates")):
