@@ -23,7 +23,7 @@ continued    the ordinary network, made elastic afterwards with the FLOPs by whi
 marginal-*   the shape of each size alone, with the FLOPs that the size adds to those of ``ordinary``: its passes and its healing
 
 `elastic` and `ordinary+` begin with the steps that they share with `ordinary` of the same rate, from one of its snapshots: the same bits,
-and the same FLOPs in the tables, for less time.
+and the same FLOPs in the tables, for less time. They start when that snapshot is there, not when the ordinary run has ended.
 
 The first seed searches the learning rate of every trained arm at a quarter of the tokens; while the chosen candidate is the lowest or the
 highest, the search goes on beyond it. The other seeds are reported; each row of the tables has the seeds that have its arms. One half
@@ -226,7 +226,7 @@ class Study(Arms):
                 recipe = self.recipe_of(arm, candidate, first, SEARCH_SHARE)
                 ordinary = search_run("ordinary", candidate)
                 is_planned = candidate in search("ordinary", self.rates, results)[0]
-                trunk = self._trunk(arm, ordinary, results) if is_planned else None
+                trunk = self._trunk(arm, ordinary, SEARCH_SHARE, results) if is_planned else None
                 runs.append(self._training(search_run(arm, candidate), arm, recipe, trunk))
         runs += self._search_of_continued(results)
         for seed in self.reported:
@@ -234,7 +234,7 @@ class Study(Arms):
                 if (rate := self.rate(arm, results)) is not None:
                     recipe = self.recipe_of(arm, rate, seed)
                     is_equal = rate == self.rate("ordinary", results)
-                    trunk = self._trunk(arm, self.name("ordinary", seed), results) if is_equal else None
+                    trunk = self._trunk(arm, self.name("ordinary", seed), 1.0, results) if is_equal else None
                     runs.append(self._training(self.name(arm, seed), arm, recipe, trunk))
             dependent = self._dependent(results, seed)
             runs += [run for run in dependent if self.wants(*map(_arm, (run.name, *run.needs)))]
@@ -243,16 +243,18 @@ class Study(Arms):
     def _training(self, name: str, arm: str, recipe: Recipe, trunk: Trunk | None = None) -> Run:
         return Run(
             name, partial(train, self.info, recipe, arm == "emo", trunk), needs=(trunk.run.name,) if trunk else (),
-            resumes=True, keeps_snapshots=arm == "ordinary", lr=recipe.optim.lr,
+            starts_with=trunk.last_snapshot if trunk else None, resumes=True, keeps_snapshots=arm == "ordinary",
+            lr=recipe.optim.lr,
         )  # fmt: skip
 
-    def _trunk(self, arm: str, ordinary: str, results: Results) -> Trunk | None:
-        """What a run of ``arm`` shares with the run ``ordinary``, which has the same seed and rate; None: nothing, or its folder is
-        lost."""
+    def _trunk(self, arm: str, ordinary: str, share: float, results: Results) -> Trunk | None:
+        """What a run of ``arm`` shares with the run ``ordinary``, which has the same seed and rate and ``share`` of the study's steps;
+        None: nothing, or its folder is lost."""
         is_lost = ordinary in results and not (self.out / ordinary).is_dir()
         if arm not in BRANCHES or self.mutant or not self.wants("ordinary") or is_lost:
             return None
-        return Trunk(self.out / ordinary, shared_share(self.recipe))
+        settings = self.recipe_of("ordinary", 1.0, self.seeds[0], share).train
+        return Trunk(self.out / ordinary, settings, shared_share(self.recipe))
 
     def _search_of_continued(self, results: Results) -> list[Run]:
         """Runs that search the rate of ``continued``, from the best network and for the FLOPs of the other searches."""
@@ -277,7 +279,7 @@ class Study(Arms):
         rate, runs = self.rate("ordinary", results), []
         if elastic is not None and ordinary is not None and rate is not None:
             recipe = self.recipe_of("ordinary+", rate, seed, elastic["flops"] / ordinary["flops"])
-            trunk = self._trunk("ordinary+", self.name("ordinary", seed), results)
+            trunk = self._trunk("ordinary+", self.name("ordinary", seed), 1.0, results)
             runs.append(self._training(self.name("ordinary+", seed), "ordinary+", recipe, trunk))
             if not self.mutant and (own := self.rate("continued", results)) is not None:
                 names = [self.name(arm, seed) for arm in ("continued", "elastic", "ordinary")]

@@ -56,6 +56,8 @@ class Run:
     work: Work
     needs: tuple[str, ...] = ()
     """Names of the runs whose folders it reads."""
+    starts_with: Path | None = None
+    """All that it reads of them: a file or folder that they leave before they end. When it exists, the run waits no longer."""
     resumes: bool = False
     """Whether its work goes on from what an interrupted call left in the folder."""
     keeps_snapshots: bool = False
@@ -190,7 +192,7 @@ def _carry_out(
             waiting = _unfinished_runs(plan, results, out)
         known = results.keys() | running.keys() | failed
         waiting = [run for run in waiting if run.name not in known]
-        ready = [run for run in waiting if all(need in results for need in run.needs)]
+        ready = [run for run in waiting if _is_ready(run, results)]
         if not (ready or running):
             return results
         if time.monotonic() > ends_s:
@@ -199,6 +201,11 @@ def _carry_out(
         for run in ready[: jobs - len(running)]:
             running[run.name] = pool.submit(_do, run, out)
         time.sleep(_POLL_S)
+
+
+def _is_ready(run: Run, results: Results) -> bool:
+    is_left = run.starts_with is not None and run.starts_with.exists()
+    return is_left or all(need in results for need in run.needs)
 
 
 def _unfinished_runs(plan: Callable[[Results], Sequence[Run]], results: Results, out: Path) -> list[Run]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from stretto.train.loop import Job
 from stretto.train.recipe import ElasticizeRecipe, HealRecipe, MixtureConfig, Recipe, TrainConfig
 from stretto.train.run_folder import RunInfo
 from stretto.train.sampler import Sampler
-from stretto.train.snapshot import META, SnapshotMeta, read_meta
+from stretto.train.snapshot import META, SnapshotMeta, Snapshots, read_meta
 from stretto.train.stages import elasticize, heal, pretrain
 
 CONTINUED_RATE = 0.2
@@ -64,6 +65,8 @@ class Trunk:
 
     run: Path
     """Folder of the ordinary network's run."""
+    settings: TrainConfig
+    """Of that run."""
     share: float
     """Share of its steps that are shared."""
 
@@ -79,8 +82,15 @@ class Trunk:
             _copy_with_biases(shared[-1], fresh / shared[-1].name, len(recipe.network().widths))
             write_json(fresh / shared[-1].name / META, meta.model_dump(mode="json"))
 
+    @property
+    def last_snapshot(self) -> Path:
+        """Folder of the last snapshot of the shared steps."""
+        num_shared = math.ceil(self.share * self.settings.steps) - 1
+        step = num_shared // self.settings.snapshot_every * self.settings.snapshot_every
+        return Snapshots(self.run / SNAPSHOTS, self.settings.keep_snapshots).path(step)
+
     def _is_shared(self, meta: SnapshotMeta) -> bool:
-        return meta.step < self.share * meta.recipe["train"]["steps"]
+        return meta.step < self.share * self.settings.steps
 
 
 def _copy_with_biases(source: Path, target: Path, num_widths: int) -> None:

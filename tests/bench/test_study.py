@@ -18,7 +18,7 @@ import pytest
 
 from bench import study
 from bench.common.rate_search import search, searched_before
-from bench.common.study import Results, Run, _do, carry_out, is_record, without_lost, write_record
+from bench.common.study import RESULT, Results, Run, _do, carry_out, is_record, without_lost, write_record
 from bench.common.study_picture import draw
 from bench.common.study_runs import Trunk, shared_share, train
 from stretto.base.config import read_recipe
@@ -160,8 +160,9 @@ def test_a_run_that_begins_with_the_steps_it_shares_is_the_whole_run(
     planned = study.open_study(study._parse())
     recipes = {arm: planned.recipe_of(arm, 1.0, 1) for arm in ("ordinary", "elastic", "ordinary+")}
     recipes["ordinary+"] = planned.recipe_of("ordinary+", 1.0, 1, 1.2)
-    trunk = Trunk(planned.out / "ordinary", shared_share(planned.recipe))
+    trunk = Trunk(planned.out / "ordinary", recipes["ordinary"].train, shared_share(planned.recipe))
     train(planned.info, recipes["ordinary"], False, None, trunk.run)
+    assert trunk.last_snapshot.name == "step-0000012" and trunk.last_snapshot.is_dir()
     for arm in ("elastic", "ordinary+"):
         whole = train(planned.info, recipes[arm], False, None, planned.out / f"{arm}-whole")
         assert train(planned.info, recipes[arm], False, trunk, planned.out / arm) == whole
@@ -248,6 +249,14 @@ def test_snapshots_are_kept_only_where_other_runs_begin_with_them(tmp_path: Path
 
 
 @pytest.mark.slow
+def test_a_run_starts_with_what_an_unfinished_one_has_left(tmp_path: Path) -> None:
+    snapshot = tmp_path / "parent" / "snapshot"
+    parent = Run("parent", _leaves_and_waits_for_child)
+    child = Run("child", _nothing, needs=("parent",), starts_with=snapshot)
+    assert list(carry_out(lambda results: [child, parent], tmp_path, jobs=2, minutes=1)) == ["child", "parent"]
+
+
+@pytest.mark.slow
 def test_a_killed_process_ends_the_study_with_the_results_so_far(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -284,6 +293,12 @@ def _sleeps(folder: Path) -> dict[str, Any]:
     with replacing(folder / "pid") as fresh:
         fresh.write_text(str(os.getpid()))
     time.sleep(1000)
+    return {}
+
+
+def _leaves_and_waits_for_child(folder: Path) -> dict[str, Any]:
+    (folder / "snapshot").mkdir()
+    until((folder.parent / "child" / RESULT).exists)
     return {}
 
 
