@@ -5,6 +5,7 @@
     python -m bench.study OUT … --mutant no-anchors                  after that; must end in FAILED
     python -m bench.study OUT … --arms elastic ordinary scratch-half  only these arms for now
     python -m bench.study OUT … --tokens 3e7 --rates-of FILE         rates that the search of a shorter study chose, by its record
+    python -m bench.study OUT … --controls-of FILE                   another schedule of the smaller sizes, beside the controls of a record
     python -m bench.study OUT … --record FILE                        keep the results, without the networks, in FILE, and go on from it
     python -m bench.study FILE --report [--picture FILE.png]         print them again, from an empty clone
 
@@ -111,6 +112,17 @@ SEARCHED = (*TRAINED, "continued")
 ARMS = (*MAXIMUM, "scratch", "ordinary+", "continued", "heal", "experts", "criteria", "marginal")
 """What --arms chooses from: an arm, or the arms whose names begin so."""
 HEALED = ("heal-elastic", "heal-ordinary", "heal-emo")
+CONTROLS = (
+    "ordinary-",
+    "emo-",
+    "scratch-",
+    "heal-ordinary-",
+    "heal-emo-",
+    "experts-ordinary-",
+    "experts-emo-",
+    "criteria-",
+)
+"""What the names of runs begin with that train no smaller size, and do not depend on the FLOPs of one that does."""
 PARTS_OF_ARMS = tuple(f"{arm}-{size}" for arm in ("scratch", *HEALED, "marginal") for size in SIZES)
 """What --arms takes as well: the arms of one size."""
 
@@ -126,6 +138,8 @@ def _study(options: argparse.Namespace) -> None:
     else:
         arms = study = open_study(options)
         recorded = searched_before(options.rates_of, study.seeds[0], study.rates) if options.rates_of else {}
+        if options.controls_of:
+            recorded |= read_controls(options.controls_of, study)
         if options.record:
             recorded |= read_own_record(options.record, study)
         if options.report:
@@ -155,6 +169,12 @@ def _parse() -> argparse.Namespace:
         type=Path,
         metavar="FILE",
         help="record of a shorter study, whose search chooses the rates of this one",
+    )
+    parser.add_argument(
+        "--controls-of",
+        type=Path,
+        metavar="FILE",
+        help="record of a study with another schedule of the smaller sizes ([elastic]): runs in it that train none are not repeated",
     )
     parser.add_argument("--mutant", choices=("no-anchors",), help="an elastic network that trains no smaller size")
     return parsed(parser)
@@ -351,6 +371,18 @@ def identity(study: Study) -> dict[str, Any]:
 def read_own_record(path: Path, study: Study) -> dict[str, dict[str, Any]]:
     """Results in the record ``path`` of the same study, perhaps with other reported seeds; none if there is no file."""
     return recorded_search(path, identity(study), study.seeds[0])
+
+
+def read_controls(path: Path, study: Study) -> dict[str, dict[str, Any]]:
+    """Results of the runs that train no smaller size, in the record ``path`` of a study that may differ in how those are trained. Raises
+    UserError: it differs in more."""
+    read_fields(path, RECORDED)  # refuses a file that does not exist
+    found = recorded_search(path, identity(study), study.seeds[0], _is_of_smaller_sizes)
+    return {name: result for name, result in found.items() if name.removeprefix("search-").startswith(CONTROLS)}
+
+
+def _is_of_smaller_sizes(key: str) -> bool:
+    return key.startswith("elastic.") and not key.startswith("elastic.anchors.")
 
 
 def read_record(path: Path) -> tuple[Arms, Results]:

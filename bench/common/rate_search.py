@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -66,9 +66,11 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return options
 
 
-def recorded_search(path: Path, identity: Mapping[str, Any], seed: int) -> dict[str, dict[str, Any]]:
+def recorded_search(
+    path: Path, identity: Mapping[str, Any], seed: int, may_differ: Callable[[str], bool] = lambda key: False
+) -> dict[str, dict[str, Any]]:
     """`recorded` results of a study whose search uses ``seed``. Raises UserError: the record's search used another."""
-    results = recorded(path, identity)
+    results = recorded(path, identity, may_differ)
     if results and (first := read_fields(path, ("seeds",))["seeds"][0]) != seed:
         raise UserError(f"{path}: seeds: the search used {first}; name it first in --seeds")
     return results

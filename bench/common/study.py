@@ -87,16 +87,23 @@ def read_results(out: Path) -> dict[str, dict[str, Any]]:
     return {str(path.parent.relative_to(out)): read_json(path) for path in sorted(out.rglob(RESULT))}
 
 
-def recorded(path: Path, identity: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def recorded(
+    path: Path, identity: Mapping[str, Any], may_differ: Callable[[str], bool] = lambda key: False
+) -> dict[str, dict[str, Any]]:
     """Results in the record ``path`` of the study with this ``identity``; none if there is no file. A recipe in the record may lack
-    settings that were added later: its runs had their defaults. Raises UserError: of another study."""
+    settings that were added later: its runs had their defaults. Raises UserError: of another study.
+
+    Args:
+        may_differ: says for a key of a recipe, of which nested ones are joined by dots, whether its value does not matter.
+    """
     if not path.exists():
         return {}
     record = read_fields(path, ("runs",))
     for name, own in identity.items():
         stored = record.get(name)
         if isinstance(own, Config) and isinstance(stored, dict):
-            stored, own = (completed(type(own), tree) for tree in (stored, own.model_dump(mode="json")))
+            trees = [completed(type(own), tree) for tree in (stored, own.model_dump(mode="json"))]
+            stored, own = ({key: value for key, value in tree.items() if not may_differ(key)} for tree in trees)
         if stored != own:
             raise UserError(f"{path}: {name}: of another study; give its settings, or --record another file")
     return dict(record["runs"])

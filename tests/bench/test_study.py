@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -137,6 +139,27 @@ def test_a_longer_study_takes_the_rates_of_a_shorter_one(tmp_path: Path) -> None
     for seed, rates, field in ((1, study.RATES, "seeds"), (0, (1.0, 2.0), "rates")):
         with pytest.raises(UserError, match=rf"short\.json: {field}: its search began with .* --{field} the same"):
             searched_before(record, seed, rates)
+
+
+def test_another_schedule_takes_the_controls_of_a_record_and_nothing_else(tmp_path: Path) -> None:
+    recipe = read_recipe(study.RECIPE, Recipe, [])
+    info: Any = SimpleNamespace(data_hash="one")
+    old, other = (
+        recipe.replace(elastic=recipe.elastic.replace(starts_at=0.9)),
+        recipe.replace(model=recipe.model.replace(vocab_size=64)),
+    )
+    kept = ["experts-ordinary-1", "heal-emo-half-1", "ordinary-1", "scratch-half-1", "search-ordinary-x1"]
+    others = ["search-elastic-x1", "ordinary+-1", "elastic-1", "ernie-1", "heal-elastic-half-1", "experts-ernie-1"]
+    runs = {name: {"flops": 1} for name in (*kept, *others, "marginal-half-1", "continued-1")}
+    record = tmp_path / "old.json"
+    planned = study.Study((0, 1), None, study.RATES, tmp_path, info, old, ())
+    write_record(record, {**study.identity(planned), "seeds": [0, 1], "rates": [1]}, runs)
+    controls = study.read_controls(record, replace(planned, recipe=recipe))
+    assert sorted(controls) == kept
+    with pytest.raises(UserError, match="recipe: of another study"):
+        study.read_controls(record, replace(planned, recipe=other))
+    with pytest.raises(UserError, match=r"none\.json"):
+        study.read_controls(tmp_path / "none.json", planned)
 
 
 def test_a_finished_run_of_another_learning_rate_is_refused(tmp_path: Path) -> None:
