@@ -220,7 +220,8 @@ class Study(Arms):
         steps = max(1, round(share * recipe.train.steps))
         train = recipe.train.replace(steps=steps, seed=seed, eval_every=steps)
         if arm == "ordinary":  # others begin with one of its snapshots
-            train = train.replace(snapshot_every=max(1, steps // 20), keep_snapshots=16)
+            # by steps alone: in a long run those by time would push out the ones that others begin with
+            train = train.replace(snapshot_every=max(1, steps // 20), keep_snapshots=16, snapshot_minutes=1e6)
         optim = recipe.optim.replace(lr=recipe.optim.lr * rate)
         elastic = recipe.elastic
         if arm.startswith("scratch-"):
@@ -273,8 +274,8 @@ class Study(Arms):
         is_lost = ordinary in results and not (self.out / ordinary).is_dir()
         if arm not in BRANCHES or self.mutant or not self.wants("ordinary") or is_lost:
             return None
-        settings = self.recipe_of("ordinary", 1.0, self.seeds[0], share).train
-        return Trunk(self.out / ordinary, settings, shared_share(self.recipe))
+        own, settings = (self.recipe_of(each, 1.0, self.seeds[0], share) for each in (arm, "ordinary"))
+        return Trunk(self.out / ordinary, settings.train, shared_share(own))
 
     def _search_of_continued(self, results: Results) -> list[Run]:
         """Runs that search the rate of ``continued``, from the best network and for the FLOPs of the other searches."""

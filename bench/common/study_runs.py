@@ -108,10 +108,12 @@ def _copy_with_biases(source: Path, target: Path, num_widths: int) -> None:
 
 
 def shared_share(recipe: Recipe) -> float:
-    """Share of an ordinary network's steps that are also the first ones of the elastic ``recipe``: until layers and experts are ranked,
-    smaller sizes are trained or the rate decays."""
-    elastic = recipe.elastic
-    return min(elastic.starts_at, *elastic.rank_layers_at, *elastic.rank_experts_at, 1.0 - recipe.optim.decay_fraction)
+    """Share of an ordinary network's steps that are also the first ones of ``recipe``, elastic or longer: until the rate decays, or layers
+    and experts are ranked or smaller sizes are trained before that."""
+    elastic, decays_at = recipe.elastic, 1.0 - recipe.optim.decay_fraction
+    if elastic.sampler == "off":
+        return decays_at
+    return min(elastic.starts_at, *elastic.rank_layers_at, *elastic.rank_experts_at, decays_at)
 
 
 def train(info: RunInfo, recipe: Recipe, in_pools: bool, trunk: Trunk | None, folder: Path) -> dict[str, Any]:

@@ -183,13 +183,15 @@ def test_a_run_that_begins_with_the_steps_it_shares_is_the_whole_run(
     planned = study.open_study(study._parse())
     recipes = {arm: planned.recipe_of(arm, 1.0, 1) for arm in ("ordinary", "elastic", "ordinary+")}
     recipes["ordinary+"] = planned.recipe_of("ordinary+", 1.0, 1, 1.2)
-    trunk = Trunk(planned.out / "ordinary", recipes["ordinary"].train, shared_share(planned.recipe))
-    train(planned.info, recipes["ordinary"], False, None, trunk.run)
-    assert trunk.last_snapshot.name == "step-0000012" and trunk.last_snapshot.is_dir()
-    for arm in ("elastic", "ordinary+"):
+    ordinary = planned.out / "ordinary"
+    train(planned.info, recipes["ordinary"], False, None, ordinary)
+    for arm, last_shared in (("elastic", 8), ("ordinary+", 13)):
+        trunk = Trunk(ordinary, recipes["ordinary"].train, shared_share(recipes[arm]))
+        assert trunk.last_snapshot.name == f"step-{last_shared:07d}" and trunk.last_snapshot.is_dir()
         whole = train(planned.info, recipes[arm], False, None, planned.out / f"{arm}-whole")
         assert train(planned.info, recipes[arm], False, trunk, planned.out / arm) == whole
-        assert read_metrics(planned.out / arm)[0]["step"] == 13, "the first 12 steps are not trained again"
+        first = read_metrics(planned.out / arm)[0]["step"]
+        assert first == last_shared + 1, "steps that are shared are not trained again"
 
 
 @pytest.mark.parametrize(
