@@ -26,7 +26,7 @@ from stretto.api.serve import ServeOptions, check_url, environment_keys, served_
 from stretto.base.config import Config
 from stretto.base.errors import UserError, check_text, nearest
 from stretto.base.paths import write_text
-from stretto.base.track import progress
+from stretto.base.track import progress, say
 from stretto.report.transcript import (
     NO_ANSWER,
     NO_SOURCE,
@@ -297,13 +297,14 @@ def agent_command(
             raise UserError(f"{name}: {failure.message}; see docs/AGENT.md") from None
     chosen, num_agreed = voted(runs)
     console = rich.get_console()
-    console.print(escape(chosen.text.strip()) or f"[red]{NO_ANSWER[chosen.ended]}")
+    answer = escape(chosen.text.strip()) or f"[red]{NO_ANSWER[chosen.ended]}"
+    console.print(answer, soft_wrap=not console.is_terminal)  # a file or another program gets the answer's own lines
     if chosen.num_opened == 0:
-        console.print(NO_SOURCE, style="yellow")
+        say(NO_SOURCE, style="yellow")
     for source in chosen.sources:
-        console.print(escape(f"  [{source.id}] {source.title}{'' if source.text else ' (never opened)'}"), style="dim")
+        say(f"  [{source.id}] {source.title}{'' if source.text else ' (never opened)'}", style="dim")
     if len(runs) > 1:
-        console.print(f"{num_agreed} of {len(runs)} runs say so", style="dim")
+        say(f"{num_agreed} of {len(runs)} runs say so", style="dim")
     console.print(phase_table(runs))
     if out is not None:
         if out.suffix == ".json":
@@ -311,7 +312,7 @@ def agent_command(
             write_text(out, json.dumps(record, ensure_ascii=False, indent=1) + "\n")
         else:
             write_transcript(out, question, name, runs, chosen, num_agreed)
-        console.print(f"transcript: {escape(str(out))}")
+        say(f"transcript: {out}")
     if not chosen.text.strip():
         raise UserError(NO_ANSWER[chosen.ended])
     if options.require_source and chosen.num_opened == 0:

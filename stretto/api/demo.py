@@ -84,16 +84,15 @@ def demo_command(run: Path, fresh: bool = False, post: bool = False) -> None:
     console.print(samples_table(read_samples(run), "The same prompts at three sizes, greedy"))
     page = report_command(run, quiet=False)
     trained = last_result(run / POST)
-    console.print(
+    say(
         f"report: {page}\n"
         f"small model: {run / 'hf'} (transformers, vLLM, SGLang), {run / 'model.gguf'} (llama.cpp)\n"
-        f"serve every size, with a web page to try them: {command} serve {run}",
-        soft_wrap=True,
+        f"serve every size, with a web page to try them: {command} serve {run}"
     )
     if trained is not None:
-        console.print(f"serve the post-trained small model: {command} serve {trained}", soft_wrap=True)
+        say(f"serve the post-trained small model: {command} serve {trained}")
     else:
-        console.print(f"post-train the small model: {command} demo --post -o {run}", soft_wrap=True)
+        say(f"post-train the small model: {command} demo --post -o {run}")
 
 
 def run_stages(run: Path, stages_of: Callable[[Path], Sequence[Stage]], first: str, fresh: bool) -> str:

@@ -24,7 +24,7 @@ from stretto.api.serve import console_sampling
 from stretto.api.stages import elasticize, heal, search
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT, RECIPES, checkpoint_folder, write_json, write_text
-from stretto.base.track import progress
+from stretto.base.track import progress, say
 from stretto.data.demo_text import CHAT_PROMPTS, chat_questions, demo_documents
 from stretto.data.holdout import Holdout
 from stretto.data.shards import TOKENIZER, tokenise
@@ -71,8 +71,8 @@ def demo_smol_command(run: Path, fresh: bool = False) -> None:
     command = run_stages(run, _stages, "smol", fresh)
     console = rich.get_console()
     console.print(samples_table(read_samples(run), "Ten questions answered at each size, greedy"))
-    console.print(report_command(run, quiet=False))
-    console.print(
+    say(f"report: {report_command(run, quiet=False)}")
+    say(
         f"\nchat with the small model: {command} chat {run / 'healed'}"
         f"\nserve every size of the large model, with a web page to try them: {command} serve {run}"
     )

@@ -286,7 +286,7 @@ def show(tables: Sequence[Table], path: Path, page: Page) -> None:
     for table in tables:
         if table.rows:
             console.print(table)
-    console.print(f"{path}; report: {write_page(page, path.parent)}", soft_wrap=True)
+    say(f"{path}; report: {write_page(page, path.parent)}")
 
 
 def _similar() -> Similarity:

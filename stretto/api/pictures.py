@@ -13,17 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import rich
 import uvicorn
 from PIL import Image
-from rich.markup import escape
 
 from stretto.api.agent import endpoint
 from stretto.api.serve import ServeOptions, check_url
 from stretto.base.errors import UserError, check_text, nearest, one_line
 from stretto.base.paths import checkpoint_folder, claimed, replacing
 from stretto.base.records import find_lineage
-from stretto.base.track import progress
+from stretto.base.track import progress, say
 from stretto.model.parallel import join
 from stretto.pictures.agent import PaintOptions, Version, painted, respond
 from stretto.pictures.backend import Backend, Control, Lora, PaintRequest, check_request
@@ -140,7 +138,7 @@ def enhance_command(prompt: str, size: tuple[int, int], writer: Writer, *, as_js
         return
     print(enhanced.prompt)  # noqa: T201
     for note in (writer.says(enhanced), *enhanced.notes):
-        rich.get_console().print(escape(note), style="dim")
+        say(note, style="dim")
 
 
 def paint_command(
@@ -193,12 +191,11 @@ def paint_command(
                 raise UserError(f"painting failed: {one_line(error)}") from error
     with replacing(out) as path:
         version.picture.save(path, format="PNG")
-    console = rich.get_console()
-    console.print(escape(f"{out}: {version.prompt}"))
+    say(f"{out}: {version.prompt}")
     if unchecked := "the picture was not checked" if as_is else version.verdict.unchecked:
-        console.print(escape(unchecked), style="dim")
+        say(unchecked, style="dim")
     for fault in version.verdict.faults:
-        console.print(escape(f"after {version.num_images} pictures: {fault.says}"), style="red")
+        say(f"after {version.num_images} pictures: {fault.says}", style="red")
     return version
 
 
@@ -207,7 +204,7 @@ def _written(writer: Writer, prompt: str, size: tuple[int, int]) -> str:
     if not writer.is_there:
         return prompt
     enhanced = writer.enhanced(prompt, size)
-    rich.get_console().print(escape(writer.says(enhanced)), style="dim")
+    say(writer.says(enhanced), style="dim")
     return enhanced.prompt
 
 
@@ -296,5 +293,5 @@ def studio_command(
             return _written(writer, describe(ledger), ledger.size or size)
 
         studio = Studio(partial(respond, backend=painter, verifier=judge, options=options, write=write), out)
-        rich.get_console().print(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        say(f"http://127.0.0.1:{listening.getsockname()[1]}")
         uvicorn.Server(uvicorn.Config(create_studio(studio), log_level="warning")).run(sockets=[listening])

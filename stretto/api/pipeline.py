@@ -36,7 +36,7 @@ from stretto.base.errors import UserError, nearest, user_errors
 from stretto.base.numbers import durations_alike, listed, short, si, si_alike
 from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, read_json, write_json
 from stretto.base.records import Receipt, find_lineage
-from stretto.base.track import read_metrics
+from stretto.base.track import read_metrics, say
 from stretto.flow.run import MOVED
 from stretto.learning.recipe import LAYOUT, START, RlRecipe
 from stretto.model.checkpoint import known_hash, read_config
@@ -167,7 +167,7 @@ def _run_stages(pipeline: Pipeline, wanted: Sequence[Step], first: str | None) -
     console = rich.get_console()
     console.print(_result_table(pipeline))
     if last := [step for step, _ in _receipts(pipeline) if step.stage != "controls"][-1:]:
-        console.print(f"next: stretto chat {pipeline.place(last[0].name)}", soft_wrap=True)
+        say(f"next: stretto chat {pipeline.place(last[0].name)}")
 
 
 def last_result(folder: Path) -> Path | None:
@@ -196,7 +196,7 @@ def _check_moved(pipeline: Pipeline, distill: Step) -> None:
     assert isinstance(distill.recipe, RlRecipe) and distill.recipe.distill is not None
     floor, moved = distill.recipe.distill.kl_floor, _moved(pipeline)
     distances = listed([f"{name} {short(kl)}" for name, kl in moved.items()])
-    rich.get_console().print(f"KL to the start, nats per token: {distances}")
+    say(f"KL to the start, nats per token: {distances}")
     for name, kl in moved.items():
         if kl < floor:
             raise UserError(
@@ -283,7 +283,7 @@ def _run_step(pipeline: Pipeline, step: Step, attempts: int, is_alone: bool, loc
             _write_state(pipeline.folder, {**_read_state(pipeline.folder).steps, step.name: now})
         if code in (0, BAD_INPUT, 130) or attempt + 1 == attempts:
             break
-        rich.get_console().print(f"{step.name} {_ending(code)}; retrying from its last good snapshot")
+        say(f"{step.name} {_ending(code)}; retrying from its last good snapshot")
     return code
 
 
@@ -364,10 +364,10 @@ def _print_plan(pipeline: Pipeline, steps: Sequence[Step], first: str | None, pr
     table.add_section()
     table.add_row("to do", "", *_costs(total_tokens, total_flops, speed, price)[: len(known)])
     for step in steps:
-        console.print(shlex.join(["stretto", *_arguments(pipeline, step)]), soft_wrap=True, highlight=False)
+        say(shlex.join(["stretto", *_arguments(pipeline, step)]))
     console.print(table)
     if speed is None:
-        console.print("hours and cost: known once a stage has run in this folder")
+        say("hours and cost: known once a stage has run in this folder")
 
 
 def _costs(tokens: int, flops: int, speed: float | None, price: float | None) -> tuple[str, str, str, str]:

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import rich
 import torch
-from rich.markup import escape
 
 from stretto.api.model import Model, load
 from stretto.api.search import extract_command
@@ -216,13 +214,10 @@ def _run(
     Raises:
         UserError: bad input, or a run that cannot continue.
     """
-    console = rich.get_console()
     for name, source in recipe.sources.items():
         judge = source.args.get("judge")
         if isinstance(judge, dict) and str(judge.get("model")).startswith(REWARDS):
-            console.print(
-                escape(f"warning: sources.{name}: judge: the local judge {judge['model']} {scope_of(judge['model'])}.")
-            )
+            say(f"warning: sources.{name}: judge: the local judge {judge['model']} {scope_of(judge['model'])}.")
         if isinstance(judge, dict) and str(judge.get("model")).startswith(EVALUATES):
             raise UserError(
                 f"sources.{name}: judge: {judge['model']} was trained for evaluation, which would be biased if it also rewarded; use a judge "
@@ -245,8 +240,8 @@ def _run(
             start = _merged_start(recipe.distill, folder, start)
         job = Job(recipe, folder, start, resume, devices, wandb_project, stage)
         with progress(stage, recipe.train.steps) as advance:
-            result = run_opened(job, has_run, advance, lambda text: console.print(text))
-    console.print(
+            result = run_opened(job, has_run, advance, say)
+    say(
         f"held-out reward {result.first_reward:.3f} → {result.last_reward:.3f}, "
         f"KL to the start {result.moved:.3g} nats per token\ncheckpoint: {result.checkpoint}\n"
         f"execution trace: {folder / 'trace.json'} (ui.perfetto.dev, chrome://tracing)\n"
@@ -254,7 +249,7 @@ def _run(
     )
     from stretto.report.rl import report_rl_run
 
-    console.print(f"report: {report_rl_run(folder)}")
+    say(f"report: {report_rl_run(folder)}")
     return result
 
 
@@ -324,7 +319,7 @@ def _online_recipe(recipe: RlRecipe, source: str, start: Path | None, self_teach
     limits += [f"the verifiable sources {', '.join(verifiable)}"] if verifiable else []
     limits += [f"the teachers {', '.join(recipe.distill.teachers)}"] if recipe.distill else []
     held_by = " and ".join(limits) or "nothing (the policy may learn to please the judge only; set loss.kl_weight)"
-    rich.print(escape(f"judged sources: {', '.join(judged) or 'none'}; the policy is held near its start by {held_by}"))
+    say(f"judged sources: {', '.join(judged) or 'none'}; the policy is held near its start by {held_by}")
     return recipe
 
 
@@ -346,7 +341,7 @@ def _say_gaps(folder: Path, config: DistillConfig) -> None:
     """Print the KL between student and teacher at the start and at the end, per source."""
     for gap in gaps(folder, config):
         change = f"{gap.source}: KL to {gap.teacher} {gap.first_kl:.3g} → {gap.last_kl:.3g} nats per token"
-        rich.print(escape(f"{change}, {gap.share:.0%} of the gradient"))
+        say(f"{change}, {gap.share:.0%} of the gradient")
 
 
 def made_start(recipe: RlRecipe, folder: Path, origin: Path | None = None, device: str = "auto") -> Path:

@@ -19,7 +19,6 @@ import httpx
 import rich
 import torch
 import typer
-from rich.markup import escape
 from rich.table import Table
 from starlette.applications import Starlette
 
@@ -29,7 +28,7 @@ from stretto.base.errors import UserError, check_text
 from stretto.base.numbers import params, size_in_bytes
 from stretto.base.paths import checkpoint_folder
 from stretto.base.records import history
-from stretto.base.track import progress
+from stretto.base.track import progress, say
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine, stream
 from stretto.engine.loading import OpenedEngine, held_bytes, held_integers, least_bytes, open_engine, read_part
@@ -184,7 +183,7 @@ def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system
     prompts = Prompts(model.tokenizer)
     sampling = sampling.replace(stop_ids=prompts.turn_ends)
     messages = [Message(role="system", content=system)] if system else []
-    rich.print(f"[dim]{opened.name}, {subnet.label()}; /exit or Ctrl-D ends[/dim]")
+    say(f"{opened.name}, {subnet.label()}; /exit or Ctrl-D ends", style="dim")
     if isinstance(sys.stdin, TextIOWrapper):  # bytes that are not UTF-8 end their line, not the session
         sys.stdin.reconfigure(errors="surrogateescape")
     while True:
@@ -506,8 +505,8 @@ def _show(result: LoadResult) -> None:
     table.add_row("time to first token, ms", *(f"{value:,.2f}" for value in result.first_token_ms()))
     table.add_row("between tokens, ms", *(f"{value:,.2f}" for value in result.between_tokens_ms()))
     rich.print(table)
-    rich.print(f"{result.tokens_per_s:,.0f} tokens/s, {result.requests_per_s:,.2f} requests/s")
+    say(f"{result.tokens_per_s:,.0f} tokens/s, {result.requests_per_s:,.2f} requests/s")
     for reason, times in sorted(result.errors.items()):
-        rich.print(f"[red]{times} x {escape(reason)}")
+        say(f"{times} x {reason}", style="red")
     if not result.seen:
         raise UserError(f"bench-serve: none of the {sum(result.errors.values())} requests was answered; see above")

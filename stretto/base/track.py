@@ -241,6 +241,6 @@ def _open_wandb(project: str, folder: Path, first_step: int, config: Mapping[str
     )
 
 
-def say(text: str, console: Console | None = None) -> None:
-    """Print one plain line, above any progress bar."""
-    (console or rich.get_console()).print(text, markup=False, highlight=False, soft_wrap=True)
+def say(text: str, console: Console | None = None, style: str | None = None) -> None:
+    """Print plain lines, above any progress bar. None is broken at the width of the console, so that paths and addresses stay whole."""
+    (console or rich.get_console()).print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -136,7 +136,7 @@ def test_a_server_of_another_kind(stretto: Command, tmp_path: Path) -> None:
 def test_a_picture_is_painted_and_shows_what_was_asked(stretto: Command, tmp_path: Path) -> None:
     out, request = tmp_path / "new" / "picture.png", "two red circles left of a blue square"
     done = stretto("paint", request, "--size", "96x64", "-o", out, "--seed", 4)
-    assert done.code == 0 and request in done.out, done
+    assert done.code == 0 and f"{out}: {request}" in done.out, done
     with Image.open(out) as picture:
         assert picture.size == (96, 64) and unmet(read(request), see(picture)) == ()
     assert stretto("paint", f"{request}, 80x72 pixels", "-o", out).code == 0

@@ -16,7 +16,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from stretto.base.errors import UserError
-from stretto.base.track import METRICS_FILE, Tracker, progress, read_metrics
+from stretto.base.track import METRICS_FILE, Tracker, progress, read_metrics, say
 
 
 def plain() -> Console:
@@ -185,3 +185,9 @@ def test_bars_nest_on_a_terminal_and_lines_go_above_them(tmp_path: Path) -> None
     shown = output(console)
     for text in ("outer", "inner", "2/2", "5/?", "going on", "step      1  loss 1"):
         assert text in shown, text
+
+
+def test_a_line_is_printed_as_it_is() -> None:
+    console, text = plain(), f"report: {'/a folder' * 20}[1]/index.html [/x]"
+    say(text, console, style="dim")
+    assert output(console) == text + "\n"
