@@ -11,7 +11,7 @@
 
 Arms, each trained with every seed:
 
-elastic      ours: anchors trained late, jointly with the full network (`bench/study.toml`)
+elastic      ours: anchors trained from half of the steps on, jointly with the full network (`bench/study.toml`)
 ernie        the sampler that ERNIE 5.0 published
 emo          an ordinary network whose documents each use a pool of experts (EMO, 2605.06663)
 ordinary     an ordinary network, with the tokens of the elastic one (``ordinary``) and with its executed FLOPs (``ordinary+``)
