@@ -105,7 +105,7 @@ def recorded(
             trees = [completed(type(own), tree) for tree in (stored, own.model_dump(mode="json"))]
             stored, own = ({key: value for key, value in tree.items() if not may_differ(key)} for tree in trees)
         if stored != own:
-            raise UserError(f"{path}: {name}: of another study; give its settings, or --record another file")
+            raise UserError(f"{path}: {name}: of another study; give its settings, or name another record")
     return dict(record["runs"])
 
 
