@@ -100,6 +100,10 @@ RATES = (1.0, 2.0, 4.0)
 """First candidates of the search without --rates: multiples of the recipe's learning rate."""
 SEARCH_SHARE = 0.25
 """Tokens of a run of the search, as a share of the reported runs' tokens."""
+EQUAL_TOKENS_AIM, EQUAL_FLOPS_AIM = 0.02, 0.03
+"""Largest mean loss of the elastic network's full size minus that of an ordinary network, nats per token."""
+ZERO_SHOT_AIM, HEALED_AIM = 0.03, 0.0
+"""Largest mean loss of a size, not healed and healed, minus that of its shape trained alone."""
 HEAL_SHARE = 0.06
 """FLOPs of healing, as a share of the scratch control's."""
 BRANCHES = ("elastic", "ordinary+")
@@ -450,7 +454,7 @@ class _Comparisons:
         form: str = "{:+.4f}",
     ) -> None:
         """Add the mean of ``value`` over the seeds that have ``arms``, if there is one. ``aim``: largest mean that meets it."""
-        values = [value(row) for row in self.rows if row.keys() >= set(arms)]
+        values = in_seeds(self.rows, arms, value)
         if not values:
             return
         mean = fmean(values)
@@ -462,23 +466,28 @@ class _Comparisons:
             self.missed.append(f"{text}: {form.format(mean)}, aim at most {aim:g}")
 
 
+def in_seeds(rows: Sequence[Row], arms: Sequence[str], value: Callable[[Row], float]) -> list[float]:
+    """``value`` of each seed that has ``arms``."""
+    return [value(row) for row in rows if row.keys() >= set(arms)]
+
+
 def _compare_full(compared: _Comparisons) -> None:
     add = compared.add
     add("loss of ordinary, full", ["ordinary"], lambda row: float(row["ordinary"]["report"]["full"]), form="{:.4f}")
-    add("elastic full − ordinary, equal tokens", *_minus("elastic", "full", "ordinary"), 0.02)
-    add("elastic full − ordinary, equal executed FLOPs", *_minus("elastic", "full", "ordinary+"), 0.03)
+    add("elastic full − ordinary, equal tokens", *minus("elastic", "full", "ordinary"), EQUAL_TOKENS_AIM)
+    add("elastic full − ordinary, equal executed FLOPs", *minus("elastic", "full", "ordinary+"), EQUAL_FLOPS_AIM)
     add("FLOPs of elastic / ordinary", *_cost(["elastic"], "ordinary"), form="{:.3f}")
-    add("elastic full − ernie full", *_minus("elastic", "full", "ernie"))
-    add("emo full − ordinary full", *_minus("emo", "full", "ordinary"))
+    add("elastic full − ernie full", *minus("elastic", "full", "ernie"))
+    add("emo full − ordinary full", *minus("emo", "full", "ordinary"))
 
 
 def _compare_size(compared: _Comparisons, size: str) -> None:
     add, scratch, healed = compared.add, f"scratch-{size}", f"heal-elastic-{size}"
-    add(f"{size}, zero-shot − scratch", *_minus("elastic", size, scratch), 0.03)
-    add(f"{size}, healed − scratch", *_minus(healed, "full", scratch), 0.0)
-    add(f"{size}, cut from ordinary and healed − scratch", *_minus(f"heal-ordinary-{size}", "full", scratch))
-    add(f"{size}, cut from emo and healed − scratch", *_minus(f"heal-emo-{size}", "full", scratch))
-    add(f"{size}, healed − scratch at equal marginal FLOPs", *_minus(healed, "full", f"marginal-{size}"), 0.0)
+    add(f"{size}, zero-shot − scratch", *minus("elastic", size, scratch), ZERO_SHOT_AIM)
+    add(f"{size}, healed − scratch", *minus(healed, "full", scratch), HEALED_AIM)
+    add(f"{size}, cut from ordinary and healed − scratch", *minus(f"heal-ordinary-{size}", "full", scratch))
+    add(f"{size}, cut from emo and healed − scratch", *minus(f"heal-emo-{size}", "full", scratch))
+    add(f"{size}, healed − scratch at equal marginal FLOPs", *minus(healed, "full", f"marginal-{size}"), HEALED_AIM)
 
     def marginal_share(row: Row) -> float:
         return marginal_flops(row["elastic"], row["ordinary"], row[healed]) / float(row[scratch]["flops"])
@@ -515,12 +524,12 @@ def _compare_family(compared: _Comparisons) -> None:
 def _compare_continued(compared: _Comparisons) -> None:
     for size in ("full", *SIZES):
         text = f"{size}, made elastic afterwards − elastic, equal FLOPs"
-        compared.add(text, *_minus("continued", size, "elastic", size))
+        compared.add(text, *minus("continued", size, "elastic", size))
     text = "FLOPs of ordinary and making it elastic / elastic"
     compared.add(text, *_cost(["ordinary", "continued"], "elastic"), form="{:.3f}")
 
 
-def _minus(arm: str, name: str, other: str, other_name: str = "full") -> tuple[Sequence[str], Callable[[Row], float]]:
+def minus(arm: str, name: str, other: str, other_name: str = "full") -> tuple[Sequence[str], Callable[[Row], float]]:
     """Two arms, and the loss of ``name`` in ``arm`` minus that of ``other_name`` in ``other``."""
     return (arm, other), lambda row: float(row[arm]["report"][name] - row[other]["report"][other_name])
 
@@ -537,7 +546,7 @@ def _experts_table(rows: Sequence[Row]) -> Table:
     title = "all layers and top-k, fewer experts (kept: the same for all text; pooled: by document): loss − ordinary full, nats"
     shown = table(title, "arm", "all", *names, "seeds")
     for arm, own in found.items():
-        gaps = [_minus(arm, "full", "ordinary"), *(_minus(f"experts-{arm}", name, "ordinary") for name in names)]
+        gaps = [minus(arm, "full", "ordinary"), *(minus(f"experts-{arm}", name, "ordinary") for name in names)]
         if own:
             shown.add_row(arm, *(f"{fmean(map(gap, own)):+.4f}" for _, gap in gaps), str(len(own)))
     return shown

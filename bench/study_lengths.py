@@ -9,7 +9,7 @@ training misses an aim, or the full network's distance at equal FLOPs is not sma
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -18,39 +18,50 @@ from matplotlib.axes import Axes
 from rich.table import Table
 
 from bench.common.measure import bench_parser, finish, half_width, refusing, shown_half, table, wide_console
-from bench.common.pictures import draw_means, save_picture
+from bench.common.pictures import draw_means, finish_differences, save_picture
 from bench.common.study_picture import Row
-from bench.study import SIZES, read_record, rows_of
+from bench.study import (
+    EQUAL_FLOPS_AIM,
+    EQUAL_TOKENS_AIM,
+    HEALED_AIM,
+    SIZES,
+    ZERO_SHOT_AIM,
+    in_seeds,
+    minus,
+    read_record,
+    rows_of,
+)
 from stretto.base.errors import UserError
 from stretto.report import style
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Loss of the network ``size`` in ``arm`` minus that of the full network of ``control``."""
+    """Difference between two ``arms``, as `minus` gives it."""
 
     label: str
-    arm: str
-    size: str
-    control: str
+    arms: Sequence[str]
+    value: Callable[[Row], float]
     aim: float
     """Largest mean that meets it."""
 
     def in_seeds(self, rows: Sequence[Row]) -> list[float]:
-        """The difference in each seed that has both arms."""
-        return [
-            float(row[self.arm]["report"][self.size] - row[self.control]["report"]["full"])
-            for row in rows
-            if {self.arm, self.control} <= row.keys()
-        ]
+        return in_seeds(rows, self.arms, self.value)
 
 
-EQUAL_FLOPS = Difference("equal executed FLOPs", "elastic", "full", "ordinary+", 0.03)
+EQUAL_FLOPS = Difference("equal executed FLOPs", *minus("elastic", "full", "ordinary+"), EQUAL_FLOPS_AIM)
 PANELS: Mapping[str, Sequence[Difference]] = {
-    "full network − ordinary": (Difference("equal tokens", "elastic", "full", "ordinary", 0.02), EQUAL_FLOPS),
-    "size, not healed − alone": [Difference(size, "elastic", size, f"scratch-{size}", 0.03) for size in SIZES],
-    "size, healed − alone": [Difference(size, f"heal-elastic-{size}", "full", f"scratch-{size}", 0.0) for size in SIZES],
-}  # fmt: skip
+    "full network − ordinary": (
+        Difference("equal tokens", *minus("elastic", "full", "ordinary"), EQUAL_TOKENS_AIM),
+        EQUAL_FLOPS,
+    ),
+    "size, not healed − alone": [
+        Difference(size, *minus("elastic", size, f"scratch-{size}"), ZERO_SHOT_AIM) for size in SIZES
+    ],
+    "size, healed − alone": [
+        Difference(size, *minus(f"heal-elastic-{size}", "full", f"scratch-{size}"), HEALED_AIM) for size in SIZES
+    ],
+}
 """What is shown together, by title."""
 Lengths = Mapping[float, Sequence[Row]]
 """Results of the reported seeds by tokens per parameter, the shortest training first."""
@@ -145,9 +156,7 @@ def _draw_panel(axes: Axes, title: str, differences: Sequence[Difference], lengt
         for x, values in zip(at, found.values(), strict=True):
             axes.plot([1.05 * x] * len(values), values, "o", color=colour, markersize=4, alpha=0.6)
     style.log_ticks(axes, min(lengths), max(lengths))
-    style.ticks(axes.yaxis, lambda value: f"{value:+.2f}" if value else "0")
-    if axes.containers:
-        axes.legend(frameon=False, fontsize=style.TEXT_PT)
+    finish_differences(axes)
 
 
 if __name__ == "__main__":

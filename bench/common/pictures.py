@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from bench.common.measure import half_width
 from stretto.base.paths import replacing
+from stretto.report import style
 
 
 def draw_means(
@@ -28,6 +29,13 @@ def draw_means(
     axes.errorbar(
         *points, **{f"{along}err": widths}, fmt="o", color=colour, linewidth=2.0, markersize=7, capsize=4, label=label
     )
+
+
+def finish_differences(axes: Axes) -> None:
+    """Give differences along y their signs, and what is drawn its legend."""
+    style.ticks(axes.yaxis, lambda value: f"{value:+.2f}" if value else "0")
+    if axes.containers:
+        axes.legend(frameon=False, fontsize=style.TEXT_PT)
 
 
 def save_picture(figure: Figure, path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from bench.common.pictures import draw_means, save_picture
+from bench.common.pictures import draw_means, finish_differences, save_picture
 from stretto.base.numbers import counted
 from stretto.report import style
 
@@ -82,9 +82,7 @@ def _distances(axes: Axes, rows: Sequence[Row], sizes: Sequence[str]) -> None:
         if at:
             draw_means(axes, at, gaps, colour, label, along="y")
     axes.set_xticks(range(len(sizes)), list(sizes))
-    style.ticks(axes.yaxis, lambda value: f"{value:+.2f}" if value else "0")
-    if axes.containers:
-        axes.legend(frameon=False, fontsize=style.TEXT_PT)
+    finish_differences(axes)
 
 
 def _loss(row: Row, arm: str, size: str, has_all: bool) -> float:
