@@ -27,12 +27,13 @@ from typing import Any
 import numpy as np
 
 from bench.common.delayed import KIND
-from bench.common.measure import finish, half_width, refusing, table, wide_console
+from bench.common.measure import finish, half_width, refusing, table
 from bench.common.pictures import save_picture
 from bench.common.rl_curves import START, at_end, searched, start_once
 from bench.common.study import Results, Run, carry_out, is_record, read_fields, recorded, study_parser, write_record
 from stretto.base.config import read_recipe
 from stretto.base.paths import RECIPES
+from stretto.base.track import wide_console
 from stretto.learning.recipe import RlRecipe
 from stretto.learning.roles import PoolConfig
 from stretto.report import style

@@ -22,8 +22,9 @@ from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
-from bench.common.measure import bench_parser, finish, table, wide_console
+from bench.common.measure import bench_parser, finish, table
 from stretto.base.errors import UserError
+from stretto.base.track import wide_console
 from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.registry import KINDS, open_source
 from stretto.tasks.session import calling, recorded

@@ -25,11 +25,12 @@ from typing import Any
 
 import ray
 
-from bench.common.measure import bench_parser, finish, table, wide_console
+from bench.common.measure import bench_parser, finish, table
 from bench.common.nodes import NODES, RESOURCES, START_S, cluster, in_namespace
 from bench.common.s3 import s3_server
 from bench.sync_equality import plain_run, recipe, start_of, whole_run
 from stretto.base.errors import UserError
+from stretto.base.track import wide_console
 
 _DRIVER_FOLDER = "/tmp/driver"
 _HOOK = f"""

@@ -44,14 +44,13 @@ from bench.common.measure import (
     refusing,
     table,
     times,
-    wide_console,
 )
 from bench.common.networks import SHAPES, gguf_path, plain_copy, write_network
 from bench.peers.protocol import Options, arguments
 from stretto.api.search import QuantiseOptions, quantise_command
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
-from stretto.base.track import progress
+from stretto.base.track import progress, wide_console
 from stretto.model.checkpoint import read_config, read_integers
 
 OURS = "stretto"

@@ -26,10 +26,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from bench.common.measure import bench_parser, finish, table, wide_console
+from bench.common.measure import bench_parser, finish, table
 from stretto.api.demo import MAX_CODE_CHARS, MAX_EXERCISE_CHARS
 from stretto.api.report import gather
 from stretto.base.numbers import duration, percent, size_in_bytes
+from stretto.base.track import wide_console
 from stretto.data.demo_text import demo_documents
 from stretto.train.run_folder import read_samples
 

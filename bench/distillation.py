@@ -29,13 +29,14 @@ from typing import Any
 
 import numpy as np
 
-from bench.common.measure import finish, half_width, refusing, table, wide_console
+from bench.common.measure import finish, half_width, refusing, table
 from bench.common.pictures import draw_means, save_picture
 from bench.common.post_runs import HeldOut, imitate, learn, start
 from bench.common.skills import KIND
 from bench.common.study import Results, Run, carry_out, is_record, read_fields, recorded, study_parser, write_record
 from stretto.base.config import read_recipe, validate
 from stretto.base.paths import CHECKPOINT
+from stretto.base.track import wide_console
 from stretto.learning.recipe import RlRecipe, SourceConfig
 from stretto.post.merge import merge_teachers
 from stretto.post.pipeline import PipelineRecipe, merged

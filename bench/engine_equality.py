@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from bench.common.measure import bench_parser, finish, table, wide_console
+from bench.common.measure import bench_parser, finish, table
 from bench.common.naive_engine import generate_naive, logits_naive, subnets_by_position
 from bench.common.networks import random_network, shape
 from stretto.base.paths import checkpoint_folder
-from stretto.base.track import progress
+from stretto.base.track import progress, wide_console
 from stretto.engine.engine import Engine
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling
 from stretto.model.checkpoint import read_checkpoint

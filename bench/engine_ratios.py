@@ -31,11 +31,10 @@ from bench.common.measure import (
     ratio,
     table,
     times,
-    wide_console,
 )
 from bench.common.networks import SHAPES, random_network, shape
 from stretto.base.paths import checkpoint_folder
-from stretto.base.track import progress
+from stretto.base.track import progress, wide_console
 from stretto.engine.engine import Engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.model.checkpoint import read_checkpoint

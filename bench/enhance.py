@@ -16,9 +16,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from bench.common.measure import bench_parser, table, wide_console
+from bench.common.measure import bench_parser, table
 from stretto.api.agent import endpoint
 from stretto.api.serve import ServeOptions
+from stretto.base.track import wide_console
 from stretto.pictures.enhance import Enhanced, enhance, suffixed
 from stretto.tasks.shapes.fields import FIELDS
 from stretto.tasks.shapes.ledger import unkept

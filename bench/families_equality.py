@@ -36,9 +36,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from bench.common.foreign import LENGTH, Draw, draw, make
-from bench.common.measure import bench_parser, table, wide_console
+from bench.common.measure import bench_parser, table
 from stretto.base.errors import UserError
-from stretto.base.track import progress
+from stretto.base.track import progress, wide_console
 from stretto.model import checkpoint, quantised, stored
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.families import FAMILIES, Family, parse_family

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 from bench.common.gpu_part import SHAPES, Case, Outcome, Setting
-from bench.common.measure import bench_parser, finish, refusing, table, wide_console
+from bench.common.measure import bench_parser, finish, refusing, table
 from stretto.base.errors import UserError
 from stretto.base.paths import replacing
-from stretto.base.track import say
+from stretto.base.track import say, wide_console
 from stretto.model.parallel import device_name, join
 
 PARTS = sorted(path.stem for path in Path(__file__).with_name("gpu_parts").glob("[a-z]*.py"))

@@ -30,8 +30,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from bench.common.measure import bench_parser, finish, table, wide_console
+from bench.common.measure import bench_parser, finish, table
 from bench.common.s3 import s3_server
+from stretto.base.track import wide_console
 from stretto.learning.channel import Channel, ChunkChannel, FolderChannel, GlooChannel
 from stretto.runtime.store import RemoteStore, UrlStore
 

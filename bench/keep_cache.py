@@ -20,10 +20,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from bench.common.measure import finish, half_width, refusing, table, wide_console
+from bench.common.measure import finish, half_width, refusing, table
 from bench.common.rl_curves import START, at_end, searched, start_once
 from bench.common.study import Results, Run, carry_out, is_record, read_fields, recorded, study_parser, write_record
 from stretto.base.config import read_recipe
+from stretto.base.track import wide_console
 from stretto.learning.recipe import RlRecipe
 
 RECIPE = Path(__file__).with_name("rl_trl_long.toml")

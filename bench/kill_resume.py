@@ -30,10 +30,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.common.measure import bench_parser, finish, table, wide_console
+from bench.common.measure import bench_parser, finish, table
 from stretto.base.paths import RECIPES
 from stretto.base.records import LINEAGE_FILE, read_lineage
-from stretto.base.track import progress, say
+from stretto.base.track import progress, say, wide_console
 from stretto.data.demo_text import demo_documents
 from stretto.text.chat import CHATML
 from stretto.train.snapshot import META

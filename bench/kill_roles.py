@@ -18,9 +18,9 @@ from collections import defaultdict
 from pathlib import Path
 
 from bench.common.killing import GROUP, HEAD, PROMPTS, RECIPE, STEPS, Kill, Killed
-from bench.common.measure import bench_parser, finish, table, wide_console
+from bench.common.measure import bench_parser, finish, table
 from bench.common.run_account import Account, num_other
-from stretto.base.track import progress
+from stretto.base.track import progress, wide_console
 from stretto.learning.recipe import WEIGHTS
 
 KINDS = ("engine", "agent", "reward", "trainer", "job")

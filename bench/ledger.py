@@ -19,8 +19,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.common.measure import bench_parser, table, wide_console
+from bench.common.measure import bench_parser, table
 from stretto.base.errors import UserError
+from stretto.base.track import wide_console
 from stretto.tasks.shapes.ledger import INVERSE, Ledger, Relation, Thing, read
 from stretto.tasks.shapes.syntax import understand
 from stretto.tasks.shapes.turns import Conversation, tell

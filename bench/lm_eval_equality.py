@@ -25,10 +25,11 @@ from typing import Any
 
 from rich.table import Table
 
-from bench.common.measure import bench_parser, finish, refusing, table, wide_console
+from bench.common.measure import bench_parser, finish, refusing, table
 from bench.common.networks import write_network
 from bench.common.server import serving
 from stretto.base.errors import UserError
+from stretto.base.track import wide_console
 from stretto.data.demo_text import demo_documents
 from stretto.model.checkpoint import read_config, read_presets
 from stretto.model.spec import count, named_subnets

@@ -23,9 +23,9 @@ from torch import Tensor
 
 import stretto
 from bench.common.gpu_part import batch_of
-from bench.common.measure import bench_parser, finish, table, wide_console
+from bench.common.measure import bench_parser, finish, table
 from stretto.base.errors import UserError
-from stretto.base.track import read_metrics
+from stretto.base.track import read_metrics, wide_console
 from stretto.data.demo_text import demo_documents
 from stretto.model.parallel import join
 from stretto.model.spec import ModelConfig

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from bench.common.measure import bench_parser, finish, table, wide_console
+from bench.common.measure import bench_parser, finish, table
 from stretto.base.numbers import percent, si
-from stretto.base.track import progress
+from stretto.base.track import progress, wide_console
 from stretto.model.parallel import Ranks, join, random_network
 from stretto.model.spec import ModelConfig, count
 from stretto.model.transformer import Context

@@ -21,12 +21,12 @@ from statistics import fmean, median
 from typing import Any
 
 from bench.common.delayed import Delayed, DelayedArgs
-from bench.common.measure import bench_parser, finish, table, wide_console
+from bench.common.measure import bench_parser, finish, table
 from stretto.api.rl import made_start
 from stretto.base.config import read_recipe
 from stretto.base.numbers import duration, percent
 from stretto.base.paths import RECIPES
-from stretto.base.track import progress
+from stretto.base.track import progress, wide_console
 from stretto.flow.launch import Job
 from stretto.flow.log import read_spans
 from stretto.flow.prompts import SUPERVISED

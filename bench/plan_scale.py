@@ -18,12 +18,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import stretto
-from bench.common.measure import bench_parser, finish, table, wide_console
+from bench.common.measure import bench_parser, finish, table
 from bench.common.sleeping import Times, put_to_sleep
 from stretto.api.rl import made_start
 from stretto.base.config import read_recipe
 from stretto.base.numbers import duration, si
-from stretto.base.track import progress
+from stretto.base.track import progress, wide_console
 from stretto.flow.controller import Limits
 from stretto.flow.launch import Job
 from stretto.flow.log import RunStatus, read_spans, read_status

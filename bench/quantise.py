@@ -42,13 +42,14 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from bench.common.measure import bench_parser, finish, random_prompts, refusing, table, wide_console
+from bench.common.measure import bench_parser, finish, random_prompts, refusing, table
 from stretto.api.evaluate import compare
 from stretto.api.search import QuantiseOptions, extract_command, quantise_command
 from stretto.api.serve import fitting_subnet
 from stretto.api.train import held_out
 from stretto.base.config import read_recipe, validate
 from stretto.base.paths import checkpoint_folder
+from stretto.base.track import wide_console
 from stretto.engine.engine import Engine
 from stretto.engine.loading import open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling

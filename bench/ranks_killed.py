@@ -24,8 +24,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.common.measure import bench_parser, finish, table, wide_console
-from stretto.base.track import METRICS_FILE, progress, read_metrics, say
+from bench.common.measure import bench_parser, finish, table
+from stretto.base.track import METRICS_FILE, progress, read_metrics, say, wide_console
 from stretto.data.demo_text import demo_documents
 from stretto.model.checkpoint import weights_hash
 

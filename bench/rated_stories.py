@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-from bench.common.measure import bench_parser, finish, table, wide_console
-from stretto.base.track import progress
+from bench.common.measure import bench_parser, finish, table
+from stretto.base.track import progress, wide_console
 from stretto.evals.ranker import open_judge
 from stretto.evals.rated import read_rated
 from stretto.evals.scores import TAIL, group_draws

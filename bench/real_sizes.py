@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from bench.common.measure import finish, half_width, refusing, shown_half, table, wide_console
+from bench.common.measure import finish, half_width, refusing, shown_half, table
 from bench.common.pictures import draw_means, save_picture
 from bench.common.rate_search import parsed, recorded_search, search, search_run, search_table, searching_parser
 from bench.common.real_networks import Parent, adopt_dense, dense_network, prepare, pruned, read_parent
@@ -51,6 +51,7 @@ from bench.common.study_runs import held_out_halves, measured, sizes_of
 from stretto.api.train import open_loader
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT, RECIPES
+from stretto.base.track import wide_console
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.parallel import in_memory, join
 from stretto.model.spec import Subnet, count

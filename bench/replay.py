@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.common.measure import finish, half_width, refusing, table, wide_console
+from bench.common.measure import finish, half_width, refusing, table
 from bench.common.pictures import save_picture
 from bench.common.plain_loop import run_plainly
 from bench.common.predicted_routes import BEFORE_KL, PREDICTED_KL, PredictingTrainer
@@ -45,6 +45,7 @@ from bench.common.rl_curves import at_end, fifth, start_once
 from bench.common.study import Results, Run, carry_out, is_record, read_fields, recorded, study_parser, write_record
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT
+from stretto.base.track import wide_console
 from stretto.base.trajectory import WeightVersion
 from stretto.data.loader import key_of
 from stretto.learning.metrics import StepReport

@@ -23,11 +23,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from bench.common.killing import GROUP, HEAD, PROMPTS, RECIPE, STEPS, Killed
-from bench.common.measure import bench_parser, finish, table, wide_console
+from bench.common.measure import bench_parser, finish, table
 from bench.common.run_account import Account, num_other
 from stretto.api.rl import made_start
 from stretto.base.config import read_recipe
-from stretto.base.track import progress
+from stretto.base.track import progress, wide_console
 from stretto.flow.launch import Job
 from stretto.flow.run import run_rl
 from stretto.learning.recipe import WEIGHTS, RlRecipe

@@ -36,13 +36,13 @@ import torch
 from rich.console import Console
 
 import stretto
-from bench.common.measure import SLOW, Calibration, bench_parser, refusing, table, times, wide_console
+from bench.common.measure import SLOW, Calibration, bench_parser, refusing, table, times
 from stretto.api.rl import made_start
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, RECIPES, checkpoint_folder, write_json
 from stretto.base.records import LINEAGE_FILE
-from stretto.base.track import METRICS_FILE, progress, read_metrics
+from stretto.base.track import METRICS_FILE, progress, read_metrics, wide_console
 from stretto.base.trajectory import Group, Outcome, Segment, Trajectory, Verdict
 from stretto.engine.loading import open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling

@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 
 from bench.common.faults import Row, faulty_rows
-from bench.common.measure import table, wide_console
+from bench.common.measure import table
 from bench.common.server import Vllm, serving, serving_vllm, vllm_server
 from bench.sync_equality import Outcome, recipe, start_of, whole_run
 from stretto.base.errors import UserError
-from stretto.base.track import read_metrics
+from stretto.base.track import read_metrics, wide_console
 from stretto.flow.log import read_spans, read_status
 from stretto.learning.recipe import WEIGHTS, RlRecipe
 

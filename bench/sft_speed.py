@@ -41,9 +41,8 @@ from bench.common.measure import (
     ratio,
     table,
     times,
-    wide_console,
 )
-from stretto.base.track import progress
+from stretto.base.track import progress, wide_console
 from stretto.data.loader import Batch
 from stretto.data.pack import IGNORED
 from stretto.data.sources import open_source

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import grimp
 
-from bench.common.measure import bench_parser, finish, table, wide_console
+from bench.common.measure import bench_parser, finish, table
+from stretto.base.track import wide_console
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_CODE = {"stretto": 35_000}

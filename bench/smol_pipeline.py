@@ -30,11 +30,12 @@ from typing import Any
 from rich.console import Console
 
 import stretto
-from bench.common.measure import bench_parser, table, wide_console
+from bench.common.measure import bench_parser, table
 from stretto.base.config import read_recipe
 from stretto.base.numbers import duration, si
 from stretto.base.paths import CHECKPOINT, RECIPES, checkpoint_folder, write_json, write_text
 from stretto.base.records import LINEAGE_FILE, read_lineage
+from stretto.base.track import wide_console
 from stretto.evals.scores import Interval
 from stretto.learning.recipe import SourceConfig
 from stretto.post.pipeline import PipelineRecipe

@@ -21,8 +21,9 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from bench.common.measure import bench_parser, finish, table, wide_console
+from bench.common.measure import bench_parser, finish, table
 from stretto.base.records import Meter
+from stretto.base.track import wide_console
 from stretto.model.parallel import Ranks, join
 from stretto.model.spec import ModelConfig, count
 from stretto.model.transformer import Transformer, initial_state, load_state, skeleton

@@ -36,14 +36,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.common.killing import POLL_S, RECIPE, STEPS, Killed
-from bench.common.measure import table, wide_console
+from bench.common.measure import table
 from bench.common.nodes import ROLES, cluster
 from bench.common.run_account import Account, num_other
 from bench.common.s3 import s3_process
 from bench.common.soaked import KINDS, Soak
 from bench.rl_ranks import HEAD, RESTART_S
 from bench.sync_equality import checksum
-from stretto.base.track import progress
+from stretto.base.track import progress, wide_console
 
 RESTARTS = 60
 """`failures.restarts`: the soak kills roles more often than the default allows within ten minutes."""

@@ -20,8 +20,9 @@ from statistics import median
 
 from packaging.requirements import Requirement
 
-from bench.common.measure import bench_parser, finish, table, wide_console
+from bench.common.measure import bench_parser, finish, table
 from bench.common.networks import write_network
+from stretto.base.track import wide_console
 
 MOST_IMPORT_S, MOST_LOAD, MOST_SHARE = 0.2, 2.5, 2 / 3
 LOAD = "import stretto; stretto.load({folder!r}).logits([[1, 2, 3]])"

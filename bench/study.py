@@ -45,7 +45,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from bench.common.measure import finish, half_width, refusing, shown_half, table, wide_console
+from bench.common.measure import finish, half_width, refusing, shown_half, table
 from bench.common.rate_search import (
     parsed,
     recorded_search,
@@ -79,6 +79,7 @@ from bench.common.study_runs import (
     train,
 )
 from stretto.base.config import read_recipe
+from stretto.base.track import wide_console
 from stretto.data.demo_text import demo_documents
 from stretto.model.spec import SubnetChoice, extracted_config
 from stretto.train.prepare import learn_tokenizer, prepare_data, tokenise_documents

@@ -17,7 +17,7 @@ from statistics import fmean
 from matplotlib.axes import Axes
 from rich.table import Table
 
-from bench.common.measure import bench_parser, finish, half_width, refusing, shown_half, table, wide_console
+from bench.common.measure import bench_parser, finish, half_width, refusing, shown_half, table
 from bench.common.pictures import draw_means, finish_differences, save_picture
 from bench.common.study_picture import Row
 from bench.study import (
@@ -32,6 +32,7 @@ from bench.study import (
     rows_of,
 )
 from stretto.base.errors import UserError
+from stretto.base.track import wide_console
 from stretto.report import style
 
 

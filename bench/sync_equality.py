@@ -27,11 +27,11 @@ from typing import Any
 
 import psutil
 
-from bench.common.measure import bench_parser, finish, table, wide_console
+from bench.common.measure import bench_parser, finish, table
 from bench.common.plain_loop import run_plainly
 from bench.common.s3 import s3_server
 from stretto.base.paths import CHECKPOINT
-from stretto.base.track import progress, read_metrics
+from stretto.base.track import progress, read_metrics, wide_console
 from stretto.engine.runner import state_checksum
 from stretto.flow.launch import Job, SourceTables
 from stretto.flow.run import run_rl

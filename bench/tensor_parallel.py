@@ -25,8 +25,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench.common.measure import bench_parser, finish, table, wide_console
+from bench.common.measure import bench_parser, finish, table
 from bench.common.networks import random_network
+from stretto.base.track import wide_console
 from stretto.engine.engine import Engine
 from stretto.engine.loading import open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling

@@ -29,9 +29,9 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from bench.common.measure import Sample, Step, bench_parser, finish, measure, ratio, table, times, wide_console
+from bench.common.measure import Sample, Step, bench_parser, finish, measure, ratio, table, times
 from stretto.base.config import read_recipe
-from stretto.base.track import progress
+from stretto.base.track import progress, wide_console
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.parallel import join
 from stretto.model.spec import ModelConfig

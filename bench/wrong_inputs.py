@@ -22,8 +22,8 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from bench.common.measure import bench_parser, finish, table, wide_console
-from stretto.base.track import progress
+from bench.common.measure import bench_parser, finish, table
+from stretto.base.track import progress, wide_console
 from stretto.text.chat import CHATML
 
 MAX_WORK_S, MAX_CASE_S = 5.0, 60

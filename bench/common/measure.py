@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from statistics import median, stdev
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from scipy import stats
 from torch import Tensor
@@ -27,7 +26,6 @@ SLOW = 1.25
 """A sample is dropped if the matrix product beside it took this many times the product's shortest time."""
 CALIBRATION_SIZE = 1024
 """Rows and columns of the fixed fp32 matrix product."""
-PIPE_COLUMNS = 120
 
 Step = Callable[[], object]
 """The work that is timed."""
@@ -201,12 +199,6 @@ class Interval:
 def times(value: float | None) -> str:
     """``1.37x``; a dash for None."""
     return "–" if value is None else f"{value:.2f}x"
-
-
-def wide_console() -> Console:
-    """A console that keeps wide tables whole when its output is a pipe."""
-    console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, PIPE_COLUMNS))
 
 
 def table(title: str, *headings: str) -> Table:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
-import rich
 from pydantic import Field, model_validator
 from rich.markup import escape
 
@@ -26,7 +25,7 @@ from stretto.api.serve import ServeOptions, check_url, environment_keys, served_
 from stretto.base.config import Config
 from stretto.base.errors import UserError, check_text, nearest
 from stretto.base.paths import write_text
-from stretto.base.track import progress, say
+from stretto.base.track import progress, say, wide_console
 from stretto.report.transcript import (
     NO_ANSWER,
     NO_SOURCE,
@@ -296,7 +295,7 @@ def agent_command(
         except ApiFailure as failure:
             raise UserError(f"{name}: {failure.message}; see docs/AGENT.md") from None
     chosen, num_agreed = voted(runs)
-    console = rich.get_console()
+    console = wide_console()
     answer = escape(chosen.text.strip()) or f"[red]{NO_ANSWER[chosen.ended]}"
     console.print(answer, soft_wrap=not console.is_terminal)  # a file or another program gets the answer's own lines
     if chosen.num_opened == 0:

@@ -34,7 +34,7 @@ from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.numbers import loss, si
 from stretto.base.paths import CHECKPOINT, RECIPES, remove, require_writable, write_json, write_text
-from stretto.base.track import progress, read_metrics, say
+from stretto.base.track import progress, read_metrics, say, wide_console
 from stretto.data.demo_text import TEMPLATE, demo_documents, passages
 from stretto.data.sources import Document
 from stretto.model.spec import named_subnets
@@ -79,7 +79,7 @@ def demo_command(run: Path, fresh: bool = False, post: bool = False) -> None:
         UserError: ``run`` holds something else, or a stage failed.
     """
     command = run_stages(run, lambda folder: _stages(folder, post), "data", fresh)
-    console = rich.get_console()
+    console = wide_console()
     console.rule("[bold]report[/bold]")
     console.print(samples_table(read_samples(run), "The same prompts at three sizes, greedy"))
     page = report_command(run, quiet=False)
@@ -110,7 +110,7 @@ def run_stages(run: Path, stages_of: Callable[[Path], Sequence[Stage]], first: s
         remove(run)
     elif run.exists() and not (run / first).is_dir():
         raise UserError(f"{run}: not a folder of this demo; choose another with --out")
-    console = rich.get_console()
+    console = wide_console()
     stages = stages_of(run)
     for number, stage in enumerate(stages, 1):
         done = (run / stage.result).exists()
@@ -150,7 +150,7 @@ def _stages(run: Path, post: bool) -> list[Stage]:
 def _text(run: Path, recipe: Recipe) -> None:
     """Tokenise the demo's text with a tokenizer trained on it."""
     documents = list(demo_documents(MAX_CODE_CHARS, MAX_EXERCISE_CHARS))
-    rich.get_console().print(_text_table(documents))
+    wide_console().print(_text_table(documents))
     tokenizer = learn_tokenizer(documents, recipe.model.vocab_size, TEMPLATE)
     tokenise_documents({"train": documents}, run / "data" / "00", tokenizer)
 
@@ -167,7 +167,7 @@ def _text_table(documents: Sequence[Document]) -> Table:
 
 def _pretrain(recipe: Recipe, run: Path, data: Sequence[str], resume: bool) -> None:
     """Pre-train, with a table of the sizes before and the loss of each size afterwards."""
-    console, config = rich.get_console(), recipe.network()
+    console, config = wide_console(), recipe.network()
     sizes = Sizes(config, named_subnets(config, recipe.elastic.anchors))
     note = "Parameters of the network and of the sizes inside it that are trained together."
     console.print(replace(sizes.table, title="Sizes", note=note))

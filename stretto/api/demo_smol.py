@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import rich
 import torch
 
 from stretto.api.adopt import AdoptOptions, adopt_command
@@ -24,7 +23,7 @@ from stretto.api.serve import console_sampling
 from stretto.api.stages import elasticize, heal, search
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT, RECIPES, checkpoint_folder, write_json, write_text
-from stretto.base.track import progress, say
+from stretto.base.track import progress, say, wide_console
 from stretto.data.demo_text import CHAT_PROMPTS, chat_questions, demo_documents
 from stretto.data.holdout import Holdout
 from stretto.data.shards import TOKENIZER, tokenise
@@ -69,7 +68,7 @@ CHAT_WEIGHT = 3
 def demo_smol_command(run: Path, fresh: bool = False) -> None:
     """Run the demo in ``run``. Stages that have ended are not run again, unless ``fresh`` deletes the folder first."""
     command = run_stages(run, _stages, "smol", fresh)
-    console = rich.get_console()
+    console = wide_console()
     console.print(samples_table(read_samples(run), "Ten questions answered at each size, greedy"))
     say(f"report: {report_command(run, quiet=False)}")
     say(

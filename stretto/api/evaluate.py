@@ -11,7 +11,6 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
-import rich
 import torch
 
 from stretto.api.search import named_subnet
@@ -20,7 +19,7 @@ from stretto.base.config import validate
 from stretto.base.endpoint import served_name
 from stretto.base.errors import UserError, user_errors
 from stretto.base.paths import CHECKPOINT, checkpoint_folder, claimed, sized, write_json
-from stretto.base.track import say
+from stretto.base.track import say, wide_console
 from stretto.data.sources import open_source
 from stretto.evals.writing import Similarity
 from stretto.harness.suites import SUITES as HARNESSES
@@ -282,7 +281,7 @@ def _evaluate(
 
 def show(tables: Sequence[Table], path: Path, page: Page) -> None:
     """Print the tables that have rows, write ``page`` beside the result file ``path``, and print both paths."""
-    console = rich.get_console()
+    console = wide_console()
     for table in tables:
         if table.rows:
             console.print(table)

@@ -10,7 +10,6 @@ from contextlib import closing, suppress
 from hashlib import blake2b
 from pathlib import Path
 
-import rich
 import torch
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from stretto.base.endpoint import served_name
 from stretto.base.errors import UserError
 from stretto.base.numbers import duration, percent
 from stretto.base.paths import checkpoint_folder, remove, replacing
-from stretto.base.track import progress, say
+from stretto.base.track import progress, say, wide_console
 from stretto.evals.ranker import (
     FEATURES,
     JUDGE_FILE,
@@ -153,7 +152,7 @@ def calibrate_command(
         first_wins = open_judge(Path(judge), join(device).device).first_wins
         _announce(first_wins, originals)
         trust = calibrate(first_wins, originals, copies)
-    rich.print(trust_table(trust, judge))
+    wide_console().print(trust_table(trust, judge))
     return trust
 
 

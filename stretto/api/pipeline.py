@@ -36,7 +36,7 @@ from stretto.base.errors import UserError, nearest, user_errors
 from stretto.base.numbers import durations_alike, listed, short, si, si_alike
 from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, read_json, write_json
 from stretto.base.records import Receipt, find_lineage
-from stretto.base.track import read_metrics, say
+from stretto.base.track import read_metrics, say, wide_console
 from stretto.flow.run import MOVED
 from stretto.learning.recipe import LAYOUT, START, RlRecipe
 from stretto.model.checkpoint import known_hash, read_config
@@ -164,7 +164,7 @@ def _run_stages(pipeline: Pipeline, wanted: Sequence[Step], first: str | None) -
             if stage == "distill" and not pipeline.is_done(own[0]):
                 _check_moved(pipeline, own[0])
             _run_stage(pipeline, own)
-    console = rich.get_console()
+    console = wide_console()
     console.print(_result_table(pipeline))
     if last := [step for step, _ in _receipts(pipeline) if step.stage != "controls"][-1:]:
         say(f"next: stretto chat {pipeline.place(last[0].name)}")
@@ -237,7 +237,7 @@ def _run_stage(pipeline: Pipeline, steps: Sequence[Step]) -> None:
 
     Raises `UserError`: a step failed.
     """
-    console, experts = rich.get_console(), pipeline.recipe.experts
+    console, experts = wide_console(), pipeline.recipe.experts
     waiting = []
     for step in steps:
         is_done = pipeline.is_done(step)
@@ -344,7 +344,7 @@ def _write_state(folder: Path, steps: Mapping[str, StepState]) -> None:
 
 def _print_plan(pipeline: Pipeline, steps: Sequence[Step], first: str | None, price: float | None) -> None:
     """Print each command and its estimated cost. Hours and money need the speed of a stage that has run in this folder."""
-    console, network, speed = rich.get_console(), _network(pipeline), _flops_per_s(pipeline)
+    console, network, speed = wide_console(), _network(pipeline), _flops_per_s(pipeline)
     per_token = 0 if network is None else count(network, network.full()).forward_flops(1, 1)
     known = ["tokens, at most", "FLOPs, about"]
     if speed:

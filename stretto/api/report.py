@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import rich
 import torch
 
 from stretto.api.pipeline import last_result
@@ -29,7 +28,7 @@ from stretto.base.records import (
     parents_of,
     read_lineage,
 )
-from stretto.base.track import METRICS_FILE, progress, read_metrics, say
+from stretto.base.track import METRICS_FILE, progress, read_metrics, say, wide_console
 from stretto.evals.loss import EvalBatch, evaluate, evaluate_many
 from stretto.evals.routing import routing
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config
@@ -85,13 +84,13 @@ def report_command(run: Path, quiet: bool = True, controls: Sequence[Path] = ())
     data = gather(run, controls)
     page = write_page(report_page(data), run)
     if not quiet:
-        rich.print(headline(data), size_table(data))
+        wide_console().print(headline(data), size_table(data))
         if data.post is not None:
-            rich.print(comparison_table(data.post))
+            wide_console().print(comparison_table(data.post))
         if data.ledger is not None:
-            rich.print(ledger_table(data.ledger))
+            wide_console().print(ledger_table(data.ledger))
         if data.family is not None:
-            rich.print(family_table(data.family))
+            wide_console().print(family_table(data.family))
     return page
 
 
@@ -101,14 +100,14 @@ def cost_command(folders: Sequence[Path], controls: Sequence[Path] = ()) -> None
     models = list({lineage.run_id: (folder, lineage) for folder, lineage in reversed(named)}.values())[::-1]
     ledgers = [ledger(lineage) for _, lineage in models]
     for (folder, lineage), each in zip(models, ledgers, strict=True):
-        rich.print(ledger_table(each))
+        wide_console().print(ledger_table(each))
         for name, adopted in each.adopted:
             say(adopted_sentence(name, adopted))
         if (found := _elasticity(folder, lineage, controls)) is not None:
             say(elasticity_sentence(found))
     family = _family(models)
     if family is not None:
-        rich.print(family_table(family))
+        wide_console().print(family_table(family))
         say(family_sentence(family))
     elif len(models) > 1 and any(each.adopted for each in ledgers):
         say("No comparison with training each model alone: their parent was adopted, so its training cost is unknown.")

@@ -16,7 +16,6 @@ from socket import socket
 from typing import Any
 
 import httpx
-import rich
 import torch
 import typer
 from rich.table import Table
@@ -28,7 +27,7 @@ from stretto.base.errors import UserError, check_text
 from stretto.base.numbers import params, size_in_bytes
 from stretto.base.paths import checkpoint_folder
 from stretto.base.records import history
-from stretto.base.track import progress, say
+from stretto.base.track import progress, say, wide_console
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine, stream
 from stretto.engine.loading import OpenedEngine, held_bytes, held_integers, least_bytes, open_engine, read_part
@@ -504,7 +503,7 @@ def _show(result: LoadResult) -> None:
         table.add_column(column, justify="right" if column else "left")
     table.add_row("time to first token, ms", *(f"{value:,.2f}" for value in result.first_token_ms()))
     table.add_row("between tokens, ms", *(f"{value:,.2f}" for value in result.between_tokens_ms()))
-    rich.print(table)
+    wide_console().print(table)
     say(f"{result.tokens_per_s:,.0f} tokens/s, {result.requests_per_s:,.2f} requests/s")
     for reason, times in sorted(result.errors.items()):
         say(f"{times} x {reason}", style="red")

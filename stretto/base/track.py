@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 import time
 import uuid
@@ -29,6 +30,8 @@ METRICS_FILE = "metrics.jsonl"
 PAUSES_S = (5.0, 10.0, 20.0, 30.0)
 """Seconds between the lines of `progress` outside a terminal; the last value repeats. At most half a minute, so that users and CI
 see that the run is alive."""
+PIPE_COLUMNS = 120
+"""Width of the output outside a terminal, where nothing says how wide it is."""
 
 
 class Advance(Protocol):
@@ -46,7 +49,7 @@ def progress(
     ``advance(num, status)`` may be called from any thread; ``status`` is a short text after the bar. Bars may nest. Outside a
     terminal (CI, a pipe), lines are printed instead: at the start, at the end, and after each of ``pauses_s``, also without progress.
     """
-    console = console or rich.get_console()
+    console = console or wide_console()
     start = time.perf_counter()
     if console.is_terminal:
         columns = (
@@ -135,7 +138,7 @@ class Tracker:
         """
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._console = console or rich.get_console()
+        self._console = console or wide_console()
         self._wandb = _open_wandb(wandb_project, self.folder, first_step, config) if wandb_project else None
         path = self.folder / METRICS_FILE
         kept = [row for row in _read_rows(path) if row["step"] < first_step] if first_step and path.exists() else []
@@ -243,4 +246,12 @@ def _open_wandb(project: str, folder: Path, first_step: int, config: Mapping[str
 
 def say(text: str, console: Console | None = None, style: str | None = None) -> None:
     """Print plain lines, above any progress bar. None is broken at the width of the console, so that paths and addresses stay whole."""
-    (console or rich.get_console()).print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    (console or wide_console()).print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def wide_console() -> Console:
+    """The console of this process. In a file or a pipe it has 120 columns, so that wide tables stay whole, or ``COLUMNS``."""
+    console = rich.get_console()
+    if not (console.is_terminal or console.is_jupyter or "COLUMNS" in os.environ):
+        console.width = PIPE_COLUMNS
+    return console

@@ -10,6 +10,7 @@ from typer import Option
 
 import stretto
 from stretto.base.errors import UserError
+from stretto.base.track import wide_console
 from stretto.cli.launch import launch, without_launch
 from stretto.cli.options import (
     Data,
@@ -443,11 +444,9 @@ def plan(
     if as_json:
         say(json.dumps(found.tree(), indent=1))
     else:
-        import rich
-
         from stretto.report.plan import plan_table
 
-        rich.print(plan_table(found))
+        wide_console().print(plan_table(found))
     if out is not None:
         from stretto.report.plan import write_plan
 

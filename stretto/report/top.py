@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import rich
 from rich import box
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -15,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.base.numbers import short
+from stretto.base.track import wide_console
 from stretto.flow.log import RoleRow, RunStatus, read_status
 
 REFRESH_S = 1.0
@@ -62,7 +62,7 @@ def top_command(folder: Path, once: bool = False) -> None:
     Raises:
         UserError: ``folder`` is not a run of ``stretto rl``.
     """
-    console = rich.get_console()
+    console = wide_console()
     if once or not console.is_terminal:
         console.print(picture(folder, read_status(folder), time.time(), console.width))
         return

@@ -63,7 +63,8 @@ def in_few_processes(pipeline: Path, path: Path) -> Path:
 def test_a_plan_is_printed_and_nothing_is_done(
     stretto: Run, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rich.get_console(), "width", 80)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(rich.get_console(), "width", 80)  # of a test before this one
     shown = stretto("run", pipeline, "-o", tmp_path / "out", "--dry-run")
     assert shown.code == 0 and not (tmp_path / "out").exists()
     commands = [line.split()[:2] for line in shown.out.splitlines() if line.startswith("stretto ")]

@@ -12,11 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
+import rich
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from stretto.base.errors import UserError
-from stretto.base.track import METRICS_FILE, Tracker, progress, read_metrics, say
+from stretto.base.track import METRICS_FILE, Tracker, progress, read_metrics, say, wide_console
 
 
 def plain() -> Console:
@@ -191,3 +192,12 @@ def test_a_line_is_printed_as_it_is() -> None:
     console, text = plain(), f"report: {'/a folder' * 20}[1]/index.html [/x]"
     say(text, console, style="dim")
     assert output(console) == text + "\n"
+
+
+@pytest.mark.parametrize(("columns", "width"), [(None, 120), ("90", 90)])
+def test_a_pipe_has_120_columns_or_those_of_the_environment(
+    columns: str | None, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rich, "_console", None)
+    monkeypatch.setenv("COLUMNS", columns) if columns else monkeypatch.delenv("COLUMNS", raising=False)
+    assert wide_console().width == width and not wide_console().is_terminal

@@ -31,8 +31,7 @@ import pyarrow
 from pyarrow import parquet
 from rich.table import Table
 
-from bench.common.measure import wide_console
-from stretto.base.track import progress
+from stretto.base.track import progress, wide_console
 
 RECIPE = """
 [model]

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import stretto
-from bench.common.measure import table, wide_console
+from bench.common.measure import table
 from bench.sync_equality import recipe, start_of, whole_run
-from stretto.base.track import progress, read_metrics
+from stretto.base.track import progress, read_metrics, wide_console
 from stretto.learning.recipe import RlRecipe
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "stretto/recipes" / "examples"

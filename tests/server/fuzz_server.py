@@ -29,11 +29,11 @@ from typing import IO, Any
 import httpx
 from rich.console import Console
 
-from bench.common.measure import random_prompts, table, wide_console
+from bench.common.measure import random_prompts, table
 from bench.common.naive_engine import generate_naive
 from bench.common.networks import write_network
 from bench.common.server import Server, serving
-from stretto.base.track import Advance, progress
+from stretto.base.track import Advance, progress, wide_console
 from stretto.engine.request import Sampling
 from stretto.model.checkpoint import read_checkpoint, read_presets
 from tests.server.bodies import ORIGIN, Case, World, make_case

@@ -26,14 +26,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import rich
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
 from stretto.base.errors import UserError
-from stretto.base.track import progress
+from stretto.base.track import progress, wide_console
 from stretto.ops.int_weights import IntWeight, unsigned_codes
 
 SOURCES = Path(__file__).parent
@@ -135,7 +134,7 @@ def _key(compiler: str) -> str:
 def _compile(compiler: str, source: str, path: Path) -> str | None:
     """Compile ``source`` to the library ``path``; returns None, or the compiler's error on one line."""
     # To stderr outside a terminal: any command may come first, also one whose output a program reads.
-    console = None if rich.get_console().is_terminal else Console(stderr=True)
+    console = None if wide_console().is_terminal else Console(stderr=True)
     # Built in a folder with a random name, then renamed: two containers can share the cache and have equal process ids.
     with (
         progress("Compiling the CPU kernels (once)", 1, console) as advance,
