@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,8 +44,7 @@ def plants(old: State, new: State) -> dict[str, tuple[State, bool]]:
 def faulty_rows(name: str, start: Path, chosen: RlRecipe, folder: Path) -> list[Row]:
     """Updates with other weights than the trainer's, on the server at the address of ``chosen``, which serves ``start``."""
     chosen, (url,) = chosen.on("fp32"), chosen.rollout.address
-    trainer, rows = TrainerRole(chosen, folder / "trainer", start), list[Row]()
-    torch.manual_seed(0)
+    rows = list[Row]()
 
     async def published() -> WeightVersion:
         trainer.copy_weights()
@@ -81,5 +81,7 @@ def faulty_rows(name: str, start: Path, chosen: RlRecipe, folder: Path) -> list[
         rows.append((f"{name}, then the right weights", found, "version 1", role.version == 1))
         await role.close()
 
-    asyncio.run(work())
+    with closing(TrainerRole(chosen, folder / "trainer", start)) as trainer:
+        torch.manual_seed(0)
+        asyncio.run(work())
     return rows

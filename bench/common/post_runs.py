@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -160,9 +161,12 @@ def learn(
     assert recipe.staleness == 0 and recipe.replay == "off" and not recipe.loss.drop_uniform, (
         "the synchronous loop has none of these"
     )
-    with SourceTables(dict(recipe.sources), recipe.sandbox).opened() as sources, TemporaryDirectory() as passing:
+    with (
+        SourceTables(dict(recipe.sources), recipe.sandbox).opened() as sources,
+        TemporaryDirectory() as passing,
+        closing(TrainerRole(recipe, passing, begin, ranks=_ranks(device))) as trainer,
+    ):
         sampler = Sampler(recipe, begin, device, sources)
-        trainer = TrainerRole(recipe, passing, begin, ranks=_ranks(device))
         prompts = plan_prompts(recipe, {name: sources[name].num_items for name in recipe.sources})
         train = recipe.train
         for step in range(train.steps):
