@@ -262,8 +262,10 @@ class Study(Arms):
                     is_equal = rate == self.rate("ordinary", results)
                     trunk = self._trunk(arm, self.name("ordinary", seed), 1.0, results) if is_equal else None
                     runs.append(self._training(self.name(arm, seed), arm, recipe, trunk))
-            dependent = self._dependent(results, seed)
-            runs += [run for run in dependent if self.wants(*map(_arm, (run.name, *run.needs)))]
+            for run in self._dependent(results, seed):
+                others = () if run.starts_with else run.needs  # `_trunk` has decided about the former
+                if self.wants(*map(_arm, (run.name, *others))):
+                    runs.append(run)
         return runs
 
     def _training(self, name: str, arm: str, recipe: Recipe, trunk: Trunk | None = None) -> Run:
@@ -276,8 +278,8 @@ class Study(Arms):
     def _trunk(self, arm: str, ordinary: str, share: float, results: Results) -> Trunk | None:
         """What a run of ``arm`` shares with the run ``ordinary``, which has the same seed and rate and ``share`` of the study's steps;
         None: nothing, or its folder is lost."""
-        is_lost = ordinary in results and not (self.out / ordinary).is_dir()
-        if arm not in BRANCHES or self.mutant or not self.wants("ordinary") or is_lost:
+        is_there = (self.out / ordinary).is_dir() if ordinary in results else self.wants("ordinary")
+        if arm not in BRANCHES or self.mutant or not is_there:
             return None
         own, settings = (self.recipe_of(each, 1.0, self.seeds[0], share) for each in (arm, "ordinary"))
         return Trunk(self.out / ordinary, settings.train, shared_share(own))

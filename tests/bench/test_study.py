@@ -121,6 +121,20 @@ def test_only_the_chosen_arms_are_trained(tmp_path: Path) -> None:
     assert not {"experts-emo-1", "experts-ernie-1"} & planned("elastic", "experts")
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_longer_run_begins_with_an_ordinary_one_that_is_there(is_there: bool, tmp_path: Path) -> None:
+    recipe = read_recipe(study.RECIPE, Recipe, [])
+    info: Any = SimpleNamespace(data_hash="one")
+    found = {f"search-{arm}-x1": {"select": {"full": 3.0}, "flops": 5.0} for arm in study.SEARCHED}
+    found |= {
+        f"{arm}-1": {"flops": flops, "lr": recipe.optim.lr} for arm, flops in (("elastic", 6.0), ("ordinary", 5.0))
+    }
+    if is_there:
+        (tmp_path / "ordinary-1").mkdir()
+    (run,) = study.Study((0, 1), None, (1.0,), tmp_path, info, recipe, ("ordinary+",)).runs(found)
+    assert run.name == "ordinary+-1" and (run.starts_with is not None) == is_there
+
+
 def test_the_search_smooths_over_equal_rates() -> None:
     losses = {1: 5.30, 2: 5.20, 4: 5.20, 8: 5.19}  # the last one is the lowest by noise
     arms = study.Arms((0, 1), None, tuple(losses))
