@@ -88,6 +88,7 @@ from stretto.train.run_folder import RunInfo
 
 RECIPE = Path(__file__).with_suffix(".toml")
 NETWORKS: Mapping[str, Sequence[str]] = {
+    "0.5M": ("model.hidden_size=32", "model.head_dim=8", "model.expert_intermediate_size=24"),
     "2M": (),
     "8M": ("model.hidden_size=128", "model.head_dim=32", "model.num_layers=10", "model.expert_intermediate_size=72"),
     "30M": ("model.hidden_size=256", "model.head_dim=64", "model.num_layers=12", "model.expert_intermediate_size=128"),
