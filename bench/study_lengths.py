@@ -1,9 +1,10 @@
-"""What elastic training costs and gives by the length of training, from several records of `bench.study`.
+"""What elastic training costs and gives by length of training, network and schedule, from several records of `bench.study`.
 
     python -m bench.study_lengths RECORD RECORD … [--picture FILE.png]
 
-Each difference is a mean over the reported seeds that have its arms, in nats per token on held-out text. Exit code 1: the longest
-training misses an aim, or the full network's distance at equal FLOPs is not smaller there than after the shortest.
+Each difference is a mean over the reported seeds that have its arms, in nats per token on held-out text. Records of one network and one
+schedule of the smaller sizes are a series. Exit code 1: the longest training of a series misses an aim, or the full network's distance
+at equal FLOPs is not smaller there than after its shortest training.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from rich.table import Table
 
 from bench.common.measure import bench_parser, finish, half_width, refusing, shown_half, table
-from bench.common.pictures import draw_means, finish_differences, save_picture
+from bench.common.pictures import draw_means, save_picture, sign_differences
+from bench.common.study import read_fields
 from bench.common.study_picture import Row
 from bench.study import (
     EQUAL_FLOPS_AIM,
@@ -32,7 +37,8 @@ from bench.study import (
     rows_of,
 )
 from stretto.base.errors import UserError
-from stretto.base.track import wide_console
+from stretto.base.numbers import si
+from stretto.base.track import say, wide_console
 from stretto.report import style
 
 
@@ -51,7 +57,7 @@ class Difference:
 
 
 EQUAL_FLOPS = Difference("equal executed FLOPs", *minus("elastic", "full", "ordinary+"), EQUAL_FLOPS_AIM)
-PANELS: Mapping[str, Sequence[Difference]] = {
+GROUPS: Mapping[str, Sequence[Difference]] = {
     "full network − ordinary": (
         Difference("equal tokens", *minus("elastic", "full", "ordinary"), EQUAL_TOKENS_AIM),
         EQUAL_FLOPS,
@@ -63,101 +69,150 @@ PANELS: Mapping[str, Sequence[Difference]] = {
         Difference(size, *minus(f"heal-elastic-{size}", "full", f"scratch-{size}"), HEALED_AIM) for size in SIZES
     ],
 }
-"""What is shown together, by title."""
-Lengths = Mapping[float, Sequence[Row]]
-"""Results of the reported seeds by tokens per parameter, the shortest training first."""
+"""What a table shows, by its title."""
+PANELS_IN_ROW = 3
+
+
+class Series(NamedTuple):
+    """What differs in length only."""
+
+    parameters: int
+    starts_at: float
+    """Share of the steps after which the smaller sizes are trained."""
+    share: float
+    """Share of the passes with a trained size from then on."""
+
+    @property
+    def label(self) -> str:
+        return f"{si(self.parameters)}, sizes from {self.starts_at:g} in {self.share:g} of the passes"
+
+
+class Training(NamedTuple):
+    """Results of the reported seeds of one record; the shortest training of a series comes first."""
+
+    series: Series
+    per_parameter: float
+    """Tokens."""
+    rows: Sequence[Row]
 
 
 @refusing()
 def main() -> None:
     options = _parse()
-    lengths = read_lengths(options.records)
-    wide_console().print(_table(lengths))
+    trainings = read_trainings(options.records)
+    say("Smaller sizes are trained from a share of the steps on, a trained size in a share of the passes.")
+    for title, differences in GROUPS.items():
+        if any(each.in_seeds(training.rows) for each in differences for training in trainings):
+            wide_console().print(_table(title, differences, trainings))
     if options.picture:
-        draw(lengths, options.picture)
-    finish(missed(lengths))
+        draw(trainings, options.picture)
+    finish(missed(trainings))
 
 
 def _parse() -> argparse.Namespace:
     parser = bench_parser(__doc__)
-    parser.add_argument("records", type=Path, nargs="+", help="records of one network, each after another length")
+    parser.add_argument("records", type=Path, nargs="+", help="records of `bench.study`")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="differences over the length, PNG")
     return parser.parse_args()
 
 
-def read_lengths(records: Sequence[Path]) -> Lengths:
-    """Results in the ``records``. Raises UserError: one has no ordinary network, another network, or the length of another record."""
-    lengths, sizes = dict[float, Sequence[Row]](), set[int]()
+def read_trainings(records: Sequence[Path]) -> list[Training]:
+    """What the ``records`` hold, sorted. Raises UserError: one has no ordinary network, or is of one length and series with another."""
+    found = dict[tuple[Series, float], Training]()
     for path in records:
         rows, _ = rows_of(*read_record(path))
         first = next((row["ordinary"] for row in rows if "ordinary" in row), None)
         if first is None:
             raise UserError(f"{path}: runs: no ordinary network with a reported seed; name a record that has one")
-        sizes.add(first["parameters"])
-        length = first["tokens"] / first["parameters"]
-        if len(sizes) > 1 or length in lengths:
-            raise UserError(
-                f"{path}: its network is another, or its length the same, as of a record before; leave it out"
-            )
-        lengths[length] = rows
-    return dict(sorted(lengths.items()))
+        schedule = read_fields(path, ["recipe"])["recipe"]["elastic"]
+        series = Series(first["parameters"], schedule["starts_at"], schedule["anchor_share"])
+        key = series, first["tokens"] / first["parameters"]
+        if key in found:
+            raise UserError(f"{path}: network, schedule and length are those of a record before; leave one out")
+        found[key] = Training(*key, rows)
+    return [found[key] for key in sorted(found)]
 
 
-def missed(lengths: Lengths) -> list[str]:
-    """What the longest training misses."""
-    *_, longest = lengths
+def missed(trainings: Sequence[Training]) -> list[str]:
+    """What the longest training of each series misses."""
     found = []
-    for title, differences in PANELS.items():
-        for each in differences:
-            values = each.in_seeds(lengths[longest])
-            if values and fmean(values) > each.aim:
-                found.append(f"{title}, {each.label}: {fmean(values):+.4f}, aim at most {each.aim:g}")
-    distances = [fmean(values) for rows in lengths.values() if (values := EQUAL_FLOPS.in_seeds(rows))]
-    if len(distances) > 1 and distances[-1] >= distances[0]:
-        found.append(f"{EQUAL_FLOPS.label}: the distance does not fall with length")
+    for series, group in groupby(trainings, key=lambda each: each.series):
+        alike = list(group)
+        for title, differences in GROUPS.items():
+            for each in differences:
+                values = each.in_seeds(alike[-1].rows)
+                if values and fmean(values) > each.aim:
+                    miss = f"{fmean(values):+.4f}, aim at most {each.aim:g}"
+                    found.append(f"{series.label}: {title}, {each.label}: {miss}")
+        distances = [fmean(values) for training in alike if (values := EQUAL_FLOPS.in_seeds(training.rows))]
+        if len(distances) > 1 and distances[-1] >= distances[0]:
+            found.append(f"{series.label}: {EQUAL_FLOPS.label}: the distance does not fall with length")
     return found
 
 
-def _table(lengths: Lengths) -> Table:
+def _table(title: str, differences: Sequence[Difference], trainings: Sequence[Training]) -> Table:
+    headings = (f"{each.label} (≤ {each.aim:g})" for each in differences)
     shown = table(
-        "nats per token, ± 95 % (seeds)", "by tokens per parameter", *(f"{each:.1f}" for each in lengths), "aim"
+        f"{title}, nats per token, ± 95 % (seeds)",
+        *("parameters", "tokens each", "from", "passes", *headings),
     )
-    for title, differences in PANELS.items():
-        for each in differences:
-            cells = [_cell(each.in_seeds(rows)) for rows in lengths.values()]
-            if any(cells):
-                shown.add_row(f"{title}: {each.label}", *cells, f"≤ {each.aim:g}")
+    for series, per_parameter, rows in trainings:
+        cells = [_cell(each.in_seeds(rows)) for each in differences]
+        if any(cells):
+            settings = si(series.parameters), f"{per_parameter:.1f}", f"{series.starts_at:g}", f"{series.share:g}"
+            shown.add_row(*settings, *cells)
     return shown
 
 
 def _cell(values: Sequence[float]) -> str:
     if not values:
         return ""
-    return f"{fmean(values):+.4f} {shown_half(half_width(values), '± {:.4f} ')}({len(values)})"
+    return f"{fmean(values):+.3f} {shown_half(half_width(values), '± {:.3f} ')}({len(values)})"
 
 
-def draw(lengths: Lengths, path: Path) -> None:
-    """Draw means with intervals, and the single seeds, over tokens per parameter."""
-    figure = style.blank(15.0, 4.8)
-    for axes, (title, differences) in zip(figure.subplots(1, len(PANELS), sharey=True), PANELS.items(), strict=True):
-        _draw_panel(axes, title, differences, lengths)
+def draw(trainings: Sequence[Training], path: Path) -> None:
+    """Draw means with intervals, and the single seeds, over tokens per parameter: a panel for each difference that two trainings have."""
+    panels = [
+        (title, each)
+        for title, differences in GROUPS.items()
+        for each in differences
+        if sum(bool(each.in_seeds(training.rows)) for training in trainings) > 1
+    ]
+    num_rows = -(-len(panels) // PANELS_IN_ROW)
+    figure = style.blank(5.6 * PANELS_IN_ROW, 0.6 + 4.2 * num_rows)
+    labels = dict[str, Artist]()
+    for number, (title, difference) in enumerate(panels, 1):
+        axes = figure.add_subplot(num_rows, PANELS_IN_ROW, number)
+        style.dress(axes, difference.label, "training tokens per parameter", f"{title}, nats", grid="y")
+        _draw_series(axes, difference, trainings)
+        for artist, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            labels[label] = artist
+    figure.legend(
+        list(labels.values()), list(labels), loc="outside lower center", ncols=2, frameon=False, fontsize=style.TEXT_PT
+    )
     save_picture(figure, path)
 
 
-def _draw_panel(axes: Axes, title: str, differences: Sequence[Difference], lengths: Lengths) -> None:
-    style.dress(axes, title, "training tokens per parameter", "nats per token", grid="y")
+def _draw_series(axes: Axes, difference: Difference, trainings: Sequence[Training]) -> None:
     axes.axhline(0.0, color=style.INK, linewidth=1.0)
-    for place, (each, colour) in enumerate(zip(differences, style.SERIES, strict=False)):
-        found = {length: values for length, rows in lengths.items() if (values := each.in_seeds(rows))}
-        if not found:
+    axes.axhline(difference.aim, color=style.MUTED, linewidth=1.2, linestyle=":", label="aim: at most")
+    every = list(dict.fromkeys(each.series for each in trainings))
+    for place, series in enumerate(every):
+        measured = {
+            each.per_parameter * 1.06 ** (place - 1): values
+            for each in trainings
+            if each.series == series and (values := difference.in_seeds(each.rows))
+        }
+        if not measured:
             continue
-        at = [length * 1.06 ** (place - 1) for length in found]
-        draw_means(axes, at, list(found.values()), colour, f"{each.label} (aim {each.aim:g})", along="y")
-        axes.plot(at, [fmean(values) for values in found.values()], "-", color=colour, linewidth=2.0)
-        for x, values in zip(at, found.values(), strict=True):
+        colour = style.SERIES[place % len(style.SERIES)]
+        draw_means(axes, list(measured), list(measured.values()), colour, series.label, along="y")
+        axes.plot(list(measured), [fmean(values) for values in measured.values()], "-", color=colour, linewidth=2.0)
+        for x, values in measured.items():
             axes.plot([1.05 * x] * len(values), values, "o", color=colour, markersize=4, alpha=0.6)
+    lengths = [each.per_parameter for each in trainings]
     style.log_ticks(axes, min(lengths), max(lengths))
-    finish_differences(axes)
+    sign_differences(axes)
 
 
 if __name__ == "__main__":

@@ -31,11 +31,9 @@ def draw_means(
     )
 
 
-def finish_differences(axes: Axes) -> None:
-    """Give differences along y their signs, and what is drawn its legend."""
-    style.ticks(axes.yaxis, lambda value: f"{value:+.2f}" if value else "0")
-    if axes.containers:
-        axes.legend(frameon=False, fontsize=style.TEXT_PT)
+def sign_differences(axes: Axes) -> None:
+    """Give differences along y their signs."""
+    style.ticks(axes.yaxis, lambda value: f"{value:+.3g}" if value else "0")
 
 
 def save_picture(figure: Figure, path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from bench.common.pictures import draw_means, finish_differences, save_picture
+from bench.common.pictures import draw_means, save_picture, sign_differences
 from stretto.base.numbers import counted
 from stretto.report import style
 
@@ -82,7 +82,9 @@ def _distances(axes: Axes, rows: Sequence[Row], sizes: Sequence[str]) -> None:
         if at:
             draw_means(axes, at, gaps, colour, label, along="y")
     axes.set_xticks(range(len(sizes)), list(sizes))
-    finish_differences(axes)
+    sign_differences(axes)
+    if axes.containers:
+        axes.legend(frameon=False, fontsize=style.TEXT_PT)
 
 
 def _loss(row: Row, arm: str, size: str, has_all: bool) -> float:
