@@ -253,8 +253,8 @@ def _read_jsonl(file: Path, form: Form) -> Iterator[Document]:
             )
         try:
             record = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            problem = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+        except (ValueError, RecursionError) as error:
+            problem = "nested too deeply" if isinstance(error, RecursionError) else getattr(error, "msg", str(error))
             remedy = "every line must be one JSON object"
             raise UserError(f"{file}: line {number}: not JSON: {problem}; {remedy}") from None
         if not isinstance(record, dict):
@@ -271,13 +271,17 @@ def _read_table(file: Path, form: Form) -> Iterator[Document]:
     lines = (line for _, line in _lines(file))
     header = next(lines, "")
     delimiters = "\t" if kind_of(file) == ".tsv" else ",;\t"
-    rows = csv.reader(chain([header] if header else [], lines), delimiter=max(delimiters, key=header.count))
+    delimiter = max(delimiters, key=header.count)
+    # not strict, an open quotation mark would make one text of all rows after it
+    rows, last_line = csv.reader(chain([header] if header else [], lines), delimiter=delimiter, strict=True), 0
     try:
         names = [name.strip() for name in next(rows, [])]
         for name in form.columns or ():
             if name not in names:
                 raise UserError(_lacks(f"{file}: line 1", name, names))
+        last_line = rows.line_num
         for row in rows:
+            last_line = rows.line_num
             if len(row) != len(names):
                 if not row:
                     continue
@@ -285,8 +289,8 @@ def _read_table(file: Path, form: Form) -> Iterator[Document]:
                 raise UserError(f"{file}: line {rows.line_num}: {problem}; put quotation marks around text with commas")
             yield form.document(dict(zip(names, row, strict=True)), f"{file}: line {rows.line_num}")
     except csv.Error as error:
-        remedy = "is a quotation mark left open?"
-        raise UserError(f"{file}: line {rows.line_num}: not readable as CSV: {_short(error)}; {remedy}") from None
+        remedy = "is a quotation mark left open, or not doubled inside quoted text?"
+        raise UserError(f"{file}: line {last_line + 1}: not readable as CSV: {_short(error)}; {remedy}") from None
 
 
 def _read_text(file: Path, form: Form) -> Iterator[Document]:

@@ -27,7 +27,7 @@ from pydantic import Field
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError, nearest
-from stretto.base.paths import user_cache
+from stretto.base.paths import remove, user_cache
 from stretto.base.track import progress
 from stretto.evals.scores import MOST_INFRA
 from stretto.server.client import SERVING
@@ -119,8 +119,8 @@ def check_installed(suites: Collection[str]) -> None:
 
 
 def ask(suite: str, url: str, folder: Path, budget: Budget, has_baselines: bool = True) -> dict[str, Judged]:
-    """Run the harness of ``suite`` on the model behind ``url``. The harness writes into ``folder``. ``has_baselines``: run it on the
-    trivial baselines before, with one sample per problem.
+    """Run the harness of ``suite`` on the model behind ``url``. The harness writes into ``folder``, which is deleted before: it cannot
+    resume. ``has_baselines``: run it on the trivial baselines before, with one sample per problem.
 
     Returns:
         The scores by domain.
@@ -130,6 +130,7 @@ def ask(suite: str, url: str, folder: Path, budget: Budget, has_baselines: bool 
     """
     if suite not in SUITES:
         raise UserError(f"--suite {suite}: no harness{nearest(suite, SUITES)}; known: {', '.join(SUITES)}")
+    remove(folder)
     trivial: dict[str, dict[str, Judged]] = {}
     for rule in BASELINES if has_baselines else ():
         with trivial_server(rule) as address:
@@ -215,7 +216,8 @@ def ask_inspect(url: str, folder: Path, budget: Budget, tasks: Mapping[str, str]
     options = ["--no-log-realtime", *(f"--{name}={value}" for name, value in settings.items()), *flags]
     command = [sys.executable, "-m", "inspect_ai", "eval", *tasks.values(), *options]
     _run(command, folder / "console.txt", f"inspect: {', '.join(tasks)}")
-    logs = {(log := read_eval_log(path, header_only=True)).eval.task: log for path in list_eval_logs(str(folder))}
+    paths = list_eval_logs(str(folder), recursive=False)  # folders in it hold those of the baselines
+    logs = {(log := read_eval_log(path, header_only=True)).eval.task: log for path in paths}
     missing = [name for name, task in tasks.items() if task not in logs]
     if missing:
         raise UserError(f"{missing[0]}: inspect wrote no log of it; {folder / 'console.txt'} says why")

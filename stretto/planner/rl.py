@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import replace
 from functools import cache
+from statistics import NormalDist
 
 from pydantic import Field
 
@@ -151,8 +152,10 @@ class RlRun:
         step_s, weights = half * self.step(layout).total, self.params * self.value_bytes
         prefill = prefill_s(self.config, self.prompt, self.value_bytes, self.hardware, self.gpus_of_engine)
 
+        uncut = _mean_before_cut(self.answer, rollout.max_tokens)
+
         def tokens(rng: random.Random, ordinal: int) -> float:
-            return max(1.0, min(rollout.max_tokens, _lognormal(rng, self.answer)))
+            return max(1.0, min(rollout.max_tokens, _lognormal(rng, uncut)))
 
         def verdict(rng: random.Random, ordinal: int) -> float:
             return _lognormal(rng, workload.verdict_s) if workload.verdict_s else 0.0
@@ -192,3 +195,20 @@ def _teachers(recipe: RlRecipe, config: ModelConfig) -> tuple[dict[str, ModelCon
 
 def _lognormal(rng: random.Random, mean: float) -> float:
     return rng.lognormvariate(math.log(mean) - SPREAD**2 / 2, SPREAD)
+
+
+def _mean_before_cut(mean: float, most: float) -> float:
+    """Mean of the lognormal draws that have the mean ``mean`` once they are cut at ``most``; many times ``most`` if both are equal."""
+    phi = NormalDist().cdf
+
+    def cut(uncut: float) -> float:
+        above = (
+            math.log(most / uncut) + SPREAD**2 / 2
+        ) / SPREAD  # standard deviations from the mean logarithm to the cut
+        return uncut * phi(above - SPREAD) + most * (1.0 - phi(above))
+
+    low, high = mean, 64.0 * most
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if cut(middle) < mean else (low, middle)
+    return high

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 from typing import Final, Literal, Self
 
 from pydantic import Field, model_validator
@@ -38,14 +39,17 @@ class Constraints(Config):
     person: Literal["first", "third"] | None = None
     """Grammatical person of the narrator, outside of quoted speech."""
     include: tuple[str, ...] = ()
-    """Required words."""
+    """Required words, phrases, and characters such as ``—``."""
     exclude: tuple[str, ...] = ()
-    """Forbidden words."""
+    """Forbidden ones."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
         if self.words is not None and not 0 <= self.words[0] <= self.words[1]:
             raise ValueError(f"words: {self.words[0]} to {self.words[1]} is no range; the fewest first")
+        for name, entries in (("include", self.include), ("exclude", self.exclude)):
+            if not all(map(str.strip, entries)):
+                raise ValueError(f"{name}: an entry is empty; leave it out")
         return self
 
     def kept(self, text: str) -> dict[str, bool]:
@@ -56,8 +60,16 @@ class Constraints(Config):
             narrated = words(_QUOTED.sub(" ", text))  # "we'll" counts as "we" and "ll"
             num_first, num_third = sum(each in _FIRST for each in narrated), sum(each in _THIRD for each in narrated)
             found["person"] = num_first > 0 if self.person == "first" else num_first == 0 < num_third
-        found |= {f"include {each}": set(words(each)) <= set(written) for each in self.include}
-        return found | {f"exclude {each}": not set(words(each)) <= set(written) for each in self.exclude}
+        found |= {f"include {each}": _stands(each, text, written) for each in self.include}
+        return found | {f"exclude {each}": not _stands(each, text, written) for each in self.exclude}
+
+
+def _stands(entry: str, text: str, written: Sequence[str]) -> bool:
+    """Whether the words of ``entry`` follow each other in those of ``text``; an entry without words is looked for as it is."""
+    wanted = words(entry)
+    if not wanted:
+        return entry.strip() in text
+    return any(list(written[at : at + len(wanted)]) == list(wanted) for at in range(len(written) - len(wanted) + 1))
 
 
 class BriefsArgs(Config):

@@ -122,10 +122,12 @@ def chosen_letter(text: str, form: AnswerFormat, options: Sequence[str]) -> str 
     a letter before the option's text, or that text alone; else the last phrase such as "the answer is C". None: no option is chosen."""
     found = find_answer(text, form)
     folded = [option.casefold() for option in options]
-    if match := _ALONE.fullmatch(found.text) or _BEFORE_TEXT.match(found.text):
+    if match := _ALONE.fullmatch(found.text):
         letter = match[1].upper()
-    elif folded.count(found.text.casefold()) == 1:
+    elif folded.count(found.text.casefold()) == 1:  # before the next: "E. coli" is no choice of E
         letter = LETTERS[folded.index(found.text.casefold())]
+    elif match := _BEFORE_TEXT.match(found.text):
+        letter = match[1]
     else:
         phrases = _SAID.findall(spoken(text))
         letter = phrases[-1] if phrases else ""

@@ -28,7 +28,12 @@ from stretto.tasks.task import Answer, Problem, Range, Score, TaskSource, read_r
 
 _BUILTIN = Path(__file__).with_name("builtin.jsonl")
 """A few problems, enough to try a run without a download."""
-_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE)
+_FENCED = re.compile(
+    r"```[^\n`]+```|(?P<fence>`{3,})[ \t]*(?P<language>[^\s`]*)[^\n`]*\n(?P<code>.*?)(?:^[ \t]*(?P=fence)`*(?!\S)|\Z)",
+    re.DOTALL | re.MULTILINE,
+)
+"""Code within a line, which has no group, or a block in fences."""
+_PYTHON = re.compile(r"py(?:thon)?[\d.]*", re.IGNORECASE)
 _MAX_LONGER = 1000
 """A value longer than four times the expected one plus this many characters counts as wrong without being parsed."""
 _VALUE = re.compile(r"^\x1evalue (\d+) (.*)$", re.MULTILINE)
@@ -81,7 +86,8 @@ class Check:
 
 
 class CodeSource(TaskSource):
-    """Prompt: the task and the first of its tests. Answer: the last fenced block, which need not be closed; without a fence, the text."""
+    """Prompt: the task and the first of its tests. Answer: the last block of code in fences, which need not be closed
+    (`find_code`); without a fence, the text."""
 
     args_kind = CodeArgs
     args: CodeArgs
@@ -134,10 +140,14 @@ class CodeSource(TaskSource):
 
 
 def find_code(text: str) -> tuple[str, bool]:
-    """The program in ``text``, and whether it stood in a fenced block."""
+    """The program in ``text``, and whether it stood in a block in fences: the last one that is labelled as Python or has no label, else
+    the last one."""
     text = without_thoughts(text)
-    blocks = _FENCED.findall(text)
-    return (blocks[-1], True) if blocks else (text, False)
+    blocks = [(match["language"], match["code"]) for match in _FENCED.finditer(text) if match["fence"]]
+    if not blocks:
+        return text, False
+    python = [code for language, code in blocks if not language or _PYTHON.fullmatch(language)]
+    return (python or [code for _, code in blocks])[-1], True
 
 
 @lru_cache(maxsize=1 << 14)

@@ -25,6 +25,13 @@ from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.task import Answer, AnswerFormat, Problem, Range, Score, TaskSource, find_answer, read_records
 
 _NUMBER = re.compile(r"[-+]?\d{1,40}(\.\d{1,40})?(/\d{1,40})?")
+_WORD = re.compile(r"[^\W\d_]{2,}(?:['’-][^\W\d_]+)*|[aAI]")
+_OF_VALUE = re.compile(
+    "pi|sqrt|roots?|sin|cos|tan|log|ln|exp|over|plus|minus|times|negative|squared|cubed|hundred|thousand|million|billion|trillion|dozen|"
+    "half|twice|double|not|or",
+    re.IGNORECASE,
+)
+"""Words that may change the value of the number beside them."""
 _WORKINGS = re.compile(r"<<[^<>]*>>")
 """Calculator annotations in GSM8K's solutions."""
 _MEMORY_BYTES = 2 << 30
@@ -97,7 +104,7 @@ class MathSource(TaskSource):
     def problem(self, item: int) -> Problem:
         record = self._records[item]
         solution, mark, answer = map(str.strip, str(record["answer"]).rpartition("####"))
-        solution = _WORKINGS.sub("", solution).strip() if mark else str(record.get("solution", ""))
+        solution = _WORKINGS.sub("", solution).strip() if mark else str(record.get("solution") or "")
         question = record.get("question") or record["problem"]
         problem = Problem.of(item, question, answer, self.args.format, answer=answer)
         return replace(problem, gold=f"{solution}\n{problem.gold}") if self.args.worked and solution else problem
@@ -111,6 +118,8 @@ class MathSource(TaskSource):
         if found.text == gold:
             return Score.of(True, parts)
         value, gold_value = as_number(found.text), as_number(gold)
+        if value is None and found.is_marked:
+            value = number_among_words(found.text)
         if value is not None and gold_value is not None:
             return Score.of(value == gold_value, parts)
         # An unmarked answer is prose in which math-verify finds the formula; a marked answer is the formula.
@@ -140,6 +149,20 @@ def as_number(text: str) -> Fraction | None:
     if not bottom:
         return Fraction(top)
     return Fraction(top) / int(bottom) if int(bottom) else None
+
+
+def number_among_words(text: str) -> Fraction | None:
+    """The only number in a text of words, such as ``72 clips``, ``sold for $18`` or ``**72**``; None: no such text, or a word may change
+    the number's value."""
+    found = []
+    for word in text.replace("*", " ").split():
+        bare = word.strip(".,;:!()")
+        number = as_number(bare)
+        if number is not None:
+            found.append(number)
+        elif not _WORD.fullmatch(bare) or _OF_VALUE.fullmatch(bare):
+            return None
+    return found[0] if len(found) == 1 else None
 
 
 def _value(terms: Sequence[int], operators: Sequence[str]) -> int:

@@ -52,6 +52,7 @@ def test_damaged_archives_are_named(tmp_path: Path, suffix: str, damage: str) ->
         (b"", "empty; remove it"),
         (b"\n\n", "empty; remove it"),
         (b'{"text": "a"}\n{"text": \n', "line 2: not JSON"),
+        (b'{"text": "a", "n": ' + b"9" * 5000 + b"}\n", "line 1: not JSON: Exceeds the limit"),
         (b'{"text": "a"}\n["a"]\n', "line 2: not a JSON object"),
         (
             b'{"txt": "a", "id": 1}\n',
@@ -206,6 +207,8 @@ def test_tables(tmp_path: Path, name: str, mark: str) -> None:
         ("texts,b\n1,2\n", r"line 1: no field 'text' \(did you mean 'texts'"),
         ("text,b\n1,2,3\n", "line 2: 3 columns, the header has 2; put quotation marks"),
         ('text,b\n"open,2\n' + "x\n" * 200, "line .*: not readable as CSV: field larger.*quotation mark left open"),
+        ('text,b\na,1\n"open,2\nc,3\nd,4\n', "line 3: not readable as CSV: .*is a quotation mark left open"),
+        ('text,b\n"Hello," she said.,2\n', "line 2: not readable as CSV: .*or not doubled inside quoted text"),
         ("text,b\n", "empty; remove it"),
     ],
 )

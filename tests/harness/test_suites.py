@@ -52,6 +52,18 @@ def test_a_server_that_is_gone_gives_no_score(tmp_path: Path, monkeypatch: pytes
         ask("x", "http://127.0.0.1:9", tmp_path, Budget(), has_baselines=False)
 
 
+def test_what_an_attempt_before_left_behind_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def suite(url: str, folder: Path, budget: Budget) -> dict[str, Judged]:
+        assert not folder.exists()
+        return {"d": judged(10, 0)}
+
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "bfcl.jsonl").write_text("of a run that failed")
+    monkeypatch.setattr(suites, "SUITES", {"x": suite})
+    with trivial_server("empty") as url:
+        assert ask("x", url, tmp_path / "x", Budget(), has_baselines=False)["d"].values == judged(10, 0).values
+
+
 def test_what_cannot_be_asked_is_told_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"--suite tao: no harness.*tau"):
         ask("tao", "http://127.0.0.1:9", tmp_path, Budget())
@@ -150,6 +162,10 @@ def test_a_log_tells_of_a_failure_that_the_agent_caught(tmp_path: Path, monkeypa
     task = Task(name="t", dataset=questions, solver=deaf(), scorer=untouched())
     [log] = eval(task, model=get_model("mockllm/m", custom_outputs=answer), display="none", log_dir=str(tmp_path))
     assert log.status == "success" and log.results and log.results.scores[0].metrics["accuracy"].value == 1.0
+    empty = Task(name="t", dataset=questions[:1], solver=deaf(), scorer=untouched())
+    eval(
+        empty, model=get_model("mockllm/m"), display="none", log_dir=str(tmp_path / "baseline-empty")
+    )  # not the model's
     monkeypatch.setattr(suites, "_run", lambda *_, **__: 0)
     found = suites.ask_inspect("http://127.0.0.1:9", tmp_path, Budget(), {"d": "t"})["d"]
     assert len(found.failures) == 1 and "nobody there" in found.failures[0]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from stretto.model.spec import count
 from stretto.planner.hardware import HARDWARE, parse_cluster
 from stretto.planner.memory import Layout
 from stretto.planner.plan import Plan
-from stretto.planner.rl import Workload
+from stretto.planner.rl import Workload, _lognormal, _mean_before_cut
 from stretto.planner.speed import exchange_s, gather_s, step_time
 from stretto.train.recipe import Recipe
 
@@ -92,6 +94,12 @@ def test_rl_names_the_part_that_limits() -> None:
 
     assert limit(verdict_s=30.0) == "verifiers"
     assert limit(verdict_s=30.0, verifiers=100_000) == "staleness bound"
+
+
+@pytest.mark.parametrize("mean", [512.0, 400.0, 50.0])
+def test_answers_that_are_cut_have_the_mean_that_was_asked_for(mean: float) -> None:
+    rng, uncut = random.Random(0), _mean_before_cut(mean, 512.0)
+    assert fmean(min(512.0, _lognormal(rng, uncut)) for _ in range(20_000)) == pytest.approx(mean, rel=0.01)
 
 
 def test_the_precision_of_rl_follows_the_hardware_unless_the_recipe_chooses() -> None:

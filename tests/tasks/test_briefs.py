@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from pydantic import ValidationError
 
 from stretto.tasks.briefs import Constraints
 from stretto.tasks.registry import open_source
@@ -38,6 +39,20 @@ def test_words_and_length() -> None:
     }
     assert all(told.kept("lamp night train here").values())
     assert Constraints().kept("") == {}
+
+
+def test_phrases_and_characters_are_looked_for_as_they_stand() -> None:
+    told = Constraints(include=("once upon a time", "!"), exclude=("in order to", "—"))
+    assert list(told.kept("A time came upon us once. He went to town in good order.").values()) == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert list(told.kept("Once upon a time! In order to win — he lost.").values()) == [True, True, False, False]
+    for entries in (("",), ("a", "  ")):
+        with pytest.raises(ValidationError, match="exclude: an entry is empty; leave it out"):
+            Constraints(exclude=entries)
 
 
 def test_the_source_is_valid_and_pays_by_shares() -> None:

@@ -119,6 +119,13 @@ def test_what_is_a_choice(text: str, letter: str | None) -> None:
     assert chosen_letter(text, "boxed", CITIES) == letter
 
 
+@pytest.mark.parametrize(
+    ("text", "letter"), [("E. coli", "B"), ("C. elegans", "A"), ("C. yeast", "C"), ("D", "D"), ("E. albertii", None)]
+)
+def test_a_species_is_no_letter_before_a_text(text: str, letter: str | None) -> None:
+    assert chosen_letter(f"\\boxed{{{text}}}", "boxed", ["C. elegans", "E. coli", "yeast", "none"]) == letter
+
+
 def test_what_nobody_can_read_is_wrong_and_says_so(tmp_path: Path) -> None:
     made = source(pro(tmp_path))
     score = made.score(made.problem(0), Answer("Well, it depends."))

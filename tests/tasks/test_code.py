@@ -34,6 +34,13 @@ def test_every_problem_that_comes_with_the_package_validates(source: CodeSource)
         ("```py\nx = 1", "x = 1", True),
         ("<think>```python\nx = 0\n```</think>```python\nx = 1\n```", "x = 1\n", True),
         ("```python\nx = '```'\n```", "x = '```'\n", True),
+        ("```python3\nx = 1\n```\n", "x = 1\n", True),
+        ("```Python\nx = 1\n```", "x = 1\n", True),
+        ("```bash\npip install a\n```\nThen:\n```python\nx = 1\n```\nDone.", "x = 1\n", True),
+        ("```python\nx = 1\n```\nIt prints\n```text\n5\n```\nDone.", "x = 1\n", True),
+        ("Run ```pip install a``` first.\n```python\nx = 1\n``` Done.", "x = 1\n", True),
+        ("````python\nx = 1\n```\ny = 2\n````\n", "x = 1\n```\ny = 2\n", True),
+        ("```c\nint x;\n```", "int x;\n", True),
     ],
 )
 def test_where_the_program_is(text: str, code: str, is_marked: bool) -> None:

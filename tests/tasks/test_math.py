@@ -83,6 +83,15 @@ def test_both_layouts_validate(source: MathSource) -> None:
         (3, "The answer is $\\frac{2}{8}$.", True),
         (4, "\\boxed{x\\in[0,\\infty)}", True),
         (4, "\\boxed{(0,\\infty)}", False),
+        (0, "\\boxed{4 apples}", True),
+        (0, "\\boxed{She has $4 left.}", True),
+        (0, "\\boxed{**4**}", True),
+        (0, "\\boxed{5 apples}", False),
+        (0, "\\boxed{3 or 4}", False),
+        (0, "\\boxed{minus 4}", False),
+        (0, "\\boxed{4 million}", False),
+        (0, "\\boxed{4x}", False),
+        (0, "\\boxed{4 x}", False),
     ],
 )
 def test_answers_are_compared_by_what_they_mean(source: MathSource, item: int, text: str, right: bool) -> None:
@@ -93,6 +102,11 @@ def test_a_worked_gold_answer_ends_in_the_answer(path: Path) -> None:
     source = MathSource("m", MathArgs(path=path, worked=True))
     assert source.problem(0).gold == "2 + 2 = 4 apples.\n\\boxed{4}"
     assert source.problem(3).gold == "Halve it.\n\\boxed{\\frac{1}{4}}"
+
+
+def test_without_a_solution_the_gold_answer_is_the_answer(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"problem": "2 + 3", "answer": "5", "solution": null}\n')
+    assert MathSource("m", MathArgs(path=tmp_path / "a.jsonl", worked=True)).problem(0).gold == "\\boxed{5}"
 
 
 def test_the_layouts_of_aime(tmp_path: Path) -> None:

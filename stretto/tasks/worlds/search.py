@@ -152,7 +152,8 @@ class SearchSource(SessionSource):
             record = self._asked[item]
             text, documents = str(record["question"]), tuple(record["documents"])
             calls = (("search", text, ""), *(("open", each, "") for each in documents))
-            question = _Question(text, str(record["answer"] or UNKNOWN), documents, calls)
+            answer = "" if record["answer"] is None else str(record["answer"]).strip()
+            question = _Question(text, answer or UNKNOWN, documents, calls)
         cited = [f"[{each}]" for each in question.documents if question.answer != UNKNOWN]
         payload = question._asdict() | {"documents": list(question.documents), "calls": list(question.calls)}
         text, gold = f"{payload.pop('text')} {RULES}", " ".join([question.answer, *cited])

@@ -165,12 +165,13 @@ def test_questions_about_documents_of_ones_own(tmp_path: Path) -> None:
             "documents": ["bridge.md", "holm.txt"],
         },
         {"question": "Who painted the bridge?", "answer": "", "documents": []},
+        {"question": "How many cats live under it?", "answer": 0, "documents": ["bridge.md"]},
     ]
     questions = tmp_path / "questions.jsonl"
     questions.write_text("\n".join(map(json.dumps, told)))
     asked = source(path=tmp_path / "corpus", questions=questions)
     asked.validate()
-    assert asked.num_items == 2 and asked.problem(1).payload["answer"] == UNKNOWN
+    assert [asked.problem(item).payload["answer"] for item in range(asked.num_items)] == ["Vik", UNKNOWN, "0"]
     questions.write_text(json.dumps({**told[0], "documents": ["tower.md"]}))
     with pytest.raises(UserError, match=r"no document 'tower\.md'"):
         source(path=tmp_path / "corpus", questions=questions)
