@@ -139,6 +139,10 @@ def run(
         stages = list(dict.fromkeys(step.stage for step in steps))
         if name is not None and name not in stages:
             raise UserError(f"{flag} {name}: no such stage{nearest(name, stages)}; this pipeline has {listed(stages)}")
+    if first is not None and until is not None and STAGES.index(first) > STAGES.index(until):
+        raise UserError(f"--from {first} --until {until}: the first stage comes after the last; exchange them")
+    if price is not None and not dry_run:
+        raise UserError("--price: only the plan of --dry-run uses it; add that, or leave it out")
     start = checkpoint_folder(place(model)).resolve() if model is not None else None
     if start is None and any(MODEL in step.arguments for step in steps):
         raise UserError("--model: missing; name the run or checkpoint that this pipeline begins with")

@@ -12,7 +12,7 @@ import torch
 from stretto.api.model import Model, load
 from stretto.api.search import extract_command
 from stretto.api.stages import ModelLike, PathLike, place, run_folder, shown
-from stretto.base.config import check_unchanged, completed, read_recipe, source_name
+from stretto.base.config import check_unchanged, completed, read_recipe, source_name, validate
 from stretto.base.errors import UserError, user_errors
 from stretto.base.paths import checkpoint_folder
 from stretto.base.records import read_lineage
@@ -21,7 +21,7 @@ from stretto.evals.ranker import scope_of
 from stretto.flow.launch import Job, SourceTables
 from stretto.flow.run import Result, check_places, opened, run_opened, start_of
 from stretto.learning.algorithms import load_algorithm
-from stretto.learning.recipe import START, DistillConfig, RlRecipe, StartConfig, TeacherConfig
+from stretto.learning.recipe import START, DistillConfig, RlRecipe, StartConfig
 from stretto.learning.teachers import check_teachers, find_teachers
 from stretto.model.parallel import check_split, join, stored, stored_for_training
 from stretto.post.distill import STAGE as DISTILL
@@ -311,10 +311,12 @@ def _online_recipe(recipe: RlRecipe, source: str, start: Path | None, self_teach
     if self_teacher:
         if not verifiable or start is None or recipe.distill is not None:
             raise UserError("--self-teacher: needs --model, a verifiable source and a recipe without [distill]")
-        teacher = TeacherConfig(checkpoint=str(start.resolve()), domains=tuple(verifiable))
-        recipe = recipe.replace(
-            distill=DistillConfig(teachers={"start": teacher}, untaught=tuple(judged), outcome_weight=1.0, kl_floor=0.0)
-        )
+        teacher = {"checkpoint": str(start.resolve()), "domains": verifiable}
+        distill = {"teachers": {"start": teacher}, "untaught": judged, "outcome_weight": 1.0, "kl_floor": 0.0}
+        given = recipe.model_dump(
+            mode="json", exclude_unset=True
+        )  # what it leaves out has other defaults with [distill]
+        recipe = validate(RlRecipe, given | {"distill": distill}, source)
     limits = [f"a KL penalty to the start of weight {recipe.loss.kl_weight:g}"] if recipe.loss.kl_weight else []
     limits += [f"the verifiable sources {', '.join(verifiable)}"] if verifiable else []
     limits += [f"the teachers {', '.join(recipe.distill.teachers)}"] if recipe.distill else []

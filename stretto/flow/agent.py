@@ -47,10 +47,10 @@ from stretto.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
-_TOOL_SLOTS = 16
+TOOL_SLOTS = 16
 """Largest number of tools that one agent runs at once, which bounds the number of processes that many samples start."""
 _REPLY_SLOTS = 64
-"""Largest number of environment replies at once. Higher than `_TOOL_SLOTS`, because many environments call a remote model."""
+"""Largest number of environment replies at once. Higher than `TOOL_SLOTS`, because many environments call a remote model."""
 _PROBLEM_S = 60.0
 """Deadline for a source to return a problem."""
 _MAX_VERIFICATIONS = 3
@@ -154,7 +154,7 @@ class AgentRole:
         self._teachers = teacher_dialogues(recipe, tokenizer)
         self._engines, self._rewards = clients.engines, clients.rewards
         self._loads = [0] * len(self._engines)  # samples of this agent by engine
-        self._tool_slots, self._reply_slots = asyncio.Semaphore(_TOOL_SLOTS), asyncio.Semaphore(_REPLY_SLOTS)
+        self._tool_slots, self._reply_slots = asyncio.Semaphore(TOOL_SLOTS), asyncio.Semaphore(_REPLY_SLOTS)
         self._threads, self._calls = Threads(), CallsInFlight("agent")
         self._problems = asyncio.Lock()  # sources need not be thread-safe
         self._in_flight: dict[tuple[int, int | None], _InFlight] = {}
@@ -168,7 +168,7 @@ class AgentRole:
 
         Raises:
             GroupFailed: an infrastructure error, or the lease ended; the next attempt continues from the logs.
-            UserError: another attempt would not help: a full disk, a prompt that is too long, a template without tool turns.
+            UserError: another attempt would not help: a full disk, a template without tool turns.
         """
         async with self._calls.one():
             group = await self._within_lease(task, attempt, is_last=is_last)
@@ -291,7 +291,10 @@ class AgentRole:
         """Produce the next part of the sample, or finish the sample."""
         rollout, now_s = self._recipe.rollout, time.time()
         if not sample.parts:
-            check_room(group.task, len(group.prompt), self._recipe.train.seq_len)
+            try:
+                check_room(group.task, len(group.prompt), self._recipe.train.seq_len)
+            except UserError as error:  # this group fails, the run goes on
+                raise InfraError(str(error)) from None
             sample.append(Part(context(group.prompt, now_s, now_s)))
         last, left = sample.parts[-1], self._room(sample)
         may_call = last.ended == "stop" and group.schemas

@@ -317,7 +317,7 @@ class Threads:
             is_wanted = result.set_running_or_notify_cancel()
             try:
                 report = partial(result.set_result, work() if is_wanted else None)
-            except Exception as error:
+            except BaseException as error:  # a SystemExit also goes to the caller and does not end the thread
                 report = partial(result.set_exception, error)
             if len(self._idle) < _MAX_IDLE:
                 self._idle.append(inbox)  # before the report, so that the caller's next call can reuse this thread

@@ -239,7 +239,6 @@ class Controller:
 
     def finish(self) -> None:
         """End the run: groups alive end as cancelled, and the ledger is closed."""
-        self.state.batches.clear()
         for ordinal in [*self.state.alive]:
             self.ledger.record("ended", durable=True, ordinal=ordinal, ending=Ending.CANCELLED.value)
         self.ledger.close()

@@ -339,9 +339,11 @@ class EngineWeights:
                 try:
                     with self._trace.span(name, "activate", version=weights.number):
                         await self._roles.activate(name, weights)
-                except RuntimeFailure as failure:
-                    if isinstance(failure, RoleError) and weights is not self._weights:
+                except (RuntimeFailure, UserError) as failure:
+                    if isinstance(failure, (RoleError, UserError)) and weights is not self._weights:
                         continue  # the channel may have dropped that version; the engine still has its old one
+                    if isinstance(failure, UserError):
+                        raise
                     if not isinstance(failure, RoleDied):
                         # the engine hangs or failed inside, and its version is unknown until it is restarted
                         await self._roles.restart(self._roles.engines[name], str(failure))

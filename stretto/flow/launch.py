@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
@@ -19,7 +20,7 @@ from typing import Any
 from stretto.base.errors import InfraError, UserError
 from stretto.base.paths import read_json
 from stretto.base.trajectory import WeightVersion
-from stretto.flow.agent import AgentRole, Wait, check_room
+from stretto.flow.agent import TOOL_SLOTS, AgentRole, Wait, check_room
 from stretto.flow.clients import Verifiers, connect
 from stretto.flow.files import RunFiles
 from stretto.flow.prompts import Prompts, plan_prompts
@@ -107,7 +108,12 @@ class SourceTables:
 
     def __call__(self) -> dict[str, TaskSource]:
         """Raises UserError: a source refuses its arguments, or the required isolation is not available."""
-        sandbox = Sandbox(self.sandbox, strict=self.sandbox.strict) if self._may_have(_NEED_SANDBOX) else None
+        sandbox = None
+        if self._may_have(_NEED_SANDBOX):
+            workers = min(
+                TOOL_SLOTS, os.cpu_count() or 1
+            )  # an agent runs the programs of many groups; keepers start on demand
+            sandbox = Sandbox(self.sandbox, strict=self.sandbox.strict, workers=workers)
         opened: dict[str, TaskSource] = {}
         with ExitStack() as stack:  # closes the sources that are open when a later one is refused
             for name, source in self.sources.items():
@@ -146,11 +152,17 @@ def check_sources(
                 raise UserError(f"rewards.{name}.diversity: {error}") from error
     teacher_dialogues(recipe, tokenizer)  # refuses teachers of another tokenizer
     with tables.opened() as sources:
+        deadline_s, limits = recipe.runtime.rewards.deadline_s, recipe.sandbox
         for name, source in sources.items():
-            if source.verdict_s >= recipe.runtime.rewards.deadline_s:
+            if source.verdict_s >= deadline_s:
                 raise UserError(
                     f"sources.{name}: a verdict may take {source.verdict_s:g} s, and runtime.rewards.deadline_s is "
-                    f"{recipe.runtime.rewards.deadline_s:g}; raise that"
+                    f"{deadline_s:g}; raise that"
+                )
+            if recipe.sources[name].kind in _NEED_SANDBOX and max(limits.wall_s, limits.cpu_s) >= deadline_s:
+                raise UserError(
+                    f"sources.{name}: a program may take {max(limits.wall_s, limits.cpu_s):g} s (sandbox.wall_s, sandbox.cpu_s), and "
+                    f"runtime.rewards.deadline_s is {deadline_s:g}; raise that, or lower them"
                 )
             source.validate()
         sizes = {name: source.num_items for name, source in sources.items()}
@@ -159,7 +171,7 @@ def check_sources(
         say(f"problems: {counts}" + "".join(f"; sandbox isolation: {level}" for level in levels[:1]))
         prompts = plan_prompts(recipe, sizes)
         tasks = [prompts.task(ordinal) for ordinal in range(min(_TRIED_PROMPTS, train.steps * train.prompts))]
-        tasks += [prompts.held_out(number) for number in range(min(_TRIED_PROMPTS, train.eval_prompts))]
+        tasks += [prompts.held_out(number) for number in range(train.eval_prompts)]
         offers_tools = False
         for task in tasks:
             source = sources[task.source]
@@ -347,7 +359,9 @@ class Gang:
         error = next((each for each in errors if isinstance(each, UserError)), errors[0])
         if isinstance(error, RoleError):
             problem = f"trainer: {method}: {error.kind}: {error.message}"
-            raise UserError(f"{problem}; see the log, then continue with --resume") from error
+            raise UserError(
+                f"{problem}; its traceback is in error.txt of the run folder; then continue with --resume"
+            ) from error
         raise error
 
     async def _errors(self, calls: Sequence[asyncio.Future[Any]]) -> list[BaseException]:

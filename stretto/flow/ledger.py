@@ -12,7 +12,7 @@ import json
 import os
 import sqlite3
 from bisect import bisect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,6 +100,10 @@ class State:
         for ordinal in ordinals:
             self.alive[ordinal].ref = None
             self.alive[ordinal].num_vanished += 1
+        self._choose_again(ordinals)
+
+    def _choose_again(self, ordinals: Sequence[int]) -> None:
+        """Forget the batches from the first one with a group of ``ordinals`` on."""
         broken = [step for step, chosen in self.batches.items() if not set(ordinals).isdisjoint(chosen)]
         self.batches = {step: chosen for step, chosen in self.batches.items() if step < min(broken, default=step + 1)}
 
@@ -122,6 +126,7 @@ class State:
         assert ordinal in self.alive, f"group {ordinal} ends as {ending}, and had ended before"
         del self.alive[ordinal]
         self.endings[Ending(ending)] = self.endings.get(Ending(ending), 0) + 1
+        self._choose_again([ordinal])  # a resumed run that ends early has batches of steps that it was to repeat
 
     def resumed(self) -> None:
         """The run was resumed: no attempt is in flight."""

@@ -103,7 +103,7 @@ def _verdicts(source: TaskSource, requests: Sequence[RewardRequest], compares: b
         )
         if len(scores) != len(requests):
             raise ValueError(f"compare() gave {len(scores)} scores for {len(requests)} answers")
-    except Exception as error:  # tasks are foreign code that may raise anything
+    except (Exception, SystemExit) as error:  # tasks are foreign code that may raise anything
         return tuple(infra(request, _short(f"raised {type(error).__name__}: {error}")) for request in requests)
     seconds = time.perf_counter() - started_s
     return tuple(_verdict(request, score, seconds) for request, score in zip(requests, scores, strict=True))

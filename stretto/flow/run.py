@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 
 from stretto.base.config import check_unchanged, completed
 from stretto.base.errors import InfraError, UserError
-from stretto.base.paths import CHECKPOINT, claimed, read_json, remove, write_json
+from stretto.base.paths import CHECKPOINT, claimed, read_json, remove, write_json, write_text
 from stretto.base.track import read_metrics
 from stretto.flow.controller import Controller, Limits, default_window
 from stretto.flow.driver import Driver
@@ -60,6 +60,8 @@ from stretto.runtime.runtime import (
 from stretto.runtime.store import Store
 from stretto.text.tokenizer import load_tokenizer
 
+ERROR_FILE = "error.txt"
+"""Traceback of the role whose error ended the run."""
 MOVED = "eval/kl_start"
 """Name of the metric `Result.moved`."""
 _WRITE_S = 600.0
@@ -133,6 +135,15 @@ def run_opened(job: Job, has_run: bool, advance: Advance, say: Say) -> Result:
         return replace(found, checkpoint=job.folder / CHECKPOINT)
     except InfraError as error:
         raise UserError(f"{error}; continue with --resume when it answers") from error
+    except (RoleError, UserError) as error:
+        inside = error if isinstance(error, RoleError) else error.__cause__
+        if isinstance(inside, RoleError):
+            write_text(job.folder / ERROR_FILE, inside.trace)
+        if isinstance(error, RoleError):
+            raise UserError(
+                f"{error}; {job.folder / ERROR_FILE} has its traceback; then continue with --resume"
+            ) from error
+        raise
     finally:
         gc.unfreeze()
 

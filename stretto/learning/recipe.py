@@ -6,7 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
@@ -136,6 +136,8 @@ class RolloutConfig(Config):
             return given
         address = given["address"]
         address = (address,) if isinstance(address, str) else address
+        if not isinstance(address, Sequence):
+            return given
         return {"engines": len(address), **given, "address": address}
 
     @model_validator(mode="after")
@@ -143,6 +145,8 @@ class RolloutConfig(Config):
         if bool(self.address) is (self.engine == "own"):
             remedy = "leave it out, or set engine" if self.address else "give the addresses of its servers"
             raise ValueError(f"address does not fit engine {self.engine!r}: {remedy}")
+        if self.canary is not None and not self.address:
+            raise ValueError("canary is for servers at an address; leave it out")
         if self.keep_cache and self.address:
             raise ValueError(
                 "keep_cache is for engines that the run starts; servers at an address compute keys again: leave it out"
@@ -231,6 +235,8 @@ class LossConfig(Config):
         """Fill missing fields from the preset; fields of another policy or correction than the preset's from their tables."""
         if not isinstance(given, Mapping):
             return given
+        if not all(isinstance(given.get(field, ""), str) for field in ("preset", "policy", "correction")):
+            return given  # refused by the fields
         tree = {"policy": "cispo", "correction": "none", **PRESETS.get(given.get("preset", "tis"), {})}
         for field, table in (("policy", _OF_POLICY), ("correction", _OF_CORRECTION)):
             kind = given.get(field, tree[field])
@@ -549,6 +555,8 @@ class RlRecipe(Config):
             raise ValueError(
                 f"teachers: {self.loss.advantage!r} asks none; set loss.advantage to a function of your own, or leave them out"
             )
+        if self.runtime.kind == "local" and self.runtime.address != RuntimeConfig().address:
+            raise ValueError("runtime.address: that of a Ray cluster; start with --runtime ray, or leave it out")
         if self.runtime.kind == "local" and self.resources != ResourcesConfig():
             raise ValueError("resources: places on a Ray cluster; start with --runtime ray, or leave the table out")
         if self.store not in ("file", "ray") and "://" not in self.store:

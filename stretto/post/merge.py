@@ -88,6 +88,8 @@ class MergeOptions(Config):
     def _check(self) -> Self:
         if self.weights and self.method in ("average", "ties") and sum(self.weights) == 0:
             raise ValueError(f"weights {list(self.weights)} sum to 0, and {self.method} divides by the sum")
+        if self.weights and self.method == "slerp":
+            raise ValueError("weights: slerp has none; give t, the position between the two parents")
         return self
 
 
@@ -216,8 +218,10 @@ class MergedState(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         tensors = [parent[name] for parent in self._parents]
-        if name.endswith(".bias_WE") or self._options.method == "average":
+        if self._options.method == "average":
             return average(tensors, self._weights)
+        if name.endswith(".bias_WE"):  # selection biases of the routers, which no method adds
+            return average(tensors, self._weights if sum(self._weights) else (1.0,) * len(tensors))
         result = torch.full_like(tensors[0], torch.nan)
         base = self._base[name]
         for place, part in enumerate(self._parts[name]):

@@ -83,6 +83,8 @@ def test_what_is_no_recipe_of_this_stage(stretto: Run, tiny: Path, tmp_path: Pat
     refused(
         stretto("online", online, *out, *only, "--self-teacher"), "--self-teacher: needs --model, a verifiable source"
     )
+    warm = ("--model", start, "--self-teacher", "--set", "rollout.temperature=0.8")
+    refused(stretto("online", online, *out, *warm), "online.toml: rollout.temperature 0.8: distillation compares")
     endpoint = "sources.writing.args.judge={url='http://127.0.0.1:9/v1', model='none', retries=0}"
     dead = ("--model", start, "--set", endpoint)
     refused(

@@ -292,7 +292,7 @@ def test_no_sample_is_longer_than_the_trainer_takes(tmp_path: Path) -> None:
     assert (done.finish_reason, done.num_turns) == ("length", 1)
     assert done.segments[-1].is_sampled and done.num_tokens <= 500
     with pytest.raises(
-        UserError, match=r"sources\.toy: item 7: its prompt of \d+ tokens leaves no room .* train\.seq_len 10"
+        GroupFailed, match=r"sources\.toy: item 7: its prompt of \d+ tokens leaves no room .* train\.seq_len 10"
     ):
         run_spoken(tmp_path / "short", ["5"], Toy(), max_len=10)
 

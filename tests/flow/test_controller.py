@@ -278,6 +278,25 @@ def test_a_run_that_was_killed_before_its_first_snapshot_is_resumed(tmp_path: Pa
     assert handed(again) == [(0, 1), (2, 1), (3, 1)]
 
 
+def test_a_resumed_run_that_ends_before_it_has_repeated_its_steps_can_be_resumed(tmp_path: Path) -> None:
+    controller, _ = started(tmp_path)
+    cut = controller.checkpoint_cut()
+    for _ in range(3):
+        for each in controller.admit():
+            controller.group_ready(ref(each.task.ordinal, version=controller.version))
+        assert controller.next_batch() is not None
+        train(controller)
+    again = resumed(tmp_path, cut)
+    assert batch(again) == [0, 1]
+    train(again)
+    later = again.checkpoint_cut()
+    again.finish()  # out of time, with batches of two steps that were to be repeated
+    last = resumed(tmp_path, later)
+    for each in last.admit():
+        last.group_ready(ref(each.task.ordinal, attempt=each.attempt, version=1))
+    assert batch(last) == [8, 9]
+
+
 def test_what_is_alive_at_the_end_is_cancelled(tmp_path: Path) -> None:
     controller, _ = started(tmp_path)
     controller.admit()

@@ -543,8 +543,8 @@ class Engines:
         """Versions activated, in every incarnation."""
         self.dies: Iterator[str] = iter(())
         """For each activation, a death ``before`` it was done, ``after``, ``between`` asking and doing, or none."""
-        self.gone: set[int] = set()
-        """Versions that cannot be fetched any more."""
+        self.gone: dict[int, Exception] = {}
+        """Versions that cannot be fetched any more, and what fetching them raises."""
 
     def restarts(self, name: str) -> int:
         return self.num_restarts if name == "engine-0" else 0
@@ -555,7 +555,7 @@ class Engines:
         await self.is_open.wait()
         await asyncio.sleep(0)
         if weights.number in self.gone:
-            raise RoleError(name, "activate", "InfraError", "the trainer has a newer version", "")
+            raise self.gone[weights.number]
         death = next(self.dies, "")
         if death == "before":
             self.has = -1
@@ -600,7 +600,16 @@ def test_an_engine_gets_the_newest_weights_whenever_it_dies(tmp_path: Path, deat
     assert asyncio.run(play()) == [0, 0]
 
 
-def test_an_engine_that_comes_too_late_for_a_version_gets_the_next_one_without_a_restart(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        RoleError("engine-0", "activate", "InfraError", "the trainer has a newer version", ""),
+        UserError("weights-0000000.safetensors: no such file"),
+    ],
+)
+def test_an_engine_that_comes_too_late_for_a_version_gets_the_next_one_without_a_restart(
+    error: Exception, tmp_path: Path
+) -> None:
     async def play() -> None:
         roles = Engines()
         controller = Controller(LIMITS, task, Ledger.start(tmp_path / "groups.sqlite"))
@@ -614,7 +623,7 @@ def test_an_engine_that_comes_too_late_for_a_version_gets_the_next_one_without_a
                 controller.group_ready(ref(dispatch.task.ordinal))
             assert controller.next_batch() is not None
             controller.trained(0)
-            roles.gone = {0}
+            roles.gone = {0: error}
             following.publish(WeightVersion(1, "", "", 0))
             roles.is_open.set()
             await asyncio.wait_for(settled(following), 60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -55,9 +56,14 @@ def raising(problem: Problem, answer: Answer) -> Score:
     raise ZeroDivisionError("division\nby zero")
 
 
+def exiting(problem: Problem, answer: Answer) -> Score:
+    sys.exit(3)
+
+
 @pytest.mark.parametrize(
     ("judged", "why"),
     [
+        (exiting, "raised SystemExit: 3"),
         (lambda problem, answer: Score(math.nan, Outcome.OK), "nan"),
         (lambda problem, answer: Score(-math.inf, Outcome.OK), "inf"),
         (lambda problem, answer: Score("1", Outcome.OK), "not a number"),

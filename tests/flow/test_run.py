@@ -24,7 +24,7 @@ from stretto.base.paths import read_json, write_json
 from stretto.base.trajectory import GroupRef, Task, WeightVersion
 from stretto.engine.engine import Engine
 from stretto.engine.request import Event
-from stretto.flow import rollout
+from stretto.flow import rollout, run
 from stretto.flow import rollout as engines
 from stretto.flow.clients import Generated
 from stretto.flow.controller import Controller, Limits
@@ -38,6 +38,7 @@ from stretto.learning.samples import log_name
 from stretto.learning.weights import fetch, publish
 from stretto.ops import matmul
 from stretto.runtime.local import open_runtime
+from stretto.runtime.runtime import RoleError
 from stretto.runtime.store import FolderStore
 
 
@@ -157,6 +158,24 @@ def test_a_run_of_an_older_version_goes_on_and_only_a_real_change_is_refused(tmp
     write_json(run / RECIPE_FILE, written)
     with pytest.raises(UserError, match=r"rollout\.forgotten: was 3 when this run started, is not set now"):
         check_recipe(recipe, run)
+
+
+def test_the_traceback_of_a_role_that_ended_the_run_is_in_its_folder(
+    tmp_path: Path, recipe_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside = RoleError("engine-0", "__init__", "RuntimeError", "CUDA out of memory", "Traceback: in engine.py")
+
+    async def fail(*_: Any) -> Result:
+        raise inside
+
+    monkeypatch.setattr(run, "_run", fail)
+    job = Job(read_recipe(recipe_file, RlRecipe), tmp_path / "out", tmp_path / "start")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(
+        UserError, match=r"engine-0: __init__ raised RuntimeError: CUDA out of memory; .*error\.txt has"
+    ):
+        run.run_opened(job, False, lambda *_: None, lambda _: None)
+    assert (tmp_path / "out" / run.ERROR_FILE).read_text() == "Traceback: in engine.py"
 
 
 def test_what_a_kill_left_behind_goes_and_what_is_needed_stays(tmp_path: Path) -> None:

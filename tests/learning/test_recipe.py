@@ -34,6 +34,8 @@ def test_what_the_recipe_says_comes_before_the_preset() -> None:
         ({"preset": "decoupled", "icepop_range": (2.0, 0.5)}, {"minibatches": 2}, "a lower and a higher ratio"),
         ({"preset": "gpso"}, {}, "preset: no 'gpso' .did you mean 'gspo'"),
         ({"advantage": "grop"}, {}, "advantage: no 'grop' .did you mean 'grpo'"),
+        ({"policy": ["ppo"]}, {}, "policy"),
+        ({"correction": {}}, {}, "correction"),
     ],
 )
 def test_a_setting_that_would_change_nothing_is_refused(
@@ -41,6 +43,16 @@ def test_a_setting_that_would_change_nothing_is_refused(
 ) -> None:
     with pytest.raises(ValidationError, match=message):
         recipe(loss=loss, **{f"train__{name}": value for name, value in train.items()})
+
+
+def test_what_local_runs_and_own_engines_do_not_use_is_refused() -> None:
+    for changes, message in (
+        ({"runtime": {"address": "10.0.0.1:6379"}}, "runtime.address: that of a Ray cluster; start with --runtime ray"),
+        ({"rollout__canary": 0.1}, "canary is for servers at an address; leave it out"),
+        ({"rollout__address": 5}, "address"),
+    ):
+        with pytest.raises(ValidationError, match=message):
+            recipe(**changes)
 
 
 def test_a_lease_longer_than_the_watchdog_waits_is_refused() -> None:

@@ -91,6 +91,9 @@ def test_biases_of_every_width_are_means_and_the_rest_is_the_bases(tmp_path: Pat
         assert len(states[0][key]) == 4
         mean = torch.stack([state[key] for state in states]).mean(0)
         torch.testing.assert_close(after.model.state_dict()[key], mean)
+    less = MergeOptions(method="task-arithmetic", weights=(1.0, -1.0, 0.0))
+    merge(parents, base, tmp_path / "less", less)
+    torch.testing.assert_close(read_checkpoint(tmp_path / "less").model.state_dict()[key], mean)
 
 
 def test_lineage_and_cost(tmp_path: Path) -> None:
@@ -179,6 +182,8 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
         MergeOptions(method="average", weights=(1.0, float("nan")))
     with pytest.raises(ValueError, match="sum to 0"):
         MergeOptions(method="average", weights=(1.0, -1.0))
+    with pytest.raises(ValueError, match="slerp has none; give t"):
+        MergeOptions(method="slerp", weights=(0.3, 0.7))
     orders = tuple(tuple(range(8)) for _ in range(2))
     reordered = read_checkpoint(a)
     config = reordered.config.replace(expert_order=orders)
