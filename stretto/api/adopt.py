@@ -200,7 +200,8 @@ def upcycling(experts: int | None, top_k: int | None, method: str, shared: int |
         UserError: the conversion is impossible, or another option is given without ``--experts``.
     """
     if experts is None:
-        for flag, value in (("--top-k", top_k), ("--shared", shared)):
+        is_given = {"--top-k": top_k, "--shared": shared, "--method": None if method == "split" else method}
+        for flag, value in is_given.items():
             if value is not None:
                 raise UserError(f"{flag} {value}: needs --experts; add it, or leave {flag} out")
         return None
@@ -360,6 +361,9 @@ class Text:
 def _text(out: Path, tokenizer: Path, state: StreamedState, options: AdoptOptions) -> Text | None:
     """The calibration text, tokenised into the run; None where none is needed."""
     if options.order == "none" or _is_elastic(state.config):
+        if options.calibration:
+            why = "the network has an order" if options.order != "none" else "--order none ranks nothing"
+            raise UserError(f"--calibration: {why}; leave it out")
         return None
     vocab_size = state.config.vocab_size
     if options.calibration:

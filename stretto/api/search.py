@@ -16,7 +16,7 @@ from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
 from stretto.base.numbers import counted
 from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, read_json, require_apart, require_new
-from stretto.base.records import Meter, Receipt
+from stretto.base.records import Meter, Receipt, find_lineage
 from stretto.base.track import progress, say
 from stretto.data.loader import Loader
 from stretto.evals.loss import EvalBatch
@@ -46,9 +46,11 @@ BEST = "best"
 
 def latency_command(run: Path, device: str = "auto") -> LatencyTable:
     """Measure this machine's latency table for the network of ``run`` and write it to the run folder."""
-    model = load_checkpoint(run, join(device)).model
-    space = SearchSpace.of(model.config)
-    experts, top_ks = _ends(space.experts), _ends(space.top_k)
+    checkpoint = load_checkpoint(run, join(device))
+    model, space = checkpoint.model, SearchSpace.of(checkpoint.model.config)
+    presets = named_subnets(checkpoint.config, checkpoint.presets).values()
+    fewest = min(space.experts[0], *(num for each in presets for num in each.experts))
+    experts, top_ks = (*{fewest: None, **dict.fromkeys(_ends(space.experts))},), _ends(space.top_k)
     table = measure(model, experts, top_ks, usual_workloads(model.config))
     write_table(run / LATENCY_FILE, table)
     say(f"{run / LATENCY_FILE}: {table.num_samples} samples on {table.machine.device}, {table.num_disturbed} disturbed")
@@ -100,12 +102,25 @@ class SearchRecord(Config):
     result: SearchResult
     receipt: Receipt
     """Cost of the search with the healing of its candidates; `extract_command` adds it to the lineage of the chosen Subnet."""
+    weights: str = ""
+    """Hash of the weights that were searched, of their lineage; empty: not known."""
 
 
 def read_search(run: Path) -> SearchRecord | None:
-    """The last search of ``run``, which may also be a run's checkpoint folder; None if the run was not searched."""
-    path = (run.parent if run.name == CHECKPOINT else run) / SEARCH_FILE
-    return validate(SearchRecord, read_json(path), source=str(path)) if path.is_file() else None
+    """The last search of ``run``, which may also be a run's checkpoint folder; None if these weights were not searched."""
+    path = _search_file(run)
+    found = validate(SearchRecord, read_json(path), source=str(path)) if path.is_file() else None
+    return found if found is not None and found.weights in ("", searched_weights(run)) else None
+
+
+def searched_weights(run: Path) -> str:
+    """Hash of the weights of ``run`` in their lineage; empty without one."""
+    lineage = find_lineage(checkpoint_folder(run))
+    return "" if lineage is None else lineage.weights_hash
+
+
+def _search_file(run: Path) -> Path:
+    return (run.parent if run.name == CHECKPOINT else run) / SEARCH_FILE
 
 
 def extract_command(
@@ -157,7 +172,12 @@ def best_subnet(source: Path, config: ModelConfig) -> Subnet:
     """The Subnet that the last search of ``source`` chose. Raises `UserError`: the run was not searched."""
     found = read_search(source)
     if found is None:
-        raise UserError(f"{source}: --subnet best: no search has been made here; run `stretto search {source}` first")
+        problem = (
+            "its weights have changed since the search"
+            if _search_file(source).is_file()
+            else "no search has been made here"
+        )
+        raise UserError(f"{source}: --subnet best: {problem}; run `stretto search {source}` first")
     return check_subnet(config, found.result.chosen.subnet)
 
 
@@ -283,6 +303,8 @@ def export_command(source: Path, family: str | None, out: Path, dtype: str, gguf
     """
     folder = checkpoint_folder(source)
     require_apart(out, folder)
+    if gguf and family is not None:
+        raise UserError(f"--family {family}: a GGUF file has the checkpoint's own; leave --family or --gguf out")
     require_new(out, force or (gguf and out.is_dir()))  # write_gguf refuses a folder
     if gguf:
         with progress("write GGUF", None) as advance:

@@ -27,6 +27,7 @@ from stretto.api.search import (
     on_other_data,
     parse_limits,
     quantise_command,
+    searched_weights,
 )
 from stretto.api.train import (
     begun_run,
@@ -51,7 +52,7 @@ from stretto.api.train import (
 )
 from stretto.base.config import overriding, read_recipe, validate
 from stretto.base.errors import UserError, user_errors
-from stretto.base.paths import CHECKPOINT, checkpoint_folder, claimed, require_apart, require_new, write_json
+from stretto.base.paths import CHECKPOINT, checkpoint_folder, claimed, remove, require_apart, require_new, write_json
 from stretto.base.records import Meter
 from stretto.base.track import say
 from stretto.evals.loss import evaluate as loss_of
@@ -395,11 +396,17 @@ def search(
     Raises:
         UserError: ``model`` is not a run, or no sub-network meets the limits (the message names the nearest limits that can be met).
     """
-    run, limits = place(model), parse_limits(max_total, max_active, max_latency_ms)
+    run, limits, named = place(model), parse_limits(max_total, max_active, max_latency_ms), listed_data(data)
+    if not named and (val is not None or val_fraction is not None):
+        raise UserError(
+            f"{'--val' if val else '--val-fraction'}: needs --data; name the text to measure on, or leave it out"
+        )
     healing = None
     if heal_steps:
         keys = ("train.steps", "train.eval_every", "train.snapshot_every")
         healing = read_recipe(heal_recipe, HealRecipe, [f"{key}={heal_steps}" for key in keys])
+        if healing.train.ep > 1:
+            raise UserError(f"train.ep: {healing.train.ep}, and a search heals on one rank; set 1 in {heal_recipe}")
     info, ranks = read_info(run), join(device)
     if isinstance(info.recipe, HealRecipe):
         raise UserError(
@@ -407,11 +414,15 @@ def search(
         )
     checkpoint = load_checkpoint(run, ranks)
     network = checkpoint.model
+    if healing is not None and healing.train.seq_len > (most := checkpoint.config.max_positions):
+        raise UserError(
+            f"train.seq_len: {healing.train.seq_len} of {heal_recipe} exceeds the network's {most} positions"
+        )
     with ExitStack() as held:
         ranks.first(
             lambda: held.enter_context(claimed(run / "search"))
         )  # tokens and healed candidates are written there
-        if named := listed_data(data):
+        if named:
             text = TextOptions(val, val_fraction, text_field)
             info = ranks.first(lambda: on_other_data(run, info, named, text, checkpoint))
         batches = held_out(info, info.train, ranks)
@@ -424,8 +435,11 @@ def search(
             assert healing is not None and info.data_hash is not None
             flops_before = meter.receipt().flops
             loader = open_loader(info, healing.train, ranks)
-            job = Job(run / "search" / f"heal-{next(numbers):02d}", loader, (), info.data_hash, ranks)
-            healed = stages.heal(healing, job, in_memory(cut_out(network, subnet)), in_memory(network))
+            folder = run / "search" / f"heal-{next(numbers):02d}"
+            job = Job(folder, loader, (), info.data_hash, ranks)
+            student = cut_out(network, subnet).float()  # as `heal` trains it, whatever the checkpoint stores
+            healed = stages.heal(healing, job, in_memory(student), in_memory(network))
+            ranks.first(lambda: remove(folder))  # its snapshot has weights and states of the optimiser
             # the search's meter has counted the teacher's passes already: the teacher is the network that it watches
             spent, counted = healed.meter.receipt(), meter.receipt().flops - flops_before
             meter.add(flops=spent.flops - counted, tokens=spent.tokens)
@@ -447,7 +461,8 @@ def search(
                 table=table,
                 heal=healed_nll if healing is not None else None,
             )
-        write_json(run / SEARCH_FILE, SearchRecord(result=result, receipt=meter.receipt()).model_dump(mode="json"))
+        record = SearchRecord(result=result, receipt=meter.receipt(), weights=searched_weights(run))
+        write_json(run / SEARCH_FILE, record.model_dump(mode="json"))
     return Search(result)
 
 
@@ -531,7 +546,7 @@ def heal(
         return same_folder(run, begun, "--teacher", teacher_folder if parsed.ce_weight < 1.0 else None, "teacher")
 
     with ExitStack() as held:
-        info = ranks.first(lambda: claim_run(run, resume, held, begin))
+        info = ranks.first(lambda: claim_run(run, resume, held, begin, replaces=force and not resume))
         taught_by = stored(info.teacher) if info.teacher is not None else None
         trained = stages.heal(parsed, new_job(run, info, ranks, resume), student, taught_by)
         write_result(out_folder, out_folder.name, info, trained, ranks, student.presets, student)

@@ -140,17 +140,26 @@ def _rows_before(parent: Path | None) -> HeldOutRows | None:
 
 
 def claim_run(
-    run: Path, resume: bool, held: ExitStack, start: Callable[[], RunInfo], result: str = CHECKPOINT
+    run: Path,
+    resume: bool,
+    held: ExitStack,
+    start: Callable[[], RunInfo],
+    result: str = CHECKPOINT,
+    replaces: bool = False,
 ) -> RunInfo:
     """The run's record, created or read by ``start``. The folder stays locked against other processes until ``held`` is closed.
 
     Args:
         result: folder inside ``run`` that exists once a run of this stage has ended.
+        replaces: delete what is left of another run.
 
     Raises:
         UserError: the folder holds another run and ``resume`` is False, or another process runs in it.
     """
     held.enter_context(claimed(run))
+    if replaces:
+        remove(run / "snapshots")
+        remove(run / result)
     if not resume and ((run / "snapshots").is_dir() or (run / result).is_dir()):
         raise UserError(f"{run}: holds a run already; add --resume to continue it, or choose another folder")
     info = start()
@@ -294,6 +303,10 @@ def find_teacher(recipe: HealRecipe, student: Path, vocab_size: int, teacher: Pa
     """The checkpoint folder of ``teacher``, by default of the network that the checkpoint ``student`` was cut from. None if the recipe uses
     no teacher. ``vocab_size``: the student's."""
     if recipe.ce_weight >= 1.0:
+        if teacher is not None:
+            raise UserError(
+                f"--teacher {teacher}: the recipe's ce_weight of 1 uses no teacher; lower it, or leave --teacher out"
+            )
         return None
     if teacher is None:
         lineage = find_lineage(student)

@@ -186,7 +186,7 @@ def tokenize(
     from stretto.train.prepare import TextOptions, tokenise_data
 
     text = TextOptions(val, val_fraction, text_field)
-    manifest = tokenise_data(data, out, tokenizer, vocab_size or VOCAB_SIZE, text)
+    manifest = tokenise_data(data, out, tokenizer, VOCAB_SIZE if vocab_size is None else vocab_size, text)
     say(f"{manifest.num_tokens:,} tokens of {manifest.num_documents:,} documents in {out}")
 
 

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
+from typing import Any
 
 from stretto.base import numbers
 from stretto.base.errors import UserError
-from stretto.base.paths import claimed
+from stretto.base.paths import claimed, read_json, remove, write_json
 from stretto.base.track import progress, say
 from stretto.data.conversations import ConversationForm
 from stretto.data.holdout import VAL_FRACTION, Holdout, choose_holdout, without_held_out
@@ -35,6 +36,8 @@ from stretto.train.recipe import TrainConfig
 TOKENIZER_CHARS = 20_000_000
 """Characters of text that a tokenizer is trained on (ours). More text hardly changes a vocabulary of this size."""
 VAL_FOLDER = "val"
+REQUEST_FILE = "request.json"
+"""In the folder of a tokenizer: what it was trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +100,13 @@ def prepare_data(
         if Path(source) not in tokenised
     }
     tokenizer = tokenizer or next((folder / TOKENIZER for folder in tokenised), None)
+    if tokenizer is not None and tokenizer.name == "tokenizer.json":
+        tokenizer = tokenizer.parent  # with the chat template beside it
     if tokenizer is None:
         weights = [weighted[number][1] for number in raw]
+        path = run / "data" / TOKENIZER / REQUEST_FILE
+        if path.is_file() and read_json(path) != _request([*raw.values()], weights, vocab_size):
+            remove(run / "data")  # of an attempt with other text, which never became a run
         tokenizer = _own_tokenizer(run / "data" / TOKENIZER, [*raw.values()], weights, vocab_size)
     elif (size := load_tokenizer(tokenizer).vocab_size) > vocab_size:
         raise UserError(
@@ -181,9 +189,10 @@ def tokenise_data(
 
 
 def _own_tokenizer(folder: Path, sources: Sequence[Source], weights: Sequence[float], vocab_size: int) -> Path:
-    """The tokenizer that an earlier attempt left in ``folder``, else one that is trained now. Raises `UserError`: the existing
-    tokenizer is too large, or there is no text.
+    """The tokenizer that an earlier attempt with the same request left in ``folder``, else one that is trained now. Raises `UserError`:
+    the existing one is too large or was trained for another request, or there is no text.
     """
+    request, path = _request(sources, weights, vocab_size), folder / REQUEST_FILE
     if not (folder / "tokenizer.json").is_file():
         documents = _weighted(sources, weights)
         if (first := next(documents, None)) is None:
@@ -193,12 +202,22 @@ def _own_tokenizer(folder: Path, sources: Sequence[Source], weights: Sequence[fl
                 )  # raises an error that names the file, unless a folder has blank files only
             raise UserError(f"--data: {', '.join(source.name for source in sources)}: no text; name files with text")
         learn_tokenizer(chain([first], documents), vocab_size).save(folder)
+        write_json(path, request)
     elif (size := load_tokenizer(folder).vocab_size) > vocab_size:
         raise UserError(
             f"{folder}: has {size} tokens, more than the {vocab_size} asked for; "
             "raise the size of the vocabulary, or choose a new folder"
         )
+    elif path.is_file() and read_json(path) != request:
+        raise UserError(f"{folder}: trained on other text, or for another size of the vocabulary; choose a new folder")
     return folder
+
+
+def _request(sources: Sequence[Source], weights: Sequence[float], vocab_size: int) -> dict[str, Any]:
+    """What a tokenizer is trained on, as far as names and sizes of files tell."""
+    sizes = [sum(file.stat().st_size for file in source.files.get("train", ())) for source in sources]
+    names = [source.name for source in sources]
+    return {"sources": names, "bytes": sizes, "weights": [*weights], "vocab_size": vocab_size}
 
 
 def _weighted(sources: Sequence[Source], weights: Sequence[float]) -> Iterator[Document]:

@@ -23,6 +23,7 @@ class MixtureConfig(Config):
     """Subnets that a run trains, and the share of each kind. Shares refer to training tokens after the ramp."""
 
     sampler: Literal["anchored", "ernie", "off"] = "anchored"
+    """``ernie``: every axis on its own, with the shares of ERNIE 5.0 (2602.04705), in place of the anchors and shares below."""
     anchors: dict[str, SubnetChoice] = Field(default_factory=dict)
     """Subnets by name that are trained exactly, evaluated, and stored as presets in the checkpoint."""
     anchor_share: float = Field(default=0.1, ge=0, le=1)
@@ -113,7 +114,7 @@ class TrainConfig(Config):
     """Number of expert-parallel ranks, which share the experts of each layer. Divides the number of ranks and the number of experts. A
     resumed run may change it.
     """
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype. ``auto``: on a GPU with bf16 units bf16 autocast, on a CPU the faster one, measured on the run's own
     micro-batches. On a CPU with a matrix unit (AMX), bf16 keeps activations in fp32 and rounds the operands of products. A resumed run
@@ -314,6 +315,14 @@ class ElasticizeRecipe(Config):
 
     _states = model_validator(mode="after")(check_states)
 
+    @model_validator(mode="after")
+    def _check_start(self) -> Self:
+        if self.elastic.sampler == "ernie" and (self.experts_from or self.top_k_from):
+            raise ValueError(
+                "experts_from and top_k_from: the sampler ernie reduces every axis from its start; leave them out"
+            )
+        return self
+
     def for_network(self, model: ModelConfig, presets: Mapping[str, SubnetChoice]) -> Self:
         """This recipe, completed for ``model``: anchors by name, and bounds that fit them. Raises `UserError`: they do not fit.
 
@@ -340,6 +349,7 @@ class ElasticizeRecipe(Config):
                 anchors[name] = cut
         return elastic.replace(
             anchors=anchors,
+            anchor_weights={name: weight for name, weight in elastic.anchor_weights.items() if name in anchors},
             top_k_share=elastic.top_k_share if top_k else 0.0,
             width_share=elastic.width_share if experts else 0.0,
         )
@@ -364,6 +374,8 @@ def _completed(
         raise UserError(
             "elastic.anchors: the network has no layer and no expert that could be dropped, so it has no smaller size"
         )
+    if (unknown := next((name for name in elastic.anchor_weights if name not in anchors), None)) is not None:
+        raise UserError(f"elastic.anchor_weights.{unknown}: no anchor has this name; name one of {', '.join(anchors)}")
     depths = [choice.layers or model.num_layers for choice in anchors.values()]
     top_ks = [choice.top_k or model.top_k for choice in anchors.values()]
     elastic = elastic.replace(

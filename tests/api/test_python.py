@@ -176,6 +176,10 @@ def test_from_text_to_a_small_model(tmp_path: Path, text: Path) -> None:
     assert small.folder == tmp_path / "run-extract" and small.config.num_layers == len(found.best.layers)
     healed = stretto.heal(small, text, recipe=tomllib.loads(HEALING), device="cpu")
     assert healed.folder == tmp_path / "run-extract-heal"
+    again = stretto.heal(small, text, healed.folder, recipe=tomllib.loads(HEALING), device="cpu", force=True)
+    assert again.folder == healed.folder
+    with pytest.raises(UserError, match="--val: needs --data"):
+        stretto.search(made, max_total=0.95, val=str(text), device="cpu")
     steps = [row["step"] for row in read_metrics(tmp_path / "run-extract-heal.run") if "loss/full" in row]
     assert steps[0] == 0 < steps[-1], "the loss before the first step is logged too"
     assert healed.lineage is not None and [parent.stage for parent in healed.lineage.parents] == ["extract"]

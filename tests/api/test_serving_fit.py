@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stretto.api.search import SEARCH_FILE, SearchRecord, extract_command
+from stretto.api.search import SEARCH_FILE, SearchRecord, best_subnet, extract_command
 from stretto.api.serve import Fit, ServeOptions, _open, fitting_subnet, parse_bytes
 from stretto.base.errors import UserError
 from stretto.base.records import Receipt, read_lineage
@@ -173,6 +173,17 @@ def test_searched_it_is_the_lowest_loss_that_fits(served_run: Path, tmp_path: Pa
     assert (fit(run).subnet, fit(run).nll) == (half, 2.4)
     least = fit(run, needs(half) - 1)
     assert (least.subnet, least.nll, least.name) == (SMALL, 2.9, SMALL.label())
+
+
+def test_other_weights_than_those_that_were_searched_have_no_best_size(served_run: Path, tmp_path: Path) -> None:
+    run = searched(served_run, tmp_path / "run", {SERVED.full(): 2.5, SMALL: 2.9})
+    assert best_subnet(run, SERVED) == SERVED.full()
+    record = json.loads((run / SEARCH_FILE).read_text())
+    (run / SEARCH_FILE).write_text(json.dumps(record | {"weights": "of another network"}))
+    with pytest.raises(
+        UserError, match="--subnet best: its weights have changed since the search; run `stretto search"
+    ):
+        best_subnet(run, SERVED)
 
 
 def test_the_cost_of_a_search_goes_with_the_size_that_it_chose(served_run: Path, tmp_path: Path) -> None:

@@ -211,6 +211,16 @@ def test_a_folder_is_not_replaced_by_a_file(stretto: Run, network: Path, tmp_pat
     assert (tmp_path / "precious" / "notes.txt").read_text() == "mine"
 
 
+def test_options_that_would_change_nothing(stretto: Run, network: Path, text: Path, tmp_path: Path) -> None:
+    out = ("-o", tmp_path / "out")
+    refused(stretto("export", network, "--gguf", "--family", "llama", *out), "--family llama", "leave")
+    refused(stretto("adopt", network, "--order", "none", "--calibration", text, *out), "--calibration", "leave it out")
+    refused(stretto("adopt", network, "--method", "copy", *out), "--method copy: needs --experts")
+    alone = ("--set", "ce_weight=1", "--teacher", network)
+    refused(stretto("heal", network, "--data", text, *alone, *out), "ce_weight", "leave --teacher out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_place_that_is_read_only(stretto: Run, network: Path, text: Path, tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.nn.functional import kl_div
 
@@ -114,6 +115,10 @@ def test_axes_join_one_after_another() -> None:
     for stage in stages:
         for choice in stage.anchors.values():
             choice.of(config)
+    weighted = recipe.replace(elastic=recipe.elastic.replace(anchor_weights={"narrow": 3.0}))
+    assert [weighted.mixture_at(config, step).anchor_weights for step in (1, 2)] == [{}, {"narrow": 3.0}]
+    with pytest.raises(ValidationError, match="ernie reduces every axis from its start"):
+        recipe.replace(elastic=recipe.elastic.replace(sampler="ernie"))
 
 
 def test_where_nothing_names_sizes_there_are_some() -> None:
@@ -135,6 +140,9 @@ def test_where_nothing_names_sizes_there_are_some() -> None:
         **SHAPE | {"expert_groups": 2, "top_groups": 1, "num_experts": 16, "widths": (16,), "top_k": 6}
     )
     assert default_anchors(grouped)["corner"] == SubnetChoice(layers=4, experts=6, top_k=2)
+    weighted = recipe.replace(elastic=recipe.elastic.replace(anchor_weights={"corner": 3.0}))
+    with pytest.raises(UserError, match=r"anchor_weights\.corner: no anchor has this name; name one of tiny"):
+        weighted.for_network(config, presets)
     dense = ModelConfig(**DENSE)
     assert default_anchors(dense) == {"half": SubnetChoice(layers=5), "corner": SubnetChoice(layers=4)}
     with pytest.raises(UserError, match=r"anchors\.mine: the network has no experts"):

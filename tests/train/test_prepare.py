@@ -1,0 +1,40 @@
+"""Text of a new run: which tokenizer it gets."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from stretto.base.errors import UserError
+from stretto.text.tokenizer import load_tokenizer
+from stretto.train.prepare import prepare_data, tokenise_data
+
+
+def text(path: Path, num_words: int, num_lines: int) -> str:
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghijklmnop", k=6)) for _ in range(num_words)]
+    path.write_text("\n".join(" ".join(draw.choices(words, k=10)) for _ in range(num_lines)))
+    return str(path)
+
+
+def test_a_tokenizer_of_other_text_is_not_used_again(tmp_path: Path) -> None:
+    run, few, many = tmp_path / "run", text(tmp_path / "few.txt", 3, 20), text(tmp_path / "many.txt", 400, 500)
+    _, first, _ = prepare_data(run, [few], None, 600)
+    _, again, _ = prepare_data(run, [few], None, 600)
+    assert again == first and load_tokenizer(first).vocab_size < 300
+    _, other, _ = prepare_data(run, [many], None, 600)
+    assert load_tokenizer(other).vocab_size == 600
+    tokenise_data([few], tmp_path / "data", None, 600)
+    with pytest.raises(
+        UserError, match=r"data/tokenizer: trained on other text, or for another size of the vocabulary"
+    ):
+        tokenise_data([few], tmp_path / "data", None, 700)
+
+
+def test_a_tokenizer_is_named_by_its_file_or_its_folder(tmp_path: Path) -> None:
+    source = text(tmp_path / "a.txt", 50, 200)
+    _, folder, _ = prepare_data(tmp_path / "one", [source], None, 400)
+    for number, named in enumerate((folder, folder / "tokenizer.json")):
+        assert prepare_data(tmp_path / f"other-{number}", [source], named, 400)[1] == folder
