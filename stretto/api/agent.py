@@ -43,6 +43,7 @@ from stretto.runtime.runtime import to_end
 from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.tools import calculate, run_python
 from stretto.server.client import ApiFailure, Client
+from stretto.server.messages import CONTEXT_LENGTH
 from stretto.tasks.corpus import Corpus, Document, Reader, citations, read_documents, without_citations
 from stretto.tasks.math import as_number
 from stretto.tasks.session import arguments_of, use
@@ -173,7 +174,7 @@ async def run_agent(
             turns.append(turn)
             messages.append(message)
     except ApiFailure as failure:
-        if failure.status != 400 or not turns:
+        if not _fills_context(failure) or not turns:
             raise
         ended = Ending.CONTEXT
     text = "" if ended is Ending.CONTEXT else turns[-1].text
@@ -187,13 +188,19 @@ async def _completion(client: Client, body: Mapping[str, Any], max_tokens: int) 
         try:
             return await client.chat({**body, "max_tokens": max_tokens})
         except ApiFailure as failure:
-            if failure.status == 400 and max_tokens >= 2 * _MIN_TOKENS:
+            if _fills_context(failure) and max_tokens >= 2 * _MIN_TOKENS:
                 max_tokens //= 2
             elif failure.status in _BUSY and attempt < _TRIES:
                 await asyncio.sleep(attempt if failure.retry_after_s is None else failure.retry_after_s)
                 attempt += 1
             else:
                 raise
+
+
+def _fills_context(failure: ApiFailure) -> bool:
+    """Whether the messages and ``max_tokens`` are more than the context holds. Some servers say so in words only."""
+    in_words = failure.code is None and any(words in failure.message.lower() for words in ("context", "too long"))
+    return failure.status == 400 and (failure.code == CONTEXT_LENGTH or in_words)
 
 
 def _turn(response: Mapping[str, Any], phase: Phase) -> tuple[Turn, dict[str, Any]]:

@@ -37,6 +37,7 @@ from stretto.base.paths import CHECKPOINT, RECIPES, remove, require_writable, wr
 from stretto.base.track import progress, read_metrics, say, wide_console
 from stretto.data.demo_text import TEMPLATE, demo_documents, passages
 from stretto.data.sources import Document
+from stretto.engine.request import CONSOLE_PENALTY
 from stretto.model.spec import named_subnets
 from stretto.post.pipeline import COMPARISON_FILE, EVALUATED
 from stretto.report.page import Cell, Table
@@ -224,7 +225,7 @@ def _write(run: Path) -> None:
                     attention_mask=inputs.attention_mask,
                     max_new_tokens=NUM_NEW_TOKENS,
                     do_sample=False,
-                    repetition_penalty=1.1,
+                    repetition_penalty=CONSOLE_PENALTY,
                     pad_token_id=tokenizer.eos_token_id,
                 )
                 text = tokenizer.decode(ids[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)

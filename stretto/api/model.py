@@ -27,7 +27,7 @@ from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, user_cac
 from stretto.base.records import Lineage
 from stretto.engine.engine import Engine, stream
 from stretto.engine.loading import generation_ends, open_engine
-from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling
+from stretto.engine.request import CONSOLE_PENALTY, Completion, EngineConfig, Phases, Request, Sampling
 from stretto.evals.loss import EvalBatch
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config, read_presets, stores_integers
 from stretto.model.parallel import join
@@ -502,7 +502,7 @@ def load(source: str | os.PathLike[str] | Model, *, device: str = "auto", dtype:
 
 
 def _sampling(fields: Mapping[str, Any]) -> Sampling:
-    defaults = {"max_tokens": 128, "temperature": 0.0, "repetition_penalty": 1.1}
+    defaults = {"max_tokens": 128, "temperature": 0.0, "repetition_penalty": CONSOLE_PENALTY}
     return validate(Sampling, defaults | dict(fields), "generate")
 
 

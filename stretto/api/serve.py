@@ -31,7 +31,7 @@ from stretto.base.track import progress, say, wide_console
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine, stream
 from stretto.engine.loading import OpenedEngine, held_bytes, held_integers, least_bytes, open_engine, read_part
-from stretto.engine.request import EngineConfig, Sampling
+from stretto.engine.request import CONSOLE_PENALTY, EngineConfig, Sampling
 from stretto.flow.rollout import EngineRole, open_recording_engine
 from stretto.flow.rollout_server import create_rollout_app
 from stretto.harness.suites import serving
@@ -182,7 +182,8 @@ def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system
     prompts = Prompts(model.tokenizer)
     sampling = sampling.replace(stop_ids=prompts.turn_ends)
     messages = [Message(role="system", content=system)] if system else []
-    say(f"{opened.name}, {subnet.label()}; /exit or Ctrl-D ends", style="dim")
+    num_first = len(messages)
+    say(f"{opened.name}, {subnet.label()}; /clear forgets what was said, /exit or Ctrl-D ends", style="dim")
     if isinstance(sys.stdin, TextIOWrapper):  # bytes that are not UTF-8 end their line, not the session
         sys.stdin.reconfigure(errors="surrogateescape")
     while True:
@@ -194,12 +195,16 @@ def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system
             continue
         if line.strip() in ("/exit", "/quit"):
             return
+        if line.strip() == "/clear":
+            messages = messages[:num_first]
+            continue
         conversation = [*messages, Message(role="user", content=line)]
         try:
             check_text(line, "this line")
             answer = _answer(opened.engine, prompts, conversation, subnet, sampling)
         except UserError as error:
-            _say(f"not answered: {error}")
+            remedy = "; /clear forgets what was said" if len(messages) > num_first else ""
+            _say(f"not answered: {str(error).removeprefix('request console: ')}{remedy}")
             continue
         messages = [*conversation, answer]
 
@@ -233,19 +238,31 @@ def check_url(url: str, option: str) -> None:
 
 def serve_settings(api_keys: Sequence[str], **asked: Any) -> ServeSettings:
     """Settings of the command line. Keys also come from the environment, where other users' process lists do not show them."""
-    keys = {"api_keys": [*api_keys, *environment_keys()], "admin_key": os.environ.get("STRETTO_ADMIN_KEY") or None}
+    if not all(map(str.strip, api_keys)):
+        raise UserError("--api-key: empty; write a key, or leave the option out")
+    keys = {
+        "api_keys": [*map(str.strip, api_keys), *environment_keys()],
+        "admin_key": os.environ.get("STRETTO_ADMIN_KEY") or None,
+    }
     return validate(ServeSettings, keys | asked, "stretto serve")
 
 
 def environment_keys() -> list[str]:
     """Keys in ``STRETTO_API_KEYS``, separated by commas. A server accepts each of them; a client sends the first."""
-    return list(filter(None, os.environ.get("STRETTO_API_KEYS", "").split(",")))
+    return list(filter(None, map(str.strip, os.environ.get("STRETTO_API_KEYS", "").split(","))))
 
 
-def console_sampling(temperature: float, max_tokens: int, seed: int | None) -> Sampling:
+def console_sampling(
+    temperature: float, max_tokens: int, seed: int | None, repetition_penalty: float = CONSOLE_PENALTY
+) -> Sampling:
     """Settings of the console's commands. Raises `UserError` for an impossible value."""
-    fields = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed, "repetition_penalty": 1.1}
-    return validate(Sampling, fields, "--temperature, --max-tokens")
+    fields = {
+        "temperature": temperature,
+        "max_tokens": max_tokens,
+        "seed": seed,
+        "repetition_penalty": repetition_penalty,
+    }
+    return validate(Sampling, fields, "--temperature, --max-tokens, --repetition-penalty")
 
 
 def _dtype(options: ServeOptions, device: torch.device) -> torch.dtype:
@@ -473,6 +490,10 @@ def bench_serve_command(source: Path | None, url: str | None, subnet: str | None
         raise UserError("bench-serve: name either a run or --url of a running server")
     if url is not None:
         check_url(url, "--url")
+        if subnet is not None:
+            raise UserError(
+                "--subnet: for a server that is started here; start the one at --url with it, or leave it out"
+            )
     for name in ("requests", "concurrency", "prompt_tokens", "max_tokens", "rate"):
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
@@ -490,6 +511,10 @@ async def _load(url: str, options: LoadOptions) -> LoadResult:
             raise UserError(f"--url {url}: no server answers; start `stretto serve` first") from None
         except ApiFailure as error:
             raise UserError(f"--url {url}: {error}; name a server of `stretto serve` that takes this key") from None
+        except ValueError:  # a page, not JSON
+            info = None
+        if not isinstance(info, Mapping) or "vocab_size" not in info:
+            raise UserError(f"--url {url}: no server of `stretto serve` answers there; name one")
         rng = random.Random(options.seed)
         prompts = [rng.choices(range(info["vocab_size"]), k=options.prompt_tokens) for _ in range(options.requests)]
         num_open = options.requests if options.rate else options.concurrency

@@ -20,6 +20,10 @@ ServedSubnet = Annotated[
     ),
 ]
 Temperature = Annotated[float, Option(help="Sampling temperature; 0: greedy decoding.")]
+RepetitionPenalty = Annotated[
+    float,
+    Option(help="Above 1: tokens of the prompt and of the answer become less likely to come again; 1: no penalty."),
+]
 MaxTokens = Annotated[int, Option(help="Largest number of tokens to generate.")]
 Seed = Annotated[int | None, Option(help="Random seed. Default: a new one each time.")]
 PromptWriter = Annotated[
@@ -102,6 +106,7 @@ def chat(
     subnet: ServedSubnet = None,
     system: str | None = None,
     temperature: Temperature = 0.7,
+    repetition_penalty: RepetitionPenalty = 1.1,
     max_tokens: MaxTokens = 512,
     seed: Seed = None,
     device: Device = "auto",
@@ -115,7 +120,7 @@ def chat(
     from stretto.api.serve import ServeOptions, chat_command, console_sampling
 
     options = ServeOptions(subnet=subnet, device=device, dtype=dtype, max_batch=1)
-    chat_command(source, options, console_sampling(temperature, max_tokens, seed), system)
+    chat_command(source, options, console_sampling(temperature, max_tokens, seed, repetition_penalty), system)
 
 
 def agent(
@@ -171,6 +176,7 @@ def generate(
     prompt: Annotated[str, Option()],
     subnet: ServedSubnet = None,
     temperature: Temperature = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.1,
     max_tokens: MaxTokens = 128,
     seed: Seed = None,
     device: Device = "auto",
@@ -184,7 +190,7 @@ def generate(
     from stretto.api.serve import ServeOptions, console_sampling, generate_command
 
     options = ServeOptions(subnet=subnet, device=device, dtype=dtype, max_batch=1)
-    generate_command(source, prompt, options, console_sampling(temperature, max_tokens, seed))
+    generate_command(source, prompt, options, console_sampling(temperature, max_tokens, seed, repetition_penalty))
 
 
 def bench_serve(

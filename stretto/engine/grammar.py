@@ -19,6 +19,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -82,6 +83,8 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._trial = LimitedProcess("stretto.engine.grammar", json.dumps(spelling).encode(), limit_s=TRIAL_S)
         self._trials = threading.BoundedSemaphore(MAX_TRIALS)
+        self._reading: dict[Grammar, Future[_Compiled]] = {}
+        """Trials in progress."""
 
     def compile(self, grammar: Grammar, end_ids: Sequence[int] = (), source: str = "request") -> GrammarState:
         """The grammar's state before the first token. Takes up to seconds, without Python's lock, if it is not in the cache.
@@ -98,12 +101,7 @@ class GrammarCompiler:
         with self._lock:
             compiled = self._compiled.get(grammar)
         if compiled is None:
-            if not self._trials.acquire(blocking=False):
-                raise QueueFull(f"{MAX_TRIALS} grammars wait to be read already; try again later")
-            try:
-                compiled = self._read(grammar)
-            finally:
-                self._trials.release()
+            compiled = self._read_once(grammar)
         with self._lock:
             if grammar not in self._compiled:
                 self._compiled[grammar] = compiled
@@ -114,6 +112,25 @@ class GrammarCompiler:
         if isinstance(compiled.matcher, str):
             raise UserError(f"{source}: grammar.{grammar.kind}: {compiled.matcher}")
         return GrammarState(compiled.matcher, frozenset((self._eos_id, *end_ids)), self._vocab, source)
+
+    def _read_once(self, grammar: Grammar) -> _Compiled:
+        """As `_read`; requests with the same grammar at the same time wait for one trial. Raises QueueFull."""
+        with self._lock:
+            found, is_first = self._reading.get(grammar), grammar not in self._reading
+            if found is None:
+                if not self._trials.acquire(blocking=False):
+                    raise QueueFull(f"{MAX_TRIALS} grammars wait to be read already; try again later")
+                found = self._reading[grammar] = Future[_Compiled]()
+        if is_first:
+            try:
+                found.set_result(self._read(grammar))
+            except BaseException as error:
+                found.set_exception(error)
+            finally:
+                self._trials.release()
+                with self._lock:
+                    del self._reading[grammar]
+        return found.result()
 
     def _read(self, grammar: Grammar) -> _Compiled:
         text_bytes = sys.getsizeof(grammar.text)

@@ -16,7 +16,16 @@ import numpy as np
 
 from stretto.base.errors import UserError
 from stretto.engine.grammar import GrammarCompiler, GrammarState
-from stretto.engine.request import Completion, FinishReason, Request, Sampling, TokenEvent, TopLogprob, Usage
+from stretto.engine.request import (
+    CONTEXT_IDS,
+    Completion,
+    FinishReason,
+    Request,
+    Sampling,
+    TokenEvent,
+    TopLogprob,
+    Usage,
+)
 from stretto.model.spec import ModelConfig, Subnet, check_subnet
 from stretto.text.stream import Detokenizer, StopStrings
 from stretto.text.tokenizer import Tokenizer
@@ -26,8 +35,6 @@ NOT_FINITE = "the network's output is not a finite number"
 _NEVER = 1 << 62
 """Position of an event that has not happened yet."""
 _log = logging.getLogger(__name__)
-_CONTEXT = 4
-"""Number of last prompt tokens given to the detokenizer: they decide whether the output starts with a space."""
 
 
 class SubnetTable:
@@ -460,7 +467,7 @@ class Admission:
             seq.grammar = None if grammar is None else grammar.fresh()
             if self._tokenizer is not None:
                 hidden = self._special_ids - request.visible_ids
-                seq.detokenizer = Detokenizer(self._tokenizer, hidden, after=request.prompt[-_CONTEXT:])
+                seq.detokenizer = Detokenizer(self._tokenizer, hidden, after=request.prompt[-CONTEXT_IDS:])
                 seq.stops = StopStrings(sampling.stop) if sampling.stop else None
             sequences.append(seq)
         return sequences

@@ -39,6 +39,7 @@ from stretto.server.messages import (
     ToolChoice,
     tool_use,
 )
+from stretto.text.stream import Detokenizer
 
 
 class ChunkedAnswer(Answer):
@@ -318,23 +319,24 @@ class TextAnswer(ChunkedAnswer):
         text = ("" if self._echo is None else self._echo[index]) + ("" if self._only_prompt else done.text)
         tokens = () if self._only_prompt else self._sampled(done)
         rows = chain(self._prompt_rows(done), (self._row(*each) for each in tokens))
-        return {"text": text, "logprobs": self._table(rows, 0), "finish_reason": done.finish_reason}
+        texts = [*self._prompt_texts(done), *([] if self._only_prompt else self._texts(done))]
+        return {"text": text, "logprobs": self._table(rows, texts), "finish_reason": done.finish_reason}
 
     def _token(self, index: int, event: TokenEvent) -> Iterator[bytes]:
         """The first token's chunk brings the echo, whose log-probabilities are known once the prompt is computed."""
         if self._only_prompt:
             return
         text = self._first_echo(index) + event.text
-        logprobs = self._table(map(self._row, [event.token], [event.logprob], [event.top]), self._offsets[index])
-        if logprobs is not None:
-            self._offsets[index] += len(logprobs["tokens"][0])
+        row = self._row(event.token, event.logprob, event.top)
+        logprobs = self._table([row], [event.text], self._offsets[index])
+        self._offsets[index] += len(event.text)
         extra: dict[str, Any] = {"token_ids": [event.token]} if self.job.body.return_token_ids else {}
         if text or extra or logprobs:
             yield self._chunk(index, {"text": text}, logprobs, **extra)
 
     def _end(self, index: int, done: Completion, rest: str) -> Iterator[bytes]:
         text = self._first_echo(index) if self._only_prompt else rest
-        table = None if self._echo is None else self._table(self._prompt_rows(done), 0)
+        table = None if self._echo is None else self._table(self._prompt_rows(done), self._prompt_texts(done))
         yield self._last_chunk(index, {"text": text}, done, **{} if table is None else {"prompt_logprobs": table})
 
     def _first_echo(self, index: int) -> str:
@@ -350,6 +352,14 @@ class TextAnswer(ChunkedAnswer):
             others.setdefault(self._spell(each.token)[0], finite(each.logprob))  # type: ignore[union-attr]
         return self._spell(token)[0], None if logprob is None else finite(logprob), others
 
+    def _prompt_texts(self, done: Completion) -> list[str]:
+        """Text that each token of the prompt completes, for an echo."""
+        tokenizer = self._tokenizer
+        if self._echo is None or tokenizer is None:
+            return [""] * (0 if self._echo is None else len(done.prompt))
+        detokenizer = Detokenizer(tokenizer, frozenset())  # an echo shows special tokens
+        return [detokenizer.push([token]) for token in done.prompt]
+
     def _prompt_rows(self, done: Completion) -> Iterator[_Row]:
         """Rows of the prompt's tokens for an echo. The first token has no log-probability."""
         if self._echo is not None:
@@ -358,10 +368,11 @@ class TextAnswer(ChunkedAnswer):
             for token, logprob, top in zip_longest(done.prompt, [None, *known], [None, *tops]):
                 yield self._row(token, logprob, top)
 
-    def _table(self, rows: Iterable[_Row], offset: int) -> dict[str, Any] | None:
-        """The four parallel lists of ``logprobs``; None if not requested. ``offset``: place of the first row in the text."""
+    def _table(self, rows: Iterable[_Row], texts: Sequence[str], offset: int = 0) -> dict[str, Any] | None:
+        """The four parallel lists of ``logprobs``; None if not requested. ``texts``: what each row's token completes; ``offset``: place
+        of the first row in the text."""
         if not self.job.logprobs:
             return None
         tokens, logprobs, others = map(list, zip(*rows, strict=True))
-        offsets = list(accumulate(map(len, tokens[:-1]), initial=offset))
+        offsets = list(accumulate(map(len, texts[:-1]), initial=offset))
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": others, "text_offset": offsets}

@@ -28,7 +28,17 @@ from tokenizers.decoders import ByteLevel
 
 from stretto.base.errors import UserError
 from stretto.engine.async_engine import AsyncEngine, Stream
-from stretto.engine.request import Completion, Event, Grammar, Request, Sampling, TokenEvent, TopLogprob, Usage
+from stretto.engine.request import (
+    CONTEXT_IDS,
+    Completion,
+    Event,
+    Grammar,
+    Request,
+    Sampling,
+    TokenEvent,
+    TopLogprob,
+    Usage,
+)
 from stretto.model.spec import Subnet
 from stretto.server.calls.answers import AnswerReader
 from stretto.server.elastic import Elastic, Given, Resolver, Rung, ServedModel, Ticket
@@ -45,7 +55,7 @@ from stretto.server.limits import (
 )
 from stretto.server.messages import CONTEXT_LENGTH, TEXT_OR_LIST, Allowed, Body, FieldError, Prompts, TokenId
 from stretto.server.metrics import Metrics
-from stretto.text.stream import BYTE_OF_CHARACTER
+from stretto.text.stream import BYTE_OF_CHARACTER, Detokenizer
 from stretto.text.tokenizer import Tokenizer
 
 MAX_CHOICES = 64
@@ -272,6 +282,7 @@ class Answer(ABC):
     def __init__(self, backend: Backend, job: Job) -> None:
         self.job = job
         self._spell, self._least = backend.spell, backend.model.least
+        self._tokenizer = backend.model.tokenizer
         self._readers = [job.reader() for _ in range(job.num_choices)]
         self._num_sent = [0] * job.num_choices  # number of characters of each choice that token events brought
         self._done: list[Completion] = []
@@ -318,6 +329,15 @@ class Answer(ABC):
 
         entry = spell(token, logprob) | {"top_logprobs": [spell(each.token, each.logprob) for each in top]}
         return entry | {"token_id": token} if self.job.body.return_token_ids else entry
+
+    def _texts(self, done: Completion) -> list[str]:
+        """Text that each sampled token completes, as in a stream."""
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return [""] * len(done.tokens)
+        hidden = tokenizer.special_ids() - self.job.requests[0].visible_ids
+        detokenizer = Detokenizer(tokenizer, hidden, after=done.prompt[-CONTEXT_IDS:])
+        return [detokenizer.push([token]) for token in done.tokens]
 
     def _sampled(self, done: Completion) -> Iterator[Sampled]:
         return zip(done.tokens, done.logprobs.tolist(), done.top or [()] * len(done.tokens), strict=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -178,7 +179,7 @@ def _choice(body: ResponsesBody) -> Any:
                 "type": "allowed_tools",
                 "allowed_tools": {"mode": mode, "tools": [_nested(tool) for tool in tools]},
             }
-    return body.tool_choice if body.tools else None
+    return body.tool_choice if body.tools or body.tool_choice == "required" else None  # without tools it is refused
 
 
 def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
@@ -224,9 +225,15 @@ class ResponseAnswer(Answer):
 
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
         [completion] = done
-        if self.job.logprobs:
-            self._logprobs = [self._entry(*each) for each in self._sampled(completion)]
         list(self.push(completion))
+        message = next((item for item in self._items if item["type"] == "message"), None)
+        if self.job.logprobs and message is not None:
+            part = message["content"][0]
+            texts, begin = self._texts(completion), completion.text.rfind(part["text"])
+            ends = accumulate(map(len, texts))
+            entries = (self._entry(*each) for each in self._sampled(completion))
+            # from the token on in which the message begins: reasoning has no log-probabilities
+            part["logprobs"] = [entry for entry, end in zip(entries, ends, strict=True) if end > begin or not begin]
         return self._response()
 
     def start(self) -> Iterator[bytes]:
@@ -267,6 +274,8 @@ class ResponseAnswer(Answer):
                     continue
                 yield from self._finish_item()
                 yield from self._begin(kind)
+                if kind == "message" and len(self._items) > 1:
+                    self._logprobs = self._logprobs[-1:]  # the others are of the mark that ends reasoning
             fields = {"logprobs": self._logprobs} if kind == "message" else {}  # reasoning has none
             self._logprobs = []
             self._part["text"] += text

@@ -198,6 +198,8 @@ class ToolForm:
     """Text of a turn that calls the function ``calledname`` with ``{"calledkey": "calledvalue"}``."""
     names_by_id: bool = False
     """Whether the name of a called function is shown by the call's id, ``functions.NAME:NUMBER`` (Kimi K2)."""
+    has_short_ids: bool = False
+    """Whether the template refuses ids of calls that are not nine letters and digits (Mistral)."""
 
     def note(self) -> str:
         """A line for users if a part is in Stretto's format, else empty."""
@@ -208,6 +210,7 @@ class ToolForm:
     def completed(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[Message]:
         """``messages`` with the parts that the template omits written into their contents, and ids as it needs them."""
         messages = _numbered_calls(messages) if self.names_by_id else messages
+        messages = _with_short_ids(messages) if self.has_short_ids else messages
         turns: list[Any] = []
         for number, message in enumerate(messages):
             turn = dict(message)
@@ -234,6 +237,24 @@ class ToolForm:
             else:
                 turns.insert(0, {"role": "system" if self.has_system else "user", "content": block})
         return turns
+
+
+def _with_short_ids(messages: Sequence[Message]) -> list[Message]:
+    """``messages`` in which every id of a call is nine letters and digits, in the results too."""
+
+    def short(call_id: Any) -> Any:
+        is_short = not isinstance(call_id, str) or re.fullmatch("[A-Za-z0-9]{9}", call_id)
+        return call_id if is_short else hashlib.sha256(call_id.encode(errors="replace")).hexdigest()[:9]
+
+    turns: list[Message] = []
+    for message in messages:
+        turn = dict(message)
+        if calls := turn.get("tool_calls"):
+            turn["tool_calls"] = [call | {"id": short(call["id"])} if "id" in call else call for call in calls]
+        if "tool_call_id" in turn:
+            turn["tool_call_id"] = short(turn["tool_call_id"])
+        turns.append(turn)
+    return turns
 
 
 def _numbered_calls(messages: Sequence[Message]) -> list[Message]:
@@ -298,8 +319,12 @@ def tool_form(template: str) -> ToolForm:
     called = {"name": "calledname", "arguments": Arguments({"calledkey": "calledvalue"})}
     words, answered = ["calledname", "calledkey", "calledvalue"], {"role": "assistant", "content": "answered"}
     numbered = "functions.calledname:0"
+
+    def calling_by(call_id: str) -> Message:
+        return {"role": "assistant", "tool_calls": [{"id": call_id, "type": "function", "function": called}]}
+
     for call_id in ("call00001", numbered):
-        calling = {"role": "assistant", "tool_calls": [{"id": call_id, "type": "function", "function": called}]}
+        calling = calling_by(call_id)
         if text := shows(words, user, {**calling, "content": ""}, **given):
             break
     shows_calls = bool(text and shows(words, user, {**calling, **answered}, **given))  # some hide calls beside content
@@ -314,7 +339,10 @@ def tool_form(template: str) -> ToolForm:
     before = {**calling, "content": ""} if shows_calls else answered
     result = {"role": "tool", "tool_call_id": call_id, "name": "calledname", "content": "resultsaid"}
     shows_results = bool(shows(["resultsaid"], user, before, result))
-    return ToolForm(variable, shows_calls, shows_results, has_system, call, shows_calls and numbered in text)
+    names_by_id = shows_calls and numbered in text
+    long = {**calling_by("call_of_more_than_nine"), "content": ""}
+    has_short_ids = shows_calls and not names_by_id and not shows(words, user, long, **given)
+    return ToolForm(variable, shows_calls, shows_results, has_system, call, names_by_id, has_short_ids)
 
 
 def _json(function: Mapping[str, Any]) -> str:

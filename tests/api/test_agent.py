@@ -56,6 +56,8 @@ def ran(
         turn = next(said)
         if isinstance(turn, int):
             return JSONResponse({"error": {"message": "the prompt is too long"}}, turn, {"retry-after": "0"})
+        if "error" in turn:
+            return JSONResponse(turn, 400)
         spent = {"subnet": body.get("elastic", "full"), "flops": 1e6 * (10 if body.get("elastic") == "full" else 1)}
         usage = {"prompt_tokens": 50, "completion_tokens": 8, "elastic": spent}
         return JSONResponse({"choices": [{"message": {"role": "assistant", **turn}}], "usage": usage})
@@ -151,6 +153,13 @@ def test_a_context_that_is_full_ends_the_run_and_a_busy_server_does_not() -> Non
     for options in ({"tokens": 64}, {"tokens": 64, "turns": 1}):
         with pytest.raises(ApiFailure, match="too long"):
             ran([400] * 3, **options)
+
+
+def test_another_refusal_than_that_of_a_full_context_is_shown() -> None:
+    refusal = {"error": {"message": "subnet: no preset 'nosuch'; known: full", "code": "subnet"}}
+    for replies, query in (([refusal], "the bridge"), ([SEARCHED[0], refusal], "")):
+        with pytest.raises(ApiFailure, match="no preset 'nosuch'"):
+            ran(replies, first_query=query, tokens=64)
 
 
 def test_the_most_frequent_answer_wins() -> None:

@@ -172,6 +172,13 @@ def test_chat_from_a_pipe(stretto: Run, served_run: Path, monkeypatch: pytest.Mo
     assert rest == f"> {answers[0]}\n> > {answers[1]}\n> "
 
 
+def test_a_conversation_can_begin_again(stretto: Run, served_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("steps?\nrows?\n/clear\nsteps?\n"))
+    done = stretto("chat", served_run, "--temperature", 0, "--max-tokens", 12)
+    first, second, cleared, again, _ = done.out.split("> ")[1:]
+    assert not cleared and again == first != second
+
+
 def test_a_line_that_cannot_be_answered_ends_no_session(
     stretto: Run, served_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +187,7 @@ def test_a_line_that_cannot_be_answered_ends_no_session(
     assert done.code == 0, done.err
     long, broken, answered, _ = done.out.split("> ")[1:]
     assert "no room for a completion" in long and len(long.strip().splitlines()) == 1
+    assert long.startswith("not answered: prompt: ") and "/clear" not in long
     assert "not UTF-8" in broken
     tokenizer = open_engine(served_run).engine.tokenizer
     assert tokenizer is not None  # what was not answered is no part of the conversation

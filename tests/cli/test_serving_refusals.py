@@ -150,6 +150,10 @@ def test_loads_that_cannot_be(stretto: Run, served_run: Path) -> None:
     refused(stretto("bench-serve", served_run, "--url", "http://127.0.0.1:1"), "either a run or --url")
     refused(stretto("bench-serve", "--url", "http://127.0.0.1:1"), "no server answers")
     refused(stretto("bench-serve", "--url", "127.0.0.1:1"), "not the address of an HTTP server")
+    refused(
+        stretto("bench-serve", "--url", "http://127.0.0.1:1", "--subnet", "corner"), "--subnet: for a server that is"
+    )
+    refused(stretto("serve", served_run, "--api-key", " "), "--api-key: empty")
     refused(stretto("bench-serve", served_run, "--requests", 0), "--requests 0")
     refused(stretto("bench-serve", served_run, "--prompt-tokens", 0), "--prompt-tokens 0")
     refused(stretto("bench-serve", "--url", "http://127.0.0.1:1", "--rate", -1), "--rate -1")

@@ -3,9 +3,11 @@ from __future__ import annotations
 import json
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from threading import BoundedSemaphore
+from typing import Any
 
 import numpy as np
 import pytest
@@ -225,6 +227,24 @@ def test_reading_takes_no_longer_than_it_may(tokenizer: Tokenizer, monkeypatch: 
     with pytest.raises(UserError, match=r"reading it took more than 0\.3 processor seconds; send a simpler one"):
         impatient.compile(Grammar(kind="json_schema", text=json.dumps({"allOf": parts})))
     assert impatient.compile(Grammar(kind="regex", text="a")).accept(tokenizer.encode("a")[0])
+
+
+def test_equal_grammars_at_the_same_time_are_read_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    cold, num_read = GrammarCompiler(tokenizer), 0
+    read = cold._read
+
+    def counted(grammar: Grammar) -> Any:
+        nonlocal num_read
+        num_read += 1
+        return read(grammar)
+
+    monkeypatch.setattr(cold, "_read", counted)
+    with ThreadPoolExecutor(40) as pool:
+        states = list(pool.map(cold.compile, [Grammar(kind="regex", text="[ab]+")] * 40))
+    assert num_read == 1 and len(states) == 40
+    with pytest.raises(UserError):
+        cold.compile(Grammar(kind="regex", text="("))
+    assert not cold._reading
 
 
 def test_those_who_wait_to_be_read_are_bounded(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:

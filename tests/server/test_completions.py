@@ -21,6 +21,7 @@ from stretto.model.transformer import build
 from stretto.server import elastic
 from stretto.server.elastic import ServedModel
 from stretto.server.messages import Prompts
+from stretto.text.stream import Detokenizer
 from stretto.text.tokenizer import Tokenizer
 from tests.server.templates import TEMPLATES
 
@@ -348,6 +349,31 @@ def test_streams_of_several_prompts(ask: Ask) -> None:
         [choice] = json.loads(frame.removeprefix("data: "))["choices"]
         texts[choice["index"]] += choice["text"]
     assert texts == [choice["text"] for choice in whole]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_are_places_in_the_text(ask: Ask, tokenizer: Tokenizer, stream: bool) -> None:
+    """Also of tokens that are a part of a character, or no text at all."""
+    body = {"prompt": "Ça va?", "seed": 5, "max_tokens": 24, "ignore_eos": True, "temperature": 2.0, "logprobs": 0}
+    if stream:
+        frames = ask("POST", TEXT, json=body | {"stream": True}).text.split("\n\n")[:-2]
+        choices = [json.loads(frame.removeprefix("data: "))["choices"][0] for frame in frames]
+        text = "".join(choice["text"] for choice in choices)
+        offsets = [place for choice in choices if choice["logprobs"] for place in choice["logprobs"]["text_offset"]]
+    else:
+        [choice] = ask("POST", TEXT, json=body).json()["choices"]
+        text, offsets = choice["text"], choice["logprobs"]["text_offset"]
+    ids = complete(ask, **body, return_token_ids=True)["choices"][0]["token_ids"]
+    detokenizer, place = Detokenizer(tokenizer), 0
+    for token, offset in zip(ids, offsets, strict=True):
+        assert offset == place
+        place += len(detokenizer.push([token]))
+    assert place <= len(text)
+
+
+def test_a_response_that_must_call_has_tools(ask: Ask) -> None:
+    told = ask("POST", "/v1/responses", json={"input": "x", "tool_choice": "required"})
+    assert told.status_code == 400 and "a call is required, but the request has no tools" in told.text
 
 
 def test_echo_with_log_probabilities(ask: Ask, tokenizer: Tokenizer) -> None:

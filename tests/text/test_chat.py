@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -296,6 +297,35 @@ def test_tools_are_not_lost(tokenizer: Tokenizer, template: str, talk: list) -> 
             assert render(template, talk, TOOLS).startswith(render(template, talk[:num], TOOLS))
     assert ("Be brief." in text) == (talk[0]["role"] == "system")
     assert bool(tool_form(template).note()) == (template != OTHER)
+
+
+SHORT_IDS = """{% if tools %}TOOLS {{ tools | tojson }} {% endif %}{% for m in messages %}
+{%- if m.tool_calls %}{% for call in m.tool_calls %}{% if call.id | length != 9 %}{{ raise_exception("ids have length 9") }}{% endif -%}
+CALL {{ call.function | tojson }} [{{ call.id }}]{% endfor %}
+{%- elif m.role == "tool" %}{% if m.tool_call_id | length != 9 %}{{ raise_exception("ids have length 9") }}{% endif -%}
+RESULT {{ m.content }} [{{ m.tool_call_id }}]
+{%- else %}{{ m.role }}: {{ m.content }}{% endif %}
+{% endfor %}"""
+"""As Mistral's from version 3 of its tokenizer on."""
+
+
+def calling(call_id: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+
+
+def test_ids_of_calls_are_as_short_as_the_template_wants_them() -> None:
+    strict = SHORT_IDS
+    talk: list[dict[str, Any]] = [
+        {"role": "user", "content": "Two and two?"},
+        {"role": "assistant", "content": "", "tool_calls": [calling("call_0123456789abcdef01234567")]},
+        {"role": "tool", "tool_call_id": "call_0123456789abcdef01234567", "content": "four"},
+    ]
+    assert tool_form(strict).has_short_ids
+    shown = render(strict, talk, TOOLS)
+    found = re.findall(r"\[([a-z0-9]{9})\]", shown)
+    assert len(found) == 2 and len(set(found)) == 1
+    talk[1]["tool_calls"], talk[2]["tool_call_id"] = [calling("abc123DEF")], "abc123DEF"
+    assert render(strict, talk, TOOLS).count("[abc123DEF]") == 2
 
 
 def test_without_tools_nothing_is_added() -> None:
