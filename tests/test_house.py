@@ -224,7 +224,8 @@ def command_lines() -> Iterator[str]:
         yield from ("| argument or option | meaning | default |", "|---|---|---|")
         for each in command.params:
             name = each.name.upper() if each in arguments else ", ".join([*each.opts, *each.secondary_opts])
-            default = each.default if each.default not in (None, (), [], False) and not each.required else ""
+            is_shown = each.default is not None and each.default is not False and each.default not in ((), [])
+            default = "required" if each.required else each.default if is_shown else ""
             meaning = " ".join((each.help or "").split()).replace("|", "\\|")
             yield f"| `{name}` | {meaning} | {default if not callable(default) else ''} |"
         yield ""

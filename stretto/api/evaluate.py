@@ -15,7 +15,7 @@ import torch
 
 from stretto.api.search import named_subnet
 from stretto.api.stages import ModelLike, PathLike, new_folder, place, shown
-from stretto.base.config import validate
+from stretto.base.config import validate_options
 from stretto.base.endpoint import served_name
 from stretto.base.errors import UserError, user_errors
 from stretto.base.paths import CHECKPOINT, checkpoint_folder, claimed, sized, write_json
@@ -238,7 +238,7 @@ def options(**settings: Any) -> EvalOptions:
     """Validated options of an evaluation. Raises `UserError`: an impossible value."""
     if settings.get("embed") is not None:
         settings["embed"] = checkpoint_folder(settings["embed"])
-    return validate(EvalOptions, settings | {"threads": torch.get_num_threads()}, "stretto eval")
+    return validate_options(EvalOptions, settings | {"threads": torch.get_num_threads()})
 
 
 def _evaluate(

@@ -249,6 +249,8 @@ class Model:
             return self.config.full()
         if isinstance(size, Subnet):
             return check_subnet(self.config, size)
+        if not isinstance(size, str):
+            raise UserError(f"subnet: {size!r}; needs a name, layers=…,experts=…,top_k=…, or a Subnet")
         return named_subnet(self.run or self.source, size, self.config, read_presets(self.folder))
 
     @cached_property
@@ -308,9 +310,7 @@ class Model:
         Raises:
             UserError: no such size, a prompt longer than the context, or an impossible sampling value.
         """
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        for text in prompts:
-            check_text(text, "prompt")
+        prompts = _texts(prompt, "prompt")
         ids = [self.tokenizer.encode(text) or [self.tokenizer.eos_id] for text in prompts]
         completions = self._run(ids, self.subnet(subnet), _sampling(sampling))
         generations = [_generation(text, done) for text, done in zip(prompts, completions, strict=True)]
@@ -389,7 +389,10 @@ class Model:
         """
         chosen = self.subnet(subnet)
         try:
-            ids_BT = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)
+            ids_BT = torch.as_tensor(token_ids, device=self.device)
+            if ids_BT.is_floating_point() and ids_BT.numel():
+                raise TypeError("it has fractions")
+            ids_BT = ids_BT.long()
         except (ValueError, TypeError) as error:
             raise UserError(f"token_ids: not a table of integers with rows of equal length: {error}") from None
         ids_BT = ids_BT[None] if ids_BT.ndim == 1 else ids_BT
@@ -416,8 +419,7 @@ class Model:
         """
         chosen = self.subnet(subnet)
         rows = []
-        for text in [texts] if isinstance(texts, str) else texts:
-            check_text(text, "texts")
+        for text in _texts(texts, "texts"):
             ids = self.tokenizer.encode(text)
             if not ids:
                 raise UserError("texts: one is empty; a text needs at least one token")
@@ -487,6 +489,8 @@ def load(source: str | os.PathLike[str] | Model, *, device: str = "auto", dtype:
     """
     if isinstance(source, Model):
         return source
+    if not isinstance(source, str | os.PathLike):
+        raise UserError(f"source: {source!r}; needs a folder, a file, or a name on the hub")
     named = os.fspath(source)
     if (Path(named) / RUN_FILE).is_file() or (Path(named) / "config.json").is_file():
         return Model(Path(named), device, dtype)
@@ -499,6 +503,16 @@ def load(source: str | os.PathLike[str] | Model, *, device: str = "auto", dtype:
     if not (run / CHECKPOINT).is_dir():
         adopt_command(str(found), run, AdoptOptions(order="none"))
     return Model(run, device, dtype)
+
+
+def _texts(given: str | Sequence[str], name: str) -> list[str]:
+    """One text or several as a list. Raises `UserError`: none, or something else."""
+    texts = [given] if isinstance(given, str) else list(given) if isinstance(given, Sequence) else []
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise UserError(f"{name}: needs a text, or a list with one text at least")
+    for text in texts:
+        check_text(text, name)
+    return texts
 
 
 def _sampling(fields: Mapping[str, Any]) -> Sampling:

@@ -22,7 +22,7 @@ from stretto.api.train import (
     same_folder,
     write_result,
 )
-from stretto.base.config import overriding, read_recipe, validate
+from stretto.base.config import overriding, read_recipe, validate_options
 from stretto.base.errors import UserError, user_errors
 from stretto.base.paths import CHECKPOINT, checkpoint_folder, require_new
 from stretto.base.track import say
@@ -166,7 +166,9 @@ def merge(
     """
     if not models:
         raise UserError("merge: no models; name at least two")
-    parsed = validate(MergeOptions, {"method": method, "weights": list(weights), **options}, "stretto merge")
+    parsed = validate_options(
+        MergeOptions, {"method": method, "weights": list(weights), **options}, {"method": "method"}
+    )
     folder = new_folder(models[0], "merge") if out is None else Path(out)
     require_new(folder, force)
     origin = None if base is None else place(base)

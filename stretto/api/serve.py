@@ -22,7 +22,7 @@ from rich.table import Table
 from starlette.applications import Starlette
 
 from stretto.api.search import BEST, best_subnet, read_search
-from stretto.base.config import validate
+from stretto.base.config import validate_options
 from stretto.base.errors import UserError, check_text
 from stretto.base.numbers import params, size_in_bytes
 from stretto.base.paths import checkpoint_folder
@@ -244,7 +244,8 @@ def serve_settings(api_keys: Sequence[str], **asked: Any) -> ServeSettings:
         "api_keys": [*map(str.strip, api_keys), *environment_keys()],
         "admin_key": os.environ.get("STRETTO_ADMIN_KEY") or None,
     }
-    return validate(ServeSettings, keys | asked, "stretto serve")
+    names = {"api_keys": "--api-key", "cors_origins": "--cors", "allowed_hosts": "--allowed-host"}
+    return validate_options(ServeSettings, keys | asked, names)
 
 
 def environment_keys() -> list[str]:
@@ -262,7 +263,7 @@ def console_sampling(
         "seed": seed,
         "repetition_penalty": repetition_penalty,
     }
-    return validate(Sampling, fields, "--temperature, --max-tokens, --repetition-penalty")
+    return validate_options(Sampling, fields)
 
 
 def _dtype(options: ServeOptions, device: torch.device) -> torch.dtype:
@@ -275,7 +276,7 @@ def _dtype(options: ServeOptions, device: torch.device) -> torch.dtype:
 def _engine_config(options: ServeOptions) -> EngineConfig:
     """Sizes of the engine. Raises `UserError` for an impossible one."""
     sizes = {name: getattr(options, name) for name in ("max_batch", "max_len", "max_wait_s", "max_step_s", "tp")}
-    return validate(EngineConfig, sizes, "--max-batch, --max-len, --max-wait-s, --max-step-s, --tp").replace(
+    return validate_options(EngineConfig, sizes).replace(
         cache_bytes=None if options.cache_memory is None else parse_bytes(options.cache_memory, "--cache-memory"),
         max_step_tokens=max(1024, options.max_batch),
         fast_prefill=options.fast_prefill,

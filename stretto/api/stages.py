@@ -61,6 +61,7 @@ from stretto.model.elastic import extract as cut_out
 from stretto.model.families import default_family
 from stretto.model.parallel import device_name, in_memory, join, stored, stored_for_training
 from stretto.model.spec import Subnet, named_subnets
+from stretto.model.transformer import Transformer
 from stretto.report.page import Cell, Plot, Table, Tabled
 from stretto.subnets.latency import LatencyTable, read_table
 from stretto.subnets.search import SearchOptions, SearchResult
@@ -426,7 +427,7 @@ def search(
             text = TextOptions(val, val_fraction, text_field)
             info = ranks.first(lambda: on_other_data(run, info, named, text, checkpoint))
         batches = held_out(info, info.train, ranks)
-        table = read_table(run / LATENCY_FILE, network) if (run / LATENCY_FILE).is_file() else None
+        table = _table(run, network, needed=max_latency_ms is not None)
         meter = Meter("search", device_name(ranks.device), ranks.world)
         numbers = itertools.count()
 
@@ -464,6 +465,19 @@ def search(
         record = SearchRecord(result=result, receipt=meter.receipt(), weights=searched_weights(run))
         write_json(run / SEARCH_FILE, record.model_dump(mode="json"))
     return Search(result)
+
+
+def _table(run: Path, network: Transformer, needed: bool) -> LatencyTable | None:
+    """The latency table of ``run``. One that does not hold here is left out, which is printed, unless it is ``needed``."""
+    if not (run / LATENCY_FILE).is_file():
+        return None
+    try:
+        return read_table(run / LATENCY_FILE, network)
+    except UserError as error:
+        if needed:
+            raise
+        say(f"searching without latency: {error}")
+        return None
 
 
 @user_errors

@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -180,6 +180,20 @@ def validate(kind: type[ConfigT], tree: Mapping[str, Any], source: str) -> Confi
     except ValidationError as error:
         problem = first_problem(error, kind, "key")
         raise UserError(": ".join(filter(None, (source, problem.field, problem.message)))) from None
+
+
+def validate_options(
+    kind: type[ConfigT], tree: Mapping[str, Any], names: Mapping[str, str] = MappingProxyType({})
+) -> ConfigT:
+    """Build ``kind`` from options of a command. Raises `UserError`: one line that names the option, that of ``names`` or ``--`` and the
+    field."""
+    try:
+        return kind.model_validate(dict(tree))
+    except ValidationError as error:
+        problem = first_problem(error, kind)
+        field = (problem.field or "").partition(".")[0]
+        option = names.get(field, f"--{field.replace('_', '-')}") if field else ""
+        raise UserError(": ".join(filter(None, (option, problem.message)))) from None
 
 
 def read_versioned(path: Path, kind: type[ConfigT], version: int) -> ConfigT:

@@ -217,6 +217,4 @@ def read_json(path: Path | str) -> Any:
         raise UserError(f"{path}: no such file") from None
     except (OSError, ValueError, RecursionError) as error:
         # ValueError: not UTF-8, not JSON, or a number of thousands of digits; RecursionError: nested too deeply
-        raise UserError(
-            f"{path}: not readable as JSON: {error}; the file is damaged, or Stretto did not write it"
-        ) from None
+        raise UserError(f"{path}: not readable as JSON: {error}; repair it, or write it anew") from None

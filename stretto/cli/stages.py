@@ -101,8 +101,8 @@ def adopt(
         source: Checkpoint folder, run, GGUF file, smollm2 (a Python package), or a name on the hub such as Qwen/Qwen3-30B-A3B.
         out: Run folder to write.
         dtype: Data type to write: float32, bfloat16, float16, or auto (the source's own).
-        order: Criterion for ranking experts: reap (router-weighted activation norm), removal (change in loss when the expert is
-            removed; slower), frequency, or none (no measurement).
+        order: Criterion for ranking experts: reap (router-weighted activation norm), removal (change in the layer's output without
+            the expert; slower), frequency, or none (no measurement).
         layer_order: Criterion for ranking layers: leave-one-out (change in logits without the layer), or influence (faster).
         calibration: Calibration text, PATH@WEIGHT in a mixture. Default: text that every Python installation has.
         calibration_tokens: Number of calibration tokens.
@@ -436,10 +436,10 @@ def plan(
     options = locals()
     if out is not None and out.suffix not in (".png", ".html"):
         raise UserError(f"--out {out}: must end in .png or .html")
-    from stretto.base.config import validate
+    from stretto.base.config import validate_options
     from stretto.planner.rl import Workload
 
-    workload = validate(Workload, {name: options[name] for name in Workload.model_fields}, "stretto plan")
+    workload = validate_options(Workload, {name: options[name] for name in Workload.model_fields})
     found = stretto.plan(recipe, gpus, model=model, sweep=sweep, price=price, workload=workload, settings=settings)
     if as_json:
         say(json.dumps(found.tree(), indent=1))

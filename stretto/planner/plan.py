@@ -10,12 +10,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from stretto.base.config import Config, read_recipe, read_tree, source_name
+from stretto.base.config import Config, read_recipe, read_tree, source_name, validate
 from stretto.base.errors import UserError, user_errors
 from stretto.base.numbers import counted, size_in_bytes
 from stretto.base.paths import checkpoint_folder, read_json
 from stretto.learning.recipe import RlRecipe
 from stretto.model.families import from_hf
+from stretto.model.headers import STRETTO_FILE
 from stretto.model.spec import ModelConfig, count
 from stretto.planner.fit import computes_in, fitted, peak
 from stretto.planner.hardware import Cluster, Dtype, parse_cluster
@@ -237,7 +238,10 @@ def _tree(recipe: Any) -> Mapping[str, Any]:
 
 
 def _read_network(model: str | os.PathLike[str]) -> ModelConfig:
-    path = checkpoint_folder(os.fspath(model)) / "config.json"
+    folder = checkpoint_folder(os.fspath(model))
+    if (own := folder / STRETTO_FILE).is_file():  # config.json may pad the network to its family
+        return validate(ModelConfig, read_json(own)["config"], str(own))
+    path = folder / "config.json"
     return from_hf(read_json(path), str(path))[0]
 
 

@@ -78,7 +78,8 @@ def read_info(run: Path) -> RunInfo:
     """Settings of the run in folder ``run``. Raises `UserError`: ``run`` is not a run folder."""
     path = run / RUN_FILE
     if not path.is_file():
-        raise UserError(f"{run}: not a run folder: {RUN_FILE} is missing; name a folder that `stretto pretrain` wrote")
+        problem = f"not a run folder: {RUN_FILE} is missing" if run.is_dir() else "no such folder"
+        raise UserError(f"{run}: {problem}; name a folder that `stretto pretrain`, `adopt` or `elasticize` wrote")
     return validate(RunInfo, read_json(path), source=str(path))
 
 

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -150,6 +151,22 @@ def test_a_model_continues_after_a_request_that_fails(served_run: Path) -> None:
     assert fresh.generate("x", max_tokens=2).token_ids
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda model: model.generate(5), "prompt: needs a text"),
+        (lambda model: model.generate(["a", 3]), "prompt: needs a text"),
+        (lambda model: model.score([]), "texts: needs a text, or a list with one"),
+        (lambda model: model.subnet(3), "subnet: 3; needs a name"),
+        (lambda model: model.logits([[1.5, 2]]), "token_ids: not a table of integers"),
+        (lambda _: stretto.load(3), "source: 3; needs a folder"),
+    ],
+)
+def test_arguments_of_other_types_are_one_line(served_run: Path, call: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        call(stretto.load(served_run, device="cpu"))
+
+
 def test_an_open_stream_keeps_its_pieces_and_a_closed_one_is_forgotten(served_run: Path) -> None:
     fresh = stretto.load(served_run, device="cpu")
     whole, pieces = fresh.generate(PROMPT, max_tokens=12).text, fresh.stream(PROMPT, max_tokens=12)
@@ -169,6 +186,10 @@ def test_from_text_to_a_small_model(tmp_path: Path, text: Path) -> None:
     made = stretto.pretrain(recipe, text, tmp_path / "run", device="cpu")
     assert list(made.subnets) == ["full", "corner"]
     found = stretto.search(made, max_total=0.95, options=None, device="cpu")
+    (tmp_path / "run" / "latency.json").write_text("[]")
+    assert stretto.search(made, max_total=0.95, device="cpu").best == found.best, "no latency is asked for"
+    with pytest.raises(UserError, match="not a latency table"):
+        stretto.search(made, max_latency_ms=5.0, device="cpu")
     assert found.best.layers and "chosen" in repr(found) and "<table>" in found._repr_html_()
     assert found.plot().figure.axes and found.plot()._repr_png_().startswith(b"\x89PNG")
     assert "best" in made.subnets

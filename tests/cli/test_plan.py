@@ -41,7 +41,7 @@ def test_json_has_all_figures_and_the_files_are_written(stretto: Run, tmp_path: 
         (["small", "--gpus", "4xH100", "-o", "plan.txt"], ("plan.txt", ".png")),
         (["pipeline", "--gpus", "4xH100"], ("pipeline", "`stretto run`")),
         (["heal", "--gpus", "4xH100"], ("heal", "`stretto heal`")),
-        (["rl_gym", "--gpus", "4xH100", "--answer-tokens", "-3"], ("answer_tokens",)),
+        (["rl_gym", "--gpus", "4xH100", "--answer-tokens", "-3"], ("--answer-tokens: must",)),
         (["rl_gym", "--gpus", "4xH100", "--answer-tokens", "9999"], ("--answer-tokens 9999", "rollout.max_tokens")),
         (["rl_gym", "--gpus", "4xH100", "--prompt-tokens", "9999"], ("--prompt-tokens 9999", "train.seq_len")),
         (["rl_gym", "--gpus", "1xH100", "--set", "trainer.ranks=2"], ("2 trainer ranks leave 0",)),

@@ -15,8 +15,10 @@ from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.paths import write_json
 from stretto.learning.recipe import RlRecipe
+from stretto.model.checkpoint import write_checkpoint
 from stretto.model.families import default_family, from_hf, to_hf
-from stretto.model.spec import count
+from stretto.model.spec import ModelConfig, count
+from stretto.model.transformer import build
 from stretto.planner.hardware import HARDWARE, parse_cluster
 from stretto.planner.memory import Layout
 from stretto.planner.plan import Plan
@@ -125,6 +127,17 @@ def test_the_rl_sweep_tries_splits_between_trainer_and_engines() -> None:
     splits = {(each.layout.ranks, each.engines) for each in found.predictions}
     assert len(splits) > 1
     assert all(ranks + engines <= 8 for ranks, engines in splits)
+
+
+def test_a_run_is_planned_as_its_own_network(tmp_path: Path) -> None:
+    """glm4_moe pads it on the disk."""
+    config = ModelConfig(
+        vocab_size=512, hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, num_experts=8, top_k=2,
+        expert_intermediate_size=32, num_shared_experts=0, tie_embeddings=True,
+    )  # fmt: skip
+    write_checkpoint(tmp_path / "checkpoint", build(config, 0), config)
+    found = stretto.plan("elasticize", "1xH100", model=tmp_path, settings=["train.memory=auto"])
+    assert found.params == count(config, config.full()).total_params
 
 
 def test_the_network_of_an_rl_recipe_must_be_known() -> None:
