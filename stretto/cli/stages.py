@@ -332,7 +332,7 @@ def quantise(
     Args:
         out: Checkpoint folder to write.
         dtype: Integers of experts and attention: int8 or int4.
-        method: Method: rtn (rounding to nearest) or gptq (errors on calibration text are made up for; slower).
+        method: Method: rtn (rounding to nearest) or gptq (later weights compensate the errors on calibration text; slower).
         experts: Integers of all feed-forward weights: int8, int4 or none. Default: --dtype.
         attention: Integers of attention's projections: int8, int4 or none. Default: --dtype.
         head: Integers of the output matrix: int8, int4 or none. Default: int8.
@@ -419,7 +419,7 @@ def plan(
 ) -> None:
     """Predict whether a run fits on a cluster, how fast it is, what limits it, and what it costs.
 
-    Reads a recipe of pretrain or rl. RL is simulated with the real controller. Nothing is started, and no GPU is needed.
+    Reads a recipe of pretrain, elasticize or rl. RL is simulated with the real controller. Nothing is started, and no GPU is needed.
 
     Args:
         gpus: Number and kind of accelerators: 64xH100. 2xcpu: two cores.
@@ -427,7 +427,7 @@ def plan(
         sweep: Try all layouts, and show the best few.
         price: Dollars of one accelerator for one hour.
         answer_tokens: RL: mean number of sampled tokens of an answer. Default: rollout.max_tokens.
-        prompt_tokens: RL: tokens of a prompt. Default: train.seq_len without rollout.max_tokens.
+        prompt_tokens: RL: tokens of a prompt. Default: train.seq_len minus rollout.max_tokens.
         verdict_s: RL: mean time of a verdict, in seconds.
         verifiers: RL: number of answers judged at once. Default: runtime.rewards.max.
         out: Figure (.png) or page (.html) to write.
