@@ -106,8 +106,8 @@ Suites = Annotated[
     list[str],
     Option(
         "--suite",
-        help="Suites, separated by commas: gym, tools, code, service, sheets, search, writing, chapters; math, aime, mcq, gpqa or mmlu_pro with a file, NAME=FILE "
-        "(docs/EVAL.md); tau, bfcl (docs/HARNESSES.md); FILE.toml with such tables, or an RL recipe.",
+        help="Suites, separated by commas: gym, tools, code, service, sheets, search, writing, chapters; math, aime, mcq, gpqa or "
+        "mmlu_pro with a file, NAME=FILE (docs/EVAL.md); tau, bfcl (docs/HARNESSES.md); FILE.toml with such tables, or an RL recipe.",
         show_default=False,
     ),
 ]
