@@ -282,7 +282,7 @@ def test_constraints_are_a_gate(tmp_path: Path) -> None:
 )
 def test_no_judgement_is_no_reward(prompts: Path, said: Said, why: str) -> None:
     with judging(said) as (url, asked):
-        made = source(prompts, url, {"timeout_s": 0.05 if why == "Timeout" else 30.0, "retries": 1})
+        made = source(prompts, url, {"timeout_s": 0.5 if why == "Timeout" else 30.0, "retries": 1})
         with pytest.raises(judge.JudgeFailed, match=why) as failed:
             scored(made, "A wren.")
         assert len(asked) == 2 and f"the judge m at {url}" in str(failed.value)
