@@ -199,7 +199,9 @@ async def _completion(client: Client, body: Mapping[str, Any], max_tokens: int) 
 
 def _fills_context(failure: ApiFailure) -> bool:
     """Whether the messages and ``max_tokens`` are more than the context holds. Some servers say so in words only."""
-    in_words = failure.code is None and any(words in failure.message.lower() for words in ("context", "too long"))
+    in_words = not isinstance(failure.code, str) and any(
+        words in failure.message.lower() for words in ("context", "too long")
+    )
     return failure.status == 400 and (failure.code == CONTEXT_LENGTH or in_words)
 
 

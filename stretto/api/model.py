@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -417,9 +417,11 @@ class Model:
         Raises:
             UserError: an empty text, or no such size.
         """
-        chosen = self.subnet(subnet)
+        chosen, several = self.subnet(subnet), _texts(texts, "texts")
+        if not several:
+            raise UserError("texts: there are none; name one at least")
         rows = []
-        for text in _texts(texts, "texts"):
+        for text in several:
             ids = self.tokenizer.encode(text)
             if not ids:
                 raise UserError("texts: one is empty; a text needs at least one token")
@@ -506,10 +508,10 @@ def load(source: str | os.PathLike[str] | Model, *, device: str = "auto", dtype:
 
 
 def _texts(given: str | Sequence[str], name: str) -> list[str]:
-    """One text or several as a list. Raises `UserError`: none, or something else."""
-    texts = [given] if isinstance(given, str) else list(given) if isinstance(given, Sequence) else []
-    if not texts or not all(isinstance(text, str) for text in texts):
-        raise UserError(f"{name}: needs a text, or a list with one text at least")
+    """One text or several as a list. Raises `UserError`: something else."""
+    texts = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [given]
+    if not all(isinstance(text, str) for text in texts):
+        raise UserError(f"{name}: needs a text, or several")
     for text in texts:
         check_text(text, name)
     return texts

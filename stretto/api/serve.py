@@ -276,9 +276,8 @@ def _dtype(options: ServeOptions, device: torch.device) -> torch.dtype:
 def _engine_config(options: ServeOptions) -> EngineConfig:
     """Sizes of the engine. Raises `UserError` for an impossible one."""
     sizes = {name: getattr(options, name) for name in ("max_batch", "max_len", "max_wait_s", "max_step_s", "tp")}
-    return validate_options(EngineConfig, sizes).replace(
+    return validate_options(EngineConfig, sizes | {"max_step_tokens": max(1024, options.max_batch)}).replace(
         cache_bytes=None if options.cache_memory is None else parse_bytes(options.cache_memory, "--cache-memory"),
-        max_step_tokens=max(1024, options.max_batch),
         fast_prefill=options.fast_prefill,
     )
 

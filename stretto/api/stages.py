@@ -27,7 +27,6 @@ from stretto.api.search import (
     on_other_data,
     parse_limits,
     quantise_command,
-    searched_weights,
 )
 from stretto.api.train import (
     begun_run,
@@ -59,7 +58,7 @@ from stretto.evals.loss import evaluate as loss_of
 from stretto.model.checkpoint import stores_integers
 from stretto.model.elastic import extract as cut_out
 from stretto.model.families import default_family
-from stretto.model.parallel import device_name, in_memory, join, stored, stored_for_training
+from stretto.model.parallel import Ranks, device_name, in_memory, join, stored, stored_for_training
 from stretto.model.spec import Subnet, named_subnets
 from stretto.model.transformer import Transformer
 from stretto.report.page import Cell, Plot, Table, Tabled
@@ -414,7 +413,7 @@ def search(
             f"{run}: a {info.stage} run, whose network has one size; name the folder of the pre-training run"
         )
     checkpoint = load_checkpoint(run, ranks)
-    network = checkpoint.model
+    network, weights = checkpoint.model, checkpoint.lineage.weights_hash if checkpoint.lineage else ""
     if healing is not None and healing.train.seq_len > (most := checkpoint.config.max_positions):
         raise UserError(
             f"train.seq_len: {healing.train.seq_len} of {heal_recipe} exceeds the network's {most} positions"
@@ -427,7 +426,7 @@ def search(
             text = TextOptions(val, val_fraction, text_field)
             info = ranks.first(lambda: on_other_data(run, info, named, text, checkpoint))
         batches = held_out(info, info.train, ranks)
-        table = _table(run, network, needed=max_latency_ms is not None)
+        table = _table(run, network, ranks, needed=max_latency_ms is not None)
         meter = Meter("search", device_name(ranks.device), ranks.world)
         numbers = itertools.count()
 
@@ -462,12 +461,12 @@ def search(
                 table=table,
                 heal=healed_nll if healing is not None else None,
             )
-        record = SearchRecord(result=result, receipt=meter.receipt(), weights=searched_weights(run))
+        record = SearchRecord(result=result, receipt=meter.receipt(), weights=weights)
         write_json(run / SEARCH_FILE, record.model_dump(mode="json"))
     return Search(result)
 
 
-def _table(run: Path, network: Transformer, needed: bool) -> LatencyTable | None:
+def _table(run: Path, network: Transformer, ranks: Ranks, needed: bool) -> LatencyTable | None:
     """The latency table of ``run``. One that does not hold here is left out, which is printed, unless it is ``needed``."""
     if not (run / LATENCY_FILE).is_file():
         return None
@@ -476,7 +475,8 @@ def _table(run: Path, network: Transformer, needed: bool) -> LatencyTable | None
     except UserError as error:
         if needed:
             raise
-        say(f"searching without latency: {error}")
+        if ranks.is_first:
+            say(f"searching without latency: {error}")
         return None
 
 

@@ -151,18 +151,18 @@ def claim_run(
 
     Args:
         result: folder inside ``run`` that exists once a run of this stage has ended.
-        replaces: delete what is left of another run.
+        replaces: delete snapshots and result of another run, once ``start`` has succeeded.
 
     Raises:
         UserError: the folder holds another run and ``resume`` is False, or another process runs in it.
     """
     held.enter_context(claimed(run))
+    if not resume and not replaces and ((run / "snapshots").is_dir() or (run / result).is_dir()):
+        raise UserError(f"{run}: holds a run already; add --resume to continue it, or choose another folder")
+    info = start()
     if replaces:
         remove(run / "snapshots")
         remove(run / result)
-    if not resume and ((run / "snapshots").is_dir() or (run / result).is_dir()):
-        raise UserError(f"{run}: holds a run already; add --resume to continue it, or choose another folder")
-    info = start()
     write_json(run / RUN_FILE, info.model_dump(mode="json"))
     return info
 

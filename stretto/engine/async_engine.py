@@ -160,8 +160,9 @@ class AsyncEngine:
         self._is_accepting = True
         self._is_stopping = False
         self._compiling: set[Channel] = set()  # requests whose grammar is compiled before they reach the engine
-        # Enough threads for all grammars that may wait for their trial, and as many for grammars that are in the cache.
-        self._compilers = ThreadPoolExecutor(2 * MAX_TRIALS, "grammar")
+        # Enough threads for all grammars that may wait for their trial, for many requests that wait for the same one, and for grammars
+        # that are in the cache. They are started when they are needed.
+        self._compilers = ThreadPoolExecutor(32 * MAX_TRIALS, "grammar")
         # Held while a command is added, so none is added after the thread's last read of the inbox. Re-entrant, because
         # the garbage collector can close a stream at any point.
         self._lock = threading.RLock()

@@ -100,22 +100,19 @@ class GrammarCompiler:
         assert not outside, f"ends {outside} are outside the vocabulary of {self._vocab}"
         with self._lock:
             compiled = self._compiled.get(grammar)
+            if compiled is not None:
+                self._compiled.move_to_end(grammar)
         if compiled is None:
             compiled = self._read_once(grammar)
-        with self._lock:
-            if grammar not in self._compiled:
-                self._compiled[grammar] = compiled
-                self._num_bytes += compiled.num_bytes
-            self._compiled.move_to_end(grammar)
-            while self._num_bytes > MAX_CACHE_BYTES:
-                self._num_bytes -= self._compiled.popitem(last=False)[1].num_bytes
         if isinstance(compiled.matcher, str):
             raise UserError(f"{source}: grammar.{grammar.kind}: {compiled.matcher}")
         return GrammarState(compiled.matcher, frozenset((self._eos_id, *end_ids)), self._vocab, source)
 
     def _read_once(self, grammar: Grammar) -> _Compiled:
-        """As `_read`; requests with the same grammar at the same time wait for one trial. Raises QueueFull."""
+        """As `_read`, into the cache; requests with the same grammar at the same time wait for one trial. Raises QueueFull."""
         with self._lock:
+            if (known := self._compiled.get(grammar)) is not None:
+                return known
             found, is_first = self._reading.get(grammar), grammar not in self._reading
             if found is None:
                 if not self._trials.acquire(blocking=False):
@@ -123,7 +120,10 @@ class GrammarCompiler:
                 found = self._reading[grammar] = Future[_Compiled]()
         if is_first:
             try:
-                found.set_result(self._read(grammar))
+                compiled = self._read(grammar)
+                with self._lock:
+                    self._keep(grammar, compiled)
+                found.set_result(compiled)
             except BaseException as error:
                 found.set_exception(error)
             finally:
@@ -131,6 +131,12 @@ class GrammarCompiler:
                 with self._lock:
                     del self._reading[grammar]
         return found.result()
+
+    def _keep(self, grammar: Grammar, compiled: _Compiled) -> None:
+        self._compiled[grammar] = compiled
+        self._num_bytes += compiled.num_bytes
+        while self._num_bytes > MAX_CACHE_BYTES:
+            self._num_bytes -= self._compiled.popitem(last=False)[1].num_bytes
 
     def _read(self, grammar: Grammar) -> _Compiled:
         text_bytes = sys.getsizeof(grammar.text)

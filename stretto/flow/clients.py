@@ -317,7 +317,9 @@ class Threads:
             is_wanted = result.set_running_or_notify_cancel()
             try:
                 report = partial(result.set_result, work() if is_wanted else None)
-            except BaseException as error:  # a SystemExit also goes to the caller and does not end the thread
+            except SystemExit as error:  # raised in a coroutine, it would end the process
+                report = partial(result.set_exception, InfraError(f"it raised SystemExit: {error}"))
+            except Exception as error:
                 report = partial(result.set_exception, error)
             if len(self._idle) < _MAX_IDLE:
                 self._idle.append(inbox)  # before the report, so that the caller's next call can reuse this thread

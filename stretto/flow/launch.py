@@ -55,8 +55,8 @@ _NEED_SANDBOX = ("code", "sheets", "tools")
 _MAY_WAIT = (*_NEED_SANDBOX, "judged")
 """Kinds of task whose verdicts may take longer than sampling."""
 _TRIED_PROMPTS = 32
-"""Number of training prompts, and of held-out prompts, that are rendered before the start to check their length. A later prompt
-that is too long stops the run."""
+"""Number of training prompts that are rendered before the start to check their length, beside all held-out prompts. A later one that is
+too long fails its group."""
 _START_S = 300.0
 """Deadline for the start of a role: start an interpreter, import torch, read a checkpoint."""
 _STEP_S = 3600.0

@@ -41,6 +41,8 @@ _BFCL_NEEDS: Final = (
 # fmt: on
 """The part of BFCL's requirements that its single-turn categories need. The rest are clients of model vendors, and torch."""
 BASELINES: Final = ("empty", "calls")
+CONSOLE_FILE: Final = "console.txt"
+"""Output of a harness, in the folder of its results."""
 """Trivial baselines: a model that ends every conversation at once; one that calls the first tool without arguments."""
 _STOP: Final = "###STOP###"
 """Text with which tau2's simulated customer ends a conversation. BFCL reads it as an answer without a call."""
@@ -130,6 +132,9 @@ def ask(suite: str, url: str, folder: Path, budget: Budget, has_baselines: bool 
     """
     if suite not in SUITES:
         raise UserError(f"--suite {suite}: no harness{nearest(suite, SUITES)}; known: {', '.join(SUITES)}")
+    marks = (folder, *(folder / f"baseline-{rule}" for rule in BASELINES))
+    if folder.exists() and any(folder.iterdir()) and not any((mark / CONSOLE_FILE).is_file() for mark in marks):
+        raise UserError(f"{folder}: holds other files; move them, or name another folder with --out")
     remove(folder)
     trivial: dict[str, dict[str, Judged]] = {}
     for rule in BASELINES if has_baselines else ():
@@ -215,7 +220,7 @@ def ask_inspect(url: str, folder: Path, budget: Budget, tasks: Mapping[str, str]
     }
     options = ["--no-log-realtime", *(f"--{name}={value}" for name, value in settings.items()), *flags]
     command = [sys.executable, "-m", "inspect_ai", "eval", *tasks.values(), *options]
-    _run(command, folder / "console.txt", f"inspect: {', '.join(tasks)}")
+    _run(command, folder / CONSOLE_FILE, f"inspect: {', '.join(tasks)}")
     paths = list_eval_logs(str(folder), recursive=False)  # folders in it hold those of the baselines
     logs = {(log := read_eval_log(path, header_only=True)).eval.task: log for path in paths}
     missing = [name for name, task in tasks.items() if task not in logs]
@@ -262,7 +267,7 @@ def ask_bfcl(url: str, folder: Path, budget: Budget) -> dict[str, Judged]:
     lines, found = folder / "bfcl.jsonl", {f"bfcl_{name}": Judged() for name in categories}
     folder.mkdir(parents=True, exist_ok=True)
     command = [str(bfcl_python()), "-I", str(script), json.dumps(settings), str(lines)]
-    code = _run(command, folder / "console.txt", "bfcl", BFCL_PROJECT_ROOT=str(folder))
+    code = _run(command, folder / CONSOLE_FILE, "bfcl", BFCL_PROJECT_ROOT=str(folder))
     for line in lines.read_text(encoding="utf-8").splitlines() if lines.is_file() else ():
         each = json.loads(line)
         judged = found[f"bfcl_{each['category']}"]

@@ -240,7 +240,8 @@ def _tree(recipe: Any) -> Mapping[str, Any]:
 def _read_network(model: str | os.PathLike[str]) -> ModelConfig:
     folder = checkpoint_folder(os.fspath(model))
     if (own := folder / STRETTO_FILE).is_file():  # config.json may pad the network to its family
-        return validate(ModelConfig, read_json(own)["config"], str(own))
+        tree = read_json(own)
+        return validate(ModelConfig, tree.get("config", {}) if isinstance(tree, dict) else {}, str(own))
     path = folder / "config.json"
     return from_hf(read_json(path), str(path))[0]
 

@@ -314,12 +314,15 @@ class TextAnswer(ChunkedAnswer):
         super().__init__(backend, job, only_prompt)
         self._echo = None if echo is None else [text for text in echo for _ in range(job.body.n)]  # by choice
         self._offsets = [0] * job.num_choices  # place in the text, echo included, where the next token begins
+        self._places: dict[int, Detokenizer | None] = {}  # by choice, of streams
 
     def _choice(self, index: int, done: Completion) -> dict[str, Any]:
         text = ("" if self._echo is None else self._echo[index]) + ("" if self._only_prompt else done.text)
         tokens = () if self._only_prompt else self._sampled(done)
         rows = chain(self._prompt_rows(done), (self._row(*each) for each in tokens))
-        texts = [*self._prompt_texts(done), *([] if self._only_prompt else self._texts(done))]
+        texts: list[str] = []
+        if self.job.logprobs:
+            texts = [*self._prompt_texts(done), *([] if self._only_prompt else self._texts(done))]
         return {"text": text, "logprobs": self._table(rows, texts), "finish_reason": done.finish_reason}
 
     def _token(self, index: int, event: TokenEvent) -> Iterator[bytes]:
@@ -328,8 +331,12 @@ class TextAnswer(ChunkedAnswer):
             return
         text = self._first_echo(index) + event.text
         row = self._row(event.token, event.logprob, event.top)
-        logprobs = self._table([row], [event.text], self._offsets[index])
-        self._offsets[index] += len(event.text)
+        logprobs = self._table([row], [], self._offsets[index])
+        if self.job.logprobs:  # the event's text lags behind where it may become a stop string
+            if index not in self._places:
+                self._places[index] = self._detokenizer(self.job.requests[index // self.job.body.n].prompt)
+            detokenizer = self._places[index]
+            self._offsets[index] += len(detokenizer.push([event.token])) if detokenizer else 0
         extra: dict[str, Any] = {"token_ids": [event.token]} if self.job.body.return_token_ids else {}
         if text or extra or logprobs:
             yield self._chunk(index, {"text": text}, logprobs, **extra)

@@ -332,12 +332,15 @@ class Answer(ABC):
 
     def _texts(self, done: Completion) -> list[str]:
         """Text that each sampled token completes, as in a stream."""
-        tokenizer = self._tokenizer
-        if tokenizer is None:
-            return [""] * len(done.tokens)
-        hidden = tokenizer.special_ids() - self.job.requests[0].visible_ids
-        detokenizer = Detokenizer(tokenizer, hidden, after=done.prompt[-CONTEXT_IDS:])
-        return [detokenizer.push([token]) for token in done.tokens]
+        detokenizer = self._detokenizer(done.prompt)
+        return [detokenizer.push([token]) if detokenizer else "" for token in done.tokens]
+
+    def _detokenizer(self, prompt: Sequence[int]) -> Detokenizer | None:
+        """As the engine's, of an answer to ``prompt``; None: there is no tokenizer."""
+        if self._tokenizer is None:
+            return None
+        hidden = self._tokenizer.special_ids() - self.job.requests[0].visible_ids
+        return Detokenizer(self._tokenizer, hidden, after=prompt[-CONTEXT_IDS:])
 
     def _sampled(self, done: Completion) -> Iterator[Sampled]:
         return zip(done.tokens, done.logprobs.tolist(), done.top or [()] * len(done.tokens), strict=True)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from textwrap import dedent
 from typing import Any, Literal
 
 from pydantic import Field
@@ -29,10 +30,11 @@ from stretto.tasks.task import Answer, Problem, Range, Score, TaskSource, read_r
 _BUILTIN = Path(__file__).with_name("builtin.jsonl")
 """A few problems, enough to try a run without a download."""
 _FENCED = re.compile(
-    r"```[^\n`]+```|(?P<fence>`{3,})[ \t]*(?P<language>[^\s`]*)[^\n`]*\n(?P<code>.*?)(?:^[ \t]*(?P=fence)`*(?!\S)|\Z)",
+    r"```[^\n`]++```|(?<!`)(?P<fence>`{3,}+)(?P<info>[^\n`]*+)\n(?P<code>.*?)"
+    r"(?:^[ \t]*+(?P=fence)`*+(?!\S)|(?=^[ \t]*+(?P=fence)[^\s`])|\Z)",
     re.DOTALL | re.MULTILINE,
 )
-"""Code within a line, which has no group, or a block in fences."""
+"""Code within a line, which has no group, or a block in fences, which may end where the next one begins."""
 _PYTHON = re.compile(r"py(?:thon)?[\d.]*", re.IGNORECASE)
 _MAX_LONGER = 1000
 """A value longer than four times the expected one plus this many characters counts as wrong without being parsed."""
@@ -143,11 +145,12 @@ def find_code(text: str) -> tuple[str, bool]:
     """The program in ``text``, and whether it stood in a block in fences: the last one that is labelled as Python or has no label, else
     the last one."""
     text = without_thoughts(text)
-    blocks = [(match["language"], match["code"]) for match in _FENCED.finditer(text) if match["fence"]]
+    blocks = [((match["info"].split() or [""])[0], match["code"]) for match in _FENCED.finditer(text) if match["fence"]]
     if not blocks:
         return text, False
     python = [code for language, code in blocks if not language or _PYTHON.fullmatch(language)]
-    return (python or [code for _, code in blocks])[-1], True
+    code = (python or [code for _, code in blocks])[-1]
+    return dedent(code) if code[:1].isspace() else code, True
 
 
 @lru_cache(maxsize=1 << 14)

@@ -25,13 +25,14 @@ from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.task import Answer, AnswerFormat, Problem, Range, Score, TaskSource, find_answer, read_records
 
 _NUMBER = re.compile(r"[-+]?\d{1,40}(\.\d{1,40})?(/\d{1,40})?")
-_WORD = re.compile(r"[^\W\d_]{2,}(?:['’-][^\W\d_]+)*|[aAI]")
+_UNIT = re.compile(r"[^\W\d_]{2,}(?:['’-][^\W\d_]+)*")
 _OF_VALUE = re.compile(
-    "pi|sqrt|roots?|sin|cos|tan|log|ln|exp|over|plus|minus|times|negative|squared|cubed|hundred|thousand|million|billion|trillion|dozen|"
-    "half|twice|double|not|or",
+    "pi|sqrt|roots?|sin|cos|tan|log|ln|exp|mod|factorial|power|to|per|percent|over|below|less|more|than|least|most|plus|minus|times|negative|"
+    "squared?|cubed?|(?:dozen|hundred|thousand|million|billion|trillion)s?|hal(?:f|ves)|thirds?|quarters?|fourths?|fifths?|sixths?|"
+    "sevenths?|eighths?|ninths?|tenths?|hundredths?|thousandths?|twice|double|not|or|and|is|are",
     re.IGNORECASE,
 )
-"""Words that may change the value of the number beside them."""
+"""Words that may change the value of the number before them."""
 _WORKINGS = re.compile(r"<<[^<>]*>>")
 """Calculator annotations in GSM8K's solutions."""
 _MEMORY_BYTES = 2 << 30
@@ -118,8 +119,8 @@ class MathSource(TaskSource):
         if found.text == gold:
             return Score.of(True, parts)
         value, gold_value = as_number(found.text), as_number(gold)
-        if value is None and found.is_marked:
-            value = number_among_words(found.text)
+        if found.is_marked and gold_value is not None and number_with_unit(found.text) == gold_value:
+            return Score.of(True, parts)
         if value is not None and gold_value is not None:
             return Score.of(value == gold_value, parts)
         # An unmarked answer is prose in which math-verify finds the formula; a marked answer is the formula.
@@ -151,18 +152,11 @@ def as_number(text: str) -> Fraction | None:
     return Fraction(top) / int(bottom) if int(bottom) else None
 
 
-def number_among_words(text: str) -> Fraction | None:
-    """The only number in a text of words, such as ``72 clips``, ``sold for $18`` or ``**72**``; None: no such text, or a word may change
-    the number's value."""
-    found = []
-    for word in text.replace("*", " ").split():
-        bare = word.strip(".,;:!()")
-        number = as_number(bare)
-        if number is not None:
-            found.append(number)
-        elif not _WORD.fullmatch(bare) or _OF_VALUE.fullmatch(bare):
-            return None
-    return found[0] if len(found) == 1 else None
+def number_with_unit(text: str) -> Fraction | None:
+    """The number in ``text`` if only a unit of one or two words follows, such as ``72 clips`` or ``**18 dollars**``; None: another text."""
+    number, *unit = text.replace("*", " ").strip(" .").split() or [""]
+    has_unit = len(unit) <= 2 and all(_UNIT.fullmatch(word) and not _OF_VALUE.fullmatch(word) for word in unit)
+    return as_number(number) if has_unit else None
 
 
 def _value(terms: Sequence[int], operators: Sequence[str]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,7 +107,7 @@ def prepare_data(
         weights = [weighted[number][1] for number in raw]
         path = run / "data" / TOKENIZER / REQUEST_FILE
         if path.is_file() and read_json(path) != _request([*raw.values()], weights, vocab_size):
-            remove(run / "data")  # of an attempt with other text, which never became a run
+            _forget(run / "data", [source for source, _ in weighted])
         tokenizer = _own_tokenizer(run / "data" / TOKENIZER, [*raw.values()], weights, vocab_size)
     elif (size := load_tokenizer(tokenizer).vocab_size) > vocab_size:
         raise UserError(
@@ -193,6 +194,7 @@ def _own_tokenizer(folder: Path, sources: Sequence[Source], weights: Sequence[fl
     the existing one is too large or was trained for another request, or there is no text.
     """
     request, path = _request(sources, weights, vocab_size), folder / REQUEST_FILE
+    before = read_json(path) if path.is_file() else request
     if not (folder / "tokenizer.json").is_file():
         documents = _weighted(sources, weights)
         if (first := next(documents, None)) is None:
@@ -201,14 +203,15 @@ def _own_tokenizer(folder: Path, sources: Sequence[Source], weights: Sequence[fl
                     source.read("train"), maxlen=0
                 )  # raises an error that names the file, unless a folder has blank files only
             raise UserError(f"--data: {', '.join(source.name for source in sources)}: no text; name files with text")
-        learn_tokenizer(chain([first], documents), vocab_size).save(folder)
+        trained = learn_tokenizer(chain([first], documents), vocab_size)
         write_json(path, request)
+        trained.save(folder)
     elif (size := load_tokenizer(folder).vocab_size) > vocab_size:
         raise UserError(
             f"{folder}: has {size} tokens, more than the {vocab_size} asked for; "
             "raise the size of the vocabulary, or choose a new folder"
         )
-    elif path.is_file() and read_json(path) != request:
+    elif {**before, "bytes": None} != {**request, "bytes": None}:  # documents may be appended
         raise UserError(f"{folder}: trained on other text, or for another size of the vocabulary; choose a new folder")
     return folder
 
@@ -216,8 +219,17 @@ def _own_tokenizer(folder: Path, sources: Sequence[Source], weights: Sequence[fl
 def _request(sources: Sequence[Source], weights: Sequence[float], vocab_size: int) -> dict[str, Any]:
     """What a tokenizer is trained on, as far as names and sizes of files tell."""
     sizes = [sum(file.stat().st_size for file in source.files.get("train", ())) for source in sources]
-    names = [source.name for source in sources]
+    names = [str(Path(each.name).resolve()) if Path(each.name).exists() else each.name for each in sources]
     return {"sources": names, "bytes": sizes, "weights": [*weights], "vocab_size": vocab_size}
+
+
+def _forget(data: Path, sources: Sequence[str]) -> None:
+    """Delete what an attempt with other text, which never became a run, wrote into the run's folder ``data``."""
+    if any(Path(source).resolve().is_relative_to(data.resolve()) for source in sources):
+        return  # what is read stays; the tokenizer is refused
+    for path in data.iterdir():
+        if path.name in (TOKENIZER, VAL_FOLDER) or re.fullmatch(r"\d\d", path.name):
+            remove(path)
 
 
 def _weighted(sources: Sequence[Source], weights: Sequence[float]) -> Iterator[Document]:

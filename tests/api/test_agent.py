@@ -54,8 +54,10 @@ def ran(
         body = await request.json()
         asked.append(body)
         turn = next(said)
-        if isinstance(turn, int):
-            return JSONResponse({"error": {"message": "the prompt is too long"}}, turn, {"retry-after": "0"})
+        if isinstance(turn, int):  # some servers repeat the status as the code
+            return JSONResponse(
+                {"error": {"message": "the prompt is too long", "code": turn}}, turn, {"retry-after": "0"}
+            )
         if "error" in turn:
             return JSONResponse(turn, 400)
         spent = {"subnet": body.get("elastic", "full"), "flops": 1e6 * (10 if body.get("elastic") == "full" else 1)}

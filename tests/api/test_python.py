@@ -156,7 +156,7 @@ def test_a_model_continues_after_a_request_that_fails(served_run: Path) -> None:
     [
         (lambda model: model.generate(5), "prompt: needs a text"),
         (lambda model: model.generate(["a", 3]), "prompt: needs a text"),
-        (lambda model: model.score([]), "texts: needs a text, or a list with one"),
+        (lambda model: model.score([]), "texts: there are none"),
         (lambda model: model.subnet(3), "subnet: 3; needs a name"),
         (lambda model: model.logits([[1.5, 2]]), "token_ids: not a table of integers"),
         (lambda _: stretto.load(3), "source: 3; needs a folder"),

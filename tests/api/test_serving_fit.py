@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from stretto.api import search as api_search
 from stretto.api.search import SEARCH_FILE, SearchRecord, best_subnet, extract_command
 from stretto.api.serve import Fit, ServeOptions, _open, fitting_subnet, parse_bytes
 from stretto.base.errors import UserError
@@ -18,12 +20,14 @@ from stretto.engine.request import EngineConfig
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.elastic import slice_integers
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, extracted_config
+from stretto.model.transformer import build
 from stretto.ops.int_weights import IntScheme
 from stretto.ops.native import Library, Panels
 from stretto.ops.tuning import threads_kept
 from stretto.post.quantise import PARTS, round_to_nearest, schemes_of
 from stretto.server.elastic import ServedModel
 from stretto.subnets.candidate import Candidate, Limits
+from stretto.subnets.latency import measure
 from stretto.subnets.search import Correlations, SearchOptions, SearchResult
 from stretto.subnets.sensitivity import Sensitivities
 from stretto.subnets.space import SearchSpace
@@ -184,6 +188,28 @@ def test_other_weights_than_those_that_were_searched_have_no_best_size(served_ru
         UserError, match="--subnet best: its weights have changed since the search; run `stretto search"
     ):
         best_subnet(run, SERVED)
+
+
+@pytest.mark.parametrize("is_dense", [False, True])
+def test_the_latency_table_covers_the_named_sizes(
+    is_dense: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"vocab_size": 300, "hidden_size": 32, "num_layers": 5, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
+    moe = {"num_experts": 4, "top_k": 2, "expert_intermediate_size": 16}
+    dense = {
+        "num_experts": 1,
+        "top_k": 1,
+        "expert_intermediate_size": 16,
+        "dense_layers": range(5),
+        "dense_intermediate_size": 32,
+    }
+    config = ModelConfig.model_validate(shape | (dense if is_dense else moe))
+    presets = {"corner": SubnetChoice(layers=4) if is_dense else SubnetChoice(layers=4, experts=1, top_k=1)}
+    write_checkpoint(tmp_path / "checkpoint", build(config, 0), config, presets=presets)
+    monkeypatch.setattr(api_search, "measure", partial(measure, num_rounds=2, time_fn=lambda *_: 0.01))
+    table = api_search.latency_command(tmp_path, "cpu")
+    corner = presets["corner"].of(config)
+    assert table.predict_ms(config, corner, table.timings[0].workload) > 0
 
 
 def test_the_cost_of_a_search_goes_with_the_size_that_it_chose(served_run: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -76,6 +77,17 @@ def test_a_group_through_the_runtime(tmp_path: Path) -> None:
             await runtime.call(agent, "run_group", replace(TASK, source="other"), 0, deadline_s=60)
 
     with_runtime(work)
+
+
+def test_code_that_exits_fails_and_ends_nothing_else() -> None:
+    async def work() -> None:
+        threads = Threads()
+        with pytest.raises(InfraError, match="raised SystemExit: 3"):
+            await threads.run(lambda: sys.exit(3), 10.0, "x")
+        assert await threads.run(lambda: 5, 10.0, "x") == 5
+        threads.close()
+
+    asyncio.run(work())
 
 
 def test_verifiers_in_a_pool() -> None:

@@ -59,9 +59,15 @@ def test_what_an_attempt_before_left_behind_is_not_counted(tmp_path: Path, monke
 
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "bfcl.jsonl").write_text("of a run that failed")
+    (tmp_path / "x" / suites.CONSOLE_FILE).touch()
     monkeypatch.setattr(suites, "SUITES", {"x": suite})
     with trivial_server("empty") as url:
         assert ask("x", url, tmp_path / "x", Budget(), has_baselines=False)["d"].values == judged(10, 0).values
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    with pytest.raises(UserError, match=r"mine: holds other files; move them"):
+        ask("x", "http://127.0.0.1:9", tmp_path / "mine", Budget())
+    assert (tmp_path / "mine" / "notes.txt").exists()
 
 
 def test_what_cannot_be_asked_is_told_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,9 @@ def test_every_problem_that_comes_with_the_package_validates(source: CodeSource)
         ("Run ```pip install a``` first.\n```python\nx = 1\n``` Done.", "x = 1\n", True),
         ("````python\nx = 1\n```\ny = 2\n````\n", "x = 1\n```\ny = 2\n", True),
         ("```c\nint x;\n```", "int x;\n", True),
+        ("First:\n```python\nx = 1\nThen:\n```python\nx = 2\n```", "x = 2\n", True),
+        ("1. So:\n   ```python\n   if x:\n       y = 1\n   ```\n", "if x:\n    y = 1\n", True),
+        ("`" * 8000, "`" * 8000, False),
     ],
 )
 def test_where_the_program_is(text: str, code: str, is_marked: bool) -> None:

@@ -33,6 +33,24 @@ def test_a_tokenizer_of_other_text_is_not_used_again(tmp_path: Path) -> None:
         tokenise_data([few], tmp_path / "data", None, 700)
 
 
+def test_what_is_read_is_not_deleted(tmp_path: Path) -> None:
+    (tmp_path / "run" / "data").mkdir(parents=True)
+    own = text(tmp_path / "run" / "data" / "own.txt", 50, 200)
+    prepare_data(tmp_path / "run", [own], None, 300)
+    with pytest.raises(UserError, match="trained on other text, or for another size"):
+        prepare_data(tmp_path / "run", [own], None, 310)
+    assert Path(own).exists()
+
+
+def test_appended_text_keeps_the_tokenizer_of_a_data_folder(tmp_path: Path) -> None:
+    source = Path(text(tmp_path / "a.txt", 50, 200))
+    tokenise_data([str(source)], tmp_path / "data", None, 300)
+    tokenizer = (tmp_path / "data" / "tokenizer" / "tokenizer.json").read_bytes()
+    source.write_text(source.read_text() + "\nmore text")
+    tokenise_data([str(source)], tmp_path / "data", None, 300)
+    assert (tmp_path / "data" / "tokenizer" / "tokenizer.json").read_bytes() == tokenizer
+
+
 def test_a_tokenizer_is_named_by_its_file_or_its_folder(tmp_path: Path) -> None:
     source = text(tmp_path / "a.txt", 50, 200)
     _, folder, _ = prepare_data(tmp_path / "one", [source], None, 400)
