@@ -203,7 +203,7 @@ def _extract(run: Path) -> None:
 def _export(run: Path) -> None:
     for out, is_gguf in ((run / "hf", False), (run / "model.gguf", True)):
         if not out.exists():
-            export_command(run / "healed", "glm4_moe", out, dtype="float32", gguf=is_gguf)
+            export_command(run / "healed", None if is_gguf else "glm4_moe", out, dtype="float32", gguf=is_gguf)
 
 
 def _write(run: Path) -> None:
