@@ -313,9 +313,8 @@ def _online_recipe(recipe: RlRecipe, source: str, start: Path | None, self_teach
             raise UserError("--self-teacher: needs --model, a verifiable source and a recipe without [distill]")
         teacher = {"checkpoint": str(start.resolve()), "domains": verifiable}
         distill = {"teachers": {"start": teacher}, "untaught": judged, "outcome_weight": 1.0, "kl_floor": 0.0}
-        given = recipe.model_dump(
-            mode="json", exclude_unset=True
-        )  # what it leaves out has other defaults with [distill]
+        # what the recipe leaves out has other defaults with [distill]
+        given = recipe.model_dump(mode="json", exclude_unset=True)
         recipe = validate(RlRecipe, given | {"distill": distill}, source)
     limits = [f"a KL penalty to the start of weight {recipe.loss.kl_weight:g}"] if recipe.loss.kl_weight else []
     limits += [f"the verifiable sources {', '.join(verifiable)}"] if verifiable else []

@@ -113,7 +113,8 @@ class GrammarCompiler:
         with self._lock:
             if (known := self._compiled.get(grammar)) is not None:
                 return known
-            found, is_first = self._reading.get(grammar), grammar not in self._reading
+            found = self._reading.get(grammar)
+            is_first = found is None
             if found is None:
                 if not self._trials.acquire(blocking=False):
                     raise QueueFull(f"{MAX_TRIALS} grammars wait to be read already; try again later")

@@ -202,9 +202,8 @@ def _mean_before_cut(mean: float, most: float) -> float:
     phi = NormalDist().cdf
 
     def cut(uncut: float) -> float:
-        above = (
-            math.log(most / uncut) + SPREAD**2 / 2
-        ) / SPREAD  # standard deviations from the mean logarithm to the cut
+        # standard deviations from the mean logarithm to the cut
+        above = (math.log(most / uncut) + SPREAD**2 / 2) / SPREAD
         return uncut * phi(above - SPREAD) + most * (1.0 - phi(above))
 
     low, high = mean, 64.0 * most
