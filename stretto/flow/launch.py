@@ -57,6 +57,8 @@ _MAY_WAIT = (*_NEED_SANDBOX, "judged")
 _TRIED_PROMPTS = 32
 """Number of training prompts that are rendered before the start to check their length, beside all held-out prompts. A later one that is
 too long fails its group."""
+ERROR_FILE = "error.txt"
+"""In the run folder: traceback of the role whose error ended the run."""
 _START_S = 300.0
 """Deadline for the start of a role: start an interpreter, import torch, read a checkpoint."""
 _STEP_S = 3600.0
@@ -360,7 +362,7 @@ class Gang:
         if isinstance(error, RoleError):
             problem = f"trainer: {method}: {error.kind}: {error.message}"
             raise UserError(
-                f"{problem}; its traceback is in error.txt of the run folder; then continue with --resume"
+                f"{problem}; its traceback is in {ERROR_FILE} of the run folder; then continue with --resume"
             ) from error
         raise error
 

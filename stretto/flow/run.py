@@ -21,6 +21,7 @@ from stretto.flow.driver import Driver
 from stretto.flow.files import RunFiles, check_store, open_files
 from stretto.flow.launch import (
     CALL_SLACK_S,
+    ERROR_FILE,
     Job,
     Roles,
     SourceTables,
@@ -60,8 +61,6 @@ from stretto.runtime.runtime import (
 from stretto.runtime.store import Store
 from stretto.text.tokenizer import load_tokenizer
 
-ERROR_FILE = "error.txt"
-"""Traceback of the role whose error ended the run."""
 MOVED = "eval/kl_start"
 """Name of the metric `Result.moved`."""
 _WRITE_S = 600.0
