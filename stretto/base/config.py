@@ -84,16 +84,31 @@ def read_recipe(
     for key, value in _flat(tree).items():
         numbers = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, float)]
         if not all(map(math.isfinite, numbers)):
-            raise UserError(f"{source}: {key}: {value} is not a finite number; correct it")
+            raise UserError(f"{source}: {key}: {value} is not a finite number; correct it{_origin(key, overrides)}")
     try:
-        read = validate(kind, tree, source=source)
-    except UserError as error:
-        raise UserError(_other_command(before_overrides, kind, source) or str(error)) from None
+        read = kind.model_validate(tree)
+    except ValidationError as error:
+        problem = first_problem(error, kind, "key")
+        line = ": ".join(filter(None, (source, problem.field, problem.message)))
+        line += _origin(problem.field or "", overrides, problem.is_unknown)
+        raise UserError(_other_command(before_overrides, kind, source) or line) from None
     for key, value in _flat(read.model_dump(mode="json")).items():
         counts = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int)]
         if not key.endswith(_NO_COUNTS) and any(count > _MOST for count in counts):
-            raise UserError(f"{source}: {key}: must be at most {_MOST:,}, is {value}; correct it")
+            raise UserError(
+                f"{source}: {key}: must be at most {_MOST:,}, is {value}; correct it{_origin(key, overrides)}"
+            )
     return read
+
+
+def _origin(field: str, overrides: Sequence[str], is_unknown: bool = False) -> str:
+    """Which of ``overrides`` gave ``field`` its invalid value, in parentheses; empty: the value stands in the recipe. An unknown table
+    comes from an override of any key in it."""
+    for override in reversed(overrides):
+        key = override.partition("=")[0].strip()
+        if f"{field}.".startswith(f"{key}.") or (is_unknown and key.startswith(f"{field}.")):
+            return f" (from the setting {override})"
+    return ""
 
 
 def _other_command(tree: Mapping[str, Any], kind: type[Config], source: str) -> str:

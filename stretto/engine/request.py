@@ -23,8 +23,6 @@ MAX_IDS = 4096
 """Largest number of token ids in ``logit_bias`` or ``stop_ids`` of a request: every id costs time in each step of the batch."""
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM: logits divided by them would overflow."""
-CONTEXT_IDS = 4
-"""Number of last prompt tokens given to the detokenizer: they decide whether the output starts with a space."""
 CONSOLE_PENALTY = 1.1
 """Repetition penalty of commands and functions that write for a person, as small networks repeat themselves. A server's is 1."""
 

@@ -17,7 +17,6 @@ import numpy as np
 from stretto.base.errors import UserError
 from stretto.engine.grammar import GrammarCompiler, GrammarState
 from stretto.engine.request import (
-    CONTEXT_IDS,
     Completion,
     FinishReason,
     Request,
@@ -439,7 +438,6 @@ class Admission:
         seeds: Callable[[], int],
     ):
         self._config, self._subnets, self._tokenizer, self._end_ids = config, subnets, tokenizer, end_ids
-        self._special_ids = frozenset() if tokenizer is None else tokenizer.special_ids()
         self._grammars: GrammarCompiler | None = None  # created for the first grammar, which takes about a second
         self._lock = threading.Lock()  # for that creation
         self._max_len, self._has_routes, self._seeds = max_len, has_routes, seeds
@@ -466,8 +464,7 @@ class Admission:
             seq = SequenceState(request, subnets, index, own, is_streamed, now_s, limit=limit, end_ids=end_ids)
             seq.grammar = None if grammar is None else grammar.fresh()
             if self._tokenizer is not None:
-                hidden = self._special_ids - request.visible_ids
-                seq.detokenizer = Detokenizer(self._tokenizer, hidden, after=request.prompt[-CONTEXT_IDS:])
+                seq.detokenizer = Detokenizer(self._tokenizer, request.visible_ids, after=request.prompt)
                 seq.stops = StopStrings(sampling.stop) if sampling.stop else None
             sequences.append(seq)
         return sequences

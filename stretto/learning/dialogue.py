@@ -90,7 +90,7 @@ class Dialogue:
         self.tokenizer = tokenizer
         self._prompts = Prompts(tokenizer, tool_chars)
         self.shortened = self._prompts.shortened
-        self._special = tokenizer.special_ids()
+        self._special = tokenizer.special_ids
         self._hidden = self._special - self._prompts.visible_ids
         self.stop_ids: tuple[int, ...] = tuple(sorted({tokenizer.eos_id, *self._prompts.turn_ends}))
         """Each of these tokens ends the model's turn and is part of it."""

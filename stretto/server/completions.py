@@ -364,7 +364,7 @@ class TextAnswer(ChunkedAnswer):
         tokenizer = self._tokenizer
         if self._echo is None or tokenizer is None:
             return [""] * (0 if self._echo is None else len(done.prompt))
-        detokenizer = Detokenizer(tokenizer, frozenset())  # an echo shows special tokens
+        detokenizer = Detokenizer(tokenizer, tokenizer.special_ids)  # an echo shows special tokens
         return [detokenizer.push([token]) for token in done.prompt]
 
     def _prompt_rows(self, done: Completion) -> Iterator[_Row]:

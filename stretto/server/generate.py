@@ -29,7 +29,6 @@ from tokenizers.decoders import ByteLevel
 from stretto.base.errors import UserError
 from stretto.engine.async_engine import AsyncEngine, Stream
 from stretto.engine.request import (
-    CONTEXT_IDS,
     Completion,
     Event,
     Grammar,
@@ -252,7 +251,7 @@ def speller(tokenizer: Tokenizer | None) -> Callable[[int], tuple[str, tuple[int
     not a whole character is ``bytes:\\x…``."""
     if tokenizer is None:
         return lambda token: (f"token_id:{token}", ())
-    special, rust = tokenizer.special_ids(), tokenizer.rust
+    special, rust = tokenizer.special_ids, tokenizer.rust
     byte_of = BYTE_OF_CHARACTER if isinstance(rust.decoder, ByteLevel) else {}
 
     @lru_cache(maxsize=1 << 16)
@@ -339,8 +338,7 @@ class Answer(ABC):
         """As the engine's, of an answer to ``prompt``; None: there is no tokenizer."""
         if self._tokenizer is None:
             return None
-        hidden = self._tokenizer.special_ids() - self.job.requests[0].visible_ids
-        return Detokenizer(self._tokenizer, hidden, after=prompt[-CONTEXT_IDS:])
+        return Detokenizer(self._tokenizer, self.job.requests[0].visible_ids, after=prompt)
 
     def _sampled(self, done: Completion) -> Iterator[Sampled]:
         return zip(done.tokens, done.logprobs.tolist(), done.top or [()] * len(done.tokens), strict=True)

@@ -391,7 +391,7 @@ def tokenise_chat(
             turns = learnt = list(range(len(pieces) // 2))
     else:
         pieces = _turn_pieces(rendered, messages, turns)
-    special = tokenizer.special_ids()
+    special = tokenizer.special_ids
     tokens: list[int] = []
     mask: list[bool] = []
     has_no_end = False

@@ -20,6 +20,8 @@ REPLACEMENT = "\ufffd"
 """Replaces bytes that are not UTF-8."""
 _BYTE_TOKEN = re.compile("<0x..>")
 """A single byte in a sentencepiece vocabulary. A run of byte tokens is decoded as a whole, so its text is unknown before its end."""
+_CONTEXT_IDS = 4
+"""Number of last prompt tokens searched for the one before the text: it decides whether the text starts with a space."""
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 BYTE_OF_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(256 + index): byte for index, byte in enumerate(sorted({*range(256)} - _PRINTABLE))
@@ -42,19 +44,18 @@ class Detokenizer:
     the ids. Text that a later token could change is not returned.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, special_ids: frozenset[int] | None = None, after: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown: frozenset[int] = frozenset(), after: Sequence[int] = ()) -> None:
         """Args:
-        special_ids: tokens that are not part of the text; None: all special tokens of the tokenizer.
-        after: ids before the first one: the last few of the prompt. A tokenizer that drops the space before a first word then
-            keeps it, since the word is not the first.
+        shown: special tokens that are part of the text.
+        after: ids before the first one: the prompt. A tokenizer that drops the space before a first word then keeps it, since the
+            word is not the first.
         """
         self._rust = tokenizer.rust
-        self._special = tokenizer.special_ids() if special_ids is None else special_ids
+        self._special = tokenizer.special_ids - shown
         is_byte_level = isinstance(tokenizer.rust.decoder, decoders.ByteLevel)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if is_byte_level else None
-        self._context = [i for i in after if i not in self._special and not self._is_byte(i)][-1:]
+        last = after[-_CONTEXT_IDS:]
+        self._context = [i for i in last if i not in self._special and not self._is_byte(i)][-1:]
         self._pending: list[int] = []
 
     def push(self, ids: Iterable[int]) -> str:

@@ -20,6 +20,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,7 @@ class Tokenizer:
         """Text of ``ids``. Exact for byte-level tokenizers; bytes that are not UTF-8 become U+FFFD."""
         return self.rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    @cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids of all special tokens."""
         return frozenset(i for i, token in self.rust.get_added_tokens_decoder().items() if token.special)

@@ -22,7 +22,8 @@ from tests.api.conftest import Result, Run, refused
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("train.stepz=3", ("train.stepz", "unknown key", "steps")),
+        ("train.stepz=3", ("train.stepz", "unknown key", "steps", "(from the setting train.stepz=3)")),
+        ("trane.steps=3", ("trane: unknown key", "(from the setting trane.steps=3)")),
         ("train.steps=0", ("train.steps", "greater than 0")),
         ("model.top_k=9", ("top_k 9 is larger than num_experts 4",)),
         ("model.num_kv_heads=3", ("num_kv_heads 3",)),

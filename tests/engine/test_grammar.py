@@ -48,7 +48,7 @@ def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
 @pytest.fixture(scope="module")
 def spelt(tokenizer: Tokenizer) -> dict[int, bytes]:
     """Bytes of the tokens that the patterns below can be made of; special tokens have none."""
-    ordinary = set(range(tokenizer.vocab_size)) - tokenizer.special_ids()
+    ordinary = set(range(tokenizer.vocab_size)) - tokenizer.special_ids
     pieces = {token: Detokenizer(tokenizer)._bytes(token) for token in ordinary}
     return {token: piece for token, piece in pieces.items() if set(piece) <= set("abc1é".encode())}
 

@@ -61,7 +61,7 @@ def test_what_was_written_reads_back_equal(name: str, tmp_path: Path, tokenizer:
     assert read_state.keys() | {"head.weight"} == expected_state.keys() | {"head.weight"}
     assert all(torch.equal(read_state[each], expected_state[each]) for each in read_state)
     assert [again.encode(text) for text in TEXTS] == [tokenizer.encode(text) for text in TEXTS]
-    assert (again.eos_id, again.special_ids()) == (tokenizer.eos_id, tokenizer.special_ids())
+    assert (again.eos_id, again.special_ids) == (tokenizer.eos_id, tokenizer.special_ids)
     assert again.chat_template == tokenizer.chat_template and again.vocab_size == tokenizer.vocab_size
 
 

@@ -117,7 +117,7 @@ def test_a_forced_call_is_what_the_template_writes(name: str, special: bool) -> 
     for place, token in enumerate(ids):
         assert state.accept(token), (tokenizer.decode(ids[:place]), tokenizer.decode([token]))
     assert state.accept(tokenizer.eos_id)
-    hidden = tokenizer.special_ids() - prompts.visible_ids
+    hidden = tokenizer.special_ids - prompts.visible_ids
     text = tokenizer.decode([token for token in ids if token not in hidden])
     assert told(read_answer(prompts.reader(SCHEMAS, True), text)) == SAID
 

@@ -78,7 +78,7 @@ def test_bytes_become_text_only_when_certain(byte_level: Tokenizer, data: bytes)
 
 @given(text=st.text())
 def test_whole_characters_are_shown_at_once(byte_level: Tokenizer, text: str) -> None:
-    stream = Detokenizer(byte_level, byte_level.special_ids())
+    stream = Detokenizer(byte_level)
     assert stream.push([byte_level.eos_id, *byte_level.encode(text)]) == text
     assert stream.finish() == ""
 
