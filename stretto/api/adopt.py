@@ -514,7 +514,7 @@ def _write(
     whole: Sequence[Path],
     lineage: Callable[[Mapping[Path, str]], Lineage],
 ) -> None:
-    with progress("write", network.num_elements * dtype.itemsize) as advance:
+    with progress("write", network.num_elements * dtype.itemsize, "bytes") as advance:
         write_checkpoint(
             out,
             network.state,

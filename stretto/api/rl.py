@@ -239,7 +239,7 @@ def _run(
         if recipe.distill is not None and recipe.distill.merge_scale:
             start = _merged_start(recipe.distill, folder, start)
         job = Job(recipe, folder, start, resume, devices, wandb_project, stage)
-        with progress(stage, recipe.train.steps) as advance:
+        with progress(stage, recipe.train.steps, "steps") as advance:
             result = run_opened(job, has_run, advance, say)
     say(
         f"held-out reward {result.first_reward:.3f} → {result.last_reward:.3f}, "

@@ -251,7 +251,7 @@ def quantise_command(
         else:
             batches = _calibration(source, checkpoint, data, options, ranks)
             subnets = list(named_subnets(network.config, checkpoint.presets).values())
-            with metered(network, meter), progress("gptq", network.config.num_layers) as advance:
+            with metered(network, meter), progress("gptq", network.config.num_layers, "layers") as advance:
                 integers = gptq(network, schemes, [(each.ids_BT, each.ctx) for each in batches], subnets, advance)
     write_trained(
         out,
@@ -307,13 +307,13 @@ def export_command(source: Path, family: str | None, out: Path, dtype: str, gguf
         raise UserError(f"--family {family}: a GGUF file has the checkpoint's own; leave --family or --gguf out")
     require_new(out, force or (gguf and out.is_dir()))  # write_gguf refuses a folder
     if gguf:
-        with progress("write GGUF", None) as advance:
+        with progress("write GGUF", unit="bytes") as advance:
             short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(dtype, dtype)
             write_gguf(folder, out, dtype=short, advance=advance)
         return
     checkpoint = read_checkpoint(folder)
     chosen = kept_family(checkpoint.config, checkpoint.family) if family is None else parse_family(family)
-    with progress(f"write {chosen}", None) as advance:
+    with progress(f"write {chosen}", unit="bytes") as advance:
         write_checkpoint(
             out,
             checkpoint.model,

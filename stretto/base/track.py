@@ -20,10 +20,10 @@ from typing import Any, Protocol, Self
 
 import rich
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from stretto.base.errors import UserError
-from stretto.base.numbers import short
+from stretto.base.numbers import short, size_in_bytes
 from stretto.base.paths import remove, write_text, writing
 
 METRICS_FILE = "metrics.jsonl"
@@ -42,54 +42,62 @@ class Advance(Protocol):
 
 @contextmanager
 def progress(
-    description: str, total: int | None = None, console: Console | None = None, pauses_s: Sequence[float] = PAUSES_S
+    description: str,
+    total: int | None = None,
+    unit: str = "",
+    console: Console | None = None,
+    pauses_s: Sequence[float] = PAUSES_S,
 ) -> Iterator[Advance]:
     """Show a progress bar for ``total`` units of work (None: unknown); yields the function that advances it.
 
+    ``unit`` is the plural of what is counted; numbers of ``bytes`` are shown as ``1.5 KiB``.
     ``advance(num, status)`` may be called from any thread; ``status`` is a short text after the bar. Bars may nest. Outside a
     terminal (CI, a pipe), lines are printed instead: at the start, at the end, and after each of ``pauses_s``, also without progress.
     """
     console = console or wide_console()
     start = time.perf_counter()
+    num_done, last_status = 0, ""
+
+    def amount() -> str:
+        shown = [size_in_bytes(num) if unit == "bytes" else f"{num:,}" for num in (num_done, total) if num is not None]
+        return " of ".join(shown) + (f" {unit}" if unit != "bytes" and unit else "")
+
+    def count(num: int = 1, status: str | None = None, /) -> None:
+        nonlocal num_done, last_status
+        num_done += num
+        last_status = last_status if status is None else status
+
     if console.is_terminal:
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[amount]}", markup=False),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[status]}", markup=False),  # may contain brackets
         )
         with Progress(*columns, console=console) as bars:
-            task = bars.add_task(description, total=total, status="")
+            task = bars.add_task(description, total=total, status="", amount=amount())
 
             def advance(num: int = 1, status: str | None = None, /) -> None:
-                if status is None:
-                    bars.advance(task, num)
-                else:
-                    bars.update(task, advance=num, status=status)
+                count(num, status)
+                bars.update(task, completed=num_done, amount=amount(), status=last_status)
 
             yield advance
             return
-    num_done, last_status, ending = 0, "", "stopped"
-    of_total = "" if total is None else f" of {total:,}"
+    ending = "stopped"
 
-    def count(num: int = 1, status: str | None = None, /) -> None:
-        nonlocal num_done, last_status
-        num_done += num
-        last_status = last_status if status is None else f", {status}"
-
-    def print_line(prefix: str, status: str) -> None:
+    def print_line(prefix: str, *status: str) -> None:
         seconds = time.perf_counter() - start
-        say(f"{description}: {prefix}{num_done:,}{of_total} in {seconds:.1f} s{status}", console)
+        say(", ".join([f"{description}: {prefix}{amount()} in {seconds:.1f} s", *status]), console)
 
     say(f"{description} …", console)
     try:
-        with _ticking(lambda: print_line("", last_status), pauses_s):
+        with _ticking(lambda: print_line("", *filter(None, [last_status])), pauses_s):
             yield count
         ending = "done"
     finally:
-        print_line(f"{ending}, ", "")  # after the last tick
+        print_line(f"{ending}, ")  # after the last tick
 
 
 @contextmanager

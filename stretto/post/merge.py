@@ -140,7 +140,7 @@ def merge(parents: Sequence[Path], base: Path | None, out: Path, options: MergeO
 
         family, dtype = first.description.family, stack.enter_context(StreamedState(origin)).dtype
         num_elements = sum(math.prod(stored.shape) for stored in stored_tensors(first.config, family))
-        with meter, progress("merge", num_elements * dtype.itemsize) as advance:
+        with meter, progress("merge", num_elements * dtype.itemsize, "bytes") as advance:
             write_checkpoint(
                 out,
                 MergedState([opened[folder] for folder in folders], first, options),

@@ -196,7 +196,7 @@ async def run_load(client: Client, load: Load) -> LoadResult:
     errors: Counter[str] = Counter()
     rng = random.Random(load.seed)
     start = time.perf_counter()
-    with progress("load", load.num_requests) as advance:
+    with progress("load", load.num_requests, "requests") as advance:
 
         async def one(number: int, arrival_s: float) -> None:
             await asyncio.sleep(max(0.0, start + arrival_s - time.perf_counter()))

@@ -270,7 +270,11 @@ class Training:
         else:
             self.own_time = OwnTime(self.model, ranks)  # its hooks would cut compiled blocks into pieces
         log = tracker(self.step) if tracker is not None and ranks.is_first else None
-        bar = progress(self.stage, train.steps) if ranks.is_first else nullcontext(lambda num=1, status=None: None)
+        bar = (
+            progress(self.stage, train.steps, "steps")
+            if ranks.is_first
+            else nullcontext(lambda num=1, status=None: None)
+        )
         try:
             with (
                 deterministic(train.deterministic),

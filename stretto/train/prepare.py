@@ -321,7 +321,7 @@ def _encode(
         before is None or before.tokenizer == encoder.fingerprint()
     ):  # else `tokenise` raises and the old tokenizer must stay
         tokenizer.save(out / TOKENIZER)
-    with progress("tokenise", None) as advance:
+    with progress("tokenise", unit="bytes") as advance:
         return tokenise(sources, encoder, out, holdout=holdout, advance=advance)
 
 
@@ -339,7 +339,7 @@ def _summary(manifest: Manifest, is_val_elsewhere: bool = False) -> str:
 
 def learn_tokenizer(documents: Iterable[Document], vocab_size: int, chat_template: str | None = None) -> Tokenizer:
     """Train a tokenizer of at most ``vocab_size`` entries on the first `TOKENIZER_CHARS` characters of ``documents``."""
-    with progress("train tokenizer", None) as advance:
+    with progress("train tokenizer", unit="characters") as advance:
 
         def texts() -> Iterator[str]:
             num_chars = 0

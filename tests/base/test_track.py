@@ -9,6 +9,7 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -120,7 +121,7 @@ def test_wandb_is_asked_for_but_missing(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_progress_without_a_terminal_is_two_lines() -> None:
     console = plain()
-    with progress("counting", 3, console) as advance:
+    with progress("counting", 3, console=console) as advance:
         for _ in range(3):
             advance(1, "status")
     start, end = output(console).splitlines()
@@ -128,9 +129,19 @@ def test_progress_without_a_terminal_is_two_lines() -> None:
     assert end.startswith("counting: done, 3 of 3 in ")
 
 
+@pytest.mark.parametrize("make", [plain, terminal])
+def test_progress_names_what_it_counts(make: Callable[[], Console]) -> None:
+    console = make()
+    with progress("train", 3000, "steps", console=console) as advance:
+        advance(1500)
+    with progress("write", unit="bytes", console=console) as advance:
+        advance(1536)
+    assert "1,500 of 3,000 steps" in output(console) and "1.5 KiB" in output(console)
+
+
 def test_a_long_silence_is_broken_whether_or_not_anything_advances() -> None:
     console, last = plain(), time.monotonic() + 30
-    with progress("counting", 3, console, pauses_s=(0.001, 0.002)) as advance:
+    with progress("counting", 3, console=console, pauses_s=(0.001, 0.002)) as advance:
         advance(1, "loss 2.5")
         # on a busy machine any number of ticks come before the advance, and one may be printed while it happens
         num_before = output(console).count("\n") + 1
@@ -155,7 +166,7 @@ def test_the_line_of_the_end_is_the_last() -> None:
         return write(text)
 
     console.file.write = slowly  # type: ignore[method-assign]
-    with progress("counting", 3, console, pauses_s=(0.001, 60.0)):
+    with progress("counting", 3, console=console, pauses_s=(0.001, 60.0)):
         assert ticked.wait(30)
     assert output(console).splitlines()[-1].startswith("counting: done, 0 of 3 in ")
 
@@ -169,7 +180,7 @@ def test_brackets_in_a_status_are_text() -> None:
 
 def test_progress_says_when_it_was_stopped() -> None:
     console = plain()
-    with pytest.raises(KeyboardInterrupt), progress("counting", 3, console) as advance:
+    with pytest.raises(KeyboardInterrupt), progress("counting", 3, console=console) as advance:
         advance(2)
         raise KeyboardInterrupt
     assert "counting: stopped, 2 of 3 in " in output(console)
@@ -177,14 +188,17 @@ def test_progress_says_when_it_was_stopped() -> None:
 
 def test_bars_nest_on_a_terminal_and_lines_go_above_them(tmp_path: Path) -> None:
     console = terminal()
-    with progress("outer", 2, console) as outer, Tracker(tmp_path, tensorboard=False, console=console) as tracker:
+    with (
+        progress("outer", 2, console=console) as outer,
+        Tracker(tmp_path, tensorboard=False, console=console) as tracker,
+    ):
         for step in range(2):
-            with progress("inner", None, console) as inner:
+            with progress("inner", console=console) as inner:
                 inner(5)
                 tracker.log(step, {"loss": 1.0})
             outer(1, "going on")
     shown = output(console)
-    for text in ("outer", "inner", "2/2", "5/?", "going on", "step      1  loss 1"):
+    for text in ("outer", "inner", "2 of 2", " 5 ", "going on", "step      1  loss 1"):
         assert text in shown, text
 
 

@@ -120,7 +120,7 @@ class Fuzz:
         with (
             log_path.open("w") as log,
             self.options.failures.open("w") as kept,
-            progress("requests", total, self.console) as advance,
+            progress("requests", total, console=self.console) as advance,
         ):
             is_dead = True
             while is_dead:

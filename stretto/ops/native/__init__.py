@@ -137,7 +137,7 @@ def _compile(compiler: str, source: str, path: Path) -> str | None:
     console = None if wide_console().is_terminal else Console(stderr=True)
     # Built in a folder with a random name, then renamed: two containers can share the cache and have equal process ids.
     with (
-        progress("Compiling the CPU kernels (once)", 1, console) as advance,
+        progress("Compiling the CPU kernels (once)", 1, console=console) as advance,
         tempfile.TemporaryDirectory(dir=path.parent, prefix=".building-") as building,
     ):
         built = Path(building) / path.name
