@@ -232,6 +232,8 @@ def _run(
             if not has_run:
                 extract_command(model, subnet, start, device)
         check_ranks(recipe, start, devices)  # raises an error before anything is written
+        if not has_run:  # a run of an older version keeps its train.seq_len, which no resumed run may change
+            _check_length(recipe, start)
         if start is None or (recipe.start is not None and recipe.start.model is None):
             if not (folder / START).is_dir():
                 _check_before_training(Job(recipe, folder, folder / START, resume, devices), start)
@@ -293,6 +295,18 @@ def check_ranks(recipe: RlRecipe, start: Path | None, devices: Sequence[str]) ->
         configs += [stored(checkpoint_folder(each)).config for each in names]
     for config in configs:
         check_split(config, trainer.ranks, trainer.ep, "trainer.ep")
+
+
+def _check_length(recipe: RlRecipe, start: Path | None) -> None:
+    """Check that the policy, which begins at ``start`` or is the recipe's own, has a position for every token of the longest sample.
+    Raises UserError: it has fewer, or its checkpoint cannot be read."""
+    model = None if recipe.start is None else recipe.start.model
+    config = stored_for_training(start).config if start is not None else model
+    length = recipe.train.seq_len
+    if config is not None and length > config.max_positions:  # without a network, `made_start` refuses
+        raise UserError(
+            f"train.seq_len: {length} exceeds the network's {config.max_positions} positions; set at most that many"
+        )
 
 
 def _online_recipe(recipe: RlRecipe, source: str, start: Path | None, self_teacher: bool) -> RlRecipe:

@@ -311,7 +311,7 @@ def _own_or(device: str, needs: NeedsConfig) -> str:
 
 
 def _engine(job: Job, files: RunFiles, number: int, device: str) -> Any:
-    from stretto.flow.rollout import EngineRole, open_rollout_engine  # imports torch
+    from stretto.flow.rollout import EngineRole, open_run_engine  # imports torch
     from stretto.flow.rollout_remote import RemoteEngineRole
     from stretto.learning.channel import open_channel
 
@@ -321,7 +321,7 @@ def _engine(job: Job, files: RunFiles, number: int, device: str) -> Any:
     if addresses := job.recipe.rollout.address:
         folder = files.folder_here() / WEIGHTS / name
         return RemoteEngineRole(job.recipe, addresses[number], start, folder, fetch, name=name)
-    opened, keep_cache = partial(open_rollout_engine, job.recipe, start, device), job.recipe.rollout.keep_cache
+    opened, keep_cache = partial(open_run_engine, job.recipe, start, device), job.recipe.rollout.keep_cache
     return EngineRole(opened, fetch, name=name, waits=True, keep_cache=keep_cache)
 
 

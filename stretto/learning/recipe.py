@@ -48,6 +48,7 @@ LAYOUT = (
     "channel",
     "rollout.address",
     "rollout.start_s",
+    "rollout.cache_bytes",
 )
 """Tables and fields of the recipe that do not affect the result, except for rounding: placement, deadlines, isolation, number of trainer
 ranks. A resumed run may change them."""

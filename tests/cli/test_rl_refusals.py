@@ -29,6 +29,7 @@ from tests.api.rl_recipes import OWN, TINY
         ("rollout.max_tokens=64", ("tiny.toml", "rollout.max_tokens 64", "train.seq_len 64")),
         ("train.seq_len=12", ("sources.flip: item 0: its prompt of 24 tokens", "train.seq_len 12")),
         ("train.seq_len=24", ("sources.flip: item 0: its prompt of 24 tokens", "raise that")),
+        ("train.seq_len=5000", ("train.seq_len: 5000 exceeds the network's 4096 positions", "at most")),
         ("runtime.kind=slurm", ("tiny.toml: runtime.kind", "'local' or 'ray'")),
         ("sources.flip.kind=strinks", ("sources.flip: kind", "did you mean 'strings'", "file.py:Class")),
         ("sources.flip.kind=none.py:Task", ("sources.flip: kind", "cannot import 'none.py'")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ from stretto.base.errors import InfraError, UserError
 from stretto.base.trajectory import WeightVersion
 from stretto.flow import clients
 from stretto.flow.clients import Forgotten, Generated, GenerateRequest
-from stretto.flow.rollout import EngineRole
+from stretto.flow.rollout import EngineRole, open_run_engine
 from stretto.ops.native import load
 from tests.engine.engines import FULL, full_routes, network
 from tests.flow.agents import MODEL, OTHER, role, settled, with_engines
+from tests.flow.policies import checkpoint, recipe
 
 PROMPT = np.arange(5, 27, dtype=np.int32)
 ASK = GenerateRequest("a", PROMPT, max_tokens=12, temperature=1.0, seed=3, stop_ids=())
@@ -276,3 +278,15 @@ def test_a_full_queue_is_trouble() -> None:
 
 
 # The weight edge: what is published is what is fetched, or an error in one line
+
+
+def test_the_cache_of_a_run_must_hold_the_longest_sample(tmp_path: Path) -> None:
+    start = checkpoint(tmp_path)
+    with pytest.raises(
+        UserError, match=r"rollout\.cache_bytes: 4000 bytes hold 16 tokens, .* 48 .*; give the cache"
+    ) as refused:
+        open_run_engine(recipe(rollout__cache_bytes=4000), start, "cpu")
+    num_bytes = int(str(refused.value).split()[-4])
+    assert open_run_engine(recipe(rollout__cache_bytes=num_bytes), start, "cpu").max_len == 48
+    with pytest.raises(UserError, match=r"rollout\.cache_bytes"):
+        open_run_engine(recipe(rollout__cache_bytes=num_bytes - 1), start, "cpu")
