@@ -76,9 +76,10 @@ class Credit:
     advantages: float | NDArray[np.floating]
     """One advantage for all sampled tokens, or [S]."""
     mask_S: NDArray[np.bool_] | None = None
-    """Sampled tokens to train; the others count in no normaliser. None: all."""
+    """Sampled tokens to train, by reward and by a teacher; the others count in no normaliser. None: all."""
     weights_S: NDArray[np.floating] | None = None
-    """Shares of the update's loss in place of the recipe's normaliser; for all samples or for none."""
+    """Shares of the update's loss in place of the recipe's normaliser; for all samples or for none. Not beside distillation,
+    which balances the sources."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,12 +186,18 @@ def _streams(group: Group, trajectory: Trajectory, number: int, overlong_share: 
 
 
 def give_credit(
-    groups: Update, advantage: str, normaliser: str, max_tokens: int, overlong_filter: bool = False
+    groups: Update,
+    advantage: str,
+    normaliser: str,
+    max_tokens: int,
+    overlong_filter: bool = False,
+    may_weigh: bool = True,
 ) -> list[TokenCredit]:
     """Credit by the samples' numbers: advantages by the algorithm ``advantage`` (`load_algorithm`), and weights by ``normaliser``
     (`token_weights`) unless the algorithm gives its own.
 
     ``overlong_filter``: no token of a truncated sample is trained; its reward still counts in its group (DAPO, 2503.14476).
+    ``may_weigh``: whether the algorithm may give weights.
     Raises UserError: a user's algorithm raised, or returned values that cannot be trained on."""
     algorithm = load_algorithm(advantage)
     try:
@@ -212,6 +219,10 @@ def give_credit(
     num_weighted = sum(credit.weights_S is not None for credit in credits)
     if 0 < num_weighted < len(samples):
         raise UserError(f"loss.advantage: {advantage}: gives weights for {num_weighted} samples of {len(samples)}")
+    if num_weighted and not may_weigh:
+        raise UserError(
+            f"loss.advantage: {advantage}: gives weights, and distill.balance is in their place; leave weights_S out"
+        )
     weights = token_weights([int(mask_S.sum()) for mask_S in masks], normaliser, max_tokens)
     return [
         TokenCredit(

@@ -456,24 +456,29 @@ class TrainerRole:
         """By the samples' numbers: advantages of rewards, and weights by the recipe's normaliser or its balance of sources."""
         loss, distill = self._recipe.loss, self._recipe.distill
         samples = [sample for group in groups for sample in group]
+        advantages = [np.zeros(sample.num_inputs, np.float32) for sample in samples]
+        masks = [sample.mask_S for sample in samples]
         if distill is None or distill.outcome_weight:
-            max_tokens = self._recipe.rollout.max_tokens
-            credits = give_credit(groups, loss.advantage, loss.normaliser, max_tokens, loss.overlong_filter)
+            max_tokens, may_weigh = self._recipe.rollout.max_tokens, distill is None
+            credits = give_credit(
+                groups, loss.advantage, loss.normaliser, max_tokens, loss.overlong_filter, may_weigh=may_weigh
+            )
+            if distill is None:
+                return credits
             advantages = [each.advantages_S for each in credits]
-        else:
-            advantages = [np.zeros(sample.num_inputs, np.float32) for sample in samples]
-        if distill is None:
-            return credits
+            masks = [
+                each.weights_S > 0 for each in credits
+            ]  # the normaliser's weights are 0 only where nothing is trained
         weights = source_weights(
             [sample.source for sample in samples],
-            [int(sample.mask_S.sum()) for sample in samples],
+            [int(mask_S.sum()) for mask_S in masks],
             distill.balance,
             {name: source.weight for name, source in self._recipe.sources.items()},
             self._progress,
         )
         return [
-            TokenCredit(distill.outcome_weight * advantages_S, (weight * sample.mask_S).astype(np.float32))
-            for advantages_S, sample, weight in zip(advantages, samples, weights, strict=True)
+            TokenCredit(distill.outcome_weight * advantages_S, (weight * mask_S).astype(np.float32))
+            for advantages_S, mask_S, weight in zip(advantages, masks, weights, strict=True)
         ]
 
     @torch.no_grad()

@@ -25,7 +25,7 @@ from stretto.engine.request import EngineConfig
 from stretto.learning.algorithms import unroll
 from stretto.learning.batch import pack
 from stretto.learning.passes import place
-from stretto.learning.recipe import RlRecipe
+from stretto.learning.recipe import LossConfig, RlRecipe
 from stretto.learning.samples import load_group, store_group
 from stretto.learning.teachers import RemoteTeacher, as_read, give_lessons, open_teachers, target_logprobs
 from stretto.learning.trainer import TrainerRole
@@ -282,6 +282,37 @@ def test_rewards_are_added_where_they_are_asked_for(tmp_path: Path, start: Path,
         assert difference(grads["both"], halves) < SAME < 1e-2 < difference(grads["both"], grads["alone"])
         assert "distill/kl/digits" not in found["untaught"][0].scalars
         assert difference(grads["untaught"], grads["twice"]) > 1e-2
+
+
+def test_tokens_that_an_algorithm_leaves_out_are_not_taught_either(
+    tmp_path: Path, start: Path, teachers: dict[str, Path]
+) -> None:
+    """Nor are truncated answers with the overlong filter; weights of the algorithm's own are refused."""
+    head = "import numpy as np\nfrom stretto.learning.algorithms import Credit\n\n\n"
+    for name, options in (
+        ("last", "mask_S=np.arange(one.num_inputs) == one.num_inputs - 1"),
+        ("own", "weights_S=0.25"),
+    ):
+        body = f"def {name}(groups):\n    return [[Credit(one.reward, {options}) for one in each] for each in groups]\n"
+        (tmp_path / f"{name}.py").write_text(head + body)
+
+    def weights(made: list[Group], **loss: Any) -> list[np.ndarray]:
+        plan = taught(teachers, {"outcome_weight": 1.0}).replace(loss=LossConfig(drop_uniform=False, **loss))
+        trainer = TrainerRole(plan, tmp_path / "run", start, ranks=join("cpu"))
+        return [each.weights_S for each in trainer._credits(unroll(made))]
+
+    made = two_sources()
+    masked = weights(made, advantage=f"{tmp_path / 'last.py'}:last")
+    assert all(each[-1] > 0 and not each[:-1].any() for each in masked)
+    assert sum(each.sum() for each in masked) == pytest.approx(1.0)
+    first = replace(made[0].trajectories[0], finish_reason="length")
+    filtered = weights(
+        [replace(made[0], trajectories=(first, *made[0].trajectories[1:])), *made[1:]], overlong_filter=True
+    )
+    assert not filtered[0].any() and all(each.any() for each in filtered[1:])
+    assert sum(each.sum() for each in filtered) == pytest.approx(1.0)
+    with pytest.raises(UserError, match=r"own: gives weights, and distill\.balance is in their place; leave weights_S"):
+        weights(made, advantage=f"{tmp_path / 'own.py'}:own")
 
 
 def test_short_answers_are_heard_beside_long_ones(tmp_path: Path, start: Path, teachers: dict[str, Path]) -> None:
