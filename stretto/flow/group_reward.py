@@ -48,7 +48,7 @@ def group_rewards(config: RewardConfig, prompt: str, reference: str, answers: Se
         reference: an answer that must not be copied, or empty.
     """
     texts = [spoken(each.text) for each in answers]
-    quality_G = np.array([each.verdict.parts.get("quality", each.verdict.reward) for each in answers], np.float64)
+    quality_G = np.array([each.verdict.reward for each in answers], np.float64)
     lengths_G = np.array([each.num_tokens for each in answers], np.float64)
     refusals = [refusal(config, text, prompt, reference) for text in texts]
     is_refused_G = np.array([bool(why) for why in refusals])

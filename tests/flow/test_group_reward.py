@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from pydantic import ValidationError
@@ -125,13 +127,11 @@ def test_quality_times_diversity() -> None:
     assert found[0].parts["quality"] == 0.5 and found[0].parts["diversity"] == pytest.approx(2 / 3)
 
 
-def test_the_same_twice_is_the_same() -> None:
-    """What a verdict holds of its own quality is what counts: doing it again changes nothing."""
-    answers = [written(text, reward) for text, reward in zip((HONEST, *OTHERS), (0.1, 0.9, 0.5, 0.7), strict=True)]
-    once = group_rewards(RULES, PROMPT, "", answers)
-    again = [Written(each.text, each.num_tokens, verdict) for each, verdict in zip(answers, once, strict=True)]
-    assert group_rewards(RULES, PROMPT, "", again) == once
-    assert len({each.reward for each in once}) == 4
+def test_a_part_of_the_task_that_is_called_quality_is_not_its_reward() -> None:
+    answer = written(HONEST, 0.5)
+    answer = replace(answer, verdict=replace(answer.verdict, parts={"quality": 0.1}))
+    (found,) = group_rewards(RewardConfig(enough_words=1), PROMPT, "", [answer])
+    assert found.reward == found.parts["quality"] == 0.5
 
 
 def test_order_does_not_matter() -> None:
