@@ -261,9 +261,11 @@ def source_weights(
     if balance == "gap":
         for source, past in known.items():
             factors[source] *= max(past.kl / max(past.first_kl, _TINY), _MIN_GAP)
-    elif balance == "sigma" and len(known) == len(factors):
+    elif balance == "sigma" and known:  # the others, such as untaught sources, keep their shares
         smallest = max(1e-3 * max(past.sigma for past in known.values()), _TINY)
-        factors = {source: share / max(known[source].sigma, smallest) for source, share in factors.items()}
+        scaled = {source: factors[source] / max(past.sigma, smallest) for source, past in known.items()}
+        kept = sum(factors[source] for source in known) / sum(scaled.values())
+        factors |= {source: kept * factor for source, factor in scaled.items()}
     total = sum(factors.values())
     return [
         factors[source] / (total * samples[source] * num if balance == "sequence" else total * tokens[source])

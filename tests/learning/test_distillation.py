@@ -170,6 +170,12 @@ def test_weights_before_anything_is_known_and_of_absent_sources() -> None:
         assert weights == pytest.approx([0.75 / 5, 0.25 / 5]), "nothing left to learn anywhere"
 
 
+def test_sigma_scales_taught_sources_beside_an_untaught_one() -> None:
+    known = {"a": Progress(1.0, 1.0, 3.0), "b": Progress(1.0, 1.0, 1.0)}
+    weights = source_weights(["a", "b", "c"], [10, 10, 10], "sigma", dict.fromkeys("abc", 1.0), known)
+    assert [10 * weight for weight in weights] == pytest.approx([1 / 6, 1 / 2, 1 / 3])
+
+
 def test_what_a_step_tells_of_its_sources() -> None:
     streams = {
         "kl": np.array([1.0, 3.0, 0.5]),
