@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +78,8 @@ class Comparison:
     num_infra: list[int]
     """Samples without a verdict (infrastructure errors), one number per model."""
     battles: Battles | None = None
+    omitted: list[str] = field(default_factory=list)
+    """Domains that not all models were evaluated on; nothing of them is compared."""
 
     def significant(self, place: int) -> list[str]:
         """Domains in which a model differs significantly from the reference."""
@@ -103,6 +105,11 @@ def compare(
         UserError: a teacher of an unknown domain, or evaluations with different settings or without common problems.
     """
     names = [name for name in models[0].domains if all(name in model.domains for model in models)]
+    evaluated = dict.fromkeys(name for model in models for name in model.domains)
+    if not names:
+        raise UserError(
+            f"no domain in common: {', '.join(model.name for model in models)} have {', '.join(evaluated)}; evaluate all with one --suite"
+        )
     if absent := sorted(set(teachers) - set(names)):
         raise UserError(f"--teacher {absent[0]}: no such domain in all evaluations; they have {', '.join(names)}")
     values = {}
@@ -156,6 +163,7 @@ def compare(
         flops_per_token=[model.cost.flops_per_token for model in models],
         flops_per_task=[float(np.mean([model.domains[name].flops for name in names])) for model in models],
         num_infra=[sum(model.domains[name].num_infra for name in names) for model in models],
+        omitted=[name for name in evaluated if name not in names],
     )
 
 
@@ -229,6 +237,8 @@ def comparison_table(found: Comparison) -> Table:
     totals.append((Cell("Infra errors"), *[Cell(f"{num}", num) for num in found.num_infra], *rest))
     columns = ("Domain", *found.models, *beside)
     note = f"{INTERVALS} {INFRA} Differences are paired, in points, to {reference_name}; {STAR}: significant (permutation test, Holm)."
+    if found.omitted:
+        note += f" Omitted, because not all models were evaluated on them: {', '.join(found.omitted)}."
     return Table("Scores by domain", columns, tuple(rows), tuple(totals), f"{note} {found.refusal}".strip())
 
 

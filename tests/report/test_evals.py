@@ -273,3 +273,18 @@ def test_what_cannot_be_compared_is_refused() -> None:
     )
     with pytest.raises(UserError, match="sums: no problem"):
         compare([first, far], {})
+    sums, words = (replace(first, name=name, domains={name: first.domains[name]}) for name in ("sums", "words"))
+    with pytest.raises(
+        UserError, match=r"no domain in common: sums, words have sums, words; evaluate all with one --suite"
+    ):
+        compare([sums, words], {})
+
+
+def test_a_domain_that_not_all_models_have_is_named() -> None:
+    first = evaluation("a", START)
+    some = replace(first, name="b", domains={"sums": first.domains["sums"]})
+    for models in ([first, some], [some, first]):
+        found = compare(models, {})
+        assert list(found.scores) == ["sums"] and found.omitted == ["words"]
+        assert "Omitted, because not all models were evaluated on them: words." in comparison_table(found).note
+    assert "Omitted" not in comparison_table(compare([first, first], {})).note
