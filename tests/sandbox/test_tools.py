@@ -90,6 +90,16 @@ def test_a_long_query_is_stopped() -> None:
     assert result.outcome == Outcome.TIMEOUT and "longer than 0.1 s" in result.text
 
 
+def test_a_query_that_ends_too_late_is_late_too() -> None:
+    """The limit is checked between two functions only, which is why their values are short."""
+    result = TableTool(FIXTURE, wall_s=0.0)("SELECT 1")
+    assert result.outcome == Outcome.TIMEOUT and "longer than 0 s" in result.text
+    doubled = "WITH RECURSIVE g(s) AS (SELECT 'a' UNION ALL SELECT s || s FROM g LIMIT {}) SELECT max(length(s)) FROM g"
+    tool = TableTool(FIXTURE, wall_s=20.0)
+    assert tool(doubled.format(16)).text.endswith("\n32768")
+    assert "too big" in tool(doubled.format(18)).text
+
+
 def test_shorten() -> None:
     text = "".join(f"{number:07}" for number in range(20_000))
     short = shorten(text, 1000)
