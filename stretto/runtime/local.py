@@ -105,12 +105,17 @@ class _RoleProcess:
             control = self._control = Connection(self._handle.name, {})
             await asyncio.get_running_loop().create_unix_connection(lambda: control, sock=ours)
             descriptors = (theirs.fileno(), self._listener.fileno())
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", _BOOT, json.dumps(sys.path), *map(str, descriptors), str(os.getpid())),
-                stdin=DEVNULL,
-                pass_fds=descriptors,
-                start_new_session=True,  # to kill it with its child processes, and to keep Ctrl-C for the driver
-            )
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-c", _BOOT, json.dumps(sys.path), *map(str, descriptors), str(os.getpid())),
+                    stdin=DEVNULL,
+                    pass_fds=descriptors,
+                    start_new_session=True,  # to kill it with its child processes, and to keep Ctrl-C for the driver
+                )
+            except OSError as error:  # too many processes, or too little memory: for now, perhaps
+                control.close()
+                self._control = None
+                raise RoleDied(self._handle.name, f"its process could not be started: {error}") from error
         try:
             error = await control.call(_CONTROL, "start", (self._handle.id, self._handle.name, self._work), {})
         except RoleDied:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -150,6 +152,26 @@ def test_a_killed_role_comes_back_while_others_call_it(tmp_path: Path) -> None:
         is_over.set()
         await asyncio.gather(*users)
         assert outcomes["answered"] >= 32
+
+    run(work, tmp_path)
+
+
+def test_a_process_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, failures = asyncio.create_subprocess_exec, [OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))]
+
+    async def start(*args: Any, **options: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return await whole(*args, **options)
+
+    async def work(runtime: LocalRuntime) -> None:
+        handle = await runtime.spawn(Worker, name="mortal", placement=Placement.PROCESS, restarts=2)
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+        await runtime.restart(handle)
+        assert not failures and runtime.status(handle).restarts == 2
+        failures.append(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)))
+        with pytest.raises(RoleDied, match="other: its process could not be started: .* memory"):
+            await runtime.spawn(Worker, name="other", placement=Placement.PROCESS)
 
     run(work, tmp_path)
 
