@@ -60,7 +60,7 @@ too long fails its group."""
 ERROR_FILE = "error.txt"
 """In the run folder: traceback of the role whose error ended the run."""
 _START_S = 300.0
-"""Deadline for the start of a role: start an interpreter, import torch, read a checkpoint."""
+"""Deadline for the start of a role: start an interpreter, import torch. Longer for a large checkpoint, see `checkpoint_s`."""
 _STEP_S = 3600.0
 """Deadline of a call to the trainer. The watchdog reports other roles earlier."""
 _DEATH_S = 20.0
@@ -72,7 +72,10 @@ _ASK_S = 10.0
 CALL_SLACK_S = 10.0
 """Time by which the deadline of an agent's call exceeds the group's lease."""
 _LOAD_S = 120.0
-"""Deadline for an engine to load new weights."""
+"""Deadline for an engine to load new weights. Longer for a large checkpoint, see `checkpoint_s`."""
+_SLOWEST = 50e6
+"""Bytes of the start checkpoint per second by which deadlines grow. A network disk moves 200 MB/s or more (assumed), and a call moves
+the weights up to four times: an engine reads, hashes, writes and reads them again, a snapshot has optimiser states beside them."""
 _OWN_GPU = "cuda:0"
 """Device of a role for which Ray has reserved a GPU: it sees no other one."""
 _AGENT_GROUPS = 64
@@ -232,6 +235,14 @@ class Factories:
     """Returns the factory of a verifier for some sources."""
     agent: Callable[[tuple[Handle, ...], Verifiers], Callable[..., Any]]
     """Returns the factory of an agent with some engines and verifiers."""
+    checkpoint_s: float = 0.0
+    """See `checkpoint_s`."""
+
+
+def checkpoint_s(start: Path) -> float:
+    """Time by which the deadlines of calls that read or write weights exceed those for a tiny network, in seconds. ``start``: the
+    start checkpoint."""
+    return sum(file.stat().st_size for file in start.glob("*.safetensors")) / _SLOWEST
 
 
 def spread(devices: Sequence[str], num_ranks: int, num_engines: int) -> tuple[list[str], list[str]]:
@@ -256,9 +267,10 @@ def make_factories(job: Job, tables: SourceTables, tokenizer: Tokenizer, files: 
 
     own, others = spread(job.devices, recipe.trainer.ranks, recipe.rollout.engines)
     engines = [partial(_engine, job, files, number, device) for number, device in enumerate(others)]
+    trainers = [partial(_trainer_rank, job, files, *each) for each in enumerate(own)]
     if len(own) == 1:
-        return Factories([partial(_trainer, job, files, own[0])], engines, reward, agent)
-    return Factories([partial(_trainer_rank, job, files, *each) for each in enumerate(own)], engines, reward, agent)
+        trainers = [partial(_trainer, job, files, own[0])]
+    return Factories(trainers, engines, reward, agent, checkpoint_s(job.start))
 
 
 def _trainer(job: Job, files: RunFiles, device: str, caller: Caller) -> Any:
@@ -336,11 +348,11 @@ class Gang:
     runtime: Runtime
     ranks: tuple[Handle, ...]
 
-    async def join(self) -> Gang:
-        """Let the ranks meet, and build the trainer on each. Raises as `call`."""
+    async def join(self, deadline_s: float = _START_S) -> Gang:
+        """Let the ranks meet, and build the trainer on each within ``deadline_s``. Raises as `call`."""
         if len(self.ranks) > 1:
             address = await Gang(self.runtime, self.ranks[:1]).call("meet", deadline_s=_ASK_S)
-            await self.call("join", address, deadline_s=_START_S)
+            await self.call("join", address, deadline_s=deadline_s)
         return self
 
     async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
@@ -404,6 +416,8 @@ class Roles:
     """Pools of verifiers by name; empty if the number of verifiers is fixed."""
     fixed_rewards: tuple[Handle, ...]
     """Verifiers that isolated agents call directly."""
+    checkpoint_s: float = 0.0
+    """See `checkpoint_s`."""
 
     @property
     def pools(self) -> tuple[ElasticPool, ...]:
@@ -427,7 +441,8 @@ class Roles:
         return restarts + sum(pool.stats().num_replaced for pool in self.pools)
 
     async def activate(self, engine: str, weights: WeightVersion) -> None:
-        await self.runtime.call(self.engines[engine], "activate", weights, deadline_s=_LOAD_S)
+        deadline_s = _LOAD_S + self.checkpoint_s
+        await self.runtime.call(self.engines[engine], "activate", weights, deadline_s=deadline_s)
 
     async def with_trainer(self, factories: Factories, recipe: RlRecipe) -> Roles:
         """These roles with a new trainer, after the last one was lost. The other roles go on: agents drop their groups, and engines
@@ -533,9 +548,10 @@ async def start_trainer(runtime: Runtime, factories: Factories, recipe: RlRecipe
     names = ["trainer"] if num == 1 else [f"trainer-{rank}" for rank in range(num)]
     await asyncio.gather(*(runtime.kill(handle, hard=True) for handle in runtime.handles() if handle.name in names))
     place = _place_of(recipe) if num == 1 else Placement.PROCESS
-    spawn = partial(runtime.spawn, placement=place, deadline_s=_START_S, needs=recipe.resources.needs()["trainer"])
+    deadline_s = _START_S + factories.checkpoint_s
+    spawn = partial(runtime.spawn, placement=place, deadline_s=deadline_s, needs=recipe.resources.needs()["trainer"])
     spawns = [spawn(factory, name=name) for factory, name in zip(factories.trainers, names, strict=True)]
-    return await Gang(runtime, tuple(await _together(*spawns))).join()
+    return await Gang(runtime, tuple(await _together(*spawns))).join(deadline_s)
 
 
 @asynccontextmanager
@@ -548,7 +564,10 @@ async def start_roles(
     config, failures = recipe.runtime, recipe.failures
     is_together, place = config.kind == "local" and config.isolate != "all", _place_of(recipe)
     respawn = partial(
-        runtime.spawn, deadline_s=_START_S, restarts=failures.restarts, window_s=failures.restart_window_s
+        runtime.spawn,
+        deadline_s=_START_S + factories.checkpoint_s,
+        restarts=failures.restarts,
+        window_s=failures.restart_window_s,
     )
     needs = recipe.resources.needs()
     pool = partial(
@@ -598,7 +617,8 @@ async def start_roles(
             needs=needs["agents"],
         )
         await stack.enter_async_context(agents)
-        yield Roles(runtime, trainer, {handle.name: handle for handle in engines}, agents, rewards, fixed)
+        by_name = {handle.name: handle for handle in engines}
+        yield Roles(runtime, trainer, by_name, agents, rewards, fixed, factories.checkpoint_s)
 
 
 async def _together(*work: Coroutine[Any, Any, Any]) -> list[Any]:

@@ -64,6 +64,7 @@ from stretto.text.tokenizer import load_tokenizer
 MOVED = "eval/kl_start"
 """Name of the metric `Result.moved`."""
 _WRITE_S = 600.0
+"""Deadline for the trainer to read a snapshot or to write a checkpoint. Longer for a large one, see `stretto.flow.launch.checkpoint_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +205,9 @@ async def _attempt(
     job: Job, files: RunFiles, roles: Roles, prompts: Prompts, trace: Trace, log: Logbook, resumes: bool
 ) -> None:
     """Train from the last snapshot, or the start, to the recipe's last step, and write the checkpoint."""
-    recipe, journal = job.recipe, job.folder / JOURNAL_FILE
+    recipe, journal, write_s = job.recipe, job.folder / JOURNAL_FILE, _WRITE_S + roles.checkpoint_s
     with trace.span("trainer", "resume"):
-        cut = await roles.call_trainer("resume", deadline_s=_WRITE_S) if resumes else None
+        cut = await roles.call_trainer("resume", deadline_s=write_s) if resumes else None
     # the trainer has checked that a resumed run has the same start, but the folder may have moved
     write_json(job.folder / START_FILE, {"checkpoint": str(job.start.resolve())})
     ledger = Ledger.resume(journal, cut) if resumes else Ledger.start(journal)
@@ -227,9 +228,9 @@ async def _attempt(
                     await log.evaluate(0)
                 await driver.run()
                 held_out = await log.evaluate(controller.version)
-                moved = await roles.call_trainer("moved", held_out, deadline_s=_WRITE_S)
+                moved = await roles.call_trainer("moved", held_out, deadline_s=write_s)
                 log.log(controller.version, MOVED, moved)
-                await roles.call_trainer("write", job.folder / CHECKPOINT, deadline_s=_WRITE_S)
+                await roles.call_trainer("write", job.folder / CHECKPOINT, deadline_s=write_s)
             controller.finish()
     finally:
         ledger.close()

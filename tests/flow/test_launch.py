@@ -14,7 +14,7 @@ import torch
 
 from stretto.api import rl as api_rl
 from stretto.base.errors import UserError
-from stretto.base.trajectory import Outcome
+from stretto.base.trajectory import Outcome, WeightVersion
 from stretto.flow import rollout
 from stretto.flow.agent import AgentRole
 from stretto.flow.clients import PooledRewards, RemoteRewards, RewardRequest, Verifiers, connect
@@ -180,6 +180,39 @@ def test_a_stuck_verifier_makes_way_and_others_end_what_they_do(tmp_path: Path) 
         assert roles.rewards["reward-x4"].stats().num_replaced == 1
 
     with_roles(tmp_path, work, score_s=1.0)
+
+
+def test_deadlines_grow_with_the_checkpoint(tmp_path: Path) -> None:
+    start, asked = checkpoint(tmp_path / "start"), list[float]()
+    num_bytes = (start / "model.safetensors").stat().st_size
+    with (start / "model-2.safetensors").open("wb") as file:
+        file.truncate(50_000_000_000 - num_bytes)  # takes no place on the disk
+    job = Job(policy_recipe(), tmp_path / "run", start)
+    files = open_files(job.recipe, job.folder, job.start)
+    made = make_factories(job, SourceTables({}, SandboxConfig()), tokenizer(), files)
+    assert made.checkpoint_s == 1000.0
+    mixed = replace(factories(tmp_path, 30.0), checkpoint_s=made.checkpoint_s)
+
+    async def run() -> None:
+        async with LocalRuntime() as local:
+            spawn, call = local.spawn, local.call
+
+            async def spied(*args: Any, **options: Any) -> Any:
+                if options["name"] in ("trainer", "engine-0"):
+                    asked.append(options["deadline_s"])
+                return await spawn(*args, **options)
+
+            async def called(handle: Handle, method: str, *args: Any, **options: Any) -> Any:
+                asked.append(options["deadline_s"])
+
+            local.spawn = spied  # type: ignore[method-assign]
+            async with start_roles(local, mixed, recipe(), AT_ONCE) as roles:
+                local.call = called  # type: ignore[method-assign]
+                await roles.activate("engine-0", WeightVersion(1, "", "", 0))
+                local.call = call  # type: ignore[method-assign]
+
+    asyncio.run(run())
+    assert len(asked) == 3 and min(asked) > 1000.0
 
 
 def test_a_restart_says_why(caplog: pytest.LogCaptureFixture) -> None:

@@ -170,7 +170,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeyp
         await runtime.restart(handle)
         assert not failures and runtime.status(handle).restarts == 2
         failures.append(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)))
-        with pytest.raises(RoleDied, match="other: its process could not be started: .* memory"):
+        with pytest.raises(RoleDied, match=r"other: its process could not be started: .* memory"):
             await runtime.spawn(Worker, name="other", placement=Placement.PROCESS)
 
     run(work, tmp_path)
