@@ -390,6 +390,15 @@ class DistillConfig(Config):
             raise ValueError("distill.merge_scale: one teacher only, and a merge needs two; set it to 0")
 
 
+def _everywhere(teacher: Any, sources: Collection[str]) -> Any:
+    """``teacher``, which may be anything, with all ``sources`` in place of the domains ``["*"]``."""
+    if isinstance(teacher, TeacherConfig):
+        teacher = teacher.model_dump()
+    if isinstance(teacher, Mapping) and teacher.get("domains") in (["*"], ("*",)):
+        return {**teacher, "domains": list(sources)}
+    return teacher
+
+
 class RewardConfig(Config):
     """Rewards over the whole group in place of the task's reward (`stretto.flow.group_reward`): quality × length × diversity,
     where quality is the task's reward. Fields that are not given have no effect."""
@@ -504,18 +513,19 @@ class RlRecipe(Config):
     @classmethod
     def _complete(cls, given: Any) -> Any:
         """With distillation, keep groups with equal rewards, which still have a gradient, and expand the domains ``["*"]``."""
-        if not isinstance(given, Mapping) or not isinstance(given.get("distill"), Mapping):
+        if not isinstance(given, Mapping):
             return given
-        loss, distill = given.get("loss", {}), given["distill"]
+        loss, distill = given.get("loss", {}), given.get("distill")
+        distill = distill.model_dump() if isinstance(distill, DistillConfig) else distill
+        if not isinstance(distill, Mapping):
+            return given
         if isinstance(loss, Mapping):
             loss = {"drop_uniform": False, **loss}
+        elif isinstance(loss, LossConfig) and "drop_uniform" not in loss.model_fields_set:
+            loss = loss.replace(drop_uniform=False)
         teachers, sources = distill.get("teachers", {}), given.get("sources")
         if isinstance(teachers, Mapping) and isinstance(sources, Mapping):
-            is_general = {
-                name for name, each in teachers.items() if isinstance(each, Mapping) and each.get("domains") == ["*"]
-            }
-            everywhere = {name: {**teachers[name], "domains": list(sources)} for name in is_general}
-            teachers = {name: everywhere.get(name, each) for name, each in teachers.items()}
+            teachers = {name: _everywhere(each, sources) for name, each in teachers.items()}
         return {**given, "loss": loss, "distill": {**distill, "teachers": teachers}}
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from stretto.learning.recipe import PRESETS, LossConfig, RlRecipe
+from stretto.learning.recipe import PRESETS, DistillConfig, LossConfig, RlRecipe, TeacherConfig
 from tests.flow.policies import recipe
 
 
@@ -159,6 +159,18 @@ def test_a_teacher_has_something_to_say_of_every_group() -> None:
         )
     with pytest.raises(ValidationError, match=r"rollout\.group 1"):
         recipe(rollout__group=1)
+
+
+def test_objects_and_mappings_make_the_same_recipe() -> None:
+    sources = {"digits": {"kind": "strings"}, "letters": {"kind": "strings"}}
+    tree = {"teachers": {"all": {"checkpoint": "a", "domains": ["*"]}}}
+    made = recipe(sources=sources, distill=tree)
+    objects = DistillConfig(teachers={"all": TeacherConfig(checkpoint="a", domains=("*",))})
+    assert made == recipe(sources=sources, distill=objects) == recipe(sources=sources, distill=dict(objects))
+    assert made == recipe(sources=sources, distill=objects, loss=LossConfig())
+    assert made == recipe(sources=sources).replace(distill=objects)
+    kept = LossConfig(drop_uniform=True)
+    assert recipe(sources=sources, distill=objects, loss=kept).loss.drop_uniform, "as it was asked for"
 
 
 @pytest.mark.parametrize(
