@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -61,6 +62,15 @@ STEERING = (
     "train.keep_snapshots",
 )
 """Other fields that a resumed run may change, with effect on the steps that follow. Its lineage lists the changes."""
+
+
+def _is_address(url: str) -> bool:
+    """Whether ``url`` has a host, and a port that is a number if it has one."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 class SourceConfig(Config):
@@ -153,7 +163,7 @@ class RolloutConfig(Config):
                 "keep_cache is for engines that the run starts; servers at an address compute keys again: leave it out"
             )
         for address in self.address:
-            if not re.fullmatch(r"https?://[^/\s?#]+/?", address):
+            if not re.fullmatch(r"https?://[^/\s?#]+/?", address) or not _is_address(address):
                 raise ValueError(f"address: {address!r} is not of the form http://HOST:PORT")
         if self.address and self.engines != len(set(self.address)):
             num = len(set(self.address))
@@ -295,6 +305,8 @@ class TeacherConfig(Config):
     def _check(self) -> Self:
         if self.checkpoint is None and self.url is None:
             raise ValueError("name a checkpoint, or the url of a server")
+        if self.url is not None and not _is_address(self.url):
+            raise ValueError(f"url: {self.url!r} is not of the form http://HOST:PORT")
         if self.url is not None and (self.subnet, self.residence) != ("full", "resident"):
             raise ValueError("url: subnet and residence are of a checkpoint that is read here; leave them out")
         return self

@@ -421,6 +421,7 @@ def test_the_trainer_publishes_its_canary_for_engines_at_an_address(start: Path)
         ({"engine": "vllm"}, "address does not fit engine 'vllm': give the addresses"),
         ({"address": "http://a:1"}, "address does not fit engine 'own': leave it out, or set engine"),
         ({"engine": "vllm", "address": "a:1"}, "'a:1' is not of the form http://HOST:PORT"),
+        ({"engine": "vllm", "address": "http://a:80a0"}, "'http://a:80a0' is not of the form http://HOST:PORT"),
         ({"engine": "vllm", "address": ["http://a:1", "http://a:1"]}, "engines 2 and 1 different addresses"),
         ({"engine": "vllm", "address": "http://a:1", "engines": 3}, "engines 3 and 1 different addresses"),
         (

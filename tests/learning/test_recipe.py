@@ -126,6 +126,11 @@ TEACHERS = {"digits": {"checkpoint": "a"}, "letters": {"checkpoint": "b"}}
         ({"teachers": {"digits": {"checkpoint": "a"}}, "untaught": ["letters"]}, {}, "without distill.outcome_weight"),
         ({"untaught": ["x"], "outcome_weight": 1.0}, {}, "distill.untaught: no source 'x'"),
         ({"teachers": {**TEACHERS, "digits": {"url": "http://x"}}}, {}, 'set distill.form = "sampled"'),
+        (
+            {"form": "sampled", "teachers": {**TEACHERS, "digits": {"url": "http://teacher:80a0"}}},
+            {},
+            "url: 'http://teacher:80a0' is not of the form http://HOST:PORT",
+        ),
         ({"teachers": {"digits": {"url": "http://x", "subnet": "half"}}}, {}, "url: subnet and residence are of"),
         ({"form": "sampled", "entropy_aware": 1.0}, {}, "distill.entropy_aware: form 'sampled' does not know"),
         ({}, {"rollout__temperature": 0.7}, "rollout.temperature 0.7: distillation compares distributions at 1"),
