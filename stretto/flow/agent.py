@@ -55,6 +55,9 @@ _PROBLEM_S = 60.0
 """Deadline for a source to return a problem."""
 _MAX_VERIFICATIONS = 3
 """Largest number of attempts at one verification."""
+_OVERTIME_S = 5.0
+"""Time after the lease in which the finished samples of a last attempt can still be judged together. Less than
+`stretto.flow.launch.CALL_SLACK_S`, after which the agent would count as hung."""
 _PENDING = Verdict(0.0, Outcome.WRONG, 0.0, detail="its group is judged once all of it is there")
 """Placeholder in the log of a sample that is judged together with its group. Never part of a stored group."""
 
@@ -215,7 +218,7 @@ class AgentRole:
         source = self._sources.get(task.source)
         if source is None:
             raise UserError(f"sources.{task.source}: no such source; there are {', '.join(sorted(self._sources))}")
-        key, lease_s = (task.ordinal, attempt), self._recipe.failures.lease_s
+        key, lease_s, started_s = (task.ordinal, attempt), self._recipe.failures.lease_s, time.monotonic()
         assert key not in self._in_flight, f"ordinal {task.ordinal}, attempt {attempt} is in flight here already"
         group = self._in_flight[key] = _InFlight(
             task,
@@ -252,8 +255,10 @@ class AgentRole:
         finished = [sample for sample in group.samples if sample.verdict is not None]
         has_progress = _progress(group.samples) > num_before
         if is_last and not has_progress and 1 < len(finished) < len(group.samples):
+            left_s = max(0.0, lease_s - (time.monotonic() - started_s)) + _OVERTIME_S
             try:
-                return await self._rewarded(group, finished)
+                async with within(left_s, f"{len(finished)} finished samples were not judged before the lease ended"):
+                    return await self._rewarded(group, finished)
             except InfraError as error:
                 trouble = error
         kind = GroupUnfinished if has_progress else GroupFailed

@@ -83,7 +83,7 @@ class RoleScalars:
                 "engines/free_pages": _sum(engines, "num_free_pages") / pages,
             }
         if rewards:
-            scalars["bubble/rewards"] = _idle(self._grown(rewards, "busy_s"), seconds * len(rewards))
+            scalars["bubble/rewards"] = _idle(self._grown(rewards, "busy_s"), seconds * _sum(rewards, "num_slots"))
             scalars["queue/verifiers"] = _sum(rewards, "num_waiting")
             verdicts = self._grown_by(rewards, "outcomes")
             total = sum(verdicts.values())

@@ -35,6 +35,8 @@ class RewardStats:
     """Seconds spent judging; concurrent requests are summed."""
     num_stuck: int = 0
     """Requests that missed their deadline and still occupy a thread. If there is any, the role is restarted."""
+    num_slots: int = 1
+    """Requests that the role judges at once: of its sources, the largest `TaskSource.at_once`."""
 
 
 class RewardRole:
@@ -44,7 +46,8 @@ class RewardRole:
         """``open_sources`` is called once, here. ``deadline_s``: deadline of one verification, its queue not counted."""
         self._sources, self._deadline_s = open_sources(), deadline_s
         self._turns = {name: asyncio.Semaphore(source.at_once) for name, source in self._sources.items()}
-        self._threads, self._stats = Threads(), RewardStats()
+        num_slots = max((source.at_once for source in self._sources.values()), default=1)
+        self._threads, self._stats = Threads(), RewardStats(num_slots=num_slots)
 
     async def score(self, request: RewardRequest) -> Verdict:
         """The verdict on a sample. INFRA, with the reason, for an unknown source, a task that raises or hangs, and a

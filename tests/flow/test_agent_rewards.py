@@ -15,8 +15,10 @@ import pytest
 
 from stretto.base.errors import InfraError
 from stretto.base.trajectory import Group, Outcome, Segment, StepReward, Verdict
+from stretto.flow import agent as agents
 from stretto.flow.agent import AgentRole, GroupFailed
 from stretto.flow.clients import Clients, Generated, GenerateRequest, RewardRequest, infra
+from stretto.flow.launch import CALL_SLACK_S
 from stretto.flow.reward import RewardRole
 from stretto.learning.recipe import RewardConfig
 from stretto.learning.samples import load_group, read_logs
@@ -81,8 +83,9 @@ def singers(
     rewards: Any = None,
     config: RewardConfig | None = None,
     max_len: int = 150,
+    lease_s: float = 60.0,
 ) -> AgentRole:
-    told = recipe(chunk_tokens=400, max_len=max_len).replace(rewards={} if config is None else {"toy": config})
+    told = recipe(lease_s, chunk_tokens=400, max_len=max_len).replace(rewards={} if config is None else {"toy": config})
     return AgentRole(
         told,
         FolderStore(folder),
@@ -167,6 +170,25 @@ def test_what_is_left_of_a_group_is_judged_as_one(tmp_path: Path) -> None:
             asyncio.run(singers(tmp_path, source, engine).run_group(GROUP, attempt))
     group = stored(singers(tmp_path, source, engine), 2, is_last=True)
     assert [each.sample for each in group.trajectories] == [0, 1, 2] and source.seen == [list(TEXTS[:3])]
+
+
+def test_judging_what_is_left_of_a_group_ends_soon_after_the_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(Rewards):
+        async def compare(self, requests: Sequence[RewardRequest]) -> tuple[Verdict, ...]:
+            await asyncio.sleep(600)
+            raise AssertionError("the agent was hung")
+
+    assert agents._OVERTIME_S < CALL_SLACK_S
+    monkeypatch.setattr(agents, "_OVERTIME_S", 0.1)
+    engine = Choir({3: 100})
+    for attempt in (0, 1):
+        with pytest.raises(GroupFailed):
+            asyncio.run(singers(tmp_path, Contest(), engine).run_group(GROUP, attempt))
+    late = singers(tmp_path, Contest(), engine, Slow(), lease_s=1.0)
+    with pytest.raises(GroupFailed, match="lease"):
+        asyncio.run(late.run_group(GROUP, 2, is_last=True))
 
 
 def test_held_out_answers_are_judged_alone_and_guarded(tmp_path: Path) -> None:

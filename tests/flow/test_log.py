@@ -48,6 +48,9 @@ def test_shares_are_of_the_time_since_the_last_answer() -> None:
     ) == (3, 2, 6, 16)
     assert (first["failures/tokens_resumed"], first["failures/troubles"]) == (24, 2)
     assert first["failures/sessions_lost/toy"] == 1
+    several = RoleScalars(started_s=100.0)
+    several.update(*told(105.0, reward=replace(REWARD, busy_s=8.0, num_slots=4)))
+    assert several.scalars()["bubble/rewards"] == pytest.approx(0.6), "8 of 20 s"
     later = replace(ENGINE, busy_s=5.0, output_tokens=520)
     roles.update(*told(109.0, later, reward=replace(REWARD, outcomes={"ok": 6, "wrong": 2, "infra": 1})))
     second = roles.scalars()

@@ -118,7 +118,7 @@ def test_as_many_at_once_as_the_source_says() -> None:
     async def work() -> None:
         role = RewardRole(lambda: {"toy": Judge(judged, 3), "other": Judge(raising)})
         found = await asyncio.gather(*(role.score(ASK) for _ in range(6)))
-        assert {each.outcome for each in found} == {Outcome.OK}
+        assert {each.outcome for each in found} == {Outcome.OK} and (await role.stats()).num_slots == 3
 
     asyncio.run(work())
 
