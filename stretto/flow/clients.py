@@ -234,18 +234,18 @@ class _Verifiers(ABC):
 class RemoteRewards(_Verifiers):
     """A fixed number of verifiers; each request goes to the one with the fewest requests in flight."""
 
-    def __init__(self, caller: Caller, handles: Sequence[Handle], deadline_s: float):
-        """``deadline_s``: deadline of one verification, kept by the role; time in the role's queue is not counted."""
+    def __init__(self, caller: Caller, handles: Sequence[Handle], lease_s: float):
+        """``lease_s``: longest wait for a verdict, the role's queue included: other agents fill that queue too. The role itself keeps
+        the deadline of one verification."""
         assert handles, "a reward needs a verifier"
-        self._caller, self._handles, self._deadline_s = caller, handles, deadline_s
+        self._caller, self._handles, self._lease_s = caller, handles, lease_s
         self._loads = [0] * len(handles)
 
     async def _call(self, source: str, method: str, argument: Any) -> Any:
         place = self._loads.index(min(self._loads))
         self._loads[place] += 1
-        deadline_s = self._deadline_s * self._loads[place] + _SLACK_S  # every earlier request may use its full deadline
         try:
-            return await self._caller.call(self._handles[place], method, argument, deadline_s=deadline_s)
+            return await self._caller.call(self._handles[place], method, argument, deadline_s=self._lease_s)
         finally:
             self._loads[place] -= 1
 
@@ -272,13 +272,15 @@ Verifiers = tuple[Handle, ...] | Mapping[str, ElasticPool]
 """Handles of roles that each verify all sources; or pools by source, for agents on the driver's loop."""
 
 
-def connect(engines: Sequence[Handle], rewards: Verifiers, deadline_s: float, caller: Caller | None) -> Clients:
-    """Make an agent's clients in the agent's process. ``deadline_s``: deadline of one verification."""
+def connect(
+    engines: Sequence[Handle], rewards: Verifiers, deadline_s: float, lease_s: float, caller: Caller | None
+) -> Clients:
+    """Make an agent's clients in the agent's process. ``deadline_s``: deadline of one verification; ``lease_s``: of a group."""
     assert caller is not None, "the runtime gives roles a caller"
     remote = [RemoteEngine(caller, handle) for handle in engines]
     if isinstance(rewards, Mapping):
         return Clients(remote, PooledRewards(rewards, deadline_s))
-    return Clients(remote, RemoteRewards(caller, rewards, deadline_s))
+    return Clients(remote, RemoteRewards(caller, rewards, lease_s))
 
 
 class Threads:

@@ -258,7 +258,7 @@ def make_factories(job: Job, tables: SourceTables, tokenizer: Tokenizer, files: 
     recipe, deadline_s = job.recipe, job.recipe.runtime.rewards.deadline_s
 
     def agent(engines: tuple[Handle, ...], rewards: Verifiers) -> Callable[..., Any]:
-        clients = partial(connect, engines, rewards, deadline_s)
+        clients = partial(connect, engines, rewards, deadline_s, recipe.failures.lease_s)
         return partial(AgentRole, recipe, files.store, tokenizer, tables, clients)
 
     def reward(names: Collection[str]) -> Callable[[], Any]:

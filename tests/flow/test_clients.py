@@ -11,19 +11,21 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stretto.base.errors import InfraError, UserError
-from stretto.base.trajectory import Outcome
+from stretto.base.trajectory import Outcome, Verdict
 from stretto.flow.agent import AgentRole, GroupFailed
 from stretto.flow.clients import PooledRewards, RemoteRewards, RewardRequest, Threads, connect
 from stretto.flow.reward import RewardRole
 from stretto.flow.rollout import EngineRole
 from stretto.learning.samples import load_group
+from stretto.runtime.actor import LocalCaller
 from stretto.runtime.local import LocalRuntime
 from stretto.runtime.pool import ElasticPool, Limits
-from stretto.runtime.runtime import Placement, RoleError
+from stretto.runtime.runtime import Handle, Placement, RoleError
 from stretto.runtime.store import FolderStore
 from stretto.tasks.task import Answer, Problem, Score
 from tests.engine.engines import engine
@@ -61,7 +63,7 @@ def test_a_group_through_the_runtime(tmp_path: Path) -> None:
         opened = functools.partial(engine, MODEL)
         rollout = await runtime.spawn(functools.partial(EngineRole, opened), name="e0", placement=Placement.THREAD)
         reward = await runtime.spawn(functools.partial(RewardRole, sources), name="r0", placement=Placement.THREAD)
-        clients = functools.partial(connect, (rollout,), (reward,), 60.0)
+        clients = functools.partial(connect, (rollout,), (reward,), 60.0, 300.0)
         role = functools.partial(AgentRole, recipe(), FolderStore(tmp_path), tokenizer(), sources, clients)
         agent = await runtime.spawn(role, name="a0", placement=Placement.THREAD)
         ref = await runtime.call(agent, "run_group", TASK, 0, deadline_s=60)
@@ -113,6 +115,19 @@ def test_a_verifier_that_dies_gives_no_reward() -> None:
         assert (await rewards.score(RewardRequest("toy", 7, "dog"))).reward == 3.0
 
     with_runtime(work)
+
+
+def test_a_verdict_may_wait_behind_the_requests_of_other_agents() -> None:
+    deadlines = []
+
+    class Slow(LocalCaller):
+        async def call(self, handle: Handle, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
+            deadlines.append(deadline_s)
+            return Verdict(1.0, Outcome.OK, 0.0)
+
+    clients = connect([], (Handle("0", "r0", ""),), 60.0, 300.0, Slow({}))
+    assert asyncio.run(clients.rewards.score(RewardRequest("toy", 7, "dog"))).reward == 1.0
+    assert deadlines == [300.0]
 
 
 def test_one_after_the_other_needs_one_thread_and_many_at_once_as_many() -> None:

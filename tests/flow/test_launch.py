@@ -67,7 +67,7 @@ def recipe(**runtime: Any) -> RlRecipe:
 
 def factories(folder: Path, score_s: float) -> Factories:
     def agent(engines: tuple[Handle, ...], rewards: Verifiers) -> Callable[..., Any]:
-        clients = partial(connect, engines, rewards, score_s)
+        clients = partial(connect, engines, rewards, score_s, 300.0)
         return partial(AgentRole, agent_recipe(), folder, tokenizer(), sources, clients)
 
     opened = partial(engine, MODEL)
