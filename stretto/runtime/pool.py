@@ -146,6 +146,10 @@ class ElasticPool:
             runtime.spawn, role, *args, placement=placement, deadline_s=deadline_s, needs=needs
         )
         self._again = Restarts(restarts * limits.max, window_s)
+        self._starts = Restarts(restarts * limits.max, window_s)
+        """Counts failed starts."""
+        self._grows_from_s = 0.0
+        """Time before which no workers are added, after a failed start; inf: never again, until one starts."""
         self._opened_s = time.monotonic()
         self._workers: list[_Worker] = []
         self._queue: deque[asyncio.Future[_Worker]] = deque()
@@ -276,9 +280,12 @@ class ElasticPool:
             is_hopeless = isinstance(error, UserError) or self._num_failures >= _MAX_FAILURES
             if is_hopeless and not any(other.is_up for other in self._workers):
                 self._fail(error)
+            pause_s = None if isinstance(error, UserError) else self._starts.next_pause_s()
+            self._grows_from_s = math.inf if pause_s is None else time.monotonic() + pause_s
             self._forget(worker)
             return
-        worker.is_up, self._num_failures = True, 0
+        worker.is_up, self._num_failures, self._grows_from_s = True, 0, 0.0
+        self._starts.began()
         worker.freed_s = time.monotonic()
         self._assign()
 
@@ -334,7 +341,7 @@ class ElasticPool:
         while len(self._targets) > 1 and self._targets[1][0] <= now_s - self.limits.patience_s:
             self._targets.popleft()
         wanted = settled_size(self._targets, size, now_s, self.limits.patience_s)
-        for _ in range(wanted - size):
+        for _ in range(wanted - size if now_s >= self._grows_from_s else 0):
             self._keep(self._start(self._new()))
         idle_first = sorted(staying, key=lambda worker: (worker.num_leases, worker.freed_s))
         for worker in idle_first[: max(0, min(size - wanted, len(staying) - self.limits.min))]:

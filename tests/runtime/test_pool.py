@@ -220,6 +220,34 @@ def test_workers_that_cannot_start_are_told_of() -> None:
     run(work)
 
 
+@pytest.mark.parametrize("error", [UserError("data.txt: no such file"), RoleDied("pool", "no memory")])
+def test_workers_that_cannot_be_added_are_not_tried_all_the_time(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool wants to grow at every beat, and the first worker works on."""
+    monkeypatch.setattr("stretto.runtime.pool._BEAT_S", 0.001)
+    num_starts = 0
+
+    async def work(runtime: LocalRuntime) -> None:
+        spawn = runtime.spawn
+
+        async def start(role: Any, *args: Any, **options: Any) -> Any:
+            nonlocal num_starts
+            num_starts += 1
+            if num_starts > 1:
+                raise error
+            return await spawn(role, *args, **options)
+
+        monkeypatch.setattr(runtime, "spawn", start)
+        async with pool(runtime, Limits(min=1, max=2, wait_aim_s=0.05, window_s=0.4, patience_s=0.4)) as subject:
+            calls = [asyncio.create_task(subject.call("nap", 0.05, deadline_s=FAST_S)) for _ in range(30)]
+            await asyncio.gather(*calls)
+            assert subject.error is None and len(subject.handles()) == 1
+        assert 1 < num_starts <= (2 if isinstance(error, UserError) else 8)
+
+    run(work)
+
+
 def test_a_pool_whose_workers_die_again_and_again_fails() -> None:
     async def work(runtime: LocalRuntime) -> None:
         async with pool(
