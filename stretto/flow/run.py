@@ -150,6 +150,8 @@ def run_opened(job: Job, has_run: bool, advance: Advance, say: Say) -> Result:
 
 async def _run(job: Job, resumes: bool, advance: Advance, say: Say) -> Result:
     """Make attempts until one finishes the run. An attempt also ends when its trainer dies; the other roles go on in the next one."""
+    if resumes:
+        job = replace(job, recipe=in_order(job.recipe, job.folder))
     recipe, folder = job.recipe, job.folder
     tables, tokenizer = SourceTables(dict(recipe.sources), recipe.sandbox), load_tokenizer(job.start)
     prompts, at_once = await asyncio.to_thread(check_sources, recipe, tables, tokenizer, say)
@@ -258,6 +260,12 @@ def check_recipe(recipe: RlRecipe, folder: Path) -> None:
     """Raises UserError: ``recipe`` cannot resume the run in the folder, which has another one."""
     before = completed(RlRecipe, read_json(folder / RECIPE_FILE))
     check_unchanged(before, recipe.model_dump(mode="json"), folder, (*LAYOUT, *STEERING))
+
+
+def in_order(recipe: RlRecipe, folder: Path) -> RlRecipe:
+    """``recipe`` with its sources in the order of the run in the folder, on which the prompts of the run depend."""
+    names = [name for name in read_json(folder / RECIPE_FILE)["sources"] if name in recipe.sources]
+    return recipe.replace(sources={name: recipe.sources[name] for name in names} | recipe.sources)
 
 
 def start_of(folder: Path) -> Path | None:

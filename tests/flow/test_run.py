@@ -31,7 +31,8 @@ from stretto.flow.controller import Controller, Limits
 from stretto.flow.launch import Job, with_precision
 from stretto.flow.ledger import Ledger
 from stretto.flow.log import read_status
-from stretto.flow.run import Result, check_recipe, opened, run_rl, sweep
+from stretto.flow.prompts import plan_prompts
+from stretto.flow.run import Result, check_recipe, in_order, opened, run_rl, sweep
 from stretto.learning import channel
 from stretto.learning.recipe import JOURNAL_FILE, RECIPE_FILE, RlRecipe
 from stretto.learning.samples import log_name
@@ -40,6 +41,7 @@ from stretto.ops import matmul
 from stretto.runtime.local import open_runtime
 from stretto.runtime.runtime import RoleError
 from stretto.runtime.store import FolderStore
+from tests.flow.policies import recipe as policy_recipe
 
 
 @pytest.fixture
@@ -158,6 +160,29 @@ def test_a_run_of_an_older_version_goes_on_and_only_a_real_change_is_refused(tmp
     write_json(run / RECIPE_FILE, written)
     with pytest.raises(UserError, match=r"rollout\.forgotten: was 3 when this run started, is not set now"):
         check_recipe(recipe, run)
+
+
+def test_a_resumed_run_keeps_the_order_of_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the prompts of the run depend on, and TOML tables are written in any order."""
+    sources = {name: {"kind": "strings", "weight": weight} for name, weight in (("b", 2.0), ("a", 1.0), ("c", 4.0))}
+    recipe = policy_recipe(sources=sources)
+    began(recipe, tmp_path)
+    moved = policy_recipe(sources=dict(sorted(sources.items())))
+    check_recipe(moved, tmp_path)
+    again, sizes = in_order(moved, tmp_path), dict.fromkeys(sources)
+    assert list(again.sources) == ["b", "a", "c"] and again == moved
+    assert plan_prompts(again, sizes) == plan_prompts(recipe, sizes) != plan_prompts(moved, sizes)
+    seen = []
+
+    def stop(recipe: RlRecipe, *_: Any) -> None:
+        seen.append(list(recipe.sources))
+        raise UserError("enough")
+
+    monkeypatch.setattr(run, "load_tokenizer", lambda start: None)
+    monkeypatch.setattr(run, "check_sources", stop)
+    with pytest.raises(UserError, match="enough"):
+        run_rl(Job(moved, tmp_path, tmp_path, resume=True), lambda *_: None, print)
+    assert seen == [["b", "a", "c"]]
 
 
 def test_the_traceback_of_a_role_that_ended_the_run_is_in_its_folder(
