@@ -42,7 +42,7 @@ from stretto.runtime.runtime import Caller
 from stretto.runtime.store import Store
 from stretto.sandbox.tools import shorten
 from stretto.tasks.session import MOST_TEXT, Diverged, schemas, tool_turn
-from stretto.tasks.task import Problem, TaskSource
+from stretto.tasks.task import Problem, TaskSource, close_sources
 from stretto.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -207,7 +207,11 @@ class AgentRole:
         return copy.deepcopy(self._stats)
 
     async def close(self) -> None:
-        self._threads.close()
+        """Close the sources and end the threads."""
+        try:
+            await asyncio.wrap_future(self._threads.start(partial(close_sources, self._sources.values()), "close"))
+        finally:
+            self._threads.close()
 
     async def _within_lease(
         self, task: Task, attempt: int | None, temperature: float | None = None, is_last: bool = False

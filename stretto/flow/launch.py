@@ -44,7 +44,7 @@ from stretto.runtime.runtime import (
 from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.registry import open_source
 from stretto.tasks.session import schemas
-from stretto.tasks.task import TaskSource
+from stretto.tasks.task import TaskSource, close_sources
 from stretto.text.chat import tool_form
 from stretto.text.similar import embeddings
 from stretto.text.tokenizer import Tokenizer
@@ -120,7 +120,9 @@ class SourceTables:
             )  # an agent runs the programs of many groups; keepers start on demand
             sandbox = Sandbox(self.sandbox, strict=self.sandbox.strict, workers=workers)
         opened: dict[str, TaskSource] = {}
-        with ExitStack() as stack:  # closes the sources that are open when a later one is refused
+        with ExitStack() as stack:  # closes what is open when a later source is refused
+            if sandbox is not None:
+                stack.callback(sandbox.close)
             for name, source in self.sources.items():
                 opened[name] = open_source(name, source, sandbox)
                 stack.callback(opened[name].close)
@@ -138,8 +140,7 @@ class SourceTables:
         try:
             yield sources
         finally:
-            for source in sources.values():
-                source.close()
+            close_sources(sources.values())
 
 
 def check_sources(
@@ -464,7 +465,7 @@ class Roles:
                 await restart(str(failure))
 
         async def replace_agent(handle: Handle, why: str) -> None:
-            self.agents.replace(handle)
+            self.agents.replace(handle, why=why)
 
         # agents first, so that none sends a request to an engine that is ready again
         await _together(*(rewind(each, partial(replace_agent, each)) for each in self.agents.handles()))

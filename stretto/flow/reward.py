@@ -11,11 +11,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from stretto.base.errors import InfraError, one_line
 from stretto.base.trajectory import Outcome, Verdict
 from stretto.flow.clients import RewardRequest, Threads, infra
-from stretto.tasks.task import Answer, Score, TaskSource, score_fault
+from stretto.tasks.task import Answer, Score, TaskSource, close_sources, score_fault
 
 _MAX_DETAIL = 300
 """Largest number of characters of a verdict's detail."""
@@ -78,7 +79,11 @@ class RewardRole:
         return copy.deepcopy(self._stats)
 
     async def close(self) -> None:
-        self._threads.close()
+        """Close the sources and end the threads."""
+        try:
+            await asyncio.wrap_future(self._threads.start(partial(close_sources, self._sources.values()), "close"))
+        finally:
+            self._threads.close()
 
     async def _judge(
         self, source: TaskSource, requests: Sequence[RewardRequest], compares: bool

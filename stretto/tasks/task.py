@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -432,3 +433,12 @@ def read_records(path: Path, part: Range, fields: Sequence[Sequence[str]]) -> li
     if len(rows) <= part.first:
         raise UserError(f"{path}: first: must be less than the number of records, {len(rows)}, is {part.first}")
     return [record for record, _ in rows[part.first :][: part.limit]]
+
+
+def close_sources(sources: Collection[TaskSource]) -> None:
+    """Close ``sources`` and the sandboxes that they share. To be called while no program runs."""
+    with ExitStack() as stack:  # closes the others too if one fails
+        for sandbox in {source.sandbox for source in sources if source.sandbox is not None}:
+            stack.callback(sandbox.close)
+        for source in sources:
+            stack.callback(source.close)

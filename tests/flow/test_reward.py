@@ -7,6 +7,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from stretto.base.trajectory import Outcome, Verdict
 from stretto.flow.clients import RewardRequest
 from stretto.flow.reward import RewardRole
 from stretto.tasks.task import Answer, Problem, Score
-from tests.flow.agents import Toy
+from tests.flow.agents import Toy, agent
 
 ASK = RewardRequest("toy", 7, "dog", ({"role": "assistant", "content": "dog"},))
 
@@ -121,6 +122,33 @@ def test_as_many_at_once_as_the_source_says() -> None:
         assert {each.outcome for each in found} == {Outcome.OK} and (await role.stats()).num_slots == 3
 
     asyncio.run(work())
+
+
+class Noted:
+    """Stands for a sandbox."""
+
+    def __init__(self, closed: list[str]):
+        self._closed = closed
+
+    def close(self) -> None:
+        self._closed.append("sandbox")
+
+
+class Closing(Toy):
+    def __init__(self, closed: list[str]):
+        super().__init__()
+        self.sandbox, self._closed = Noted(closed), closed  # type: ignore[assignment]
+
+    def close(self) -> None:
+        self._closed.append("source")
+
+
+def test_roles_close_their_sources_and_the_sandbox(tmp_path: Path) -> None:
+    closed: list[str] = []
+    asyncio.run(RewardRole(lambda: {"toy": Closing(closed)}).close())
+    assert closed == ["source", "sandbox"]
+    asyncio.run(agent(tmp_path, [object()], source=Closing(closed)).close())
+    assert closed == 2 * ["source", "sandbox"]
 
 
 def test_the_seed_is_the_samples() -> None:
