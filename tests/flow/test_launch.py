@@ -232,6 +232,17 @@ def test_a_restart_says_why(caplog: pytest.LogCaptureFixture) -> None:
     assert " engine-0: rollout.address: vllm at http://10.0.0.7:8000: gone; it is started again" in caplog.text
 
 
+def test_an_agent_that_cannot_be_rewound_is_replaced_and_says_why() -> None:
+    async def work() -> None:
+        async with LocalRuntime() as runtime:
+            limits, place = Limits(min=1, max=1), Placement.ASYNC
+            async with ElasticPool(runtime, Worker, name="agent", placement=place, limits=limits, restarts=0) as agents:
+                await Roles(runtime, Gang(runtime, ()), {}, agents, {}, ())._rewind()
+                assert "Worker has no 'rewind'" in str(agents.error)
+
+    asyncio.run(work())
+
+
 @pytest.mark.slow
 def test_isolated_agents_are_a_pool_and_call_their_verifiers_directly(tmp_path: Path) -> None:
     async def work(roles: Roles) -> None:
