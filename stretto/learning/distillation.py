@@ -275,32 +275,32 @@ def source_weights(
     ]
 
 
-Streams = Mapping[str, NDArray[np.float64]]
+TokenStatistics = Mapping[str, NDArray[np.float64]]
 """Statistics [N] of all tokens of a step, by name."""
 
 
 def progressed(
-    before: Mapping[str, Progress], streams: Streams, sources_N: NDArray[np.str_], taught: Sequence[str]
+    before: Mapping[str, Progress], statistics: TokenStatistics, sources_N: NDArray[np.str_], taught: Sequence[str]
 ) -> dict[str, Progress]:
     """``before``, updated with the KL and sigma of the step's ``taught`` sources."""
     after = dict(before)
     for source in taught:
         here_N = sources_N == source
         if here_N.any():
-            kl, sigma = float(streams["kl"][here_N].mean()), float(streams["signal"][here_N].std())
+            kl, sigma = float(statistics["kl"][here_N].mean()), float(statistics["signal"][here_N].std())
             after[source] = Progress(before[source].first_kl if source in before else kl, kl, sigma)
     return after
 
 
-def source_scalars(streams: Streams, sources_N: NDArray[np.str_], taught: Sequence[str]) -> dict[str, float]:
+def source_scalars(statistics: TokenStatistics, sources_N: NDArray[np.str_], taught: Sequence[str]) -> dict[str, float]:
     """Scalars of the log for each ``taught`` source: KL, entropies, and share of the gradient."""
     scalars: dict[str, float] = {}
-    total = max(float(streams["slope"].sum()), _TINY)
+    total = max(float(statistics["slope"].sum()), _TINY)
     for source in taught:
         here_N = sources_N == source
-        scalars[f"distill/share/{source}"] = float(streams["slope"][here_N].sum()) / total
+        scalars[f"distill/share/{source}"] = float(statistics["slope"][here_N].sum()) / total
         if here_N.any():
             for name in ("kl", "entropy", "teacher_entropy"):
-                if name in streams:
-                    scalars[f"distill/{name}/{source}"] = float(streams[name][here_N].mean())
+                if name in statistics:
+                    scalars[f"distill/{name}/{source}"] = float(statistics[name][here_N].mean())
     return scalars

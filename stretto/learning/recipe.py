@@ -321,9 +321,9 @@ class DistillConfig(Config):
     policy loss. ``top_k``: over the student's most likely tokens, with the correction − π + q. ``tail``: over these, with all
     other tokens as one."""
     top_k: int = Field(default=64, gt=0)
-    """Number of tokens for ``top_k`` and ``tail``."""
+    """Number of tokens for ``top_k`` and ``tail``; the other forms ignore it."""
     clip: float = Field(default=5.0, gt=0)
-    """Bound of the advantage of ``sampled``, in nats."""
+    """Bound of the advantage of ``sampled``, in nats; the other forms ignore it."""
     balance: Literal["sequence", "tokens", "gap", "sigma", "none"] = "sequence"
     """Weight of each source. ``none``: every token counts the same, so that long answers dominate the gradient. The other values
     give each source the share of its ``weight``, by the means over its sequences or (``tokens``) over its tokens; ``gap``
@@ -421,7 +421,8 @@ class RewardConfig(Config):
     same_at: float = Field(default=0.5, gt=0, le=1)
     """Similarity from which two answers count as the same; connected pairs form one cluster."""
     floor: float = Field(default=0.1, ge=0, le=1)
-    """Smallest factor of diversity, so that the better of several equal answers still earns more. 1: diversity is only measured."""
+    """Smallest factor of diversity, so that the better of several equal answers still earns more. 1: diversity takes no
+    reward; without ``contrast`` it is then only measured, with it, answers that differ more still earn more."""
     contrast: float | None = Field(default=None, gt=0)
     """Exponent of the answer's mean dissimilarity to the others over the group's mean, which replaces the clusters: long answers
     often have a cluster of their own."""
