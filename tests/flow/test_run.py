@@ -95,7 +95,7 @@ def test_a_changed_recipe_is_refused_by_its_field(tmp_path: Path, recipe_file: P
     with pytest.raises(UserError, match=r"optim\.weight_decay: was .* when this run started, is 0\.5 now") as error:
         check_recipe(changed, run)
     assert "\n" not in str(error.value)
-    check_recipe(read_recipe(recipe_file, RlRecipe, ["runtime.isolate=none"]), run)
+    check_recipe(read_recipe(recipe_file, RlRecipe, ["runtime.isolate=none", "rollout.cache_bytes=9999999"]), run)
 
 
 @pytest.mark.parametrize(
