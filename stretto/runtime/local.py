@@ -112,10 +112,10 @@ class _RoleProcess:
                     pass_fds=descriptors,
                     start_new_session=True,  # to kill it with its child processes, and to keep Ctrl-C for the driver
                 )
-            except OSError as error:  # too many processes, or too little memory: for now, perhaps
+            except OSError as problem:  # too many processes, or too little memory: for now, perhaps
                 control.close()
                 self._control = None
-                raise RoleDied(self._handle.name, f"its process could not be started: {error}") from error
+                raise RoleDied(self._handle.name, f"its process could not be started: {problem}") from problem
         try:
             error = await control.call(_CONTROL, "start", (self._handle.id, self._handle.name, self._work), {})
         except RoleDied:
