@@ -484,7 +484,7 @@ def _table(run: Path, network: Transformer, ranks: Ranks, needed: bool) -> Laten
 def extract(
     model: ModelLike, subnet: SubnetLike, out: PathLike | None = None, *, device: str = "auto", force: bool = False
 ) -> Model:
-    """Write one size of a network as an ordinary checkpoint. Refuses unless its logits equal those of the masked network.
+    """Write one size of a network as an ordinary checkpoint. Refuses unless its logits agree with those of the masked network up to rounding.
 
     Args:
         model: run or checkpoint.

@@ -82,7 +82,7 @@ def calibrate(
 
 @judge.command(cls=Command)
 def serve(judge: Path, host: str = "127.0.0.1", port: int = 8100, device: Device = "auto") -> None:
-    """Serve a detector of damaged text to recipes and evaluations at an OpenAI-compatible URL.
+    """Serve a local judge (a detector of damaged text, or a model of ratings) at an OpenAI-compatible URL.
 
     Args:
         judge: Judge folder.

@@ -112,7 +112,7 @@ def studio(
     size: Size = "512x512",
     images: Annotated[int, Option(min=1)] = 4,
     verifier: Verifier = None,
-    server: Server = None,
+    server: str | None = None,
     writer: PromptWriter = None,
     out: OptionalOut = None,
     port: int = 8010,
@@ -123,6 +123,7 @@ def studio(
 
     Args:
         images: Largest number of pictures to try per turn until one passes the checks.
+        server: URL of a running server whose model words the prompts.
         out: Folder to write every version and the conversation to.
         port: Port; 0: any free port.
         seed: Random seed of the first picture of a turn.

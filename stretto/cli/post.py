@@ -162,7 +162,7 @@ def compare(
     teacher: list[str] = [],
     reference: str | None = None,
     battle: bool = False,
-    suite: Suites = [],
+    suite: list[str] = [],
     samples: Samples = None,
     limit: Limit = None,
     max_batch: MaxBatch = 64,
@@ -177,6 +177,8 @@ def compare(
         out: Folder to write, with the evaluations that are missing.
         teacher: Teacher of a domain, DOMAIN=PATH, for the normalised score.
         reference: Model that the others are compared with. Default: the first.
+        suite: Suites for models that have no evaluation yet, in the forms of stretto eval --suite, except tau and bfcl: run
+            stretto eval with these first.
         battle: Also report win rates. The LLM judge of each suite that has one compares the answers.
     """
     options = locals()

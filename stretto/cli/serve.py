@@ -152,8 +152,8 @@ def agent(
         budget_turns: Largest number of turns, the answer included.
         budget_tokens: Largest number of tokens to generate over all turns.
         votes: Number of runs for a majority vote over answers; needs a temperature above 0.
-        think: Size that calls tools, a preset. Default: the full network.
-        answer: Size that writes the answer, a preset. Default: the full network.
+        think: Size that calls tools, a preset. Default: the server's default size, usually the full network.
+        answer: Size that writes the answer, a preset. Default: that of --think.
         plan: Ask for a plan before the first tool call.
         must_search: Search for the question before the model's first turn. Default: on with a search tool.
         require_source: End with exit code 2 when no document was opened.

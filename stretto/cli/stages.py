@@ -165,7 +165,7 @@ def elasticize(
 
 
 def tokenize(
-    data: Data,
+    data: Annotated[list[str], Option()],
     out: Out,
     val: Val = None,
     val_fraction: ValFraction = None,
@@ -178,6 +178,8 @@ def tokenize(
     Reads text; writes a data folder that --data of other commands takes.
 
     Args:
+        data: Text: one file, folder or Hugging Face dataset. For a mixture, tokenise each source into a folder of its own with the
+            same --tokenizer; then name the folders in --data of the training command.
         out: Data folder to write.
         vocab_size: Vocabulary size of the tokenizer that is trained.
     """
@@ -227,7 +229,7 @@ def search(
     Reads a run; writes search.json into it.
 
     Args:
-        data: Text to measure the loss of Subnets on. Repeat the option for a mixture: PATH@WEIGHT. Default: the training text
+        data: Text to measure the loss of Subnets on. Repeat the option for a mixture: PATH@WEIGHT. Default: the held-out text
             of the run.
         max_total: Largest share of the full network's parameters, 0 to 1 (memory).
         max_active: Largest share of the active parameters, 0 to 1 (compute).
@@ -254,7 +256,7 @@ def extract(
     device: Device = "auto",
     force: Force = False,
 ) -> None:
-    """Write one size of a network as an ordinary checkpoint. Refuses unless its logits equal those of the masked network.
+    """Write one size of a network as an ordinary checkpoint. Refuses unless its logits agree with those of the masked network up to rounding.
 
     Reads a run or checkpoint; writes a checkpoint folder.
 
@@ -325,7 +327,7 @@ def quantise(
     device: Device = "auto",
     force: Force = False,
 ) -> None:
-    """Write a checkpoint with integer weights, of which every size is the quantised size.
+    """Quantise a checkpoint to integer weights. Every size can be used from the result.
 
     Reads a run or checkpoint, and text with --method gptq; writes a checkpoint folder.
 
@@ -337,7 +339,7 @@ def quantise(
         attention: Integers of attention's projections: int8, int4 or none. Default: --dtype.
         head: Integers of the output matrix: int8, int4 or none. Default: int8.
         group: Number of neighbouring inputs with one scale.
-        zeros: Give each group of 4 bits a zero as well.
+        zeros: Give each int4 group a zero point.
         data: Calibration text for gptq, PATH@WEIGHT in a mixture. Default: the training text of the run.
         calibration_tokens: Number of calibration tokens.
         chat: The records of --data are conversations, as for stretto sft.
@@ -361,7 +363,8 @@ def export(
 
     Args:
         out: Folder to write, or file with --gguf.
-        family: Architecture on disk (docs/FORMATS.md). Default: the checkpoint's own, or one that can hold the network.
+        family: Architecture on disk (docs/FORMATS.md). Default: the checkpoint's own, or one that can hold the network. Not with
+            --gguf.
         dtype: Data type: float32, bfloat16, float16; with --gguf also q8_0 and q4_0.
         gguf: Write a GGUF file for llama.cpp.
     """
@@ -423,8 +426,8 @@ def plan(
 
     Args:
         gpus: Number and kind of accelerators: 64xH100. 2xcpu: two cores.
-        model: Run or checkpoint that an RL run begins with. Default: the recipe's [start].
-        sweep: Try all layouts, and show the best few.
+        model: Run or checkpoint that an RL run begins with (default: the recipe's [start]) or that is elasticized (required).
+        sweep: Try all layouts, and show the best few. Not for elasticize.
         price: Dollars of one accelerator for one hour.
         answer_tokens: RL: mean number of sampled tokens of an answer. Default: rollout.max_tokens.
         prompt_tokens: RL: tokens of a prompt. Default: train.seq_len minus rollout.max_tokens.

@@ -191,7 +191,7 @@ def plan(
         recipe: a TOML file, the name of a shipped recipe, a mapping or a recipe object.
         gpus: number and kind of accelerators: ``64xH100``; ``2xcpu`` are two cores.
         model: run or checkpoint that an RL run begins with, or that is elasticized; None: the recipe's ``[start]``.
-        sweep: try all layouts; False: the recipe's own.
+        sweep: try all layouts; False: the recipe's own. Not for elasticizing.
         price: dollars of one accelerator for one hour.
         workload: facts about the answers and verdicts of an RL run.
         settings: overrides of single recipe keys: ``["train.rows=8"]``.
@@ -208,6 +208,8 @@ def plan(
         empty = Plan(name, "rl", cluster, run.config, run.dtype, parsed.train.steps, run.step_tokens, price)
         return _plan_rl(run, empty, sweep)
     if model is not None and "model" not in _tree(recipe):
+        if sweep:
+            raise UserError(f"--sweep: {name} is planned in its own layout, on one accelerator; leave --sweep out")
         parsed_too = read_recipe(recipe, ElasticizeRecipe, settings)
         return _plan_elasticize(parsed_too, _read_network(model), name, cluster, price)
     if model is not None:

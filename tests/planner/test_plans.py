@@ -140,6 +140,11 @@ def test_a_run_is_planned_as_its_own_network(tmp_path: Path) -> None:
     assert found.params == count(config, config.full()).total_params
 
 
+def test_elasticizing_has_no_layouts_to_sweep(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--sweep: elasticize"):
+        stretto.plan("elasticize", "1xH100", model=tmp_path, sweep=True)
+
+
 def test_the_network_of_an_rl_recipe_must_be_known() -> None:
     with pytest.raises(UserError, match="--model"):
         stretto.plan("service_smol", "8xH100")
