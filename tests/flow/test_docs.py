@@ -14,7 +14,7 @@ from stretto.base.trajectory import Outcome
 from stretto.learning.recipe import PRESETS, RewardConfig, RlRecipe, SourceConfig
 from stretto.post.pipeline import PipelineRecipe
 from stretto.tasks.registry import KINDS, open_source
-from stretto.tasks.task import Answer, Score
+from stretto.tasks.task import Answer, Range, Score
 from stretto.train.recipe import SftRecipe
 from tests.flow.extend import EXAMPLES, PARTS, Part, run
 
@@ -133,3 +133,21 @@ def test_every_preset_is_in_the_guide() -> None:
 
 def test_every_kind_is_in_the_guide() -> None:
     assert [kind for kind in KINDS if f"`{kind}`" not in TEXT] == []
+
+
+def test_the_arguments_of_every_kind_are_in_the_guide() -> None:
+    section = TEXT.split("### Arguments of the tasks")[1].split("\n## ")[0]
+    told: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
+    for kind, name, default in re.findall(r"^\| `(\w+)` \| `(\w+)` \| ([^|]+) \| ", section, re.MULTILINE):
+        told[kind][name] = default
+    of_files = {*Range.model_fields}
+    for kind, source in KINDS.items():
+        fields = source.args_kind.model_fields
+        own = fields.keys() - (of_files if issubclass(source.args_kind, Range) else set())
+        assert told[kind].keys() == own, kind
+        for name, default in told[kind].items():
+            value = ... if fields[name].is_required() else fields[name].get_default(call_default_factory=True)
+            assert default == ("required" if value is ... else "none" if value is None else json.dumps(value)), (
+                kind,
+                name,
+            )
