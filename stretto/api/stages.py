@@ -34,6 +34,7 @@ from stretto.api.train import (
     claim_run,
     find_teacher,
     fit_memory,
+    fixes_routers,
     has_begun,
     held_out,
     kept_checkpoint,
@@ -163,6 +164,8 @@ def pretrain(
     parsed = read_recipe(recipe, Recipe, overriding(settings, {"train.steps": steps}), given)
     default_family(parsed.network())  # raises an error before the training if no family can store the network
     ranks, named, text = join(device, parsed.train.ep), listed_data(data), TextOptions(val, val_fraction, text_field)
+    if given is not None and fixes_routers(folder, resume):
+        parsed = parsed.continued()
     parsed = fit_memory(parsed, parsed.network(), ranks)
     vocabulary = None if tokenizer is None else Path(tokenizer)
     origin_folder = checkpoint_folder(start).resolve() if start is not None else None
@@ -277,7 +280,8 @@ def elasticize(
         network = stored_for_training(origin)  # refuses a damaged checkpoint before text is tokenised
         config = network.config
         teacher_folder = None if teacher is None else check_teacher(config.vocab_size, place(teacher))
-        complete = fit_memory(parsed.for_network(config, network.presets), config, ranks)
+        complete = parsed.for_network(config, network.presets, fixes_routers=fixes_routers(folder, resume))
+        complete = fit_memory(complete, config, ranks)
         if resume:
             begun = begun_run(folder, complete, named, text=text)
             begun = same_folder(folder, begun, "--teacher", teacher_folder, "teacher")
@@ -418,6 +422,8 @@ def search(
         raise UserError(
             f"train.seq_len: {healing.train.seq_len} of {heal_recipe} exceeds the network's {most} positions"
         )
+    if healing is not None:
+        healing = healing.for_network(checkpoint.config)
     with ExitStack() as held:
         ranks.first(
             lambda: held.enter_context(claimed(run / "search"))
@@ -550,6 +556,8 @@ def heal(
     student = stored(folder)  # refuses a damaged checkpoint before text is tokenised
     if stores_integers(folder):
         say(f"{folder}: its integer weights are dequantised for healing; quantise the healed checkpoint again")
+    if fixes_routers(run, resume):
+        parsed = parsed.for_network(student.config)
     ranks, named, text = join(device, parsed.train.ep), listed_data(data), TextOptions(val, val_fraction, text_field)
 
     def begin() -> RunInfo:

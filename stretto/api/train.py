@@ -177,6 +177,14 @@ def has_begun(run: Path, resume: bool, in_place: bool = False) -> bool:
     return resume and (run / RUN_FILE).is_file() and not (in_place and read_info(run).stage == "adopt")
 
 
+def fixes_routers(run: Path, resume: bool) -> bool:
+    """Whether a training in ``run`` leaves routers that only rank experts as they are (`ModelConfig.only_ranks`). An older Stretto trained
+    them in some stages, and a run that it began is resumed so.
+    """
+    recipe = read_info(run).recipe if resume else None
+    return recipe is None or recipe.optim.router_lr_factor != 1.0
+
+
 def begun_run(
     run: Path,
     recipe: Recipe | ElasticizeRecipe | HealRecipe | SftRecipe,

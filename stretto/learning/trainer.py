@@ -27,6 +27,7 @@ from stretto.base.config import completed
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
 from stretto.base.records import Meter, Receipt, new_run_id
+from stretto.base.track import say
 from stretto.base.trajectory import Group, GroupRef, WeightVersion
 from stretto.data.pack import IGNORED, PADDING
 from stretto.learning.algorithms import Streams, TokenCredit, give_credit, load_algorithm, unroll
@@ -65,6 +66,7 @@ from stretto.optim.schedule import learning_rate
 from stretto.runtime.runtime import Caller
 from stretto.runtime.store import FolderStore, Store
 from stretto.train.finish import write_trained
+from stretto.train.recipe import FIXED_ROUTERS, with_fixed_routers
 from stretto.train.snapshot import Change, SnapshotMeta, Snapshots, changes_between, read_meta
 from stretto.train.step import MicroBatch, NonFiniteError, Objective, StepResult, optimisation_step
 
@@ -204,7 +206,10 @@ class TrainerRole:
         self._arithmetic = Arithmetic(recipe.precision.trainer, recipe.precision.batch_invariant)
         self._origin = read_placed(self._start, self._ranks)
         self._model = self._origin.model
-        self._optimizers = build_optimizers(recipe.optim, self._model)
+        optim = with_fixed_routers(recipe.optim, self._model.config)
+        if optim != recipe.optim and self._ranks.is_first:
+            say(f"{stage}: {FIXED_ROUTERS}")
+        self._optimizers = build_optimizers(optim, self._model)
         load_algorithm(recipe.loss.advantage)  # a missing function is refused before the first step
         folders = {"reference": self._start} if recipe.loss.kl_weight else {}
         folders |= {name: checkpoint_folder(folder) for name, folder in recipe.teachers.items()}

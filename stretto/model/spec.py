@@ -275,6 +275,16 @@ class ModelConfig(_Shape):
         return self.top_k_per_layer or (self.top_k,) * self.num_moe_layers
 
     @property
+    def only_ranks(self) -> bool:
+        """Whether the routers only rank experts of equal weight, as in a network that was split from a dense one (`stretto.model.upcycle`).
+
+        Gates of 2·sigmoid(logit) are 1 for its tiny logits, and no other network is known to have gates of this form. Sizes that are
+        extracted from such a network keep it.
+        """
+        doubled = self.router == "sigmoid" and not self.normalize_gates and self.routed_scaling == 2.0
+        return doubled and bool(self.num_moe_layers)
+
+    @property
     def rotary_dim(self) -> int:
         return int(self.head_dim * self.rotary_fraction) if self.latent is None else self.latent.rope_dim
 

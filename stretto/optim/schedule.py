@@ -40,8 +40,8 @@ class OptimConfig(Config):
     muon_lr_factor: float = Field(default=10.0, gt=0)
     """Muon's learning rate divided by AdamW's; Muon's orthogonalised updates have unit scale."""
     router_lr_factor: float = Field(default=1.0, ge=0)
-    """The routers' learning rate divided by that of other parameters; 0 freezes them. The weights of upcycled routers are tiny
-    (`stretto.model.upcycle`) and need a rate of their own scale."""
+    """The routers' learning rate divided by that of other parameters; 0 freezes them. The weights of routers that only rank experts are tiny
+    (`stretto.model.upcycle`) and need a rate of their own scale: there, the default means 0."""
     moments: Moments = "fp32"
     """Storage of AdamW's two moments: 8, 4 or 2 bytes per parameter. ``int8``: codes with a scale for each block of 128 (2110.02861);
     tensors with fewer than 4,096 numbers stay in fp32. One rank only."""

@@ -166,7 +166,7 @@ def sft(
     torch.set_num_threads(recipe.train.threads)
     out = Path(out)
     run, tool_chars = out.with_name(f"{out.name}.run"), recipe.rollout.tool_chars
-    plan = _plan_of(recipe, start).for_network(config, initial.presets)
+    plan = _plan_of(recipe, start).for_network(config, initial.presets, fixes_routers=origin is not None)
     job = Job(
         run=run,
         loader=Demonstrations(

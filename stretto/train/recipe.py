@@ -211,6 +211,12 @@ class Recipe(Config):
         """The model with the balance branches that its sampler needs."""
         return with_branches(self.model, self.elastic)
 
+    def continued(self) -> Self:
+        """This recipe for a network that does not start with random weights: routers that only rank experts stay as they are
+        (`with_fixed_routers`)."""
+        elastic = _without_balance(self.elastic) if self.model.only_ranks else self.elastic
+        return self.replace(elastic=elastic, optim=with_fixed_routers(self.optim, self.model))
+
 
 def check_fit(elastic: MixtureConfig, train: TrainConfig, model: ModelConfig) -> None:
     """Raise `ValueError` if ``elastic`` or ``train`` cannot be used with ``model``."""
@@ -275,8 +281,14 @@ class HealRecipe(Config):
     ce_weight: float = Field(default=0.5, ge=0, le=1)
     """Weight of cross-entropy; the rest is KL(parent's full network ‖ student). With 1 the parent is not loaded."""
     balance_rate: float = Field(default=1e-4, ge=0)
+    """Step size of the balance bias; 0 for routers that only rank experts."""
 
     _states = model_validator(mode="after")(check_states)
+
+    def for_network(self, model: ModelConfig) -> Self:
+        """This recipe, completed for ``model``: routers that only rank experts stay as they are (`with_fixed_routers`)."""
+        rate = 0.0 if model.only_ranks else self.balance_rate
+        return self.replace(optim=with_fixed_routers(self.optim, model), balance_rate=rate)
 
 
 class ElasticizeRecipe(Config):
@@ -323,17 +335,26 @@ class ElasticizeRecipe(Config):
             )
         return self
 
-    def for_network(self, model: ModelConfig, presets: Mapping[str, SubnetChoice]) -> Self:
-        """This recipe, completed for ``model``: anchors by name, and bounds that fit them. Raises `UserError`: they do not fit.
+    def for_network(
+        self, model: ModelConfig, presets: Mapping[str, SubnetChoice], *, fixes_routers: bool = True
+    ) -> Self:
+        """This recipe, completed for ``model``: anchors by name, bounds that fit them, and fixed routers if they only rank experts
+        (`with_fixed_routers`). Raises `UserError`: the recipe does not fit.
 
-        If tokens choose all experts, as in a network cut from a dense one (`stretto.model.upcycle`), routers only rank experts. Then no
-        load needs balancing, and the small differences in the routers matter: balance steps or an ordinary learning rate would erase
-        them. Both are set to 0 unless the recipe says otherwise.
+        Args:
+            fixes_routers: False for a run of an older Stretto, which trained such routers.
         """
         elastic = _completed(self.elastic, model, presets, self.train)
         if self.cached_logits is not None and self.cached_logits > model.vocab_size:
             raise UserError(f"cached_logits: {self.cached_logits} exceeds the vocabulary of {model.vocab_size}")
-        return self.replace(elastic=elastic, optim=_optim_for(self.optim, model))
+        if not (fixes_routers and model.only_ranks):
+            return self.replace(elastic=elastic)
+        if self.trainable == "routers" and self.optim.router_lr_factor == 1.0:
+            raise UserError(
+                "trainable: routers, and those of a network that was split from a dense one stay fixed at the default rate; set "
+                "optim.router_lr_factor: a small one such as 1e-5 trains them, 0 trains norms and biases only"
+            )
+        return self.replace(elastic=_without_balance(elastic), optim=with_fixed_routers(self.optim, model))
 
     def mixture_at(self, model: ModelConfig, step: int) -> MixtureConfig:
         """The mixture of ``step`` (0-based). Axes that start later stay full."""
@@ -366,9 +387,7 @@ Mixture = TypeVar("Mixture", bound=MixtureConfig)
 def _completed(
     elastic: Mixture, model: ModelConfig, presets: Mapping[str, SubnetChoice], train: TrainConfig
 ) -> Mixture:
-    """``elastic`` with anchors by name, bounds that fit them, and no balance steps if routers only rank. Raises `UserError`: it does
-    not fit ``model``.
-    """
+    """``elastic`` with anchors by name, and bounds that fit them. Raises `UserError`: it does not fit ``model``."""
     anchors = elastic.anchors or dict(presets) or default_anchors(model)
     if not anchors:
         raise UserError(
@@ -387,17 +406,28 @@ def _completed(
         check_fit(elastic, train, model)
     except ValueError as error:
         raise UserError(str(error)) from None
-    return elastic.replace(balance_rate=0.0, balance_final_rate=0.0) if _only_ranks(model) else elastic
+    return elastic
 
 
-def _only_ranks(model: ModelConfig) -> bool:
-    """Whether tokens choose all experts, so that routers only weight and rank them."""
-    return bool(model.num_moe_layers) and model.top_k_by_layer == model.experts_by_layer
+FIXED_ROUTERS = (
+    "the routers stay fixed: in a network that was split from a dense one they rank the experts by tiny differences, which training at the "
+    "rate of the other weights would erase; set optim.router_lr_factor to train them"
+)
+"""Note for a run whose routers `with_fixed_routers` fixed."""
 
 
-def _optim_for(optim: OptimConfig, model: ModelConfig) -> OptimConfig:
-    """``optim``; with frozen routers if they only rank, unless the recipe sets another learning rate for routers than the default."""
-    return optim.replace(router_lr_factor=0.0) if _only_ranks(model) and optim.router_lr_factor == 1.0 else optim
+def with_fixed_routers(optim: OptimConfig, model: ModelConfig) -> OptimConfig:
+    """``optim``; with fixed routers if those of the trained network ``model`` only rank experts, unless the recipe sets another learning
+    rate for routers than the default.
+
+    Logits of such routers are about 1e-5 (`stretto.model.upcycle`). A few steps at an ordinary learning rate, or of the balance bias,
+    would erase their differences and with them the choice of experts.
+    """
+    return optim.replace(router_lr_factor=0.0) if model.only_ranks and optim.router_lr_factor == 1.0 else optim
+
+
+def _without_balance(elastic: Mixture) -> Mixture:
+    return elastic.replace(balance_rate=0.0, balance_final_rate=0.0)
 
 
 class SftRecipe(Config):
@@ -426,14 +456,19 @@ class SftRecipe(Config):
 
     _states = model_validator(mode="after")(check_states)
 
-    def for_network(self, model: ModelConfig, presets: Mapping[str, SubnetChoice]) -> Self:
+    def for_network(
+        self, model: ModelConfig, presets: Mapping[str, SubnetChoice], *, fixes_routers: bool = True
+    ) -> Self:
         """This recipe, completed for ``model`` like `ElasticizeRecipe.for_network`. Raises `UserError`: it does not fit."""
         if self.train.seq_len > model.max_positions:
             raise UserError(
                 f"train.seq_len: {self.train.seq_len} exceeds the network's {model.max_positions} positions"
             )
         elastic = None if self.elastic is None else _completed(self.elastic, model, presets, self.train)
-        if elastic is not None and self.lora is not None:
-            elastic = elastic.replace(balance_rate=0.0, balance_final_rate=0.0)
-        rate = 0.0 if self.lora is not None or _only_ranks(model) else self.balance_rate
-        return self.replace(elastic=elastic, optim=_optim_for(self.optim, model), balance_rate=rate)
+        rate, optim = self.balance_rate, self.optim
+        if fixes_routers:
+            optim = with_fixed_routers(optim, model)
+        if self.lora is not None or (fixes_routers and model.only_ranks):
+            rate = 0.0
+            elastic = None if elastic is None else _without_balance(elastic)
+        return self.replace(elastic=elastic, optim=optim, balance_rate=rate)

@@ -331,6 +331,33 @@ def test_what_does_not_fit_is_refused(stretto: Run, adopted: Callable[..., Path]
     assert json.loads((run / "run.json").read_text())["stage"] == "adopt"
 
 
+def test_routers_that_only_rank_stay_fixed(
+    stretto: Run, adopted: Callable[..., Path], recipe: Path, healing: Path, text: Path, tmp_path: Path
+) -> None:
+    """In a size that was cut from a network of a dense one's parts, of which a token chooses some."""
+    source = adopted(config=SHAPE.replace(normalize_gates=False, routed_scaling=2.0)) / "checkpoint"
+    before = read_checkpoint(source).model.state_dict()
+    small = ("--data", text, "--steps", 2, "--set", "train.dtype=float32")
+    further = ("pretrain", recipe, "--from", source, "-o", tmp_path / "further", *small)
+    healed = ("heal", source, "--recipe", healing, "-o", tmp_path / "healed", "--set", "ce_weight=1", *small)
+    for told, folder in ((further, "further/checkpoint"), (healed, "healed")):
+        result = stretto(*told)
+        assert result.code == 0, result.err
+        assert "the routers stay fixed" in result.out
+        after = read_checkpoint(tmp_path / folder).model.state_dict()
+        for name in (name for name in before if name.endswith(("mlp.gate", "bias_WE"))):
+            assert torch.equal(after[name][: len(before[name])], before[name]), name
+        assert not torch.equal(after["blocks.0.mlp.down"], before["blocks.0.mlp.down"])
+    run = tmp_path / "healed.run"
+    assert train.fixes_routers(run, resume=True)
+    record = json.loads((run / "run.json").read_text())
+    record["recipe"]["optim"]["router_lr_factor"] = 1.0
+    write_json(run / "run.json", record)
+    assert train.fixes_routers(run, resume=False) and not train.fixes_routers(run, resume=True), (
+        "as an older version began it"
+    )
+
+
 def test_pretraining_goes_on_from_a_checkpoint(
     stretto: Run, adopted: Callable[..., Path], recipe: Path, text: Path, tmp_path: Path
 ) -> None:

@@ -638,6 +638,18 @@ def test_a_dense_network_is_trained(tmp_path: Path) -> None:
     assert report.num_samples == 16 and not same(before, weights(trainer))
 
 
+def test_routers_that_only_rank_stay_fixed(tmp_path: Path) -> None:
+    model = build(ModelConfig(**SHAPE, normalize_gates=False, routed_scaling=2.0), 0)
+    write_checkpoint(tmp_path / "start", model, model.config)
+    trainer = role(tmp_path / "run", tmp_path / "start", replay="off")
+    before = weights(trainer)
+    trainer.step(stored(tmp_path / "groups", groups(model)), 0)
+    after = weights(trainer)
+    still = {name for name, tensor in before.items() if torch.equal(tensor, after[name])}
+    assert {name for name in before if name.endswith("mlp.gate")} <= still
+    assert "blocks.1.mlp.gate_up" not in still
+
+
 def test_weights_and_moments_are_in_fp32_when_the_step_computes_in_bf16(tmp_path: Path, start: Path) -> None:
     trainers = {
         name: role(tmp_path / str(name), start, precision={} if name is None else {"train": name})

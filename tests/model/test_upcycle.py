@@ -14,7 +14,7 @@ from stretto.base.errors import UserError
 from stretto.evals.neurons import plan_layer
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.elastic import extract
-from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.spec import ModelConfig, Subnet, extracted_config
 from stretto.model.transformer import Transformer, build, load_state, skeleton
 from stretto.model.upcycle import ROUTER_SCALE, UpcycledState, Upcycling, upcycled_config, upcycled_presets
 
@@ -185,3 +185,10 @@ def test_what_cannot_be_is_refused_in_a_line(changes: dict[str, Any], how: Upcyc
 def test_options_that_contradict_each_other(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         Upcycling.model_validate(fields)
+
+
+def test_a_network_of_parts_is_known_by_its_gates_at_every_size() -> None:
+    split, copies = (upcycled_config(dense_config(), how) for how in (SPLIT, COPY))
+    assert split.only_ranks and not copies.only_ranks and not dense_config().only_ranks
+    for choice in upcycled_presets(split, SPLIT).values():
+        assert extracted_config(split, choice.of(split)).only_ranks

@@ -23,10 +23,10 @@ from stretto.evals.order import rank_experts, rank_layers
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.elastic import extract
 from stretto.model.parallel import stored
-from stretto.model.spec import ModelConfig, SubnetChoice
+from stretto.model.spec import ModelConfig, SubnetChoice, extracted_config
 from stretto.model.weight_files import TensorFiles
 from stretto.train.loop import Trained
-from stretto.train.recipe import ElasticizeRecipe, default_anchors, with_branches
+from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe, SftRecipe, default_anchors, with_branches
 from stretto.train.snapshot import read_meta
 from tests.train.conftest import ELASTICIZE, SHAPE, network
 
@@ -153,14 +153,33 @@ def test_where_nothing_names_sizes_there_are_some() -> None:
 
 def test_routers_that_only_rank_are_left_as_they_are() -> None:
     recipe = ElasticizeRecipe.model_validate(ELASTICIZE)
+    presets = {"half": SubnetChoice(layers=5)}
     config = ModelConfig(**SHAPE)
-    ranking = config.replace(top_k=config.num_experts, normalize_gates=False)
-    for shape, is_still in ((config, False), (ranking, True), (ModelConfig(**DENSE), False)):
-        complete = recipe.for_network(shape, {"half": SubnetChoice(layers=5)})
+    ranking = config.replace(normalize_gates=False, routed_scaling=2.0)
+    whole = {"top_k": config.num_experts}
+    cases = (
+        (config, False), (config.replace(**whole), False), (ModelConfig(**DENSE), False), (ranking, True),
+        (ranking.replace(**whole), True), (extracted_config(ranking, ranking.subnet(5, 4, 2)), True),
+    )  # fmt: skip
+    for shape, is_still in cases:
+        complete = recipe.for_network(shape, presets)
         assert (complete.elastic.balance_rate == complete.elastic.balance_final_rate == 0.0) is is_still
         assert complete.optim.router_lr_factor == (0.0 if is_still else 1.0)
+        older = recipe.for_network(shape, presets, fixes_routers=False)
+        assert (older.optim, older.elastic.balance_rate) == (recipe.optim, recipe.elastic.balance_rate)
+        healed = HealRecipe(optim=recipe.optim, train=recipe.train).for_network(shape)
+        assert (healed.optim, healed.balance_rate == 0.0) == (complete.optim, is_still)
+        further = Recipe(model=shape, optim=recipe.optim, train=recipe.train).continued()
+        assert (further.optim, further.elastic.balance_rate == 0.0) == (complete.optim, is_still)
+        tuned = SftRecipe(optim=recipe.optim, train=recipe.train).for_network(shape, presets)
+        assert (tuned.optim, tuned.balance_rate == 0.0) == (complete.optim, is_still)
     meant = recipe.replace(optim=recipe.optim.replace(router_lr_factor=1e-5))
     assert meant.for_network(ranking, {}).optim.router_lr_factor == 1e-5
+    with pytest.raises(
+        UserError, match=r"trainable: routers, .* stay fixed at the default rate; set optim\.router_lr_factor"
+    ):
+        recipe.replace(trainable="routers").for_network(ranking, {})
+    assert meant.replace(trainable="routers").for_network(ranking, {}).optim.router_lr_factor == 1e-5
 
 
 @pytest.mark.parametrize(
