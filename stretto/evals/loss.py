@@ -23,6 +23,7 @@ from stretto.model.transformer import Context, Transformer
 from stretto.ops.documents import Documents
 from stretto.ops.logprob import IGNORED, Teacher, head_loss
 
+NO_TARGETS = "held-out data: contains no target token; give longer documents or more of them"
 GRAM_ROWS = 1 << 14
 """Rows of the head that are converted to fp32 at a time; the whole head of a large vocabulary would take gigabytes."""
 
@@ -73,7 +74,17 @@ def evaluate(model: Transformer, subnet: Subnet, batches: Sequence[EvalBatch]) -
     return evaluate_many(model, [subnet], batches)[0]
 
 
-@torch.no_grad()
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Sums over the target tokens of some batches. Written by `_sum_up`."""
+
+    of_subnets: list[dict[str, float]]
+    """For each Subnet, ``nll`` and, if measured, ``kl`` and ``error``."""
+    num_tokens: int
+    full_size: float
+    """Squared norm of the full network's logits; 0 if not measured."""
+
+
 def evaluate_many(
     model: Transformer,
     subnets: Sequence[Subnet],
@@ -91,6 +102,28 @@ def evaluate_many(
     Raises:
         UserError: a Subnet that does not fit the network, or batches without a target token.
     """
+    sums = _sum_up(model, subnets, batches, against_full, advance)
+    if sums.num_tokens == 0:
+        raise UserError(NO_TARGETS)
+    return [
+        LossReport(
+            nll=total["nll"] / sums.num_tokens,
+            num_tokens=sums.num_tokens,
+            kl=total["kl"] / sums.num_tokens if against_full else None,
+            logit_error=total["error"] / sums.full_size if against_full else None,
+        )
+        for total in sums.of_subnets
+    ]
+
+
+@torch.no_grad()
+def _sum_up(
+    model: Transformer,
+    subnets: Sequence[Subnet],
+    batches: Sequence[EvalBatch],
+    against_full: bool = False,
+    advance: Callable[[int], None] = lambda num: None,
+) -> _Sums:
     for subnet in subnets:
         check_subnet(model.config, subnet)
     sums: list[dict[str, float]] = [defaultdict(float) for _ in subnets]
@@ -114,17 +147,7 @@ def evaluate_many(
                 total["kl"] += float(kl)
                 total["error"] += logit_size(hidden_ND - full_ND, gram_DD)
             advance(1)
-    if num_tokens == 0:
-        raise UserError("held-out data: contains no target token; give longer documents or more of them")
-    return [
-        LossReport(
-            nll=total["nll"] / num_tokens,
-            num_tokens=num_tokens,
-            kl=total["kl"] / num_tokens if against_full else None,
-            logit_error=total["error"] / full_size if against_full else None,
-        )
-        for total in sums
-    ]
+    return _Sums(sums, num_tokens, full_size)
 
 
 def logit_gram(head_VD: Tensor) -> Tensor:
@@ -146,11 +169,16 @@ def logit_size(hidden_ND: Tensor, gram_DD: Tensor) -> float:
 def held_out_losses(
     model: Transformer, presets: Mapping[str, SubnetChoice], batches: Sequence[EvalBatch], ranks: Ranks
 ) -> dict[str, float]:
-    """Losses of the full network and of every preset by name, over the ``batches`` of all ranks."""
+    """Losses of the full network and of every preset by name, over the ``batches`` of all ranks.
+
+    Raises `UserError`, on all ranks: no rank has a target token. One rank alone may have rows of padding only.
+    """
     subnets = named_subnets(model.config, presets)
-    reports = evaluate_many(model, list(subnets.values()), batches)
-    sums = torch.tensor([[report.nll * report.num_tokens, report.num_tokens] for report in reports])
+    own = _sum_up(model, list(subnets.values()), batches)
+    sums = torch.tensor([[total["nll"], own.num_tokens] for total in own.of_subnets])
     sums = ranks.sum(sums.to(ranks.device)).cpu()
+    if not sums[0, 1]:
+        raise UserError(NO_TARGETS)
     return {name: float(nll / num) for name, (nll, num) in zip(subnets, sums, strict=True)}
 
 

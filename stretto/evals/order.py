@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.base.errors import UserError
-from stretto.evals.loss import EvalBatch, logit_gram, logit_size
+from stretto.evals.loss import NO_TARGETS, EvalBatch, logit_gram, logit_size
 from stretto.evals.routing import LayerRouting, Watch
 from stretto.model.attention import Geometry
 from stretto.model.spec import ModelConfig, count, droppable_layers, fixed_layers
@@ -86,24 +86,28 @@ class Survey:
     """FLOPs of the forward passes, counted as in receipts, and of `removal_order`."""
 
 
-def rank_layers(model: Transformer, batches: Sequence[EvalBatch]) -> LayerRanking:
+def rank_layers(
+    model: Transformer, batches: Sequence[EvalBatch], advance: Callable[[int], None] = lambda num: None
+) -> LayerRanking:
     """Rank layers by leave-one-out normalised MSE on the final logits (Nemotron Elastic, 2511.16664).
 
-    The first and last two layers come first, whatever their error. Raises `UserError`: the batches contain no target token.
+    ``advance``: as of `survey`. The first and last two layers come first, whatever their error. Raises `UserError`: the batches contain no target token.
     """
     cut = [piece for batch in batches for piece in pieces(batch, model.config)]
-    found = survey(model, cut, left_out=len(cut), watched=False, side_by_side=1)
+    found = survey(model, cut, left_out=len(cut), watched=False, side_by_side=1, advance=advance)
     return LayerRanking(layer_order(model.config, found.logit_error), found.logit_error, found.flops)
 
 
-def rank_experts(model: Transformer, batches: Sequence[EvalBatch]) -> ExpertRanking:
-    """Rank experts by `removal_order` on evenly spaced ``batches`` of about `RANKING_TOKENS` tokens.
+def rank_experts(
+    model: Transformer, batches: Sequence[EvalBatch], advance: Callable[[int], None] = lambda num: None
+) -> ExpertRanking:
+    """Rank experts by `removal_order` on evenly spaced ``batches`` of about `RANKING_TOKENS` tokens. ``advance``: as of `survey`.
 
     On the text that a network was trained on, the half of the experts that this keeps is better than the half by saliency (REAP); on
     text of another kind both are as good (docs/log/elastic.md).
     """
     num_tokens = sum(batch.ids_BT.numel() for batch in batches)
-    found = survey(model, batches[:: max(1, num_tokens // RANKING_TOKENS)], removal=True)
+    found = survey(model, batches[:: max(1, num_tokens // RANKING_TOKENS)], removal=True, advance=advance)
     return ExpertRanking(expert_orders(model.config, found, "removal"), found.flops)
 
 
@@ -192,8 +196,10 @@ def survey(
         side_by_side: number of batches carried at once; None: all, so that every part is loaded once.
         advance: called with 1 after each layer and batch, ``num_layers * len(batches)`` times in total.
 
+    Batches of padding alone, as on a rank without rows, give a result without meaning and no error.
+
     Raises:
-        UserError: the ``left_out`` batches contain no target token.
+        UserError: the ``left_out`` batches contain tokens, but no target token.
     """
     assert not removal or side_by_side is None, "removal_order needs all tokens of a layer at once"
     config, sums = model.config, _Sums()
@@ -227,13 +233,13 @@ def survey(
         if left_out > first:
             with hold("norm"), hold("embedding" if model.head is None else "head"):
                 _compare(model, [carried for carried in group if carried.measured], sums)
-    if left_out and not sums.num_compared:
-        raise UserError("held-out data: contains no target token; give longer documents or more of them")
+    if left_out and sums.num_tokens and not sums.num_compared:
+        raise UserError(NO_TARGETS)
     return Survey(
         experts=tuple(watch.noted(row) for row in range(config.num_moe_layers)) if watch is not None else (),
         removal=tuple(removed[row] for row in range(config.num_moe_layers)) if removal and watch is not None else (),
-        influence={layer: 1.0 - total / sums.num_tokens for layer, total in sums.cosine.items()},
-        logit_error={layer: total / sums.size for layer, total in sums.error.items()},
+        influence={layer: 1.0 - total / max(1, sums.num_tokens) for layer, total in sums.cosine.items()},
+        logit_error={layer: total / (sums.size or 1.0) for layer, total in sums.error.items()},
         flops=sums.flops,
     )
 
@@ -369,7 +375,7 @@ def _every(num_tokens: int, num_experts: int) -> int:
 def removal_flops(layer: MoeLayer, num_tokens: int) -> int:
     """FLOPs of `removal_order` for ``num_tokens`` inputs: every expert's output for the tokens that it uses, and their products."""
     num_experts, hidden = layer.gate.shape
-    num_used = -(-num_tokens // _every(num_tokens, num_experts))
+    num_used = -(-num_tokens // _every(num_tokens, num_experts)) if num_tokens else 0
     return 2 * num_used * (layer.gate_up.numel() + layer.down.numel() + num_experts**2 * hidden)
 
 
@@ -383,7 +389,10 @@ def removal_order(layer: MoeLayer, x_ND: Tensor) -> tuple[int, ...]:
 
     Args:
         x_ND: inputs of the layer. If there are more than `REMOVAL_TOKENS` and `REMOVAL_ELEMENTS` allow, evenly spaced ones are used.
+            Without any, as on a rank whose rows are all padding, the order stays as it is.
     """
+    if not len(x_ND):
+        return layer.config.expert_orders[layer.row]
     config, num_experts = layer.config, len(layer.gate)
     x_ND = x_ND[:: _every(len(x_ND), num_experts)]
     top_k = config.top_k_by_layer[layer.row]

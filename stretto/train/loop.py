@@ -282,11 +282,11 @@ class Training:
             with (
                 deterministic(train.deterministic),
                 freed_memory_kept(ranks.device),
-                watched(self.model, ranks, 60 * train.hang_minutes),
+                watched(self.model, ranks, 60 * train.hang_minutes) as goes_on,
                 bar as advance,
                 _deferred_signals() as received,
             ):
-                self._take_steps(plan, log, advance, received)
+                self._take_steps(plan, log, advance, received, goes_on)
             self._save()
             self.writer.wait()
             for optimizer in self.optimizers:  # their memory is needed for the fp32 weights
@@ -301,15 +301,20 @@ class Training:
         )
 
     def _take_steps(
-        self, plan: Callable[[int], Plan], log: Tracker | None, advance: Advance, received: Set[int]
+        self,
+        plan: Callable[[int], Plan],
+        log: Tracker | None,
+        advance: Advance,
+        received: Set[int],
+        goes_on: Callable[..., None],
     ) -> None:
-        """All steps that are left. ``received``: the signals so far."""
+        """All steps that are left. ``received``: the signals so far; ``goes_on``: from `watched`."""
         train, first_step = self.train, self.step + 1
         advance(self.step)
         if self.step and self.ranks.is_first:
             say(f"{self.stage}: resumes after step {self.step:,} of {train.steps:,}")
         if self.step == 0:
-            self._rank()
+            self._rank(goes_on)
             if self.stage == "heal" and self.job.held_out:
                 self._log(log, {}, self._held_out_losses())
         while self.step < train.steps:
@@ -317,7 +322,7 @@ class Training:
                 result = self._step(plan(self.step))
             if self.step == first_step:
                 self.writer.reserve(self.model, self.optimizers)
-            self._rank()
+            self._rank(goes_on)
             self._report(result, log)
             advance(1, "skipped" if result is None else f"loss {result.nll:.3f}")
             self._obey(received)
@@ -428,8 +433,9 @@ class Training:
         """Autocast for measurements in the dtype of training, since sharded weights are gathered in that dtype."""
         return torch.autocast(self.ranks.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
-    def _rank(self) -> None:
-        """Measure the orders that are due after this step on held-out text, and add the cost to the meter."""
+    def _rank(self, goes_on: Callable[..., None]) -> None:
+        """Measure the orders that are due after this step on held-out text, and add the cost to the meter. ``goes_on`` is called after
+        each layer."""
         named = ("layers", self.rank_at.layers), ("experts", self.rank_at.experts)
         due = [name for name, steps in named if self.step in steps]
         if not due or not self.job.held_out:
@@ -438,12 +444,12 @@ class Training:
             say(f"{self.stage}: ranking {' and '.join(due)} on held-out text")
         with self.meter, self._autocast():
             if "layers" in due:
-                layers = rank_layers(self.model, self.job.held_out)
+                layers = rank_layers(self.model, self.job.held_out, goes_on)
                 order = self.ranks.agree(layers.order)  # ranks measured different rows
                 self.model.config = self.model.config.replace(layer_order=order)
                 self.meter.add(flops=layers.flops * self.ranks.world)
             if "experts" in due:
-                experts = rank_experts(self._with_whole_layers(), self.job.held_out)
+                experts = rank_experts(self._with_whole_layers(), self.job.held_out, goes_on)
                 order_experts(self.model, tuple(self.ranks.agree(order) for order in experts.orders))
                 self.meter.add(flops=experts.flops * self.ranks.world)
 

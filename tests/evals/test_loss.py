@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from stretto.base.errors import UserError
-from stretto.evals.loss import evaluate, evaluate_many
+from stretto.evals.loss import evaluate, evaluate_many, held_out_losses
 from stretto.model.elastic import extract
+from stretto.model.parallel import Ranks
 from stretto.ops.logprob import IGNORED
 
 
@@ -93,6 +94,23 @@ def test_no_target_is_refused(make_model, batches):
     blank = replace(batches[0], targets_BT=torch.full_like(batches[0].targets_BT, IGNORED))
     with pytest.raises(UserError, match="contains no target token"):
         evaluate(model, model.config.full(), [blank])
+
+
+class ASecondRank(Ranks):
+    """A rank beside another one that measured a summed loss of 3 nats over 2 tokens."""
+
+    def sum(self, value, group=None):
+        return value + torch.tensor([[3.0, 2.0]])
+
+
+def test_a_rank_with_padding_alone_has_the_losses_of_the_others(make_model, batches):
+    model, batch = make_model(), batches[0]
+    ctx = replace(batch.ctx, documents_BT=torch.full_like(batch.ids_BT, -1))
+    padding = replace(batch, targets_BT=torch.full_like(batch.targets_BT, IGNORED), ctx=ctx)
+    found = held_out_losses(model, {}, [padding], ASecondRank(1, 2, torch.device("cpu")))
+    assert found == {"full": 1.5}
+    with pytest.raises(UserError, match="contains no target token"):
+        held_out_losses(model, {}, [padding], Ranks(0, 1, torch.device("cpu")))
 
 
 def test_subnet_outside_the_network_is_refused(make_model, batches):

@@ -234,6 +234,23 @@ def test_the_largest_of_few_experts_is_not_super_for_that(make_model):
     assert not any(super_experts(make_model().config, layers).values())
 
 
+def test_rankings_tell_of_every_layer_and_batch(make_model, batches):
+    model, steps = make_model(), []
+    rank_layers(model, batches, steps.append)
+    rank_experts(model, batches, steps.append)
+    assert steps == [1] * (2 * model.config.num_layers * len(batches))
+
+
+def test_a_rank_with_padding_alone_ranks_without_an_error(make_model, batches):
+    """Its orders are not used, but the other ranks wait for it."""
+    model, batch = make_model(), batches[0]
+    ctx = replace(batch.ctx, documents_BT=torch.full_like(batch.ids_BT, -1))
+    padding = replace(batch, targets_BT=torch.full_like(batch.targets_BT, IGNORED), ctx=ctx)
+    assert sorted(rank_layers(model, [padding]).order) == list(range(6))
+    found = rank_experts(model, [padding])
+    assert [sorted(order) for order in found.orders] == [sorted(order) for order in model.config.expert_orders]
+
+
 def test_no_target_and_no_expert(make_model, batches):
     blank = replace(batches[0], targets_BT=torch.full_like(batches[0].targets_BT, IGNORED))
     with pytest.raises(UserError, match="contains no target token"):

@@ -106,7 +106,8 @@ class Run:
         log: bool = False,
         **changes: Any,
     ) -> Trained:
-        """``observe`` (of the network and the steps done), ``rank_layers`` and ``rank_experts`` stand in for the measurements of a run."""
+        """``observe`` (of the network and the steps done), ``rank_layers`` and ``rank_experts`` stand in for the measurements of a run; a ranking tells the
+        watchdog that it goes on, since it makes no forward pass of the whole network."""
         recipe = self.recipe(**changes)
         data = data or self.tokens
         train = recipe.train
@@ -115,12 +116,14 @@ class Run:
         def losses(model: Transformer, *_: object) -> Mapping[str, float]:
             return observe(model, loader.state()["position"] // train.rows)
 
-        def ranking(model: Transformer, *_: object) -> SimpleNamespace:
+        def ranking(model: Transformer, _: object, goes_on: Callable[[int], None]) -> SimpleNamespace:
             assert rank_layers is not None
+            goes_on(1)
             return SimpleNamespace(order=rank_layers(model), flops=0)
 
-        def ranking_experts(model: Transformer, *_: object) -> SimpleNamespace:
+        def ranking_experts(model: Transformer, _: object, goes_on: Callable[[int], None]) -> SimpleNamespace:
             assert rank_experts is not None
+            goes_on(1)
             return SimpleNamespace(orders=rank_experts(model), flops=0)
 
         def tracker(step: int) -> Tracker:

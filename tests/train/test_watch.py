@@ -70,9 +70,10 @@ def test_a_hang_prints_the_stacks_and_ends_the_process(ends: list[int], capfd: p
 @pytest.mark.parametrize("world", [1, 2])
 def test_forward_passes_and_a_lone_rank_are_no_hang(ends: list[int], world: int) -> None:
     model = build(CONFIG, 0)
-    with watched(model, Ranks(0, world, torch.device("cpu")), 5.0 if world > 1 else 0.01):
+    with watched(model, Ranks(0, world, torch.device("cpu")), 5.0 if world > 1 else 0.01) as goes_on:
         for _ in range(5):
             run(model)
+            goes_on(1)
             time.sleep(0.02)
     assert ends == [] and not model._forward_hooks
 
