@@ -51,8 +51,8 @@ class EvalBatch:
     @property
     def real_BT(self) -> Tensor:
         """Mask of the tokens that belong to a document, bool; padding is False."""
-        documents_BT = self.ctx.documents_BT
-        return torch.ones_like(self.ids_BT, dtype=torch.bool) if documents_BT is None else documents_BT >= 0
+        is_real_BT = self.ctx.is_real_BT
+        return torch.ones_like(self.ids_BT, dtype=torch.bool) if is_real_BT is None else is_real_BT
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,11 @@ class Context:
     routing: Routing | None = None
     """Observes and may change the chosen experts (`Replay`, `Recorder`); None: the routers' choice."""
 
+    @property
+    def is_real_BT(self) -> Tensor | None:
+        """Mask of the tokens that belong to a document, bool; None: all do."""
+        return None if self.documents_BT is None else self.documents_BT >= 0
+
     @staticmethod
     def plain(ids_BT: Tensor) -> Context:
         """Every row is one document that starts at position 0."""
@@ -80,7 +85,7 @@ class Output:
     hidden_BTD: Tensor
     """Hidden states after the final norm; `Transformer.logits` computes logits from them."""
     counts: dict[int, Tensor]
-    """Number of slots (choices) per branch and expert, by MoE row of the maximum network: [W, E] int64."""
+    """Number of slots (choices) per branch and expert, by MoE row of the maximum network: [W, E] int64. Padding is not counted."""
 
 
 # FSDP2 finds the tensors of a module's output only in registered classes.
@@ -171,13 +176,15 @@ class MoeLayer(nn.Module):
         widths: RowWidths | None,
         operators: Operators = ORDINARY,
         routing: Routing | None = None,
+        is_real_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The layer's output, and the number of slots per branch and expert [W, E].
 
-        ``num_experts`` and ``top_k`` apply to all rows; ``widths`` restricts single rows further.
+        ``num_experts`` and ``top_k`` apply to all rows; ``widths`` restricts single rows further. Tokens outside of ``is_real_BT`` are not
+        counted; None: all are.
         """
         x_ND = x_BTD.flatten(0, 1)  # before the router's view: autograd adds the gradients of later views first
-        routes, counts_WE = self.route(x_BTD, num_experts, top_k, widths, operators, routing)
+        routes, counts_WE = self.route(x_BTD, num_experts, top_k, widths, operators, routing, is_real_BT)
         if self.exchange is None:
             y_ND = operators.experts(x_ND, routes, self.experts)
         else:
@@ -195,17 +202,19 @@ class MoeLayer(nn.Module):
         widths: RowWidths | None,
         operators: Operators = ORDINARY,
         routing: Routing | None = None,
+        is_real_BT: Tensor | None = None,
     ) -> tuple[Routes, Tensor]:
-        """Routes of all B·T tokens, and the number of slots per branch and expert [W, E]."""
+        """Routes of all B·T tokens, and the number of slots per branch and expert [W, E] of those in ``is_real_BT``."""
         config, (B, T, _) = self.config, x_BTD.shape
         logits_NE = operators.router_logits(x_BTD.flatten(0, 1), self.gate, self.gate_bias)
-        total = logits_NE.shape[-1]
+        total, branch = logits_NE.shape[-1], config.branch(num_experts)
         if widths is None:
-            branch = config.branch(num_experts)
             bias_NE = self.bias_WE[branch]
             allowed_NE = None if num_experts == total else self.rank_E < num_experts
         else:
-            bias_NE = self.bias_WE[widths.branch_B].repeat_interleave(T, dim=0)
+            # in a layer with fewer experts than others, a full row uses the branch that it would use alone
+            branch_B = widths.branch_B.clamp_min(branch)
+            bias_NE = self.bias_WE[branch_B].repeat_interleave(T, dim=0)
             allowed_BE = widths.allowed_BE[:, self.rank_E] & (self.rank_E < num_experts)
             allowed_NE = allowed_BE.repeat_interleave(T, dim=0)
         choose = None if routing is None else lambda own_NK: routing(self.row, own_NK.view(B, T, top_k)).flatten(0, 1)
@@ -221,17 +230,22 @@ class MoeLayer(nn.Module):
             operators=operators,
             choose=choose,
         )
+        # Tokens that are not counted go to an additional expert or branch, which is cut off. Padding is one token in one state, all of
+        # which the same few experts would get.
+        chosen_NK, num_branches = routes.chosen_NK, len(self.bias_WE)
         if widths is None:
             counts_WE = torch.zeros_like(self.bias_WE, dtype=torch.int64)
             if num_experts == min(config.widths[branch], total):
-                counts_WE[branch] = counted(routes.chosen_NK, total)
+                if is_real_BT is not None:
+                    chosen_NK = torch.where(is_real_BT.reshape(-1, 1), chosen_NK, total)
+                counts_WE[branch] = counted(chosen_NK, total + 1)[:total]
             # a width without a branch of its own uses the bias of the next larger one but is not counted there: the experts
             # that are masked here would appear to be idle
         else:
-            # rows that are not counted go to an additional branch, which is cut off
-            num_branches = len(self.bias_WE)
-            branch_B = torch.where(widths.counted_B, widths.branch_B, num_branches)
-            key_NK = branch_B.repeat_interleave(T)[:, None] * total + routes.chosen_NK
+            branch_BT = torch.where(widths.counted_B, branch_B, num_branches)[:, None].expand(B, T)
+            if is_real_BT is not None:
+                branch_BT = torch.where(is_real_BT, branch_BT, num_branches)
+            key_NK = branch_BT.reshape(-1, 1) * total + chosen_NK
             counts_WE = counted(key_NK, (num_branches + 1) * total).view(num_branches + 1, total)[:num_branches]
         return routes, counts_WE
 
@@ -261,9 +275,7 @@ class Block(nn.Module):
         normed_BTD = self.mlp_norm(x_BTD, operators)
         if isinstance(self.mlp, SwiGlu):
             return operators.rounded(x_BTD + self.mlp(normed_BTD, operators)), None
-        y_BTD, counts_WE = self.mlp(
-            normed_BTD, num_experts, top_k, ctx.widths, operators=operators, routing=ctx.routing
-        )
+        y_BTD, counts_WE = self.mlp(normed_BTD, num_experts, top_k, ctx.widths, operators, ctx.routing, ctx.is_real_BT)
         return operators.rounded(x_BTD + y_BTD), counts_WE
 
 

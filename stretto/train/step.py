@@ -135,7 +135,7 @@ class StepResult:
     flops: int
     """FLOPs of the model's matrix products, forward and backward, teachers and recomputation included."""
     counts: dict[int, Tensor] = field(default_factory=dict)
-    """Tokens routed to each expert, by MoE row, [W, E]."""
+    """Tokens routed to each expert, padding excluded, by MoE row, [W, E]."""
     streams_N: list[Mapping[str, Tensor]] = field(default_factory=list)
     """Values per token from the objectives, by micro-batch, for this rank's tokens."""
 
@@ -281,7 +281,7 @@ def _passes(model: Transformer, batch: MicroBatch, autocast: torch.autocast) -> 
             if distil.learns:
                 measured = Measured(*head_loss(hidden_ND, distil.model.head_VD, taught.targets_BT.flatten()))
         if distil.learns:
-            yield Pass("full", measured, _counted(output.counts, taught.ctx), taught.num_target_tokens, is_last=False)
+            yield Pass("full", measured, output.counts, taught.num_target_tokens, is_last=False)
         if distil.ce_weight < 1.0:
             teacher, ce_weight = Teacher(hidden_ND.detach(), distil.model.head_VD), distil.ce_weight
             taught_N = None if distil.rows is None else distil.rows.taught_B.repeat_interleave(batch.ids_BT.shape[1])
@@ -295,15 +295,7 @@ def _passes(model: Transformer, batch: MicroBatch, autocast: torch.autocast) -> 
             measured = Measured(*head_loss(hidden_ND, model.head_VD, targets_N, teacher, ce_weight, known))
         else:
             measured = _partly_taught(hidden_ND, model.head_VD, targets_N, taught_N, teacher, ce_weight)
-    yield Pass(batch.kind, measured, _counted(output.counts, batch.ctx), num)
-
-
-def _counted(counts: dict[int, Tensor], ctx: Context) -> dict[int, Tensor]:
-    """``counts`` of a pass; zeros if all rows are padding, as on a rank without rows, since the balance biases follow the counts."""
-    if ctx.documents_BT is None:
-        return counts
-    has_tokens = (ctx.documents_BT >= 0).any()
-    return {row: counts_WE * has_tokens for row, counts_WE in counts.items()}
+    yield Pass(batch.kind, measured, output.counts, num)
 
 
 def _taught_rows(batch: MicroBatch, rows: TaughtRows) -> MicroBatch:

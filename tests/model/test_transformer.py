@@ -129,7 +129,7 @@ def test_recomputation_gives_the_same_gradients_and_counts_once(dtype: torch.dty
     assert counts.keys() == counts_again.keys()
     for row, counts_WE in counts.items():
         assert torch.equal(counts_WE, counts_again[row])
-        assert counts_WE.sum() == ROWS * LENGTH * 3
+        assert counts_WE.sum() == ROWS * (10 + 9) * 3, "without padding"
 
 
 def test_the_width_of_a_row_holds_through_all_layers() -> None:
@@ -304,6 +304,36 @@ def test_rows_that_do_not_count_are_not_counted() -> None:
     moe, x_BTD = layer(), inputs()
     _, counts_WE = moe.route(x_BTD, E, K, prefix(8, 4, 8, 4, counted=(True, False, False, True)))
     assert counts_WE.sum(1).tolist() == [T * K, T * K, 0]
+
+
+@pytest.mark.parametrize("widths", [None, "mixed"])
+def test_padding_is_not_counted(widths: str | None) -> None:
+    moe, x_BTD = layer(), inputs()
+    rows = None if widths is None else prefix(8, 4, 4, 8)
+    is_real_BT = torch.ones(B, T, dtype=torch.bool)
+    is_real_BT[1:, -2:] = False
+    routes, counts_WE = moe.route(x_BTD, E, K, rows, is_real_BT=is_real_BT)
+    chosen_BTK = routes.chosen_NK.view(B, T, K)
+    for branch, of_branch in ((0, [0, 1, 2, 3]),) if rows is None else ((0, [0, 3]), (1, [1, 2])):
+        chosen = torch.cat([chosen_BTK[row][is_real_BT[row]].flatten() for row in of_branch])
+        assert torch.equal(counts_WE[branch], torch.bincount(chosen, minlength=E))
+    assert counts_WE.sum() == is_real_BT.sum() * K
+    whole, counts = moe.route(x_BTD, E, K, rows)
+    assert torch.equal(whole.chosen_NK, routes.chosen_NK), "padding is routed as before"
+    assert torch.equal(counts, moe.route(x_BTD, E, K, rows, is_real_BT=torch.ones_like(is_real_BT))[1])
+
+
+def test_a_full_row_beside_a_narrow_one_is_the_row_alone() -> None:
+    """Also in a layer with fewer experts than others, whose full width has another branch."""
+    model, ids_BT = network(experts_per_layer=(8, 4, 8)), ids()
+    for block in model.blocks:
+        if isinstance(block.mlp, MoeLayer):
+            block.mlp.bias_WE.mul_(20.0)
+    allowed_BE = torch.arange(8) < torch.tensor([[8], [4]])
+    widths = RowWidths(torch.tensor([0, 1]), allowed_BE, torch.tensor([True, True]))
+    alone = model.logits(ids_BT)
+    beside = model.logits(ids_BT, ctx=replace(Context.plain(ids_BT), widths=widths))
+    assert torch.allclose(alone[0], beside[0], atol=1e-4) and not torch.allclose(alone[1], beside[1], atol=1e-2)
 
 
 def test_a_narrow_subnet_feeds_the_branch_of_its_width() -> None:

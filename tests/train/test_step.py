@@ -124,9 +124,9 @@ def test_splitting_and_packing_change_nothing(packing: str, distilled: bool) -> 
     assert other.num_tokens == result.num_tokens == sum(len(document) - 1 for document in DOCUMENTS)
     assert (other.nll, other.grad_norm) == pytest.approx((result.nll, result.grad_norm), rel=SAME)
     assert distance(grads, others) <= SAME
-    # padding takes part in routing, so only rows without it count the same
-    if packing in ("one row each", "uneven"):
-        assert all(torch.equal(counts, other.counts[row]) for row, counts in result.counts.items())
+    assert all(torch.equal(counts, other.counts[row]) for row, counts in result.counts.items()), (
+        "padding does not count"
+    )
 
 
 def test_the_gradient_is_that_of_the_mean_over_all_tokens() -> None:
