@@ -83,6 +83,18 @@ def test_latent_attention_as_older_files_have_it(tmp_path: Path, tokenizer: Toke
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
 
 
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_without_a_number_of_key_heads_there_are_as_many_as_query_heads(
+    name: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    model = checkpoint(tmp_path, tokenizer, **NETWORKS[name] | {"num_kv_heads": 4})
+    assert model.config.num_heads == 4
+    write_gguf(tmp_path / "c", tmp_path / "c.gguf")
+    without = edited(tmp_path / "c.gguf", tmp_path / "without.gguf", llama__attention__head_count_kv=None)
+    states = [read_checkpoint(path).model.state_dict() for path in (tmp_path / "c.gguf", without)]
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
 @pytest.mark.parametrize(("dtype", "kept"), [("f16", torch.float16), ("bf16", torch.bfloat16), ("q8_0", torch.float32)])
 def test_every_type_is_read_as_the_library_has_it(
     dtype: str, kept: torch.dtype, tmp_path: Path, tokenizer: Tokenizer

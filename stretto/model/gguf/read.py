@@ -215,6 +215,9 @@ class GgufFile(ExitStack):
         }
         if "hidden_size" in tree and tree.get("num_attention_heads"):
             tree.setdefault("head_dim", tree["hidden_size"] // tree["num_attention_heads"])
+        if "num_attention_heads" in tree and not architecture.is_latent:
+            # a file without the key has as many; defaults of config.json are those of some model of the family
+            tree.setdefault("num_key_value_heads", tree["num_attention_heads"])
         tree.setdefault("rope_theta", 10_000.0)  # the value for which llama.cpp's converter writes none
         if architecture.is_latent:
             tree |= self._latent(own)
@@ -314,10 +317,9 @@ class GgufFile(ExitStack):
     def _named(self) -> Iterator[tuple[str, _Place]]:
         """Every tensor by hub name, experts one by one; unknown tensors keep their GGUF name."""
         architecture = self.architecture
-        heads = {
-            "attn_q": self.metadata.whole(f"{architecture.name}.attention.head_count", 0),
-            "attn_k": self.metadata.whole(f"{architecture.name}.attention.head_count_kv", 0),
-        }
+        num_heads = self.metadata.whole(f"{architecture.name}.attention.head_count", 0)
+        num_kv_heads = self.metadata.whole(f"{architecture.name}.attention.head_count_kv", num_heads)
+        heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
         for name, (tensor, path) in self._tensors.items():
             match = _LAYER.fullmatch(name)
             if match is None:
