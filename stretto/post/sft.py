@@ -360,18 +360,19 @@ def fill_rows(stream: Iterator[Example], num_rows: int, seq_len: int) -> Iterato
 def micro_batches(rows: Sequence[Sequence[Example]], micro_rows: int, ranks: Ranks) -> Iterator[Batch]:
     """This rank's micro-batches of one step's rows, each as long as its longest row."""
     for start in range(0, len(rows), micro_rows):
-        part = rows[start : start + micro_rows]
-        yield _micro_batch([*part, *[[]] * (-len(part) % ranks.world)], ranks)
+        yield _micro_batch(rows[start : start + micro_rows], ranks)
 
 
 def _micro_batch(rows: Sequence[Sequence[Example]], ranks: Ranks) -> Batch:
+    mine = ranks.rows(len(rows))
+    if not rows[mine]:  # as with `Loader`, a rank without rows gets a row of padding
+        rows, mine = [*rows, []], slice(len(rows), len(rows) + 1)
     # the last token of an example is a target and no input
     plan = [tuple(Piece(at, 0, len(each.tokens) - 1, False) for at, each in enumerate(row)) for row in rows]
     longest = max(sum(piece.length for piece in row) for row in plan)
     packed = pack.fill_rows(
         plan, longest, lambda row, at: rows[row][at].tokens, lambda row, at: rows[row][at].is_learnt
     )
-    mine = ranks.rows(len(rows))
     num_mine, num_all = (int((each != pack.IGNORED).sum()) for each in (packed.targets_BT[mine], packed.targets_BT))
     arrays = packed.tokens_BT[mine], packed.targets_BT[mine], packed.documents_BT[mine], packed.positions_BT[mine]
     return Batch(*arrays, np.zeros(len(arrays[0]), np.int64), num_mine, num_all)

@@ -29,7 +29,7 @@ from stretto.learning.recipe import RlRecipe, SourceConfig, StartConfig
 from stretto.learning.trainer import TrainerRole
 from stretto.learning.weights import fetch
 from stretto.model.checkpoint import read_checkpoint
-from stretto.model.parallel import join
+from stretto.model.parallel import Ranks, join
 from stretto.model.transformer import initial_state
 from stretto.post.sft import Demonstrations, Example, example, examples, fill_rows, learn_tokenizer, micro_batches, sft
 from stretto.runtime.store import FolderStore
@@ -144,6 +144,24 @@ def test_rows_hold_every_example_once_and_learn_only_what_is_written(
     learnt = [token for batch in batches for token in batch.targets_BT[batch.targets_BT != IGNORED].tolist()]
     assert learnt == [t for row in steps[0] for each in row for t in each.tokens[each.is_learnt].tolist()]
     assert sum(batch.global_target_tokens for batch in batches) == len(learnt)
+
+
+def test_ranks_share_rows_that_they_do_not_divide_as_the_plan_does() -> None:
+    rows = [[Example(np.arange(size), np.ones(size, np.bool_))] for size in (9, 5, 7)]
+    (whole,) = micro_batches(rows, 3, Ranks(0, 1, torch.device("cpu")))
+    for world in (2, 4):
+        shares = []
+        for rank in range(world):
+            ranks = Ranks(rank, world, torch.device("cpu"))
+            (batch,) = micro_batches(rows, 3, ranks)
+            own = whole.tokens_BT[ranks.rows(3)]
+            assert len(batch.tokens_BT) == max(1, len(own)) and batch.tokens_BT.shape[1] == 8
+            assert batch.global_target_tokens == 18 and batch.num_target_tokens == int(
+                (batch.targets_BT != IGNORED).sum()
+            )
+            assert len(own) or (batch.documents_BT == -1).all(), "a row of padding where a rank has none"
+            shares.append(batch.tokens_BT[: len(own)])
+        assert np.array_equal(np.concatenate(shares), whole.tokens_BT)
 
 
 @pytest.mark.parametrize("num_taken", [0, 1, 4, 13])
