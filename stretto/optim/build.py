@@ -25,7 +25,7 @@ from stretto.optim.schedule import OptimConfig
 
 
 def build_optimizers(config: OptimConfig, model: nn.Module, seed: int = 0) -> tuple[Optimizer, ...]:
-    """One optimiser for AdamW, two for Muon. Each parameter group has ``lr_factor``, its learning rate over the schedule's.
+    """One optimiser for AdamW, two for Muon, or one if it trains all parameters. Each parameter group has ``lr_factor``, its learning rate over the schedule's.
 
     Stores the trained weights of ``model`` as ``config.master`` says. ``seed``: of stochastic rounding. Raises `UserError`: the weights are
     divided over ranks, and states are not in fp32.
@@ -64,13 +64,15 @@ def build_optimizers(config: OptimConfig, model: nn.Module, seed: int = 0) -> tu
         betas = (config.beta1, config.beta2)
         settings = (config.lr, betas, config.eps, config.moments)
         return (CompactAdamW(groups, *settings, seed=seed, in_backward=config.in_backward),)
+    factor = config.muon_lr_factor
+    of_muon = [{"params": hidden, "weight_decay": config.weight_decay / factor, "lr_factor": factor}]
+    if hidden and not groups:  # adapters alone are trained
+        return (Muon(of_muon, lr=config.lr * factor),)
     fused = all(type(parameter) is nn.Parameter for parameter in params) or params[0].device.type == "cuda"
     adamw = AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused)
     if not hidden:
         return (adamw,)
-    factor = config.muon_lr_factor
-    groups = [{"params": hidden, "weight_decay": config.weight_decay / factor, "lr_factor": factor}]
-    return (adamw, Muon(groups, lr=config.lr * factor))
+    return (adamw, Muon(of_muon, lr=config.lr * factor))
 
 
 def set_learning_rate(optimizers: Iterable[Optimizer], rate: float) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from stretto.model.spec import ModelConfig
+from stretto.model.lora import add_adapters
+from stretto.model.spec import LoraConfig, ModelConfig
 from stretto.model.transformer import Context, Transformer, build
 from stretto.ops.logprob import head_loss
 from stretto.optim.build import Muon, build_optimizers, orthogonal, set_learning_rate
@@ -62,6 +63,15 @@ def test_routers_have_a_rate_of_their_own(name: str) -> None:
         optimizer.step()
     kept = {each for each, _ in model.named_parameters() if torch.equal(model.state_dict()[each], before[each])}
     assert kept == {"blocks.0.mlp.gate", "blocks.2.mlp.gate"}
+
+
+def test_muon_alone_trains_adapters() -> None:
+    model = network()
+    add_adapters(model, "glm4_moe", LoraConfig(rank=2), seed=0)
+    (muon,) = build_optimizers(OptimConfig(name="muon", lr=1e-3, muon_lr_factor=8.0), model)
+    assert isinstance(muon, Muon) and [group["lr_factor"] for group in muon.param_groups] == [8.0]
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    assert {id(parameter) for group in muon.param_groups for parameter in group["params"]} == trained
 
 
 @pytest.mark.parametrize("tied", [False, True])
