@@ -94,7 +94,8 @@ def prepare_data(
     if not data:
         raise UserError("--data: name at least one file, folder or dataset")
     weighted = [_split_weight(argument) for argument in data]
-    tokenised = [Path(source) for source, _ in [*weighted, (text.val or "", 1.0)] if is_data_folder(source)]
+    sources = [source for source, _ in weighted] + ([text.val] if text.val else [])
+    tokenised = [Path(source) for source in sources if is_data_folder(source)]
     raw = {
         number: open_source(source, text.form(source))
         for number, (source, _) in enumerate(weighted)

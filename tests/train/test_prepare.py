@@ -56,3 +56,10 @@ def test_a_tokenizer_is_named_by_its_file_or_its_folder(tmp_path: Path) -> None:
     _, folder, _ = prepare_data(tmp_path / "one", [source], None, 400)
     for number, named in enumerate((folder, folder / "tokenizer.json")):
         assert prepare_data(tmp_path / f"other-{number}", [source], named, 400)[1] == folder
+
+
+def test_a_data_folder_that_one_stands_in_decides_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenise_data([text(tmp_path / "a.txt", 50, 200)], tmp_path / "data", None, 300)
+    monkeypatch.chdir(tmp_path / "data")
+    _, folder, _ = prepare_data(tmp_path / "run", [text(tmp_path / "b.txt", 40, 200)], None, 300)
+    assert folder.is_relative_to(tmp_path / "run")
