@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from stretto.base.config import validate
 from stretto.base.errors import UserError
 from stretto.base.paths import read_json, replacing, write_json
 from stretto.model.families import TABLES, Family, readable_tensors
@@ -172,6 +173,12 @@ def read_adapter_config(folder: Path, model: ModelConfig, family: Family) -> Lor
     if not path.is_file():
         raise UserError(f"{path}: no such file; name a folder that peft or `stretto sft --keep-adapter` wrote")
     settings = read_json(path)
+    if not isinstance(settings, dict):
+        raise UserError(f"{path}: not a JSON object; save the adapter again with peft")
+    for name, kind, text in (("r", int, "a whole number"), ("lora_alpha", int | float, "a number")):
+        value = settings.get(name)
+        if not isinstance(value, kind) or value <= 0:
+            raise UserError(f"{path}: {name}: must be {text} above 0, is {value!r}; save the adapter again with peft")
     for name, value in _SUPPORTED.items():
         if (settings.get(name) or value) != value:
             raise UserError(
@@ -184,7 +191,8 @@ def read_adapter_config(folder: Path, model: ModelConfig, family: Family) -> Lor
             way = "save it with transformers 5" if re.search(r"experts\.\d", unknown[0]) else "use one of this network"
             raise UserError(f"{folder / WEIGHTS_FILE}: {unknown[0]}: not an adapter of {family}; {way}")
         kinds = tuple(dict.fromkeys(known[name] for name in known if name in found))
-        return LoraConfig(rank=settings["r"], alpha=settings["lora_alpha"], targets=kinds)
+        found_settings = {"rank": settings["r"], "alpha": settings["lora_alpha"], "targets": kinds}
+        return validate(LoraConfig, found_settings, str(path))
 
 
 _SUPPORTED: dict[str, Any] = {

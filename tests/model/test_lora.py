@@ -134,6 +134,17 @@ def test_bad_folders_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match="use_dora: True is not supported; merge the adapter with peft"):
         read_adapter_config(tmp_path, config, "glm4_moe")
+    settings: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 2}
+    damaged: list[tuple[Any, str]] = [
+        ([settings], "adapter_config.json: not a JSON object; save"),
+        ({"lora_alpha": 2}, "adapter_config.json: r: must be a whole number above 0, is None; save"),
+        (settings | {"r": 2.5}, "r: must be a whole number above 0, is 2.5; save"),
+        (settings | {"lora_alpha": "x"}, "lora_alpha: must be a number above 0, is 'x'; save"),
+    ]
+    for tree, message in damaged:
+        (tmp_path / "adapter_config.json").write_text(json.dumps(tree))
+        with pytest.raises(UserError, match=message):
+            read_adapter_config(tmp_path, config, "glm4_moe")
     model = build(network("llama"), 0)
     with pytest.raises(UserError, match=r"lora.targets: the network has no experts; name others"):
         add_adapters(model, "llama", LoraConfig(targets=("experts",)), seed=0)
