@@ -112,6 +112,7 @@ UNEVEN = (8, 8, 4, 8, 8, 8)
         ("olmoe", {"qk_norm_wide": False}, "not normalised over all heads"),
         ("olmoe", {"head_dim": 24}, "hidden size"),
         ("gpt_oss", {"clamped_swiglu": None}, "not clamped"),
+        ("gpt_oss", {"experts_per_layer": UNEVEN, "router_bias": False}, "would choose dummy experts"),
         ("gpt_oss", {"qkv_clip": 2.0}, "clipped"),
         ("deepseek_v3", {"latent": None}, "not latent"),
         ("deepseek_v3", {"latent": LATENT["latent"] | {"norm_eps": 1e-5}}, "an eps of"),

@@ -132,6 +132,9 @@ def _unpaddable(config: ModelConfig, table: Table) -> str | None:
         )
     if config.expert_groups > 1:
         return "its layers have different numbers of experts, and dummy experts would move others between groups"
+    if table.always.get("router_bias") and not config.router_bias:
+        # the only value in a checkpoint of the family that keeps a token from choosing a dummy expert
+        return "its layers have different numbers of experts, and without a router bias {family} would choose dummy experts"
     return None
 
 
