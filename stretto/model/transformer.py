@@ -32,7 +32,7 @@ It is called again when a layer is recomputed, and must return the same result."
 
 @dataclass(frozen=True, slots=True)
 class RowWidths:
-    """Experts that each row of a batch may use, in every layer. Written by the sampler.
+    """Experts that each row of a batch may use, in every layer.
 
     Experts are identified by their rank in the layer's nested order, so that one mask applies to all layers.
     """

@@ -33,9 +33,11 @@ class MixtureConfig(Config):
     from the full network and gains most from a larger part.
     """
     depth_share: float = Field(default=0.1, ge=0, le=1)
-    """Share of micro-batches with a random smaller depth (ERNIE 5.0: 0.25)."""
+    """Share of micro-batches with a random smaller depth, or with the full one where ``min_depth`` leaves no other (ERNIE 5.0: 0.25)."""
     top_k_share: float = Field(default=0.1, ge=0, le=1)
-    """Share of micro-batches with a random smaller top-k, drawn separately for each layer (2509.26520; ERNIE: 0.2)."""
+    """Share of micro-batches with a random top-k, drawn separately for each layer from ``min_top_k`` to the layer's full one (2509.26520;
+    ERNIE: 0.2).
+    """
     width_share: float = Field(default=0.1, ge=0, le=0.5)
     """Share of rows with fewer experts. Above a quarter the full network gets worse (Marin NEST-MOE)."""
     min_depth: int = Field(default=1, gt=0)

@@ -18,7 +18,9 @@ GOLDEN_RATIO = 0.6180339887498949
 
 @dataclass(frozen=True, slots=True)
 class WidthPlan:
-    """Rows of a micro-batch that use fewer experts; see `stretto.model.transformer.RowWidths`."""
+    """Experts that each row of a micro-batch may use, over all ranks. Written by the sampler. `stretto.train.step.row_widths` turns a
+    rank's rows into `stretto.model.transformer.RowWidths`, which describes the fields.
+    """
 
     branch_B: np.ndarray
     allowed_BE: np.ndarray

@@ -38,7 +38,7 @@ class Distil:
     """A teacher network towards whose distribution the trained Subnet is distilled."""
 
     model: Transformer
-    """The teacher. For an anchor it is the trained model itself."""
+    """The teacher: the trained model itself, or a frozen one."""
     subnet: Subnet
     ce_weight: float
     """Weight of cross-entropy in the loss; the rest is KL(teacher ‖ student)."""
@@ -46,6 +46,11 @@ class Distil:
     """The teacher is the trained model and learns the same tokens by cross-entropy (the sandwich rule, 1903.05134)."""
     rows: TaughtRows | None = None
     """Rows that the teacher teaches and learns; None: all. The loss of the other rows is cross-entropy."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether a step has any use for a forward pass of the teacher."""
+        return self.learns or self.ce_weight < 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,11 @@ class Recorded:
     config: ModelConfig
     """The teacher's. Its forward pass is counted as FLOPs of the step that reads the log-probabilities."""
     ce_weight: float
+
+    @property
+    def runs(self) -> bool:
+        """As of `Distil`."""
+        return self.ce_weight < 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,9 +281,11 @@ def _passes(model: Transformer, batch: MicroBatch, autocast: torch.autocast) -> 
     targets_N, distil, num = batch.targets_BT.flatten(), batch.distil, batch.num_target_tokens
     teacher: Teacher | TopLogProbs | None = None
     ce_weight, taught_N = 1.0, None
-    if isinstance(distil, Recorded):
-        teacher, ce_weight = (distil.logprobs, distil.ce_weight) if distil.ce_weight < 1.0 else (None, 1.0)
-    elif distil is not None and (distil.learns or distil.ce_weight < 1.0):
+    if distil is None or not distil.runs:
+        pass
+    elif isinstance(distil, Recorded):
+        teacher, ce_weight = distil.logprobs, distil.ce_weight
+    else:
         taught = batch if distil.rows is None else _taught_rows(batch, distil.rows)
         with autocast, torch.set_grad_enabled(distil.learns):
             output = distil.model(taught.ids_BT, distil.subnet, replace(taught.ctx, widths=None, routing=None))
@@ -345,7 +357,7 @@ def _executed_flops(config: ModelConfig, batch: MicroBatch, world: int) -> int:
     num_own, length = batch.ids_BT.shape
     num_rows = num_own * world if batch.num_rows is None else batch.num_rows
     student, distil = num_passes * _forward_flops(config, batch.subnet, num_rows, length), batch.distil
-    if distil is None or (distil.ce_weight == 1.0 and not (isinstance(distil, Distil) and distil.learns)):
+    if distil is None or not distil.runs:
         return student
     if isinstance(distil, Recorded):
         return student + _forward_flops(distil.config, distil.config.full(), num_rows, length)
