@@ -290,18 +290,20 @@ def measure(
         time_fn: times one network; None: `engine_seconds`.
     """
     config, time_fn = model.config, time_fn or engine_seconds(model.head_VD.device)
-    widths = {num for num in (*experts, config.num_experts) if config.choosable(num)}
-    pairs = sorted({(num, min(k, config.choosable(num))) for num in widths for k in {*top_ks, config.top_k}})
+    # the layers' own sizes too: a cell that occurs in few layers of every network could not be separated from the others
+    widths = {num for num in (*experts, config.num_experts, *config.experts_by_layer) if config.choosable(num)}
+    own_ks = {config.top_k, *config.top_k_by_layer}
+    pairs = sorted({(num, min(k, config.choosable(num))) for num in widths for k in {*top_ks, *own_ks}})
     min_depth = len(fixed_layers(config.num_layers))
-    fitted = [config.subnet(config.num_layers, *pair) for pair in pairs]
-    fitted += [config.subnet(min_depth, *pair) for pair in (pairs[0], pairs[-1])]
+    fitted = [_at_most(config, config.num_layers, *pair) for pair in pairs]
+    fitted += [_at_most(config, min_depth, *pair) for pair in (pairs[0], pairs[-1])]
     droppable_dense = set(droppable_layers(config)) & set(config.dense_layers)
     if (
         droppable_dense
     ):  # else every network drops dense layers together with MoE layers, and the costs cannot be separated
         fitted.append(without_layers(config, droppable_dense))
     fitted = list(dict.fromkeys(fitted))
-    held_out = [config.subnet((min_depth + config.num_layers) // 2, *pair) for pair in _between(config, pairs)]
+    held_out = [_at_most(config, (min_depth + config.num_layers) // 2, *pair) for pair in _between(config, pairs)]
     held_out = [subnet for subnet in held_out if subnet not in fitted]
     samples = _Samples(model, time_fn)
     measured = samples.fastest_ms("measure latency", [*fitted, *held_out], workloads, num_rounds)
@@ -320,6 +322,14 @@ def measure(
         num_disturbed=samples.num_disturbed,
         num_uncertain=samples.num_uncertain,
     )
+
+
+def _at_most(config: ModelConfig, depth: int, experts: int, top_k: int) -> Subnet:
+    """The nested Subnet of ``depth`` layers with so many experts and so large a top-k, or a layer's own if they are fewer."""
+    full = config.subnet(depth)
+    kept = tuple(min(experts, own) for own in full.experts)
+    limits = zip(full.top_k, kept, strict=True)
+    return full.replace(experts=kept, top_k=tuple(min(top_k, own, config.choosable(num)) for own, num in limits))
 
 
 def _between(config: ModelConfig, pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -63,6 +63,15 @@ def test_dense_layers_are_predicted_whether_droppable_or_not(make_model, dense):
         assert table.predict_ms(config, subnet, DECODE) == pytest.approx(ms)
 
 
+def test_layers_that_differ_in_experts_and_top_k_are_measured_and_predicted(make_model):
+    model = make_model(experts_per_layer=(6, 6, 4, 3, 6, 4), top_k_per_layer=(3, 3, 2, 3, 3, 2))
+    table, config = planted_table(model), model.config
+    assert {(3, 3), (4, 2)} <= {(cell.experts, cell.top_k) for cell in table.timings[0].cells}
+    for subnet in (config.full(), config.subnet(4), config.subnet(6, 3, 2), config.subnet(5, 2, 1)):
+        ms = 7.0 + sum(0.1 * e + k for e, k in zip(subnet.experts, subnet.top_k, strict=True))
+        assert table.predict_ms(config, subnet, DECODE) == pytest.approx(ms)
+
+
 def test_real_steps_of_the_engine_are_timed(make_model, monkeypatch):
     monkeypatch.setattr(timing, "TIMED_STEPS", 1)
     model = make_model()
