@@ -186,7 +186,8 @@ class Training:
         meta, config = self._read_meta(type(recipe)) if job.resume else None, origin.config
         if meta is not None and meta.expert_order is not None:
             config = config.replace(expert_order=meta.expert_order)
-        self.pace = self._choose_pace(config, meta)
+        trains_all = adapt is None and not (isinstance(recipe, ElasticizeRecipe) and recipe.trainable == "routers")
+        self.pace = self._choose_pace(config, meta, is_lean=recipe.optim.is_compact or not trains_all)
         self.dtype = self.pace.torch_dtype
         self.model = origin.place(config, ranks, self.dtype, torch.float32)
         if isinstance(recipe, ElasticizeRecipe) and recipe.trainable == "routers":
@@ -234,8 +235,8 @@ class Training:
             )
         return meta
 
-    def _choose_pace(self, config: ModelConfig, meta: SnapshotMeta | None) -> Pace:
-        """The pace in the snapshot, else a measured one. The loader's position is restored."""
+    def _choose_pace(self, config: ModelConfig, meta: SnapshotMeta | None, is_lean: bool) -> Pace:
+        """The pace in the snapshot, else a measured one (``is_lean``: as of `find_pace`). The loader's position is restored."""
         if meta is not None and meta.pace is not None:
             meta.pace.follow()
             return meta.pace
@@ -247,7 +248,7 @@ class Training:
             return MicroBatch("full", batch.ids_BT, batch.targets_BT, ctx, config.full(), 1)
 
         in_bf16 = self.train.dtype == "auto" and self.optim.master != "fp32"
-        pace = find_pace("bfloat16" if in_bf16 else self.train.dtype, config, next_batch, self.ranks)
+        pace = find_pace("bfloat16" if in_bf16 else self.train.dtype, config, next_batch, self.ranks, is_lean)
         loader.restore(first_state)
         return pace
 

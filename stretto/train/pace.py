@@ -53,6 +53,7 @@ def find_pace(
     config: ModelConfig,
     next_batch: Callable[[], MicroBatch],
     ranks: Ranks,
+    is_lean: bool = False,
 ) -> Pace:
     """Data type and number of threads for ``choice`` on this machine, for a network of ``config``. Sets torch to that number of threads.
 
@@ -63,6 +64,8 @@ def find_pace(
     Args:
         next_batch: returns batches of the full network with the router's own routes, as in training. Each call must give a new
             batch: matrix products of sizes that were seen before are faster.
+        is_lean: the run takes less memory than a network in fp32 with gradients of all weights, so that a shallow one is timed, as on
+            several ranks.
     """
     if ranks.device.type != "cpu":
         dtype = choice if choice != "auto" else "bfloat16" if trains_in_bf16(ranks.device) else "float32"
@@ -71,7 +74,7 @@ def find_pace(
     others: list[Literal["bfloat16"]] = ["bfloat16"] if choice == "auto" and multiplies_bf16(ranks.device) else []
     if not others and len(thread_counts()) == 1:
         return Pace(dtype=first, num_threads=torch.get_num_threads())
-    if ranks.world > 1:  # a rank that holds a part of the network may not have memory for all of it
+    if ranks.world > 1 or is_lean:  # a rank that holds a part of the network may not have memory for all of it
         config = extracted_config(config, config.subnet(depth=len(fixed_layers(config.num_layers))))
     network = build(config, 0)
 

@@ -10,12 +10,13 @@ import torch
 
 from stretto.model.parallel import join
 from stretto.model.spec import ModelConfig
-from stretto.model.transformer import Context
+from stretto.model.transformer import Context, Transformer
 from stretto.ops import tuning
 from stretto.train import loop, pace
 from stretto.train.pace import Pace, find_pace
 from stretto.train.snapshot import read_meta
 from stretto.train.step import MicroBatch
+from tests.train.conftest import network
 
 CONFIG = ModelConfig(
     vocab_size=64, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8,
@@ -63,6 +64,38 @@ def test_of_a_batch_that_takes_long_a_part_is_timed(
     find_pace("auto", CONFIG, next_batch, join("cpu"))
     assert sizes[0] == (1, 3) and {width for _, width in sizes[2:]} <= set(range(3, 9)) and sizes[-1][0] == 1
     assert "of a micro-batch's 16 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_lean", [False, True])
+def test_a_lean_run_times_a_shallow_network(is_lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole network in fp32, with all gradients, would take more memory than the run itself."""
+    depths = set[int]()
+
+    def forward_backward(network: Transformer, batch: MicroBatch, dtype: torch.dtype) -> None:
+        depths.add(len(network.blocks))
+        time.sleep(0.001)
+
+    monkeypatch.setattr(pace, "forward_backward", forward_backward)
+    monkeypatch.setattr(pace, "multiplies_bf16", lambda device: True)
+    find_pace("auto", CONFIG.replace(num_layers=9), next_batch, join("cpu"), is_lean)
+    assert depths == {4 if is_lean else 9}
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_lean"), [({}, False), ({"trainable": "routers"}, True), ({"optim__moments": "int8"}, True)]
+)
+def test_runs_that_save_memory_are_lean(
+    changes: dict[str, Any], is_lean: bool, elasticize_in: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def found(choice: str, config: ModelConfig, batch: Any, ranks: Any, is_lean: bool) -> Pace:
+        asked.append(is_lean)
+        return Pace(dtype="float32", num_threads=1)
+
+    monkeypatch.setattr(loop, "find_pace", found)
+    elasticize_in("run", network(), train__steps=1, **changes)
+    assert asked == [is_lean]
 
 
 def test_what_the_recipe_says_stands(capsys: pytest.CaptureFixture[str]) -> None:
