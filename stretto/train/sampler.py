@@ -128,8 +128,7 @@ class Sampler:
         """Rows narrowed to one of the network's widths: a prefix of the experts, or a random subset. Widths that cannot hold the
         largest top-k of any layer are not used.
         """
-        config, top_k = self.config, max(self.config.top_k_by_layer, default=1)
-        branches = [at for at in range(1, len(config.widths)) if config.choosable(config.widths[at]) >= top_k]
+        config, branches = self.config, _narrow_branches(self.config)
         narrow_B = rng.random(self.rows) < share
         if not branches or not narrow_B.any():
             return None
@@ -140,3 +139,25 @@ class Sampler:
         place_BE = rng.random((self.rows, config.num_experts)).argsort(1).argsort(1)
         # all rows share one balance bias; rows with masked experts would bias its load counts, so they are not counted
         return WidthPlan(np.zeros(self.rows, dtype=np.int64), place_BE < limit_B1, ~narrow_B)
+
+
+def _narrow_branches(config: ModelConfig) -> list[int]:
+    """Branches of the widths below the full one that hold the largest top-k of any layer."""
+    top_k = max(config.top_k_by_layer, default=1)
+    return [branch for branch in range(1, len(config.widths)) if config.choosable(config.widths[branch]) >= top_k]
+
+
+def idle_widths(config: ModelConfig, elastic: MixtureConfig) -> str | None:
+    """A note for a mixture that asks for rows with fewer experts and can draw none; None: it asks for none, or can draw some.
+
+    The default of ``width_share`` does not ask for them.
+    """
+    default = MixtureConfig.model_fields["width_share"].default
+    asks = elastic.sampler == "ernie" or (elastic.sampler == "anchored" and elastic.width_share not in (0.0, default))
+    if not asks or not config.num_moe_layers or _narrow_branches(config):
+        return None
+    field = "sampler" if elastic.sampler == "ernie" else "width_share"
+    return (
+        f"elastic.{field}: no row uses fewer experts, because no anchor has fewer than the {config.num_experts} experts and at least as many "
+        f"as the top-k of {max(config.top_k_by_layer)}; name one such anchor to train this axis"
+    )

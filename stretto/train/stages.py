@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from stretto.base.track import say
 from stretto.model.parallel import Origin, copied, random_network
 from stretto.model.spec import SubnetChoice
 from stretto.model.transformer import Transformer
@@ -27,7 +28,7 @@ from stretto.train.recipe import (
     SftRecipe,
     with_branches,
 )
-from stretto.train.sampler import MicroPlan
+from stretto.train.sampler import MicroPlan, idle_widths
 from stretto.train.step import Distil
 from stretto.train.teacher import CacheKey, LogitCache, Lookup, hash_state
 
@@ -52,6 +53,7 @@ def pretrain(recipe: Recipe, job: Job, parent: Origin | None = None) -> Trained:
 
 def _self_taught(training: Training, elastic: SelfTaughtConfig) -> Callable[[int], Plan]:
     """Plan of every step of a run that trains a mixture of Subnets with the current network as their teacher."""
+    _note_idle_widths(training, elastic)
 
     def plan(step: int) -> Plan:
         full = training.model.config.full()
@@ -63,6 +65,12 @@ def _self_taught(training: Training, elastic: SelfTaughtConfig) -> Callable[[int
         return Plan(passes, _balance_rate(training, elastic, step))
 
     return plan
+
+
+def _note_idle_widths(training: Training, elastic: MixtureConfig) -> None:
+    note = idle_widths(training.model.config, elastic)
+    if note is not None and training.ranks.is_first:
+        say(f"{training.stage}: {note}")
 
 
 def _balance_rate(training: Training, elastic: MixtureConfig, step: int) -> float:
@@ -102,6 +110,7 @@ def elasticize(
         # its weights still are the parent's, which need not be read again
         taught_by = copied(training.model, parent.config)
     lesson = _elasticize_teacher(taught_by, recipe, training)
+    _note_idle_widths(training, elastic)
 
     def plan(step: int) -> Plan:
         mixture = recipe.mixture_at(training.model.config, step)

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from stretto.model.spec import ModelConfig, check_subnet
 from stretto.train.recipe import Recipe
-from stretto.train.sampler import MicroPlan, Sampler
+from stretto.train.sampler import MicroPlan, Sampler, idle_widths
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 40, "hidden_size": 16, "num_layers": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4,
@@ -263,3 +263,30 @@ def test_random_subsets_of_grouped_experts_are_refused() -> None:
 def test_the_network_has_a_branch_for_every_width() -> None:
     assert sampler("anchored").config.widths == (16, 8, 6, 5, 3)
     assert sampler("off").config == ModelConfig(**SHAPE)
+
+
+def test_a_mixture_that_asks_for_narrow_rows_and_gets_none_is_told() -> None:
+    """Without a width below the full one that holds the full top-k; a share that nobody set asks for nothing."""
+    cases: list[tuple[dict[str, Any], str | None]] = [
+        (
+            {"anchors": {"corner": {"experts": 3, "top_k": 2}}, "width_share": 0.4},
+            "elastic.width_share: no row uses fewer",
+        ),
+        ({"anchors": {}, "anchor_share": 0.0, "kind": "ernie"}, "elastic.sampler: no row uses fewer"),
+        ({"anchors": {}, "anchor_share": 0.0, "width_share": 0.1}, None),
+        ({"anchors": {}, "anchor_share": 0.0, "width_share": 0.0}, None),
+        ({"anchors": {}, "anchor_share": 0.0, "width_share": 0.4, "kind": "off"}, None),
+        ({"width_share": 0.4}, None),
+        ({"kind": "ernie"}, None),
+    ]
+    for changes, note in cases:
+        made = sampler(model={"widths": (16,)}, **changes)
+        found = idle_widths(made.config, made.elastic)
+        assert (found or "").startswith(note or "") and (found is None) is (note is None), changes
+        narrow = sum(plan.num_narrow_rows for step in range(20) for plan in made.draw(step))
+        assert note is None or narrow == 0
+
+
+def test_a_run_prints_that_its_rows_are_not_narrowed(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    run(elastic__anchors={"corner": {"experts": 2, "top_k": 2}}, train__steps=1)
+    assert "pretrain: elastic.width_share: no row uses fewer experts" in capsys.readouterr().out
