@@ -93,7 +93,9 @@ class StartConfig(Config):
     """Architecture of a network that starts with random weights; None: the checkpoint of ``--model`` is trained further."""
     optim: OptimConfig
     steps: int = Field(gt=0)
+    """Number of training steps."""
     rows: int = Field(default=16, gt=0)
+    """Answers per step."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; bfloat16 is several times faster on a GPU."""
     noise: float = Field(default=0.0, ge=0, lt=1)
@@ -113,9 +115,11 @@ class RolloutConfig(Config):
     max_tokens: int = Field(default=64, gt=0)
     """Largest number of sampled tokens of one sample, over all its turns."""
     max_turns: int = Field(default=1, gt=0)
+    """Largest number of the model's turns in one sample."""
     tool_chars: int = Field(default=4000, ge=100)
     """Characters of a tool's result that the model reads: its beginning and its end, around a mark. Verifiers read all of it."""
     temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature; 1 samples from the model's own distribution."""
     chunk_tokens: int = Field(default=64, gt=0)
     """Tokens per request to an engine: the largest number of tokens of a sample that are lost with an engine."""
     engine: Literal["own", "stretto", "vllm", "sglang"] = "own"
@@ -130,7 +134,9 @@ class RolloutConfig(Config):
     engines: int = Field(default=1, gt=0)
     """Number of engines; with ``address``, the number of addresses."""
     max_batch: int = Field(default=64, gt=0)
+    """Sequences that an engine computes at once."""
     cache_bytes: int = Field(default=256 << 20, gt=0)
+    """Memory of an engine's cache of keys and values, in bytes."""
     page_size: int = Field(default=8, gt=0)
     """Tokens per page of the cache. Samples of a group share their prompt's full pages, so short prompts need short pages."""
     threads: int = Field(default=1, gt=0)
@@ -457,6 +463,7 @@ class RlTrainConfig(Config):
     """The training loop."""
 
     steps: int = Field(gt=0)
+    """Number of training steps."""
     prompts: int = Field(gt=0)
     """Groups trained in one step."""
     seq_len: int = Field(gt=0)
@@ -467,14 +474,19 @@ class RlTrainConfig(Config):
     minibatches: int = Field(default=1, gt=0)
     """Optimiser updates per step, each on its share of the groups; more than one need a trust region."""
     seed: int = 0
+    """Seed of the order of prompts and of sampling."""
     threads: int = Field(default=1, gt=0)
+    """Threads of the trainer on a CPU."""
     snapshot_every: int = Field(default=20, gt=0)
     """Steps between snapshots."""
     snapshot_minutes: float = Field(default=3.0, gt=0)
     """Longest time between snapshots in minutes, whatever the number of steps: the most that a killed run loses."""
     keep_snapshots: int = Field(default=2, gt=0)
+    """Number of newest snapshots that are kept."""
     eval_every: int = Field(default=20, gt=0)
+    """Steps between evaluations on held-out problems."""
     eval_prompts: int = Field(default=64, gt=0)
+    """Held-out problems of each evaluation."""
     balance_rate: float = Field(default=0.0, ge=0)
     """Step size of the experts' balance bias. 0: a changing bias would add to the mismatch between engines and trainer."""
 

@@ -47,7 +47,9 @@ class PoolConfig(Config):
     """An elastic pool of workers, which grows and shrinks with its load."""
 
     min: int = Field(default=1, gt=0)
+    """Smallest number of workers."""
     max: int = Field(default=2, gt=0)
+    """Largest number of workers."""
     utilisation: float = Field(default=0.7, gt=0, le=1)
     """Target of arrival rate × mean service time / workers."""
     deadline_s: float = Field(default=60.0, gt=0)
@@ -66,10 +68,15 @@ class SandboxConfig(Config):
     strict: bool = False
     """Refuse to start if full isolation is not available."""
     wall_s: float = Field(default=5.0, gt=0)
+    """Seconds from the start of a program to its end."""
     cpu_s: float = Field(default=5.0, gt=0)
+    """Processor seconds of all processes of a program."""
     memory_bytes: int = Field(default=512 << 20, gt=0)
+    """Address space of each process, and resident memory of all together."""
     output_bytes: int = Field(default=1 << 20, gt=0)
+    """Largest standard output, and largest standard error."""
     processes: int = Field(default=32, gt=0)
+    """Processes and threads at a time."""
 
 
 class FailureConfig(Config):
@@ -78,6 +85,7 @@ class FailureConfig(Config):
     lease_s: float = Field(default=300.0, gt=0)
     """Seconds that an agent has for a group, without the wait for a free agent; an unfinished group is then dispatched again."""
     max_attempts: int = Field(default=5, gt=0)
+    """Attempts at a group or a verdict before it is given up."""
     restarts: int = Field(default=10, ge=0)
     """Largest number of restarts of one role within ``restart_window_s``; for a pool, times its largest size. One more ends the run."""
     restart_window_s: float = Field(default=600.0, gt=0)
@@ -106,6 +114,7 @@ class RuntimeConfig(Config):
     """
 
     kind: Literal["local", "ray"] = "local"
+    """``local``: this machine. ``ray``: a Ray cluster."""
     stop_s: float | None = Field(default=None, gt=0)
     """Seconds after which the run ends as after its last step. The step in progress is completed; the first step is completed in
     any case. A resumed run counts anew."""
@@ -114,6 +123,7 @@ class RuntimeConfig(Config):
     agents: PoolConfig = PoolConfig(min=1, max=1)
     """Pool of agents on Ray, or if all roles are isolated; its deadline is ``failures.lease_s``."""
     rewards: PoolConfig = PoolConfig()
+    """Pool of verifiers."""
     isolate: Literal["none", "torch", "all"] = "torch"
     """Local roles, beside the verifiers, with a process each. ``torch``: trainer and engines, which would otherwise wait for each
     other's interpreter lock (a factor of three with small models). ``all``: the agents too."""
@@ -152,6 +162,7 @@ class NeedsConfig(Config):
     """What each role of a kind needs of its node, on a Ray cluster."""
 
     cpus: float = Field(default=0.0, ge=0)
+    """Processor cores."""
     gpus: float = Field(default=0.0, ge=0)
     """GPUs; roles with less than one share it."""
     memory_gb: float = Field(default=0.0, ge=0)

@@ -80,6 +80,7 @@ class ClampedSwiGlu(_Shape):
 
     alpha: float = 1.702
     limit: float = Field(default=7.0, gt=0)
+    """Largest value of the gate, and largest absolute value of up."""
 
 
 class ModelConfig(_Shape):
@@ -91,18 +92,28 @@ class ModelConfig(_Shape):
     """
 
     vocab_size: int = Field(gt=0)
+    """Rows of the embedding and of the head."""
     hidden_size: int = Field(gt=0)
+    """Channels of a token's hidden state."""
     num_layers: int = Field(gt=0)
     num_heads: int = Field(gt=0)
+    """Query heads of each layer."""
     num_kv_heads: int = Field(gt=0)
+    """Key and value heads of each layer; divides ``num_heads``."""
     head_dim: int = Field(gt=0)
+    """Channels of a head."""
     num_experts: int = Field(gt=0)
+    """Routed experts of each MoE layer."""
     top_k: int = Field(gt=0)
+    """Routed experts that a token uses in each MoE layer."""
     expert_intermediate_size: int = Field(gt=0)
+    """Width of an expert's SwiGLU."""
     num_shared_experts: int = Field(default=0, ge=0)
     """Shared experts are one SwiGLU of width ``num_shared_experts * expert_intermediate_size``, as in all checkpoint formats."""
     dense_layers: tuple[int, ...] = ()
+    """Layers with one SwiGLU for all tokens in place of experts."""
     dense_intermediate_size: int = Field(default=0, ge=0)
+    """Width of the SwiGLU of ``dense_layers``."""
     experts_per_layer: tuple[int, ...] | None = None
     top_k_per_layer: tuple[int, ...] | None = None
 
@@ -115,6 +126,7 @@ class ModelConfig(_Shape):
     attention_bias: bool = False
     """Biases of the query, key and value projections; with ``latent``, of the projections to the latent vectors."""
     attention_out_bias: bool = False
+    """Bias of attention's output projection."""
     attention_sinks: bool = False
     """Attention sinks: each head has a trained logit that takes part in every softmax and has no value (gpt-oss)."""
     attention_scale: float | None = Field(default=None, gt=0)
@@ -122,24 +134,35 @@ class ModelConfig(_Shape):
     sliding_window: int | None = Field(default=None, gt=0)
     """Number of positions that a query of ``sliding_layers`` attends to, including its own."""
     sliding_layers: tuple[int, ...] = ()
+    """Layers whose attention is limited to ``sliding_window`` positions."""
     latent: LatentAttention | None = None
+    """Multi-head latent attention; None: ordinary keys and values."""
     rope_theta: float = Field(default=10_000.0, gt=0)
+    """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
+    """Scaling of the rotary frequencies; None: none."""
     rotary_fraction: float = Field(default=1.0, gt=0, le=1)
     """Share of ``head_dim`` that is rotated: the leading channels, paired as halves (not interleaved). Not used with ``latent``."""
     norm_eps: float = Field(default=1e-5, gt=0)
+    """Epsilon of every RMSNorm."""
     max_positions: int = Field(default=4096, gt=0)
+    """Longest sequence, in tokens."""
     tie_embeddings: bool = False
+    """Whether the head is the embedding."""
 
     router: Literal["sigmoid", "softmax"] = "sigmoid"
+    """Function from the router's logits to the experts' scores."""
     selection_bias: bool = True
     """Balance bias without auxiliary loss (2408.15664): affects which experts are chosen, not their weights."""
     normalize_gates: bool = True
+    """Divide the weights of a token's experts by their sum."""
     routed_scaling: float = Field(default=1.0, gt=0)
+    """Factor of the routed experts' output."""
     expert_groups: int = Field(default=1, gt=0)
     """Number of groups that the experts are divided into, by id; a token chooses from its ``top_groups`` best groups (DeepSeek-V3).
     The score of a group is the sum of its two highest selection scores."""
     top_groups: int = Field(default=1, gt=0)
+    """Groups that a token chooses its experts from, see ``expert_groups``."""
     router_bias: bool = False
     """Bias of the router's logits, which also affects the experts' weights (gpt-oss)."""
     expert_bias: bool = False
@@ -361,8 +384,11 @@ class SubnetChoice(Config):
     """Nested Subnet in the form of recipes and commands; an axis that is not given is full."""
 
     layers: int | None = Field(default=None, gt=0)
+    """Number of layers."""
     experts: int | None = Field(default=None, gt=0)
+    """Experts of each MoE layer."""
     top_k: int | None = Field(default=None, gt=0)
+    """Experts that a token uses in each MoE layer."""
 
     def of(self, config: ModelConfig) -> Subnet:
         """The Subnet of ``config``; experts and top-k have no effect without MoE layers. Raises as `ModelConfig.subnet`."""
@@ -376,7 +402,9 @@ class LoraConfig(Config):
     """Low-rank adapters: each weight W of ``targets`` becomes W + (alpha / rank)·B·A (2106.09685)."""
 
     rank: int = Field(default=16, gt=0)
+    """Rank of each adapter."""
     alpha: float = Field(default=32.0, gt=0)
+    """Scale: the product is multiplied by alpha / rank."""
     targets: tuple[LoraTarget, ...] = Field(default=("attention", "experts", "shared", "dense"), min_length=1)
     """Weights with adapters: projections of attention, routed experts, shared experts and dense layers; routers."""
 

@@ -22,6 +22,7 @@ class OptimConfig(Config):
     lr: float = Field(gt=0)
     """Peak learning rate."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Steps in which the learning rate rises linearly from 0 to ``lr``."""
     decay_fraction: float = Field(default=0.2, ge=0, le=1)
     """Share of all steps, at the end, in which the learning rate falls."""
     final_lr_fraction: float = Field(default=0.0, ge=0, le=1)
@@ -30,9 +31,13 @@ class OptimConfig(Config):
     """Shape of the decay; ``sqrt`` is 1 − √progress (2405.18392), which falls faster at first."""
 
     name: Literal["adamw", "muon"] = "adamw"
+    """``muon``: orthogonalised updates for hidden matrices, AdamW for all other parameters."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW: decay of the first moment per step."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
+    """AdamW: decay of the second moment per step."""
     eps: float = Field(default=1e-8, gt=0)
+    """AdamW: added to the root of the second moment."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay of matrices and expert stacks; norms and biases have none."""
     clip_norm: float = Field(default=1.0, gt=0)

@@ -43,6 +43,7 @@ class MixtureConfig(Config):
     min_depth: int = Field(default=1, gt=0)
     """Smallest depth that is drawn at random. The first and last two layers are always kept, so the minimum is four."""
     min_top_k: int = Field(default=1, gt=0)
+    """Smallest top-k that is drawn at random."""
     starts_at: float = Field(default=0.0, ge=0, lt=1)
     """Share of the steps that train the full network alone, before the mixture starts."""
     ramp_fraction: float = Field(default=0.0, ge=0, le=1)
@@ -106,6 +107,7 @@ class TrainConfig(Config):
     """Settings of the training loop."""
 
     steps: int = Field(gt=0)
+    """Number of training steps."""
     rows: int = Field(gt=0)
     """Rows of one optimisation step, over all micro-batches and ranks."""
     seq_len: int = Field(gt=0)
@@ -117,6 +119,7 @@ class TrainConfig(Config):
     resumed run may change it.
     """
     seed: int = Field(default=0, ge=0)
+    """Seed of the weights, of the order of the data and of the sampled sizes."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype. ``auto``: on a GPU with bf16 units bf16 autocast, on a CPU the faster one, measured on the run's own
     micro-batches. On a CPU with a matrix unit (AMX), bf16 keeps activations in fp32 and rounds the operands of products. A resumed run
@@ -136,6 +139,7 @@ class TrainConfig(Config):
     compile: bool = False
     """Run the blocks through torch.compile; compilation takes about a minute on an H100."""
     eval_every: int = Field(default=200, gt=0)
+    """Steps between measurements of the held-out loss."""
     eval_rows: int = Field(default=64, gt=0)
     """Held-out rows on which a loss is measured."""
     snapshot_every: int = Field(default=200, gt=0)
@@ -143,6 +147,7 @@ class TrainConfig(Config):
     snapshot_minutes: float = Field(default=3.0, gt=0)
     """Minutes after the last snapshot at which another one is written, however few steps were made. A killed run loses at most these."""
     keep_snapshots: int = Field(default=2, gt=0)
+    """Number of newest snapshots that are kept."""
     snapshot_writes: Literal["background", "blocking"] = "background"
     """``background``: a step waits for a copy of weights and optimiser state in host memory only, and a thread writes the copy to disk.
     ``blocking``: no copy; a step waits until the snapshot is on disk.
@@ -152,6 +157,7 @@ class TrainConfig(Config):
     error, so that torchrun restarts the run. Collectives time out after ten minutes.
     """
     log_every: int = Field(default=10, gt=0)
+    """Steps between lines of metrics."""
     skip_steps: tuple[int, ...] = ()
     """Steps, by their number in the log, whose rows are read but not trained on. Skips rows on which the loss is not finite."""
 
