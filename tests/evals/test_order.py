@@ -119,7 +119,7 @@ def test_the_peak_is_the_largest_element_before_the_gate(make_model, batches):
     handle = layer.register_forward_pre_hook(lambda _, arguments: seen.append(arguments))
     found = next(one for one in routing(model, model.config.full(), [batch]) if one.row == 2)
     handle.remove()
-    x_BTD, num_experts, top_k, widths = seen[0]
+    x_BTD, num_experts, top_k, widths, *_ = seen[0]
     chosen_NK = layer.route(x_BTD, num_experts, top_k, widths)[0].chosen_NK
     for expert in range(6):
         token = (chosen_NK == expert).any(1).nonzero().squeeze(1)
