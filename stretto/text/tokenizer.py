@@ -49,7 +49,11 @@ _MAX_WORDS = 1 << 17
 """Entries of the table before it is cleared: limits memory to a few tens of MB."""
 _MAX_LENGTH = 64
 """Longest word, in characters, that is stored. Longer ones (rulers, base64) rarely repeat."""
+_MAX_VOCAB = 1 << 22
+"""Largest vocabulary that can be trained. Those of large models have a few hundred thousand entries."""
 _LONG_WORD = regex.compile(r"\S{1000,}")
+_LONG_TEXT = 1 << 15
+"""Characters from which on a text is encoded without Python's lock, so that the other threads of a server continue."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +107,7 @@ class Tokenizer:
 
     def encode_rendered(self, text: str) -> list[int]:
         """Ids of ``text`` that a chat template rendered. Spellings of special tokens become these tokens."""
-        return self._parsing.encode(text, add_special_tokens=False).ids
+        return _ids_of(self._parsing, text)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """Text of ``ids``. Exact for byte-level tokenizers; bytes that are not UTF-8 become U+FFFD."""
@@ -134,6 +138,13 @@ class Tokenizer:
         write_json(folder / "special_tokens_map.json", {n: self.config[n] for n in _NAMED_TOKENS if self.config.get(n)})
         if self.chat_template:
             write_text(folder / "chat_template.jinja", self.chat_template)
+
+
+def _ids_of(rust: tokenizers.Tokenizer, text: str) -> list[int]:
+    """Ids of ``text``, without the tokens that a post-processor adds."""
+    if len(text) < _LONG_TEXT:  # in this thread: the library's own threads may all be busy with long texts
+        return list(rust.encode(text, add_special_tokens=False).ids)  # holds Python's lock
+    return list(rust.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:
@@ -208,12 +219,14 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, chat_template: str | 
         chat_template: Jinja source to store with the tokenizer.
 
     Raises:
-        UserError: ``vocab_size`` is smaller than the number of bytes and special tokens.
+        UserError: ``vocab_size`` is smaller than the number of bytes and special tokens, or larger than any vocabulary.
     """
     special = [END_OF_TEXT, TURN_START, TURN_END]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size < len(alphabet) + len(special):
         raise UserError(f"vocab_size: {vocab_size} is too small; at least {len(alphabet) + len(special)} are needed")
+    if vocab_size > _MAX_VOCAB:  # the library reserves memory for all entries at once
+        raise UserError(f"vocab_size: {vocab_size} is too large; at most {_MAX_VOCAB} are possible")
     rust = tokenizers.Tokenizer(models.BPE())
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     rust.decoder = decoders.ByteLevel()
@@ -276,7 +289,7 @@ class WordEncoder(dict[str, list[int]]):
         return list(chain.from_iterable(map(self.__getitem__, self._split(text))))
 
     def __missing__(self, word: str) -> list[int]:
-        ids: list[int] = self._rust.encode(word, add_special_tokens=False).ids
+        ids = _ids_of(self._rust, word)
         if len(word) <= _MAX_LENGTH:
             self[word] = ids
         return ids

@@ -92,12 +92,33 @@ def test_special_tokens_are_parsed_in_rendered_text_only(tokenizer: Tokenizer) -
     assert tokenizer.decode(tokenizer.encode_rendered(text)) == tokenizer.decode(tokenizer.encode(text)) == text
 
 
+class HoldsNoLock:
+    """A tokenizer of the Rust library without the method that holds Python's lock."""
+
+    def __init__(self, rust: tokenizers.Tokenizer) -> None:
+        self.encode_batch_fast = rust.encode_batch_fast
+
+
+def test_a_long_text_does_not_hold_pythons_lock(tokenizer: Tokenizer) -> None:
+    """`encode` would stop all other threads of a server for seconds."""
+    long = "a<|im_end|>é " * 4000 + "x" * 40_000
+    rendered, plain = tokenizer._parsing.encode(long, add_special_tokens=False).ids, tokenizer.encode(long)
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    vars(copy).update(_parsing=HoldsNoLock(copy._parsing))
+    vars(copy._words).update(_rust=HoldsNoLock(copy.rust))
+    assert copy.encode_rendered(long) == rendered
+    assert copy.encode("x" * 40_000) == tokenizer.encode_reference(["x" * 40_000])[0]
+    assert plain == tokenizer.encode_reference([long])[0]
+
+
 def test_training_is_deterministic_and_bounded(tokenizer: Tokenizer) -> None:
     assert train_tokenizer(iter(TEXT), 600).fingerprint() == tokenizer.fingerprint()
     assert train_tokenizer(iter(TEXT[:1]), 600).fingerprint() != tokenizer.fingerprint()
     assert tokenizer.vocab_size == 600
     with pytest.raises(UserError, match="vocab_size: 100 is too small"):
         train_tokenizer(iter(TEXT), 100)
+    with pytest.raises(UserError, match="vocab_size: 99999999999 is too large; at most"):
+        train_tokenizer(iter(TEXT), 99999999999)
 
 
 def test_saved_folder_loads_here_and_in_transformers(tokenizer: Tokenizer, tmp_path: Path) -> None:
