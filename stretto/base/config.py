@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Self, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Tag, ValidationError
 from pydantic_core import ErrorDetails, to_jsonable_python
 
 from stretto.base.errors import UserError, nearest
@@ -314,9 +314,14 @@ class Problem:
 def first_problem(error: ValidationError, kind: type[BaseModel], noun: str = "field") -> Problem:
     """The first problem that pydantic found while it validated a ``kind``; ``noun``: the word for a field in the message, ``key`` in a
     recipe, whose values with keys are tables, and ``field`` in a request, where they are objects."""
-    nearest_ones = _nearest_member(error.errors(include_url=False, include_context=False), kind)
+    nearest_ones = _nearest_member(error.errors(include_url=False), kind)
     found = nearest_ones[0]
     place = _place(found["loc"], kind)
+    if found["type"] == "union_tag_invalid":
+        tag, known = (found["ctx"][name] for name in ("tag", "expected_tags"))
+        return Problem(".".join(place.path) or None, f"its type must be one of {known}{_shown(tag)}")
+    if found["type"] == "union_tag_not_found":
+        return Problem(".".join([*place.path, found["ctx"]["discriminator"].strip("'")]), "missing; add it")
     if found["type"] != "extra_forbidden":
         message = "missing; add it" if found["type"] == "missing" else found["msg"].removeprefix("Value error, ")
         if found["type"] == "int_parsing_size":
@@ -359,17 +364,24 @@ def _place(loc: Sequence[int | str], kind: type[BaseModel]) -> _Place:
     path: list[str] = []
     union_at, member = None, None
     # Types of the value at this place. Where it is a union, pydantic's next step names a member, which is no part of the path.
-    types: list[Any] = [kind]
+    types = [_Member(kind)]
     for part in loc:
         if len(types) > 1:
             if union_at is None:
                 union_at, member = len(path), part
-            named = [each for each in types if _label(each) in str(part).lower()]
-            types = sorted(named, key=lambda each: len(_label(each)))[-1:]
+            types = _named(types, str(part))
         elif part != "[key]":
             path.append(_printable(str(part)))
-            types = [found for each in types for found in _members(_type_at(each, part))]
-    return _Place(path, types, union_at, member)
+            types = [found for each in types for found in _members(_type_at(each.type, part))]
+    return _Place(path, [each.type for each in types], union_at, member)
+
+
+def _named(members: Sequence[_Member], part: str) -> list[_Member]:
+    """The member of a union that pydantic calls ``part``: its tag, or text with its label. [] if there is none."""
+    if tagged := [each for each in members if each.tag == part]:
+        return tagged
+    named = [each for each in members if each.tag is None and _label(each.type) in part.lower()]
+    return sorted(named, key=lambda each: len(_label(each.type)))[-1:]
 
 
 def _nearest_member(errors: Sequence[ErrorDetails], kind: type[BaseModel]) -> list[ErrorDetails]:
@@ -428,14 +440,24 @@ def _type_at(annotation: Any, part: int | str) -> Any:
     return arguments[-1 if get_origin(annotation) is dict else 0] if arguments else Any
 
 
-def _members(annotation: Any) -> list[Any]:
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A member of a union. Written by `_members`."""
+
+    type: Any
+    tag: str | None = None
+    """Its `pydantic.Tag`, which is its name in pydantic's paths."""
+
+
+def _members(annotation: Any, tag: str | None = None) -> list[_Member]:
     """Members of a union without None, which has no step in pydantic's paths; another type is its only member."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _members(arguments[0])
+        tags = [each.tag for each in arguments[1:] if isinstance(each, Tag)]
+        return _members(arguments[0], *tags[:1] or [tag])
     if origin in (Union, UnionType):
-        return [member for each in arguments if each is not NoneType for member in _members(each)]
-    return [annotation]
+        return [member for each in arguments if each is not NoneType for member in _members(each, tag)]
+    return [_Member(annotation, tag)]
 
 
 def _label(annotation: Any) -> str:

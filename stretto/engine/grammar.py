@@ -105,7 +105,8 @@ class GrammarCompiler:
         if compiled is None:
             compiled = self._read_once(grammar)
         if isinstance(compiled.matcher, str):
-            raise UserError(f"{source}: grammar.{grammar.kind}: {compiled.matcher}")
+            raise UserError(f"{source}: {grammar.field or f'grammar.{grammar.kind}'}: {compiled.matcher}")
+        source = f"{source}: {grammar.field or 'grammar'}"
         return GrammarState(compiled.matcher, frozenset((self._eos_id, *end_ids)), self._vocab, source)
 
     def _read_once(self, grammar: Grammar) -> _Compiled:
@@ -150,7 +151,7 @@ class GrammarCompiler:
             return _Compiled(f"reading it {error}; send a simpler one", text_bytes)
         num_bytes, _, problem = answer.partition(" ")
         if problem:
-            return _Compiled(f"{problem}; {_REMEDIES[grammar.kind]}", text_bytes)
+            return _Compiled(f"{problem}; {_remedy(grammar)}", text_bytes)
         matcher = LLMatcher(self._tokenizer, _definition(grammar), log_level=0, limits=_LIMITS)
         matcher.compute_bitmask()  # the first mask is the most expensive; copies of the matcher share its tables
         return _Compiled(matcher, text_bytes + int(num_bytes))
@@ -217,7 +218,7 @@ class GrammarState:
         if self._debt_s > MASK_PATIENCE_S:
             problem = problem or f"takes more than {1e3 * MASK_S:g} ms a token"
         if problem:
-            raise UserError(f"{self._source}: grammar: {problem}; use a simpler one")
+            raise UserError(f"{self._source}: {problem}; use a simpler one")
         return result
 
 
@@ -251,6 +252,12 @@ _REMEDIES = {
     "regex": "send a regular expression without look-around or back-references",
     "lark": "send a Lark grammar with a rule named start",
 }
+
+
+def _remedy(grammar: Grammar) -> str:
+    """What the sender of a refused grammar can do."""
+    is_made_here = grammar.kind == "lark" and grammar.field not in ("", "grammar")  # from the schemas of a request
+    return _REMEDIES["json_schema" if is_made_here else grammar.kind]
 
 
 def _one_line(message: object) -> str:

@@ -33,6 +33,8 @@ class Grammar(Config):
     kind: Literal["json_schema", "json_object", "regex", "lark"]
     text: str = ""
     """The JSON Schema, regular expression or Lark grammar; empty for ``json_object``."""
+    field: str = ""
+    """Field of a client's request that this constraint comes from, for error messages; empty: ``grammar`` and the kind."""
 
 
 class Sampling(Config):

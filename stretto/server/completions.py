@@ -33,10 +33,12 @@ from stretto.server.messages import (
     Body,
     FieldError,
     Message,
+    NamedTool,
     ResponseFormat,
     TokenId,
     Tool,
     ToolChoice,
+    named_by_client,
     tool_use,
 )
 from stretto.text.stream import Detokenizer
@@ -150,8 +152,11 @@ def read_short_chat(backend: Backend, tree: Any, rung: Rung) -> Answer:
     return ShortAnswer(backend, chat_job(backend, ChatBody.model_construct(**fields), rung))
 
 
-def chat_job(backend: Backend, body: ChatBody, rung: Rung, prefix: str = "chatcmpl") -> Job:
-    """The engine request of a conversation. Raises `ApiError` or `UserError` for a request that cannot be served."""
+def chat_job(
+    backend: Backend, body: ChatBody, rung: Rung, prefix: str = "chatcmpl", format_field: str = "response_format"
+) -> Job:
+    """The engine request of a conversation. ``format_field``: the client's name of ``response_format``. Raises `ApiError` or
+    `UserError` for a request that cannot be served."""
     use, prompts = tool_use(body.tools, body.tool_choice), backend.prompts
     rendered = prompts.chat(body.messages, use.offered, variables=body.chat_template_kwargs)
     ids = backend.check_ids(rendered, "messages")
@@ -163,19 +168,22 @@ def chat_job(backend: Backend, body: ChatBody, rung: Rung, prefix: str = "chatcm
         raise FieldError("max_tokens", "contradicts max_completion_tokens; give one of them")
     if body.top_logprobs and not body.logprobs:
         raise FieldError("top_logprobs", "needs logprobs=true")
-    return backend.job(
-        prefix,
-        body,
-        rung,
-        [ids],
-        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
-        logprobs=body.logprobs,
-        turn_ends=prompts.turn_ends,
-        shape=prompts.grammar(use, body.response_format, body.parallel_tool_calls, is_thinking),
-        reader=partial(prompts.reader, schemas, reads_thoughts, is_thinking, None if body.parallel_tool_calls else 1),
-        visible_ids=prompts.visible_ids,
-        top_logprobs=body.top_logprobs or 0,
-    )
+    parallel = body.parallel_tool_calls and not isinstance(body.tool_choice, NamedTool)
+    limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    with named_by_client({"prompt": "messages", "max_tokens": limit}):
+        return backend.job(
+            prefix,
+            body,
+            rung,
+            [ids],
+            max_tokens=getattr(body, limit),
+            logprobs=body.logprobs,
+            turn_ends=prompts.turn_ends,
+            shape=prompts.grammar(use, body.response_format, parallel, is_thinking, format_field),
+            reader=partial(prompts.reader, schemas, reads_thoughts, is_thinking, None if parallel else 1),
+            visible_ids=prompts.visible_ids,
+            top_logprobs=body.top_logprobs or 0,
+        )
 
 
 class ChatAnswer(ChunkedAnswer):
@@ -290,16 +298,17 @@ def read_completion(backend: Backend, tree: Any, rung: Rung) -> Answer:
     ids = (backend.prompts.text(part, body.parse_special) if isinstance(part, str) else part for part in parts)
     prompts = [backend.check_ids(each, "prompt") for each in ids]
     only_prompt = body.max_tokens == 0
-    job = backend.job(
-        "cmpl",
-        body,
-        rung,
-        prompts,
-        max_tokens=1 if only_prompt else body.max_tokens,
-        logprobs=body.logprobs is not None,
-        top_logprobs=body.logprobs or 0,
-        prompt_logprobs=body.echo and body.logprobs is not None,
-    )
+    with named_by_client({"top_logprobs": "logprobs"}):
+        job = backend.job(
+            "cmpl",
+            body,
+            rung,
+            prompts,
+            max_tokens=1 if only_prompt else body.max_tokens,
+            logprobs=body.logprobs is not None,
+            top_logprobs=body.logprobs or 0,
+            prompt_logprobs=body.echo and body.logprobs is not None,
+        )
     tokenizer = backend.model.tokenizer
     echo = ["" if tokenizer is None else tokenizer.decode(ids) for ids in prompts] if body.echo else None
     return TextAnswer(backend, job, echo, only_prompt)

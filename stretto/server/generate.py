@@ -203,8 +203,8 @@ class Backend:
         """
         model, num_prompt = self.model, max(map(len, prompts))
         grammars = [] if shape is None else [shape]
-        grammars += [] if body.regex is None else [Grammar(kind="regex", text=body.regex)]
-        grammars += [] if body.grammar is None else [Grammar(kind="lark", text=body.grammar)]
+        grammars += [] if body.regex is None else [Grammar(kind="regex", text=body.regex, field="regex")]
+        grammars += [] if body.grammar is None else [Grammar(kind="lark", text=body.grammar, field="grammar")]
         if len(grammars) > 1:
             raise FieldError("grammar", "give only one of regex, grammar, response_format and a forced tool")
         room = model.max_len - num_prompt

@@ -110,10 +110,11 @@ def as_api_error(error: Exception) -> ApiError:
             return error
         case FieldError():
             return ApiError(400, str(error), param=error.param, code=error.code)
-        case UserError():  # a plain name before the first colon is the field at fault
+        case UserError():  # a name before the first colon, possibly with dots, is the field at fault
             line = _REQUEST.sub("", str(error))
             field = line.partition(":")[0].strip()
-            return ApiError(400, line, param=field if field.isidentifier() else None, code=UNPROCESSABLE)
+            is_field = all(map(str.isidentifier, field.split(".")))
+            return ApiError(400, line, param=field if is_field else None, code=UNPROCESSABLE)
         case QueueFull():
             return overloaded(str(error), 2.0)
         case Closed():

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -51,7 +52,6 @@ _TURN_ENDS = (
     "<|user|>",
 )
 """Special tokens that end an assistant's turn in the chat templates of the supported families."""
-_JSON_OBJECT = Grammar(kind="json_object")
 _NUM_LAST = 16
 """Number of tokens at the end of a prompt that are searched for an opening mark of reasoning."""
 TokenId = Annotated[int, Field(ge=0)]
@@ -68,6 +68,20 @@ class FieldError(UserError):
         super().__init__(problem if param is None else f"{param}: {problem}")
         self.param = param
         self.code = code
+
+
+@contextmanager
+def named_by_client(names: Mapping[str, str]) -> Iterator[None]:
+    """A `FieldError` of the block names the client's field: ``names`` has the client's name of each field that is called otherwise
+    here."""
+    try:
+        yield
+    except FieldError as error:
+        field = (error.param or "").partition(".")[0]
+        if field not in names:
+            raise
+        problem = str(error).removeprefix(f"{error.param}: ")
+        raise FieldError(names[field], problem, error.code) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,17 +335,25 @@ class Prompts:
         return AnswerReader(dialect, schemas, think, is_thinking, max_calls)
 
     def grammar(
-        self, use: ToolUse, form: ResponseFormat | None, parallel: bool, is_thinking: bool = False
+        self,
+        use: ToolUse,
+        form: ResponseFormat | None,
+        parallel: bool,
+        is_thinking: bool = False,
+        format_field: str = "response_format",
     ) -> Grammar | None:
-        """The grammar of answers that tools and ``response_format`` require; None where every text is allowed."""
+        """The grammar of answers that tools and ``form``, the client's ``format_field``, require; None where every text is allowed."""
         has_format = form is not None and form.type != "text"
         if not (use.forced or has_format or use.is_strict):
             return None
+        fields = {"tools": bool(use.offered), format_field: has_format and not use.forced}
+        field = " and ".join(name for name, is_used in fields.items() if is_used)
         schema = None
         if form is not None and has_format and not use.forced:
             schema = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
             if not use.offered and not is_thinking:
-                return Grammar(kind="json_schema", text=json.dumps(schema)) if form.json_schema else _JSON_OBJECT
+                kind = "json_schema" if form.json_schema else "json_object"
+                return Grammar(kind=kind, text=json.dumps(schema) if form.json_schema else "", field=field)
         if use.offered and not (self.dialect and self.dialect.call):
             problem = "calls cannot be forced: no grammar is known for the tool-call format of this checkpoint"
             raise FieldError("tool_choice" if use.forced else "response_format" if has_format else "tools", problem)
@@ -350,7 +372,7 @@ class Prompts:
             is_thinking=is_thinking,
             is_free=is_free,
         )
-        return Grammar(kind="lark", text=text)
+        return Grammar(kind="lark", text=text, field=field)
 
 
 def _turn(message: Message, field: str) -> dict[str, Any]:

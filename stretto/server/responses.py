@@ -29,12 +29,20 @@ from stretto.server.messages import (
     FunctionSpec,
     FunctionType,
     Returned,
+    named_by_client,
 )
 
 _LOGPROBS = "message.output_text.logprobs"
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 """Kinds of items whose text grows, and the type of their one part."""
 _KNOWN_INCLUDES = Allowed((_LOGPROBS, "reasoning.encrypted_content"), f"{{}} is not available; known: {_LOGPROBS}")
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+"""Names of a chat completion's fields here."""
 _NO_MEMORY = "this server stores nothing; send the whole conversation as input"
 
 
@@ -102,7 +110,7 @@ class InputReasoning(Returned):
 
 def _type_of(item: Any) -> Any:
     """Value of ``type``, which messages may leave out."""
-    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return (item.get("type") if isinstance(item, dict) else getattr(item, "type", None)) or "message"
 
 
 InputItem = Annotated[
@@ -145,7 +153,9 @@ class ResponsesBody(RepeatedFields, Generation):
 
 def read_response(backend: Backend, tree: Any, rung: Rung) -> Answer:
     body = parse_body(ResponsesBody, tree)
-    return ResponseAnswer(backend, chat_job(backend, as_chat(body), rung, prefix="resp"), body)
+    with named_by_client(_NAMES):
+        job = chat_job(backend, as_chat(body), rung, prefix="resp", format_field=_NAMES["response_format"])
+    return ResponseAnswer(backend, job, body)
 
 
 def as_chat(body: ResponsesBody) -> ChatBody:

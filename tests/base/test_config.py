@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
-from pydantic import Field, ValidationError
+from pydantic import Discriminator, Field, Tag, ValidationError
 
 from stretto.base.config import Config, Problem, first_problem, read_recipe
 from stretto.base.errors import UserError, nearest
@@ -29,6 +29,9 @@ class Aliased(Config):
     schema_: int = Field(default=0, alias="schema")
 
 
+KIND = Discriminator(lambda value: value.get("kind", "inner") if isinstance(value, dict) else "inner")
+
+
 class Whole(Config):
     """Fields of every form that a path can lead through."""
 
@@ -37,6 +40,13 @@ class Whole(Config):
     several: list[Inner | Aliased] = Field(default_factory=list)
     by_number: dict[int, Inner] = Field(default_factory=dict)
     mode: Literal["fast", "exact"] | int = 0
+    tagged: Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[
+            list[Annotated[Annotated[Inner, Tag("inner")] | Annotated[Aliased, Tag("other")], KIND]], Tag("list")
+        ],
+        Discriminator(lambda value: "text" if isinstance(value, str) else "list"),
+    ] = ""
 
 
 @pytest.fixture
@@ -112,6 +122,10 @@ def test_a_bad_override_is_one_line(recipe: Path, override: str, message: str) -
         ({"several": [{}, {"schem": 1, "steps": 1}]}, "several.1.schem", "unknown field", True),
         ({"by_number": {"7": {"name": 1}}}, "by_number.7.name", "must be a valid string, is 1", False),
         ({"by_number": {"x": {}}}, "by_number.x", "must be a valid integer, is 'x'", False),
+        ({"tagged": [{"steps": 0}]}, "tagged.0.steps", "must be greater than 0, is 0", False),
+        ({"tagged": [{"stesp": 1}]}, "tagged.0.stesp", "unknown field (did you mean 'steps'?)", True),
+        ({"tagged": [{"kind": "x"}]}, "tagged.0", "its type must be one of 'inner', 'other', is 'x'", False),
+        ({"tagged": 1}, "tagged", "must be a list, is 1", False),
         ([], None, "must be an object", False),
     ],
 )  # fmt: skip

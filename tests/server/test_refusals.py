@@ -37,6 +37,8 @@ UNKNOWN = {
     "a" * 5000: "a" * 80 + "…",
 }
 """Names of fields that there are not, and how they are shown."""
+BAD = {"type": "object", "properties": {"a": {"type": 5}}}
+"""An invalid JSON Schema."""
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 
 
@@ -76,7 +78,7 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "more than max_tokens"),
         (
             {"messages": [{"role": "user", "content": "word " * 600}]},
-            "prompt",
+            "messages",
             "exceed this server's context of 512 tokens",
         ),
         ({"stop": ["a"] * 17}, "stop", "at most 16 items"),
@@ -104,8 +106,21 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"elastic": {"prefill": "corner", "answer": "full"}}, "elastic", "did not all compute"),
         ({"elastic": {"layers": 3, "answer": "full"}}, "elastic.answer", "which mean the same"),
         ({"elastic": {"thinking": "full"}}, "elastic.thinking", "has no </think>"),
-        ({"regex": "("}, None, "regex"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}}, None, "schema"),
+        ({"max_completion_tokens": 10**9}, "max_completion_tokens", "exceed this server's context of 512 tokens"),
+        ({"regex": "("}, "regex", "regex"),
+        ({"grammar": "start: x"}, "grammar", "a Lark grammar with a rule named start"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
+            "response_format",
+            "^response_format: .*; send a JSON Schema of supported keywords",
+        ),
+        ({"response_format": {"type": "xml"}}, "response_format", "its type must be one of 'text', .*, is 'xml'"),
+        ({"response_format": {}}, "response_format.type", "missing; add it"),
+        (
+            {"tools": [{**FUNCTION, "function": {"name": "f", "parameters": BAD}}], "tool_choice": "required"},
+            "tools",
+            "^tools: .*; send a JSON Schema of supported keywords",
+        ),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing; add it"),
         ({"response_format": {"type": "json_object"}, "regex": "a"}, "grammar", "only one of"),
         ({"tools": [FUNCTION, FUNCTION]}, "tools", "same name"),
@@ -215,6 +230,7 @@ def test_the_documented_limits_are_those() -> None:
         ({"best_of": 3}, "best_of"),
         ({"suffix": "x"}, "suffix"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"logprobs": 30}, "logprobs"),
     ],
 )
 def test_bad_completion_bodies(ask: Ask, changes: dict[str, Any], param: str) -> None:
@@ -230,13 +246,20 @@ def test_bad_completion_bodies(ask: Ask, changes: dict[str, Any], param: str) ->
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"input": [{"type": "computer_call"}]}, "input.0"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
+        ({"input": [5]}, "input.0"),
+        ({"input": "word " * 600}, "input"),
+        ({"max_output_tokens": 10**9}, "max_output_tokens"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": 5}}}}, "text.format"),
         ({"include": ["file_search_call.results"]}, "include.0"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"n": 2}, "n"),
     ],
 )
 def test_responses_have_no_memory(ask: Ask, changes: dict[str, Any], param: str) -> None:
-    assert refused(ask("POST", RESPONSES, json={"input": "a", **changes}), 400)["param"] == param
+    error = refused(ask("POST", RESPONSES, json={"input": "a", **changes}), 400)
+    assert error["param"] == param and error["message"].startswith(f"{param}: ")
+    assert "_type_of" not in error["message"]
 
 
 def test_unknown_models_and_paths(ask: Ask) -> None:
