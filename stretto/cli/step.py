@@ -1,4 +1,4 @@
-"""The process of one pipeline step: runs one command, and ends when the pipeline's own process ends."""
+"""The process of a command that another process needs (a pipeline's step, a server under test): it ends when that process ends."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from stretto.cli.main import main
 
 
 def run_step(arguments: list[str]) -> None:
-    """Run the command in ``arguments``, whose first item after the program is the process id of the pipeline."""
-    end_with_parent(int(arguments.pop(1)))  # its folder is then free for the pipeline's next process
+    """Run the command in ``arguments``, whose first item after the program is the id of the process that started this one."""
+    end_with_parent(int(arguments.pop(1)))  # the folder of a step is then free for the pipeline's next process
     main()
 
 

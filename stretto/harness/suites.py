@@ -316,20 +316,21 @@ def _run(command: list[str], log: Path, label: str, **environ: str) -> int:
 def serving(
     source: Path,
     *flags: str,
-    program: Sequence[str] = ("-m", "stretto"),
+    program: Sequence[str] | None = None,
     environ: Mapping[str, str] | None = None,
     log: IO[str] | None = None,
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Run ``stretto serve`` on a free port of this machine until the block ends; yields its address and its process.
+    """Run ``stretto serve`` on a free port of this machine until the block or this process ends; yields its address and its process.
 
     Args:
-        program: arguments of Python before those of the command.
+        program: arguments of Python before those of the command; None: Stretto's own.
         environ: environment variables beside those of this process. The server does not inherit the variables of keys.
         log: file for the server's stderr; None: stderr of this process.
 
     Raises:
         UserError: the server did not start.
     """
+    program = ("-m", "stretto.cli.step", str(os.getpid())) if program is None else program
     command = [sys.executable, *program, "serve", str(source), "--port", "0", *flags]
     keys = ("STRETTO_API_KEYS", "STRETTO_ADMIN_KEY")
     environment = {name: value for name, value in os.environ.items() if name not in keys} | dict(environ or {})

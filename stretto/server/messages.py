@@ -113,9 +113,11 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_integers(cls, tree: Any) -> Any:
-        """In JSON, 2.0 is an integer, too."""
-        return {name: _as_integers(value) for name, value in tree.items()} if isinstance(tree, dict) else tree
+    def _read_json(cls, tree: Any) -> Any:
+        """In JSON, 2.0 is an integer, too. A field of value null counts as left out."""
+        if not isinstance(tree, dict):
+            return tree
+        return {name: _as_integers(value) for name, value in tree.items() if value is not None}
 
 
 def _as_integers(value: Any) -> Any:

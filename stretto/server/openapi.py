@@ -83,6 +83,9 @@ def document(with_admin: bool) -> dict[str, Any]:
     models: list[type[BaseModel]] = [*bodies, Error]
     _, defined = models_json_schema([(model, "validation") for model in models], ref_template=_SCHEMAS + "{model}")
     schemas = defined["$defs"]
+    for schema in schemas.values():
+        if schema.get("additionalProperties") is False:  # of a `Body`
+            _allow_null(schema)
     for body in bodies:
         _complete(schemas[body.__name__], issubclass(body, Generation | ShortChatBody))
     return {
@@ -94,22 +97,27 @@ def document(with_admin: bool) -> dict[str, Any]:
     }
 
 
+def _allow_null(schema: dict[str, Any]) -> None:
+    """Add to the schema of a `Body` that null means "left out"."""
+    for name, field in schema["properties"].items():
+        if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", [field]):
+            about = {key: field[key] for key in ("title", "description", "default") if key in field}
+            rest = {key: value for key, value in field.items() if key not in about}
+            schema["properties"][name] = about | ({"anyOf": [rest, {"type": "null"}]} if rest else {})
+
+
 def _complete(schema: dict[str, Any], generates: bool) -> None:
-    """Add to the schema of a body the rules of `parse_body` (null means "left out"; some fields are ignored) and, for a body that
-    ``generates``, the bounds of `Sampling`, which validates these fields later."""
+    """Add to the schema of a body the rule of `parse_body` (some fields are ignored) and, for a body that ``generates``, the bounds of
+    `Sampling`, which validates these fields later."""
     limits = Sampling.model_json_schema()["properties"] if generates else {}
     limits.pop("seed", None)  # the server takes any integer
     for name, field in schema["properties"].items():
         limit = limits.get(_SAME.get(name, name), {})
-        for form in [field, *field.get("anyOf", ())]:
+        for form in field.get("anyOf", [field]):
             if form.get("type") in ("number", "integer", "array", "object") and not form.keys() & set(_BOUNDS):
                 form.update({bound: limit[bound] for bound in _BOUNDS if bound in limit})
                 if values := limit.get("additionalProperties"):  # logit_bias: bounds of a mapping's values
                     form["patternProperties"] = dict.fromkeys(form["patternProperties"], values)
-        if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
-            about = {key: field[key] for key in ("title", "description", "default") if key in field}
-            rest = {key: value for key, value in field.items() if key not in about}
-            schema["properties"][name] = about | ({"anyOf": [rest, {"type": "null"}]} if rest else {})
     unused = {"description": "Accepted without effect."}
     schema["properties"] |= {name: unused for name in IGNORED if name not in schema["properties"]}
 

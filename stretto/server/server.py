@@ -84,7 +84,7 @@ def _check_host_name(name: str) -> str:
 def _check_origin(origin: str) -> str:
     if not _ORIGIN.fullmatch(origin):
         raise ValueError(f"{origin!r} is not an origin; write scheme and host: https://example.org, or * for all")
-    return origin
+    return origin.lower()  # browsers send it so
 
 
 class ServeSettings(Config):
@@ -167,7 +167,7 @@ def create_app(service: AsyncEngine, model: ServedModel, settings: ServeSettings
 def entrance(
     app: ASGIApp, hosts: Sequence[str] | None, pages: Collection[str], paths: Collection[str], metrics: Metrics | None
 ) -> ASGIApp:
-    """The outermost middleware: checks the host, adds headers for browsers, and counts the answers in ``metrics``, if any."""
+    """The outermost middleware: checks the host (not for /health), adds headers for browsers, and counts the answers in ``metrics``, if any."""
 
     async def enter(scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
@@ -183,7 +183,8 @@ def entrance(
             await send(message)
 
         try:
-            check_host(Headers(scope=scope).get("host"), hosts)
+            if path != "/health":  # probes ask by address
+                check_host(Headers(scope=scope).get("host"), hosts)
         except ApiError as error:
             await error.response()(scope, receive, send_counted)
         else:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import select
+import signal
+import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +143,48 @@ def test_a_server_that_does_not_start(tmp_path: Path) -> None:
     log = (tmp_path / "log").open("w")
     with pytest.raises(UserError, match="its server did not start"), serving(tmp_path, log=log):
         pass
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from stretto.harness.suites import serving
+with serving(Path("x")) as (url, process):
+    print(process.pid, flush=True)
+    sys.stdin.read()
+"""
+SERVER = f"""#!{sys.executable}
+import runpy, sys, time, types
+cli = types.ModuleType("stretto.cli.main")  # a server without a network, which takes a moment to open
+def main():
+    print("serving at http://127.0.0.1:1", flush=True)
+    while True:
+        time.sleep(60)
+cli.main = main
+sys.modules["stretto.cli.main"] = cli
+module, sys.argv = sys.argv[2], sys.argv[2:]
+runpy.run_module(module, run_name="__main__")
+"""
+
+
+def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(SERVER)
+    python.chmod(0o755)
+    script = f"import sys; sys.executable = {str(python)!r}\n{PARENT}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+        assert parent.stdout is not None
+        server = os.pidfd_open(next(int(line) for line in parent.stdout if line.strip().isdigit()))
+        try:
+            parent.kill()
+            assert select.select([server], [], [], 60)[0], "the server outlives its parent"
+        finally:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(server, signal.SIGKILL)
+            os.close(server)
 
 
 def test_infrastructure_errors_are_left_out_of_a_score() -> None:

@@ -164,6 +164,12 @@ def test_a_forced_call_is_parsed(ask: Ask, wanted: Any) -> None:
     assert not any(choice["delta"].get("content") for choice in received)
 
 
+def test_a_named_tool_is_called_once(ask: Ask) -> None:
+    wanted = {"type": "function", "function": {"name": "pick"}}
+    choices = chat(ask, tools=[TOOL], tool_choice=wanted, max_tokens=200, n=8)["choices"]
+    assert [len(choice["message"]["tool_calls"]) for choice in choices] == [1] * 8
+
+
 def spelled(arguments: str) -> str:
     """An expression for a call of TOOL, so that a random network writes it."""
     return re.escape(f'<tool_call>{{"name": "pick", "arguments": {arguments}}}</tool_call>').replace("/", "\\/")

@@ -194,6 +194,7 @@ RESPONSES = "/v1/responses"
     [
         (CHAT, {"messages": USER, "max_tokens": 2}, True),
         (CHAT, {"messages": USER, "max_tokens": 2.0, "stop": None, "user": 5}, True),
+        (CHAT, {"messages": USER, "max_tokens": 2, "stream_options": {"include_usage": None}}, True),
         (CHAT, {"messages": USER, "max_tokens": 0}, False),
         (CHAT, {"messages": USER, "temperature": 101}, False),
         (CHAT, {"messages": USER, "temperature": True}, False),

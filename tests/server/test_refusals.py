@@ -292,6 +292,7 @@ def test_keys(ask: Ask) -> None:
 
 def test_another_host_name_is_refused(ask: Ask) -> None:
     refused(ask("GET", "/v1/models", headers={"host": "evil.example"}), 403)
+    assert ask("GET", "/health", headers={"host": "10.0.0.7:8000"}).status_code == 200, "a probe asks by address"
 
 
 def test_no_other_site_may_read_answers(ask: Ask) -> None:
@@ -299,6 +300,8 @@ def test_no_other_site_may_read_answers(ask: Ask) -> None:
     assert "access-control-allow-origin" not in ask("GET", "/v1/models", headers=origin).headers
     allowed = ask("GET", "/v1/models", headers=origin, settings={"cors_origins": ("http://evil.example",)})
     assert allowed.headers["access-control-allow-origin"] == "http://evil.example"
+    capital = ask("GET", "/v1/models", headers=origin, settings={"cors_origins": ("http://Evil.example",)})
+    assert capital.headers["access-control-allow-origin"] == "http://evil.example"
 
 
 def test_a_browser_may_ask_before_it_shows_a_key(ask: Ask) -> None:
