@@ -267,6 +267,23 @@ def test_help_does_not_import_torch_or_transformers() -> None:
     assert heavy_imports(code, ["torch", "transformers", "datasets", "optuna", "matplotlib"]) == []
 
 
+def test_a_checkpoint_that_does_not_exist_is_refused_before_torch_is_imported() -> None:
+    commands = [
+        *(["serve", "none"], ["chat", "none"], ["generate", "none", "--prompt", "a"], ["bench-serve", "none"]),
+        *(["agent", "a", "--model", "none"], ["extract", "none", "--subnet", "full", "-o", "x"]),
+        *(["quantise", "none", "-o", "x"], ["export", "none", "-o", "x"]),
+    ]
+    code = (
+        "import contextlib, io, sys\n"
+        "from stretto.cli.main import main\n"
+        f"for command in {commands}:\n"
+        "    sys.argv, told = ['stretto', *command], io.StringIO()\n"
+        "    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(told):\n        main()\n"
+        "    assert told.getvalue().startswith('stretto: none: config.json: no such file'), (command, told.getvalue())"
+    )
+    assert heavy_imports(code, ["torch"]) == []
+
+
 def test_training_and_the_engine_do_not_import_the_compiler() -> None:
     assert heavy_imports("import stretto.train.loop, stretto.engine.engine", ["torch._dynamo", "triton"]) == []
 

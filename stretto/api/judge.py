@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stretto.base.config import validate
+from stretto.base.config import validate, validate_options
 from stretto.base.endpoint import served_name
 from stretto.base.errors import UserError
 from stretto.base.numbers import duration, percent
@@ -38,7 +38,7 @@ from stretto.model.parallel import join
 from stretto.post.calibrate import Trust, calibrate, num_comparisons
 from stretto.report.page import Cell, Table
 from stretto.server.judge import judge_server
-from stretto.server.server import open_socket
+from stretto.server.server import ServeSettings, open_socket
 from stretto.tasks.judge import EndpointConfig, EndpointJudge, JudgeFailed
 from stretto.tasks.task import Problem
 from stretto.text.passages import Part, Passage, damaged, passages
@@ -185,12 +185,17 @@ def trust_table(trust: Trust, judge: str) -> Table:
     return Table(f"Reliability of {judge}", ("Pair", "Wins of the first", "Unbiased judge"), tuple(rows), (), note)
 
 
-def serve_command(judge: Path, host: str, port: int, device: str = "auto") -> None:
+def serve_command(judge: Path, host: str, port: int, allowed_hosts: Sequence[str] = (), device: str = "auto") -> None:
     """Serve a local judge until the process is stopped. Raises `UserError` as `open_judge`, or if the port is taken."""
+    fields = {"host": host, "port": port, "allowed_hosts": allowed_hosts}
+    settings = validate_options(ServeSettings, fields, {"allowed_hosts": "--allowed-host"})
     listening = open_socket(host, port)
     opened = open_judge(judge, join(device).device)
     url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1"
     table = f'judge = {{ url = "{url}", model = "{opened.record.name}" }}'
     sys.stdout.write(f"judge serving at {url}\n{table}\nThis judge {opened.record.scope}.\n")
     sys.stdout.flush()
-    judge_server(opened).run(sockets=[listening])
+    if settings.exposure():
+        problem = "every machine that reaches this port can use the judge, which takes no API key"
+        sys.stderr.write(f"stretto: warning: --host {host}: {problem}; use a private network\n")
+    judge_server(opened, settings).run(sockets=[listening])

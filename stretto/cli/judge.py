@@ -81,14 +81,17 @@ def calibrate(
 
 
 @judge.command(cls=Command)
-def serve(judge: Path, host: str = "127.0.0.1", port: int = 8100, device: Device = "auto") -> None:
+def serve(
+    judge: Path, host: str = "127.0.0.1", port: int = 8100, allowed_host: list[str] = [], device: Device = "auto"
+) -> None:
     """Serve a local judge (a detector of damaged text, or a model of ratings) at an OpenAI-compatible URL.
 
     Args:
         judge: Judge folder.
         host: Address to listen on.
         port: Port; 0: any free port.
+        allowed_host: Host name to answer, beside localhost. Default: with a loopback --host only localhost, else any name.
     """
     from stretto.api.judge import serve_command
 
-    serve_command(judge, host, port, device)
+    serve_command(judge, host, port, allowed_host, device)

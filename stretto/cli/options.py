@@ -12,6 +12,7 @@ from typer import Argument, Option
 from typer.core import TyperCommand
 
 from stretto.base.errors import UserError
+from stretto.base.paths import checkpoint_folder
 
 Recipe = Annotated[Path, Argument(help="Recipe: a TOML file, or the name of a shipped recipe.", show_default=False)]
 Source = Annotated[Path, Argument(help="Run or checkpoint folder.", show_default=False)]
@@ -90,6 +91,12 @@ class Command(TyperCommand):
                 command = " ".join(ctx.command_path.split()[1:])
                 raise UserError(f"{command}: {parameter.opts[-1]}: is empty; give a value, or leave it out")
         return super().parse_args(ctx, args)
+
+
+def check_exists(model: Path) -> None:
+    """Raises `UserError` if nothing has the name ``model``, a run or checkpoint. Before torch is imported, which takes seconds."""
+    if not model.exists():
+        checkpoint_folder(model)
 
 
 def say(text: str) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from stretto.cli.options import Device, OptionalOut, Source
+from stretto.cli.options import Device, OptionalOut, Source, check_exists
 
 Model = Annotated[Path | None, Option(help="Run or checkpoint to load in this process.")]
 Server = Annotated[str | None, Option(help="URL of a running server to use instead of --model.")]
@@ -92,6 +92,7 @@ def serve(
             addresses only.
     """
     values = locals()
+    check_exists(source)
     from stretto.api.serve import ServeOptions, serve_command, serve_rollout_command, serve_settings
 
     options = ServeOptions(**{each.name: values[each.name] for each in fields(ServeOptions)})
@@ -117,6 +118,7 @@ def chat(
     Args:
         system: System message.
     """
+    check_exists(source)
     from stretto.api.serve import ServeOptions, chat_command, console_sampling
 
     options = ServeOptions(subnet=subnet, device=device, dtype=dtype, max_batch=1)
@@ -160,6 +162,8 @@ def agent(
         out: File to write the transcript to: .json for JSON, else HTML.
         seed: Random seed of the first run; later runs count up.
     """
+    if model is not None:
+        check_exists(model)
     from stretto.api.agent import AgentOptions, agent_command
     from stretto.api.serve import ServeOptions
     from stretto.base.config import validate
@@ -187,6 +191,7 @@ def generate(
     Args:
         prompt: Text to continue; empty: a new document.
     """
+    check_exists(source)
     from stretto.api.serve import ServeOptions, console_sampling, generate_command
 
     options = ServeOptions(subnet=subnet, device=device, dtype=dtype, max_batch=1)
@@ -215,6 +220,8 @@ def bench_serve(
         prompt_tokens: Length of a prompt, in tokens.
         seed: Random seed of prompts and arrivals.
     """
+    if source is not None:
+        check_exists(source)
     from stretto.api.serve import LoadOptions, bench_serve_command
 
     bench_serve_command(source, url, subnet, LoadOptions(requests, concurrency, rate, prompt_tokens, max_tokens, seed))

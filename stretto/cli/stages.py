@@ -32,6 +32,7 @@ from stretto.cli.options import (
     ValFraction,
     Vocabulary,
     Wandb,
+    check_exists,
     say,
 )
 
@@ -264,6 +265,7 @@ def extract(
         subnet: Size: a preset, best (the search's choice), or layers=…,experts=…,top_k=….
         out: Checkpoint folder to write.
     """
+    check_exists(source)
     from stretto.api.search import extract_command
 
     extracted = extract_command(source, subnet, out, device, force)
@@ -345,6 +347,7 @@ def quantise(
         chat: The records of --data are conversations, as for stretto sft.
     """
     options = locals()
+    check_exists(source)
     stretto.quantise(options.pop("source"), **options)
     say(f"checkpoint: {out}\nnext: stretto chat {out}; stretto extract {out} --subnet PRESET -o SMALL")
 
@@ -368,6 +371,7 @@ def export(
         dtype: Data type: float32, bfloat16, float16; with --gguf also q8_0 and q4_0.
         gguf: Write a GGUF file for llama.cpp.
     """
+    check_exists(source)
     from stretto.api.model import Model
 
     Model(source).export(out, family=family, dtype=dtype, gguf=gguf, force=force)

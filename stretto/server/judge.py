@@ -12,6 +12,7 @@ import numpy as np
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -19,12 +20,15 @@ from starlette.routing import Route
 from stretto.base.errors import UserError
 from stretto.evals.ranker import LocalJudge
 from stretto.server.limits import ApiError, GoneError, read_json, while_connected
-from stretto.server.server import failed
+from stretto.server.server import ServeSettings, entrance, failed
 from stretto.tasks.judge import Question, read_question
 
+_LOCAL = ServeSettings()
 
-def judge_app(judge: LocalJudge) -> Starlette:
-    """The application: ``/v1/models`` and ``/v1/chat/completions``. A request that it cannot judge gets status 4xx with the reason."""
+
+def judge_app(judge: LocalJudge, settings: ServeSettings = _LOCAL) -> Starlette:
+    """The application: ``/v1/models`` and ``/v1/chat/completions``. A request that it cannot judge gets status 4xx with the reason.
+    Of ``settings`` it takes the host names that it answers."""
     scoring = asyncio.Lock()
     waiting = dict[asyncio.Future[str], Question]()
     name = judge.record.name
@@ -79,7 +83,9 @@ def judge_app(judge: LocalJudge) -> Starlette:
         return JSONResponse({"object": "list", "data": [{"id": name, "object": "model"}]})
 
     routes = [Route("/v1/models", models), Route("/v1/chat/completions", chat, methods=["POST"])]
-    return Starlette(routes=routes, exception_handlers=dict.fromkeys((ApiError, GoneError), failed))
+    middleware = [Middleware(entrance, hosts=settings.hosts(), pages=(), paths=(), metrics=None)]
+    handlers = dict.fromkeys((ApiError, GoneError), failed)
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
 
 def _answer(judge: LocalJudge, question: Question, scores_N: np.ndarray) -> str:
@@ -88,6 +94,7 @@ def _answer(judge: LocalJudge, question: Question, scores_N: np.ndarray) -> str:
     return question.verdict(judge.first_of(*scores_N.tolist()))
 
 
-def judge_server(judge: LocalJudge) -> uvicorn.Server:
+def judge_server(judge: LocalJudge, settings: ServeSettings = _LOCAL) -> uvicorn.Server:
     """The server process; ``run(sockets=[…])`` returns after SIGTERM."""
-    return uvicorn.Server(uvicorn.Config(judge_app(judge), log_level="warning", access_log=False, lifespan="off"))
+    app = judge_app(judge, settings)
+    return uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))

@@ -17,13 +17,14 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from starlette.testclient import TestClient
 
 from bench.common.server import in_thread
 from stretto.base.errors import UserError
 from stretto.engine.async_engine import AsyncEngine
 from stretto.evals.ranker import LocalJudge, open_judge
 from stretto.server.elastic import ServedModel
-from stretto.server.judge import judge_server
+from stretto.server.judge import judge_app, judge_server
 from stretto.server.server import ServeSettings
 from stretto.tasks.judge import _RATE, JudgeFailed, _material
 from stretto.tasks.registry import open_source
@@ -116,6 +117,14 @@ def _rate(text: str) -> dict[str, Any]:
     problem = Problem(0, ({"role": "user", "content": "Write."},), "", {})
     content = _material(problem, {"Answer": text}) + _RATE.format(criteria="1. [1] It is good.")
     return {"model": "reward-x", "messages": [{"role": "user", "content": content}]}
+
+
+def test_a_judge_on_this_machine_answers_no_other_host_name() -> None:
+    judge: Any = Slow(at_once=1)
+    for settings, status in ({}, 403), ({"allowed_hosts": ["judge.example"]}, 200), ({"host": "0.0.0.0"}, 200):
+        app = judge_app(judge, ServeSettings.model_validate(settings))
+        answer = TestClient(app, base_url="http://judge.example").get("/v1/models")
+        assert answer.status_code == status, settings
 
 
 def test_who_gave_up_waiting_is_not_answered() -> None:
