@@ -26,7 +26,7 @@ from stretto.base.numbers import params, si
 from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, user_cache
 from stretto.base.records import Lineage
 from stretto.engine.engine import Engine, stream
-from stretto.engine.loading import generation_ends, open_engine
+from stretto.engine.loading import DTYPES, generation_ends, open_engine
 from stretto.engine.request import CONSOLE_PENALTY, Completion, EngineConfig, Phases, Request, Sampling
 from stretto.evals.loss import EvalBatch
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config, read_presets, stores_integers
@@ -39,7 +39,6 @@ from stretto.report.page import Cell, Table, Tabled
 from stretto.server.messages import Message, Prompts
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CACHED_SEQUENCES, CACHED_TOKENS = 16, 4096
 """Size of the key-value cache: number of sequences, and tokens of each (at most the network's positions). Small enough to leave
 memory for the rest of a notebook."""

@@ -30,7 +30,7 @@ from stretto.base.records import history
 from stretto.base.track import progress, say, wide_console
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine, stream
-from stretto.engine.loading import OpenedEngine, held_bytes, held_integers, least_bytes, open_engine, read_part
+from stretto.engine.loading import DTYPES, OpenedEngine, held_bytes, held_integers, least_bytes, open_engine, read_part
 from stretto.engine.request import CONSOLE_PENALTY, EngineConfig, Sampling
 from stretto.flow.rollout import EngineRole, open_recording_engine
 from stretto.flow.rollout_server import create_rollout_app
@@ -64,7 +64,6 @@ from stretto.subnets.latency import engine_seconds, serving_dtype, usual_workloa
 from stretto.text.chat import tool_form
 
 AUTO = "auto"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ROLLOUT_PAGE = 8
 """Tokens per cache page with ``--rollout``, as in RL recipes."""
 _TEXT_STAGES = {"pretrain", "extract", "heal"}
@@ -122,6 +121,8 @@ def serve_rollout_command(source: Path, options: ServeOptions, settings: ServeSe
         raise UserError(f"--rollout, {unused[0]}: has no effect on the engine of an RL run; leave it out")
     folder, device = checkpoint_folder(source), join(options.device).device
     dtype = _dtype(options, device)
+    if dtype == torch.float16:
+        raise UserError("--rollout, --dtype float16: a trainer does not round so; use float32 or bfloat16")
     if options.tp > 1 and dtype != torch.float32:
         raise UserError(
             f"--tp {options.tp}: ranks do not round as a trainer in {str(dtype).removeprefix('torch.')}; add --dtype float32, or leave --tp out"
@@ -269,7 +270,7 @@ def console_sampling(
 def _dtype(options: ServeOptions, device: torch.device) -> torch.dtype:
     """Data type of the weights. Raises `UserError`: it is unknown."""
     if options.dtype is not None and options.dtype not in DTYPES:
-        raise UserError(f"--dtype {options.dtype}: unknown; use {' or '.join(DTYPES)}")
+        raise UserError(f"--dtype {options.dtype}: unknown; use {', '.join(DTYPES)}")
     return DTYPES[options.dtype] if options.dtype else serving_dtype(device)
 
 

@@ -36,7 +36,8 @@ PromptWriter = Annotated[
 ServedDtype = Annotated[
     str | None,
     Option(
-        "--dtype", help="Data type of the weights: float32 or bfloat16. Default: float32 on a CPU, bfloat16 elsewhere."
+        "--dtype",
+        help="Data type of the weights: float32, bfloat16 or float16. Default: float32 on a CPU, bfloat16 elsewhere.",
     ),
 ]
 

@@ -38,6 +38,8 @@ from stretto.ops.memory import free_bytes, trim
 from stretto.ops.native import Library, Panels, load
 from stretto.text.tokenizer import load_tokenizer
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Data types of the weights in memory, by name."""
 HEADROOM = 0.1
 """Memory for activations and the process itself, as a share of the weights' bytes (a generous guess)."""
 _COLLECTIVE_S = 24 * 3600.0

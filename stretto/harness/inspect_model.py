@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import httpx
 import httpx2
-import torch
 from anyio.lowlevel import checkpoint
 from inspect_ai._util.error import PrerequisiteError
 from inspect_ai.log import transcript
@@ -35,7 +34,7 @@ from stretto.base.config import Config, validate
 from stretto.base.errors import UserError, nearest
 from stretto.base.paths import checkpoint_folder, sized
 from stretto.engine.async_engine import AsyncEngine
-from stretto.engine.loading import open_engine
+from stretto.engine.loading import DTYPES, open_engine
 from stretto.engine.request import EngineConfig
 from stretto.model.checkpoint import read_presets
 from stretto.server.elastic import ServedModel
@@ -165,7 +164,7 @@ def _opened(
     model; all of them share one engine, which lives as long as the process. Raises `UserError`."""
     folder = checkpoint_folder(path)
     config = EngineConfig(max_len=max_len, max_batch=max_batch)
-    opened = open_engine(folder, config, device=device, dtype=None if dtype is None else getattr(torch, dtype))
+    opened = open_engine(folder, config, device=device, dtype=None if dtype is None else DTYPES[dtype])
     tokenizer = opened.engine.tokenizer
     if tokenizer is None or tokenizer.chat_template is None:
         raise UserError(f"{folder}: chat_template: the tokenizer has none; put a chat_template.jinja there")

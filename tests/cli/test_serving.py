@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from bench.common.server import serving
+from stretto import load
 from stretto.api.serve import is_chat_tuned
 from stretto.base.records import Lineage, Receipt, new_lineage, write_lineage
 from stretto.engine.async_engine import AsyncEngine
@@ -121,6 +122,11 @@ def generate(stretto: Run, run: Path, *arguments: object, prompt: str = "steps =
     done = stretto("generate", run, "--prompt", prompt, "--max-tokens", 12, *arguments)
     assert done.code == 0, done.err
     return done
+
+
+def test_a_checkpoint_is_served_in_the_dtypes_that_load_takes(stretto: Run, served_run: Path) -> None:
+    told = generate(stretto, served_run, "--dtype", "float16", "--temperature", 0)
+    assert load(served_run, dtype="float16").generate("steps = 6", max_tokens=12).text in told.out
 
 
 def answer(run: Path, ids: Sequence[int], subnet: Subnet, max_tokens: int = 12) -> str:
