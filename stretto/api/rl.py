@@ -24,6 +24,7 @@ from stretto.learning.algorithms import load_algorithm
 from stretto.learning.recipe import START, DistillConfig, RlRecipe, StartConfig
 from stretto.learning.teachers import check_teachers, find_teachers
 from stretto.model.parallel import check_split, join, stored, stored_for_training
+from stretto.ops import exact
 from stretto.post.distill import STAGE as DISTILL
 from stretto.post.distill import gaps, parent_settings, teacher_settings
 from stretto.post.merge import merge_teachers
@@ -298,11 +299,16 @@ def check_ranks(recipe: RlRecipe, start: Path | None, devices: Sequence[str]) ->
 
 
 def _check_length(recipe: RlRecipe, start: Path | None) -> None:
-    """Check that the policy, which begins at ``start`` or is the recipe's own, has a position for every token of the longest sample.
-    Raises UserError: it has fewer, or its checkpoint cannot be read."""
+    """Check that the policy, which begins at ``start`` or is the recipe's own, has a position for every token of the longest sample,
+    and that batch-invariant attention takes as many. Raises UserError: one of them has fewer, or the checkpoint cannot be read."""
     model = None if recipe.start is None else recipe.start.model
     config = stored_for_training(start).config if start is not None else model
     length = recipe.train.seq_len
+    if recipe.precision.batch_invariant and length > (longest := exact.longest(recipe.rollout.page_size)):
+        raise UserError(
+            f"train.seq_len: {length} exceeds the {longest} tokens that batch-invariant attention takes; set at most that many, "
+            "or leave precision.batch_invariant out"
+        )
     if config is not None and length > config.max_positions:  # without a network, `made_start` refuses
         raise UserError(
             f"train.seq_len: {length} exceeds the network's {config.max_positions} positions; set at most that many"

@@ -45,8 +45,9 @@ from stretto.engine.runner import MAX_NATIVE_TOKENS, Runner, WeightSource, pages
 from stretto.engine.sampling import Row, SamplerCache, process, sample, top_log_probs
 from stretto.engine.scheduler import Scheduler
 from stretto.engine.sequence import NOT_FINITE, Admission, Chunk, SequenceState, StepPlan, SubnetTable
-from stretto.model.spec import Subnet, count, executed
+from stretto.model.spec import ModelConfig, Subnet, count, executed
 from stretto.model.transformer import Transformer
+from stretto.ops import exact
 from stretto.ops.matmul import Arithmetic
 from stretto.ops.native import Library, choose_tokens
 from stretto.text.tokenizer import Tokenizer
@@ -85,14 +86,15 @@ class Engine:
             integers: integer weights, as in `Runner`.
 
         Raises:
-            UserError: the cache would be smaller than one page.
+            UserError: the cache would be smaller than one page, or the configured ``max_len`` is too large for it or for
+                batch-invariant attention.
         """
         self.model, self.tokenizer, self.config, self.weight_version = model, tokenizer, config, weight_version
         assert config.tp == (1 if ranks is None else ranks.shard.num_ranks), f"tp {config.tp}, and other ranks"
         self._team = None if ranks is None else ranks.team
         net = self.network = model.config if ranks is None else ranks.network
         """The whole network; with tensor parallelism, ``model`` is a part of it."""
-        most_len = min(config.max_len or net.max_positions, net.max_positions)
+        most_len = _most_positions(config, net)
         num_pages = config.num_pages or pages_within(model, config, most_len, routes)
         self.max_len = min(most_len, num_pages * config.page_size)
         """Largest length of prompt and completion together that the cache holds."""
@@ -377,6 +379,21 @@ class Engine:
             return
         fresh = self._runner.read_routes(seq.lost_pages, num_saved, seq.lost_tokens)
         seq.routes = fresh if seq.routes is None else np.concatenate((seq.routes, fresh))
+
+
+def _most_positions(config: EngineConfig, net: ModelConfig) -> int:
+    """Largest length of prompt and completion together, whatever the cache holds. Raises UserError: ``config.max_len`` is larger than
+    batch-invariant attention takes."""
+    most = min(config.max_len or net.max_positions, net.max_positions)
+    if not config.batch_invariant:
+        return most
+    longest = exact.longest(config.page_size)
+    if config.max_len is not None and most > longest:
+        raise UserError(
+            f"max_len: {config.max_len} tokens; batch-invariant attention takes {longest} at most: lower it, or leave "
+            "batch_invariant out"
+        )
+    return min(most, longest)
 
 
 def stream(

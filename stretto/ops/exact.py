@@ -44,6 +44,11 @@ _WEIGHT_UNIT = 2.0**-30
 """Unit of the integers to which attention weights are rounded for their sum."""
 
 
+def longest(page_size: int) -> int:
+    """Length of the longest sequence that `attention` takes, of keys in whole cache pages of ``page_size`` tokens."""
+    return MAX_KEYS // page_size * page_size
+
+
 class _Straight(torch.autograd.Function):
     """Forward pass of ``exact``, gradient of ``plain``, which computes nearly the same function."""
 

@@ -30,6 +30,10 @@ from tests.api.rl_recipes import OWN, TINY
         ("train.seq_len=12", ("sources.flip: item 0: its prompt of 24 tokens", "train.seq_len 12")),
         ("train.seq_len=24", ("sources.flip: item 0: its prompt of 24 tokens", "raise that")),
         ("train.seq_len=5000", ("train.seq_len: 5000 exceeds the network's 4096 positions", "at most")),
+        (
+            "precision.batch_invariant=true train.seq_len=8200",
+            ("train.seq_len: 8200 exceeds the 8192 tokens that batch-invariant attention takes", "at most that many"),
+        ),
         ("runtime.kind=slurm", ("tiny.toml: runtime.kind", "'local' or 'ray'")),
         ("sources.flip.kind=strinks", ("sources.flip: kind", "did you mean 'strings'", "file.py:Class")),
         ("sources.flip.kind=none.py:Task", ("sources.flip: kind", "cannot import 'none.py'")),
@@ -45,7 +49,7 @@ def test_a_bad_recipe_is_refused_before_anything_is_written(
     stretto: Run, tiny: Path, finished: Path, tmp_path: Path, setting: str, words: tuple[str, ...]
 ) -> None:
     run = tmp_path / "run"
-    overrides = ("--set", "rollout.max_tokens=10", "--set", setting)
+    overrides = ["--set", "rollout.max_tokens=10"] + [word for each in setting.split() for word in ("--set", each)]
     refused(stretto("rl", tiny, "--out", run, "--model", finished / "sft", "--device", "cpu", *overrides), *words)
     assert not run.exists()
 

@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from stretto.base.errors import UserError
 from stretto.engine.engine import Engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.learning.samples import signed_routes
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Context, Recorder, Replay, Transformer, build
+from stretto.ops import exact
 from stretto.ops.logprob import chosen_logprobs
 from stretto.ops.matmul import Arithmetic
 from tests.engine.engines import LATENT, SWITCHES
@@ -157,6 +159,27 @@ def test_the_engine_says_what_runs() -> None:
     kernels = engine(network("sigmoid"), Arithmetic("fp8", True)).stats().kernels
     assert kernels["decode"] == "torch (batch-invariant)" and kernels["linear"].startswith("fp8: exact fp64 emulation")
     assert "linear" not in engine(network("sigmoid"), Arithmetic()).stats().kernels
+
+
+def test_a_batch_invariant_engine_keeps_to_the_keys_that_its_attention_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "MAX_KEYS", 30)
+    model, invariant = network("sigmoid"), Arithmetic("fp32", True)
+    subject = engine(model, invariant)
+    assert subject.max_len == subject.stats().max_len == 28, "whole pages of 4 tokens"
+    phases = Phases(model.config.full())
+
+    def of(num: int) -> Request:
+        return Request(f"{num} tokens", (5,) * num, Sampling(max_tokens=40), phases)
+
+    assert [len(done.tokens) for done in subject.generate([of(26), of(2)])] == [2, 26]
+    with pytest.raises(UserError, match="prompt: 28 tokens leave no room"):
+        subject.add(of(28))
+    assert engine(model, invariant, max_len=28).max_len == 28 and engine(model, Arithmetic(), max_len=29).max_len == 29
+    with pytest.raises(
+        UserError, match="max_len: 29 tokens; batch-invariant attention takes 28 at most: lower it"
+    ) as e:
+        engine(model, invariant, max_len=29)
+    assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize("arithmetic", [Arithmetic("bf16"), Arithmetic("fp8"), *EXACT], ids=str)
