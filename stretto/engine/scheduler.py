@@ -1,7 +1,8 @@
 """Scheduling policy: decoding first, then prompts in order of rank, within limits of tokens and pages.
 
-Clients take turns (fair queueing): the n-th sequence of a client has the same turn as the n-th of every other client, and
-equal turns are served in order of arrival. With one client, that is the order of arrival. A waiting sequence without a place or
+Clients take turns (start-time fair queueing, Goyal, Vin and Cheng 1996): the n-th sequence of a client has the same turn as the n-th
+of every other client, and equal turns are served in order of arrival. With one client, that is the order of arrival. A client that
+was away continues at the present turn, so a client loses nothing by using places that no other client wanted. A waiting sequence without a place or
 pages preempts the last running sequence of another client if that one has a later rank.
 
 Invariants that make every sequence finish:
@@ -24,7 +25,7 @@ from stretto.engine.sequence import Chunk, SequenceState, StepPlan
 
 _by_rank = attrgetter("order")
 _MOST_CLIENTS = 4096
-"""Number of clients above which those whose next turn has passed are removed."""
+"""Number of clients above which those are removed that have no sequence in the engine and no more than one turn to wait."""
 
 
 class Scheduler:
@@ -59,6 +60,7 @@ class Scheduler:
         self.running: list[SequenceState] = []
         self._num_arrived = 0
         self._next_turn: dict[str, int] = {}  # by client
+        self._turn_served = 0  # the latest turn of a sequence that has left its place in the batch
         self._leaders: dict[
             bytes, SequenceState
         ] = {}  # by prefix key: the sequence that computes the shared prompt pages
@@ -130,7 +132,11 @@ class Scheduler:
 
     def finish(self, seq: SequenceState) -> None:
         """Remove a running or waiting sequence. Its routes are still in ``lost_pages``."""
-        (self.running if seq in self.running else self.waiting).remove(seq)
+        if seq in self.running:
+            self.running.remove(seq)
+            self._turn_served = max(self._turn_served, seq.order[0])
+        else:
+            self.waiting.remove(seq)
         self._release_followers(seq)
         if seq.finish_reason == "error":
             # torch also multiplies masked values, so one NaN token makes earlier tokens of its chunk NaN
@@ -186,13 +192,19 @@ class Scheduler:
         return True
 
     def _turn(self, client: str) -> int:
-        """Turn of the client's next sequence: after its other sequences, and not before the first sequence in the engine."""
-        first = min((queue[0].order[0] for queue in (self.waiting, self.running) if queue), default=None)
-        if first is None:
+        """Turn of the client's next sequence: after its other sequences, and not before the present turn. That is the latest one
+        served, or the first in the engine if it is later."""
+        present = max(
+            self._turn_served, min((queue[0].order[0] for queue in (self.waiting, self.running) if queue), default=0)
+        )
+        if not self.waiting and not self.running:
             self._next_turn.clear()
         elif len(self._next_turn) > _MOST_CLIENTS:
-            self._next_turn = {name: turn for name, turn in self._next_turn.items() if turn > first}
-        turn = max(first or 0, self._next_turn.get(client, 0))
+            own = {seq.request.client for seq in (*self.waiting, *self.running)}
+            self._next_turn = {
+                name: turn for name, turn in self._next_turn.items() if turn > present + 1 or name in own
+            }
+        turn = max(present, self._next_turn.get(client, 0))
         self._next_turn[client] = turn + 1
         return turn
 

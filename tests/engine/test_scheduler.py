@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -355,3 +356,39 @@ def test_prompts_of_one_client_do_not_fill_the_steps_of_another() -> None:
         loop.step()
         num_steps += 1
     assert num_steps <= 4, "the rest of one prompt, and its own"
+
+
+def test_a_client_loses_nothing_by_having_used_places_that_nobody_wanted() -> None:
+    loop, numbers = make(num_pages=64, max_batch=3, max_step_tokens=16), iter(range(10_000))
+    scheduler = loop.scheduler
+
+    def add(client: str) -> None:
+        number = next(numbers)
+        scheduler.add(sequence([number % 3, 1], 4, name=f"{client}-{number}", client=client))
+
+    def served(clients: str, steps: int, visits: bool = False) -> Counter[str]:
+        """Sequences served to ``clients``, each of which always has one in the engine, beside clients that come once."""
+        before = len(loop.finished)
+        for step in range(steps):
+            present = {seq.request.client for seq in (*scheduler.waiting, *scheduler.running)}
+            for client in set(clients) - present:
+                add(client)
+            if visits and step % 3 == 0:
+                add(f"visitor {step}")
+            loop.step()
+        return Counter(seq.request.client for seq in loop.finished[before:])
+
+    assert served("r", 160, visits=True)["r"] == 40, "never waits"
+    counts = served("rabcde", 160)
+    assert min(counts[client] for client in "rabcde") >= 0.8 * max(counts.values()), counts
+
+
+def test_clients_that_came_once_are_forgotten_under_steady_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.engine.scheduler._MOST_CLIENTS", 5)
+    loop = make(num_pages=64, max_batch=2, max_step_tokens=16)
+    for number in range(40):
+        loop.scheduler.add(sequence([number % 3, 1], 4, name=f"v{number}", client=f"v{number}"))
+        loop.step()
+        loop.step()
+        assert loop.scheduler.running, "the engine is never idle"
+    assert len(loop.scheduler._next_turn) <= 7
