@@ -300,16 +300,30 @@ class Engine:
         return events
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
-        """Complete any number of ``requests`` and return their choices in order. The engine must be idle."""
+        """Complete any number of ``requests`` and return their choices in order. The engine must be idle.
+
+        If a request is refused, the others are aborted, and the error is that of `add`.
+        """
         assert not self._open, f"{len(self._open)} requests are in flight; their events would be lost"
         waiting = deque(requests)
         order = {request.id: place for place, request in enumerate(waiting)}
         done: list[Completion] = []
         while waiting or self.has_work:
-            while waiting and len(self._scheduler.waiting) < self.config.max_batch:
-                self.add(waiting.popleft(), stream=False)
+            while waiting and self._takes(waiting[0]):
+                try:
+                    self.add(waiting.popleft(), stream=False)
+                except Exception:
+                    for name in list(self._open):
+                        self.abort(name)
+                    raise
             done += [event for event in self.step() if isinstance(event, Completion)]
         return sorted(done, key=lambda choice: (order[choice.request_id], choice.index))
+
+    def _takes(self, request: Request) -> bool:
+        """Whether `generate` queues ``request`` now: less than a batch waits, and `add` has room for it."""
+        num_waiting = len(self._scheduler.waiting)
+        has_room = num_waiting == 0 or num_waiting + request.sampling.n <= self.config.max_waiting
+        return has_room and num_waiting < self.config.max_batch
 
     def _compute(self, plan: StepPlan, want_routes: bool) -> dict[SequenceState, _Choice]:
         """Compute ``plan``, and choose a token for each sequence whose last token is computed."""

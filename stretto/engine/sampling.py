@@ -266,8 +266,12 @@ def _mask(x_MV: Tensor, batch: Batch, rows: Sequence[Row]) -> None:
             barred += [(place, token) for token in ends]
             continue
         longer = allowed[place].copy()
+        bytes_of = longer.view(np.uint8)
         for token in ends:
-            longer.view(np.uint8)[token // 8] &= ~(1 << token % 8) & 0xFF
+            if token < 8 * len(
+                bytes_of
+            ):  # a padded embedding has tokens beyond the words, which are not allowed anyway
+                bytes_of[token // 8] &= ~(1 << token % 8) & 0xFF
         if longer.any():
             allowed[place] = longer
     if barred:

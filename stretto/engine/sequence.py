@@ -292,6 +292,8 @@ class SequenceState:
         if reads_text:
             if self.finish_reason is not None:
                 text += self._rest()
+                if self.finish_reason == "length" and self.stops is not None and self.stops.matched is not None:
+                    self.finish_reason, self.stop = "stop", self.stops.matched  # found in the withheld text
             self.text += text
         if not self.is_streamed:
             return None
@@ -385,7 +387,7 @@ class SequenceState:
             return ""  # text after a stop string is dropped
         rest = self.detokenizer.finish()  # type: ignore[union-attr]
         if self.stops is not None:
-            rest = self.stops.push(rest) + self.stops.finish()
+            rest = self.stops.push(rest, search=len(self.tokens) >= self.min_length) + self.stops.finish()
         return rest
 
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders, models
 
 from bench.common.naive_engine import generate_naive
 from stretto.base.errors import UserError
@@ -23,6 +25,8 @@ from stretto.engine.runner import state_checksum
 from stretto.engine.sequence import SequenceState
 from stretto.model.checkpoint import weights_hash, write_checkpoint
 from stretto.ops.native import Library, load
+from stretto.text.stream import Detokenizer, StopStrings
+from stretto.text.tokenizer import Tokenizer
 from tests.engine.engines import (
     CONFIG,
     CORNER,
@@ -357,6 +361,19 @@ def test_refuses_doubles_and_a_full_queue() -> None:
     assert subject.abort("c")[0].tokens == ()
 
 
+def test_generate_keeps_to_the_queue_and_a_refusal_leaves_an_idle_engine() -> None:
+    subject = engine(max_waiting=2, max_batch=4)
+    asked = [request(f"r{index}", (5, index), max_tokens=3, n=1 + index % 3) for index in range(8)]
+    done = subject.generate(asked)
+    assert [(one.request_id, one.index) for one in done] == [
+        (one.id, at) for one in asked for at in range(one.sampling.n)
+    ]
+    with pytest.raises(UserError, match="not a token id"):
+        subject.generate([*asked, request("bad", (999,))])
+    check_idle(subject)
+    assert len(subject.generate(asked[:2])) == 3
+
+
 def test_whoever_waits_too_long_is_told() -> None:
     """Those without a place only: neither who runs, nor who lost its pages, nor a request one of whose choices began."""
     clock = itertools.count().__next__
@@ -518,6 +535,24 @@ def test_stop_strings_and_streamed_text() -> None:
     assert tuple(cut_tokens) == done.tokens[: len(cut_tokens)]
     quiet = engine(text=True).generate([request("x", prompt, temperature=1.0, seed=3, max_tokens=40, stop=(stop,))])[0]
     assert (quiet.text, quiet.tokens) == (ended.text, ended.tokens)
+
+
+def test_a_stop_string_in_text_that_was_withheld_until_the_last_token() -> None:
+    """Text of byte tokens is complete only with the next token, or at the end."""
+    rust = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "<0x0A>": 2}, [], byte_fallback=True, unk_token="a"))
+    rust.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    rust.add_special_tokens(["</s>"])
+
+    def ended(min_tokens: int) -> SequenceState:
+        asked = request("x", (0,), max_tokens=2, stop=("\n",), min_tokens=min_tokens)
+        seq = SequenceState(asked, (0, 0, 0), limit=3)
+        seq.detokenizer, seq.stops = Detokenizer(Tokenizer(rust, "</s>"), after=(0,)), StopStrings(("\n",))
+        for token in (1, 2):
+            seq.push(token, -1.0, 0, (), 0.0)
+        return seq
+
+    assert (found := ended(0)).finish_reason == "stop" and (found.stop, found.text) == ("\n", "b")
+    assert (early := ended(3)).finish_reason == "length" and (early.stop, early.text) == (None, "b\n")
 
 
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"enum": ["cat", "dog"]}}, "required": ["a"]})

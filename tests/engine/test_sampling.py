@@ -235,6 +235,13 @@ def test_counts_kept_from_step_to_step_equal_counting_anew(steps: list[list[int]
             assert torch.equal(got_MV, processed(logits_MV[order], *args))
 
 
+def test_end_tokens_beyond_the_words_of_a_grammar_are_not_allowed_anyway() -> None:
+    """The embedding has more rows than the tokenizer has tokens."""
+    row = Sampling(temperature=0.0, min_tokens=1, stop_ids=(3, 70))
+    logp_MV = processed(torch.zeros(1, 80), [row], [[1]], [1], [pack({2, 3})])
+    assert [token for token, logp in enumerate(logp_MV[0].tolist()) if logp > -math.inf] == [2]
+
+
 def test_greedy_takes_the_lowest_id_of_equals_and_reports_temperature_one() -> None:
     logits_MV = torch.tensor([[0.0, 2.0, 2.0, 1.0]]).expand(3, -1)
     rows = [Sampling(temperature=0, top_k=1), Sampling(temperature=0, top_p=0.1), Sampling(temperature=1, seed=1)]
