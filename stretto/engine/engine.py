@@ -94,9 +94,9 @@ class Engine:
         self._team = None if ranks is None else ranks.team
         net = self.network = model.config if ranks is None else ranks.network
         """The whole network; with tensor parallelism, ``model`` is a part of it."""
-        most_len = _most_positions(config, net)
-        num_pages = config.num_pages or pages_within(model, config, most_len, routes)
-        self.max_len = min(most_len, num_pages * config.page_size)
+        most_positions = _most_positions(config, net)
+        num_pages = config.num_pages or pages_within(model, config, most_positions, routes)
+        self.max_len = min(most_positions, num_pages * config.page_size)
         """Largest length of prompt and completion together that the cache holds."""
         self._subnets = SubnetTable()
         self._runner = Runner(
@@ -117,13 +117,13 @@ class Engine:
             self.allocator,
             max_batch=config.max_batch,
             max_step_tokens=config.max_step_tokens,
-            max_len=most_len,
+            most_positions=most_positions,
             prefix_cache=config.prefix_cache,
             weight_version=weight_version,
         )
         self._end_ids = tuple(sorted({*end_ids, *([tokenizer.eos_id] if tokenizer else [])}))
         self._admission = Admission(
-            net, self._subnets, tokenizer, self._end_ids, max_len=most_len, has_routes=routes, seeds=seeds
+            net, self._subnets, tokenizer, self._end_ids, most_positions=most_positions, has_routes=routes, seeds=seeds
         )
         self._clock = clock
         self._open: dict[str, list[SequenceState]] = {}
@@ -485,7 +485,7 @@ class _Chooser:
         rows = [Row(seq.sampling, seq.tokens, seq.num_prompt, seq.mask, seq.counts) for seq in sequences]
         logp_MV = process(logits_MV, rows, end_ids=self._end_ids, cache=self._cache)
         samplings, positions = [row.sampling for row in rows], [len(row.tokens) for row in rows]
-        ids_M = sample(logp_MV, samplings, positions, cache=self._cache)
+        ids_M = sample(logp_MV, samplings, positions, end_ids=self._end_ids, cache=self._cache)
         logprobs = logp_MV.gather(1, ids_M[:, None])[:, 0].tolist()
         return {
             seq: _Choice(token, logprob, logp_MV[at : at + 1] if seq.sampling.top_logprobs else None)

@@ -212,6 +212,7 @@ def sample(
     samplings: Sequence[Sampling],
     positions: Sequence[int] | np.ndarray,
     *,
+    end_ids: tuple[int, ...] = (),
     cache: SamplerCache | None = None,
 ) -> Tensor:
     """Choose a token for each row of log-probabilities from `process`; int64 [M].
@@ -221,11 +222,12 @@ def sample(
 
     Args:
         positions: index of the chosen token in the sequence of each row, including the prompt.
+        end_ids: those given to `process`, so that both use one batch of the cache.
     """
     assert len(samplings) == len(positions) == len(logp_MV), (
         f"{len(logp_MV)}, {len(samplings)} and {len(positions)} rows"
     )
-    batch = (cache or SamplerCache()).batch(samplings, logp_MV.shape[1], logp_MV.device)
+    batch = (cache or SamplerCache()).batch(samplings, logp_MV.shape[1], logp_MV.device, end_ids)
     if batch.drawn_M is None:
         return _argmax(logp_MV)
     uniform_M = uniform(batch.seeds_M, np.asarray(positions))

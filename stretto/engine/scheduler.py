@@ -24,6 +24,9 @@ from stretto.engine.cache import ROOT, PageAllocator, chain_hash
 from stretto.engine.sequence import Chunk, SequenceState, StepPlan
 
 _by_rank = attrgetter("order")
+_MOST_LOGITS = 128
+"""Most rows of logits of a chunk. A row has the whole vocabulary in fp32, and log-probabilities take as much again: for 1,024 rows of
+a vocabulary of 128k, 1 GiB."""
 _MOST_CLIENTS = 4096
 """Number of clients above which those are removed that have no sequence in the engine and no more than one turn to wait."""
 
@@ -42,7 +45,7 @@ class Scheduler:
         *,
         max_batch: int,
         max_step_tokens: int,
-        max_len: int,
+        most_positions: int,
         prefix_cache: bool = True,
         weight_version: int = 0,
     ) -> None:
@@ -50,11 +53,11 @@ class Scheduler:
         Args:
             max_batch: largest number of running sequences.
             max_step_tokens: largest number of tokens in one plan.
-            max_len: largest length of prompt and completion together.
+            most_positions: largest length of prompt and completion together, whatever the cache holds.
             weight_version: version of the weights that compute the pages.
         """
         self.allocator, self.max_batch, self.max_step_tokens = allocator, max_batch, max_step_tokens
-        self.max_len, self.prefix_cache, self.weight_version = max_len, prefix_cache, weight_version
+        self.most_positions, self.prefix_cache, self.weight_version = most_positions, prefix_cache, weight_version
         # Both in order of rank; only the scheduler changes them. Preempted sequences are in `waiting`.
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
@@ -164,13 +167,13 @@ class Scheduler:
     def _check_fits(self, seq: SequenceState) -> None:
         name, num_new = f"request {seq.request.id}", seq.sampling.max_tokens
         num_pages, page_size = self.allocator.num_pages, self.allocator.page_size
-        if seq.num_prompt >= self.max_len:
+        if seq.num_prompt >= self.most_positions:
             raise UserError(
-                f"{name}: prompt: {seq.num_prompt} tokens leave no room for a completion in {self.max_len} positions; "
+                f"{name}: prompt: {seq.num_prompt} tokens leave no room for a completion in {self.most_positions} positions; "
                 "shorten it"
             )
         # the last sampled token is never computed
-        if min(seq.num_prompt + num_new, self.max_len) - 1 > num_pages * page_size:
+        if min(seq.num_prompt + num_new, self.most_positions) - 1 > num_pages * page_size:
             raise UserError(
                 f"{name}: max_tokens: {seq.num_prompt} prompt and {num_new} new tokens do not fit in "
                 f"{num_pages} cache pages of {page_size} tokens; lower it, shorten the prompt or give "
@@ -311,13 +314,14 @@ class Scheduler:
         return (seq.num_prompt - 1) // self.allocator.page_size * self.allocator.page_size
 
     def _prompt_chunk(self, seq: SequenceState, budget: int) -> Chunk:
-        """Chunk of at most ``budget`` next tokens, all of one Subnet."""
+        """Chunk of at most ``budget`` next tokens, all of one Subnet, with at most `_MOST_LOGITS` log-probabilities of the prompt."""
         start = seq.num_computed
         end = min(start + budget, seq.phase_end(start))
         num_logits = int(end == len(seq.tokens))
         if seq.sampling.prompt_logprobs:
             first = max(start, len(seq.prompt_log_probs))
             if first < min(end, seq.num_prompt - 1):
+                end = min(end, first + _MOST_LOGITS)
                 num_logits = end - first
         table = seq.table[: self.allocator.pages_for(end)]
         return Chunk(tuple(seq.tokens[start:end]), start, table, seq.subnet, num_logits)

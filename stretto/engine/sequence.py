@@ -435,14 +435,14 @@ class Admission:
         tokenizer: Tokenizer | None,
         end_ids: tuple[int, ...],
         *,
-        max_len: int,
+        most_positions: int,
         has_routes: bool,
         seeds: Callable[[], int],
     ):
         self._config, self._subnets, self._tokenizer, self._end_ids = config, subnets, tokenizer, end_ids
         self._grammars: GrammarCompiler | None = None  # created for the first grammar, which takes about a second
         self._lock = threading.Lock()  # for that creation
-        self._max_len, self._has_routes, self._seeds = max_len, has_routes, seeds
+        self._most_positions, self._has_routes, self._seeds = most_positions, has_routes, seeds
 
     def sequences(
         self, request: Request, grammar: GrammarState | None, now_s: float, *, is_streamed: bool
@@ -458,7 +458,7 @@ class Admission:
         self._check(request)
         sampling, subnets = request.sampling, self._numbers(request)
         first_seed = self._seeds() if sampling.seed is None else sampling.seed
-        limit = min(len(request.prompt) + sampling.max_tokens, self._max_len)
+        limit = min(len(request.prompt) + sampling.max_tokens, self._most_positions)
         end_ids = self._ends(sampling)
         sequences = []
         for index in range(sampling.n):

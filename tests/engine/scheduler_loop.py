@@ -138,7 +138,7 @@ class Loop:
         is_last = chunk.end == len(seq.tokens)
         assert chunk.num_logits == is_last
         self.write(seq, chunk.start, chunk.end)
-        limit = min(seq.num_prompt + seq.request.sampling.max_tokens, scheduler.max_len)
+        limit = min(seq.num_prompt + seq.request.sampling.max_tokens, scheduler.most_positions)
         if is_last:
             seq.tokens.append(next_token(seq.tokens))
         scheduler.computed(seq, len(chunk.tokens))
@@ -167,7 +167,7 @@ def abort(loop: Loop, seq: SequenceState) -> None:
 
 
 def make(num_pages: int = 16, page_size: int = 4, **options: int | bool) -> Loop:
-    limits = {"max_batch": 4, "max_step_tokens": 8, "max_len": 64, **options}
+    limits = {"max_batch": 4, "max_step_tokens": 8, "most_positions": 64, **options}
     return Loop(Scheduler(PageAllocator(num_pages, page_size), **limits))  # type: ignore[arg-type]
 
 

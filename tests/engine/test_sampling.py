@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from stretto.base.errors import UserError
+from stretto.engine import sampling as sampling_module
 from stretto.engine.request import MAX_IDS, Sampling
 from stretto.engine.sampling import (
     LARGEST,
@@ -240,6 +241,16 @@ def test_end_tokens_beyond_the_words_of_a_grammar_are_not_allowed_anyway() -> No
     row = Sampling(temperature=0.0, min_tokens=1, stop_ids=(3, 70))
     logp_MV = processed(torch.zeros(1, 80), [row], [[1]], [1], [pack({2, 3})])
     assert [token for token, logp in enumerate(logp_MV[0].tolist()) if logp > -math.inf] == [2]
+
+
+def test_a_step_builds_its_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built, build = [], sampling_module._build
+    monkeypatch.setattr(sampling_module, "_build", lambda *args: built.append(args) or build(*args))
+    cache, rows = SamplerCache(), [Sampling(seed=1, top_k=2), Sampling(temperature=0.0)]
+    for _ in range(2):
+        logp_MV = processed(torch.zeros(2, VOCAB), rows, [[1], [2]], [1, 1], end_ids=(END,), cache=cache)
+        sample(logp_MV, rows, [1, 1], end_ids=(END,), cache=cache)
+    assert len(built) == 1
 
 
 def test_greedy_takes_the_lowest_id_of_equals_and_reports_temperature_one() -> None:

@@ -199,6 +199,20 @@ def test_prompt_log_probs_are_computed_for_every_prompt_token_once() -> None:
     assert plan is not None and (len(plan.chunks[0].tokens), plan.chunks[0].num_logits) == (3, 3)
 
 
+def test_a_step_returns_the_logits_of_a_part_of_a_long_prompt() -> None:
+    loop = make(num_pages=100, most_positions=400, max_step_tokens=1024)
+    seq = sequence([1] * 300, name="a", prompt_logprobs=True)
+    loop.scheduler.add(seq)
+    sizes = []
+    while seq.num_pending:
+        plan = loop.scheduler.plan()
+        assert plan is not None
+        sizes.append((len(plan.chunks[0].tokens), plan.chunks[0].num_logits))
+        seq.prompt_log_probs += [0.0] * min(sizes[-1][0], 299 - len(seq.prompt_log_probs))
+        loop.scheduler.computed(seq, sizes[-1][0])
+    assert sizes == [(128, 128), (128, 128), (44, 44)]
+
+
 def test_pages_of_a_failure_are_not_found_again() -> None:
     loop = make(max_step_tokens=32)
     failed, later = sequence([0] * 9, name="a"), sequence([0] * 9, name="b")
@@ -312,7 +326,7 @@ def test_any_load_is_finished_in_order_without_a_leak(
         page_size,
         max_batch=max_batch,
         max_step_tokens=max_batch + spare_tokens,
-        max_len=20,
+        most_positions=20,
         prefix_cache=prefix_cache,
     )
     accepted, aborted = run_load(loop, load, swap_at)
