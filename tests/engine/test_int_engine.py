@@ -130,6 +130,17 @@ def test_the_kernels_multiply_quantised_tokens_by_integers(library: Library, pla
     assert max(far) > 5e-3, "quantised tokens differ from others by more than the tolerance"
 
 
+def test_the_second_matrix_of_shared_experts_may_be_the_only_integers(library: Library) -> None:
+    model, integers = rounded(PLANS["int8"])
+    integers = {name: weight for name, weight in integers.items() if name.endswith("shared.down.weight")}
+    subject = engine(model, library, integers=integers)
+    assert integers and subject.stats().kernels["weights"] == "int8 in native steps"
+    requests = asked(4)
+    for request, done in zip(requests, subject.generate(requests), strict=True):
+        meant = logprobs(model, request, done, request.phases.answer, Operators())
+        assert (torch.tensor(done.logprobs) - meant).abs().max() < 0.05
+
+
 def test_a_result_does_not_depend_on_the_batch(library: Library) -> None:
     model, integers = rounded(PLANS["int4, head int8"])
     together = engine(model, library, integers=integers).generate(asked())

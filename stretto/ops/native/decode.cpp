@@ -90,7 +90,8 @@ class Decoder {
     Decoder(const StrettoShape& shape, const StrettoLayer* layers) : s(shape), layers(layers, layers + shape.num_layers) {
         has_integers = shape.int_head.bits;
         for (const auto& layer : this->layers)
-            for (const auto* each : {&layer.int_qkv, &layer.int_out, &layer.int_gate_up, &layer.int_down, &layer.int_shared_gate_up})
+            for (const auto* each : {&layer.int_qkv, &layer.int_out, &layer.int_gate_up, &layer.int_down, &layer.int_shared_gate_up,
+                                     &layer.int_shared_down})
                 has_integers |= each->bits != 0;
     }
 

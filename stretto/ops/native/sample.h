@@ -54,7 +54,7 @@ class Weights {
         });
     }
 
-    // The first token whose cumulative sum exceeds `share` of the total; never a token of weight zero.
+    // The first token whose cumulative sum exceeds `share` of the total.
     int draw(double share) const {
         double left = share * total;
         size_t chunk = 0;
@@ -66,7 +66,7 @@ class Weights {
         if (chunk == sums.size())
             for (chunk--; chunk > 0 && sums[chunk] == 0.0f;) chunk--;
         for (int i = int(chunk) * CHUNK; i < std::min(num, int(chunk + 1) * CHUNK); i++) {
-            if (weight[i] <= 0.0f) continue;
+            if (weight[i] <= 0.0f) continue;  // padding; a token's weight, an exponential, is positive
             last = i;
             if (left < weight[i]) break;
             left -= weight[i];

@@ -45,7 +45,8 @@ inline float widen(bfloat16 x) {
 
 inline void narrow(float x, float& to) { to = x; }
 
-// Round to nearest, ties to even, as torch does. NaN needs no special case: torch's own path would produce it as well.
+// Round to nearest, ties to even, as torch does, except that a NaN whose lower bits are nearly all ones (from 0x7fff8000) becomes a zero.
+// Arithmetic by itself produces no such NaN.
 inline void narrow(float x, bfloat16& to) {
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
