@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 
 MAX_SUBNETS = 64
 """Rows of the tables: the largest number of Subnets in a step."""
+_FP32_BYTES = 151_616
+"""Shared memory of the largest program in fp32, in bytes: attention with a head width of 256, as Triton compiles it. GPUs with capability
+8.6, 8.9 or 12.0 have 101,376."""
 
 
 class Shape(NamedTuple):
@@ -392,4 +395,16 @@ def why_torch(pool: KvPool) -> str:
     """Reason why the Triton kernels cannot compute the steps of this network; empty if they can."""
     if pool.values_LPZGC is None:
         return "no kernels for latent attention"
-    return kernels.why_not(pool.keys_LPZGC.device)
+    device = pool.keys_LPZGC.device
+    if why := kernels.why_not(device):
+        return why
+    if device.type != "cuda":  # interpreted
+        return ""
+    return why_small(pool.keys_LPZGC.dtype, torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+def why_small(dtype: torch.dtype, num_bytes: int) -> str:
+    """Reason why the kernels do not fit into ``num_bytes`` of shared memory for each program; empty if they do."""
+    if dtype == torch.float32 and num_bytes < _FP32_BYTES:
+        return f"fp32 kernels need {_FP32_BYTES} bytes of shared memory, and the GPU has {num_bytes}"
+    return ""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from stretto.engine.decode import Host, Inputs, shape_of
+from stretto.engine.decode import Host, Inputs, shape_of, why_small
 from stretto.engine.forward_torch import KvPool, TorchForward
 from stretto.engine.graphs import MAX_GRAPHS, DecodeGraphs, rounded_up
 from stretto.engine.runner import Runner
@@ -139,6 +139,13 @@ def test_kernels_compute_the_step(name: str) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     decoder = Decoder(model, [corner(model.config), model.config.full()], device, with_kernels=True)
     same(decoder, sentences(0, 2), 1)
+
+
+def test_kernels_in_fp32_need_a_gpu_with_much_shared_memory() -> None:
+    assert (
+        why_small(torch.float32, 101_376) == "fp32 kernels need 151616 bytes of shared memory, and the GPU has 101376"
+    )
+    assert why_small(torch.bfloat16, 101_376) == why_small(torch.float32, 166_912) == ""
 
 
 def test_kernels_multiply_by_integers() -> None:
