@@ -138,6 +138,7 @@ def _on_cuda(
 def _one_by_one(
     q_NHC: Tensor, k_NGC: Tensor, v_NGC: Tensor, documents: Documents, scale: float | None, length: int
 ) -> Tensor:
+    """One document after the other; the row's ``length`` is unused, so that the parameters are those of `_on_cuda`."""
     lengths, parts = [num for num, _, _ in documents.spans], []
     keys, values = k_NGC.split(lengths), v_NGC.split(lengths)
     grouped = q_NHC.shape[1] != k_NGC.shape[1]

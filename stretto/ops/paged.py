@@ -341,6 +341,9 @@ def _grouped_experts(x_ND: Tensor, routes: Routes, weights: ExpertWeights) -> Te
     y_SD = grouped_swiglu(x_SD, ends_E, weights.experts)
     place_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(num_pairs, device=order_S.device))
     place_NK = place_S.view(num_tokens, num_chosen)
-    # rows after the last group were never written and may hold NaN, which a gate of 0 would not remove; the first row was
-    place_NK = torch.where(routes.chosen_NK == len(weights.downs), 0, place_NK)
+    # Rows after the last group were never written and may hold NaN, which a gate of 0 would not remove. The row of the token's own first
+    # choice was written, and no other token's NaN is in it; a token without any expert takes the first row.
+    is_none_NK = routes.chosen_NK == len(weights.downs)
+    place_NK.masked_fill_(is_none_NK, 0)
+    place_NK = torch.where(is_none_NK, place_NK[:, :1], place_NK)
     return F.embedding_bag(place_NK, y_SD, mode="sum", per_sample_weights=routes.gates_NK.to(x_ND.dtype))

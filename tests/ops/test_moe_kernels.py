@@ -92,6 +92,16 @@ def test_frozen_inputs_cost_nothing(on_triton: None) -> None:
     assert torch.allclose(grad, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
+def test_no_tokens(on_triton: None) -> None:
+    """A rank of expert parallelism may get none."""
+    chosen_NK = RAGGED[:0]
+    x, gates, *weights = _inputs(RAGGED, torch.float32)
+    inputs = [x.detach()[:0].requires_grad_(), gates.detach()[:0].requires_grad_(), *weights]
+    y_ND, *grads = _results(lambda x, gates, *weights: experts(x, chosen_NK, gates, Experts(*weights)), inputs, x[:0])
+    assert y_ND.shape == (0, HIDDEN) and [grad.shape for grad in grads] == [each.shape for each in inputs]
+    assert not any(grad.any() for grad in grads)
+
+
 def test_the_same_bits_every_time(on_triton: None) -> None:
     """The order of a token's neighbours changes no bit of it, nor does a second run."""
     x, gates, gate_up, down = _inputs(RAGGED, torch.bfloat16)

@@ -241,3 +241,15 @@ def test_rows_that_no_expert_wrote_reach_no_token(monkeypatch: pytest.MonkeyPatc
     gates.masked_fill_(chosen == 9, 0.0)
     expected = chosen_experts_reference(x, Routes(chosen, gates), weights)
     close(chosen_experts(x, Routes(chosen, gates), weights), expected, 32)
+
+
+def test_a_token_that_is_not_a_number_reaches_no_token_of_fewer_experts(close: Close) -> None:
+    weights = ExpertWeights.of(Experts(torch.randn(9, 16, 8), torch.randn(9, 8, 8)))
+    chosen, gates, x = torch.rand(40, 9).argsort(-1)[:, :4].contiguous(), torch.rand(40, 4), torch.randn(40, 8)
+    chosen[1:, 2:] = 9
+    gates.masked_fill_(chosen == 9, 0.0)
+    chosen[0] = torch.arange(4)  # its row is the first of all
+    x[0] = torch.nan
+    y = chosen_experts(x, Routes(chosen, gates), weights)
+    assert y[0].isnan().all()
+    close(y[1:], chosen_experts_reference(x[1:], Routes(chosen[1:], gates[1:]), weights), 32)

@@ -13,6 +13,8 @@ _TOKENS, _COLUMNS = 4, 512
 
 def combine(y_PD: Tensor, place_S: Tensor, num_tokens: int, dtype: torch.dtype) -> Tensor:
     """For each token, the sum [N, D] of the rows of its slots in their order, in ``dtype``; sums are fp32."""
+    if num_tokens == 0:  # as for a rank of expert parallelism whose experts nobody chose
+        return y_PD.new_zeros(0, y_PD.shape[1], dtype=dtype)
     out_ND, (_, D) = y_PD.new_empty(num_tokens, y_PD.shape[1], dtype=dtype), y_PD.shape
     grid = triton.cdiv(num_tokens, _TOKENS), triton.cdiv(D, _COLUMNS)
     _combine[grid](y_PD, place_S, out_ND, num_tokens, D, len(place_S) // num_tokens, BLOCK_T=_TOKENS, BLOCK_D=_COLUMNS)
