@@ -400,7 +400,9 @@ def why_torch(pool: KvPool) -> str:
         return why
     if device.type != "cuda":  # interpreted
         return ""
-    return why_small(pool.keys_LPZGC.dtype, torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    # torch has the number for GPUs of NVIDIA, and declares no type for it
+    num_bytes = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", None)
+    return "" if num_bytes is None else why_small(pool.keys_LPZGC.dtype, num_bytes)
 
 
 def why_small(dtype: torch.dtype, num_bytes: int) -> str:
