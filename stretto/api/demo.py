@@ -33,7 +33,7 @@ from stretto.api.stages import heal, pretrain, search
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.numbers import loss, si
-from stretto.base.paths import CHECKPOINT, RECIPES, remove, require_writable, write_json, write_text
+from stretto.base.paths import CHECKPOINT, RECIPES, claimed, remove, require_writable, write_json, write_text
 from stretto.base.track import progress, read_metrics, say, wide_console
 from stretto.data.demo_text import TEMPLATE, demo_documents, passages
 from stretto.data.sources import Document
@@ -48,6 +48,8 @@ from stretto.train.prepare import learn_tokenizer, tokenise_documents
 from stretto.train.recipe import HealRecipe, Recipe
 from stretto.train.run_folder import POST, SAMPLES_FILE, Sample, read_samples
 
+MARK = ".demo"
+"""Folder in a run folder that a demo made. It names the demo, and a running demo claims it."""
 PROMPTS = ("def read_", "Question:")
 NUM_NEW_TOKENS = 48
 MAX_CODE_CHARS, MAX_EXERCISE_CHARS = 4_000_000, 2_000_000
@@ -73,7 +75,7 @@ def demo_command(run: Path, fresh: bool = False, post: bool = False) -> None:
     """Run the demo in ``run``. Stages that have ended are not run again.
 
     Args:
-        fresh: delete ``run`` first.
+        fresh: delete first what an earlier demo left in ``run``.
         post: also post-train the small model that the demo made, and evaluate it after every stage.
 
     Raises:
@@ -101,24 +103,47 @@ def run_stages(run: Path, stages_of: Callable[[Path], Sequence[Stage]], first: s
 
     Args:
         first: folder that the first stage makes in ``run``.
-        fresh: delete ``run`` first.
+        fresh: delete first what an earlier demo left in ``run``.
 
     Raises:
-        UserError: ``run`` holds something else, or cannot be written.
+        UserError: ``run`` holds something else, cannot be written, or another process runs in it.
     """
     require_writable(run)
-    if fresh:
-        remove(run)
-    elif run.exists() and not (run / first).is_dir():
+    is_new = not run.exists() or (run.is_dir() and not any(run.iterdir()))
+    if fresh and not is_new:
+        _clear(run, first)
+    elif not (is_new or (run / first).is_dir() or _is_marked(run, first)):
         raise UserError(f"{run}: not a folder of this demo; choose another with --out")
     console = wide_console()
     stages = stages_of(run)
-    for number, stage in enumerate(stages, 1):
-        done = (run / stage.result).exists()
-        console.rule(f"[bold]{number}/{len(stages)}[/bold]  {stage.title}" + ("  (done before)" if done else ""))
-        if not done:
-            stage.work()
+    # The claim is on a folder inside, because stages claim the run folder itself.
+    with claimed(run / MARK):
+        if is_new or fresh:
+            write_text(run / MARK / "name", first)
+        for number, stage in enumerate(stages, 1):
+            done = (run / stage.result).exists()
+            console.rule(f"[bold]{number}/{len(stages)}[/bold]  {stage.title}" + ("  (done before)" if done else ""))
+            if not done:
+                stage.work()
     return "stretto" if shutil.which("stretto") else os.path.relpath(Path(sys.executable).parent / "stretto")
+
+
+def _is_marked(run: Path, first: str) -> bool:
+    """Whether the demo whose first folder is ``first`` made the folder ``run``."""
+    name = run / MARK / "name"
+    return name.is_file() and name.read_text(encoding="utf-8") == first
+
+
+def _clear(run: Path, first: str) -> None:
+    """Delete what the folder ``run`` holds. Raises `UserError`: this demo did not make the folder, or a process runs in it."""
+    if not _is_marked(run, first):
+        raise UserError(
+            f"{run}: --fresh: nothing shows that this demo made the folder, so it is not deleted; "
+            "delete it yourself, or choose another with --out"
+        )
+    with claimed(run / MARK), claimed(run):
+        for path in run.iterdir():
+            remove(path)
 
 
 def _stages(run: Path, post: bool) -> list[Stage]:

@@ -154,16 +154,18 @@ def find_recipe(name: Path | str) -> Path:
     Raises UserError: no such recipe.
     """
     path = Path(name)
-    if path.exists():
+    if path.exists() and not path.is_dir():  # a recipe may also come from a pipe
         return path
-    if path.is_symlink():
+    if path.is_symlink() and not path.exists():
         raise UserError(
             f"{path}: a symbolic link to {path.readlink()}, which does not exist or leads back to the link; name a file"
         )
-    shipped = RECIPES / path.with_suffix(".toml").name
+    shipped = RECIPES / f"{path.stem}.toml"
     if path.parent.as_posix() in (".", RECIPES.name) and path.suffix in ("", ".toml") and shipped.is_file():
         return shipped
     known = sorted(file.stem for file in RECIPES.glob("*.toml"))
+    if path.is_dir():
+        raise UserError(f"{path}: a folder, not a recipe; name a file, or a shipped one: {', '.join(known)}")
     raise UserError(
         f"{path}: no such recipe{nearest(path.stem, known)}; name a file, or a shipped one: {', '.join(known)}"
     )

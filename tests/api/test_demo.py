@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from stretto.api import demo
-from stretto.api.demo import PROMPTS, demo_command
-from stretto.base.paths import RECIPES
+from stretto.api.demo import PROMPTS, Stage, demo_command, run_stages
+from stretto.base.errors import UserError
+from stretto.base.paths import RECIPES, write_text
 from stretto.base.records import history, read_lineage
 from stretto.data.demo_text import passages
 from stretto.subnets.candidate import Limits
@@ -86,6 +87,39 @@ def test_the_demo_and_its_post_training(
     demo_command(run, post=True)  # all but that is done
     assert (run / "report/report.html").is_file()
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*.safetensors")}
+
+
+def stages_in(run: Path) -> list[Stage]:
+    return [Stage("write", "data/result", lambda: write_text(run / "data" / "result", "done"))]
+
+
+def test_fresh_deletes_only_what_a_demo_made(tmp_path: Path) -> None:
+    other, run = tmp_path / "precious", tmp_path / "run"
+    write_text(other / "data" / "thesis.tex", "x")
+    with pytest.raises(UserError, match="precious: --fresh: nothing shows that this demo made the folder"):
+        run_stages(other, stages_in, "data", fresh=True)
+    assert (other / "data" / "thesis.tex").is_file()
+    run.mkdir()  # an empty folder is fine
+    run_stages(run, stages_in, "data", fresh=True)
+    write_text(run / "data" / "result", "old")
+    with pytest.raises(UserError, match="nothing shows that this demo"):
+        run_stages(run, stages_in, "smol", fresh=True)
+    run_stages(run, stages_in, "data", fresh=True)
+    assert (run / "data" / "result").read_text() == "done"
+
+
+def test_a_running_demo_is_not_deleted(tmp_path: Path) -> None:
+    run, refused = tmp_path / "run", []
+
+    def again() -> None:
+        for fresh in (True, False):
+            with pytest.raises(UserError, match="is running in it") as caught:
+                run_stages(run, stages_in, "data", fresh)
+            refused.append(caught.value)
+        write_text(run / "data" / "result", "done")
+
+    run_stages(run, lambda run: [Stage("write", "data/result", again)], "data", fresh=True)
+    assert len(refused) == 2 and (run / "data" / "result").is_file()
 
 
 def test_prompts_end_with_a_word() -> None:
