@@ -9,18 +9,19 @@ import hashlib
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
 from typing import Any, overload
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from stretto.api.adopt import AdoptOptions, adopt_command, find_source
 from stretto.api.search import BEST, export_command, named_subnet, read_search
-from stretto.base.config import validate
+from stretto.base.config import first_problem, validate
 from stretto.base.errors import UserError, check_text, user_errors
 from stretto.base.numbers import params, si
 from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, user_cache
@@ -36,6 +37,7 @@ from stretto.model.transformer import Context, Transformer
 from stretto.ops import native
 from stretto.ops.logprob import head_loss
 from stretto.report.page import Cell, Table, Tabled
+from stretto.server.calls.answers import read_answer
 from stretto.server.messages import Message, Prompts
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -131,6 +133,8 @@ class Generation:
     """``stop`` (an end token or a stop string), or ``length`` (``max_tokens`` were sampled)."""
     seed: int
     """The seed that gives the same text again."""
+    reasoning: str | None = None
+    """With `Model.chat`: the reasoning before the answer, which ``text`` does not contain; None: there is none."""
 
     def __str__(self) -> str:
         return self.text
@@ -319,6 +323,8 @@ class Model:
     def stream(self, prompt: str, *, subnet: SubnetLike = None, **sampling: Any) -> Iterator[str]:
         """Yield the continuation of one prompt piece by piece while it is generated. Arguments and errors as in `generate`. Closing the
         iterator ends the generation."""
+        if not isinstance(prompt, str):
+            raise UserError("prompt: needs a text")
         check_text(prompt, "prompt")
         ids = self.tokenizer.encode(prompt) or [self.tokenizer.eos_id]
         return stream(self._idle_engine(), ids, self.subnet(subnet), _sampling(sampling))
@@ -335,23 +341,32 @@ class Model:
             sampling: as in `generate`.
 
         Raises:
-            UserError: the tokenizer has no chat template, or an error of `generate`.
+            UserError: the tokenizer has no chat template, a message is none, or an error of `generate`.
         """
         if self.tokenizer.chat_template is None:
             raise UserError(
                 f"{self.folder}: chat_template: the tokenizer has none; use generate, or add a chat_template.jinja"
             )
-        conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        prompts = Prompts(self.tokenizer)
-        ids = prompts.chat([Message.model_validate(dict(message)) for message in conversation])
-        settings = _sampling(sampling).replace(stop_ids=prompts.turn_ends)
-        completion = self._run([ids], self.subnet(subnet), settings)[0]
-        return _generation(self.tokenizer.decode(ids), completion)
+        prompts, settings = Prompts(self.tokenizer), _sampling(sampling)
+        ids = prompts.chat(_conversation(messages))
+        settings = settings.replace(stop_ids=(*settings.stop_ids, *prompts.turn_ends))
+        completion = self._run([ids], self.subnet(subnet), settings, prompts.visible_ids)[0]
+        reader = prompts.reader(None, reads_thoughts=True, is_thinking=prompts.thinks(ids))
+        said = read_answer(reader, completion.text)
+        generation = _generation(self.tokenizer.decode(ids), completion)
+        return replace(generation, text=said.content, reasoning=said.reasoning or None)
 
-    def _run(self, prompts: Sequence[Sequence[int]], subnet: Subnet, sampling: Sampling) -> list[Completion]:
+    def _run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        subnet: Subnet,
+        sampling: Sampling,
+        visible_ids: frozenset[int] = frozenset(),
+    ) -> list[Completion]:
         engine = self._idle_engine()
         requests = [
-            Request(f"model-{number}", tuple(ids), sampling, Phases(subnet)) for number, ids in enumerate(prompts)
+            Request(f"model-{number}", tuple(ids), sampling, Phases(subnet), visible_ids=visible_ids)
+            for number, ids in enumerate(prompts)
         ]
         try:
             done = engine.generate(requests)
@@ -518,7 +533,28 @@ def _texts(given: str | Sequence[str], name: str) -> list[str]:
 
 def _sampling(fields: Mapping[str, Any]) -> Sampling:
     defaults = {"max_tokens": 128, "temperature": 0.0, "repetition_penalty": CONSOLE_PENALTY}
-    return validate(Sampling, defaults | dict(fields), "generate")
+    sampling = validate(Sampling, defaults | dict(fields), "generate")
+    if sampling.n != 1:
+        raise UserError(f"generate: n: must be 1, is {sampling.n}; repeat the prompt in a list for several texts")
+    return sampling
+
+
+def _conversation(messages: str | Iterable[Mapping[str, Any]]) -> list[Message]:
+    """The messages of a conversation; a text is one message of the user. Raises `UserError`: something else."""
+    given = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+        raise UserError('messages: needs a text, or a list of messages {"role": …, "content": …}')
+    conversation = []
+    for number, message in enumerate(given):
+        try:
+            read = Message.model_validate(dict(message) if isinstance(message, Mapping) else message)
+        except ValidationError as error:
+            problem = first_problem(error, Message)
+            raise UserError(": ".join(filter(None, (f"messages.{number}", problem.field, problem.message)))) from None
+        for text in [read.content] if isinstance(read.content, str) else [part.text for part in read.content or ()]:
+            check_text(text, f"messages.{number}: content")
+        conversation.append(read)
+    return conversation
 
 
 def _generation(prompt: str, completion: Completion) -> Generation:

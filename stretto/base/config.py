@@ -14,6 +14,7 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, time
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Self, TypeVar, Union, get_args, get_origin
@@ -81,6 +82,10 @@ def read_recipe(
     before_overrides = copy.deepcopy(tree)
     for override in overrides:
         _apply_override(tree, override)
+    if dated := _dated_key(tree):
+        raise UserError(
+            f"{source}: {dated}: is a date or a time; write it as text in quotes{_origin(dated, overrides)}"
+        )
     for key, value in _flat(tree).items():
         numbers = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, float)]
         if not all(map(math.isfinite, numbers)):
@@ -99,6 +104,18 @@ def read_recipe(
                 f"{source}: {key}: must be at most {_MOST:,}, is {value}; correct it{_origin(key, overrides)}"
             )
     return read
+
+
+def _dated_key(value: Any, key: str = "") -> str | None:
+    """Dotted key of the first date or time, which TOML has and no recipe takes; None: there is none."""
+    if isinstance(value, date | time):  # a datetime is a date
+        return key
+    if isinstance(value, list):
+        return next(filter(None, (_dated_key(item, key) for item in value)), None)
+    if isinstance(value, Mapping):
+        found = (_dated_key(item, f"{key}.{name}" if key else name) for name, item in value.items())
+        return next(filter(None, found), None)
+    return None
 
 
 def _origin(field: str, overrides: Sequence[str], is_unknown: bool = False) -> str:
@@ -186,7 +203,8 @@ def read_tree(path: Path) -> dict[str, Any]:
         ) from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
+        # ValueError: not TOML, or a number of thousands of digits; RecursionError: nested too deeply
         raise UserError(f"{path}: not valid TOML: {error}") from None
 
 
@@ -294,6 +312,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string, so that --set data.name=books needs no quotes
+    except (ValueError, RecursionError):
+        raise UserError(f"--set {key.strip()}: has too many digits, or is nested too deeply; shorten the value") from None
     *parents, leaf = key.strip().split(".")
     for parent in parents:
         tree = tree.setdefault(parent, {})

@@ -101,6 +101,8 @@ def prepare_data(
         for number, (source, _) in enumerate(weighted)
         if Path(source) not in tokenised
     }
+    if text.val is not None and not is_data_folder(text.val):
+        _val_source(text, [*raw.values()])  # raises an error before a tokenizer is trained
     tokenizer = tokenizer or next((folder / TOKENIZER for folder in tokenised), None)
     if tokenizer is not None and tokenizer.name == "tokenizer.json":
         tokenizer = tokenizer.parent  # with the chat template beside it

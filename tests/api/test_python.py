@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import stretto
 from stretto.base.errors import UserError
 from stretto.base.track import read_metrics
 from stretto.cli.main import SECTIONS
+from stretto.engine.request import Completion, Sampling
+from stretto.server.messages import Prompts
 from tests.api.conftest import HEALING, RECIPE
 
 PROMPT = "line 3: 9"
@@ -80,7 +83,27 @@ def test_generation_is_the_engines_own(model: stretto.Model) -> None:
 
 def test_chat_takes_a_message_or_a_conversation(model: stretto.Model) -> None:
     told = [{"role": "user", "content": "hello"}]
-    assert model.chat("hello", max_tokens=4).token_ids == model.chat(told, max_tokens=4).token_ids
+    answer = model.chat("hello", max_tokens=4)
+    assert answer.token_ids == model.chat(told, max_tokens=4).token_ids
+    first = answer.token_ids[0]
+    assert model.chat(told, max_tokens=4, stop_ids=(first,)).token_ids == (first,), "the caller's stop ids end it, too"
+
+
+def test_chat_keeps_reasoning_apart(served_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = stretto.load(served_run, device="cpu")
+    template = "{{ '</think>' if false }}{% for m in messages %}{{ m.content }}{% endfor %}<think>"
+    fresh.tokenizer = replace(fresh.tokenizer, chat_template=template)
+    asked = []
+
+    def run(prompts: object, subnet: object, sampling: object, visible_ids: frozenset[int]) -> list[Completion]:
+        asked.append(visible_ids)
+        return [replace(plain, text="hm</think>4")]
+
+    plain = fresh._run([[1]], fresh.subnet(None), Sampling(max_tokens=1))[0]
+    monkeypatch.setattr(fresh, "_run", run)
+    answer = fresh.chat("2 + 2?")
+    assert (answer.text, answer.reasoning) == ("4", "hm")
+    assert asked == [Prompts(fresh.tokenizer).visible_ids]
 
 
 def test_logits_of_one_size_are_those_of_the_module(model: stretto.Model) -> None:
@@ -156,6 +179,16 @@ def test_a_model_continues_after_a_request_that_fails(served_run: Path) -> None:
     [
         (lambda model: model.generate(5), "prompt: needs a text"),
         (lambda model: model.generate(["a", 3]), "prompt: needs a text"),
+        (lambda model: model.generate("a", n=2), "generate: n: must be 1, is 2"),
+        (lambda model: model.stream("a", n=2), "generate: n: must be 1, is 2"),
+        (lambda model: model.chat("a", n=2), "generate: n: must be 1, is 2"),
+        (lambda model: model.stream(Path("a")), "prompt: needs a text"),
+        (lambda model: model.chat([{"role": "bot", "content": "a"}]), "messages.0: role: must be"),
+        (lambda model: model.chat([{"role": "user", "content": None}]), "messages.0: content: missing"),
+        (lambda model: model.chat(None), "messages: needs a text, or a list of messages"),
+        (lambda model: model.chat({"role": "user", "content": "a"}), "messages: needs a text, or a list of messages"),
+        (lambda model: model.chat(["a"]), "messages.0: must be"),
+        (lambda model: model.chat("\ud800"), "messages.0: content: character 1 is not UTF-8"),
         (lambda model: model.score([]), "texts: there are none"),
         (lambda model: model.subnet(3), "subnet: 3; needs a name"),
         (lambda model: model.logits([[1.5, 2]]), "token_ids: not a table of integers"),
@@ -163,8 +196,9 @@ def test_a_model_continues_after_a_request_that_fails(served_run: Path) -> None:
     ],
 )
 def test_arguments_of_other_types_are_one_line(served_run: Path, call: Callable[[Any], Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as caught:
         call(stretto.load(served_run, device="cpu"))
+    assert "\n" not in str(caught.value)
 
 
 def test_an_open_stream_keeps_its_pieces_and_a_closed_one_is_forgotten(served_run: Path) -> None:

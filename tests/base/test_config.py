@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError
 
 from stretto.base.config import Config, Problem, first_problem, read_recipe
 from stretto.base.errors import UserError, nearest
+from stretto.base.paths import RECIPES
 from stretto.learning.recipe import RlRecipe
 from stretto.train.recipe import HealRecipe
 from stretto.train.recipe import Recipe as PretrainRecipe
@@ -213,3 +214,37 @@ def test_a_recipe_of_another_command_says_which(name: str, kind: type[Config], m
         read_recipe(name, kind)
     with pytest.raises(UserError, match="recipe: sources: missing; add it"):
         read_recipe({"seed": 3}, RlRecipe)
+
+
+def test_a_folder_named_like_a_shipped_recipe_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("heal", "mine"):
+        (tmp_path / name).mkdir()
+    assert read_recipe("heal", HealRecipe) == read_recipe(RECIPES / "heal.toml", HealRecipe)
+    for name in ("mine", ""):
+        with pytest.raises(UserError, match="a folder, not a recipe; name a file"):
+            read_recipe(name, HealRecipe)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("2026-01-01", "train.name: is a date or a time; write it as text in quotes"),
+        ("[{a = 07:32:00}]", "train.name.a: is a date or a time"),
+        ("9" * 5000, "--set train.name: has too many digits, or is nested too deeply"),
+        ("[" * 3000, "--set train.name: has too many digits, or is nested too deeply"),
+    ],
+)
+def test_dates_and_long_values_are_one_line(recipe: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_recipe(recipe, Recipe, [f"train.name={text}"])
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["seed = 2026-01-01", "seed = " + "9" * 5000, "seed = " + "[" * 3000])
+def test_dates_and_long_values_in_a_file_are_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "long.toml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"long\.toml: ") as caught:
+        read_recipe(path, Recipe)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
