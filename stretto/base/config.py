@@ -313,7 +313,9 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string, so that --set data.name=books needs no quotes
     except (ValueError, RecursionError):
-        raise UserError(f"--set {key.strip()}: has too many digits, or is nested too deeply; shorten the value") from None
+        raise UserError(
+            f"--set {key.strip()}: has too many digits, or is nested too deeply; shorten the value"
+        ) from None
     *parents, leaf = key.strip().split(".")
     for parent in parents:
         tree = tree.setdefault(parent, {})

@@ -255,6 +255,7 @@ def tokenise(
     holdout: Holdout | None = None,
     shard_bytes: int = 8 << 20,
     advance: Callable[[int], None] = lambda num_bytes: None,
+    name: str | None = None,
 ) -> Manifest:
     """Encode documents into token shards. Each document ends with the tokenizer's end-of-text token.
 
@@ -270,6 +271,7 @@ def tokenise(
         holdout: the part of ``train`` that goes to ``val``; None: nothing.
         shard_bytes: UTF-8 bytes of text in a shard.
         advance: called with the bytes of text that were encoded or already finished.
+        name: the user's name of the text, for messages; None: the data folder.
 
     Raises:
         UserError: bad input, a folder with other data, or a full disk.
@@ -313,7 +315,7 @@ def tokenise(
             write_json(out_dir / _PROGRESS / f"{shard.name}.json", shard.model_dump())
             shards.append(shard)
             advance(shard.num_bytes)
-    return _finish(out_dir, settings, shards, tuple(domains), tuple(sources))
+    return _finish(out_dir, settings, shards, tuple(domains), tuple(sources), name or str(out_dir))
 
 
 def _reopen(out_dir: Path, settings: Settings) -> dict[str, Shard]:
@@ -418,22 +420,35 @@ def _encoded(tokenizer: Encoder | MarkingEncoder, texts: Sequence[str], places: 
     return [[*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(texts)]
 
 
+def forget_unfinished(folder: Path) -> None:
+    """Delete the shards in the data folder ``folder``, which is unfinished, and the records of them."""
+    assert not (folder / MANIFEST).exists(), f"{folder} is a finished data folder"
+    for path in folder.iterdir():
+        if path.suffix in (_TOKENS, _INDEX) or path.name == _PROGRESS:
+            remove(path)
+
+
 def _finish(
-    out_dir: Path, settings: Settings, shards: list[Shard], domains: tuple[str, ...], required: tuple[str, ...]
+    out_dir: Path,
+    settings: Settings,
+    shards: list[Shard],
+    domains: tuple[str, ...],
+    required: tuple[str, ...],
+    name: str,
 ) -> Manifest:
-    """Write ``data.json`` and remove files that do not belong to it."""
+    """Write ``data.json`` and remove files that do not belong to it. ``name``: see `tokenise`."""
     splits: dict[str, tuple[Shard, ...]] = {}
     for shard in sorted(shards, key=lambda shard: (len(shard.name), shard.name)):
         split = shard.name.rpartition("-")[0]
         splits[split] = (*splits.get(split, ()), shard)
     for split in required:
         if split not in splits:
-            raise UserError(f"{out_dir}: split {split!r} has no documents; give it some text, or lower --val-fraction")
+            raise UserError(f"{name}: split {split!r} has no documents; give it some text, or lower --val-fraction")
     num_documents, num_bytes = sum(each.num_documents for each in shards), sum(each.num_bytes for each in shards)
     if settings.val_fraction and "val" not in splits:
         size = f"{numbers.counted(num_documents, 'document')}, {numbers.size_in_bytes(num_bytes)}"
         raise UserError(
-            f"{out_dir}: too little text to hold any out ({size}); give more, raise --val-fraction, or name held-out text with --val"
+            f"{name}: too little text to hold any out ({size}); give more, raise --val-fraction, or name held-out text with --val"
         )
     hashes = {split: [shard.sha256 for shard in of_split] for split, of_split in splits.items()}
     fields = settings.model_dump(exclude=set() if settings.is_marked else {"is_marked"})

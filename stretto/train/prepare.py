@@ -25,6 +25,7 @@ from stretto.data.shards import (
     Encoder,
     Manifest,
     MarkingEncoder,
+    forget_unfinished,
     read_manifest,
     read_settings,
     tokenise,
@@ -186,10 +187,23 @@ def tokenise_data(
             "tokenise each source into its own folder, all with the same --tokenizer"
         )
     source = open_source(data[0], text.form(data[0]))
+    if text.val is not None:
+        _val_source(text, [source])  # raises an error before a tokenizer is trained
     with claimed(out):
         if tokenizer is None:
+            _forget_unfinished(source, out, vocab_size)
             tokenizer = _own_tokenizer(out / TOKENIZER, [source], [1.0], vocab_size)
         return _tokenise_source(source, out, tokenizer, text)
+
+
+def _forget_unfinished(source: Source, out: Path, vocab_size: int) -> None:
+    """Delete what an attempt with other text, which never became a data folder, wrote into ``out``."""
+    path, now = out / TOKENIZER / REQUEST_FILE, _request([source], [1.0], vocab_size)
+    is_other = path.is_file() and {**read_json(path), "bytes": None} != {**now, "bytes": None}
+    if not is_other or (out / MANIFEST).exists() or Path(source.name).resolve().is_relative_to(out.resolve()):
+        return
+    remove(out / TOKENIZER)
+    forget_unfinished(out)
 
 
 def _own_tokenizer(folder: Path, sources: Sequence[Source], weights: Sequence[float], vocab_size: int) -> Path:
@@ -271,7 +285,7 @@ def _prepare_val(run: Path, tokenizer: Path, text: TextOptions, trained: Sequenc
     left_out = source.left_out.copy()
     documents = chain.from_iterable(source.read(split, left_out) for split in source.splits)
     sources = without_held_out({"val": documents}, left_out, hashes)
-    manifest = _encode(sources, folder, load_tokenizer(tokenizer), None, text)
+    manifest = _encode(sources, folder, load_tokenizer(tokenizer), None, text, source.name)
     say(f"{source.name}: held out: {_summary(manifest)}" + (f"; left out {left_out}" if len(left_out) else ""))
     return folder.resolve()
 
@@ -298,7 +312,7 @@ def _tokenise_source(
     if "val" in source.splits and "val" not in sources:
         left_out.add("of a val split" + (", as --val names one" if text.val is not None else ""), source.name)
     sources = without_held_out(sources, left_out, val_hashes)
-    manifest = _encode(sources, out, load_tokenizer(tokenizer), holdout, text)
+    manifest = _encode(sources, out, load_tokenizer(tokenizer), holdout, text, source.name)
     files = f"{numbers.counted(len(source.files['train']), 'file')}, " if "train" in source.files else ""
     summary = _summary(manifest, val_hashes is not None) + (f": {holdout}" if holdout else "")
     say(f"{source.name}: {files}{summary}" + (f"; left out {left_out}" if len(left_out) else ""))
@@ -318,6 +332,7 @@ def _encode(
     tokenizer: Tokenizer,
     holdout: Holdout | None,
     text: TextOptions,
+    name: str | None = None,
 ) -> Manifest:
     before, encoder = read_settings(out), text.encoder(tokenizer)
     if (
@@ -325,7 +340,7 @@ def _encode(
     ):  # else `tokenise` raises and the old tokenizer must stay
         tokenizer.save(out / TOKENIZER)
     with progress("tokenise", unit="bytes") as advance:
-        return tokenise(sources, encoder, out, holdout=holdout, advance=advance)
+        return tokenise(sources, encoder, out, holdout=holdout, advance=advance, name=name)
 
 
 def _summary(manifest: Manifest, is_val_elsewhere: bool = False) -> str:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from stretto.base.errors import UserError
+from stretto.data.shards import read_manifest
 from stretto.text.tokenizer import load_tokenizer
-from stretto.train.prepare import prepare_data, tokenise_data
+from stretto.train.prepare import TextOptions, prepare_data, tokenise_data
 
 
 def text(path: Path, num_words: int, num_lines: int) -> str:
@@ -63,3 +64,23 @@ def test_a_data_folder_that_one_stands_in_decides_no_tokenizer(tmp_path: Path, m
     monkeypatch.chdir(tmp_path / "data")
     _, folder, _ = prepare_data(tmp_path / "run", [text(tmp_path / "b.txt", 40, 200)], None, 300)
     assert folder.is_relative_to(tmp_path / "run")
+
+
+def test_held_out_text_is_opened_before_a_tokenizer_is_trained(tmp_path: Path) -> None:
+    source, out = text(tmp_path / "a.txt", 50, 200), tmp_path / "out"
+    options = TextOptions(val=str(tmp_path / "nope.txt"))
+    for prepare in (prepare_data, tokenise_data):
+        first, second = (out, [source]) if prepare is prepare_data else ([source], out)
+        with pytest.raises(UserError, match=r"nope\.txt: no such file"):
+            prepare(first, second, None, 400, options)  # type: ignore[operator]
+        assert not out.exists()
+
+
+def test_what_a_refused_text_left_does_not_refuse_other_text(tmp_path: Path) -> None:
+    short, out = tmp_path / "hi.txt", tmp_path / "out"
+    short.write_text("hi")
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"hi\.txt: too little text to hold any out"):
+            tokenise_data([str(short)], out, None, 400)
+    manifest = tokenise_data([text(tmp_path / "a.txt", 50, 200)], out, None, 400)
+    assert read_manifest(out) == manifest and not (out / "unfinished").exists()
