@@ -33,7 +33,7 @@ from stretto.api.stages import heal, pretrain, search
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.numbers import loss, si
-from stretto.base.paths import CHECKPOINT, RECIPES, claimed, remove, require_writable, write_json, write_text
+from stretto.base.paths import CHECKPOINT, RECIPES, claimed, is_empty, remove, require_writable, write_json, write_text
 from stretto.base.track import progress, read_metrics, say, wide_console
 from stretto.data.demo_text import TEMPLATE, demo_documents, passages
 from stretto.data.sources import Document
@@ -109,7 +109,7 @@ def run_stages(run: Path, stages_of: Callable[[Path], Sequence[Stage]], first: s
         UserError: ``run`` holds something else, cannot be written, or another process runs in it.
     """
     require_writable(run)
-    is_new = not run.exists() or (run.is_dir() and not any(run.iterdir()))
+    is_new = not run.exists() or (run.is_dir() and is_empty(run))
     if fresh and not is_new:
         _clear(run, first)
     elif not (is_new or (run / first).is_dir() or _is_marked(run, first)):

@@ -26,7 +26,7 @@ from stretto.api.train import (
 from stretto.base.config import overriding, read_recipe, validate_options
 from stretto.base.errors import UserError, user_errors
 from stretto.base.paths import CHECKPOINT, checkpoint_folder, require_new
-from stretto.base.track import say
+from stretto.base.track import require_wandb, say
 from stretto.harness.suites import serving
 from stretto.learning.recipe import RlRecipe
 from stretto.model.lora import read_adapter_config
@@ -97,6 +97,7 @@ def sft(
         return load(made_start(start, folder, origin, device), device=device)
     if model is None:
         raise UserError("--model: missing; name the run or checkpoint to train")
+    require_wandb(wandb)
     parsed = read_recipe(recipe, SftRecipe, overriding(settings, {"lora.rank": lora, "train.steps": steps}))
     resume = has_begun(folder, resume)
     text, ranks = TextOptions(val, val_fraction, is_chat=True), join(device, parsed.train.ep)

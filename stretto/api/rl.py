@@ -16,7 +16,7 @@ from stretto.base.config import check_unchanged, completed, read_recipe, source_
 from stretto.base.errors import UserError, user_errors
 from stretto.base.paths import checkpoint_folder
 from stretto.base.records import read_lineage
-from stretto.base.track import progress, say
+from stretto.base.track import progress, require_wandb, say
 from stretto.evals.ranker import scope_of
 from stretto.flow.launch import Job, SourceTables
 from stretto.flow.run import Result, check_places, opened, run_opened, start_of
@@ -215,6 +215,7 @@ def _run(
     Raises:
         UserError: bad input, or a run that cannot continue.
     """
+    require_wandb(wandb_project)
     for name, source in recipe.sources.items():
         judge = source.args.get("judge")
         if isinstance(judge, dict) and str(judge.get("model")).startswith(REWARDS):

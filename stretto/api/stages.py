@@ -54,7 +54,7 @@ from stretto.base.config import overriding, read_recipe, validate
 from stretto.base.errors import UserError, user_errors
 from stretto.base.paths import CHECKPOINT, checkpoint_folder, claimed, remove, require_apart, require_new, write_json
 from stretto.base.records import Meter
-from stretto.base.track import say
+from stretto.base.track import require_wandb, say
 from stretto.evals.loss import evaluate as loss_of
 from stretto.model.checkpoint import stores_integers
 from stretto.model.elastic import extract as cut_out
@@ -156,6 +156,7 @@ def pretrain(
     Raises:
         UserError: bad data or recipe, or a folder that holds another run.
     """
+    require_wandb(wandb)
     folder = run_folder(out, recipe, "pretrain")
     start = None if origin is None else place(origin)
     given, resume = None, has_begun(folder, resume)
@@ -311,10 +312,10 @@ def elasticize(
 
 @user_errors
 def latency(model: ModelLike, *, device: str = "auto") -> LatencyTable:
-    """Measure this machine's latency table for ``model`` and keep it in the run folder, for limits in milliseconds in `search`.
+    """Measure this machine's latency table for ``model`` and keep it in the folder of ``model``, for limits in milliseconds in `search`.
 
     Raises:
-        UserError: ``model`` is not a run.
+        UserError: ``model`` is no run and no checkpoint.
     """
     return latency_command(place(model), device)
 

@@ -55,13 +55,14 @@ def sized(text: str) -> tuple[Path, str]:
 def claimed(folder: Path) -> Iterator[None]:
     """Claim ``folder`` for this process: no other process can claim it meanwhile. The claim also ends when the process is killed.
 
-    In a run folder, partial files of a killed process are removed. Folders that the claim created are removed if nothing is written
-    into them.
+    In a run folder, partial files of a killed process are removed. The lock file and the folders that the claim created are removed if
+    nothing is written beside the lock file.
 
     Raises:
         UserError: another process has claimed it, or the folder cannot be written.
     """
     created = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
+    had_lock = os.path.exists(folder / LOCK_FILE)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK_FILE).open("a+", encoding="utf-8")
@@ -83,9 +84,9 @@ def claimed(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            if created and [path.name for path in folder.iterdir()] == [LOCK_FILE]:
-                remove(folder)
-                for parent in created[1:]:
+            if not had_lock and folder.is_dir() and is_empty(folder):
+                remove(folder / LOCK_FILE)
+                for parent in created:
                     with suppress(OSError):  # something else was written into it
                         parent.rmdir()
 
@@ -149,9 +150,14 @@ def writing(path: Path | str) -> Iterator[None]:
         ) from error
 
 
+def is_empty(folder: Path) -> bool:
+    """Whether ``folder`` holds nothing, or only the lock file of a claim."""
+    return all(path.name == LOCK_FILE for path in folder.iterdir())
+
+
 def require_new(out: Path, force: bool) -> None:
     """Raises `UserError` if ``out`` is a file or a folder that is not empty, and ``force`` does not allow to replace it."""
-    if not force and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if not force and out.exists() and not (out.is_dir() and is_empty(out)):
         raise UserError(f"{out}: exists already; choose another name, or replace it with --force")
 
 

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -232,13 +233,16 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def require_wandb(project: str | None) -> None:
+    """Raises `UserError` if a W&B project is named and W&B is not installed. Stages call it before they write anything."""
+    if project is not None and find_spec("wandb") is None:
+        raise UserError(f"--wandb {project}: W&B is not installed; pip install 'stretto[wandb]', or leave --wandb out")
+
+
 def _open_wandb(project: str, folder: Path, first_step: int, config: Mapping[str, Any] | None) -> Any:
-    try:
-        import wandb  # optional, and slow to import
-    except ImportError:
-        raise UserError(
-            "wandb_project: W&B is not installed; pip install 'stretto[wandb]' or leave the key out"
-        ) from None
+    require_wandb(project)
+    import wandb  # optional, and slow to import
+
     path = folder / "wandb_id"
     if not first_step or not path.exists():
         write_text(path, uuid.uuid4().hex)

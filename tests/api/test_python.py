@@ -167,6 +167,22 @@ def test_what_the_system_refuses_is_a_user_error(model: stretto.Model, tmp_path:
         model.export(tmp_path / "file" / "out")
 
 
+@pytest.mark.parametrize("stage", ["pretrain", "rl", "sft"])
+def test_a_missing_tracker_is_found_before_anything_is_written(
+    served_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # what an import of a missing package finds
+    (tmp_path / "a.txt").write_text("some text")
+    asked = {
+        "pretrain": lambda out: stretto.pretrain("small", tmp_path / "a.txt", out, wandb="x"),
+        "rl": lambda out: stretto.rl("rl_gym", served_run, out, wandb="x"),
+        "sft": lambda out: stretto.sft("sft", served_run, tmp_path / "a.txt", out, wandb="x"),
+    }
+    with pytest.raises(UserError, match="--wandb x: W&B is not installed"):
+        asked[stage](tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_model_continues_after_a_request_that_fails(served_run: Path) -> None:
     fresh = stretto.load(served_run, device="cpu")
     with pytest.raises(UserError):

@@ -10,7 +10,7 @@ import pytest
 
 from stretto.base import paths
 from stretto.base.errors import UserError
-from stretto.base.paths import claimed, read_json, replacing, write_json, write_text
+from stretto.base.paths import claimed, read_json, replacing, require_new, write_json, write_text
 
 
 def test_a_file_takes_its_place_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
@@ -175,3 +175,18 @@ def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError), claimed(tmp_path / "runs" / "new"):
         raise UserError("refused before anything began")
     assert not (tmp_path / "runs").exists(), "nor folders above it, which the claim made"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError), claimed(tmp_path / "empty"):
+        raise UserError("refused before anything began")
+    assert not any((tmp_path / "empty").iterdir())
+    with claimed(tmp_path / "empty"):
+        (tmp_path / "empty" / "result").touch()
+    assert (tmp_path / "empty" / ".lock").is_file()
+
+
+def test_a_folder_with_a_lock_file_alone_is_new(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    require_new(tmp_path, force=False)
+    (tmp_path / "result").touch()
+    with pytest.raises(UserError, match="exists already"):
+        require_new(tmp_path, force=False)

@@ -115,7 +115,7 @@ def test_a_folder_without_metrics_is_named(tmp_path: Path) -> None:
 
 def test_wandb_is_asked_for_but_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # what an import of a missing package finds
-    with pytest.raises(UserError, match=r"wandb_project: W&B is not installed; pip install"):
+    with pytest.raises(UserError, match=r"--wandb p: W&B is not installed; pip install"):
         Tracker(tmp_path, wandb_project="p", tensorboard=False)
 
 
