@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -13,12 +15,13 @@ from zlib import crc32
 import numpy as np
 import torch
 
+from stretto.api.model import Model
 from stretto.api.search import named_subnet
 from stretto.api.stages import ModelLike, PathLike, new_folder, place, shown
 from stretto.base.config import validate_options
 from stretto.base.endpoint import served_name
 from stretto.base.errors import UserError, user_errors
-from stretto.base.paths import CHECKPOINT, checkpoint_folder, claimed, sized, write_json
+from stretto.base.paths import CHECKPOINT, checkpoint_folder, claimed, sized, user_path, write_json
 from stretto.base.track import say, wide_console
 from stretto.data.sources import open_source
 from stretto.evals.writing import Similarity
@@ -26,7 +29,7 @@ from stretto.harness.suites import SUITES as HARNESSES
 from stretto.harness.suites import Budget, Judged, ask, check_installed, harness_names, serving
 from stretto.model.checkpoint import read_config, read_presets, weights_hash
 from stretto.model.parallel import join
-from stretto.model.spec import Counts, count
+from stretto.model.spec import Counts, Subnet, count
 from stretto.post.battle import battle as play_battles
 from stretto.post.panel import PANEL_FILE, judged_by
 from stretto.post.panel import panels as writing_panels
@@ -105,7 +108,7 @@ def evaluate(
     suites: str | Sequence[str],
     out: PathLike | None = None,
     *,
-    subnet: str | None = None,
+    subnet: str | Subnet | None = None,
     presets: bool = False,
     judge: str | None = None,
     human: PathLike | None = None,
@@ -131,7 +134,9 @@ def evaluate(
         UserError: no such suite or size, or a judge that may not be used.
     """
     named = [suites] if isinstance(suites, str) else list(suites)
-    source, folder = place(model), new_folder(model, "eval") if out is None else Path(out)
+    source, folder = place(model), new_folder(model, "eval") if out is None else user_path(out, "out")
+    if isinstance(subnet, Subnet):
+        subnet = _named(source, subnet)
     theirs, ours = harness_names(named)
     flags = {"--right": right, "--judge": judge, "--human": human}
     _refuse_unused(theirs, ours, flags | {"--embed": settings.get("embed")}, flags | {"--subnet": subnet}, presets)
@@ -144,13 +149,23 @@ def evaluate(
         sizes = [f"{source}:{name}" for name in names]
         return compare([source, *sizes], folder, suites=ours, device=device, **settings)
     if ours:
-        people = None if human is None else Path(human)
+        people = None if human is None else user_path(human, "human")
         _evaluate(source, parse_suites(ours, HARNESSES), folder, asked, subnet, device, judge, people)
     if theirs:
         _ask_harnesses(source, theirs, folder / "harness" if ours else folder, asked, subnet, device)
     if right is not None:
-        say(f"{write_right_answers(folder, Path(right)):,} correct answers: {right}")
+        say(f"{write_right_answers(folder, user_path(right, 'right')):,} correct answers: {right}")
     return Evaluated(folder, read_evaluation(folder))
+
+
+def _named(source: Path, subnet: Subnet) -> str:
+    """Name of the size ``subnet`` of ``source``. Raises `UserError`: it has none."""
+    name = next((name for name, each in Model(source).subnets.items() if each == subnet), None)
+    if name is None:
+        raise UserError(
+            f"subnet: {subnet.label()}: no named size of {source}; extract it, and evaluate the checkpoint that this gives"
+        )
+    return name
 
 
 def _refuse_unused(
@@ -172,7 +187,7 @@ def compare(
     *,
     suites: str | Sequence[str] = (),
     teachers: Mapping[str, ModelLike] | Sequence[str] = (),
-    reference: str | None = None,
+    reference: ModelLike | None = None,
     battle: bool = False,
     device: str = "auto",
     **settings: Any,
@@ -193,14 +208,19 @@ def compare(
     """
     if not models:
         raise UserError("compare: no models; name at least one")
-    folder = new_folder(str(shown(models[0])).partition(":")[0], "compare") if out is None else Path(out)
+    folder = new_folder(str(shown(models[0])).partition(":")[0], "compare") if out is None else user_path(out, "out")
+    if (folder / RESULT_FILE).is_file():
+        raise UserError(
+            f"{folder}: contains an evaluation, whose report would be replaced; name another folder with --out"
+        )
     if isinstance(teachers, Mapping):
         teachers = [f"{name}={shown(each)}" for name, each in teachers.items()]
     asked, named = options(**settings), [shown(each) for each in models]
     if battle and len(named) < 2:
         raise UserError(f"--battle: {named[0]} alone has no opponent; name two models or more")
-    if reference is not None and reference not in named:
-        raise UserError(f"--reference {reference}: not among the models; use the same name as there")
+    against = None if reference is None else shown(reference)
+    if against is not None and against not in named:
+        raise UserError(f"--reference {against}: not among the models; use the same name as there")
     taught = {}
     for text in teachers:
         domain, equals, path = text.partition("=")
@@ -217,14 +237,15 @@ def compare(
     for text in (*named, *taught.values()):
         if wanted and not (Path(text) / RESULT_FILE).is_file():
             checkpoint_folder(sized(text)[0])  # raises an error for a missing model before another one is evaluated
-    for text in dict.fromkeys([*named, *taught.values()]):
+    outs = _eval_folders([*named, *taught.values()], folder / "evals")
+    for text, out_of in outs.items():
         # a teacher that is not among the models is evaluated on its domains only
         own = {domain for domain, path in taught.items() if path == text}
         missing = wanted if text in named else only_domains(wanted, own)
-        places[text] = _evaluated(text, missing, folder / "evals", asked, device)
+        places[text] = _evaluated(text, missing, out_of, asked, device)
     found = {text: read_evaluation(path) for text, path in places.items()}
     guides = {domain: found[path] for domain, path in taught.items()}
-    first, compared = 0 if reference is None else named.index(reference), [found[text] for text in named]
+    first, compared = 0 if against is None else named.index(against), [found[text] for text in named]
     done = compared_by_domain(compared, guides, asked.seed, first)
     if battle:
         done = replace(done, battles=play_battles(compared, [places[text] for text in named], first, asked.seed))
@@ -305,14 +326,29 @@ def _title(source: Path, subnet: str | None) -> str:
     return f"{name}:{subnet}" if subnet else name
 
 
-def _evaluated(text: str, suites: Mapping[str, SuiteConfig], folder: Path, options: EvalOptions, device: str) -> Path:
-    """Folder of the evaluation ``text``; a model named by ``text`` is evaluated first."""
+def _eval_folders(texts: Sequence[str], folder: Path) -> dict[str, Path]:
+    """Folder below ``folder`` for the evaluation of each of ``texts``, named after the end of its path. Where two of these names are the
+    same, a hash of the whole path is added."""
+    parts = {text: (sized(text)[0].parts[-3:], sized(text)[1]) for text in texts}
+    names = {
+        text: "-".join(part for part in (*path, subnet) if part not in ("/", "", CHECKPOINT))
+        for text, (path, subnet) in parts.items()
+    }
+    num = Counter(names.values())
+    for text, name in names.items():
+        if num[name] > 1:
+            path, subnet = sized(text)
+            names[text] += "-" + sha256(f"{path.resolve()}:{subnet}".encode()).hexdigest()[:8]
+    return {text: folder / name for text, name in names.items()}
+
+
+def _evaluated(text: str, suites: Mapping[str, SuiteConfig], out: Path, options: EvalOptions, device: str) -> Path:
+    """Folder of the evaluation ``text``; a model named by ``text`` is evaluated into ``out`` first."""
     if (Path(text) / RESULT_FILE).is_file():
         return Path(text)
     path, subnet = sized(text)
     if not suites:
         raise UserError(f"{text}: contains no evaluation; name the --suite, or run `stretto eval` before")
-    out = folder / "-".join(part for part in (*path.parts[-3:], subnet) if part not in ("/", "", CHECKPOINT))
     _evaluate(path, suites, out, options, subnet or None, device)
     return out
 

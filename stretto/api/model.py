@@ -24,7 +24,7 @@ from stretto.api.search import BEST, export_command, named_subnet, read_search
 from stretto.base.config import first_problem, validate
 from stretto.base.errors import UserError, check_text, user_errors
 from stretto.base.numbers import params, si
-from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, user_cache
+from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, user_cache, user_path
 from stretto.base.records import Lineage
 from stretto.engine.engine import Engine, stream
 from stretto.engine.loading import DTYPES, generation_ends, open_engine
@@ -203,15 +203,15 @@ class Scores(Tabled, Sequence[Score]):
 class Model:
     """A checkpoint and all of its sizes. `stretto.load` opens one. The weights are read at the first use."""
 
-    def __init__(self, source: Path, device: str = "auto", dtype: str | None = None):
+    def __init__(self, source: str | os.PathLike[str], device: str = "auto", dtype: str | None = None):
         """Open the run or checkpoint folder ``source``; ``device`` and ``dtype`` are those of `load`.
 
         Raises:
             UserError: there is no such checkpoint, or it is not supported.
         """
-        self.source = source
+        self.source = user_path(source, "source")
         """The run or checkpoint folder, as given."""
-        self.folder = checkpoint_folder(source)
+        self.folder = checkpoint_folder(self.source)
         """The checkpoint folder."""
         self.config: ModelConfig = read_config(self.folder)
         """Shape of the full network."""
@@ -220,6 +220,10 @@ class Model:
             raise UserError(f"dtype {dtype}: unknown; use {', '.join(DTYPES)}")
         default = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         self.dtype = DTYPES[dtype] if dtype is not None else default
+
+    def __fspath__(self) -> str:
+        """The run or checkpoint folder, so that a model is a path, too."""
+        return str(self.source)
 
     @property
     def run(self) -> Path | None:
@@ -479,8 +483,9 @@ class Model:
         known = (*DTYPES, *(["q8_0", "q4_0"] if gguf else []))
         if dtype not in known:
             raise UserError(f"dtype {dtype}: unknown; use {', '.join(known)}")
-        export_command(self.source, family, Path(out), dtype, gguf, force)
-        return Path(out)
+        path = user_path(out, "out")
+        export_command(self.source, family, path, dtype, gguf, force)
+        return path
 
     def __repr__(self) -> str:
         total = count(self.config, self.config.full()).total_params
@@ -504,13 +509,15 @@ def load(source: str | os.PathLike[str] | Model, *, device: str = "auto", dtype:
         UserError: there is no such model, it is damaged, or its architecture is not supported.
     """
     if isinstance(source, Model):
-        return source
+        kept = str(source.dtype).removeprefix("torch.")
+        asked = Model(source.source, source.device.type if device == "auto" else device, dtype or kept)
+        return source if (asked.device, asked.dtype) == (source.device, source.dtype) else asked
     if not isinstance(source, str | os.PathLike):
         raise UserError(f"source: {source!r}; needs a folder, a file, or a name on the hub")
-    named = os.fspath(source)
-    if (Path(named) / RUN_FILE).is_file() or (Path(named) / "config.json").is_file():
-        return Model(Path(named), device, dtype)
-    found = find_source(named)
+    named = user_path(source, "source")
+    if (named / RUN_FILE).is_file() or (named / "config.json").is_file():
+        return Model(named, device, dtype)
+    found = find_source(str(named))
     if found.is_dir():
         return Model(found, device, dtype)
     stat = found.stat()

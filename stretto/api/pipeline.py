@@ -31,10 +31,10 @@ from pydantic import Field
 
 from stretto.api.model import Model, load
 from stretto.api.stages import ModelLike, PathLike, place, run_folder
-from stretto.base.config import Config, differences, read_recipe, validate
+from stretto.base.config import Config, Settings, differences, read_recipe, validate
 from stretto.base.errors import UserError, nearest, user_errors
 from stretto.base.numbers import durations_alike, listed, short, si, si_alike
-from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, read_json, write_json
+from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, read_json, user_path, write_json
 from stretto.base.records import Receipt, find_lineage
 from stretto.base.track import read_metrics, say, wide_console
 from stretto.flow.run import MOVED
@@ -108,7 +108,7 @@ def run(
     until: str | None = None,
     dry_run: bool = False,
     price: float | None = None,
-    settings: Sequence[str] = (),
+    settings: Settings = (),
     device: str = "auto",
 ) -> Model | None:
     """Run a whole post-training: SFT, an expert for each domain, one student of all experts, online RL, evaluation.
@@ -132,7 +132,7 @@ def run(
     Raises:
         UserError: a bad recipe, one that changed since a stage finished, or a stage that failed.
     """
-    path, folder = Path(recipe), run_folder(out, recipe, "pipeline")
+    path, folder = user_path(recipe, "recipe"), run_folder(out, recipe, "pipeline")
     parsed = read_recipe(path, PipelineRecipe, settings)
     steps = plan(parsed, str(path))
     for flag, name in (("--from", first), ("--until", until)):

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from stretto.api.model import Model, load
 from stretto.api.rl import RlRecipeLike, made_start
-from stretto.api.stages import Data, ModelLike, PathLike, listed_data, new_folder, place, run_folder
+from stretto.api.stages import Data, ModelLike, PathLike, held_out_path, listed_data, new_folder, place, run_folder
 from stretto.api.train import (
     ADAPTER,
     begun_run,
@@ -23,9 +22,9 @@ from stretto.api.train import (
     same_folder,
     write_result,
 )
-from stretto.base.config import overriding, read_recipe, validate_options
+from stretto.base.config import Settings, overriding, read_recipe, validate_options
 from stretto.base.errors import UserError, user_errors
-from stretto.base.paths import CHECKPOINT, checkpoint_folder, require_new
+from stretto.base.paths import CHECKPOINT, checkpoint_folder, require_new, user_path
 from stretto.base.track import require_wandb, say
 from stretto.harness.suites import serving
 from stretto.learning.recipe import RlRecipe
@@ -56,7 +55,7 @@ def sft(
     adapter: PathLike | None = None,
     keep_adapter: bool = False,
     steps: int | None = None,
-    settings: Sequence[str] = (),
+    settings: Settings = (),
     resume: bool = False,
     device: str = "auto",
     wandb: str | None = None,
@@ -100,8 +99,11 @@ def sft(
     require_wandb(wandb)
     parsed = read_recipe(recipe, SftRecipe, overriding(settings, {"lora.rank": lora, "train.steps": steps}))
     resume = has_begun(folder, resume)
-    text, ranks = TextOptions(val, val_fraction, is_chat=True), join(device, parsed.train.ep)
-    origin, adapters = checkpoint_folder(place(model)).resolve(), None if adapter is None else Path(adapter)
+    text, ranks = TextOptions(held_out_path(val), val_fraction, is_chat=True), join(device, parsed.train.ep)
+    origin, adapters = (
+        checkpoint_folder(place(model)).resolve(),
+        None if adapter is None else user_path(adapter, "adapter"),
+    )
     network = stored_for_training(origin)  # refuses a damaged checkpoint before text is tokenised
     config, sizes = network.config, network.presets
     if adapters is not None:
@@ -171,7 +173,7 @@ def merge(
     parsed = validate_options(
         MergeOptions, {"method": method, "weights": list(weights), **options}, {"method": "method"}
     )
-    folder = new_folder(models[0], "merge") if out is None else Path(out)
+    folder = new_folder(models[0], "merge") if out is None else user_path(out, "out")
     require_new(folder, force)
     origin = None if base is None else place(base)
     return load(merge_checkpoints([place(model) for model in models], origin, folder, parsed))

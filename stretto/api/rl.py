@@ -12,7 +12,15 @@ import torch
 from stretto.api.model import Model, load
 from stretto.api.search import extract_command
 from stretto.api.stages import ModelLike, PathLike, place, run_folder, shown
-from stretto.base.config import check_unchanged, completed, read_recipe, source_name, validate
+from stretto.base.config import (
+    Settings,
+    check_unchanged,
+    completed,
+    listed_settings,
+    read_recipe,
+    source_name,
+    validate,
+)
 from stretto.base.errors import UserError, user_errors
 from stretto.base.paths import checkpoint_folder
 from stretto.base.records import read_lineage
@@ -75,7 +83,7 @@ def rl(
     model: ModelLike | None = None,
     out: PathLike | None = None,
     *,
-    settings: Sequence[str] = (),
+    settings: Settings = (),
     resume: bool = False,
     device: str = "auto",
     wandb: str | None = None,
@@ -132,7 +140,7 @@ def online(
     out: PathLike | None = None,
     *,
     self_teacher: bool = False,
-    settings: Sequence[str] = (),
+    settings: Settings = (),
     resume: bool = False,
     device: str = "auto",
     wandb: str | None = None,
@@ -166,7 +174,7 @@ def distill(
     *,
     teachers: Mapping[str, ModelLike] | Sequence[str] = (),
     subnet: str | None = None,
-    settings: Sequence[str] = (),
+    settings: Settings = (),
     resume: bool = False,
     device: str = "auto",
     wandb: str | None = None,
@@ -190,7 +198,9 @@ def distill(
     named = [f"{name}={shown(each)}" for name, each in teachers.items()] if isinstance(teachers, Mapping) else teachers
     student = None if model is None else place(model)
     parents = parent_settings(student) if subnet is not None and student is not None and not named else []
-    parsed = _in_this_process(read_recipe(recipe, RlRecipe, [*parents, *teacher_settings(named), *settings]))
+    parsed = _in_this_process(
+        read_recipe(recipe, RlRecipe, [*parents, *teacher_settings(named), *listed_settings(settings)])
+    )
     folder = run_folder(out, recipe, "distill")
     _check_student(parsed, student, subnet, resume)
     result = _run(parsed, folder, student, subnet, resume=resume, device=device, wandb_project=wandb, stage=DISTILL)

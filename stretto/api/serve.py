@@ -172,7 +172,8 @@ def generate_command(source: Path, prompt: str, options: ServeOptions, sampling:
 
 
 def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system: str | None) -> None:
-    """A conversation on the console; ends at /exit, /quit or the end of input. A line that causes an error is not added to it."""
+    """A conversation on the console; ends at /exit, /quit or the end of input. A line that causes an error, or whose
+    answer is interrupted with Ctrl-C, is not added to it."""
     check_text(system or "", "--system")
     opened, model = _open(source, options)
     subnet = model.default.of(model.config)
@@ -203,6 +204,9 @@ def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system
         try:
             check_text(line, "this line")
             answer = _answer(opened.engine, prompts, conversation, subnet, sampling)
+        except KeyboardInterrupt:
+            _say("\nnot answered: interrupted")
+            continue
         except UserError as error:
             remedy = "; /clear forgets what was said" if len(messages) > num_first else ""
             _say(f"not answered: {str(error).removeprefix('request console: ')}{remedy}")
@@ -217,9 +221,12 @@ def _answer(
     ids = prompts.chat(messages)
     reader = prompts.reader(None, reads_thoughts=True, is_thinking=prompts.thinks(ids))
     pieces: list[Piece] = []
-    for text in stream(engine, ids, subnet, sampling, prompts.visible_ids):
-        _say(text, end="")
-        pieces += reader.push(text)
+    with closing(
+        stream(engine, ids, subnet, sampling, prompts.visible_ids)
+    ) as texts:  # an interrupt leaves the engine idle
+        for text in texts:
+            _say(text, end="")
+            pieces += reader.push(text)
     _say("")
     pieces += reader.finish()
     thoughts = "".join(piece.text for piece in pieces if isinstance(piece, Thought))

@@ -50,9 +50,20 @@ from stretto.api.train import (
     same_folder,
     write_result,
 )
-from stretto.base.config import overriding, read_recipe, validate
+from stretto.base.config import Settings, overriding, read_recipe, validate
 from stretto.base.errors import UserError, user_errors
-from stretto.base.paths import CHECKPOINT, checkpoint_folder, claimed, remove, require_apart, require_new, write_json
+from stretto.base.paths import (
+    CHECKPOINT,
+    checkpoint_folder,
+    claimed,
+    expanded,
+    remove,
+    require_apart,
+    require_new,
+    user_cache,
+    user_path,
+    write_json,
+)
 from stretto.base.records import Meter
 from stretto.base.track import require_wandb, say
 from stretto.evals.loss import evaluate as loss_of
@@ -85,35 +96,53 @@ Data = PathLike | Sequence[PathLike]
 
 def place(model: ModelLike) -> Path:
     """The folder that ``model`` names."""
-    return model.source if isinstance(model, Model) else Path(model)
+    return model.source if isinstance(model, Model) else user_path(model, "model")
 
 
 def shown(model: ModelLike) -> str:
     """``model`` as the commands take it: a path, ``PATH:SUBNET`` or a URL."""
-    return str(model.source) if isinstance(model, Model) else os.fspath(model)
+    return str(model.source) if isinstance(model, Model) else expanded(model, "model")
 
 
 def listed_data(data: Data) -> list[str]:
     """``data`` as the commands take it."""
-    return [os.fspath(data)] if isinstance(data, str | os.PathLike) else [os.fspath(each) for each in data]
+    paths = [data] if isinstance(data, str | os.PathLike) else data
+    return [expanded(each, "data") for each in paths]
+
+
+def held_out_path(val: str | None) -> str | None:
+    """``val`` as the commands take it."""
+    return None if val is None else expanded(val, "val")
 
 
 def run_folder(out: PathLike | None, recipe: object, stage: str) -> Path:
     """``out``, or ``runs/`` and the name of the recipe's file, or of the stage where the recipe is no file.
     Raises `UserError`: there is a file with that name."""
     name = Path(recipe).stem if isinstance(recipe, str | os.PathLike) else stage
-    folder = Path("runs") / name if out is None else Path(out)
+    folder = Path("runs") / name if out is None else user_path(out, "out")
     if folder.is_file():
         raise UserError(f"{folder}: is a file, and the run needs a folder; choose another name with --out")
     return folder
 
 
 def new_folder(model: ModelLike, stage: str) -> Path:
-    """A folder beside the model's that does not exist yet: ``runs/demo-heal`` for ``runs/demo`` and ``heal``, then ``runs/demo-heal-2`` …"""
+    """A folder beside the model's that does not exist yet: ``runs/demo-heal`` for ``runs/demo`` and ``heal``, then ``runs/demo-heal-2`` …
+    A model in a cache or in a Python package has its results in ``runs/``."""
     source = place(model).resolve()
     base = source.with_name(f"{source.name}-{stage}")
+    if _is_cached(source):
+        is_snapshot = source.parent.name == "snapshots"  # of the hub: models--OWNER--NAME/snapshots/COMMIT
+        name = source.parents[1].name.rpartition("--")[2] if is_snapshot else source.name
+        base = Path("runs") / f"{name}-{stage}"
     numbered = (base.with_name(f"{base.name}-{number}") for number in itertools.count(2))
     return next(path for path in itertools.chain([base], numbered) if not path.exists())
+
+
+def _is_cached(source: Path) -> bool:
+    """Whether ``source`` lies in a cache of this user or of the Hugging Face hub, or in a Python package."""
+    named = [os.environ[name] for name in ("HF_HOME", "HF_HUB_CACHE") if os.environ.get(name)]
+    caches = [user_cache().parent, *map(Path, named)]
+    return "site-packages" in source.parts or any(source.is_relative_to(cache.resolve()) for cache in caches)
 
 
 @user_errors
@@ -128,7 +157,7 @@ def pretrain(
     tokenizer: PathLike | None = None,
     origin: ModelLike | None = None,
     steps: int | None = None,
-    settings: Sequence[str] = (),
+    settings: Settings = (),
     resume: bool = False,
     device: str = "auto",
     wandb: str | None = None,
@@ -164,11 +193,12 @@ def pretrain(
         given = model_to_go_on_with(folder, start)
     parsed = read_recipe(recipe, Recipe, overriding(settings, {"train.steps": steps}), given)
     default_family(parsed.network())  # raises an error before the training if no family can store the network
-    ranks, named, text = join(device, parsed.train.ep), listed_data(data), TextOptions(val, val_fraction, text_field)
+    ranks, named = join(device, parsed.train.ep), listed_data(data)
+    text = TextOptions(held_out_path(val), val_fraction, text_field)
     if given is not None and fixes_routers(folder, resume):
         parsed = parsed.continued()
     parsed = fit_memory(parsed, parsed.network(), ranks)
-    vocabulary = None if tokenizer is None else Path(tokenizer)
+    vocabulary = None if tokenizer is None else user_path(tokenizer, "tokenizer")
     origin_folder = checkpoint_folder(start).resolve() if start is not None else None
 
     def begin() -> RunInfo:
@@ -221,8 +251,9 @@ def adopt(
     before = {"flops": _as_integer(parent_flops), "tokens": _as_integer(parent_tokens)}
     conversion = upcycling(experts, top_k, method, shared)
     parsed = validate(AdoptOptions, options | {"upcycling": conversion, "before": before}, "stretto adopt")
-    folder = Path("runs") / Path(source).name if out is None else Path(out)
-    adopt_command(os.fspath(source), folder, parsed)
+    named = user_path(source, "source")
+    folder = Path("runs") / named.name if out is None else user_path(out, "out")
+    adopt_command(str(named), folder, parsed)
     return load(folder)
 
 
@@ -245,7 +276,7 @@ def elasticize(
     val_fraction: float | None = None,
     text_field: str = "text",
     steps: int | None = None,
-    settings: Sequence[str] = (),
+    settings: Settings = (),
     resume: bool = False,
     device: str = "auto",
 ) -> Model:
@@ -272,9 +303,10 @@ def elasticize(
     """
     keys = {"trainable": trainable, "cached_logits": cache_logits, "train.steps": steps}
     parsed = read_recipe(recipe, ElasticizeRecipe, overriding(settings, keys))
-    folder, in_place = place(source) if out is None else Path(out), out is None
+    folder, in_place = place(source) if out is None else user_path(out, "out"), out is None
     resume = has_begun(folder, resume, in_place)
-    ranks, named, text = join(device, parsed.train.ep), listed_data(data), TextOptions(val, val_fraction, text_field)
+    ranks, named = join(device, parsed.train.ep), listed_data(data)
+    text = TextOptions(held_out_path(val), val_fraction, text_field)
 
     def begin() -> RunInfo:
         origin = kept_checkpoint(folder) if in_place else checkpoint_folder(place(source)).resolve()
@@ -430,7 +462,7 @@ def search(
             lambda: held.enter_context(claimed(run / "search"))
         )  # tokens and healed candidates are written there
         if named:
-            text = TextOptions(val, val_fraction, text_field)
+            text = TextOptions(held_out_path(val), val_fraction, text_field)
             info = ranks.first(lambda: on_other_data(run, info, named, text, checkpoint))
         batches = held_out(info, info.train, ranks)
         table = _table(run, network, ranks, needed=max_latency_ms is not None)
@@ -503,7 +535,7 @@ def extract(
     Raises:
         UserError: the model has no such size, ``out`` exists, or its logits differ by more than rounding.
     """
-    folder = new_folder(model, "extract") if out is None else Path(out)
+    folder = new_folder(model, "extract") if out is None else user_path(out, "out")
     extract_command(place(model), subnet if isinstance(subnet, Subnet) else subnet or "full", folder, device, force)
     return load(folder, device=device)
 
@@ -520,7 +552,7 @@ def heal(
     val_fraction: float | None = None,
     text_field: str = "text",
     steps: int | None = None,
-    settings: Sequence[str] = (),
+    settings: Settings = (),
     resume: bool = False,
     force: bool = False,
     device: str = "auto",
@@ -545,9 +577,9 @@ def heal(
     Raises:
         UserError: bad data or recipe, ``out`` exists, or the teacher is not found.
     """
-    out_folder = new_folder(model, "heal") if out is None else Path(out)
+    out_folder = new_folder(model, "heal") if out is None else user_path(out, "out")
     parsed = read_recipe(recipe, HealRecipe, overriding(settings, {"train.steps": steps}))
-    run = out_folder.with_name(out_folder.name + ".run")
+    run = out_folder.parent / f"{out_folder.name}.run"
     resume = has_begun(run, resume)
     folder, teacher_place = checkpoint_folder(place(model)), None if teacher is None else place(teacher)
     teacher_folder = None if teacher_place is None else checkpoint_folder(teacher_place)
@@ -559,7 +591,8 @@ def heal(
         say(f"{folder}: its integer weights are dequantised for healing; quantise the healed checkpoint again")
     if fixes_routers(run, resume):
         parsed = parsed.for_network(student.config)
-    ranks, named, text = join(device, parsed.train.ep), listed_data(data), TextOptions(val, val_fraction, text_field)
+    ranks, named = join(device, parsed.train.ep), listed_data(data)
+    text = TextOptions(held_out_path(val), val_fraction, text_field)
 
     def begin() -> RunInfo:
         if not resume:
@@ -619,6 +652,6 @@ def quantise(
     options = validate(
         QuantiseOptions, {name: given[name] for name in QuantiseOptions.model_fields}, "stretto quantise"
     )
-    folder = new_folder(model, options.dtype) if out is None else Path(out)
+    folder = new_folder(model, options.dtype) if out is None else user_path(out, "out")
     quantise_command(place(model), folder, options, listed_data(data), device, force)
     return load(folder, device=device)

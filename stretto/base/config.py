@@ -12,7 +12,7 @@ import json
 import math
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar, Union, get_args, get
 from pydantic import BaseModel, ConfigDict, Tag, ValidationError
 from pydantic_core import ErrorDetails, to_jsonable_python
 
-from stretto.base.errors import UserError, nearest
+from stretto.base.errors import UserError, nearest, one_line
 from stretto.base.paths import RECIPES, read_json
 from stretto.base.plugin import name_of
 
@@ -55,12 +55,14 @@ class Config(BaseModel):
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)
+Settings = str | Sequence[str] | Mapping[str, Any]
+"""Overrides of single recipe keys: ``["train.rows=8"]``, ``"train.rows=8"`` or ``{"train.rows": 8}``."""
 
 
 def read_recipe(
     recipe: str | os.PathLike[str] | Mapping[str, Any] | Config,
     kind: type[ConfigT],
-    overrides: Sequence[str] = (),
+    overrides: Settings = (),
     given: Mapping[str, Any] | None = None,
 ) -> ConfigT:
     """Read a recipe, replace its tables by those in ``given``, apply the overrides, and validate the result as ``kind``.
@@ -68,12 +70,12 @@ def read_recipe(
     Args:
         recipe: a TOML file, a JSON file (the form in run folders), the name of a shipped recipe, a mapping, or a recipe object. A class
             or function in a mapping is replaced by its name (`stretto.base.plugin.name_of`).
-        overrides: items of the form ``key.path=value``.
+        overrides: items of the form ``key.path=value``, one of them, or a mapping of such keys to values.
 
     Raises:
         UserError: the file is missing or cannot be read, a key is unknown, or a value is invalid.
     """
-    source = source_name(recipe)
+    source, overrides = source_name(recipe), listed_settings(overrides)
     if isinstance(recipe, str | os.PathLike):
         tree = read_tree(Path(source))
     else:
@@ -153,9 +155,27 @@ def source_name(recipe: str | os.PathLike[str] | Mapping[str, Any] | Config) -> 
     return "recipe" if isinstance(recipe, Mapping) else str(find_recipe(os.fspath(recipe)))
 
 
-def overriding(settings: Sequence[str], options: Mapping[str, Any]) -> list[str]:
+def listed_settings(settings: Settings) -> list[str]:
+    """``settings`` as overrides of the form ``key.path=value``. Raises `UserError`: they are something else."""
+    if isinstance(settings, Mapping):
+        return [f"{key}={_as_toml(key, value)}" for key, value in settings.items()]
+    listed = [settings] if isinstance(settings, str) else settings
+    if not isinstance(listed, Iterable) or not all(isinstance(each, str) for each in listed):
+        raise UserError('settings: needs texts such as "train.rows=8", or a mapping of keys to values')
+    return list(listed)
+
+
+def _as_toml(key: str, value: Any) -> str:
+    """A number, a text or a list of them, as TOML spells it. Raises `UserError`: another value."""
+    items = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(item, str | int | float) for item in items):
+        raise UserError(f"settings: {key}: needs a number, a text or a list of them, is {one_line(value, _MAX_SHOWN)}")
+    return json.dumps(value, ensure_ascii=False)  # TOML writes these like JSON
+
+
+def overriding(settings: Settings, options: Mapping[str, Any]) -> list[str]:
     """``settings`` and one more override for each of ``options`` that is not None."""
-    return [*settings, *(f"{key}={value}" for key, value in options.items() if value is not None)]
+    return [*listed_settings(settings), *(f"{key}={value}" for key, value in options.items() if value is not None)]
 
 
 def _plain(value: Any) -> Any:
@@ -170,7 +190,7 @@ def find_recipe(name: Path | str) -> Path:
 
     Raises UserError: no such recipe.
     """
-    path = Path(name)
+    path = Path(os.path.expanduser(name))
     if path.exists() and not path.is_dir():  # a recipe may also come from a pipe
         return path
     if path.is_symlink() and not path.exists():

@@ -25,6 +25,8 @@ _PARTIAL = ".{name}.{token}.partial"
 """Name of a file or folder that is being written; the token has 16 digits."""
 FREE_AND_RESUME = "free some space, and run the same command again with --resume"
 """Remedy for a disk that is full in the middle of a run."""
+_WRONG_PATH = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EBUSY, errno.ENAMETOOLONG, errno.ELOOP)
+"""Errors that are about the path; more space would not help."""
 LOCK_FILE = ".lock"
 """File in a claimed folder; contains the process and host of its owner."""
 
@@ -32,6 +34,19 @@ LOCK_FILE = ".lock"
 def user_cache() -> Path:
     """Folder of files that Stretto keeps for this user and can make again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stretto"
+
+
+def expanded(given: str | os.PathLike[str], name: str) -> str:
+    """What a caller of the Python API gave for ``name``, a path or a text that begins with one; ``~`` is the home folder. Raises
+    `UserError`: it is empty."""
+    if not os.fspath(given):
+        raise UserError(f"{name}: is empty; name a file or a folder")
+    return os.path.expanduser(given)
+
+
+def user_path(given: str | os.PathLike[str], name: str) -> Path:
+    """`expanded` as a path."""
+    return Path(expanded(given, name))
 
 
 def checkpoint_folder(path: Path | str) -> Path:
@@ -127,8 +142,9 @@ def replacing(path: Path | str, remedy: str = "free some space or choose another
 
 
 def _remedy(error: OSError, otherwise: str) -> str:
-    is_denied = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-    return "choose a folder that you may write to" if is_denied else otherwise
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "choose a folder that you may write to"
+    return "choose another folder" if error.errno in _WRONG_PATH else otherwise
 
 
 def require_writable(folder: Path) -> None:
@@ -156,7 +172,10 @@ def is_empty(folder: Path) -> bool:
 
 
 def require_new(out: Path, force: bool) -> None:
-    """Raises `UserError` if ``out`` is a file or a folder that is not empty, and ``force`` does not allow to replace it."""
+    """Raises `UserError` if ``out`` is a file or a folder that is not empty, and ``force`` does not allow to replace it, or if it is or
+    contains the current folder, which cannot be replaced."""
+    if Path.cwd().is_relative_to(out.resolve()):
+        raise UserError(f"{out}: contains the current folder, which cannot be replaced; name a new folder")
     if not force and out.exists() and not (out.is_dir() and is_empty(out)):
         raise UserError(f"{out}: exists already; choose another name, or replace it with --force")
 

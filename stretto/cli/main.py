@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
 from itertools import takewhile
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 import typer.core
 import typer.main
 
+from stretto import __version__
 from stretto.base.errors import UserError, of_system
 from stretto.base.openmp import wait_briefly
 from stretto.cli.judge import judge
 from stretto.cli.launch import end_for_good, exit_if_ended
-from stretto.cli.options import Command
+from stretto.cli.options import Command, say
 from stretto.cli.pictures import enhance, paint, studio
 from stretto.cli.post import compare, distill, evaluate, merge, online, run, sft
 from stretto.cli.rl import rl, top
@@ -91,6 +93,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # help texts name tables such as [model], which markup would swallow
 )
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        say(f"stretto {__version__}")
+        raise typer.Exit
+
+
+@app.callback(help=app.info.help, cls=Commands, no_args_is_help=True)
+def _general(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    pass  # the option has a callback of its own
+
+
 for functions in SECTIONS.values():
     for function in functions:
         app.command(_name(function), cls=Command)(function)
@@ -104,9 +123,15 @@ def main() -> None:
     wait_briefly(os.environ)  # before torch is imported
     try:
         code = command(prog_name="stretto", standalone_mode=False)  # newer versions of typer return the exit code
+        sys.stdout.flush()
     except UserError as error:
         _fail(str(error), error.exit_code)
     except OSError as error:
+        if error.filename is None and error.errno in (errno.ENOSPC, errno.EPIPE):
+            _drop_output()
+            if error.errno == errno.EPIPE:  # the reader, such as head, has seen enough
+                sys.exit(1)
+            _fail("the output cannot be written: No space left on device; free some space, or write it elsewhere", 2)
         if (problem := of_system(error)) is None:
             raise
         _fail(str(problem), problem.exit_code)
@@ -122,8 +147,21 @@ def main() -> None:
         error.show()  # type: ignore[attr-defined]  # prints the help of a command without arguments
         sys.exit(int(error.exit_code))
     if code == 130:
-        _fail("interrupted; a training run continues with --resume", 130)
+        _fail("interrupted" + ("; a training run continues with --resume" if _resumes(sys.argv[1:]) else ""), 130)
     sys.exit(code or 0)
+
+
+def _drop_output() -> None:
+    """Send what is still buffered for the standard output to nowhere; Python would try to write it once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _resumes(arguments: Sequence[str]) -> bool:
+    """Whether the command that ``arguments`` name has the option ``--resume``."""
+    found: Any = command
+    for argument in arguments:
+        found = getattr(found, "commands", {}).get(argument, found)
+    return any("--resume" in parameter.opts for parameter in found.params)
 
 
 def usage_problem(error: Any, arguments: Sequence[str]) -> str | None:

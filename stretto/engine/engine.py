@@ -13,7 +13,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import MappingProxyType
@@ -412,7 +412,7 @@ def _most_positions(config: EngineConfig, net: ModelConfig) -> int:
 
 def stream(
     engine: Engine, ids: list[int], subnet: Subnet, sampling: Sampling, visible_ids: frozenset[int] = frozenset()
-) -> Iterator[str]:
+) -> Generator[str]:
     """Yield the continuation of ``ids`` piece by piece. Closing the iterator ends the request. Raises `UserError`: the engine could not
     finish the request."""
     request = Request("console", tuple(ids), sampling, Phases(subnet), visible_ids=visible_ids)

@@ -163,7 +163,7 @@ def join(device: str = "auto", ep: int = 1) -> Ranks:
     """
     variables = (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
     world, rank, local = (int(os.environ.get(name, default)) for name, default in variables)
-    kind = check_ranks(device, ep, world, local + 1)
+    kind = check_ranks(str(device), ep, world, local + 1)  # `torch.device("cpu")` is "cpu", too
     if kind == "cuda":
         torch.cuda.set_device(local)
         kind = f"cuda:{local}"

@@ -10,10 +10,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from stretto.base.config import Config, read_recipe, read_tree, source_name, validate
+from stretto.base.config import Config, Settings, read_recipe, read_tree, source_name, validate
 from stretto.base.errors import UserError, user_errors
 from stretto.base.numbers import counted, size_in_bytes
-from stretto.base.paths import checkpoint_folder, read_json
+from stretto.base.paths import checkpoint_folder, read_json, user_path
 from stretto.learning.recipe import RlRecipe
 from stretto.model.families import from_hf
 from stretto.model.headers import STRETTO_FILE
@@ -183,7 +183,7 @@ def plan(
     sweep: bool = False,
     price: float | None = None,
     workload: Workload | None = None,
-    settings: Sequence[str] = (),
+    settings: Settings = (),
 ) -> Plan:
     """Predict memory, speed, limit and cost of a recipe of `stretto pretrain`, `stretto elasticize` or `stretto rl` (docs/CLUSTER.md).
 
@@ -240,7 +240,7 @@ def _tree(recipe: Any) -> Mapping[str, Any]:
 
 
 def _read_network(model: str | os.PathLike[str]) -> ModelConfig:
-    folder = checkpoint_folder(os.fspath(model))
+    folder = checkpoint_folder(user_path(model, "model"))
     if (own := folder / STRETTO_FILE).is_file():  # config.json may pad the network to its family
         tree = read_json(own)
         return validate(ModelConfig, tree.get("config", {}) if isinstance(tree, dict) else {}, str(own))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -17,6 +18,8 @@ import pytest
 import torch
 
 import stretto
+from stretto.api.evaluate import _eval_folders, _named
+from stretto.api.stages import new_folder
 from stretto.base.errors import UserError
 from stretto.base.track import read_metrics
 from stretto.cli.main import SECTIONS
@@ -209,6 +212,19 @@ def test_a_model_continues_after_a_request_that_fails(served_run: Path) -> None:
         (lambda model: model.subnet(3), "subnet: 3; needs a name"),
         (lambda model: model.logits([[1.5, 2]]), "token_ids: not a table of integers"),
         (lambda _: stretto.load(3), "source: 3; needs a folder"),
+        (lambda _: stretto.load(""), "source: is empty"),
+        (lambda model: model.export(""), "out: is empty"),
+        (lambda _: stretto.pretrain("small", ""), "data: is empty"),
+        (lambda _: stretto.pretrain("small", "a.txt", ""), "out: is empty"),
+        (lambda _: stretto.pretrain("small", "a.txt", "o", val=""), "val: is empty"),
+        (lambda _: stretto.compare([""]), "model: is empty"),
+        (lambda model: stretto.extract(model, "half", "."), "contains the current folder, which cannot be replaced"),
+        (lambda model: stretto.heal(model, "a.txt", "."), "contains the current folder, which cannot be replaced"),
+        (lambda _: stretto.pretrain("small", "a.txt", "o", settings=5), "settings: needs texts"),
+        (
+            lambda _: stretto.pretrain("small", "a.txt", "o", settings={"train.rows": None}),
+            "settings: train.rows: needs a",
+        ),
     ],
 )
 def test_arguments_of_other_types_are_one_line(served_run: Path, call: Callable[[Any], Any], message: str) -> None:
@@ -331,3 +347,46 @@ print([name for name in {slow} if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_the_home_folder_and_other_spellings_of_arguments(
+    served_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run").symlink_to(served_run)
+    model = stretto.Model("~/run", torch.device("cpu"))  # type: ignore[arg-type]
+    assert model.source == tmp_path / "run" and list(model.subnets) == ["full", "half", "corner"]
+    assert model.export("~/out/hf") == tmp_path / "out/hf" and (tmp_path / "out/hf/config.json").is_file()
+    assert stretto.load(model) is model and stretto.load(model, dtype="float32") is model
+    assert stretto.load(model, dtype="bfloat16").dtype == torch.bfloat16
+    assert stretto.plan("rl_gym", "2xcpu", model=model).network == model.config
+    for settings in ("train.rows=0", ["train.rows=0"], {"train.rows": 0}):
+        with pytest.raises(UserError, match=r"train.rows: .*from the setting train.rows=0"):
+            stretto.pretrain("small", "a.txt", "o", settings=settings)
+
+
+def test_results_of_a_cached_model_are_not_written_into_the_cache(
+    served_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert new_folder(served_run, "heal") == served_run.resolve().with_name(f"{served_run.name}-heal")
+    assert new_folder(tmp_path / "stretto/models/tiny-0123", "heal") == Path("runs/tiny-0123-heal")
+    snapshot = tmp_path / "huggingface/hub/models--Qwen--Tiny/snapshots/0123"
+    assert new_folder(snapshot, "heal") == Path("runs/Tiny-heal")
+
+
+def test_a_size_of_a_model_is_evaluated_by_its_object(served_run: Path) -> None:
+    model = stretto.load(served_run, device="cpu")
+    assert _named(served_run, model.subnet("half")) == "half"
+    with pytest.raises(UserError, match=r"no named size of .*; extract it"):
+        _named(served_run, model.subnet("layers=2"))
+
+
+def test_folders_of_compared_models_do_not_collide(tmp_path: Path) -> None:
+    texts = [f"{tmp_path}/{name}/runs/model/checkpoint" for name in ("one", "two")]
+    found = _eval_folders([*texts, f"{tmp_path}/one/runs/other"], tmp_path)
+    assert len(set(found.values())) == 3 and found[f"{tmp_path}/one/runs/other"].name == "one-runs-other"
+    assert all(re.fullmatch("runs-model-[0-9a-f]{8}", found[text].name) for text in texts)
+    (tmp_path / "eval.json").touch()
+    with pytest.raises(UserError, match="contains an evaluation, whose report would be replaced"):
+        stretto.compare([tmp_path], tmp_path)

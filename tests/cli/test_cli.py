@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
+from stretto import __version__
+from stretto.cli.main import _resumes
 from tests.api.conftest import Run, refused
 
 
@@ -41,3 +46,21 @@ def test_no_arguments_are_a_question(stretto: Run) -> None:
 
 def test_a_name_does_not_break_the_line_that_tells_it(stretto: Run) -> None:
     refused(stretto("cost", "a\nb\x1b[2J\r"), r"a\nb\x1b[2J\r: config.json: no such file")
+
+
+def test_the_version_is_printed(stretto: Run) -> None:
+    done = stretto("--version")
+    assert (done.code, done.out) == (0, f"stretto {__version__}\n")
+
+
+def test_output_that_cannot_be_written_is_one_line() -> None:
+    for arguments in (["--version"], ["plan", "demo", "--gpus", "2xcpu"]):
+        with open("/dev/full", "w") as full:
+            command = [sys.executable, "-m", "stretto", *arguments]
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and "No space left" in done.stderr, done
+
+
+def test_only_commands_that_resume_say_so_when_interrupted() -> None:
+    assert _resumes(["pretrain", "small", "--data", "generate"]) and _resumes(["rl", "x"])
+    assert not any(_resumes([name, "run"]) for name in ("generate", "top", "chat")) and not _resumes([])

@@ -21,6 +21,7 @@ import pytest
 
 from bench.common.server import serving
 from stretto import load
+from stretto.api import serve
 from stretto.api.serve import is_chat_tuned
 from stretto.base.records import Lineage, Receipt, new_lineage, write_lineage
 from stretto.engine.async_engine import AsyncEngine
@@ -195,6 +196,30 @@ def test_a_line_that_cannot_be_answered_ends_no_session(
     assert "no room for a completion" in long and len(long.strip().splitlines()) == 1
     assert long.startswith("not answered: prompt: ") and "/clear" not in long
     assert "not UTF-8" in broken
+    tokenizer = open_engine(served_run).engine.tokenizer
+    assert tokenizer is not None  # what was not answered is no part of the conversation
+    ids = tokenizer.encode_rendered(render(CHATML, [{"role": "user", "content": "rows?"}], add_generation_prompt=True))
+    assert answered == answer(served_run, ids, SERVED.full()) + "\n"
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_session(
+    stretto: Run, served_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, pieces = serve._say, []
+
+    def say(text: str, end: str = "\n") -> None:
+        pieces.extend([text] if not end else [])
+        if len(pieces) == 2:
+            pieces.append("")
+            raise KeyboardInterrupt
+        real(text, end)
+
+    monkeypatch.setattr(serve, "_say", say)
+    monkeypatch.setattr("sys.stdin", io.StringIO("steps?\nrows?\n"))
+    done = stretto("chat", served_run, "--temperature", 0, "--max-tokens", 12)
+    assert done.code == 0, done.err
+    cut, answered, _ = done.out.split("> ")[1:]
+    assert cut.endswith("\nnot answered: interrupted\n")
     tokenizer = open_engine(served_run).engine.tokenizer
     assert tokenizer is not None  # what was not answered is no part of the conversation
     ids = tokenizer.encode_rendered(render(CHATML, [{"role": "user", "content": "rows?"}], add_generation_prompt=True))
