@@ -100,10 +100,8 @@ def sft(
     parsed = read_recipe(recipe, SftRecipe, overriding(settings, {"lora.rank": lora, "train.steps": steps}))
     resume = has_begun(folder, resume)
     text, ranks = TextOptions(held_out_path(val), val_fraction, is_chat=True), join(device, parsed.train.ep)
-    origin, adapters = (
-        checkpoint_folder(place(model)).resolve(),
-        None if adapter is None else user_path(adapter, "adapter"),
-    )
+    origin = checkpoint_folder(place(model)).resolve()
+    adapters = None if adapter is None else user_path(adapter, "adapter")
     network = stored_for_training(origin)  # refuses a damaged checkpoint before text is tokenised
     config, sizes = network.config, network.presets
     if adapters is not None:

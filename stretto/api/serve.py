@@ -221,9 +221,8 @@ def _answer(
     ids = prompts.chat(messages)
     reader = prompts.reader(None, reads_thoughts=True, is_thinking=prompts.thinks(ids))
     pieces: list[Piece] = []
-    with closing(
-        stream(engine, ids, subnet, sampling, prompts.visible_ids)
-    ) as texts:  # an interrupt leaves the engine idle
+    # closing it, as after an interrupt, leaves the engine idle
+    with closing(stream(engine, ids, subnet, sampling, prompts.visible_ids)) as texts:
         for text in texts:
             _say(text, end="")
             pieces += reader.push(text)

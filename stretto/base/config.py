@@ -498,7 +498,7 @@ def _members(annotation: Any, tag: str | None = None) -> list[_Member]:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         tags = [each.tag for each in arguments[1:] if isinstance(each, Tag)]
-        return _members(arguments[0], *tags[:1] or [tag])
+        return _members(arguments[0], tags[0] if tags else tag)
     if origin in (Union, UnionType):
         return [member for each in arguments if each is not NoneType for member in _members(each, tag)]
     return [_Member(annotation, tag)]

@@ -270,9 +270,8 @@ def _mask(x_MV: Tensor, batch: Batch, rows: Sequence[Row]) -> None:
         longer = allowed[place].copy()
         bytes_of = longer.view(np.uint8)
         for token in ends:
-            if token < 8 * len(
-                bytes_of
-            ):  # a padded embedding has tokens beyond the words, which are not allowed anyway
+            # a padded embedding has tokens beyond the words, which are not allowed anyway
+            if token < 8 * len(bytes_of):
                 bytes_of[token // 8] &= ~(1 << token % 8) & 0xFF
         if longer.any():
             allowed[place] = longer

@@ -471,9 +471,8 @@ class TrainerRole:
             if distill is None:
                 return credits
             advantages = [each.advantages_S for each in credits]
-            masks = [
-                each.weights_S > 0 for each in credits
-            ]  # the normaliser's weights are 0 only where nothing is trained
+            # the normaliser's weights are 0 only where nothing is trained
+            masks = [each.weights_S > 0 for each in credits]
         weights = source_weights(
             [sample.source for sample in samples],
             [int(mask_S.sum()) for mask_S in masks],

@@ -47,7 +47,7 @@ def said_emulated(device: torch.device) -> str:
     """`why_emulated`, said once to a run that therefore computes with `stretto.ops.fp8`."""
     why = why_emulated(device)
     if why:
-        say(f"FP8: {why}: products are emulated in fp32, which is slower than bf16")
+        say(f"FP8: {why}: products are emulated in fp64, which is slower than bf16")
     return why
 
 
