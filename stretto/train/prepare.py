@@ -215,10 +215,8 @@ def _own_tokenizer(folder: Path, sources: Sequence[Source], weights: Sequence[fl
     if not (folder / "tokenizer.json").is_file():
         documents = _weighted(sources, weights)
         if (first := next(documents, None)) is None:
-            for source in sources:
-                deque(
-                    source.read("train"), maxlen=0
-                )  # raises an error that names the file, unless a folder has blank files only
+            for source in sources:  # raises an error that names the file, unless a folder has blank files only
+                deque(source.read("train"), maxlen=0)
             raise UserError(f"--data: {', '.join(source.name for source in sources)}: no text; name files with text")
         trained = learn_tokenizer(chain([first], documents), vocab_size)
         write_json(path, request)
