@@ -33,7 +33,7 @@ from stretto.api.stages import heal, pretrain, search
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.numbers import loss, si
-from stretto.base.paths import CHECKPOINT, RECIPES, claimed, is_empty, remove, require_writable, write_json, write_text
+from stretto.base.paths import CHECKPOINT, LOCK_FILE, RECIPES, claimed, remove, require_writable, write_json, write_text
 from stretto.base.track import progress, read_metrics, say, wide_console
 from stretto.data.demo_text import TEMPLATE, demo_documents, passages
 from stretto.data.sources import Document
@@ -75,7 +75,7 @@ def demo_command(run: Path, fresh: bool = False, post: bool = False) -> None:
     """Run the demo in ``run``. Stages that have ended are not run again.
 
     Args:
-        fresh: delete first what an earlier demo left in ``run``.
+        fresh: empty ``run`` first, which an earlier demo made.
         post: also post-train the small model that the demo made, and evaluate it after every stage.
 
     Raises:
@@ -103,13 +103,15 @@ def run_stages(run: Path, stages_of: Callable[[Path], Sequence[Stage]], first: s
 
     Args:
         first: folder that the first stage makes in ``run``.
-        fresh: delete first what an earlier demo left in ``run``.
+        fresh: empty ``run`` first, which an earlier demo made.
 
     Raises:
         UserError: ``run`` holds something else, cannot be written, or another process runs in it.
     """
     require_writable(run)
-    is_new = not run.exists() or (run.is_dir() and is_empty(run))
+    held = {path.name for path in run.iterdir()} if run.is_dir() else set()
+    # a demo that was killed at once has left an empty mark
+    is_new = not run.exists() or (run.is_dir() and held <= {MARK, LOCK_FILE} and not _is_marked(run, first))
     if fresh and not is_new:
         _clear(run, first)
     elif not (is_new or (run / first).is_dir() or _is_marked(run, first)):
@@ -118,8 +120,7 @@ def run_stages(run: Path, stages_of: Callable[[Path], Sequence[Stage]], first: s
     stages = stages_of(run)
     # The claim is on a folder inside, because stages claim the run folder itself.
     with claimed(run / MARK):
-        if is_new or fresh:
-            write_text(run / MARK / "name", first)
+        write_text(run / MARK / "name", first)
         for number, stage in enumerate(stages, 1):
             done = (run / stage.result).exists()
             console.rule(f"[bold]{number}/{len(stages)}[/bold]  {stage.title}" + ("  (done before)" if done else ""))

@@ -24,7 +24,7 @@ from stretto.api.search import BEST, export_command, named_subnet, read_search
 from stretto.base.config import first_problem, validate
 from stretto.base.errors import UserError, check_text, user_errors
 from stretto.base.numbers import params, si
-from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, user_cache, user_path
+from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, expanded, user_cache, user_path
 from stretto.base.records import Lineage
 from stretto.engine.engine import Engine, stream
 from stretto.engine.loading import DTYPES, generation_ends, open_engine
@@ -517,7 +517,7 @@ def load(source: str | os.PathLike[str] | Model, *, device: str = "auto", dtype:
     named = user_path(source, "source")
     if (named / RUN_FILE).is_file() or (named / "config.json").is_file():
         return Model(named, device, dtype)
-    found = find_source(str(named))
+    found = find_source(expanded(source, "source"))  # as it is spelled: ./a/b is no name on the hub
     if found.is_dir():
         return Model(found, device, dtype)
     stat = found.stat()
@@ -546,7 +546,7 @@ def _sampling(fields: Mapping[str, Any]) -> Sampling:
     return sampling
 
 
-def _conversation(messages: str | Iterable[Mapping[str, Any]]) -> list[Message]:
+def _conversation(messages: str | Iterable[Any]) -> list[Message]:
     """The messages of a conversation; a text is one message of the user. Raises `UserError`: something else."""
     given = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     if isinstance(given, Mapping) or not isinstance(given, Iterable):
@@ -554,8 +554,10 @@ def _conversation(messages: str | Iterable[Mapping[str, Any]]) -> list[Message]:
     conversation = []
     for number, message in enumerate(given):
         try:
-            read = Message.model_validate(dict(message) if isinstance(message, Mapping) else message)
-        except ValidationError as error:
+            read = message if isinstance(message, Message) else Message.model_validate(dict(message))
+        except (TypeError, ValueError) as error:
+            if not isinstance(error, ValidationError):
+                raise UserError(f'messages.{number}: must be a message {{"role": …, "content": …}}') from None
             problem = first_problem(error, Message)
             raise UserError(": ".join(filter(None, (f"messages.{number}", problem.field, problem.message)))) from None
         for text in [read.content] if isinstance(read.content, str) else [part.text for part in read.content or ()]:

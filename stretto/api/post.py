@@ -14,8 +14,8 @@ from stretto.api.train import (
     ADAPTER,
     begun_run,
     claim_run,
-    fixes_routers,
     has_begun,
+    leaves_routers,
     new_info,
     new_job,
     own_tokenizer,
@@ -113,7 +113,7 @@ def sft(
         parsed = parsed.replace(lora=read_adapter_config(adapters, config, network.family))
     if keep_adapter and parsed.lora is None:
         raise UserError("--keep-adapter: no adapters are trained; add --lora 16")
-    complete = parsed.for_network(config, sizes, fixes_routers=fixes_routers(folder, resume))
+    complete = parsed.for_network(config, sizes, leaves_routers(config, parsed, folder, resume, ranks))
     tokenizer = own_tokenizer(origin)
     template = load_tokenizer(tokenizer).chat_template
     if template is None:

@@ -310,8 +310,8 @@ def check_ranks(recipe: RlRecipe, start: Path | None, devices: Sequence[str]) ->
 
 
 def _check_length(recipe: RlRecipe, start: Path | None) -> None:
-    """Check that the policy, which begins at ``start`` or is the recipe's own, has a position for every token of the longest sample,
-    and that batch-invariant attention takes as many. Raises UserError: one of them has fewer, or the checkpoint cannot be read."""
+    """Check that the policy, which begins at ``start`` or is the recipe's own, has a position for every token of a sample, and that
+    batch-invariant attention takes a packed row. Raises UserError: they do not, or the checkpoint cannot be read."""
     model = None if recipe.start is None else recipe.start.model
     config = stored_for_training(start).config if start is not None else model
     length = recipe.train.seq_len
@@ -320,9 +320,10 @@ def _check_length(recipe: RlRecipe, start: Path | None) -> None:
             f"train.seq_len: {length} exceeds the {longest} tokens that batch-invariant attention takes; set at most that many, "
             "or leave precision.batch_invariant out"
         )
-    if config is not None and length > config.max_positions:  # without a network, `made_start` refuses
+    if config is not None and recipe.sample_length > config.max_positions:  # without a network, `made_start` refuses
+        field = "train.seq_len" if recipe.rollout.max_turns > 1 else "rollout.max_tokens"
         raise UserError(
-            f"train.seq_len: {length} exceeds the network's {config.max_positions} positions; set at most that many"
+            f"{field}: a sample may have {recipe.sample_length} tokens, and the network has {config.max_positions} positions; lower it"
         )
 
 

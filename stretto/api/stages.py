@@ -34,10 +34,10 @@ from stretto.api.train import (
     claim_run,
     find_teacher,
     fit_memory,
-    fixes_routers,
     has_begun,
     held_out,
     kept_checkpoint,
+    leaves_routers,
     model_to_go_on_with,
     new_heal,
     new_info,
@@ -140,8 +140,8 @@ def new_folder(model: ModelLike, stage: str) -> Path:
 
 def _is_cached(source: Path) -> bool:
     """Whether ``source`` lies in a cache of this user or of the Hugging Face hub, or in a Python package."""
-    named = [os.environ[name] for name in ("HF_HOME", "HF_HUB_CACHE") if os.environ.get(name)]
-    caches = [user_cache().parent, *map(Path, named)]
+    hub = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
+    caches = [user_cache(), Path(os.environ.get("HF_HUB_CACHE") or hub)]
     return "site-packages" in source.parts or any(source.is_relative_to(cache.resolve()) for cache in caches)
 
 
@@ -195,8 +195,8 @@ def pretrain(
     default_family(parsed.network())  # raises an error before the training if no family can store the network
     ranks, named = join(device, parsed.train.ep), listed_data(data)
     text = TextOptions(held_out_path(val), val_fraction, text_field)
-    if given is not None and fixes_routers(folder, resume):
-        parsed = parsed.continued()
+    if given is not None and leaves_routers(parsed.model, parsed, folder, resume, ranks):
+        parsed = parsed.with_fixed_routers()
     parsed = fit_memory(parsed, parsed.network(), ranks)
     vocabulary = None if tokenizer is None else user_path(tokenizer, "tokenizer")
     origin_folder = checkpoint_folder(start).resolve() if start is not None else None
@@ -253,7 +253,7 @@ def adopt(
     parsed = validate(AdoptOptions, options | {"upcycling": conversion, "before": before}, "stretto adopt")
     named = user_path(source, "source")
     folder = Path("runs") / named.name if out is None else user_path(out, "out")
-    adopt_command(str(named), folder, parsed)
+    adopt_command(expanded(source, "source"), folder, parsed)  # as it is spelled: ./a/b is no name on the hub
     return load(folder)
 
 
@@ -313,7 +313,8 @@ def elasticize(
         network = stored_for_training(origin)  # refuses a damaged checkpoint before text is tokenised
         config = network.config
         teacher_folder = None if teacher is None else check_teacher(config.vocab_size, place(teacher))
-        complete = parsed.for_network(config, network.presets, fixes_routers=fixes_routers(folder, resume))
+        is_fixed = leaves_routers(config, parsed, folder, resume, ranks)
+        complete = parsed.for_network(config, network.presets, is_fixed)
         complete = fit_memory(complete, config, ranks)
         if resume:
             begun = begun_run(folder, complete, named, text=text)
@@ -455,8 +456,8 @@ def search(
         raise UserError(
             f"train.seq_len: {healing.train.seq_len} of {heal_recipe} exceeds the network's {most} positions"
         )
-    if healing is not None:
-        healing = healing.for_network(checkpoint.config)
+    if healing is not None and checkpoint.config.only_ranks:
+        healing = healing.with_fixed_routers()
     with ExitStack() as held:
         ranks.first(
             lambda: held.enter_context(claimed(run / "search"))
@@ -589,9 +590,9 @@ def heal(
     student = stored(folder)  # refuses a damaged checkpoint before text is tokenised
     if stores_integers(folder):
         say(f"{folder}: its integer weights are dequantised for healing; quantise the healed checkpoint again")
-    if fixes_routers(run, resume):
-        parsed = parsed.for_network(student.config)
     ranks, named = join(device, parsed.train.ep), listed_data(data)
+    if leaves_routers(student.config, parsed, run, resume, ranks):
+        parsed = parsed.with_fixed_routers()
     text = TextOptions(held_out_path(val), val_fraction, text_field)
 
     def begin() -> RunInfo:

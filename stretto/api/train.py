@@ -28,7 +28,16 @@ from stretto.text.tokenizer import load_tokenizer
 from stretto.train.finish import write_trained
 from stretto.train.loop import Job, Trained
 from stretto.train.prepare import AS_IT_IS, TextOptions, check_enough, prepare_data, sources_named
-from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe, SftRecipe, TrainConfig
+from stretto.train.recipe import (
+    FIXED_ROUTERS,
+    ElasticizeRecipe,
+    HealRecipe,
+    Recipe,
+    SftRecipe,
+    TrainConfig,
+    check_routers,
+    fixes_routers,
+)
 from stretto.train.run_folder import ADOPTED, HeldOutRows, RunInfo, read_info
 from stretto.train.snapshot import LAYOUT, STEERING
 
@@ -177,12 +186,21 @@ def has_begun(run: Path, resume: bool, in_place: bool = False) -> bool:
     return resume and (run / RUN_FILE).is_file() and not (in_place and read_info(run).stage == "adopt")
 
 
-def fixes_routers(run: Path, resume: bool) -> bool:
-    """Whether a training in ``run`` leaves routers that only rank experts as they are (`ModelConfig.only_ranks`). An older Stretto trained
-    them in some stages, and a run that it began is resumed so.
-    """
-    recipe = read_info(run).recipe if resume else None
-    return recipe is None or recipe.optim.router_lr_factor != 1.0
+def leaves_routers(
+    model: ModelConfig,
+    recipe: Recipe | ElasticizeRecipe | HealRecipe | SftRecipe,
+    run: Path,
+    resume: bool,
+    ranks: Ranks,
+) -> bool:
+    """`stretto.train.recipe.fixes_routers` of a training in ``run``, which says so. Raises `UserError`: a new run with ``recipe`` is to
+    train routers that stay fixed."""
+    is_fixed = fixes_routers(model, read_info(run).recipe if resume else None)
+    if is_fixed and not resume and isinstance(recipe, ElasticizeRecipe | SftRecipe):
+        check_routers(recipe)
+    if is_fixed and recipe.optim.router_lr_factor == 1.0 and ranks.is_first:
+        say(f"{run}: {FIXED_ROUTERS}")
+    return is_fixed
 
 
 def begun_run(

@@ -159,10 +159,10 @@ def listed_settings(settings: Settings) -> list[str]:
     """``settings`` as overrides of the form ``key.path=value``. Raises `UserError`: they are something else."""
     if isinstance(settings, Mapping):
         return [f"{key}={_as_toml(key, value)}" for key, value in settings.items()]
-    listed = [settings] if isinstance(settings, str) else settings
-    if not isinstance(listed, Iterable) or not all(isinstance(each, str) for each in listed):
+    listed = [settings] if isinstance(settings, str) else list(settings) if isinstance(settings, Iterable) else [None]
+    if not all(isinstance(each, str) for each in listed):
         raise UserError('settings: needs texts such as "train.rows=8", or a mapping of keys to values')
-    return list(listed)
+    return [str(each) for each in listed]
 
 
 def _as_toml(key: str, value: Any) -> str:

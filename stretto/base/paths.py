@@ -174,7 +174,10 @@ def is_empty(folder: Path) -> bool:
 def require_new(out: Path, force: bool) -> None:
     """Raises `UserError` if ``out`` is a file or a folder that is not empty, and ``force`` does not allow to replace it, or if it is or
     contains the current folder, which cannot be replaced."""
-    if Path.cwd().is_relative_to(out.resolve()):
+    is_around = False
+    with suppress(FileNotFoundError):  # the current folder was deleted
+        is_around = Path.cwd().is_relative_to(out.resolve())
+    if is_around:
         raise UserError(f"{out}: contains the current folder, which cannot be replaced; name a new folder")
     if not force and out.exists() and not (out.is_dir() and is_empty(out)):
         raise UserError(f"{out}: exists already; choose another name, or replace it with --force")

@@ -474,7 +474,7 @@ def demo(
         out: Run folder. Default: runs/demo, or runs/demo-smol with --smol.
         smol: Use a real chat model from a Python package: SmolLM2-135M-Instruct.
         post: Post-train the small model of the demo; the demo runs first where it has not ended.
-        resume: Resume after the last finished stage, or delete what an earlier demo left in the run folder.
+        resume: Resume after the last finished stage, or empty the run folder, which a demo made, and start over.
     """
     if smol and post:
         raise UserError("--post: cannot be combined with --smol; leave one of them out")

@@ -420,6 +420,13 @@ def _encoded(tokenizer: Encoder | MarkingEncoder, texts: Sequence[str], places: 
     return [[*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(texts)]
 
 
+def is_slight(folder: Path, *others: str) -> bool:
+    """Whether ``folder`` is unfinished, holds one shard at most, and nothing beside it but ``others``: seconds of work."""
+    known = {_PROGRESS, LOCK_FILE, *others}
+    names = [path.name for path in folder.iterdir() if path.suffix not in (_TOKENS, _INDEX)]
+    return set(names) <= known and sum(path.suffix == _TOKENS for path in folder.iterdir()) <= 1
+
+
 def forget_unfinished(folder: Path) -> None:
     """Delete the shards in the data folder ``folder``, which is unfinished, and the records of them."""
     assert not (folder / MANIFEST).exists(), f"{folder} is a finished data folder"

@@ -211,7 +211,11 @@ class AgentRole:
         try:
             await asyncio.wrap_future(self._threads.start(partial(close_sources, self._sources.values()), "close"))
         finally:
-            self._threads.close()
+            self.end_threads()
+
+    def end_threads(self) -> None:
+        """In place of `close`, where the sources belong to the caller."""
+        self._threads.close()
 
     async def _within_lease(
         self, task: Task, attempt: int | None, temperature: float | None = None, is_last: bool = False

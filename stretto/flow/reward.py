@@ -83,7 +83,11 @@ class RewardRole:
         try:
             await asyncio.wrap_future(self._threads.start(partial(close_sources, self._sources.values()), "close"))
         finally:
-            self._threads.close()
+            self.end_threads()
+
+    def end_threads(self) -> None:
+        """In place of `close`, where the sources belong to the caller."""
+        self._threads.close()
 
     async def _judge(
         self, source: TaskSource, requests: Sequence[RewardRequest], compares: bool

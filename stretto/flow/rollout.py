@@ -52,12 +52,12 @@ def open_run_engine(recipe: RlRecipe, start: Path, device: str) -> Engine:
     """`open_rollout_engine` for a run, in which the longest sample must fit into the cache: a request that does not fit ends the run.
     Raises UserError: the cache is too small."""
     engine = open_rollout_engine(recipe, start, device)
-    stats, length = engine.stats(), min(recipe.train.seq_len, engine.network.max_positions)
+    stats, length = engine.stats(), min(recipe.sample_length, engine.network.max_positions)
     num_needed = engine.allocator.pages_for(length)
     if stats.num_pages < num_needed:
         raise UserError(
-            f"rollout.cache_bytes: {recipe.rollout.cache_bytes} bytes hold {engine.max_len} tokens, and a sample may have {length} "
-            f"(train.seq_len); give the cache {num_needed * stats.cache_bytes // stats.num_pages} bytes or more"
+            f"rollout.cache_bytes: {recipe.rollout.cache_bytes} bytes hold {engine.max_len} tokens, and a sample may have "
+            f"{length}; give the cache {num_needed * stats.cache_bytes // stats.num_pages} bytes or more"
         )
     return engine
 

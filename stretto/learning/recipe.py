@@ -534,6 +534,13 @@ class RlRecipe(Config):
         """This recipe without precisions ``auto``. ``default``: precision of the trainer's device."""
         return self.replace(precision=self.precision.filled(default))
 
+    @property
+    def sample_length(self) -> int:
+        """Number of tokens that a sample may have whatever its prompt is. With several turns, replies and results of tools may fill
+        ``train.seq_len``; else it is the answer and one token of prompt, since ``train.seq_len`` is also the length of packed rows."""
+        longest = self.train.seq_len
+        return longest if self.rollout.max_turns > 1 else min(longest, self.rollout.max_tokens + 1)
+
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, given: Any) -> Any:

@@ -135,10 +135,6 @@ class RuntimeConfig(Config):
     def _check(self) -> Self:
         if self.verifiers == "thread" and (self.kind == "ray" or self.isolate == "all"):
             raise ValueError("verifiers 'thread' needs kind 'local' and an isolate other than 'all'")
-        if self.agents.deadline_s != PoolConfig().deadline_s:
-            raise ValueError(
-                "agents.deadline_s would change nothing: an agent's deadline is failures.lease_s; set that, or leave it out"
-            )
         return self
 
 

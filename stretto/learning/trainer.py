@@ -66,7 +66,7 @@ from stretto.optim.schedule import learning_rate
 from stretto.runtime.runtime import Caller
 from stretto.runtime.store import FolderStore, Store
 from stretto.train.finish import write_trained
-from stretto.train.recipe import FIXED_ROUTERS, with_fixed_routers
+from stretto.train.recipe import FIXED_ROUTERS, fixed_routers_of
 from stretto.train.snapshot import Change, SnapshotMeta, Snapshots, changes_between, read_meta
 from stretto.train.step import MicroBatch, NonFiniteError, Objective, StepResult, optimisation_step
 
@@ -206,9 +206,12 @@ class TrainerRole:
         self._arithmetic = Arithmetic(recipe.precision.trainer, recipe.precision.batch_invariant)
         self._origin = read_placed(self._start, self._ranks)
         self._model = self._origin.model
-        optim = with_fixed_routers(recipe.optim, self._model.config)
-        if optim != recipe.optim and self._ranks.is_first:
-            say(f"{stage}: {FIXED_ROUTERS}")
+        is_fixed, optim = self._model.config.only_ranks, recipe.optim
+        if is_fixed and optim.router_lr_factor == 1.0:
+            optim = fixed_routers_of(optim)
+            if self._ranks.is_first:
+                say(f"{stage}: {FIXED_ROUTERS}")
+        self._balance_rate = 0.0 if is_fixed else recipe.train.balance_rate
         self._optimizers = build_optimizers(optim, self._model)
         load_algorithm(recipe.loss.advantage)  # a missing function is refused before the first step
         folders = {"reference": self._start} if recipe.loss.kl_weight else {}
@@ -516,7 +519,7 @@ class TrainerRole:
             batches,
             self._ranks,
             clip_norm=recipe.optim.clip_norm,
-            balance_rate=recipe.train.balance_rate,
+            balance_rate=self._balance_rate,
             dtype=update[0].dtype,
         )
         self._meter.add(flops=result.flops, tokens=result.num_tokens)

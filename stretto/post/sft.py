@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from stretto.base.config import validate
 from stretto.base.errors import UserError
 from stretto.base.paths import remove
 from stretto.base.track import say
@@ -36,8 +37,8 @@ from stretto.text.chat import CHATML, render, tokenise_chat
 from stretto.text.tokenizer import TURN_END, TURN_START, Tokenizer, load_tokenizer, train_tokenizer
 from stretto.train.finish import write_trained
 from stretto.train.loop import Job, Trained
-from stretto.train.recipe import SftRecipe, TrainConfig
-from stretto.train.snapshot import Snapshots
+from stretto.train.recipe import FIXED_ROUTERS, SftRecipe, TrainConfig, fixes_routers
+from stretto.train.snapshot import Snapshots, read_meta
 from stretto.train.stages import finetune
 
 STAGE = "sft"
@@ -166,7 +167,13 @@ def sft(
     torch.set_num_threads(recipe.train.threads)
     out = Path(out)
     run, tool_chars = out.with_name(f"{out.name}.run"), recipe.rollout.tool_chars
-    plan = _plan_of(recipe, start).for_network(config, initial.presets, fixes_routers=origin is not None)
+    plan, latest = _plan_of(recipe, start), Snapshots(run / "snapshots", 1).latest()
+    is_fixed = origin is not None and config.only_ranks
+    if latest is not None:
+        is_fixed = fixes_routers(config, validate(SftRecipe, read_meta(latest).recipe, str(latest)))
+    if is_fixed and ranks.is_first:
+        say(f"{STAGE}: {FIXED_ROUTERS}")
+    plan = plan.for_network(config, initial.presets, is_fixed)
     job = Job(
         run=run,
         loader=Demonstrations(
@@ -177,7 +184,7 @@ def sft(
         held_out=(),
         data_hash=tokenizer.fingerprint(),
         ranks=ranks,
-        resume=Snapshots(run / "snapshots", 1).latest() is not None,
+        resume=latest is not None,
     )
     trained = finetune(plan, job, initial, {})
     files = out.with_name(f"{out.name}.tokenizer")

@@ -246,8 +246,8 @@ class Sampler:
             except ExceptionGroup as group:  # user errors first
                 raise min(group.exceptions, key=lambda error: not isinstance(error, UserError)) from group
             finally:
-                await agent.close()
-                await rewards.close()
+                agent.end_threads()
+                rewards.end_threads()
 
     async def _sampled(self, agent: AgentRole, suite: SuiteConfig, key: Key) -> Sample | None:
         """A sample; None: no verdict (infrastructure error)."""

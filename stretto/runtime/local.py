@@ -100,7 +100,10 @@ class _RoleProcess:
         Raises:
             UserError, RoleError, RoleDied: see `Runtime.spawn`; the caller must then call `kill`.
         """
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as problem:  # too many open files
+            raise RoleDied(self._handle.name, f"its process could not be started: {problem}") from problem
         with theirs:
             control = self._control = Connection(self._handle.name, {})
             await asyncio.get_running_loop().create_unix_connection(lambda: control, sock=ours)

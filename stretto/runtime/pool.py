@@ -277,11 +277,11 @@ class ElasticPool:
         except (UserError, RuntimeFailure) as error:
             self._num_failures += 1
             _log.warning("%s could not be started: %s", worker.name, error)
-            is_hopeless = isinstance(error, UserError) or self._num_failures >= _MAX_FAILURES
-            if is_hopeless and not any(other.is_up for other in self._workers):
-                self._fail(error)
             pause_s = None if isinstance(error, UserError) else self._starts.next_pause_s()
             self._grows_from_s = math.inf if pause_s is None else time.monotonic() + pause_s
+            is_hopeless = pause_s is None or self._num_failures >= _MAX_FAILURES
+            if is_hopeless and not any(other.is_up for other in self._workers):
+                self._fail(error)
             self._forget(worker)
             return
         worker.is_up, self._num_failures, self._grows_from_s = True, 0, 0.0
@@ -341,7 +341,9 @@ class ElasticPool:
         while len(self._targets) > 1 and self._targets[1][0] <= now_s - self.limits.patience_s:
             self._targets.popleft()
         wanted = settled_size(self._targets, size, now_s, self.limits.patience_s)
-        for _ in range(wanted - size if now_s >= self._grows_from_s else 0):
+        if now_s < self._grows_from_s:
+            wanted = min(wanted, size)
+        for _ in range(wanted - size):
             self._keep(self._start(self._new()))
         idle_first = sorted(staying, key=lambda worker: (worker.num_leases, worker.freed_s))
         for worker in idle_first[: max(0, min(size - wanted, len(staying) - self.limits.min))]:

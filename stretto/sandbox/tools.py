@@ -22,8 +22,8 @@ _LEFT_OUT = "\n[… {:,} characters left out …]\n"
 _TABLE_STEPS = 1000
 """Number of steps of SQLite's virtual machine between checks of the time limit."""
 _MAX_VALUE_BYTES = 1 << 16
-"""Largest value or row in a query. The time limit is checked between two functions only, and the time of some of them, such as instr,
-grows with the square of their values' size: at this size to some hundredths of a second."""
+"""Largest value or row in a query, unless a stored row is longer. The time limit is checked between two functions only, and the time of
+some of them, such as instr, grows with the square of their values' size: at this size to some hundredths of a second."""
 
 # fmt: off
 _SQL_FUNCTIONS = frozenset({
@@ -116,6 +116,7 @@ class TableTool:
         filled = sqlite3.connect(":memory:")
         filled.executescript(script)
         self._image = filled.serialize()
+        self._most_bytes = max(_MAX_VALUE_BYTES, _longest_row(filled))
         filled.close()
 
     def __call__(self, query: str) -> ToolResult:
@@ -124,7 +125,7 @@ class TableTool:
         base = sqlite3.connect(":memory:")  # one per call, because calls come from any thread
         try:
             base.deserialize(self._image)
-            base.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
+            base.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, self._most_bytes)
             base.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
             base.set_authorizer(_authorise)
             base.set_progress_handler(lambda: time.perf_counter() > deadline, _TABLE_STEPS)
@@ -146,6 +147,13 @@ class TableTool:
 
     def _late(self) -> ToolResult:
         return ToolResult(f"error: took longer than {self._wall_s:g} s", Outcome.TIMEOUT)
+
+
+def _longest_row(base: sqlite3.Connection) -> int:
+    """Bytes of the longest row of any table, at least."""
+    names = [name for (name,) in base.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    rows = (row for name in names for row in base.execute(f'SELECT * FROM "{name}"'))
+    return max((sum(len(str(value).encode()) + 9 for value in row) for row in rows), default=0)
 
 
 def _authorise(action: int, _: str | None, name: str | None, *__: str | None) -> int:

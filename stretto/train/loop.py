@@ -40,7 +40,6 @@ from stretto.optim.compact import trained_parameters
 from stretto.optim.schedule import learning_rate
 from stretto.train.pace import Pace, find_pace
 from stretto.train.recipe import (
-    FIXED_ROUTERS,
     ElasticizeRecipe,
     HealRecipe,
     MixtureConfig,
@@ -194,8 +193,6 @@ class Training:
             self._freeze_all_but_routers()
         if adapt is not None:
             adapt(self.model)
-        if config.only_ranks and recipe.optim.router_lr_factor == 0.0 and ranks.is_first:
-            say(f"{stage}: {FIXED_ROUTERS}")
         self.optimizers = build_optimizers(recipe.optim, self.model, train.seed)
         if meta is not None:
             self._resume(meta)

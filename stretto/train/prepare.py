@@ -26,6 +26,7 @@ from stretto.data.shards import (
     Manifest,
     MarkingEncoder,
     forget_unfinished,
+    is_slight,
     read_manifest,
     read_settings,
     tokenise,
@@ -197,13 +198,13 @@ def tokenise_data(
 
 
 def _forget_unfinished(source: Source, out: Path, vocab_size: int) -> None:
-    """Delete what an attempt with other text, which never became a data folder, wrote into ``out``."""
+    """Delete what an attempt with other text, which never became a data folder, wrote into ``out``. An attempt that has finished several
+    shards stays, and so does a folder that holds other files."""
     path, now = out / TOKENIZER / REQUEST_FILE, _request([source], [1.0], vocab_size)
-    is_other = path.is_file() and {**read_json(path), "bytes": None} != {**now, "bytes": None}
-    if not is_other or (out / MANIFEST).exists() or Path(source.name).resolve().is_relative_to(out.resolve()):
-        return
-    remove(out / TOKENIZER)
-    forget_unfinished(out)
+    is_inside = Path(source.name).resolve().is_relative_to(out.resolve())
+    if path.is_file() and not _is_same_request(read_json(path), now) and is_slight(out, TOKENIZER) and not is_inside:
+        remove(out / TOKENIZER)
+        forget_unfinished(out)
 
 
 def _own_tokenizer(folder: Path, sources: Sequence[Source], weights: Sequence[float], vocab_size: int) -> Path:
@@ -226,9 +227,14 @@ def _own_tokenizer(folder: Path, sources: Sequence[Source], weights: Sequence[fl
             f"{folder}: has {size} tokens, more than the {vocab_size} asked for; "
             "raise the size of the vocabulary, or choose a new folder"
         )
-    elif {**before, "bytes": None} != {**request, "bytes": None}:  # documents may be appended
+    elif not _is_same_request(before, request):
         raise UserError(f"{folder}: trained on other text, or for another size of the vocabulary; choose a new folder")
     return folder
+
+
+def _is_same_request(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether two results of `_request` are about the same text, to which documents may have been appended."""
+    return {**before, "bytes": None} == {**now, "bytes": None}
 
 
 def _request(sources: Sequence[Source], weights: Sequence[float], vocab_size: int) -> dict[str, Any]:

@@ -219,11 +219,9 @@ class Recipe(Config):
         """The model with the balance branches that its sampler needs."""
         return with_branches(self.model, self.elastic)
 
-    def continued(self) -> Self:
-        """This recipe for a network that does not start with random weights: routers that only rank experts stay as they are
-        (`with_fixed_routers`)."""
-        elastic = _without_balance(self.elastic) if self.model.only_ranks else self.elastic
-        return self.replace(elastic=elastic, optim=with_fixed_routers(self.optim, self.model))
+    def with_fixed_routers(self) -> Self:
+        """This recipe for a network whose routers stay as they are, see `fixes_routers`."""
+        return self.replace(elastic=_without_balance(self.elastic), optim=fixed_routers_of(self.optim))
 
 
 def check_fit(elastic: MixtureConfig, train: TrainConfig, model: ModelConfig) -> None:
@@ -289,14 +287,13 @@ class HealRecipe(Config):
     ce_weight: float = Field(default=0.5, ge=0, le=1)
     """Weight of cross-entropy; the rest is KL(parent's full network ‖ student). With 1 the parent is not loaded."""
     balance_rate: float = Field(default=1e-4, ge=0)
-    """Step size of the balance bias; 0 for routers that only rank experts."""
+    """Step size of the balance bias."""
 
     _states = model_validator(mode="after")(check_states)
 
-    def for_network(self, model: ModelConfig) -> Self:
-        """This recipe, completed for ``model``: routers that only rank experts stay as they are (`with_fixed_routers`)."""
-        rate = 0.0 if model.only_ranks else self.balance_rate
-        return self.replace(optim=with_fixed_routers(self.optim, model), balance_rate=rate)
+    def with_fixed_routers(self) -> Self:
+        """This recipe for a network whose routers stay as they are, see `fixes_routers`."""
+        return self.replace(optim=fixed_routers_of(self.optim), balance_rate=0.0)
 
 
 class ElasticizeRecipe(Config):
@@ -344,25 +341,20 @@ class ElasticizeRecipe(Config):
         return self
 
     def for_network(
-        self, model: ModelConfig, presets: Mapping[str, SubnetChoice], *, fixes_routers: bool = True
+        self, model: ModelConfig, presets: Mapping[str, SubnetChoice], fixed_routers: bool | None = None
     ) -> Self:
-        """This recipe, completed for ``model``: anchors by name, bounds that fit them, and fixed routers if they only rank experts
-        (`with_fixed_routers`). Raises `UserError`: the recipe does not fit.
+        """This recipe, completed for ``model``: anchors by name, and bounds that fit them. Raises `UserError`: the recipe does not fit.
 
         Args:
-            fixes_routers: False for a run of an older Stretto, which trained such routers.
+            fixed_routers: whether the routers stay as they are; None: as in a new run (`fixes_routers`).
         """
+        fixed_routers = fixes_routers(model, None) if fixed_routers is None else fixed_routers
         elastic = _completed(self.elastic, model, presets, self.train)
         if self.cached_logits is not None and self.cached_logits > model.vocab_size:
             raise UserError(f"cached_logits: {self.cached_logits} exceeds the vocabulary of {model.vocab_size}")
-        if not (fixes_routers and model.only_ranks):
+        if not fixed_routers:
             return self.replace(elastic=elastic)
-        if self.trainable == "routers" and self.optim.router_lr_factor == 1.0:
-            raise UserError(
-                "trainable: routers, and those of a network that was split from a dense one stay fixed at the default rate; set "
-                "optim.router_lr_factor: a small one such as 1e-5 trains them, 0 trains norms and biases only"
-            )
-        return self.replace(elastic=_without_balance(elastic), optim=with_fixed_routers(self.optim, model))
+        return self.replace(elastic=_without_balance(elastic), optim=fixed_routers_of(self.optim))
 
     def mixture_at(self, model: ModelConfig, step: int) -> MixtureConfig:
         """The mixture of ``step`` (0-based). Axes that start later stay full."""
@@ -421,17 +413,45 @@ FIXED_ROUTERS = (
     "the routers stay fixed: in a network that was split from a dense one they rank the experts by tiny differences, which training at the "
     "rate of the other weights would erase; set optim.router_lr_factor to train them"
 )
-"""Note for a run whose routers `with_fixed_routers` fixed."""
+"""Note for a run whose routers stay as they are."""
 
 
-def with_fixed_routers(optim: OptimConfig, model: ModelConfig) -> OptimConfig:
-    """``optim``; with fixed routers if those of the trained network ``model`` only rank experts, unless the recipe sets another learning
+def fixes_routers(model: ModelConfig, begun: Recipe | ElasticizeRecipe | HealRecipe | SftRecipe | None) -> bool:
+    """Whether a training of ``model`` leaves its routers and their balance biases as they are, unless the recipe sets another learning
     rate for routers than the default.
 
-    Logits of such routers are about 1e-5 (`stretto.model.upcycle`). A few steps at an ordinary learning rate, or of the balance bias,
-    would erase their differences and with them the choice of experts.
+    So it is for routers that only rank experts (`ModelConfig.only_ranks`). Their logits are about 1e-5 (`stretto.model.upcycle`): a few
+    steps at an ordinary learning rate, or of the balance bias, would erase their differences and with them the choice of experts.
+
+    Args:
+        begun: the recipe of the run that is resumed, which goes on as it began, also if an older Stretto began it; None: a new run.
     """
-    return optim.replace(router_lr_factor=0.0) if model.only_ranks and optim.router_lr_factor == 1.0 else optim
+    if begun is None:
+        return model.only_ranks
+    elastic = None if isinstance(begun, HealRecipe) else begun.elastic
+    rates = [] if elastic is None else [elastic.balance_rate, elastic.balance_final_rate]
+    rates += [begun.balance_rate] if isinstance(begun, HealRecipe | SftRecipe) else []
+    return begun.optim.router_lr_factor != 1.0 and not any(rates)
+
+
+def check_routers(recipe: ElasticizeRecipe | SftRecipe) -> None:
+    """Check the recipe of a new run in which routers stay fixed (`fixes_routers`). Raises `UserError`: it asks to train them at the
+    rate of the other weights."""
+    if isinstance(recipe, SftRecipe):
+        if recipe.lora is not None and "router" in recipe.lora.targets:
+            raise UserError(
+                "lora.targets: router, and the routers of a network that was split from a dense one stay fixed; leave it out"
+            )
+    elif recipe.trainable == "routers" and recipe.optim.router_lr_factor == 1.0:
+        raise UserError(
+            "trainable: routers, and those of a network that was split from a dense one stay fixed at the default rate; set "
+            "optim.router_lr_factor: a small one such as 1e-5 trains them, 0 trains norms and biases only"
+        )
+
+
+def fixed_routers_of(optim: OptimConfig) -> OptimConfig:
+    """``optim`` with fixed routers, unless it sets another learning rate for routers than the default."""
+    return optim.replace(router_lr_factor=0.0) if optim.router_lr_factor == 1.0 else optim
 
 
 def _without_balance(elastic: Mixture) -> Mixture:
@@ -465,18 +485,17 @@ class SftRecipe(Config):
     _states = model_validator(mode="after")(check_states)
 
     def for_network(
-        self, model: ModelConfig, presets: Mapping[str, SubnetChoice], *, fixes_routers: bool = True
+        self, model: ModelConfig, presets: Mapping[str, SubnetChoice], fixed_routers: bool | None = None
     ) -> Self:
         """This recipe, completed for ``model`` like `ElasticizeRecipe.for_network`. Raises `UserError`: it does not fit."""
+        fixed_routers = fixes_routers(model, None) if fixed_routers is None else fixed_routers
         if self.train.seq_len > model.max_positions:
             raise UserError(
                 f"train.seq_len: {self.train.seq_len} exceeds the network's {model.max_positions} positions"
             )
         elastic = None if self.elastic is None else _completed(self.elastic, model, presets, self.train)
-        rate, optim = self.balance_rate, self.optim
-        if fixes_routers:
-            optim = with_fixed_routers(optim, model)
-        if self.lora is not None or (fixes_routers and model.only_ranks):
+        rate, optim = self.balance_rate, fixed_routers_of(self.optim) if fixed_routers else self.optim
+        if self.lora is not None or fixed_routers:
             rate = 0.0
             elastic = None if elastic is None else _without_balance(elastic)
         return self.replace(elastic=elastic, optim=optim, balance_rate=rate)

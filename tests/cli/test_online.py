@@ -86,7 +86,7 @@ def test_what_is_no_recipe_of_this_stage(stretto: Run, tiny: Path, tmp_path: Pat
     warm = ("--model", start, "--self-teacher", "--set", "rollout.temperature=0.8")
     refused(stretto("online", online, *out, *warm), "online.toml: rollout.temperature 0.8: distillation compares")
     endpoint = "sources.writing.args.judge={url='http://127.0.0.1:9/v1', model='none', retries=0}"
-    dead = ("--model", start, "--set", endpoint, "--set", "train.seq_len=160")  # the positions of the start
+    dead = ("--model", start, "--set", endpoint)
     refused(
         stretto("online", online, *out, *dead), "sources.writing: item 0: score() raised JudgeFailed", "ConnectError"
     )

@@ -29,7 +29,14 @@ from tests.api.rl_recipes import OWN, TINY
         ("rollout.max_tokens=64", ("tiny.toml", "rollout.max_tokens 64", "train.seq_len 64")),
         ("train.seq_len=12", ("sources.flip: item 0: its prompt of 24 tokens", "train.seq_len 12")),
         ("train.seq_len=24", ("sources.flip: item 0: its prompt of 24 tokens", "raise that")),
-        ("train.seq_len=5000", ("train.seq_len: 5000 exceeds the network's 4096 positions", "at most")),
+        (
+            "train.seq_len=5000 rollout.max_turns=2",
+            ("train.seq_len: a sample may have 5000 tokens, and the network has 4096 positions; lower it",),
+        ),
+        (
+            "train.seq_len=6000 rollout.max_tokens=5000",
+            ("rollout.max_tokens: a sample may have 5001 tokens, and the network has 4096 positions; lower it",),
+        ),
         (
             "precision.batch_invariant=true train.seq_len=8200",
             ("train.seq_len: 8200 exceeds the 8192 tokens that batch-invariant attention takes", "at most that many"),

@@ -204,9 +204,3 @@ def test_ranks_divide_rows_and_ep_divides_ranks() -> None:
         recipe(trainer__ranks=4)
     with pytest.raises(ValidationError, match=r"ep 3 does not divide the number of ranks, 2; choose a divisor"):
         recipe(trainer__ranks=2, trainer__ep=3)
-
-
-def test_a_deadline_of_agents_that_changes_nothing_is_refused() -> None:
-    assert recipe(runtime__agents={"max": 3, "deadline_s": 60.0}).runtime.agents.max == 3, "as a run's folder has it"
-    with pytest.raises(ValidationError, match=r"agents\.deadline_s would change nothing: .* failures\.lease_s"):
-        recipe(runtime__agents={"deadline_s": 90.0})

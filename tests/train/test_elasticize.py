@@ -23,10 +23,19 @@ from stretto.evals.order import rank_experts, rank_layers
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.elastic import extract
 from stretto.model.parallel import stored
-from stretto.model.spec import ModelConfig, SubnetChoice, extracted_config
+from stretto.model.spec import LoraConfig, ModelConfig, SubnetChoice, extracted_config
 from stretto.model.weight_files import TensorFiles
 from stretto.train.loop import Trained
-from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe, SftRecipe, default_anchors, with_branches
+from stretto.train.recipe import (
+    ElasticizeRecipe,
+    HealRecipe,
+    Recipe,
+    SftRecipe,
+    check_routers,
+    default_anchors,
+    fixes_routers,
+    with_branches,
+)
 from stretto.train.snapshot import read_meta
 from tests.train.conftest import ELASTICIZE, SHAPE, network
 
@@ -162,24 +171,47 @@ def test_routers_that_only_rank_are_left_as_they_are() -> None:
         (ranking.replace(**whole), True), (extracted_config(ranking, ranking.subnet(5, 4, 2)), True),
     )  # fmt: skip
     for shape, is_still in cases:
+        assert fixes_routers(shape, None) is is_still
         complete = recipe.for_network(shape, presets)
         assert (complete.elastic.balance_rate == complete.elastic.balance_final_rate == 0.0) is is_still
         assert complete.optim.router_lr_factor == (0.0 if is_still else 1.0)
-        older = recipe.for_network(shape, presets, fixes_routers=False)
-        assert (older.optim, older.elastic.balance_rate) == (recipe.optim, recipe.elastic.balance_rate)
-        healed = HealRecipe(optim=recipe.optim, train=recipe.train).for_network(shape)
-        assert (healed.optim, healed.balance_rate == 0.0) == (complete.optim, is_still)
-        further = Recipe(model=shape, optim=recipe.optim, train=recipe.train).continued()
-        assert (further.optim, further.elastic.balance_rate == 0.0) == (complete.optim, is_still)
         tuned = SftRecipe(optim=recipe.optim, train=recipe.train).for_network(shape, presets)
         assert (tuned.optim, tuned.balance_rate == 0.0) == (complete.optim, is_still)
+    healed = HealRecipe(optim=recipe.optim, train=recipe.train).with_fixed_routers()
+    further = Recipe(model=ranking, optim=recipe.optim, train=recipe.train).with_fixed_routers()
+    for fixed, rate in ((healed, healed.balance_rate), (further, further.elastic.balance_rate)):
+        assert (fixed.optim.router_lr_factor, rate) == (0.0, 0.0)
     meant = recipe.replace(optim=recipe.optim.replace(router_lr_factor=1e-5))
-    assert meant.for_network(ranking, {}).optim.router_lr_factor == 1e-5
+    assert meant.for_network(ranking, {}, True).optim.router_lr_factor == 1e-5
+
+
+def test_a_resumed_run_leaves_routers_as_it_began() -> None:
+    """Also one that an older version began, whose rule was another one."""
+    recipe = ElasticizeRecipe.model_validate(ELASTICIZE)
+    config = ModelConfig(**SHAPE)
+    split = config.replace(normalize_gates=False, routed_scaling=2.0)
+    for model in (config, split):
+        fixed = recipe.for_network(model, {}, True)
+        assert fixes_routers(model, fixed), "of a network with all experts for each token, or of a split one"
+        assert not fixes_routers(model, recipe), "trained routers"
+        slow = recipe.optim.replace(router_lr_factor=1e-5)
+        assert not fixes_routers(model, recipe.replace(optim=slow)), "its balance biases moved"
+        healed = HealRecipe(optim=recipe.optim, train=recipe.train)
+        assert fixes_routers(model, healed.with_fixed_routers()) and not fixes_routers(model, healed)
+        adapted = SftRecipe(optim=recipe.optim, train=recipe.train, lora=LoraConfig()).for_network(model, {}, False)
+        assert not fixes_routers(model, adapted)
+
+
+def test_training_fixed_routers_is_refused() -> None:
+    recipe = ElasticizeRecipe.model_validate(ELASTICIZE).replace(trainable="routers")
     with pytest.raises(
-        UserError, match=r"trainable: routers, .* stay fixed at the default rate; set optim\.router_lr_factor"
+        UserError, match=r"trainable: routers, .* stay fixed at the default rate; set optim\.router_lr_fac"
     ):
-        recipe.replace(trainable="routers").for_network(ranking, {})
-    assert meant.replace(trainable="routers").for_network(ranking, {}).optim.router_lr_factor == 1e-5
+        check_routers(recipe)
+    check_routers(recipe.replace(optim=recipe.optim.replace(router_lr_factor=1e-5)))
+    adapted = SftRecipe(optim=recipe.optim, train=recipe.train, lora=LoraConfig(targets=("experts", "router")))
+    with pytest.raises(UserError, match=r"lora\.targets: router, and .* stay fixed; leave it out"):
+        check_routers(adapted)
 
 
 @pytest.mark.parametrize(
