@@ -140,8 +140,8 @@ def new_folder(model: ModelLike, stage: str) -> Path:
 
 def _is_cached(source: Path) -> bool:
     """Whether ``source`` lies in a cache of this user or of the Hugging Face hub, or in a Python package."""
-    hub = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
-    caches = [user_cache(), Path(os.environ.get("HF_HUB_CACHE") or hub)]
+    hub = Path(os.environ.get("HF_HOME") or user_cache().parent / "huggingface") / "hub"
+    caches = [user_cache(), Path(os.environ.get("HF_HUB_CACHE") or hub).expanduser()]
     return "site-packages" in source.parts or any(source.is_relative_to(cache.resolve()) for cache in caches)
 
 

@@ -131,7 +131,7 @@ def main() -> None:
             _drop_output()
             if error.errno == errno.EPIPE:  # the reader, such as head, has seen enough
                 sys.exit(1)
-            _fail("cannot write: no space left on the disk or device; free some space, or write elsewhere", 2)
+            _fail("cannot write: No space left on device; free some space, or write elsewhere", 2)
         if (problem := of_system(error)) is None:
             raise
         _fail(str(problem), problem.exit_code)
