@@ -329,15 +329,14 @@ def _title(source: Path, subnet: str | None) -> str:
 def _eval_folders(texts: Sequence[str], folder: Path) -> dict[str, Path]:
     """Folder below ``folder`` for the evaluation of each of ``texts``, named after the end of its path. Where two of these names are the
     same, a hash of the whole path is added."""
-    parts = {text: (sized(text)[0].parts[-3:], sized(text)[1]) for text in texts}
+    models = {text: sized(text) for text in texts}
     names = {
-        text: "-".join(part for part in (*path, subnet) if part not in ("/", "", CHECKPOINT))
-        for text, (path, subnet) in parts.items()
+        text: "-".join(part for part in (*path.parts[-3:], subnet) if part not in ("/", "", CHECKPOINT))
+        for text, (path, subnet) in models.items()
     }
     num = Counter(names.values())
-    for text, name in names.items():
-        if num[name] > 1:
-            path, subnet = sized(text)
+    for text, (path, subnet) in models.items():
+        if num[names[text]] > 1:
             names[text] += "-" + sha256(f"{path.resolve()}:{subnet}".encode()).hexdigest()[:8]
     return {text: folder / name for text, name in names.items()}
 

@@ -197,10 +197,9 @@ class Scheduler:
     def _turn(self, client: str) -> int:
         """Turn of the client's next sequence: after its other sequences, and not before the present turn. That is the latest one
         served, or the first in the engine if it is later."""
-        present = max(
-            self._turn_served, min((queue[0].order[0] for queue in (self.waiting, self.running) if queue), default=0)
-        )
-        if not self.waiting and not self.running:
+        firsts = [queue[0].order[0] for queue in (self.waiting, self.running) if queue]
+        present = max(self._turn_served, min(firsts, default=0))
+        if not firsts:
             self._next_turn.clear()
         elif len(self._next_turn) > _MOST_CLIENTS:
             own = {seq.request.client for seq in (*self.waiting, *self.running)}

@@ -308,6 +308,13 @@ class Threads:
         inbox.put((work, result))
         return result
 
+    async def close_after(self, work: Callable[[], None]) -> None:
+        """Do ``work`` in a thread, then `close`, also if it fails."""
+        try:
+            await asyncio.wrap_future(self.start(work, "close"))
+        finally:
+            self.close()
+
     def close(self) -> None:
         """End the idle threads. Busy threads end with the process."""
         while self._idle:

@@ -80,10 +80,7 @@ class RewardRole:
 
     async def close(self) -> None:
         """Close the sources and end the threads."""
-        try:
-            await asyncio.wrap_future(self._threads.start(partial(close_sources, self._sources.values()), "close"))
-        finally:
-            self.end_threads()
+        await self._threads.close_after(partial(close_sources, self._sources.values()))
 
     def end_threads(self) -> None:
         """In place of `close`, where the sources belong to the caller."""

@@ -206,11 +206,10 @@ class TrainerRole:
         self._arithmetic = Arithmetic(recipe.precision.trainer, recipe.precision.batch_invariant)
         self._origin = read_placed(self._start, self._ranks)
         self._model = self._origin.model
-        is_fixed, optim = self._model.config.only_ranks, recipe.optim
-        if is_fixed and optim.router_lr_factor == 1.0:
-            optim = fixed_routers_of(optim)
-            if self._ranks.is_first:
-                say(f"{stage}: {FIXED_ROUTERS}")
+        is_fixed = self._model.config.only_ranks
+        optim = fixed_routers_of(recipe.optim) if is_fixed else recipe.optim
+        if optim != recipe.optim and self._ranks.is_first:
+            say(f"{stage}: {FIXED_ROUTERS}")
         self._balance_rate = 0.0 if is_fixed else recipe.train.balance_rate
         self._optimizers = build_optimizers(optim, self._model)
         load_algorithm(recipe.loss.advantage)  # a missing function is refused before the first step
