@@ -281,11 +281,9 @@ def _passes(model: Transformer, batch: MicroBatch, autocast: torch.autocast) -> 
     targets_N, distil, num = batch.targets_BT.flatten(), batch.distil, batch.num_target_tokens
     teacher: Teacher | TopLogProbs | None = None
     ce_weight, taught_N = 1.0, None
-    if distil is None or not distil.runs:
-        pass
-    elif isinstance(distil, Recorded):
+    if isinstance(distil, Recorded) and distil.runs:
         teacher, ce_weight = distil.logprobs, distil.ce_weight
-    else:
+    elif isinstance(distil, Distil) and distil.runs:
         taught = batch if distil.rows is None else _taught_rows(batch, distil.rows)
         with autocast, torch.set_grad_enabled(distil.learns):
             output = distil.model(taught.ids_BT, distil.subnet, replace(taught.ctx, widths=None, routing=None))
