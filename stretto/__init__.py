@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from stretto.api.model import Generation, Model, Score, Scores, Sizes, load
     from stretto.api.pipeline import run
     from stretto.api.post import Server, merge, serve, sft
+    from stretto.api.report import Costs, ModelCost, cost, write_report
     from stretto.api.rl import RlRun, distill, online, rl
-    from stretto.api.stages import Search, adopt, elasticize, extract, heal, latency, pretrain, quantise, search
+    from stretto.api.search import Search
+    from stretto.api.stages import adopt, elasticize, extract, heal, latency, pretrain, quantise, search, tokenize
     from stretto.model.spec import Subnet
     from stretto.planner.plan import plan
 
@@ -29,9 +31,10 @@ _PLACES = {
     "stretto.api.model": ("Generation", "Model", "Score", "Scores", "Sizes", "load"),
     "stretto.api.pipeline": ("run",),
     "stretto.api.post": ("Server", "merge", "serve", "sft"),
+    "stretto.api.report": ("Costs", "ModelCost", "cost", "write_report"),
     "stretto.api.rl": ("RlRun", "distill", "online", "rl"),
+    "stretto.api.search": ("Search",),
     "stretto.api.stages": (
-        "Search",
         "adopt",
         "elasticize",
         "extract",
@@ -40,6 +43,7 @@ _PLACES = {
         "pretrain",
         "quantise",
         "search",
+        "tokenize",
     ),
     "stretto.model.spec": ("Subnet",),
     "stretto.planner.plan": ("plan",),
@@ -48,9 +52,11 @@ _MODULE_OF = {name: module for module, names in _PLACES.items() for name in name
 
 __all__ = [
     "Compared",
+    "Costs",
     "Evaluated",
     "Generation",
     "Model",
+    "ModelCost",
     "RlRun",
     "Score",
     "Scores",
@@ -61,6 +67,7 @@ __all__ = [
     "UserError",
     "adopt",
     "compare",
+    "cost",
     "distill",
     "elasticize",
     "evaluate",
@@ -78,6 +85,8 @@ __all__ = [
     "search",
     "serve",
     "sft",
+    "tokenize",
+    "write_report",
 ]
 
 

@@ -38,7 +38,7 @@ MOST_FILES = 16
 LATE_IMPORTS = {
     "stretto/api/pictures.py": "diffusers is an extra",
     "stretto/api/rl.py": "matplotlib draws the report when the run has ended",
-    "stretto/api/stages.py": "matplotlib draws a search, and the ranks of a training draw nothing",
+    "stretto/api/search.py": "matplotlib draws a search, and the ranks of a training draw nothing",
     "stretto/engine/decode.py": "Triton is not on every machine",
     "stretto/ops/fp8_rows.py": "Triton is not on every machine",
     "stretto/harness/inspect_entry.py": "every command of inspect_ai loads it, whatever its model is",

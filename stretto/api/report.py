@@ -1,8 +1,9 @@
-"""`stretto report` and `stretto cost`: collect the data of a run folder for `stretto.report`."""
+"""`stretto.write_report` and `stretto.cost`, which the commands call: collect the data of run folders for `stretto.report`."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +11,18 @@ from typing import Any
 
 import torch
 
+from stretto.api.model import Model
 from stretto.api.pipeline import last_result
 from stretto.api.search import LATENCY_FILE, read_search
+from stretto.api.stages import ModelLike, place
 from stretto.api.train import held_out
 from stretto.base.config import validate
-from stretto.base.errors import UserError
+from stretto.base.errors import UserError, user_errors
 from stretto.base.paths import CHECKPOINT, checkpoint_folder, read_json
 from stretto.base.records import (
     LINEAGE_FILE,
     Family,
+    Ledger,
     Lineage,
     distinct,
     family,
@@ -28,7 +32,7 @@ from stretto.base.records import (
     parents_of,
     read_lineage,
 )
-from stretto.base.track import METRICS_FILE, progress, read_metrics, say, wide_console
+from stretto.base.track import METRICS_FILE, progress, read_metrics, wide_console
 from stretto.evals.loss import EvalBatch, evaluate, evaluate_many
 from stretto.evals.routing import routing
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config
@@ -40,12 +44,14 @@ from stretto.report.cost import (
     Control,
     Elasticity,
     adopted_sentence,
+    cost_bars,
     elasticity_sentence,
     family_sentence,
     family_table,
     ledger_table,
 )
-from stretto.report.page import write_page
+from stretto.report.page import Plot, Table, Tabled, write_page
+from stretto.report.rl import is_rl_run, report_rl_run
 from stretto.report.search import Kept, Load
 from stretto.report.training import Curve, ReportData, Size, headline, report_page, size_table
 from stretto.subnets.latency import LatencyTable
@@ -94,23 +100,100 @@ def report_command(run: Path, quiet: bool = True, controls: Sequence[Path] = ())
     return page
 
 
-def cost_command(folders: Sequence[Path], controls: Sequence[Path] = ()) -> None:
-    """Print the cost of every model, and of several models together as a family. A model in several folders counts once."""
-    named = [(checkpoint_folder(folder), read_lineage(checkpoint_folder(folder))) for folder in folders]
-    models = list({lineage.run_id: (folder, lineage) for folder, lineage in reversed(named)}.values())[::-1]
-    ledgers = [ledger(lineage) for _, lineage in models]
-    for (folder, lineage), each in zip(models, ledgers, strict=True):
-        wide_console().print(ledger_table(each))
-        for name, adopted in each.adopted:
-            say(adopted_sentence(name, adopted))
-        if (found := _elasticity(folder, lineage, controls)) is not None:
-            say(elasticity_sentence(found))
-    family = _family(models)
-    if family is not None:
-        wide_console().print(family_table(family))
-        say(family_sentence(family))
-    elif len(models) > 1 and any(each.adopted for each in ledgers):
-        say("No comparison with training each model alone: their parent was adopted, so its training cost is unknown.")
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """Cost of one model."""
+
+    folder: Path
+    ledger: Ledger
+    """Cost of every stage; sums for this model alone and with its parents."""
+    elasticity: Elasticity | None
+    """Cost of training smaller sizes together with the full network; None: it was trained at one size."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Costs(Tabled):
+    """What models cost."""
+
+    models: tuple[ModelCost, ...]
+    family: Family | None
+    """The models as sizes of one parent, against training each size alone; None: they are no such family, or the cost of training
+    their parent is unknown."""
+
+    @property
+    def table(self) -> Table:
+        """The family's table, or that of the last model."""
+        return [part for part in self.parts() if isinstance(part, Table)][-1]
+
+    def parts(self) -> list[Table | str]:
+        """All tables and sentences, in the order of the command's output."""
+        found: list[Table | str] = []
+        for each in self.models:
+            found.append(ledger_table(each.ledger, each.ledger.rows[-1].name if len(self.models) > 1 else ""))
+            found += [adopted_sentence(name, adopted) for name, adopted in each.ledger.adopted]
+            found += [elasticity_sentence(each.elasticity)] if each.elasticity is not None else []
+        if self.family is not None:
+            found += [family_table(self.family), family_sentence(self.family)]
+        elif len(self.models) > 1 and any(each.ledger.adopted for each in self.models):
+            found.append(
+                "No comparison with training each model alone: their parent was adopted, so its training cost is unknown."
+            )
+        return found
+
+    def plot(self) -> Plot:
+        """FLOPs of the last model's stages, and of the family against training each size alone."""
+        return Plot(cost_bars(self.models[-1].ledger, self.family))
+
+    def __repr__(self) -> str:
+        return "\n".join(part.text() if isinstance(part, Table) else part for part in self.parts())
+
+
+@user_errors
+def cost(models: ModelLike | Sequence[ModelLike], *, controls: Sequence[ModelLike] = ()) -> Costs:
+    """What a model cost: alone, with its parents, and as a family against training each size separately.
+
+    Args:
+        models: runs or checkpoints; several are a family. A model in several folders counts once.
+        controls: runs of a network of the same shape trained without smaller sizes, in addition to those in the folder of the run.
+
+    Raises:
+        UserError: a checkpoint without a lineage, or a control of another shape.
+    """
+    named = [models] if isinstance(models, str | os.PathLike | Model) else models
+    if not named:
+        raise UserError("cost: no models; name at least one")
+    ordinary = [place(each) for each in controls]
+    checkpoints: dict[str, tuple[Path, Lineage]] = {}
+    costs: list[ModelCost] = []
+    for folder in map(place, named):
+        checkpoint = checkpoint_folder(folder)
+        lineage = read_lineage(checkpoint)
+        if lineage.run_id not in checkpoints:
+            checkpoints[lineage.run_id] = checkpoint, lineage
+            costs.append(ModelCost(folder, ledger(lineage), _elasticity(checkpoint, lineage, ordinary)))
+    return Costs(tuple(costs), _family([*checkpoints.values()]))
+
+
+@user_errors
+def write_report(run: ModelLike, *, controls: Sequence[ModelLike] = ()) -> Path:
+    """Draw the results of a run. Writes ``report/report.html`` and its pictures into the run folder.
+
+    Args:
+        run: folder of a run of pre-training, elasticizing, SFT or RL.
+        controls: as of `cost`; not for an RL run.
+
+    Returns:
+        The page.
+
+    Raises:
+        UserError: no such run, or one of another stage.
+    """
+    folder = place(run)
+    if not is_rl_run(folder):
+        return report_command(folder, controls=[place(each) for each in controls])
+    if controls:
+        raise UserError(f"--control: {folder} is an RL run, which has no control; leave it out")
+    return report_rl_run(folder)
 
 
 def gather(run: Path, controls: Sequence[Path] = ()) -> ReportData:

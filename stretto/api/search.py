@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -26,9 +27,10 @@ from stretto.model.families import kept_family, parse_family
 from stretto.model.gguf.write import write_gguf
 from stretto.model.parallel import Ranks, device_name, join
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, check_subnet, named_subnets, parse_subnet
-from stretto.model.transformer import Context
+from stretto.model.transformer import Context, Transformer
 from stretto.ops.int_weights import IntScheme
 from stretto.post.quantise import PARTS, gptq, round_to_nearest, schemes_of, untie
+from stretto.report.page import Cell, Plot, Table, Tabled
 from stretto.subnets.candidate import Limits
 from stretto.subnets.extract import Extracted, verified_extract
 from stretto.subnets.latency import LatencyTable, check, measure, read_table, usual_workloads, write_table
@@ -79,6 +81,20 @@ def latency_errors(run: Path, device: str = "auto") -> dict[str, float]:
     }
 
 
+def kept_table(run: Path, network: Transformer, ranks: Ranks, needed: bool) -> LatencyTable | None:
+    """The latency table of ``run``. One that does not hold here is left out, which is printed, unless it is ``needed``."""
+    if not (run / LATENCY_FILE).is_file():
+        return None
+    try:
+        return read_table(run / LATENCY_FILE, network)
+    except UserError as error:
+        if needed:
+            raise
+        if ranks.is_first:
+            say(f"searching without latency: {error}")
+        return None
+
+
 def parse_limits(max_total: float | None, max_active: float | None, max_latency_ms: float | None) -> Limits:
     """The limits of a search. Raises `UserError`: a share outside 0 to 1, or a time that is not above 0."""
     for flag, share in (("--max-total", max_total), ("--max-active", max_active)):
@@ -111,6 +127,48 @@ def read_search(run: Path) -> SearchRecord | None:
     path = _search_file(run)
     found = validate(SearchRecord, read_json(path), source=str(path)) if path.is_file() else None
     return found if found is not None and found.weights in ("", searched_weights(run)) else None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Search(Tabled):
+    """Result of `search`."""
+
+    result: SearchResult
+    """All measurements: candidates, Pareto front, rank correlations."""
+
+    @property
+    def best(self) -> Subnet:
+        """The sub-network of lowest loss within the limits."""
+        return self.result.chosen.subnet
+
+    @property
+    def table(self) -> Table:
+        """The evaluated sub-networks by loss, those within the limits first."""
+        limits, chosen = self.result.limits, self.result.chosen.subnet
+        found = sorted(self.result.candidates, key=lambda each: (not each.fits(limits), each.nll or 0.0))
+        rows = tuple(
+            (
+                Cell(("* " if each.subnet == chosen else "") + (each.name or each.subnet.label())),
+                Cell(f"{each.total_share:.1%}", each.total_share),
+                Cell(f"{each.active_share:.1%}", each.active_share),
+                Cell("–" if each.latency_ms is None else f"{each.latency_ms:.3g}", each.latency_ms),
+                Cell("–" if each.nll is None else f"{each.nll:.4f}", each.nll),
+                Cell("–" if each.healed_nll is None else f"{each.healed_nll:.4f}", each.healed_nll),
+                Cell("yes" if each.fits(limits) else "no"),
+            )
+            for each in found
+        )
+        columns = ("sub-network", "total", "active", "ms/step", "loss", "healed", "fits")
+        return Table("", columns, rows, note="* chosen; loss in nats per token on held-out text")
+
+    def plot(self) -> Plot:
+        """Figure of loss over size: every candidate, the limits, and the chosen sub-network."""
+        from stretto.report.search import candidates
+
+        return Plot(candidates(self.result))
+
+    def __repr__(self) -> str:
+        return "\n".join(self.result.summary())
 
 
 def searched_weights(run: Path) -> str:

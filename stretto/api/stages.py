@@ -1,4 +1,4 @@
-"""The stages from text to an exported small model, as functions: pretrain, adopt, elasticize, latency, search, extract, heal, quantise.
+"""The stages from text to an exported small model, as functions: tokenize, pretrain, adopt, elasticize, latency, search, extract, heal, quantise.
 
 Each stage takes folders or the results of other stages, writes a folder, and returns an object that opens it. The commands of the
 same names call these functions.
@@ -10,18 +10,18 @@ import itertools
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stretto.api.adopt import AdoptOptions, adopt_command, upcycling
 from stretto.api.model import Model, SubnetLike, load
 from stretto.api.search import (
-    LATENCY_FILE,
     SEARCH_FILE,
     QuantiseOptions,
+    Search,
     SearchRecord,
     extract_command,
+    kept_table,
     latency_command,
     load_checkpoint,
     on_other_data,
@@ -70,21 +70,21 @@ from stretto.evals.loss import evaluate as loss_of
 from stretto.model.checkpoint import stores_integers
 from stretto.model.elastic import extract as cut_out
 from stretto.model.families import default_family
-from stretto.model.parallel import Ranks, device_name, in_memory, join, stored, stored_for_training
+from stretto.model.parallel import device_name, in_memory, join, stored, stored_for_training
 from stretto.model.spec import Subnet, named_subnets
-from stretto.model.transformer import Transformer
-from stretto.report.page import Cell, Plot, Table, Tabled
-from stretto.subnets.latency import LatencyTable, read_table
-from stretto.subnets.search import SearchOptions, SearchResult
+from stretto.subnets.latency import LatencyTable
+from stretto.subnets.search import SearchOptions
 from stretto.subnets.search import search as search_subnets
 from stretto.subnets.space import SearchSpace
 from stretto.train import stages
 from stretto.train.loop import Job
-from stretto.train.prepare import TextOptions
+from stretto.train.prepare import TextOptions, tokenise_data
 from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe
 from stretto.train.run_folder import ADOPTED, RunInfo, read_info
 from stretto.train.step import metered
 
+VOCAB_SIZE = 8192
+"""Vocabulary size of the tokenizer that `tokenize` trains, unless one is given."""
 PathLike = str | os.PathLike[str]
 ModelLike = PathLike | Model
 """A run or checkpoint folder, or an opened `Model`."""
@@ -143,6 +143,44 @@ def _is_cached(source: Path) -> bool:
     hub = Path(os.environ.get("HF_HOME") or user_cache().parent / "huggingface") / "hub"
     caches = [user_cache(), Path(os.environ.get("HF_HUB_CACHE") or hub).expanduser()]
     return "site-packages" in source.parts or any(source.is_relative_to(cache.resolve()) for cache in caches)
+
+
+@user_errors
+def tokenize(
+    data: Data,
+    out: PathLike,
+    *,
+    val: str | None = None,
+    val_fraction: float | None = None,
+    text_field: str = "text",
+    tokenizer: PathLike | None = None,
+    vocab_size: int | None = None,
+) -> Path:
+    """Turn text into token shards in constant memory. Resumes when it is called again.
+
+    Args:
+        data: text: one file, folder or Hugging Face dataset. For a mixture, tokenise each source into a folder of its own with the same
+            ``tokenizer``.
+        out: data folder to write.
+        val: held-out text in the forms of ``data``; a part of the data by default.
+        val_fraction: share of the data to hold out, 0 to 0.5; 0.01 by default, up to 0.1 of little text.
+        text_field: field that holds the text in JSONL, CSV, Parquet and datasets.
+        tokenizer: tokenizer.json or its folder; trained on the text by default.
+        vocab_size: vocabulary size of the tokenizer that is trained; 8,192 by default.
+
+    Returns:
+        ``out``, which ``data`` of other functions takes.
+
+    Raises:
+        UserError: bad data, more than one source, a vocabulary size beside a tokenizer, or another process is writing to the folder.
+    """
+    if tokenizer is not None and vocab_size is not None:
+        raise UserError(f"--vocab-size: {tokenizer} has a vocabulary already; leave --vocab-size or --tokenizer out")
+    sources, folder = listed_data(data), user_path(out, "out")
+    vocabulary = None if tokenizer is None else user_path(tokenizer, "tokenizer")
+    text = TextOptions(held_out_path(val), val_fraction, text_field)
+    tokenise_data(sources, folder, vocabulary, VOCAB_SIZE if vocab_size is None else vocab_size, text)
+    return folder
 
 
 @user_errors
@@ -353,48 +391,6 @@ def latency(model: ModelLike, *, device: str = "auto") -> LatencyTable:
     return latency_command(place(model), device)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Search(Tabled):
-    """Result of `search`."""
-
-    result: SearchResult
-    """All measurements: candidates, Pareto front, rank correlations."""
-
-    @property
-    def best(self) -> Subnet:
-        """The sub-network of lowest loss within the limits."""
-        return self.result.chosen.subnet
-
-    @property
-    def table(self) -> Table:
-        """The evaluated sub-networks by loss, those within the limits first."""
-        limits, chosen = self.result.limits, self.result.chosen.subnet
-        found = sorted(self.result.candidates, key=lambda each: (not each.fits(limits), each.nll or 0.0))
-        rows = tuple(
-            (
-                Cell(("* " if each.subnet == chosen else "") + (each.name or each.subnet.label())),
-                Cell(f"{each.total_share:.1%}", each.total_share),
-                Cell(f"{each.active_share:.1%}", each.active_share),
-                Cell("–" if each.latency_ms is None else f"{each.latency_ms:.3g}", each.latency_ms),
-                Cell("–" if each.nll is None else f"{each.nll:.4f}", each.nll),
-                Cell("–" if each.healed_nll is None else f"{each.healed_nll:.4f}", each.healed_nll),
-                Cell("yes" if each.fits(limits) else "no"),
-            )
-            for each in found
-        )
-        columns = ("sub-network", "total", "active", "ms/step", "loss", "healed", "fits")
-        return Table("", columns, rows, note="* chosen; loss in nats per token on held-out text")
-
-    def plot(self) -> Plot:
-        """Figure of loss over size: every candidate, the limits, and the chosen sub-network."""
-        from stretto.report.search import candidates
-
-        return Plot(candidates(self.result))
-
-    def __repr__(self) -> str:
-        return "\n".join(self.result.summary())
-
-
 @user_errors
 def search(
     model: ModelLike,
@@ -466,7 +462,7 @@ def search(
             text = TextOptions(held_out_path(val), val_fraction, text_field)
             info = ranks.first(lambda: on_other_data(run, info, named, text, checkpoint))
         batches = held_out(info, info.train, ranks)
-        table = _table(run, network, ranks, needed=max_latency_ms is not None)
+        table = kept_table(run, network, ranks, needed=max_latency_ms is not None)
         meter = Meter("search", device_name(ranks.device), ranks.world)
         numbers = itertools.count()
 
@@ -504,20 +500,6 @@ def search(
         record = SearchRecord(result=result, receipt=meter.receipt(), weights=weights)
         write_json(run / SEARCH_FILE, record.model_dump(mode="json"))
     return Search(result)
-
-
-def _table(run: Path, network: Transformer, ranks: Ranks, needed: bool) -> LatencyTable | None:
-    """The latency table of ``run``. One that does not hold here is left out, which is printed, unless it is ``needed``."""
-    if not (run / LATENCY_FILE).is_file():
-        return None
-    try:
-        return read_table(run / LATENCY_FILE, network)
-    except UserError as error:
-        if needed:
-            raise
-        if ranks.is_first:
-            say(f"searching without latency: {error}")
-        return None
 
 
 @user_errors

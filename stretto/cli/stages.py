@@ -36,8 +36,6 @@ from stretto.cli.options import (
     say,
 )
 
-VOCAB_SIZE = 8192
-
 
 def pretrain(
     recipe: Recipe,
@@ -172,7 +170,7 @@ def tokenize(
     val_fraction: ValFraction = None,
     text_field: TextField = "text",
     tokenizer: Vocabulary = None,
-    vocab_size: Annotated[int | None, Option(show_default=str(VOCAB_SIZE))] = None,
+    vocab_size: Annotated[int | None, Option(show_default="8192")] = None,
 ) -> None:
     """Turn text into token shards in constant memory. Resumes when it is started again.
 
@@ -184,12 +182,11 @@ def tokenize(
         out: Data folder to write.
         vocab_size: Vocabulary size of the tokenizer that is trained.
     """
-    if tokenizer is not None and vocab_size is not None:
-        raise UserError(f"--vocab-size: {tokenizer} has a vocabulary already; leave --vocab-size or --tokenizer out")
-    from stretto.train.prepare import TextOptions, tokenise_data
+    options = locals()
+    folder = stretto.tokenize(**options)
+    from stretto.data.shards import read_manifest
 
-    text = TextOptions(val, val_fraction, text_field)
-    manifest = tokenise_data(data, out, tokenizer, VOCAB_SIZE if vocab_size is None else vocab_size, text)
+    manifest = read_manifest(folder)
     say(f"{manifest.num_tokens:,} tokens of {manifest.num_documents:,} documents in {out}")
 
 
@@ -389,14 +386,7 @@ Controls = Annotated[
 
 def report(run: RunFolder, control: Controls = []) -> None:
     """Draw the results of a run. Writes report/report.html and its pictures into the run folder."""
-    from stretto.report.rl import is_rl_run, report_rl_run
-
-    if is_rl_run(run):
-        say(f"report: {report_rl_run(run)}")
-        return
-    from stretto.api.report import report_command
-
-    say(f"report: {report_command(run, controls=control)}")
+    say(f"report: {stretto.write_report(run, controls=control)}")
 
 
 def cost(folder: list[Path], control: Controls = []) -> None:
@@ -405,9 +395,12 @@ def cost(folder: list[Path], control: Controls = []) -> None:
     Args:
         folder: Checkpoint or run folders; several are shown as a family.
     """
-    from stretto.api.report import cost_command
-
-    cost_command(folder, control)
+    found = stretto.cost(folder, controls=control)
+    for part in found.parts():
+        if isinstance(part, str):
+            say(part)
+        else:
+            wide_console().print(part)
 
 
 def plan(

@@ -45,8 +45,8 @@ class Elasticity:
     controls: tuple[Control, ...]
 
 
-def ledger_table(ledger: Ledger) -> Table:
-    """Cost of every stage of a model's lineage, alone and with its parents."""
+def ledger_table(ledger: Ledger, name: str = "") -> Table:
+    """Cost of every stage of a model's lineage, alone and with its parents; ``name``: of the model, where there are several."""
 
     def line(name: str, counts_as: str, receipt: Receipt, note: str = "") -> tuple[Cell, ...]:
         return (
@@ -67,7 +67,8 @@ def ledger_table(ledger: Ledger) -> Table:
         totals.append(line(label, "", ledger.with_parents))
     shown = in_columns((*rows, *totals), None, None, _flops_alike, numbers.si_alike, numbers.durations_alike)
     columns = ("Stage", "Counts as", "FLOPs", "Tokens", "Device time", "Peak memory")
-    return Table("Cost by stage", columns, shown[: len(rows)], shown[len(rows) :], num_words=2)
+    title = f"Cost by stage: {name}" if name else "Cost by stage"
+    return Table(title, columns, shown[: len(rows)], shown[len(rows) :], num_words=2)
 
 
 def _elsewhere(name: str, adopted: Elsewhere) -> tuple[Cell, ...]:

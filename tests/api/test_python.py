@@ -225,6 +225,10 @@ def test_a_model_continues_after_a_request_that_fails(served_run: Path) -> None:
             lambda _: stretto.pretrain("small", "a.txt", "o", settings={"train.rows": None}),
             "settings: train.rows: needs a",
         ),
+        (lambda _: stretto.cost([]), "cost: no models; name at least one"),
+        (lambda model: stretto.cost(model), "lineage.json"),
+        (lambda _: stretto.tokenize(["a.txt", "b.txt"], "o"), "made from one source, 2 were named"),
+        (lambda _: stretto.tokenize("a.txt", "o", tokenizer="t", vocab_size=9), "t has a vocabulary already"),
     ],
 )
 def test_arguments_of_other_types_are_one_line(served_run: Path, call: Callable[[Any], Any], message: str) -> None:
@@ -249,13 +253,16 @@ def test_an_open_stream_keeps_its_pieces_and_a_closed_one_is_forgotten(served_ru
 def test_from_text_to_a_small_model(tmp_path: Path, text: Path) -> None:
     """The example of README: recipes as mappings, results handed from stage to stage."""
     recipe = tomllib.loads(RECIPE)
-    made = stretto.pretrain(recipe, text, tmp_path / "run", device="cpu")
+    tokens = stretto.tokenize(text, tmp_path / "tokens", vocab_size=320)
+    assert stretto.tokenize(text, tokens, vocab_size=320) == tokens == tmp_path / "tokens"
+    made = stretto.pretrain(recipe, tokens, tmp_path / "run", device="cpu")
     assert list(made.subnets) == ["full", "corner"]
     found = stretto.search(made, max_total=0.95, options=None, device="cpu")
     (tmp_path / "run" / "latency.json").write_text("[]")
     assert stretto.search(made, max_total=0.95, device="cpu").best == found.best, "no latency is asked for"
     with pytest.raises(UserError, match="not a latency table"):
         stretto.search(made, max_latency_ms=5.0, device="cpu")
+    (tmp_path / "run" / "latency.json").unlink()
     assert found.best.layers and "chosen" in repr(found) and "<table>" in found._repr_html_()
     assert found.plot().figure.axes and found.plot()._repr_png_().startswith(b"\x89PNG")
     assert "best" in made.subnets
@@ -274,6 +281,14 @@ def test_from_text_to_a_small_model(tmp_path: Path, text: Path) -> None:
     ids = [[1, 2, 3, 4]]
     assert torch.allclose(stretto.load(out, device="cpu").logits(ids), healed.logits(ids), atol=1e-5)
     assert stretto.extract(made, "corner").folder == tmp_path / "run-extract-2", "nothing is overwritten"
+    costs = stretto.cost([made, healed, out])
+    assert [each.folder for each in costs.models] == [made.source, healed.source], "an exported model is the same model"
+    alone = costs.models[1].ledger.alone
+    assert costs.family is not None and costs.family.rows[-1].own_flops == alone.flops > 0
+    assert costs.models[0].elasticity is not None and costs.models[1].elasticity is None
+    assert "Several sizes from one parent" in costs._repr_html_() and costs.plot().figure.axes
+    assert "Cost by stage: run-extract-heal" in repr(costs) and "Cost by stage:" not in repr(stretto.cost(healed))
+    assert stretto.write_report(made) == tmp_path / "run" / "report" / "report.html"
 
 
 @pytest.mark.slow

@@ -37,6 +37,8 @@ def test_each_model_once_and_elasticity_beside_its_control(
     assert stretto("export", runs / "elastic", "-o", tmp_path / "exported").code == 0
     many = stretto("cost", runs / "elastic", tmp_path / "renamed", tmp_path / "exported").out
     assert many.count("Cost by stage") == 1 and "together" not in many
+    two = stretto("cost", runs / "elastic", runs / "plain").out
+    assert all(f"Cost by stage: {name}" in two for name in ("elastic", "plain"))
     refused(stretto("cost", runs / "elastic", "--control", tmp_path / "renamed"), "--control", "not an ordinary run")
     moved = shutil.copytree(runs / "plain", tmp_path / "elsewhere" / "control")
     said = " ".join(stretto("cost", tmp_path / "renamed", "--control", moved).out.split())

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import stretto
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.paths import RECIPES, write_json, write_text
@@ -204,6 +205,9 @@ def run(tmp_path: Path) -> Path:
 
 def test_a_run_is_known_by_its_files_and_gathered_from_them(run: Path) -> None:
     assert is_rl_run(run) and not is_rl_run(run.parent)
+    assert stretto.write_report(run) == run / "report" / "report.html"
+    with pytest.raises(UserError, match=r"--control: .*an RL run, which has no control"):
+        stretto.write_report(run, controls=[run])
     data = read_rl_run(run)
     assert (data.bound, data.num_steps, data.series("reward/mean"), data.has("policy/ess")) == (
         2,
