@@ -2,8 +2,9 @@
 
 Clients take turns (start-time fair queueing, Goyal, Vin and Cheng 1996): the n-th sequence of a client has the same turn as the n-th
 of every other client, and equal turns are served in order of arrival. With one client, that is the order of arrival. A client that
-was away continues at the present turn, so a client loses nothing by using places that no other client wanted. A waiting sequence without a place or
-pages preempts the last running sequence of another client if that one has a later rank.
+was away continues at the present turn, so a client loses nothing by using places that no other client wanted. A sequence that is
+cancelled while it waits, before any of it was computed, takes no turn. A waiting sequence without a place or pages preempts the last
+running sequence of another client if that one has a later rank.
 
 Invariants that make every sequence finish:
 
@@ -140,6 +141,8 @@ class Scheduler:
             self._turn_served = max(self._turn_served, seq.order[0])
         else:
             self.waiting.remove(seq)
+            if seq.num_preemptions == 0:
+                self._return_turn(seq)
         self._release_followers(seq)
         if seq.finish_reason == "error":
             # torch also multiplies masked values, so one NaN token makes earlier tokens of its chunk NaN
@@ -209,6 +212,15 @@ class Scheduler:
         turn = max(present, self._next_turn.get(client, 0))
         self._next_turn[client] = turn + 1
         return turn
+
+    def _return_turn(self, seq: SequenceState) -> None:
+        """Move the later waiting sequences of a client forward by the turn of ``seq``, which left before any of it was computed."""
+        client = seq.request.client
+        self._next_turn[client] -= 1
+        for other in self.waiting:
+            if other.request.client == client and other.order > seq.order:
+                other.order = other.order[0] - 1, other.order[1]
+        self.waiting.sort(key=_by_rank)
 
     @property
     def _most_running(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -395,6 +396,50 @@ def test_a_client_loses_nothing_by_having_used_places_that_nobody_wanted() -> No
     assert served("r", 160, visits=True)["r"] == 40, "never waits"
     counts = served("rabcde", 160)
     assert min(counts[client] for client in "rabcde") >= 0.8 * max(counts.values()), counts
+
+
+@pytest.mark.parametrize("kept", [[], [3], [0], [2, 5]])
+def test_a_cancelled_waiting_sequence_costs_its_client_nothing(kept: list[int]) -> None:
+    """The turns of a client that cancels are those of a client that never sent what it cancelled."""
+
+    def order(cancelled: Sequence[int]) -> list[str]:
+        loop = make(num_pages=64, max_batch=1, max_step_tokens=16)
+        loop.scheduler.add(sequence([5, 5], 4, name="first", client="steady"))
+        loop.step()
+        asked = {number: sequence([number, 1], 2, name=f"c{number}", client="fickle") for number in (*kept, *cancelled)}
+        for number in sorted(asked):
+            loop.scheduler.add(asked[number])
+        for number in cancelled:
+            abort(loop, asked[number])
+        for number in range(4):
+            loop.scheduler.add(sequence([number, 2], 2, name=f"s{number}", client="steady"))
+        loop.scheduler.add(sequence([9, 9], 2, name="last", client="fickle"))
+        while loop.step():
+            pass
+        return [seq.request.id for seq in loop.finished]
+
+    cancelled = [number for number in range(7) if number not in kept]
+    assert order(cancelled) == order(cancelled[::-1]) == order([])
+
+
+def test_a_cancelled_sequence_that_was_computed_is_paid_for() -> None:
+    loop = make(num_pages=64, max_batch=1, max_step_tokens=16)
+    greedy = [sequence([number, 1, 2], 20, name=f"g{number}", client="greedy") for number in range(2)]
+    for seq in greedy:
+        loop.scheduler.add(seq)
+    loop.step()
+    abort(loop, greedy[0])
+    loop.step()
+    loop.scheduler.add(sequence([9, 9], 2, name="o", client="other"))
+    plan = loop.step()
+    assert plan is not None and not plan.preempted and greedy[1] in plan.sequences
+    first, second = (sequence([4, number], 2, name=f"n{number}", client="greedy") for number in range(2))
+    loop.scheduler.add(first)
+    assert first.order[0] == greedy[1].order[0] + 1
+    loop.scheduler._preempt(greedy[1])
+    abort(loop, greedy[1])
+    loop.scheduler.add(second)
+    assert second.order[0] == first.order[0] + 1, "the turn of a preempted sequence was used"
 
 
 def test_clients_that_came_once_are_forgotten_under_steady_load(monkeypatch: pytest.MonkeyPatch) -> None:
