@@ -300,11 +300,11 @@ def parse_json(raw: bytes) -> Any:
 
 
 def parse_body(kind: type[BodyT], tree: Any, strict: bool | None = None) -> BodyT:
-    """A parsed JSON body as a ``kind``. Fields of value ``null`` and the fields in `IGNORED` count as left out. ``strict`` False:
-    texts stand for numbers, as in a URL. Raises `FieldError`."""
+    """A parsed JSON body as a ``kind``. The fields in `IGNORED` count as left out. ``strict`` False: texts stand for numbers, as in a
+    URL. Raises `FieldError`."""
     if not isinstance(tree, Mapping):
         raise FieldError(None, "the body must be a JSON object", code=None)
-    fields = {name: value for name, value in tree.items() if value is not None and name not in IGNORED}
+    fields = {name: value for name, value in tree.items() if name not in IGNORED}
     try:
         return kind.model_validate(fields, strict=strict)
     except ValidationError as error:

@@ -104,12 +104,10 @@ class Allowed:
         return value
 
 
-class Body(BaseModel):
-    """Base of request bodies: an unknown field is an error, and so is a value of another JSON type."""
+class JsonObject(BaseModel):
+    """Base of all objects in requests: a value of another JSON type is an error."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -118,6 +116,12 @@ class Body(BaseModel):
         if not isinstance(tree, dict):
             return tree
         return {name: _as_integers(value) for name, value in tree.items() if value is not None}
+
+
+class Body(JsonObject):
+    """Base of request bodies: an unknown field is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def _as_integers(value: Any) -> Any:
@@ -183,10 +187,8 @@ class SchemaFormat(Body):
 ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
 
 
-class Returned(BaseModel):
+class Returned(JsonObject):
     """Base of objects that clients send back from earlier answers: unknown fields are ignored."""
-
-    model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
 
 
 class ContentPart(Returned):

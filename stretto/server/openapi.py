@@ -83,9 +83,8 @@ def document(with_admin: bool) -> dict[str, Any]:
     models: list[type[BaseModel]] = [*bodies, Error]
     _, defined = models_json_schema([(model, "validation") for model in models], ref_template=_SCHEMAS + "{model}")
     schemas = defined["$defs"]
-    for schema in schemas.values():
-        if schema.get("additionalProperties") is False:  # of a `Body`
-            _allow_null(schema)
+    for schema in schemas.values():  # all fields of `Error` are required
+        _allow_null(schema)
     for body in bodies:
         _complete(schemas[body.__name__], issubclass(body, Generation | ShortChatBody))
     return {
@@ -98,8 +97,8 @@ def document(with_admin: bool) -> dict[str, Any]:
 
 
 def _allow_null(schema: dict[str, Any]) -> None:
-    """Add to the schema of a `Body` that null means "left out"."""
-    for name, field in schema["properties"].items():
+    """Add to the schema of a `JsonObject` that null means "left out"."""
+    for name, field in schema.get("properties", {}).items():
         if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", [field]):
             about = {key: field[key] for key in ("title", "description", "default") if key in field}
             rest = {key: value for key, value in field.items() if key not in about}

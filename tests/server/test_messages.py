@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,12 +13,14 @@ from stretto.server.calls.answers import read_answer
 from stretto.server.completions import ChatBody
 from stretto.server.limits import parse_body
 from stretto.server.messages import (
+    Body,
     FieldError,
     Message,
     Prompts,
     Tool,
     tool_use,
 )
+from stretto.server.responses import ResponsesBody
 from stretto.text.chat import CHATML
 from stretto.text.tokenizer import train_tokenizer
 from tests.text.test_chat import BARE
@@ -45,6 +50,83 @@ def test_choices() -> None:
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "add"}}]}
     use = tool_use(both, choice({"type": "allowed_tools", "allowed_tools": allowed}))
     assert not use.forced and [tool.function.name for tool in use.offered] == ["add"]
+
+
+CHAT: dict[str, Any] = {
+    "messages": [
+        {"role": "system", "content": "be brief", "name": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "hi", "annotations": []}]},
+        {
+            "role": "assistant",
+            "content": "so",
+            "refusal": "",
+            "annotations": [],
+            "audio": {},
+            "function_call": {},
+            "tool_calls": [{"id": "c", "type": "function", "index": 0, "function": {"name": "add", "arguments": "{}"}}],
+            "reasoning_content": "so",
+        },
+        {"role": "tool", "content": "3", "tool_call_id": "c"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "add", "description": "sum", "strict": True}}],
+    "tool_choice": {"type": "function", "function": {"name": "add"}},
+    "response_format": {"type": "json_schema", "json_schema": {"name": "a", "description": "b", "strict": True}},
+    "stream_options": {"include_usage": True},
+    "elastic": {"layers": 1},
+}
+RESPONSES: dict[str, Any] = {
+    "input": [
+        {"role": "user", "content": "hi"},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "so"}]},
+        {"type": "function_call", "id": "f", "call_id": "c", "name": "add", "arguments": "{}", "status": "completed"},
+        {"type": "function_call_output", "call_id": "c", "output": "3"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "3", "logprobs": []}]},
+        {"type": "message", "role": "user", "content": "thanks"},
+    ],
+    "tools": [{"type": "function", "name": "add", "description": "sum", "strict": True}],
+    "tool_choice": {"type": "function", "name": "add"},
+    "text": {"format": {"type": "json_schema", "name": "a", "strict": True}, "verbosity": "low"},
+}
+
+
+def places(tree: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to every field of every object in ``tree``."""
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+        if isinstance(tree, dict):
+            yield (*before, key)
+        yield from places(value, (*before, key))
+
+
+def outcome(kind: type[Body], tree: dict[str, Any]) -> Body | str:
+    try:
+        return parse_body(kind, tree)
+    except FieldError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [(kind, place) for kind, tree in ((ChatBody, CHAT), (ResponsesBody, RESPONSES)) for place in places(tree)],
+    ids=lambda part: part.__name__ if isinstance(part, type) else ".".join(map(str, part)),
+)
+def test_null_is_a_field_that_is_left_out(kind: type[Body], place: tuple[Any, ...]) -> None:
+    """At every depth. A required field is missing then, which is an error of one line."""
+    tree = CHAT if kind is ChatBody else RESPONSES
+    assert isinstance(outcome(kind, tree), kind)
+    null, without = deepcopy(tree), deepcopy(tree)
+    for changed in (null, without):
+        parent: Any = changed
+        for step in place[:-1]:
+            parent = parent[step]
+        if changed is null:
+            parent[place[-1]] = None
+        else:
+            del parent[place[-1]]
+    given, expected = outcome(kind, null), outcome(kind, without)
+    if isinstance(expected, str):
+        assert isinstance(given, str) and given.startswith(place[0]) and "\n" not in given
+    else:
+        assert given == expected
 
 
 @pytest.mark.parametrize(
