@@ -19,7 +19,7 @@ from stretto.engine.forward_cpu import fits_kernels
 from stretto.engine.forward_torch import KvPool
 from stretto.engine.ranks import Team
 from stretto.engine.request import EngineConfig
-from stretto.engine.runner import why_torch
+from stretto.engine.runner import logit_bytes, why_torch
 from stretto.model.checkpoint import (
     Checkpoint,
     each_integer,
@@ -80,8 +80,9 @@ def open_engine(
 
     Args:
         dtype: data type of weights and cache; None: fp32 on a CPU, bf16 elsewhere.
-        memory_bytes: memory for weights and cache. The cache gets all memory beside the weights, unless ``config`` has its
-            size. None: the free memory of ``device``, of which the cache gets a share (`pages_within`). With ``tp``: of each rank.
+        memory_bytes: memory for weights and cache. The cache gets all memory beside the weights and the logits of a step
+            (`logit_bytes`), but at least that of one sequence, unless ``config`` has its size. None: the free memory of ``device``,
+            of which the cache gets a share (`pages_within`). With ``tp``: of each rank.
         cut: extract this Subnet and serve it alone; the other weights are freed after reading. Not with ``tp``.
         with_tokenizer: False: token ids only, for checkpoints without a tokenizer.
         library: compiled CPU kernels; None: loaded as the environment says (`stretto.ops.native.load`).
@@ -117,7 +118,8 @@ def open_engine(
     share = _integer_share(served, served_integers, dtype)
     check_memory(folder, served, presets if cut is None else {}, config, dtype, available, routes, share)
     if memory_bytes is not None and config.cache_bytes is None:
-        config = config.replace(cache_bytes=memory_bytes - _weight_bytes(served, served.full(), dtype, share))
+        spare = memory_bytes - _weight_bytes(served, served.full(), dtype, share) - logit_bytes(served, config)
+        config = config.replace(cache_bytes=max(spare, _cache_bytes(served, config, dtype, routes)))
     with ExitStack() as stack:  # ends the other ranks after an error
         team = None
         if config.tp > 1:

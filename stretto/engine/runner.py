@@ -23,6 +23,7 @@ from stretto.engine.forward_torch import KvPool, TorchForward
 from stretto.engine.graphs import DecodeGraphs
 from stretto.engine.ranks import Cache, Ranks, Weights
 from stretto.engine.request import EngineConfig
+from stretto.engine.scheduler import MOST_LOGITS
 from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.checkpoint import read_checkpoint, read_config, weights_hash
 from stretto.model.spec import ModelConfig
@@ -44,9 +45,15 @@ CPU_SHARE, GPU_SHARE = 0.5, 0.9
 programs and the file cache; a GPU's memory only activations, as in vLLM."""
 
 
+def logit_bytes(network: ModelConfig, config: EngineConfig) -> int:
+    """Largest size of the fp32 logits of one step, whose tokens may all belong to prompts with requested log-probabilities, and of the
+    log-probabilities of one chunk of them."""
+    return 4 * network.vocab_size * (config.max_step_tokens + MOST_LOGITS)
+
+
 def pages_within(model: Transformer, config: EngineConfig, max_len: int, routes: bool) -> int:
     """Number of cache pages that fit into ``config.cache_bytes``, or into a share of the free memory; at most
-    twice the number that a full batch of sequences of ``max_len`` needs.
+    twice the number that a full batch of sequences of ``max_len`` needs. Of the free memory, half at most is kept for logits (`logit_bytes`).
 
     Raises:
         UserError: not even one page fits, or not one sequence of the configured ``max_len``.
@@ -62,7 +69,7 @@ def pages_within(model: Transformer, config: EngineConfig, max_len: int, routes:
         free = free_bytes(weight.device)
         if has_fp8_kernels(model.config, weight.device, Arithmetic(config.precision, config.batch_invariant)):
             free -= sum(each.numel() for each in model.blocks.parameters())  # bytes in FP8, beside the values
-        budget = int(share * free) // num_sharing
+        budget = min(int(share * free), max(free - logit_bytes(model.config, config), free // 2)) // num_sharing
         if config.max_len is not None:  # configured, so the cache may exceed the share
             budget = max(budget, num_needed * page_bytes)
     num_pages = min(budget // page_bytes, 2 * config.max_batch * num_needed)

@@ -25,7 +25,7 @@ from stretto.engine.cache import ROOT, PageAllocator, chain_hash
 from stretto.engine.sequence import Chunk, SequenceState, StepPlan
 
 _by_rank = attrgetter("order")
-_MOST_LOGITS = 128
+MOST_LOGITS = 128
 """Most rows of logits of a chunk. A row has the whole vocabulary in fp32, and log-probabilities take as much again: for 1,024 rows of
 a vocabulary of 128k, 1 GiB."""
 _MOST_CLIENTS = 4096
@@ -325,14 +325,14 @@ class Scheduler:
         return (seq.num_prompt - 1) // self.allocator.page_size * self.allocator.page_size
 
     def _prompt_chunk(self, seq: SequenceState, budget: int) -> Chunk:
-        """Chunk of at most ``budget`` next tokens, all of one Subnet, with at most `_MOST_LOGITS` log-probabilities of the prompt."""
+        """Chunk of at most ``budget`` next tokens, all of one Subnet, with at most `MOST_LOGITS` log-probabilities of the prompt."""
         start = seq.num_computed
         end = min(start + budget, seq.phase_end(start))
         num_logits = int(end == len(seq.tokens))
         if seq.sampling.prompt_logprobs:
             first = max(start, len(seq.prompt_log_probs))
             if first < min(end, seq.num_prompt - 1):
-                end = min(end, first + _MOST_LOGITS)
+                end = min(end, first + MOST_LOGITS)
                 num_logits = end - first
         table = seq.table[: self.allocator.pages_for(end)]
         return Chunk(tuple(seq.tokens[start:end]), start, table, seq.subnet, num_logits)

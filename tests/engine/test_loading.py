@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def test_the_cache_takes_what_the_weights_leave(run_folder: Path) -> None:
     """Of what is said to be there; what it cannot hold is no longer promised, and what was asked for is refused."""
     long = CONFIG.replace(max_positions=1 << 20)
     write_checkpoint(folder := run_folder.parent / "long", network(config=long), long)
-    sizes = {"page_size": 4, "max_batch": 8}
+    sizes = {"page_size": 4, "max_batch": 8, "max_step_tokens": 32}
     opened = open_engine(folder, EngineConfig(**sizes), memory_bytes=4 << 20, with_tokenizer=False, library=TORCH)
     stats, page_bytes = opened.engine.stats(), KvPool.bytes_per_page(long, torch.float32, 4, routes=True)
     assert opened.engine.max_len == stats.max_len == 4 * stats.num_pages
@@ -101,6 +102,38 @@ def test_the_cache_takes_what_the_weights_leave(run_folder: Path) -> None:
         open_engine(folder, fixed.replace(max_len=401), with_tokenizer=False, library=TORCH)
     with pytest.raises(UserError, match=r"memory: .*would fit: a cache of"):
         open_engine(folder, fixed.replace(num_pages=1 << 40), with_tokenizer=False, library=TORCH)
+
+
+def test_log_probabilities_of_prompts_stay_within_the_memory(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits of a step whose tokens all belong to such prompts, beside weights and cache."""
+    wide = CONFIG.replace(vocab_size=4096, max_positions=1 << 20)
+    write_checkpoint(folder := run_folder.parent / "wide", network(config=wide), wide)
+    memory, config = 16 << 20, EngineConfig(page_size=4, max_batch=16, max_step_tokens=512)
+    subject = open_engine(folder, config, memory_bytes=memory, with_tokenizer=False, library=TORCH).engine
+    sizes, forward = [], subject._runner.forward
+
+    def spied(*arguments: Any) -> torch.Tensor:
+        logits_MV = forward(*arguments)
+        sizes.append(logits_MV.nbytes)
+        return logits_MV
+
+    monkeypatch.setattr(subject._runner, "forward", spied)
+    requests = [request(f"r{number}", (5 + number,) * 32, max_tokens=1, prompt_logprobs=True) for number in range(16)]
+    assert all(done.prompt_logprobs is not None for done in subject.generate(requests))
+    assert max(sizes) == 4 * 4096 * 512, "all tokens of the step"
+    weights = 4 * count(wide, wide.full()).total_params
+    assert weights + subject.stats().cache_bytes + max(sizes) <= memory
+
+
+def test_a_share_of_the_free_memory_leaves_room_for_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    long, free = CONFIG.replace(max_positions=1 << 30), 1 << 30
+    monkeypatch.setattr("stretto.engine.runner.free_bytes", lambda device: free)
+    monkeypatch.setattr("stretto.engine.runner.CPU_SHARE", 0.9)  # as on a GPU
+    model, page_bytes = network(config=long), KvPool.bytes_per_page(long, torch.float32, 16, routes=False)
+    for max_step_tokens, left in ((1024, 0.1), (200_000, 4 * 288 * 200_128 / free), (10_000_000, 0.5)):
+        config = EngineConfig(max_step_tokens=max_step_tokens)
+        taken = pages_within(model, config, 1 << 30, routes=False) * page_bytes
+        assert taken == pytest.approx((1 - left) * free, abs=page_bytes + 1)
 
 
 def test_unsaid_it_is_a_share_of_what_is_free() -> None:
