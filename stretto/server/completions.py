@@ -158,7 +158,8 @@ def chat_job(
     """The engine request of a conversation. ``format_field``: the client's name of ``response_format``. Raises `ApiError` or
     `UserError` for a request that cannot be served."""
     use, prompts = tool_use(body.tools, body.tool_choice), backend.prompts
-    rendered = prompts.chat(body.messages, use.offered, variables=body.chat_template_kwargs)
+    most = backend.model.max_len
+    rendered = prompts.chat(body.messages, use.offered, variables=body.chat_template_kwargs, max_len=most)
     ids = backend.check_ids(rendered, "messages")
     # A client's own grammar constrains the whole text, reasoning included.
     reads_thoughts = body.regex is None and body.grammar is None
@@ -295,7 +296,8 @@ def read_completion(backend: Backend, tree: Any, rung: Rung) -> Answer:
         raise FieldError("max_tokens", "0 needs echo=true")
     is_one = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
     parts: list[Any] = [body.prompt] if is_one else list(body.prompt)
-    ids = (backend.prompts.text(part, body.parse_special) if isinstance(part, str) else part for part in parts)
+    most = backend.model.max_len
+    ids = (backend.prompts.text(part, body.parse_special, most) if isinstance(part, str) else part for part in parts)
     prompts = [backend.check_ids(each, "prompt") for each in ids]
     only_prompt = body.max_tokens == 0
     with named_by_client({"top_logprobs": "logprobs"}):

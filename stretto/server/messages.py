@@ -265,11 +265,13 @@ class Prompts:
         tools: Sequence[Tool] = (),
         generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        max_len: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation; with ``generation_prompt`` they end with the header of the assistant's next turn.
 
         Args:
             variables: further variables of the template (``chat_template_kwargs``).
+            max_len: refuse a conversation that has at least as many tokens by its length alone, before it is encoded.
 
         Raises:
             UserError: the template refuses these messages, or leaves out tools or calls.
@@ -297,6 +299,8 @@ class Prompts:
         given = contents.hidden(variables or {})
         check_shown(lambda messages, tools: render(template, messages, tools, variables=named | given), turns, offered)
         text = render(template, turns, offered, generation_prompt, named | given)
+        if max_len is not None:
+            _check_length("messages", contents.least_tokens(text), max_len)
         return contents.encode(text)
 
     def shortened(self, turns: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -307,8 +311,10 @@ class Prompts:
             for turn in turns
         ]
 
-    def text(self, text: str, parse_special: bool) -> list[int]:
-        """Token ids of a text. ``parse_special``: spellings of special tokens become these tokens."""
+    def text(self, text: str, parse_special: bool, max_len: int | None = None) -> list[int]:
+        """Token ids of a text. ``parse_special``: spellings of special tokens become these tokens. ``max_len``: as for `chat`."""
+        if max_len is not None:
+            _check_length("prompt", self.tokenizer.least_tokens(text), max_len)
         return self.tokenizer.encode_rendered(text) if parse_special else self.tokenizer.encode(text)
 
     def thinks(self, ids: Sequence[int]) -> bool:
@@ -377,6 +383,13 @@ class Prompts:
             is_free=is_free,
         )
         return Grammar(kind="lark", text=text, field=field)
+
+
+def _check_length(field: str, least: int, max_len: int) -> None:
+    """Raises `FieldError`: ``least`` tokens leave no room for an answer."""
+    if least >= max_len:
+        problem = f"a prompt of at least {least} tokens exceeds this server's context of {max_len} tokens; shorten it"
+        raise FieldError(field, problem, CONTEXT_LENGTH)
 
 
 def _turn(message: Message, field: str) -> dict[str, Any]:

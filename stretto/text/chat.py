@@ -129,6 +129,10 @@ class Contents:
                 ids += self._tokenizer.encode_rendered(piece)
         return ids
 
+    def least_tokens(self, text: str) -> int:
+        """A lower bound of the number of ids of rendered ``text`` (`Tokenizer.least_tokens`)."""
+        return self._tokenizer.least_tokens(_PLACEHOLDERS.sub("", text))
+
     def _hide(self, match: re.Match[str]) -> str:
         self._spellings.append(match.group())
         return _PLACEHOLDER.format(len(self._spellings) - 1)

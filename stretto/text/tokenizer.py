@@ -109,6 +109,22 @@ class Tokenizer:
         """Ids of ``text`` that a chat template rendered. Spellings of special tokens become these tokens."""
         return _ids_of(self._parsing, text)
 
+    def least_tokens(self, text: str) -> int:
+        """A lower bound of the number of ids of ``text``, from its number of bytes alone; 0 if the tokenizer may drop characters."""
+        return -(-len(text.encode()) // self._longest_token) if self._longest_token else 0
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Most bytes of a text that one token stands for; 0: no limit is known, because a normaliser, a pre-tokenizer, a token that
+        takes the white space around it, or a byte without a token may remove characters."""
+        added = self.rust.get_added_tokens_decoder().values()
+        vocab = self.rust.get_vocab(with_added_tokens=False)
+        keeps_bytes = self._words is not None and all(byte in vocab for byte in pre_tokenizers.ByteLevel.alphabet())
+        if not keeps_bytes or any(token.lstrip or token.rstrip for token in added):
+            return 0
+        # a byte-level token has one character for each byte
+        return max(chain(map(len, vocab), (len(token.content.encode()) for token in added)))
+
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """Text of ``ids``. Exact for byte-level tokenizers; bytes that are not UTF-8 become U+FFFD."""
         return self.rust.decode(list(ids), skip_special_tokens=skip_special_tokens)

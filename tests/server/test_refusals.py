@@ -434,6 +434,33 @@ def test_the_context_is_what_the_cache_holds(
     service.close()
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (TEXT, {"prompt": "word " * 100_000}, "prompt"),
+        (TEXT, {"prompt": ["hi", "word " * 100_000]}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "word " * 100_000}]}, "messages"),
+        (RESPONSES, {"input": "word " * 100_000}, "input"),
+    ],
+)
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], param: str
+) -> None:
+    encoded: list[int] = []
+
+    def spy(name: str) -> None:
+        original = getattr(Tokenizer, name)
+        monkeypatch.setattr(Tokenizer, name, lambda self, text: encoded.append(len(text)) or original(self, text))
+
+    spy("encode")
+    spy("encode_rendered")
+    error = refused(ask("POST", path, json=body), 400)
+    assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+    assert "at least" in error["message"] and "this server's context of 512 tokens" in error["message"]
+    assert max(encoded, default=0) < 100
+    assert ask("POST", "/tokenize", json={"prompt": "word " * 1000}).json()["count"] > 512
+
+
 def test_who_waits_too_long_gets_a_503(connect: Any, engine_of: Callable[..., Engine]) -> None:
     """Whole answers and streams alike: a stream has not begun before its first token."""
     service = AsyncEngine(engine_of(max_batch=1, max_wait_s=0.02)).start()

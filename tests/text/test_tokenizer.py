@@ -85,6 +85,49 @@ def test_added_tokens_that_are_not_special_are_left_to_rust(tokenizer: Tokenizer
     assert with_added.vocab_size - 1 in with_added.encode("x <call> y")
 
 
+@given(
+    text=st.text()
+    | st.text(st.sampled_from("ad ef\n<|>_im\u0301é中")).map(lambda text: text * 9)
+    | st.sampled_from(TEXT)
+)
+def test_a_text_has_no_fewer_tokens_than_its_length_says(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.least_tokens(text) <= min(len(tokenizer.encode(text)), len(tokenizer.encode_rendered(text)))
+    assert tokenizer.least_tokens("x" * 1000 * tokenizer._longest_token) == 1000
+
+
+def change(tokenizer: Tokenizer, what: str) -> Tokenizer:
+    """A tokenizer that removes characters, by one of the ways to do so."""
+    rust = tokenizers.Tokenizer.from_str(tokenizer.rust.to_str())
+    match what:
+        case "normaliser":
+            rust.normalizer = tokenizers.normalizers.Replace("aa", "")
+        case "pre-tokenizer":
+            rust.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        case "white space around a token":
+            rust.add_special_tokens([tokenizers.AddedToken("<gap>", lstrip=True, rstrip=True)])
+        case "bytes without a token":
+            tree = json.loads(rust.to_str())
+            del tree["model"]["vocab"]["a"]
+            tree["model"]["merges"] = [pair for pair in tree["model"]["merges"] if "a" not in "".join(pair)]
+            rust = tokenizers.Tokenizer.from_str(json.dumps(tree))
+    return Tokenizer(rust, tokenizer.eos_token)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("normaliser", "a" * 10_000),
+        ("pre-tokenizer", " " * 10_000),
+        ("white space around a token", " " * 10_000 + "<gap>"),
+        ("bytes without a token", "a" * 10_000),
+    ],
+)
+def test_where_characters_may_be_removed_the_length_says_nothing(tokenizer: Tokenizer, what: str, text: str) -> None:
+    other = change(tokenizer, what)
+    assert len(other.encode_rendered(text)) <= 1 and other.least_tokens(text) == 0
+    assert tokenizer.least_tokens(text) > 100
+
+
 def test_special_tokens_are_parsed_in_rendered_text_only(tokenizer: Tokenizer) -> None:
     text = "a<|endoftext|>b"
     assert tokenizer.eos_id not in tokenizer.encode(text)
