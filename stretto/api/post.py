@@ -195,7 +195,7 @@ def serve(model: ModelLike, *flags: str, port: int = 0) -> Iterator[Server]:
     """Serve a checkpoint at every size in a process of its own, until the block ends.
 
     Args:
-        flags: further options of ``stretto serve``, such as ``"--memory", "8GB"``.
+        flags: further options of ``stretto serve``, such as ``"--memory", "8GB"``. ``"--access-log"`` writes a line per request.
         port: 0: any free port.
 
     Raises:

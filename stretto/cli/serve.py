@@ -62,6 +62,7 @@ def serve(
     api_key: list[str] = [],
     cors: list[str] = [],
     allowed_host: list[str] = [],
+    access_log: bool = True,
     writer: PromptWriter = None,
     rollout: bool = False,
     device: Device = "auto",
@@ -89,6 +90,7 @@ def serve(
         api_key: API key that clients must send. Also read from STRETTO_API_KEYS, separated by commas.
         cors: Web origin allowed to call the API (CORS).
         allowed_host: Host name to answer, beside localhost. Default: with a loopback --host only localhost, else any name.
+        access_log: Write a line to stderr at the end of each request: client, path, status, size, tokens and times.
         rollout: Serve as an engine of `stretto rl` (rollout.engine = stretto), with endpoints that load weights. For private
             addresses only.
     """
@@ -98,7 +100,13 @@ def serve(
 
     options = ServeOptions(**{each.name: values[each.name] for each in fields(ServeOptions)})
     limits = {"floor": floor, "first_token_s": first_token_s, "max_wait_s": max_wait_s, "tool_chars": tool_chars}
-    exposed = {"host": host, "port": port, "cors_origins": cors, "allowed_hosts": allowed_host}
+    exposed = {
+        "host": host,
+        "port": port,
+        "cors_origins": cors,
+        "allowed_hosts": allowed_host,
+        "access_log": access_log,
+    }
     settings = serve_settings(api_key, **exposed, **limits)
     (serve_rollout_command if rollout else serve_command)(source, options, settings)
 

@@ -323,6 +323,7 @@ def serving(
     """Run ``stretto serve`` on a free port of this machine until the block or this process ends; yields its address and its process.
 
     Args:
+        flags: further options. There is no access log without ``--access-log``.
         program: arguments of Python before those of the command; None: Stretto's own.
         environ: environment variables beside those of this process. The server does not inherit the variables of keys.
         log: file for the server's stderr; None: stderr of this process.
@@ -331,7 +332,7 @@ def serving(
         UserError: the server did not start.
     """
     program = ("-m", "stretto.cli.step", str(os.getpid())) if program is None else program
-    command = [sys.executable, *program, "serve", str(source), "--port", "0", *flags]
+    command = [sys.executable, *program, "serve", str(source), "--port", "0", "--no-access-log", *flags]
     keys = ("STRETTO_API_KEYS", "STRETTO_ADMIN_KEY")
     environment = {name: value for name, value in os.environ.items() if name not in keys} | dict(environ or {})
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as process:

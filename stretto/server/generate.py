@@ -39,6 +39,7 @@ from stretto.engine.request import (
     Usage,
 )
 from stretto.model.spec import Subnet
+from stretto.server.access_log import ACCESS, Access
 from stretto.server.calls.answers import AnswerReader
 from stretto.server.elastic import Elastic, Given, Resolver, Rung, ServedModel, Ticket
 from stretto.server.limits import (
@@ -444,6 +445,7 @@ class Generate:
             try:
                 async with asyncio.timeout(self.backend.max_wait_s):
                     answer = await self._read_body(http, tree, ticket)
+                    access = _access(http, answer.job)
                     submit, client = self.backend.service.submit, http.scope[CLIENT]
                     requests = [replace(request, client=client) for request in answer.job.requests]
                     streams = [stack.enter_context(closing(submit(request))) for request in requests]
@@ -451,7 +453,7 @@ class Generate:
                         await stream.admitted()
             except TimeoutError:
                 raise overloaded("the engine did not take this request in time; try again later", 5.0, 503) from None
-            await self._send(answer, streams, ticket, http, send)
+            await self._send(answer, streams, ticket, access, http, send)
 
     async def _read_body(self, http: HttpRequest, tree: Any, ticket: Ticket) -> Answer:
         backend, control = self.backend, self.backend.resolver.control
@@ -467,11 +469,11 @@ class Generate:
         return answer
 
     async def _send(
-        self, answer: Answer, streams: Sequence[Stream], ticket: Ticket, http: HttpRequest, send: Send
+        self, answer: Answer, streams: Sequence[Stream], ticket: Ticket, access: Access, http: HttpRequest, send: Send
     ) -> None:
         job = answer.job
         self.backend.metrics.started(job.given)
-        batches = merged([self._watched(stream, job.given, ticket) for stream in streams])
+        batches = merged([self._watched(stream, job.given, ticket, access) for stream in streams])
         if job.body.stream:
             first = await anext(batches)  # before the head of the response: a failure here still has its own status
             for event in first:
@@ -485,17 +487,32 @@ class Generate:
         else:
             await JSONResponse(answer.whole(await _collect(job, batches)))(http.scope, http.receive, send)
 
-    async def _watched(self, stream: Stream, given: Given, ticket: Ticket) -> AsyncIterator[list[Event]]:
-        """Batches of events of one request. Notes its first token in ``ticket`` and its completions in the metrics."""
+    async def _watched(
+        self, stream: Stream, given: Given, ticket: Ticket, access: Access
+    ) -> AsyncIterator[list[Event]]:
+        """Batches of events of one request. Notes its first token in ``ticket`` and ``access``, its tokens in ``access`` and its
+        completions in the metrics."""
         is_first = True
         async for events in stream.batches():
             if is_first:
                 ticket.first_token()
             is_first = False
+            access.num_generated += len(events)
             for event in events:
                 if isinstance(event, Completion):
+                    access.num_generated -= 1
                     self.backend.metrics.finished(given, event)
+            if access.first_token_s is None and access.num_generated:
+                access.first_token_s = time.perf_counter()
             yield events
+
+
+def _access(http: HttpRequest, job: Job) -> Access:
+    """The request's record for the access log, with what is known before its first token."""
+    access: Access = http.scope.setdefault(ACCESS, Access())
+    access.model, access.size = job.model, job.given.name
+    access.num_prompt = sum(len(request.prompt) for request in job.requests)
+    return access
 
 
 async def merged(sources: Sequence[AsyncIterator[list[Event]]]) -> AsyncIterator[list[Event]]:

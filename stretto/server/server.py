@@ -32,6 +32,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from stretto.base.config import Config
 from stretto.base.errors import UserError
 from stretto.engine.async_engine import AsyncEngine
+from stretto.server.access_log import logged
 from stretto.server.completions import read_chat, read_completion, read_short_chat
 from stretto.server.elastic import Resolver, ServedModel
 from stretto.server.generate import Backend, Generate
@@ -108,6 +109,8 @@ class ServeSettings(Config):
     """Time limit for the engine to accept a request, from the arrival of the body, seconds; then the status is 503."""
     send_timeout_s: float = Field(default=30.0, gt=0)
     """Time limit for a client to read what was sent, seconds; then its request is aborted."""
+    access_log: bool = False
+    """Write a line to stderr at the end of each request (`stretto.server.access_log`)."""
     tool_chars: int | None = Field(default=None, ge=100)
     """Number of characters of a tool result that the model sees: its beginning and its end. None: all of it."""
     floor: str | None = None
@@ -332,10 +335,11 @@ def make_server(app: Starlette) -> DrainingServer:
     """The server process of ``app``. ``run(sockets=[…])`` returns when the open requests have finished, or when the engine is dead
     (`AsyncEngine.error`)."""
     settings: ServeSettings = app.state.settings
+    served = logged(app) if settings.access_log else app
 
     async def outermost(scope: Scope, receive: Receive, send: Send) -> None:
         # Outside of all middleware, because `bounded` needs uvicorn's own ``send``.
-        await app(scope, receive, bounded(send, settings.send_timeout_s))
+        await served(scope, receive, bounded(send, settings.send_timeout_s))
 
     config = uvicorn.Config(
         outermost,

@@ -94,6 +94,37 @@ def test_a_server_from_start_to_sigterm(served_run: Path) -> None:
         assert child.wait(60) == 0
 
 
+@pytest.mark.parametrize(("options", "expected"), [((), True), (("--no-access-log",), False)])
+@pytest.mark.parametrize("command", ["serve_command", "serve_rollout_command"])
+def test_the_access_log_can_be_turned_off(
+    stretto: Run,
+    served_run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    options: tuple[str, ...],
+    expected: bool,
+) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(
+        f"stretto.api.serve.{command}", lambda source, options, settings: seen.append(settings.access_log)
+    )
+    rollout = ("--rollout",) if command == "serve_rollout_command" else ()
+    assert stretto("serve", served_run, *rollout, *options).code == 0
+    assert seen == [expected]
+
+
+def test_a_server_that_python_started_logs_no_requests(
+    served_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRETTO_NATIVE", "0")
+    for flags, expected in (((), 0), (("--access-log",), 1)):
+        with (tmp_path / "log").open("w+") as log:
+            with serving(served_run, "--device", "cpu", *flags, log=log) as server:
+                assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
+            log.seek(0)
+            assert log.read().count("GET /health 200 total_s=") == expected
+
+
 @pytest.mark.slow
 def test_a_dead_engine_ends_the_server(served_run: Path, tmp_path: Path) -> None:
     """Open streams are told, the port is free again, and whoever supervises the process sees that it failed."""

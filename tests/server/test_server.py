@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import SecretStr
 
 from stretto.base.errors import UserError
 from stretto.engine.async_engine import AsyncEngine
@@ -473,3 +475,66 @@ def test_a_server_that_others_reach_without_a_key_warns() -> None:
     assert "any host name" not in (ServeSettings(host="::", allowed_hosts=("a",)).exposure() or "any host name")
     assert ServeSettings(host="0.0.0.0", api_keys=("k",)).exposure() is None  # type: ignore[arg-type]
     assert ServeSettings().exposure() is None
+
+
+LINE = re.compile(
+    r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4} 127\.0\.0\.1 (?P<request>[A-Z]+ \S+ \d{3})"
+    r'(?: model=(?P<model>\S+) size=(?P<size>"[^"]+"|\S+) prompt_tokens=(?P<prompt>\d+)'
+    r" generated_tokens=(?P<generated>\d+))?"
+    r"(?: first_token_s=(?P<first>\d+\.\d{3}))? total_s=(?P<total>\d+\.\d{3})"
+)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_each_request_is_one_line_of_the_log(
+    service: AsyncEngine, served: ServedModel, capsys: pytest.CaptureFixture[str], stream: bool
+) -> None:
+    key, secret, free = "keykeykey", "secretsecret", {"ignore_eos": True, "stream": stream}
+    odd = {"elastic": {"layers": 3, "experts": 4, "top_k": 1}}
+    with live(service, served, ServeSettings(access_log=True, api_keys=(SecretStr(key),))) as (url, server):
+        with httpx.Client(base_url=url, trust_env=False, headers={"authorization": f"Bearer {key}"}) as client:
+            body = {"messages": [{"role": "user", "content": secret}], "max_tokens": 5, "n": 2, "model": "x:half"}
+            usage = {"stream_options": {"include_usage": True}} if stream else {}
+            client.post(PATH, json={**body, **free, **usage}).raise_for_status()
+            client.post(
+                "/v1/completions", json={"prompt": [5, 6, 7], "max_tokens": 4, **odd, **free}
+            ).raise_for_status()
+            assert client.post(PATH, json={**body, "temperature": -1}).status_code == 400
+            assert client.get(f"/v1/none%0aforged%20line?question={secret}").status_code == 404
+            assert client.get("/v1/models", headers={"authorization": f"Bearer {secret}"}).status_code == 401
+            assert client.get("/health").status_code == 200
+        headers = {"authorization": f"Bearer {key}"}
+        with httpx.stream(
+            "POST", url + PATH, json={**LONG, "stream": True}, headers=headers, trust_env=False
+        ) as response:
+            next(response.iter_lines())
+        asyncio.run(settled(service, server))
+    written = capsys.readouterr().err
+    assert key not in written and secret not in written
+    found = [LINE.fullmatch(line) for line in written.splitlines()]
+    lines = [match.groupdict() for match in found if match is not None]
+    assert len(lines) == len(found) == 7, written
+    assert [line["request"] for line in lines] == [
+        f"POST {PATH} 200",
+        "POST /v1/completions 200",
+        f"POST {PATH} 400",
+        "GET /v1/none%0Aforged%20line 404",
+        "GET /v1/models 401",
+        "GET /health 200",
+        f"POST {PATH} 200",
+    ]
+    assert [line["model"] for line in lines] == ["x:half", "x", None, None, None, None, "x"]
+    assert [line["size"] for line in lines][:2] == ["half", '"3 layers, 4 experts, top-1"']
+    assert [line["generated"] for line in lines][:2] == ["10", "4"] and lines[1]["prompt"] == "3"
+    assert int(lines[0]["prompt"] or 0) > len("user") and 0 < int(lines[6]["generated"] or 0) < 400
+    for line in lines:
+        assert (line["first"] is None) == (line["model"] is None)
+        assert float(line["first"] or 0) <= float(line["total"] or -1)
+
+
+def test_a_server_logs_no_requests_unless_asked(
+    service: AsyncEngine, served: ServedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with live(service, served, ServeSettings()) as (url, _):
+        assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
+    assert capsys.readouterr().err == ""
