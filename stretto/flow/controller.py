@@ -131,6 +131,11 @@ class Controller:
         """Version of the trainer: number of completed steps."""
         return self.state.version
 
+    @property
+    def repeats(self) -> bool:
+        """Whether the next step was made before, and undone by a return to a snapshot."""
+        return self.state.version < self.state.reached
+
     def admit(self) -> list[Dispatch]:
         """End the leases that ran out; return the attempts to dispatch now, oldest group first. [] while no engine is known."""
         now = self._clock()
@@ -196,6 +201,17 @@ class Controller:
                 raise UserError(
                     f"store: it lost group {ordinal} {times} times; check whether something deletes its files, and continue with --resume"
                 )
+
+    def forget_undone(self) -> int:
+        """After a return to a snapshot, before the first dispatch. If the store lost groups of steps that were to be repeated
+        (`State.will_repeat`), the run will not have the weights of those steps: stored groups that may have tokens of such weights
+        are dispatched again. Token logs may have such tokens too, and must be deleted before. Returns the number of groups."""
+        if self.state.will_repeat:
+            return 0
+        chosen = {ordinal for ordinals in self.state.batches.values() for ordinal in ordinals}
+        refs = [ref for ref in self.ledger.ready_groups() if ref.ordinal not in chosen]
+        self.ledger.record("forgotten", durable=True, ordinals=[ref.ordinal for ref in refs])
+        return len(refs)
 
     def next_batch(self) -> tuple[GroupRef, ...] | None:
         """The groups of the next step, by ordinal; None while there are too few."""

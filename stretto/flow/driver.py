@@ -21,7 +21,7 @@ from stretto.base.errors import UserError
 from stretto.base.trajectory import Ending, GroupRef, WeightVersion
 from stretto.flow.agent import GroupUnfinished
 from stretto.flow.controller import Controller, Dispatch, Watchdog
-from stretto.flow.launch import CALL_SLACK_S, Roles
+from stretto.flow.launch import CALL_SLACK_S, Roles, TrainerLost
 from stretto.flow.log import Span, Trace
 from stretto.learning.metrics import StepReport
 from stretto.learning.recipe import RlRecipe
@@ -120,8 +120,11 @@ class Driver:
         raise self._failure
 
     async def _are_stored(self, refs: tuple[GroupRef, ...]) -> bool:
-        """Whether the store has all ``refs``. Those that it lost are dispatched again."""
+        """Whether the store has all ``refs``. Those that it lost are dispatched again. Raises TrainerLost: they belong to a step that is
+        repeated. Groups in flight may have tokens of weights that the run will not have then, so it must return to its snapshot."""
         lost = await asyncio.to_thread(self._store.missing, [ref.location for ref in refs])
+        if lost and self._controller.repeats:
+            raise TrainerLost(f"the store lost groups of step {self._controller.version + 1}, which is repeated")
         if lost:
             self._controller.vanished([ref.ordinal for ref in refs if ref.location in lost])
             self._changed.set()
@@ -138,7 +141,12 @@ class Driver:
         """Make one step."""
         step, train = self._controller.version, self._recipe.train
         with self._trace.span("trainer", "step", step=step, ordinals=[ref.ordinal for ref in refs]):
-            report: StepReport = await self._roles.call_trainer("step", refs, step)
+            try:
+                report: StepReport = await self._roles.call_trainer("step", refs, step)
+            except UserError as error:
+                if await self._are_stored(refs):
+                    raise
+                raise TrainerLost(f"the store lost groups of step {step + 1}") from error
         self._controller.trained(step)
         self._num_uniform, self._last_loss = 0, ""
         self._failed_before = self._controller.state.endings.get(Ending.FAILED, 0)

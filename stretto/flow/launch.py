@@ -339,7 +339,7 @@ def _engine(job: Job, files: RunFiles, number: int, device: str) -> Any:
 
 
 class TrainerLost(RuntimeError):  # noqa: N818 - data for `run_rl`, which starts the next attempt
-    """The trainer died or hangs. The run resumes from its last snapshot."""
+    """The trainer died or hangs, or cannot go on from its weights. The run resumes from its last snapshot."""
 
 
 @dataclass(frozen=True, slots=True)

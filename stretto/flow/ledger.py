@@ -2,7 +2,9 @@
 
 Each ordinal ends exactly once. A run resumes from a *cut*, the ledger's state in a snapshot of the trainer, and from the
 journal's events after it. Steps after the snapshot are undone with the trainer's weights: their groups are alive again and
-belong to the same batches of the same steps as before, so that the same weights are computed a second time.
+belong to the same batches of the same steps as before, so that the same weights are computed a second time. If the store has lost
+one of these groups, its step and the later ones are made with other groups: what was sampled with their former weights is
+dropped (`State.forgotten`), and those groups are sampled again.
 """
 
 from __future__ import annotations
@@ -69,6 +71,13 @@ class State:
     """Number of ordinals by ending; together, all that were dispatched and are not alive."""
     batches: dict[int, list[int]] = field(default_factory=dict)
     """By step: ordinals, ascending, of a batch that was chosen and is not trained yet."""
+    reached: int = 0
+    """Version from which the run last returned to a snapshot. While it is above `version`, the run repeats steps."""
+
+    @property
+    def will_repeat(self) -> bool:
+        """Whether all steps up to the version ``reached`` have the batches with which they were made before the return to a snapshot."""
+        return self.version + len(self.batches) >= self.reached
 
     def dispatched(self, ordinal: int, attempt: int, deadline_s: float) -> None:
         """An attempt at a group starts, with a lease until ``deadline_s``."""
@@ -101,6 +110,13 @@ class State:
             self.alive[ordinal].ref = None
             self.alive[ordinal].num_vanished += 1
         self._choose_again(ordinals)
+
+    def forgotten(self, ordinals: list[int]) -> None:
+        """Not all steps will be repeated (`will_repeat`). Stored groups that may have tokens of weights that are not made again are
+        dispatched again."""
+        for ordinal in ordinals:
+            self.alive[ordinal].ref = None
+        self.reached = self.version + len(self.batches)
 
     def _choose_again(self, ordinals: Sequence[int]) -> None:
         """Forget the batches from the first one with a group of ``ordinals`` on."""
@@ -218,7 +234,9 @@ class Ledger:
             )
         state = msgspec.convert(cut["state"], State, str_keys=True) if cut else State()
         for number, kind, facts in events:
-            if number > start and kind != "trained":  # the step's weights are lost: its groups are trained again
+            if number > start and kind == "trained":  # the step's weights are lost: its groups are trained again
+                state.reached = max(state.reached, facts["step"] + 1)
+            elif number > start:
                 getattr(state, kind)(**facts)
         ledger = cls(path, state, last)
         ledger.record("resumed")
@@ -239,13 +257,14 @@ class Ledger:
 
     def covered(self, cut: Mapping[str, Any]) -> list[str]:
         """Delete the journal before ``cut``: no older cut will be resumed from. Returns the files of groups that no run can
-        need any more."""
+        need any more. A group of an undone step may still wait for its step."""
         locations = self._trained_locations(cut["line"])
         with _writing(self.path), self._db:
             self._db.execute("BEGIN")
             self._db.execute("DELETE FROM events WHERE number <= ?", (cut["line"],))
             self._db.execute(_INSERT, (cut["line"], _HEAD, "{}"))
-        return locations
+        kept = self.kept_locations()
+        return [location for location in locations if location not in kept]
 
     def ready_groups(self) -> list[GroupRef]:
         """Stored groups that a step will train."""

@@ -214,13 +214,15 @@ async def _attempt(
     write_json(job.folder / START_FILE, {"checkpoint": str(job.start.resolve())})
     ledger = Ledger.resume(journal, cut) if resumes else Ledger.start(journal)
     try:
-        if resumes:
-            await asyncio.to_thread(sweep, job.folder, files.store, ledger)
         controller = Controller(controller_limits(recipe), prompts.task, ledger)
-        lost = await asyncio.to_thread(files.store.missing, [ref.location for ref in ledger.ready_groups()])
-        if lost:
-            controller.vanished([ref.ordinal for ref in ledger.ready_groups() if ref.location in lost])
-            log.say(f"{len(lost)} finished groups are not in the store any more; they are sampled again")
+        if resumes:
+            num_lost, num_forgotten = await asyncio.to_thread(take_up, job.folder, files.store, controller)
+            if num_lost:
+                log.say(f"{num_lost} finished groups are not in the store any more; they are sampled again")
+            if num_forgotten:
+                log.say(
+                    f"{num_forgotten} groups, sampled with weights of steps that others replace, are sampled again too"
+                )
         with trace.span("trainer", "publish", version=ledger.state.version):
             await roles.call_trainer("copy_weights")
             weights = await roles.call_trainer("publish")
@@ -282,15 +284,28 @@ def start_of(folder: Path) -> Path | None:
     return start
 
 
+def take_up(folder: Path, store: Store, controller: Controller) -> tuple[int, int]:
+    """Compare the ledger of a resumed run with the files in ``store``. Returns the numbers of groups that the store has lost and of
+    those that `Controller.forget_undone` drops. No agent may be sampling."""
+    ready = controller.ledger.ready_groups()
+    missing = store.missing([ref.location for ref in ready])
+    if missing:
+        controller.vanished([ref.ordinal for ref in ready if ref.location in missing])
+    sweep(folder, store, controller.ledger)
+    return len(missing), controller.forget_undone()
+
+
 def sweep(folder: Path, store: Store, ledger: Ledger) -> None:
-    """Delete files that killed processes left: partial files, groups that no step will train, logs of groups that have ended.
-    No agent may be sampling."""
+    """Delete files that killed processes left: partial files, groups that no step will train, logs of groups that have ended; all
+    logs if they may have tokens of weights that are not made again. No agent may be sampling."""
     for place in (folder, folder / GROUPS, folder / WEIGHTS):
         for partial in place.glob(".*.partial*"):
             remove(partial)
     needed = {PurePath(location).name for location in ledger.kept_locations()}
     store.remove(name for name in store.names(GROUPS) if PurePath(name).name not in needed)
     unfinished = {entry.ordinal for entry in ledger.state.alive.values() if entry.ref is None}
+    if not ledger.state.will_repeat:
+        unfinished = set()
     for ordinal in logged_ordinals(store):
         if ordinal not in unfinished:
             remove_logs(store, ordinal)

@@ -297,6 +297,31 @@ def test_a_resumed_run_that_ends_before_it_has_repeated_its_steps_can_be_resumed
     assert batch(last) == [8, 9]
 
 
+def test_what_was_sampled_with_weights_that_are_not_made_again_is_sampled_again(tmp_path: Path) -> None:
+    """Two steps are undone, and the store has lost a group of the second one. Group 6 has tokens of version 2, which will be another."""
+    controller, _ = started(tmp_path)
+    cut = controller.checkpoint_cut()
+    for _ in range(2):
+        for each in controller.admit():
+            controller.group_ready(ref(each.task.ordinal, version=controller.version))
+        controller.next_batch()
+        train(controller)
+    controller.admit()
+    controller.group_ready(ref(6, version=2))
+    again = resumed(tmp_path, cut)
+    assert again.repeats and again.forget_undone() == 0
+    again.vanished([3])
+    assert again.forget_undone() == 4
+    assert again.forget_undone() == 0
+    assert [entry.ordinal for entry in again.state.alive.values() if entry.ref is not None] == [0, 1]
+    assert batch(again) == [0, 1], "the first step is repeated"
+    twice = resumed(tmp_path, cut)
+    assert twice.state.alive == again.state.alive and twice.state.batches == again.state.batches
+    assert batch(twice) == [0, 1]
+    train(twice)
+    assert not twice.repeats and handed(twice) == [(2, 1), (3, 1), (4, 1), (5, 1)]
+
+
 def test_what_is_alive_at_the_end_is_cancelled(tmp_path: Path) -> None:
     controller, _ = started(tmp_path)
     controller.admit()
@@ -334,6 +359,19 @@ def test_kills_and_delays_change_nothing_about_what_is_trained(seed: int, stalen
         ordinals = [[ordinal for ordinal, _ in each] for each in result.batches]
         assert ordinals == [[ordinal for ordinal, _ in each] for each in calm.batches]
         assert ordinals == sorted(ordinals)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 10**9), staleness=st.sampled_from([0, 1, 4]), losses=st.sampled_from([0.02, 0.1, 0.5]))
+def test_a_store_that_loses_groups_changes_neither_the_bound_nor_how_often_a_group_is_trained(
+    seed: int, staleness: int, losses: float
+) -> None:
+    """With each kill, while the trainer returns to a snapshot, and between steps. `Run` checks that no token is of other weights."""
+    schedule = random_schedule(seed, staleness)
+    limits = replace(schedule.limits, max_attempts=10**6)  # no group is lost too often
+    result = play(replace(schedule, kills=3, losses=losses, limits=limits))
+    assert max(result.staleness) <= staleness and result.counts["stale"] == 0
+    assert set(result.trained.values()) == {1}
 
 
 def test_the_controller_is_light() -> None:

@@ -147,6 +147,7 @@ def drive(
     stuck_s: float = 600.0,
     stop_s: float | None = None,
     watch: Callable[[Controller], None] = lambda controller: None,
+    opened: Callable[[Path], Ledger] = Ledger.start,
 ) -> list[tuple[int, tuple[int, ...]]]:
     """Run to the end, or to whatever stops it; nothing may be left either way. Returns what the observer was told."""
     told: list[tuple[int, tuple[int, ...]]] = []
@@ -177,7 +178,7 @@ def drive(
             with Trace(folder) as trace:
                 async with start_roles(runtime, factories, recipe, {}) as roles:
                     world.runtime, world.roles = runtime, roles
-                    ledger = Ledger.start(folder / "groups.sqlite")
+                    ledger = opened(folder / "groups.sqlite")
                     controller = Controller(limits, task, ledger, lambda: world.now_s)
                     before = asyncio.all_tasks()
                     try:
@@ -237,6 +238,36 @@ def test_groups_that_the_store_lost_are_drawn_again(tmp_path: Path) -> None:
     told = drive(tmp_path, world)
     assert told == [(1, (0, 1)), (2, (2, 3)), (3, (4, 5))]
     assert [each for each in attempts if each[1]] == [(2, 1)]
+
+
+def test_a_group_that_the_store_loses_as_its_step_begins_is_no_error_of_the_users(tmp_path: Path) -> None:
+    world = World()
+
+    def step(step: int) -> None:
+        if step == 1:
+            world.store.lost.add("group-2-0")
+            raise UserError("group-2-0: no such file, and the run needs it; restore it, or start a new run folder")
+
+    world.on_step = step
+    with pytest.raises(TrainerLost, match="the store lost groups of step 2"):
+        drive(tmp_path, world)
+
+
+def test_a_group_that_the_store_loses_of_a_step_that_is_repeated_takes_the_trainer_back(tmp_path: Path) -> None:
+    """Two steps were made before the run returned to its start; the store loses a group of the second one later."""
+    ledger = Ledger.start(tmp_path / "groups.sqlite")
+    before = Controller(Limits(PROMPTS, 0, 1, True, 60.0, 2, 3), task, ledger)
+    for step in range(2):
+        before.engine_active("engine-0", step)
+        for dispatch in before.admit():
+            before.group_ready(ref(dispatch.task.ordinal, version=step))
+        assert before.next_batch() is not None
+        before.trained(step)
+    ledger.close()
+    world = World(on_step=lambda step: world.store.lost.add("group-3-0"))
+    with pytest.raises(TrainerLost, match="the store lost groups of step 2, which is repeated"):
+        drive(tmp_path, world, opened=partial(Ledger.resume, cut=None))
+    assert [event for event in world.events if event[0] == "step"] == [("step", 0, (0, 1))]
 
 
 def test_out_of_time_it_ends_as_after_its_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,6 +238,28 @@ def test_files_are_let_go_once_the_oldest_cut_covers_them(tmp_path: Path) -> Non
     assert list(resumed(again, cut).state.alive) == [2, 3], "a shortened journal is written on"
 
 
+def test_a_file_of_an_undone_step_is_kept_while_its_group_waits_for_another_step(tmp_path: Path) -> None:
+    ledger = started(tmp_path)
+    ready(ledger, 0, 1, 2)
+    start = ledger.cut()
+    for step in (0, 1):
+        taken(ledger, step, step)
+        trained(ledger, step)
+    again = resumed(ledger, start)
+    assert again.state.reached == 2 and again.state.will_repeat
+    again.record("vanished", ordinals=[0])
+    assert not again.state.will_repeat
+    again.record("forgotten", ordinals=[])
+    taken(again, 0, 2)
+    trained(again, 0)
+    cut = again.cut()
+    assert again.covered(cut) == ["group-0-0", "group-2-0"], "group 1 was trained in step 1, which was undone"
+    assert again.state.will_repeat and again.kept_locations() == {"group-1-0"}
+    taken(again, 1, 1)
+    trained(again, 1)
+    assert again.covered(again.cut()) == ["group-1-0"]
+
+
 def test_an_older_snapshot_than_the_journal_reaches_back_to_is_refused(tmp_path: Path) -> None:
     ledger = started(tmp_path)
     old = ledger.cut()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import re
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 from bench.common.killing import GROUP, PROMPTS, RECIPE, STEPS, Killed
 from bench.common.run_account import Account
 from stretto.base.config import read_recipe
-from stretto.base.errors import UserError
+from stretto.base.errors import InfraError, UserError
 from stretto.base.paths import read_json, write_json
 from stretto.base.trajectory import GroupRef, Task, WeightVersion
 from stretto.engine.engine import Engine
@@ -30,12 +32,14 @@ from stretto.flow.clients import Generated
 from stretto.flow.controller import Controller, Limits
 from stretto.flow.launch import Job, with_precision
 from stretto.flow.ledger import Ledger
-from stretto.flow.log import read_status
+from stretto.flow.log import Say, read_status
 from stretto.flow.prompts import plan_prompts
-from stretto.flow.run import Result, check_recipe, in_order, opened, run_rl, sweep
+from stretto.flow.run import Result, check_recipe, in_order, opened, run_rl, sweep, take_up
 from stretto.learning import channel
+from stretto.learning.metrics import StepReport
 from stretto.learning.recipe import JOURNAL_FILE, RECIPE_FILE, RlRecipe
 from stretto.learning.samples import log_name
+from stretto.learning.trainer import TrainerRole
 from stretto.learning.weights import fetch, publish
 from stretto.ops import matmul
 from stretto.runtime.local import open_runtime
@@ -223,6 +227,27 @@ def test_what_a_kill_left_behind_goes_and_what_is_needed_stays(tmp_path: Path) -
     assert [path.name for path in logs.iterdir()] == ["00000001-000.log"], "the log of the one that is handed out again"
 
 
+def test_logs_with_tokens_of_weights_that_are_not_made_again_go(tmp_path: Path) -> None:
+    """The trainer returns to the start while the store loses a group of its first step."""
+    groups = tmp_path / "groups"
+    controller = Controller(limits(), task_of, Ledger.start(tmp_path / JOURNAL_FILE))
+    controller.engine_active("engine-0", 0)
+    controller.admit()
+    for ordinal in (0, 1, 2):
+        controller.group_ready(ref(ordinal, groups))
+    assert controller.next_batch() is not None
+    controller.trained(0)
+    controller.ledger.close()
+    groups.mkdir()
+    for ordinal in (1, 2):
+        Path(ref(ordinal, groups).location).touch()
+    (tmp_path / log_name(3, 0)).parent.mkdir()
+    (tmp_path / log_name(3, 0)).touch()
+    resumed = Controller(limits(), task_of, Ledger.resume(tmp_path / JOURNAL_FILE, None))
+    assert take_up(tmp_path, FolderStore(tmp_path), resumed) == (1, 2)
+    assert not any((tmp_path / "tokens").iterdir()) and not resumed.ledger.ready_groups()
+
+
 def test_weights_that_are_damaged_on_the_disk_are_refused_and_then_published_again(tmp_path: Path) -> None:
     state = {"a": torch.arange(8.0)}
     version = publish(tmp_path, 3, state)
@@ -247,11 +272,11 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "sft"
 
 
-def go_on(recipe_file: Path, run: Path, start: Path, resume: bool = False) -> Result:
+def go_on(recipe_file: Path, run: Path, start: Path, resume: bool = False, say: Say = lambda text: None) -> Result:
     """A short run in this process, so that its parts can be made to fail."""
     short = ["runtime.isolate=none", "rollout.engines=1", "train.steps=6", "train.eval_prompts=2"]
     job = Job(read_recipe(recipe_file, RlRecipe, short), run, start, resume)
-    result = run_rl(job, lambda num, text: None, lambda text: None)
+    result = run_rl(job, lambda num, text: None, say)
     assert not {"groups", "tokens"} & {path.name for path in run.iterdir()}, "samples of a run that is over"
     return result
 
@@ -284,6 +309,32 @@ def test_an_engine_that_dies_inside_is_opened_again_and_loses_nothing(
     monkeypatch.setattr(engines, "open_rollout_engine", open_slowly)
     go_on(recipe_file, tmp_path / "run", start)
     assert next(num_opened) == 3 and ended(tmp_path / "run") == {"trained": 6 * PROMPTS}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_store_that_loses_groups_while_the_trainer_returns_to_a_snapshot_loses_no_sample(
+    tmp_path: Path, recipe_file: Path, start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At step 5 the trainer is lost, before the first snapshot, and the group files of two steps with it. The window lets the groups
+    of the third step, which were sampled with weights of the first, go first."""
+    whole, refs_of, told = TrainerRole.step, dict[int, Sequence[GroupRef]](), list[str]()
+
+    def step(trainer: TrainerRole, refs: Sequence[GroupRef], step: int) -> StepReport:
+        if step == 4 and 4 not in refs_of:
+            refs_of[4] = refs
+            for each in (*refs_of[0], *refs_of[1]):
+                Path(each.location).unlink()
+            raise InfraError("its machine is lost")
+        refs_of.setdefault(step, refs)
+        return whole(trainer, refs, step)
+
+    monkeypatch.setattr(TrainerRole, "step", step)
+    text = re.sub("snapshot_every = .*", "snapshot_every = 100", recipe_file.read_text())
+    recipe_file.write_text(f"window = {PROMPTS + 1}\n{text}")
+    go_on(recipe_file, tmp_path / "run", start, say=told.append)
+    assert ended(tmp_path / "run") == {"trained": 6 * PROMPTS}
+    assert any(f"{2 * PROMPTS} finished groups are not in the store any more" in line for line in told), told
 
 
 @pytest.mark.slow

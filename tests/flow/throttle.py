@@ -10,7 +10,7 @@ import heapq
 import json
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,8 @@ class Schedule:
     """Share of attempts that report after their lease."""
     uniform: float = 0.0
     kills: int = 0
+    losses: float = 0.0
+    """Share of the stored groups that the store loses with each kill, and with each step."""
     snapshot_every: int = 3
 
 
@@ -105,6 +107,14 @@ class Run:
         self._num_events = 0
         self._life = 0  # events of an earlier life do not happen
         self._cuts: list[str] = []
+        self._stored = set[str]()
+        self._weights = [0]
+        """Number of the weights of each version. A step that is made again from other groups makes other weights."""
+        self._num_weights = 1
+        self._tokens: dict[str, dict[int, int]] = {}
+        """Of the group at each location: the versions of its tokens, and the numbers of those weights."""
+        self._logs: dict[int, dict[int, int]] = {}
+        """The same by ordinal, of samples in flight, which the next attempt continues."""
         self._controller = Controller(schedule.limits, self._task, Ledger.start(journal), lambda: self.now)
         self._boot()
 
@@ -145,18 +155,39 @@ class Run:
         self._life += 1
         self.result.num_kills += 1
         cut = json.loads(self._cuts[-1]) if self._cuts else None
-        self._controller = Controller(
-            self.schedule.limits, self._task, Ledger.resume(self._journal, cut), lambda: self.now
-        )
+        ledger = Ledger.resume(self._journal, cut)
+        self._controller = Controller(self.schedule.limits, self._task, ledger, lambda: self.now)
+        self._lose()
+        if lost := self._lost(ledger.ready_groups()):
+            self._controller.vanished(lost)
+        if not ledger.state.will_repeat:
+            self._logs = {}
+            first = self._controller.version + len(ledger.state.batches)
+            self.result.batches, self._weights = self.result.batches[:first], self._weights[: first + 1]
+        self._controller.forget_undone()
+        self._stored &= ledger.kept_locations()
         self._boot()
+
+    def _lose(self) -> None:
+        self._stored -= {each for each in sorted(self._stored) if self._draw.random() < self.schedule.losses}
+
+    def _lost(self, refs: Iterable[GroupRef]) -> list[int]:
+        return [each.ordinal for each in refs if each.location not in self._stored]
 
     def _turn(self) -> None:
         """What a driver does after every event."""
         for dispatch in self._controller.admit():
             self._dispatch(dispatch)
-        if self._batch is None and (batch := self._controller.next_batch()) is not None:
+        if self._batch is not None or (batch := self._controller.next_batch()) is None:
+            return
+        if not (lost := self._lost(batch)):
             self._batch = batch
             self._train()
+        elif self._controller.repeats:
+            self._kill()
+        else:
+            self._controller.vanished(lost)
+            self._after(0.0, lambda: None)
 
     def _dispatch(self, dispatch: Dispatch) -> None:
         schedule, draw = self.schedule, self._draw
@@ -170,6 +201,10 @@ class Run:
             seconds = schedule.limits.lease_s * 1.5
         self._after(schedule.limits.lease_s, lambda: None)
         version = self._engine_versions[draw.choice(list(self._engine_versions))]
+        tokens = {}
+        if self.schedule.losses:
+            tokens = self._logs.setdefault(dispatch.task.ordinal, {})
+        tokens[version] = self._weights[version]
         if draw.random() < schedule.fails:
             self._after(seconds, lambda: self._controller.group_failed(dispatch.task.ordinal, dispatch.attempt, "test"))
             return
@@ -181,15 +216,18 @@ class Run:
             location=f"{dispatch.task.ordinal}-{dispatch.attempt}",
             num_samples=dispatch.task.group,
             num_tokens=1,
-            oldest_version=version,
+            oldest_version=min(tokens),
             mean_reward=0.5,
             is_uniform=is_uniform,
         )
-        self._after(seconds, lambda: self._ready(ref))
+        self._after(seconds, lambda: self._ready(ref, dict(tokens)))
 
-    def _ready(self, ref: GroupRef) -> None:
+    def _ready(self, ref: GroupRef, tokens: dict[int, int]) -> None:
+        self._stored.add(ref.location)
+        self._tokens[ref.location] = tokens
         if self._controller.group_ready(ref):
             self.result.num_generated[ref.ordinal] += 1
+            self._logs.pop(ref.ordinal, None)
 
     def _train(self) -> None:
         assert self._idle_since is not None
@@ -201,6 +239,10 @@ class Run:
         controller, batch, self._batch = self._controller, self._batch, None
         assert batch is not None
         step = controller.version
+        for ref in batch:
+            for version, weights in self._tokens[ref.location].items():
+                assert version <= step, f"{ref} has tokens of version {version} in step {step}"
+                assert self._weights[version] == weights, f"{ref} has tokens of weights that the run does not have"
         stale = [step - ref.oldest_version for ref in batch]
         self.result.staleness += stale
         identity = tuple((ref.ordinal, ref.attempt) for ref in batch)
@@ -208,12 +250,18 @@ class Run:
             assert self.result.batches[step] == identity, "a step was made again from other samples"
         else:
             self.result.batches.append(identity)
+            self._weights.append(self._num_weights)
+            self._num_weights += 1
         controller.trained(step)
         for engine in self._engine_versions:
             delay = self._draw.expovariate(1 / self.schedule.activate_s) if self.schedule.activate_s else 0.0
             self._after(delay, partial(self._activate, engine, step + 1))
         if (step + 1) % self.schedule.snapshot_every == 0:
             self._snapshot()
+        gone = set(controller.unneeded())
+        assert gone.isdisjoint(each.location for each in controller.ledger.ready_groups()), "a file that a step needs"
+        self._stored -= gone
+        self._lose()
         self._idle_since = self.now
 
     def _activate(self, engine: str, version: int) -> None:
@@ -225,7 +273,6 @@ class Run:
         self._cuts = [*self._cuts, json.dumps(self._controller.checkpoint_cut())][-2:]
         oldest: dict[str, Any] = json.loads(self._cuts[0])
         self._controller.covered(oldest)
-        self._controller.unneeded()
 
     def _after(self, seconds: float, event: Callable[[], None]) -> None:
         self._num_events += 1
