@@ -9,10 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stretto.base.paths import CHECKPOINT, remove
 from stretto.learning.recipe import SNAPSHOTS
 from stretto.learning.trainer import TrainerRole
 from stretto.runtime.store import RemoteStore, fetch_folder, has_folder, send_folder
+from stretto.train.snapshot import read_meta
 
 _PARTS = "snapshot-parts"
 """Folder of the store with the parts of snapshots that ranks on other machines than the first rank's wrote."""
@@ -48,8 +51,11 @@ class RemoteTrainer(TrainerRole):
         return path
 
     def resume(self) -> dict[str, Any] | None:
-        """Fetches the newest complete snapshot of the store before; a snapshot on this disk may be of another machine's past."""
+        """Fetches the newest complete snapshot of the store before; a snapshot on this disk may be of another machine's past. If the
+        store has lost its snapshots, that one is used nevertheless: the ledger goes on from any of them."""
         stored, token = self._ranks.first(lambda: (self._stored_snapshots()[-1:], secrets.token_hex(8)))
+        if not stored and self._have_one_snapshot():
+            return super().resume()
         fetched = self._run / "fetched"
         with (self._run / "fetched.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # one rank fetches for all of its machine
@@ -59,6 +65,12 @@ class RemoteTrainer(TrainerRole):
                     self._fetch(name)
                 fetched.write_text(token)
         return super().resume()
+
+    def _have_one_snapshot(self) -> bool:
+        """Whether all ranks have the same newest snapshot on their disks."""
+        path = self._snapshots.latest()
+        steps = self._ranks.gather(torch.tensor([read_meta(path).step if path else -1], device=self._ranks.device))
+        return bool((steps >= 0).all() and (steps == steps[0]).all())
 
     def _fetch(self, name: str) -> None:
         """Fetch the snapshot ``name`` with all its parts."""

@@ -425,7 +425,7 @@ def fetch_folder(store: Store, name: str, folder: Path) -> None:
                     for place in range(-(-num_bytes // CHUNK_BYTES)):
                         file.write(store.read(f"{name}/{number:06d}-{place:06d}"))
     except FileNotFoundError as error:
-        raise UserError(f"store: {store.describe(name)}: incomplete: {error}; start a new run folder") from None
+        raise UserError(f"store: {store.describe(name)}: incomplete: {error}; continue with --resume") from None
 
 
 def local_folder(run: str) -> Path:

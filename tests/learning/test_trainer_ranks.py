@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import socket
 import subprocess
 import sys
@@ -97,6 +98,25 @@ def test_ranks_without_a_shared_folder_write_one_snapshot_and_any_machine_resume
     assert alone.resume() == {"step": 6}
     state = torch.load(tmp_path / "out" / "weights-0.pt")
     assert all(torch.equal(state[name], each) for name, each in alone._model.state_dict().items())
+
+
+def test_a_store_that_lost_its_snapshots_does_not_take_the_one_on_the_disk_with_it(tmp_path: Path) -> None:
+    start, folder, url = checkpoint(tmp_path / "start"), tmp_path / "machine", (tmp_path / "store").as_uri()
+    folder.mkdir()
+
+    def trainer() -> RemoteTrainer:
+        return RemoteTrainer(PLAN, folder, start, ranks=join("cpu"), store=UrlStore(url, "run"))
+
+    first = trainer()
+    assert first.resume() is None
+    first.version = 3
+    first.save({"step": 3})
+    shutil.rmtree(tmp_path / "store" / "run")
+    again = trainer()
+    assert again.resume() == {"step": 3} and again.version == 3
+    again.version = 4
+    again.save({"step": 4})
+    assert UrlStore(url, "run").folders("snapshots") == ["snapshots/step-0000004"]
 
 
 def test_rows_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
