@@ -102,23 +102,22 @@ class _RoleProcess:
         """
         try:
             ours, theirs = socket.socketpair()
-        except OSError as problem:  # too many open files
-            raise RoleDied(self._handle.name, f"its process could not be started: {problem}") from problem
-        with theirs:
-            control = self._control = Connection(self._handle.name, {})
-            await asyncio.get_running_loop().create_unix_connection(lambda: control, sock=ours)
-            descriptors = (theirs.fileno(), self._listener.fileno())
-            try:
+            with theirs:
+                control = Connection(self._handle.name, {})
+                await asyncio.get_running_loop().create_unix_connection(lambda: control, sock=ours)
+                self._control = control
+                descriptors = (theirs.fileno(), self._listener.fileno())
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-c", _BOOT, json.dumps(sys.path), *map(str, descriptors), str(os.getpid())),
                     stdin=DEVNULL,
                     pass_fds=descriptors,
                     start_new_session=True,  # to kill it with its child processes, and to keep Ctrl-C for the driver
                 )
-            except OSError as problem:  # too many processes, or too little memory: for now, perhaps
-                control.close()
+        except OSError as problem:  # too many open files or processes, or too little memory: for now, perhaps
+            if self._control is not None:
+                self._control.close()
                 self._control = None
-                raise RoleDied(self._handle.name, f"its process could not be started: {problem}") from problem
+            raise RoleDied(self._handle.name, f"its process could not be started: {problem}") from problem
         try:
             error = await control.call(_CONTROL, "start", (self._handle.id, self._handle.name, self._work), {})
         except RoleDied:
