@@ -20,8 +20,8 @@ from pathlib import Path
 from bench.common.killing import GROUP, HEAD, PROMPTS, RECIPE, STEPS, Kill, Killed
 from bench.common.measure import bench_parser, finish, table
 from bench.common.run_account import Account, num_other
+from bench.sync_equality import checksum
 from stretto.base.track import progress, wide_console
-from stretto.learning.recipe import WEIGHTS
 
 KINDS = ("engine", "agent", "reward", "trainer", "job")
 
@@ -79,8 +79,7 @@ def report(whole: Killed, runs: list[Killed]) -> list[str]:
         "the uninterrupted run lost or repeated samples"
     )
     found = [run.account.samples() for run in runs]
-    # the name of a version's file contains the checksum of the weights
-    bits = [max(path.name for path in (run.account.run / WEIGHTS).iterdir()) for run in (whole, *runs)]
+    bits = [checksum(run.account.run) for run in (whole, *runs)]
     aims = {
         "samples lost": sum(sum((times - trained).values()) for _, trained in found),
         "samples trained twice": sum(sum((trained - times).values()) for _, trained in found),

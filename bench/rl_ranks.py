@@ -19,18 +19,21 @@ import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from bench.common.killing import GROUP, HEAD, PROMPTS, RECIPE, STEPS, Killed
 from bench.common.measure import bench_parser, finish, table
 from bench.common.run_account import Account, num_other
+from bench.sync_equality import checksum
 from stretto.api.rl import made_start
 from stretto.base.config import read_recipe
+from stretto.base.paths import CHECKPOINT
 from stretto.base.track import progress, wide_console
+from stretto.engine.runner import state_checksum
 from stretto.flow.launch import Job
 from stretto.flow.run import run_rl
-from stretto.learning.recipe import WEIGHTS, RlRecipe
+from stretto.learning.recipe import RlRecipe
+from stretto.model.checkpoint import read_checkpoint
 
 LAYOUTS = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2))
 """Pairs of ``trainer.ranks`` and ``trainer.ep``."""
@@ -76,7 +79,7 @@ def tolerance(steps: int, num_tokens: int) -> float:
 def _compare(recipe: Path, folder: Path, steps: int) -> bool:
     settings = [f"train.steps={steps}", f"optim.lr={LR}", f"train.eval_every={steps}", "runtime.agents.max=2"]
     start = made_start(read_recipe(recipe, RlRecipe, settings), folder / "start", device="cpu")
-    weights: dict[tuple[int, int, int], Path] = {}
+    weights: dict[tuple[int, int, int], dict[str, Tensor]] = {}
     seconds: dict[tuple[int, int, int], float] = {}
     with progress("runs", len(LAYOUTS) * len(ENGINES)) as advance:
         for ranks, ep in LAYOUTS:
@@ -85,11 +88,11 @@ def _compare(recipe: Path, folder: Path, steps: int) -> bool:
                 run, began_s = folder / f"run-{ranks}-{ep}-{engines}", time.perf_counter()
                 job = Job(read_recipe(recipe, RlRecipe, [*settings, *own]), run, start)
                 run_rl(job, lambda num, note: None, lambda text: None)
-                weights[ranks, ep, engines] = max((run / WEIGHTS).iterdir(), key=lambda path: path.name)
+                weights[ranks, ep, engines] = read_checkpoint(run / CHECKPOINT).model.state_dict()
                 seconds[ranks, ep, engines] = time.perf_counter() - began_s
                 advance(1, run.name)
     limit = tolerance(steps, PROMPTS * GROUP * read_recipe(recipe, RlRecipe, settings).rollout.max_tokens)
-    one, before = load_file(weights[1, 1, 1]), load_file(next(start.glob("*.safetensors")))
+    one = weights[1, 1, 1]
     shown = table(
         f"final weights after {steps} steps; they moved by up to {steps * LR:g}",
         *(
@@ -103,11 +106,10 @@ def _compare(recipe: Path, folder: Path, steps: int) -> bool:
             "verdict",
         ),
     )
-    good = len(before) > 0
+    good = True
     for ranks, ep in LAYOUTS:
-        # the name of a version's file contains the checksum of the weights
-        is_equal = len({weights[ranks, ep, engines].name for engines in ENGINES}) == 1
-        rms, largest = _difference(load_file(weights[ranks, ep, 1]), one)
+        is_equal = len({state_checksum(weights[ranks, ep, engines]) for engines in ENGINES}) == 1
+        rms, largest = _difference(weights[ranks, ep, 1], one)
         is_good = is_equal and rms <= limit
         good &= is_good
         times = ", ".join(f"{seconds[ranks, ep, engines]:.0f}" for engines in ENGINES)
@@ -136,7 +138,7 @@ def _kill(recipe: Path, folder: Path, num_kills: int, rng: random.Random) -> boo
     (samples, expected), (found, trained) = whole.account.samples(), killed.account.samples()
     lost, twice = sum((expected - trained).values()), sum((trained - expected).values())
     num_others = num_other(samples, found)
-    last = [max(path.name for path in (run.account.run / WEIGHTS).iterdir()) for run in runs]
+    last = [checksum(run.account.run) for run in runs]
     times = sorted(kill.recovered_s for kill in killed.kills if kill.recovered_s is not None)
     names = ", ".join(sorted(kill.name for kill in killed.kills))
     shown = table(f"kill -9 of {len(killed.kills)} ranks: {names}", "", "measured", "aim")

@@ -11,8 +11,9 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, read_json, remove, write_json
-from stretto.learning.recipe import GROUPS, LOGS, RlRecipe
+from stretto.learning.recipe import GROUPS, LOGS, WEIGHTS, RlRecipe
 from stretto.runtime.store import (
     FolderStore,
     RemoteStore,
@@ -21,6 +22,7 @@ from stretto.runtime.store import (
     fetch_folder,
     has_folder,
     local_folder,
+    remove_local_folder,
     send_folder,
 )
 
@@ -68,13 +70,13 @@ class RunFiles:
     def finish(self) -> None:
         """After the run's end: move the checkpoint into the run folder, and delete what no step will read again."""
         if self.is_shared:
-            for name in (GROUPS, LOGS):
+            for name in (GROUPS, LOGS, WEIGHTS):
                 remove(self.run / name)
             return
         remove(self.run / CHECKPOINT)
         fetch_folder(self.store, CHECKPOINT, self.run / CHECKPOINT)
         self.remote.destroy()
-        remove(local_folder(self.id))
+        remove_local_folder(self.id)
 
 
 def check_store(recipe: RlRecipe) -> None:
@@ -92,7 +94,7 @@ def check_store(recipe: RlRecipe) -> None:
 
 def open_files(recipe: RlRecipe, run: Path, start: Path) -> RunFiles:
     """The files of the run in the folder ``run``, on the store of ``recipe``. A store ``ray`` needs a connection to the cluster.
-    Raises UserError: the store refuses, or does not answer. InfraError: it stopped to answer."""
+    Raises UserError: the store refuses, or does not answer, or the run has ended there. InfraError: it stopped to answer."""
     if recipe.store == "file":
         return RunFiles(FolderStore(run), "", run, start)
     path = run / ID_FILE
@@ -105,7 +107,12 @@ def open_files(recipe: RlRecipe, run: Path, start: Path) -> RunFiles:
     else:
         store = UrlStore(recipe.store, id)
         store.check()
+    has_start = has_folder(store, _START)
+    if path.exists() and not has_start and (run / CHECKPOINT).exists():
+        raise UserError(
+            f"{run}: this run has ended, and its store was emptied; begin another run with its checkpoint: --model {run}"
+        )
     write_json(path, {"id": id})
-    if not has_folder(store, _START):
+    if not has_start:
         send_folder(store, start, _START)
     return RunFiles(store, id, run, start)

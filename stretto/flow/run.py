@@ -10,6 +10,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePath
 
 from stretto.base.config import check_unchanged, completed
@@ -58,7 +59,7 @@ from stretto.runtime.runtime import (
     RoleError,
     to_end,
 )
-from stretto.runtime.store import Store
+from stretto.runtime.store import Store, remove_local_folder
 from stretto.text.tokenizer import load_tokenizer
 
 MOVED = "eval/kl_start"
@@ -197,6 +198,8 @@ async def _run(job: Job, resumes: bool, advance: Advance, say: Say) -> Result:
                     await asyncio.sleep(pause_s)
                     resumes = (folder / JOURNAL_FILE).exists()
         await asyncio.to_thread(files.finish)  # no step will be repeated, and samples in flight are cancelled
+        if not files.is_shared:
+            await runtime.on_all_machines(partial(remove_local_folder, files.id))
     write_trace(folder)
     rows = read_metrics(folder)
     held_out = [row["eval/reward"] for row in rows if "eval/reward" in row]
@@ -299,8 +302,8 @@ def sweep(folder: Path, store: Store, ledger: Ledger) -> None:
     """Delete files that killed processes left: partial files, groups that no step will train, logs of groups that have ended; all
     logs if they may have tokens of weights that are not made again. No agent may be sampling."""
     for place in (folder, folder / GROUPS, folder / WEIGHTS):
-        for partial in place.glob(".*.partial*"):
-            remove(partial)
+        for left in place.glob(".*.partial*"):
+            remove(left)
     needed = {PurePath(location).name for location in ledger.kept_locations()}
     store.remove(name for name in store.names(GROUPS) if PurePath(name).name not in needed)
     unfinished = {entry.ordinal for entry in ledger.state.alive.values() if entry.ref is None}

@@ -14,6 +14,7 @@ import asyncio
 import functools
 import gc
 import json
+import logging
 import os
 import pickle
 import signal
@@ -44,6 +45,7 @@ from stretto.runtime.runtime import (
     Work,
 )
 
+_log = logging.getLogger(__name__)
 _BACKLOG = 1024
 """Largest number of callers that wait while a role restarts."""
 _CONTROL = "control"  # id of the role that the driver calls in a process
@@ -237,6 +239,12 @@ class LocalRuntime(Runtime[_LocalRole]):
 
     async def check(self, needs: Mapping[str, Needs]) -> None:
         """Every role has its place on this machine."""
+
+    async def on_all_machines(self, work: Callable[[], None]) -> None:
+        try:
+            await asyncio.to_thread(work)
+        except Exception as error:
+            _log.warning("this machine: %s", error)
 
     def _place(self, id: str, name: str, work: Work, placement: Placement, again: Restarts, needs: Needs) -> _LocalRole:
         begin: Callable[[], _RoleThread | _RoleProcess]

@@ -12,17 +12,17 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import stretto
-from stretto.base.errors import UserError
+from stretto.base.errors import UserError, one_line
 from stretto.runtime.actor import CLOSE_S, Actor, Worker
 from stretto.runtime.runtime import (
     CONSTRUCTOR,
@@ -47,9 +47,11 @@ _BEAT_S = 0.5
 _POLL_S = 0.05
 _CONNECT_S = 10.0
 """Longest wait for a cluster's answer, in seconds."""
-_VERSION_S = 30.0
-"""Longest wait for a node to name its version of the package, in seconds."""
+_VERSION_S, _WORK_S = 30.0, 120.0
+"""Longest wait for a node to name its version of the package, and to do short work after which nothing waits, in seconds. A busy node
+needs more than a minute to start a process."""
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class RayCaller(Caller):
@@ -221,6 +223,14 @@ class RayRuntime(Runtime[_RayRole]):
                         f"--address: node {node['NodeManagerAddress']} has {found}, this machine has {own}; install the same there"
                     )
 
+    async def on_all_machines(self, work: Callable[[], None]) -> None:
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        results = await asyncio.gather(*(_on(node, work, _WORK_S) for node in nodes), return_exceptions=True)
+        for node, result in zip(nodes, results, strict=True):
+            if isinstance(result, Exception):
+                cause = result.cause if isinstance(result, RayTaskError) else result
+                _log.warning("node %s: %s", node["NodeManagerAddress"], one_line(cause, 200))
+
     def _place(self, id: str, name: str, work: Work, placement: Placement, again: Restarts, needs: Needs) -> _RayRole:
         actor = ray.remote(RoleActor).options(
             num_cpus=needs.cpus,
@@ -352,14 +362,26 @@ def _version() -> str:
     return f"stretto {stretto.__version__}"
 
 
+async def _on(node: Mapping[str, Any], work: Callable[[], T], limit_s: float) -> T:
+    """Result of ``work`` on ``node``. Raises RayError: it failed. TimeoutError: the node does not answer."""
+    there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    ref: Any = ray.remote(_done).options(num_cpus=0, scheduling_strategy=there, max_retries=0).remote(work)
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(ref.future()), limit_s)
+    except TimeoutError:
+        raise TimeoutError(f"not answered within {limit_s:g} s") from None
+
+
+def _done(work: Any) -> Any:
+    return work()
+
+
 async def _version_of(node: Mapping[str, Any]) -> str:
     """`_version` on ``node``, or why there is none."""
-    there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-    ref = ray.remote(_version).options(num_cpus=0, scheduling_strategy=there, max_retries=0).remote()
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(ref.future()), _VERSION_S)
-    except TimeoutError:
-        return f"not answered within {_VERSION_S:g} s"
+        return await _on(node, _version, _VERSION_S)
+    except TimeoutError as error:
+        return str(error)
     except RayError as error:
         lines = str(error).strip().splitlines()
         missing = next((line for line in reversed(lines) if "No module named" in line), "")

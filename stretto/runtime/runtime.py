@@ -386,6 +386,10 @@ class Runtime(Caller, Generic[R]):
         Raises UserError: there is none, or a node has not this version of the package."""
 
     @abstractmethod
+    async def on_all_machines(self, work: Callable[[], None]) -> None:
+        """Call ``work``, which can be pickled, once on every machine; failures are logged."""
+
+    @abstractmethod
     def _place(self, id: str, name: str, work: Work, placement: Placement, again: Restarts, needs: Needs) -> R:
         """Record of a role that is about to start."""
 

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import socket
 import tempfile
 import threading
@@ -430,6 +431,15 @@ def fetch_folder(store: Store, name: str, folder: Path) -> None:
 
 def local_folder(run: str) -> Path:
     """This machine's folder for the files of a run whose roles share none. ``run``: the run's id."""
-    folder = Path(tempfile.gettempdir()) / f"stretto-{run}"
+    folder = _local_folder(run)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def remove_local_folder(run: str) -> None:
+    """Delete `local_folder`, if there is one. Processes may do so at the same time."""
+    shutil.rmtree(_local_folder(run), ignore_errors=True)
+
+
+def _local_folder(run: str) -> Path:
+    return Path(tempfile.gettempdir()) / f"stretto-{run}"

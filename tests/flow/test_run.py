@@ -30,6 +30,7 @@ from stretto.flow import rollout, run
 from stretto.flow import rollout as engines
 from stretto.flow.clients import Generated
 from stretto.flow.controller import Controller, Limits
+from stretto.flow.files import RunFiles, open_files
 from stretto.flow.launch import Job, with_precision
 from stretto.flow.ledger import Ledger
 from stretto.flow.log import Say, read_status
@@ -44,7 +45,7 @@ from stretto.learning.weights import fetch, publish
 from stretto.ops import matmul
 from stretto.runtime.local import open_runtime
 from stretto.runtime.runtime import RoleError
-from stretto.runtime.store import FolderStore
+from stretto.runtime.store import FolderStore, send_folder
 from tests.flow.policies import recipe as policy_recipe
 
 
@@ -227,6 +228,31 @@ def test_what_a_kill_left_behind_goes_and_what_is_needed_stays(tmp_path: Path) -
     assert [path.name for path in logs.iterdir()] == ["00000001-000.log"], "the log of the one that is handed out again"
 
 
+def test_a_run_that_is_over_keeps_what_a_resume_and_its_users_need(tmp_path: Path) -> None:
+    for name in ("checkpoint", "snapshots", "groups", "tokens", "weights"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    RunFiles(FolderStore(tmp_path), "", tmp_path, tmp_path).finish()
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "snapshots"}
+
+
+def test_a_run_that_is_over_in_a_store_leaves_nothing_and_is_not_resumed(tmp_path: Path) -> None:
+    start, run_folder, bucket = tmp_path / "start", tmp_path / "run", tmp_path / "bucket"
+    for folder in (start, run_folder):
+        folder.mkdir()
+    (start / "config.json").touch()
+    recipe = policy_recipe(store=bucket.as_uri())
+    files = open_files(recipe, run_folder, start)
+    assert (files.start_here() / "config.json").exists()
+    assert open_files(recipe, run_folder, start).id == files.id
+    here = files.folder_here()
+    send_folder(files.remote, start, "checkpoint")
+    files.finish()
+    assert (run_folder / "checkpoint" / "config.json").exists() and not any(bucket.iterdir()) and not here.exists()
+    with pytest.raises(UserError, match=r"run: this run has ended, and its store was emptied; .* --model"):
+        open_files(recipe, run_folder, start)
+
+
 def test_logs_with_tokens_of_weights_that_are_not_made_again_go(tmp_path: Path) -> None:
     """The trainer returns to the start while the store loses a group of its first step."""
     groups = tmp_path / "groups"
@@ -277,7 +303,7 @@ def go_on(recipe_file: Path, run: Path, start: Path, resume: bool = False, say: 
     short = ["runtime.isolate=none", "rollout.engines=1", "train.steps=6", "train.eval_prompts=2"]
     job = Job(read_recipe(recipe_file, RlRecipe, short), run, start, resume)
     result = run_rl(job, lambda num, text: None, say)
-    assert not {"groups", "tokens"} & {path.name for path in run.iterdir()}, "samples of a run that is over"
+    assert not {"groups", "tokens", "weights"} & {path.name for path in run.iterdir()}, "files of a run that is over"
     return result
 
 

@@ -6,6 +6,8 @@ import asyncio
 import os
 import threading
 import time
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -51,6 +53,17 @@ def test_async_methods_go_on_beside_a_sync_one(stage: Stage) -> None:
         assert await meeting
         assert not busy.done()
         assert await busy == 1.5
+
+    stage.run(work)
+
+
+@everywhere
+def test_work_is_done_once_on_every_machine(stage: Stage, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def work(runtime: Runtime) -> None:
+        await runtime.on_all_machines(partial(Path.mkdir, tmp_path / "made"))
+        assert not caplog.text and (tmp_path / "made").is_dir()
+        await runtime.on_all_machines(partial(Path.mkdir, tmp_path / "made"))
+        assert "File exists" in caplog.text
 
     stage.run(work)
 
