@@ -23,7 +23,6 @@ from stretto.api.pipeline import last_result
 from stretto.api.pipeline import run as run_pipeline
 from stretto.api.report import report_command
 from stretto.api.search import (
-    LATENCY_FILE,
     SEARCH_FILE,
     export_command,
     extract_command,
@@ -33,7 +32,17 @@ from stretto.api.stages import heal, pretrain, search
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.numbers import loss, si
-from stretto.base.paths import CHECKPOINT, LOCK_FILE, RECIPES, claimed, remove, require_writable, write_json, write_text
+from stretto.base.paths import (
+    CHECKPOINT,
+    LATENCY_FILE,
+    LOCK_FILE,
+    RECIPES,
+    claimed,
+    remove,
+    require_writable,
+    write_json,
+    write_text,
+)
 from stretto.base.track import progress, read_metrics, say, wide_console
 from stretto.data.demo_text import TEMPLATE, demo_documents, passages
 from stretto.data.sources import Document

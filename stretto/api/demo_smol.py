@@ -18,11 +18,11 @@ import torch
 from stretto.api.adopt import AdoptOptions, adopt_command
 from stretto.api.demo import Stage, run_stages, samples_table
 from stretto.api.report import report_command
-from stretto.api.search import LATENCY_FILE, SEARCH_FILE, extract_command, latency_command
+from stretto.api.search import SEARCH_FILE, extract_command, latency_command
 from stretto.api.serve import console_sampling
 from stretto.api.stages import elasticize, heal, search
 from stretto.base.config import read_recipe
-from stretto.base.paths import CHECKPOINT, RECIPES, checkpoint_folder, write_json, write_text
+from stretto.base.paths import CHECKPOINT, LATENCY_FILE, RECIPES, checkpoint_folder, write_json, write_text
 from stretto.base.track import progress, say, wide_console
 from stretto.data.demo_text import CHAT_PROMPTS, chat_questions, demo_documents
 from stretto.data.holdout import Holdout

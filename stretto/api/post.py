@@ -24,10 +24,11 @@ from stretto.api.train import (
 )
 from stretto.base.config import Settings, overriding, read_recipe, validate_options
 from stretto.base.errors import UserError, user_errors
-from stretto.base.paths import CHECKPOINT, checkpoint_folder, require_new, user_path
+from stretto.base.paths import CHECKPOINT, checkpoint_folder, user_path
 from stretto.base.track import require_wandb, say
 from stretto.harness.suites import serving
 from stretto.learning.recipe import RlRecipe
+from stretto.model.checkpoint import require_new_checkpoint
 from stretto.model.lora import read_adapter_config
 from stretto.model.parallel import join, stored_for_training
 from stretto.post.merge import MergeOptions
@@ -172,7 +173,7 @@ def merge(
         MergeOptions, {"method": method, "weights": list(weights), **options}, {"method": "method"}
     )
     folder = new_folder(models[0], "merge") if out is None else user_path(out, "out")
-    require_new(folder, force)
+    require_new_checkpoint(folder, force)
     origin = None if base is None else place(base)
     return load(merge_checkpoints([place(model) for model in models], origin, folder, parsed))
 

@@ -13,12 +13,12 @@ import torch
 
 from stretto.api.model import Model
 from stretto.api.pipeline import last_result
-from stretto.api.search import LATENCY_FILE, read_search
+from stretto.api.search import read_search
 from stretto.api.stages import ModelLike, place
 from stretto.api.train import held_out
 from stretto.base.config import validate
 from stretto.base.errors import UserError, user_errors
-from stretto.base.paths import CHECKPOINT, checkpoint_folder, read_json
+from stretto.base.paths import CHECKPOINT, LATENCY_FILE, checkpoint_folder, read_json
 from stretto.base.records import (
     LINEAGE_FILE,
     Family,

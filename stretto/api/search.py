@@ -16,12 +16,27 @@ from stretto.api.train import EVAL_BATCH_ROWS, held_out, own_tokenizer
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
 from stretto.base.numbers import counted
-from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, read_json, require_apart, require_new
+from stretto.base.paths import (
+    CHECKPOINT,
+    LATENCY_FILE,
+    RUN_FILE,
+    checkpoint_folder,
+    read_json,
+    require_apart,
+    require_new,
+)
 from stretto.base.records import Meter, Receipt, find_lineage
 from stretto.base.track import progress, say
 from stretto.data.loader import Loader
 from stretto.evals.loss import EvalBatch
-from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_integers, stores_integers, write_checkpoint
+from stretto.model.checkpoint import (
+    Checkpoint,
+    read_checkpoint,
+    read_integers,
+    require_new_checkpoint,
+    stores_integers,
+    write_checkpoint,
+)
 from stretto.model.elastic import slice_integers
 from stretto.model.families import kept_family, parse_family
 from stretto.model.gguf.write import write_gguf
@@ -41,7 +56,7 @@ from stretto.train.prepare import TextOptions, prepare_data, sources_named
 from stretto.train.run_folder import RunInfo, read_info
 from stretto.train.step import metered
 
-LATENCY_FILE, SEARCH_FILE = "latency.json", "search.json"
+SEARCH_FILE = "search.json"
 BEST = "best"
 """Name of the size that the last search of a run chose."""
 
@@ -192,7 +207,7 @@ def extract_command(
         force: replace what ``out`` holds.
     """
     require_apart(out, checkpoint_folder(source))
-    require_new(out, force)
+    require_new_checkpoint(out, force)
     ranks = join(device)
     checkpoint = load_checkpoint(source, ranks)
     subnet = size if isinstance(size, Subnet) else named_subnet(source, size, checkpoint.config, checkpoint.presets)
@@ -276,7 +291,7 @@ def quantise_command(
     """Quantise the checkpoint ``source`` and write it to ``out``, with its presets."""
     folder = checkpoint_folder(source)
     require_apart(out, folder)
-    require_new(out, force)
+    require_new_checkpoint(out, force)
     if stores_integers(folder):
         raise UserError(f"{folder}: its weights are integers already; quantise the checkpoint that it was made from")
     plan = options.plan()
@@ -363,12 +378,13 @@ def export_command(source: Path, family: str | None, out: Path, dtype: str, gguf
     require_apart(out, folder)
     if gguf and family is not None:
         raise UserError(f"--family {family}: a GGUF file has the checkpoint's own; leave --family or --gguf out")
-    require_new(out, force or (gguf and out.is_dir()))  # write_gguf refuses a folder
     if gguf:
+        require_new(out, force or out.is_dir())  # write_gguf refuses a folder
         with progress("write GGUF", unit="bytes") as advance:
             short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(dtype, dtype)
             write_gguf(folder, out, dtype=short, advance=advance)
         return
+    require_new_checkpoint(out, force)
     checkpoint = read_checkpoint(folder)
     chosen = kept_family(checkpoint.config, checkpoint.family) if family is None else parse_family(family)
     with progress(f"write {chosen}", unit="bytes") as advance:

@@ -59,7 +59,6 @@ from stretto.base.paths import (
     expanded,
     remove,
     require_apart,
-    require_new,
     user_cache,
     user_path,
     write_json,
@@ -67,7 +66,7 @@ from stretto.base.paths import (
 from stretto.base.records import Meter
 from stretto.base.track import require_wandb, say
 from stretto.evals.loss import evaluate as loss_of
-from stretto.model.checkpoint import stores_integers
+from stretto.model.checkpoint import require_new_checkpoint, stores_integers
 from stretto.model.elastic import extract as cut_out
 from stretto.model.families import default_family
 from stretto.model.parallel import device_name, in_memory, join, stored, stored_for_training
@@ -568,7 +567,7 @@ def heal(
     teacher_folder = None if teacher_place is None else checkpoint_folder(teacher_place)
     for source in filter(None, (folder, teacher_folder)):
         require_apart(out_folder, source)
-    require_new(out_folder, force or resume)
+    require_new_checkpoint(out_folder, force or resume)
     student = stored(folder)  # refuses a damaged checkpoint before text is tokenised
     if stores_integers(folder):
         say(f"{folder}: its integer weights are dequantised for healing; quantise the healed checkpoint again")

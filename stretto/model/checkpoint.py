@@ -24,7 +24,7 @@ from torch import Tensor
 
 from stretto.base.config import Config, read_versioned
 from stretto.base.errors import UserError
-from stretto.base.paths import read_json, replacing, write_json
+from stretto.base.paths import LATENCY_FILE, read_json, replacing, require_new, write_json
 from stretto.base.records import LINEAGE_FILE, Lineage, file_sha256, find_lineage, hash_files, write_lineage
 from stretto.model.families import (
     Family,
@@ -64,10 +64,10 @@ TOKENIZER_FILES = (
 )
 _OURS = (
     *("config.json", GENERATION_FILE, "model*.safetensors", INDEX_FILE),
-    *(STRETTO_FILE, ELASTIC_FILE, LINEAGE_FILE),
+    *(STRETTO_FILE, ELASTIC_FILE, LINEAGE_FILE, LATENCY_FILE),
     *TOKENIZER_FILES,
 )
-"""Patterns of the files of a checkpoint; a folder with other files is never replaced."""
+"""Patterns of the files in a checkpoint folder; a folder with other files is never replaced."""
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 _SHARD_BYTES = 5 * 10**9
@@ -343,7 +343,15 @@ def describe(folder: Path) -> StrettoFile:
     return description
 
 
+def require_new_checkpoint(out: Path, force: bool) -> None:
+    """`require_new` for a folder that `write_checkpoint` writes at the end of the work, with its refusals."""
+    require_new(out, force)
+    _refuse_other_files(out)
+
+
 def _refuse_other_files(folder: Path) -> None:
+    if folder.is_file():
+        raise UserError(f"{folder}: is a file, not a folder; choose another folder")
     if (folder / "config.json").is_file() and not (folder / STRETTO_FILE).is_file():
         raise UserError(f"{folder}: would be replaced, and holds a checkpoint of other software; choose another folder")
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
