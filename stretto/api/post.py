@@ -81,7 +81,7 @@ def sft(
         wandb: name of a W&B project to log to.
 
     Raises:
-        UserError: bad data or recipe, a model without a chat template, or a folder that holds another run.
+        UserError: bad data or recipe, conversations for a model without a chat template, or a folder that holds another run.
     """
     folder, named = run_folder(out, recipe, "sft"), listed_data(data)
     if not named:
@@ -117,9 +117,7 @@ def sft(
     complete = parsed.for_network(config, sizes, leaves_routers(config, parsed, folder, resume, ranks))
     tokenizer = own_tokenizer(origin)
     template = load_tokenizer(tokenizer).chat_template
-    if template is None:
-        raise UserError(f"{origin}: has no chat template; put a chat_template.jinja beside its tokenizer.json")
-    if ranks.is_first and (note := tool_form(template).note()):
+    if template is not None and ranks.is_first and (note := tool_form(template).note()):
         say(note)
 
     def begin() -> RunInfo:

@@ -535,6 +535,11 @@ class ChatEncoder:
             prompt, answer = (self.tokenizer.encode(message["content"]) for message in messages)
             answer = [*answer, self.tokenizer.eos_id]
             return Chat((*prompt, *answer), (False,) * len(prompt) + (True,) * len(answer))
+        if self.tokenizer.chat_template is None:
+            raise UserError(
+                "chat_template: the tokenizer has none; put a chat_template.jinja beside its tokenizer.json, or give prompt and "
+                "completion as strings"
+            )
         for message in messages:
             for call in message.get("tool_calls", ()):
                 call["function"]["arguments"] = Arguments(call["function"]["arguments"])

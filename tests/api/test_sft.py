@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -282,3 +285,34 @@ def test_what_cannot_be_done_is_refused(base: Path, data: Path, tmp_path: Path) 
             "train.steps=3",
             "optim.warmup_steps=0",
         )
+
+
+@pytest.fixture(scope="module")
+def bare(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint `base` without a chat template."""
+    folder = shutil.copytree(base, tmp_path_factory.mktemp("bare") / "m")
+    tokenizer = load_tokenizer(base)
+    for path in folder.glob("*token*"):
+        path.unlink()
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    replace(tokenizer, chat_template=None).save(folder)
+    assert load_tokenizer(folder).chat_template is None
+    return folder
+
+
+def test_prompts_and_completions_as_texts_need_no_chat_template(bare: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number}+1=", "completion": f"{number + 1}"} for number in range(40)]
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    made = run(bare, data, tmp_path / "run")
+    assert read_checkpoint(made).lineage is not None
+
+
+def test_the_first_conversation_that_needs_a_template_is_refused_before_training(bare: Path, tmp_path: Path) -> None:
+    turns = {"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}
+    data = tmp_path / "mixed.jsonl"
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in [{"prompt": "1+1=", "completion": "2"}, turns] * 20))
+    place = re.escape(f"{data}: line 2: chat_template: the tokenizer has none")
+    with pytest.raises(UserError, match=f"{place}.*prompt and completion as strings"):
+        run(bare, data, tmp_path / "run")
+    assert not (tmp_path / "run" / "run.json").exists()
