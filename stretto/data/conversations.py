@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 
 from stretto.base.errors import UserError, nearest
 from stretto.data.shards import TokenSet
-from stretto.data.sources import Document, is_writable
+from stretto.data.sources import Document, is_writable, json_kind
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FORMATS = "messages, or prompt and completion"
-_KINDS = {str: "a text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 _FOREIGN = {
     "conversations": 'rename it to messages, with "role" (user, assistant) and "content" for "from" and "value"',
     "text": "plain text is learnt by `stretto pretrain --from`; give prompt and completion to learn answers",
@@ -70,7 +69,7 @@ class ConversationForm:
     def document(self, record: dict[str, Any], place: str) -> Document:
         domain = record.get("domain")
         if domain is not None and not isinstance(domain, str):
-            raise UserError(f"{place}: domain: {_kind(domain)}, not a text; name where the conversation comes from")
+            raise UserError(f"{place}: domain: {json_kind(domain)}, not a text; name where the conversation comes from")
         conversation = read_conversation(record, place)
         text = conversation.to_json() if any(conversation.is_learnt) else ""
         if not is_writable(text):
@@ -149,7 +148,7 @@ def _turn(value: Any, place: str) -> tuple[dict[str, Any], bool]:
 def _content(content: Any, place: str) -> str:
     """The text of a message: ``content`` itself, or its text parts joined."""
     if not isinstance(content, str | list | tuple):
-        raise UserError(f"{place}: {_kind(content)}, not a text; write a string, or a list of text parts")
+        raise UserError(f"{place}: {json_kind(content)}, not a text; write a string, or a list of text parts")
     texts = []
     for number, part in enumerate([content] if isinstance(content, str) else content):
         fields = part if isinstance(part, Mapping) else {"text": part}
@@ -157,7 +156,9 @@ def _content(content: Any, place: str) -> str:
             if fields.get("type") == "text":
                 problem = f"no text; it has {_fields(fields)}; put the text into a field named text"
             else:
-                problem = f"{fields.get('type', _kind(part))!r} is not text, and the network reads text only; remove it"
+                problem = (
+                    f"{fields.get('type', json_kind(part))!r} is not text, and the network reads text only; remove it"
+                )
             raise UserError(f"{place}: part {number}: {problem}")
         texts.append(fields["text"])
     return "".join(texts)
@@ -181,7 +182,7 @@ def _call(call: Any, place: str) -> dict[str, Any]:
 
 def _object(value: Any, place: str, remedy: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise UserError(f"{place}: {_kind(value)}, not an object; {remedy}")
+        raise UserError(f"{place}: {json_kind(value)}, not an object; {remedy}")
     return value
 
 
@@ -193,7 +194,7 @@ def _list(value: Any, place: str) -> Sequence[Any]:
         except ValueError:
             raise UserError(f"{place}: a text that is not JSON; give a list") from None
     if not isinstance(value, list | tuple):
-        raise UserError(f"{place}: {_kind(value)}, not a list")
+        raise UserError(f"{place}: {json_kind(value)}, not a list")
     return value
 
 
@@ -206,11 +207,6 @@ def _without_nulls(value: Any) -> Any:
 
 def _fields(record: Mapping[str, Any]) -> str:
     return ", ".join(map(str, record))[:200] or "no field"
-
-
-def _kind(value: Any) -> str:
-    """JSON type of ``value``, in words."""
-    return _KINDS.get(type(value), f"a {type(value).__name__}")
 
 
 Long = Literal["refuse", "cut", "leave_out"]

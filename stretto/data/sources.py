@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from shlex import quote
 from typing import Any, Protocol
 
 import charset_normalizer
@@ -90,12 +91,28 @@ class Fields:
                 raise UserError(_lacks(place, name, record))
         text = "" if text is None else text
         if not isinstance(text, str):
-            problem = f"a {type(text).__name__}, not text"
-            raise UserError(f"{place}: field {self.text!r}: {problem}; name the field that holds it with --text-field")
+            raise UserError(
+                f"{place}: field {self.text!r}: {json_kind(text)}, not text; name the field that holds it with --text-field"
+            )
         if not is_writable(text):
             problem = "half of a surrogate pair, which is not a character"
             raise UserError(f"{place}: field {self.text!r}: {problem}; remove it")
         return Document(text, str(record[self.domain]) if self.domain else "")
+
+
+_JSON_KINDS = {
+    str: "a text",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def json_kind(value: Any) -> str:
+    """JSON type of ``value``, in words."""
+    return _JSON_KINDS.get(type(value), f"a {type(value).__name__}")
 
 
 def is_writable(text: str) -> bool:
@@ -249,7 +266,7 @@ def _read_jsonl(file: Path, form: Form) -> Iterator[Document]:
             continue
         if number == 1 and line.lstrip().startswith("["):
             raise UserError(
-                f"{file}: line 1: a JSON array; write one object a line, for example: jq -c '.[]' {file.name}"
+                f"{file}: line 1: a JSON array; write one object a line, for example: jq -c '.[]' {quote(str(file))} > NEW.jsonl"
             )
         try:
             record = json.loads(line)
@@ -407,8 +424,7 @@ def _chunks(file: Path, by_line: bool = False) -> Iterator[bytes]:
         with _open(file) as handle:
             raw = handle.readline(MAX_LINE_BYTES + 1) if by_line else handle.read(_CHUNK_BYTES)
             if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
-                remedy = f"convert it: iconv -f utf-16 -t utf-8 {file.name}"
-                raise _NotTextError("not UTF-8", f"{file}: line 1: UTF-16 text; {remedy}")
+                raise _NotTextError("not UTF-8", f"{file}: line 1: UTF-16 text; {_conversion(file, 'utf-16')}")
             raw = raw.removeprefix(codecs.BOM_UTF8)
             while raw:
                 yield raw
@@ -427,8 +443,15 @@ def _not_utf8(file: Path, line: int, error: UnicodeDecodeError) -> _NotTextError
     best = charset_normalizer.from_bytes(sample, cp_isolation=_ENCODINGS).best()
     looks, name = ("", "ENCODING") if best is None else (f", it looks like {best.encoding}", best.encoding)
     problem = f"not UTF-8 (byte 0x{error.object[error.start]:02x}){looks}"
-    remedy = f"convert it: iconv -f {name} -t utf-8 {file.name} > NEW{file.suffix}"
-    return _NotTextError(f"not UTF-8{looks}", f"{file}: line {line}: {problem}; {remedy}")
+    return _NotTextError(f"not UTF-8{looks}", f"{file}: line {line}: {problem}; {_conversion(file, name)}")
+
+
+def _conversion(file: Path, encoding: str) -> str:
+    """Remedy for a file in ``encoding``: the command that converts it."""
+    packed = file.suffix.lower() in COMPRESSIONS
+    plain = file.with_suffix("") if packed else file
+    command = f"iconv -f {encoding} -t utf-8 {quote(str(plain))} > NEW{plain.suffix}"
+    return f"{'unpack it, and ' if packed else ''}convert it: {command}"
 
 
 def _open(file: Path) -> Any:

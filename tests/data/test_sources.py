@@ -4,6 +4,8 @@ import bz2
 import gzip
 import json
 import lzma
+import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,7 +60,7 @@ def test_damaged_archives_are_named(tmp_path: Path, suffix: str, damage: str) ->
             b'{"txt": "a", "id": 1}\n',
             r"line 1: no field 'text' \(did you mean 'txt'\?\); it has txt, id; name the one that holds the text with --text-field",
         ),
-        (b'{"text": 3}\n', "line 1: field 'text': a int, not text"),
+        (b'{"text": 3}\n', "line 1: field 'text': a number, not text"),
         (
             b'{"messages": []}\n',
             "line 1: no field 'text'; it has messages; conversations are read by stretto sft, and by stretto quantise with --chat",
@@ -257,3 +259,24 @@ def test_a_name_without_a_dataset_is_named(monkeypatch: pytest.MonkeyPatch, tmp_
         UserError, match="nobody/nothing: not a file or folder on this machine, and not a dataset on the Hub"
     ):
         open_source("nobody/nothing")
+
+
+def test_utf_16_is_named_with_a_command_that_converts_it(tmp_path: Path) -> None:
+    path = tmp_path / "my text.txt"
+    path.write_bytes("some text".encode("utf-16"))
+    command = f"iconv -f utf-16 -t utf-8 '{path}' > NEW.txt"
+    with pytest.raises(UserError, match=re.escape(f"{path}: line 1: UTF-16 text; convert it: {command}") + "$"):
+        list(read_files([path]))
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    assert [document.text for document in read_files([tmp_path / "NEW.txt"])] == ["some text"]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [("5", "a number"), ("0.5", "a number"), ("true", "true or false"), ("[1]", "a list"), ("{}", "an object")],
+)
+def test_a_field_that_is_no_text(tmp_path: Path, value: str, kind: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"text": {value}}}\n')
+    with pytest.raises(UserError, match=rf"line 1: field 'text': {kind}, not text; name the field"):
+        list(read_files([path]))
