@@ -79,7 +79,9 @@ def read_info(run: Path) -> RunInfo:
     path = run / RUN_FILE
     if not path.is_file():
         problem = f"not a run folder: {RUN_FILE} is missing" if run.is_dir() else "no such folder"
-        raise UserError(f"{run}: {problem}; name a folder that `stretto pretrain`, `adopt` or `elasticize` wrote")
+        raise UserError(
+            f"{run}: {problem}; name the folder of a run, for example of `stretto pretrain`, `adopt`, `elasticize` or `sft`"
+        )
     return validate(RunInfo, read_json(path), source=str(path))
 
 

@@ -151,7 +151,10 @@ def test_a_score_is_the_sum_of_log_probabilities(model: stretto.Model) -> None:
         (lambda m: stretto.pretrain(tomllib.loads(f"{RECIPE}stepz = 3"), "text"), "train.stepz: unknown key"),
         (lambda m: stretto.pretrain("smal", "text"), "did you mean 'small'"),
         (lambda m: stretto.search(m.folder, max_total=34), "for 34 % write 0.34"),
-        (lambda m: stretto.search(m.folder, max_total=0.5), "not a run folder"),
+        (
+            lambda m: stretto.search(m.folder, max_total=0.5),
+            "not a run folder: run.json is missing; name the folder of a run, for example of `stretto pretrain`, `adopt`, `elasticize` or `sft`",
+        ),
         (lambda m: stretto.extract(m, "corner", m.folder), "choose another folder"),
         (lambda m: stretto.compare([]), "no models"),
         (lambda m: stretto.merge("average", []), "no models"),
