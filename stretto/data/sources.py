@@ -36,7 +36,7 @@ MAX_LINE_BYTES = 32 << 20
 """Longer lines of a record file are an error: a record is read into memory as a whole."""
 _CHUNK_BYTES = 1 << 20
 _NUL = "a NUL byte: this is a binary file; give text, JSONL, CSV or Parquet"
-_DATASET_NAME = r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?"
+_DATASET_NAME = r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?"
 _DATASET_MARKS = ("dataset_info.json", "dataset_dict.json", "state.json")
 _ENCODINGS = ["gb18030", "big5", "shift_jis", "euc_jp", "euc_kr", "cp1252", "cp1251", "koi8_r"]
 """Encodings that are recognised in text that is not UTF-8. Of related ones (Latin-1 and cp1252, GBK and GB18030) the larger."""

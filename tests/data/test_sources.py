@@ -261,6 +261,16 @@ def test_a_name_without_a_dataset_is_named(monkeypatch: pytest.MonkeyPatch, tmp_
         open_source("nobody/nothing")
 
 
+def test_a_name_without_an_owner_is_no_dataset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sources, "_open_dataset", lambda *_, **__: pytest.fail("the Hub was asked"))
+    monkeypatch.chdir(tmp_path)
+    for name in ("nosuch", "nosuch:part"):
+        with pytest.raises(
+            UserError, match=f"^{name}: no such file or folder; check the path.*on the Hub is OWNER/NAME"
+        ):
+            open_source(name)
+
+
 def test_utf_16_is_named_with_a_command_that_converts_it(tmp_path: Path) -> None:
     path = tmp_path / "my text.txt"
     path.write_bytes("some text".encode("utf-16"))
