@@ -14,10 +14,11 @@ from stretto.api import search as api_search
 from stretto.api.search import SEARCH_FILE, SearchRecord, best_subnet, extract_command
 from stretto.api.serve import Fit, ServeOptions, _open, fitting_subnet, parse_bytes
 from stretto.base.errors import UserError
+from stretto.base.paths import CHECKPOINT
 from stretto.base.records import Receipt, read_lineage
 from stretto.engine.loading import least_bytes, open_engine
 from stretto.engine.request import EngineConfig
-from stretto.model.checkpoint import write_checkpoint
+from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.elastic import slice_integers
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, extracted_config
 from stretto.model.transformer import build
@@ -210,6 +211,29 @@ def test_the_latency_table_covers_the_named_sizes(
     table = api_search.latency_command(tmp_path, "cpu")
     corner = presets["corner"].of(config)
     assert table.predict_ms(config, corner, table.timings[0].workload) > 0
+
+
+def test_a_latency_table_that_predicts_badly_is_not_kept(
+    served_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = measure(read_checkpoint(served_run / CHECKPOINT).model, [2, 8], [1, 2], time_fn=lambda *_: 0.01)
+    for error, is_kept in ((0.51, False), (0.49, True)):
+        table = made.replace(timings=tuple(timing.replace(held_out_error=error) for timing in made.timings))
+        monkeypatch.setattr(api_search, "measure", lambda *_, table=table: table)
+        run = shutil.copytree(served_run, tmp_path / str(error))
+        if is_kept:
+            assert api_search.latency_command(run, "cpu") == table
+            assert (
+                "at the sizes that were measured to test them, predictions were at most 49.0% off"
+                in capsys.readouterr().out
+            )
+        else:
+            with pytest.raises(
+                UserError, match=r"latency\.json: not written: .* 51% off.*; measure again when it is quiet"
+            ):
+                api_search.latency_command(run, "cpu")
+        assert (run / "latency.json").exists() == is_kept
+        assert api_search.latency_command(run, "cpu", keeps_any=True) == table and (run / "latency.json").exists()
 
 
 def test_the_cost_of_a_search_goes_with_the_size_that_it_chose(served_run: Path, tmp_path: Path) -> None:
