@@ -31,6 +31,7 @@ from pydantic import Field
 
 from stretto.api.model import Model, load
 from stretto.api.stages import ModelLike, PathLike, place, run_folder
+from stretto.api.train import command_to_try
 from stretto.base.config import Config, Settings, differences, read_recipe, validate
 from stretto.base.errors import UserError, nearest, user_errors
 from stretto.base.numbers import durations_alike, listed, short, si, si_alike
@@ -171,7 +172,7 @@ def _run_stages(pipeline: Pipeline, wanted: Sequence[Step], first: str | None) -
     console = wide_console()
     console.print(_result_table(pipeline))
     if last := [step for step, _ in _receipts(pipeline) if step.stage != "controls"][-1:]:
-        say(f"next: stretto chat {pipeline.place(last[0].name)}")
+        say(f"next: {command_to_try(pipeline.place(last[0].name))}")
 
 
 def last_result(folder: Path) -> Path | None:

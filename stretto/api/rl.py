@@ -12,6 +12,7 @@ import torch
 from stretto.api.model import Model, load
 from stretto.api.search import extract_command
 from stretto.api.stages import ModelLike, PathLike, place, run_folder, shown
+from stretto.api.train import command_to_try
 from stretto.base.config import (
     Settings,
     check_unchanged,
@@ -259,7 +260,7 @@ def _run(
         f"held-out reward {result.first_reward:.3f} → {result.last_reward:.3f}, "
         f"KL to the start {result.moved:.3g} nats per token\ncheckpoint: {result.checkpoint}\n"
         f"execution trace: {folder / 'trace.json'} (ui.perfetto.dev, chrome://tracing)\n"
-        f"next: stretto chat {result.checkpoint}; tensorboard --logdir {folder}"
+        f"next: {command_to_try(result.checkpoint)}; tensorboard --logdir {folder}"
     )
     from stretto.report.rl import report_rl_run
 

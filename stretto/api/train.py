@@ -285,6 +285,14 @@ def own_tokenizer(folder: Path) -> Path:
     return folder
 
 
+def command_to_try(place: Path) -> str:
+    """The command by which a user tries the run or checkpoint ``place``: `stretto generate` where it has no chat template."""
+    folder = checkpoint_folder(place)
+    if (folder / "tokenizer.json").is_file() and load_tokenizer(folder).chat_template is not None:
+        return f"stretto chat {place}"
+    return f"stretto generate {place} --prompt …"
+
+
 def kept_checkpoint(run: Path) -> Path:
     """The checkpoint from which in-place training of ``run`` starts."""
     return (run / ADOPTED if (run / ADOPTED).is_dir() else run / CHECKPOINT).resolve()

@@ -113,11 +113,13 @@ def adopt(
         parent_tokens: Training tokens of the source, for the ledger: 15e12. Default: unknown.
     """
     options = locals()
+    from stretto.api.train import command_to_try
+
     result = stretto.adopt(**options)
     for name, subnet in result.subnets.items():
         say(f"{name}: {subnet.label()}")
     say(
-        f"checkpoint: {result.folder}\nnext: stretto chat {out}; stretto elasticize {out} --data …; stretto search {out}"
+        f"checkpoint: {result.folder}\nnext: {command_to_try(out)}; stretto elasticize {out} --data …; stretto search {out}"
     )
 
 
@@ -344,9 +346,11 @@ def quantise(
         chat: The records of --data are conversations, as for stretto sft.
     """
     options = locals()
+    from stretto.api.train import command_to_try
+
     check_exists(source)
     stretto.quantise(options.pop("source"), **options)
-    say(f"checkpoint: {out}\nnext: stretto chat {out}; stretto extract {out} --subnet PRESET -o SMALL")
+    say(f"checkpoint: {out}\nnext: {command_to_try(out)}; stretto extract {out} --subnet PRESET -o SMALL")
 
 
 def export(

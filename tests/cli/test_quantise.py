@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,23 @@ def test_one_file_serves_every_size(stretto: Run, served_run: Path, tmp_path: Pa
     assert not stores_integers(exported)
     values, whole = read_checkpoint(exported).model.state_dict(), read_checkpoint(quantised).model.state_dict()
     assert all(torch.equal(values[name], tensor) for name, tensor in whole.items())
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_the_next_command_can_be_run(stretto: Run, served_run: Path, tmp_path: Path, has_template: bool) -> None:
+    source = shutil.copytree(served_run / CHECKPOINT, tmp_path / "source")
+    if not has_template:
+        (source / "chat_template.jinja").unlink()
+    hints = {}
+    for command, options in (("quantise", ("--group", 16)), ("adopt", ("--order", "none"))):
+        result = stretto(command, source, "-o", tmp_path / command, *options)
+        assert not result.code, result
+        hints[command] = result.out.split("next: ")[1].split(";")[0]
+    if has_template:
+        assert hints == {command: f"stretto chat {tmp_path / command}" for command in hints}
+    else:
+        assert hints == {command: f"stretto generate {tmp_path / command} --prompt …" for command in hints}
+        assert not stretto(*hints["quantise"].split()[1:], "--max-tokens", 2).code
 
 
 @pytest.mark.parametrize(
