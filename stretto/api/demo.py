@@ -165,7 +165,7 @@ def _stages(run: Path, post: bool) -> list[Stage]:
     stages = [
         Stage("text: read and tokenise", "data/00/data.json", partial(_text, run, recipe)),
         Stage("pre-train one elastic network", CHECKPOINT, partial(_pretrain, recipe, run, data, resume)),
-        Stage("measure the latency of its layers", LATENCY_FILE, partial(latency_command, run, "cpu", keeps_any=True)),
+        Stage("measure the latency of its layers", LATENCY_FILE, partial(latency_command, run, "cpu")),
         Stage("search: at most 36 % of the parameters, 55 % of the active ones", SEARCH_FILE, partial(_search, run)),
         Stage("extract the best size and the half", "best", partial(_extract, run)),
         Stage(

@@ -102,7 +102,7 @@ def _stages(run: Path) -> tuple[Stage, ...]:
             CHECKPOINT,
             partial(elasticize, moe, data, run, recipe=elasticizing, teacher=smol, resume=resume, device="cpu"),
         ),
-        Stage("measure the latency of its layers", LATENCY_FILE, partial(latency_command, run, "cpu", keeps_any=True)),
+        Stage("measure the latency of its layers", LATENCY_FILE, partial(latency_command, run, "cpu")),
         Stage(
             f"search: at most {LIMITS.max_total:.0%} of the parameters, {LIMITS.max_active:.0%} of the active ones",
             SEARCH_FILE,

@@ -385,7 +385,7 @@ def latency(model: ModelLike, *, device: str = "auto") -> LatencyTable:
     """Measure this machine's latency table for ``model`` and keep it in the folder of ``model``, for limits in milliseconds in `search`.
 
     Raises:
-        UserError: ``model`` is no run and no checkpoint, or predictions of the table are far off, as on a busy machine.
+        UserError: ``model`` is no run and no checkpoint.
     """
     return latency_command(place(model), device)
 

@@ -213,27 +213,18 @@ def test_the_latency_table_covers_the_named_sizes(
     assert table.predict_ms(config, corner, table.timings[0].workload) > 0
 
 
-def test_a_latency_table_that_predicts_badly_is_not_kept(
+def test_a_latency_table_that_predicts_badly_is_to_be_measured_again(
     served_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = measure(read_checkpoint(served_run / CHECKPOINT).model, [2, 8], [1, 2], time_fn=lambda *_: 0.01)
-    for error, is_kept in ((0.51, False), (0.49, True)):
+    for error, is_bad in ((0.51, True), (0.49, False)):
         table = made.replace(timings=tuple(timing.replace(held_out_error=error) for timing in made.timings))
         monkeypatch.setattr(api_search, "measure", lambda *_, table=table: table)
         run = shutil.copytree(served_run, tmp_path / str(error))
-        if is_kept:
-            assert api_search.latency_command(run, "cpu") == table
-            assert (
-                "at the sizes that were measured to test them, predictions were at most 49.0% off"
-                in capsys.readouterr().out
-            )
-        else:
-            with pytest.raises(
-                UserError, match=r"latency\.json: not written: .* 51% off.*; measure again when it is quiet"
-            ):
-                api_search.latency_command(run, "cpu")
-        assert (run / "latency.json").exists() == is_kept
-        assert api_search.latency_command(run, "cpu", keeps_any=True) == table and (run / "latency.json").exists()
+        assert api_search.latency_command(run, "cpu") == table and (run / "latency.json").exists()
+        said = capsys.readouterr().out
+        assert f"at the sizes that were measured to test them, predictions were at most {error:.1%} off" in said
+        assert ("measure again when it is quiet" in said) == is_bad
 
 
 def test_the_cost_of_a_search_goes_with_the_size_that_it_chose(served_run: Path, tmp_path: Path) -> None:
