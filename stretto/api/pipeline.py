@@ -144,9 +144,14 @@ def run(
         raise UserError(f"--from {first} --until {until}: the first stage comes after the last; exchange them")
     if price is not None and not dry_run:
         raise UserError("--price: only the plan of --dry-run uses it; add that, or leave it out")
-    start = checkpoint_folder(place(model)).resolve() if model is not None else None
-    if start is None and any(MODEL in step.arguments for step in steps):
+    takes_model = any("model" in _named_places(step) for step in steps)
+    if model is None and takes_model:
         raise UserError("--model: missing; name the run or checkpoint that this pipeline begins with")
+    if model is not None and not takes_model:
+        raise UserError(
+            f"--model: the [sft.recipe.start.model] of {path} describes a new network, with which this pipeline begins; leave one out"
+        )
+    start = checkpoint_folder(place(model)).resolve() if model is not None else None
     model_hash = "" if dry_run or start is None else known_hash(start)
     pipeline = Pipeline(folder, parsed, steps, start, device, model_hash)
     wanted = [step for step in steps if until is None or STAGES.index(step.stage) <= STAGES.index(until)]
@@ -310,10 +315,17 @@ def _arguments(pipeline: Pipeline, step: Step) -> list[str]:
 
 def _inputs(pipeline: Pipeline, step: Step) -> dict[str, Any]:
     """Everything that determines the step's result: recipe, arguments, and hashes of the starting and teacher weights."""
-    inputs = {"recipe": step.recipe.model_dump(mode="json"), "arguments": list(step.arguments)}
-    names = sorted(set(_PLACE.findall(str(inputs))) - {RECIPE[1:-1]})
-    hashes = {name: pipeline.model_hash if name == "model" else known_hash(pipeline.place(name)) for name in names}
-    return inputs | {"weights": hashes}
+    hashes = {
+        name: pipeline.model_hash if name == "model" else known_hash(pipeline.place(name))
+        for name in _named_places(step)
+    }
+    return {"recipe": step.recipe.model_dump(mode="json"), "arguments": list(step.arguments), "weights": hashes}
+
+
+def _named_places(step: Step) -> list[str]:
+    """Names of the checkpoints that the step begins with or reads, sorted."""
+    text = f"{step.recipe.model_dump(mode='json')} {step.arguments}"
+    return sorted(set(_PLACE.findall(text)) - {RECIPE[1:-1]})
 
 
 def _filled(pipeline: Pipeline, tree: Any) -> Any:

@@ -93,6 +93,12 @@ def test_conversations_that_a_kill_left_half_read_are_read_anew(stretto: Run, pi
     [
         ({}, ["--from", "distil"], "--from distil: no such stage (did you mean 'distill'?)"),
         ({"sft": None}, [], "--model: missing"),
+        ({}, ["--model", "runs/x"], "--model: the [sft.recipe.start.model] of "),
+        (
+            {},
+            ["--model", "runs/x", "--dry-run"],
+            "describes a new network, with which this pipeline begins; leave one out",
+        ),
         (
             {},
             ["--from", "distill", "--until", "sft"],
