@@ -59,7 +59,7 @@ from stretto.runtime.runtime import (
     RoleError,
     to_end,
 )
-from stretto.runtime.store import Store, remove_local_folder
+from stretto.runtime.store import Store, has_folder, remove_local_folder
 from stretto.text.tokenizer import load_tokenizer
 
 MOVED = "eval/kl_start"
@@ -164,6 +164,8 @@ async def _run(job: Job, resumes: bool, advance: Advance, say: Say) -> Result:
         if resumes:
             check_recipe(recipe, folder)
         files = await asyncio.to_thread(open_files, recipe, folder, job.start)
+        if resumes:
+            check_steps(recipe, files)
         write_json(folder / RECIPE_FILE, recipe.model_dump(mode="json"))
         factories = make_factories(job, tables, tokenizer, files)
         roles: Roles | None = None
@@ -265,6 +267,18 @@ def check_recipe(recipe: RlRecipe, folder: Path) -> None:
     """Raises UserError: ``recipe`` cannot resume the run in the folder, which has another one."""
     before = completed(RlRecipe, read_json(folder / RECIPE_FILE))
     check_unchanged(before, recipe.model_dump(mode="json"), folder, (*LAYOUT, *STEERING))
+
+
+def check_steps(recipe: RlRecipe, files: RunFiles) -> None:
+    """Raises UserError: the newest snapshot in ``files`` is of a later step than the last one of ``recipe``. The trainer checks again:
+    the store may have lost snapshots that are on the trainer's disk."""
+    if files.is_shared:
+        places = [str(place) for place in (files.run / SNAPSHOTS).glob("step-*")]
+    else:
+        places = [place for place in files.remote.folders(SNAPSHOTS) if has_folder(files.remote, place)]
+    num_done, steps = max((int(place.rpartition("step-")[2]) for place in places), default=0), recipe.train.steps
+    if num_done > steps:
+        raise UserError(f"{files.run}: train.steps: {steps} is less than the {num_done} steps that are done; raise it")
 
 
 def in_order(recipe: RlRecipe, folder: Path) -> RlRecipe:

@@ -207,6 +207,16 @@ def test_a_run_of_an_older_version_is_left_to_it(stretto: Run, tiny: Path, tmp_p
     refused(stretto("rl", tiny, "--out", tmp_path, "--resume"), "groups.jsonl: written by an older version", "--out")
 
 
+def test_fewer_steps_than_are_done_are_refused_before_a_role_is_started(
+    stretto: Run, tiny: Path, finished: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    told = ("rl", tiny, "--out", run, "--resume", "--model", run / "sft", "--device", "cpu", "--set", "train.steps=2")
+    refused(stretto(*told), f"{run}: train.steps: 2 is less than the 4 steps that are done; raise it")
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
+
+
 def test_a_cluster_that_does_not_answer(stretto: Run, tiny: Path, finished: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     start = ("--out", tmp_path / "run", "--model", finished / "sft", "--device", "cpu")

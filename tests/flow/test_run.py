@@ -35,7 +35,7 @@ from stretto.flow.launch import Job, with_precision
 from stretto.flow.ledger import Ledger
 from stretto.flow.log import Say, read_status
 from stretto.flow.prompts import plan_prompts
-from stretto.flow.run import Result, check_recipe, in_order, opened, run_rl, sweep, take_up
+from stretto.flow.run import Result, check_recipe, check_steps, in_order, opened, run_rl, sweep, take_up
 from stretto.learning import channel
 from stretto.learning.metrics import StepReport
 from stretto.learning.recipe import JOURNAL_FILE, RECIPE_FILE, RlRecipe
@@ -234,6 +234,20 @@ def test_a_run_that_is_over_keeps_what_a_resume_and_its_users_need(tmp_path: Pat
         (tmp_path / name / "file").touch()
     RunFiles(FolderStore(tmp_path), "", tmp_path, tmp_path).finish()
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "snapshots"}
+
+
+def test_fewer_steps_than_a_stored_snapshot_has_are_refused(tmp_path: Path) -> None:
+    start, snapshot = tmp_path / "start", tmp_path / "snapshot"
+    for folder in (start, snapshot):
+        folder.mkdir()
+        (folder / "file").touch()
+    files = open_files(policy_recipe(store=(tmp_path / "bucket").as_uri()), tmp_path, start)
+    check_steps(policy_recipe(train__steps=1), files)
+    send_folder(files.store, snapshot, "snapshots/step-0000002")
+    files.store.write("snapshots/step-0000004/file", b"of a snapshot that is not complete")
+    check_steps(policy_recipe(train__steps=2), files)
+    with pytest.raises(UserError, match=r"train.steps: 1 is less than the 2 steps that are done; raise it"):
+        check_steps(policy_recipe(train__steps=1), files)
 
 
 def test_a_run_that_is_over_in_a_store_leaves_nothing_and_is_not_resumed(tmp_path: Path) -> None:
