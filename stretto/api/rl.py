@@ -27,7 +27,7 @@ from stretto.base.paths import checkpoint_folder
 from stretto.base.records import read_lineage
 from stretto.base.track import progress, require_wandb, say
 from stretto.evals.ranker import scope_of
-from stretto.flow.launch import Job, SourceTables
+from stretto.flow.launch import Job, SourceTables, check_source
 from stretto.flow.run import Result, check_places, opened, run_opened, start_of
 from stretto.learning.algorithms import load_algorithm
 from stretto.learning.recipe import START, DistillConfig, RlRecipe, StartConfig
@@ -398,7 +398,7 @@ def made_start(recipe: RlRecipe, folder: Path, origin: Path | None = None, devic
         raise UserError("--model: missing, and the recipe has no [start]; name a run or checkpoint to begin with")
     with SourceTables(dict(recipe.sources), recipe.sandbox).opened() as sources:
         for source in sources.values():
-            source.validate()
+            check_source(source, recipe)
         return sft(recipe, sources, out, origin=origin, ranks=join(device))
 
 

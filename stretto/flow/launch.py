@@ -57,6 +57,8 @@ _MAY_WAIT = (*_NEED_SANDBOX, "judged")
 _TRIED_PROMPTS = 32
 """Number of training prompts that are rendered before the start to check their length, beside all held-out prompts. A later one that is
 too long fails its group."""
+_CHECK_S = 60.0
+"""Least deadline of a verdict while a task is checked: the first one may load something."""
 ERROR_FILE = "error.txt"
 """In the run folder: traceback of the role whose error ended the run."""
 _START_S = 300.0
@@ -170,7 +172,7 @@ def check_sources(
                     f"sources.{name}: a program may take {max(limits.wall_s, limits.cpu_s):g} s (sandbox.wall_s, sandbox.cpu_s), and "
                     f"runtime.rewards.deadline_s is {deadline_s:g}; raise that, or lower them"
                 )
-            source.validate()
+            check_source(source, recipe)
         sizes = {name: source.num_items for name, source in sources.items()}
         counts = ", ".join(f"{name} ({'endless' if num is None else f'{num:,}'})" for name, num in sizes.items())
         levels = [source.sandbox.isolation for source in sources.values() if source.sandbox is not None]
@@ -188,6 +190,12 @@ def check_sources(
         if offers_tools and tokenizer.chat_template and (note := tool_form(tokenizer.chat_template).note()):
             say(note)
         return prompts, {name: source.at_once for name, source in sources.items()}
+
+
+def check_source(source: TaskSource, recipe: RlRecipe) -> None:
+    """`TaskSource.validate`, in which a verdict may take as long as in the run, and at least `_CHECK_S`. Raises UserError."""
+    source.check_s = max(_CHECK_S, recipe.runtime.rewards.deadline_s)
+    source.validate()
 
 
 class _Device:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -154,6 +156,8 @@ class TaskSource(ABC):
     judge over the network, and its methods are thread-safe."""
     verdict_s: float = 0.0
     """The source's own time limit of a verdict, seconds; shorter than the caller's. 0: no limit."""
+    check_s: float | None = None
+    """Longest time of one `score` in `validate`, seconds; None: no limit. Set by the caller of `validate`."""
     variants: int = 1
     """Number of consecutive items that ask one problem in different ways. Their answers count as samples of one problem."""
 
@@ -284,12 +288,23 @@ class TaskSource(ABC):
         return problem
 
     def _scored(self, problem: Problem, answer: Answer) -> Score:
-        score = self._attributed(problem.item, "score", lambda: self.score(problem, answer))
+        score = self._attributed(problem.item, "score", lambda: self._timed_score(problem, answer))
         if fault := score_fault(score):
             raise self._bad(problem.item, f"on {_short(answer.text)}, {fault}")
         if score.outcome is Outcome.INFRA:
             raise self._bad(problem.item, f"on {_short(answer.text)}, score() could not do its work: {score.detail}")
         return score
+
+    def _timed_score(self, problem: Problem, answer: Answer) -> Score:
+        """`score`. Raises `UserError`: it took longer than ``check_s``; it then goes on in its thread, which ends with the process."""
+        if self.check_s is None:
+            return self.score(problem, answer)
+        result: Future[Score] = Future()
+        work = partial(self.score, problem, answer)
+        threading.Thread(target=_report, args=(result, work), name="score", daemon=True).start()
+        if not wait([result], self.check_s).done:
+            raise self._bad(problem.item, f"score() has not returned after {self.check_s:g} s")
+        return result.result()
 
     def _attributed(self, item: int, method: str, call: Callable[[], Any]) -> Any:
         try:
@@ -301,6 +316,13 @@ class TaskSource(ABC):
 
     def _bad(self, item: int, problem: str) -> UserError:
         return UserError(f"sources.{self.name}: item {item}: {problem}; correct the task or take it out of the recipe")
+
+
+def _report(result: Future[Any], call: Callable[[], Any]) -> None:
+    try:
+        result.set_result(call())
+    except BaseException as error:
+        result.set_exception(error)
 
 
 class _Stateless(Session):

@@ -79,6 +79,8 @@ class Own(TaskSource):
         return Problem(item, ({"role": "user", "content": f"say {item % 10}"},), str(item % 10))
 
     def score(self, problem, answer):
+        if self.fault == "never returns":
+            time.sleep(1000)
         text = answer.text.strip()
         # what validate() tries is judged well; only what a policy writes meets the fault
         if self.fault == "gold" or not text or "no such answer" in text or len(text) == 1:
