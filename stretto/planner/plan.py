@@ -207,10 +207,18 @@ def plan(
         run = RlRun(parsed, _network(parsed, name, model), cluster, workload or Workload())
         empty = Plan(name, "rl", cluster, run.config, run.dtype, parsed.train.steps, run.step_tokens, price)
         return _plan_rl(run, empty, sweep)
-    if model is not None and "model" not in _tree(recipe):
+    if workload is not None and (given_too := workload.model_dump(exclude_defaults=True)):
+        option = f"--{next(iter(given_too)).replace('_', '-')}"
+        raise UserError(
+            f"{option}: only a plan of RL uses it, and {name} is no recipe of `stretto rl`; leave {option} out"
+        )
+    tree = _tree(recipe)
+    if "model" not in tree and (model is not None or "elastic" in tree):
         if sweep:
             raise UserError(f"--sweep: {name} is planned in its own layout, on one accelerator; leave --sweep out")
         parsed_too = read_recipe(recipe, ElasticizeRecipe, settings)
+        if model is None:
+            raise UserError("--model: missing; name the run or checkpoint to elasticize")
         return _plan_elasticize(parsed_too, _read_network(model), name, cluster, price)
     if model is not None:
         raise UserError(

@@ -28,10 +28,14 @@ _COLOURS = (*SERIES, PINK, MUTED, "#7a5195", "#2f4b7c")
 def plan_table(plan: Plan) -> Table:
     """The best layouts, fastest first."""
     rows = tuple(_line(plan, each) for each in plan.predictions[:MOST_SHOWN])
-    columns: tuple[str, ...] = ("Layout", "Fits", "Limit", "Memory", "Step", "Tokens/s", "GPU-hours")
+    columns: tuple[str, ...] = ("Layout", "Fits", "Limit", "Memory", "Step", "Tokens/s", _hours(plan))
     if plan.best.dollars is not None:
         columns = (*columns, "Dollars")
     return Table(title(plan), columns, rows, note=" ".join([*plan.notes, origins(plan)]), num_words=3)
+
+
+def _hours(plan: Plan) -> str:
+    return "GPU-hours" if plan.cluster.hardware.is_gpu else "Core-hours"
 
 
 def title(plan: Plan) -> str:
@@ -118,7 +122,7 @@ def write_plan(plan: Plan, path: Path) -> None:
             temporary.write_bytes(png)
             return
         best = plan.best
-        headline = f"{best.name}: {numbers.duration(best.step_s)} a step, {numbers.rounded(best.gpu_hours)} GPU-hours; limited by {best.limit}."
+        headline = f"{best.name}: {numbers.duration(best.step_s)} a step, {numbers.rounded(best.gpu_hours)} {_hours(plan)}; limited by {best.limit}."
         caption = "Peak memory and time of a step of the best layouts."
         section = Section("plan", "Layouts", caption, lambda: plan_figure(plan), "stacked bars", (plan_table(plan),))
         page = Page(plan.recipe, headline, (title(plan), *plan.notes), (section,), origins(plan), "")

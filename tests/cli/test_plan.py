@@ -45,11 +45,25 @@ def test_json_has_all_figures_and_the_files_are_written(stretto: Run, tmp_path: 
         (["rl_gym", "--gpus", "4xH100", "--answer-tokens", "9999"], ("--answer-tokens 9999", "rollout.max_tokens")),
         (["rl_gym", "--gpus", "4xH100", "--prompt-tokens", "9999"], ("--prompt-tokens 9999", "train.seq_len")),
         (["rl_gym", "--gpus", "1xH100", "--set", "trainer.ranks=2"], ("2 trainer ranks leave 0",)),
+        (["elasticize", "--gpus", "1xH100"], ("--model: missing; name the run or checkpoint to elasticize",)),
+        (
+            ["small", "--gpus", "8xH100", "--answer-tokens", "50"],
+            ("--answer-tokens: only a plan of RL uses it", "leave"),
+        ),
+        (["small", "--gpus", "8xH100", "--verdict-s", "2"], ("--verdict-s: only a plan of RL uses it",)),
         (["nothing", "--gpus", "4xH100"], ("nothing", "no such recipe")),
     ],
 )
 def test_bad_input_is_one_line(stretto: Run, arguments: list[str], words: tuple[str, ...]) -> None:
     refused(stretto("plan", *arguments), *words)
+
+
+@pytest.mark.parametrize(("gpus", "hours"), [("2xcpu", "Core-hours"), ("2xH100", "GPU-hours")])
+def test_the_hours_are_those_of_the_hardware(stretto: Run, tmp_path: Path, gpus: str, hours: str) -> None:
+    page = tmp_path / "plan.html"
+    shown = stretto("plan", "small", "--gpus", gpus, "-o", page).out + page.read_text(encoding="utf-8")
+    other = {"Core-hours": "GPU-hours", "GPU-hours": "Core-hours"}[hours]
+    assert shown.count(hours) >= 3 and other not in shown, "table, headline and table of the page"
 
 
 def test_planning_imports_no_torch() -> None:
