@@ -92,6 +92,10 @@ def sft(
         try:
             start = read_recipe(recipe, RlRecipe, overriding(settings, {"start.steps": steps}))
         except UserError as error:
+            if _is_sft_recipe(recipe):
+                raise UserError(
+                    "--data: missing; name the conversations to train on, or give a recipe of `stretto rl`, whose tasks have demonstrations"
+                ) from None
             raise UserError(f"{error} (stretto sft without --data takes a recipe of `stretto rl`)") from None
         origin = None if model is None else checkpoint_folder(place(model))
         return load(made_start(start, folder, origin, device), device=device)
@@ -137,6 +141,14 @@ def sft(
         presets = complete.elastic.anchors if complete.elastic is not None else sizes
         write_result(folder / CHECKPOINT, folder.name, info, trained, ranks, presets, network)
     return load(folder, device=device)
+
+
+def _is_sft_recipe(recipe: SftRecipeLike | RlRecipeLike) -> bool:
+    try:
+        read_recipe(recipe, SftRecipe)
+    except UserError:
+        return False
+    return True
 
 
 @user_errors
