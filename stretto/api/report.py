@@ -171,6 +171,7 @@ def cost(models: ModelLike | Sequence[ModelLike], *, controls: Sequence[ModelLik
         if lineage.run_id not in checkpoints:
             checkpoints[lineage.run_id] = checkpoint, lineage
             costs.append(ModelCost(folder, ledger(lineage), _elasticity(checkpoint, lineage, ordinary)))
+    _check_used(ordinary, [each.elasticity for each in costs])
     return Costs(tuple(costs), _family([*checkpoints.values()]))
 
 
@@ -206,6 +207,8 @@ def gather(run: Path, controls: Sequence[Path] = ()) -> ReportData:
     recipe, ranks = info.recipe, join("auto")
     checkpoint = read_checkpoint(checkpoint_folder(run), device=ranks.device)
     config, lineage = checkpoint.config, checkpoint.lineage
+    elasticity = _elasticity(checkpoint.folder, lineage, controls) if lineage else None
+    _check_used(controls, [elasticity])
     subnets = named_subnets(config, checkpoint.presets)
     batches = held_out(info, recipe.train, ranks)
     search = found.result if (found := read_search(run)) else None
@@ -246,7 +249,7 @@ def gather(run: Path, controls: Sequence[Path] = ()) -> ReportData:
         loads=tuple(_load(checkpoint, name, subnet, batches) for name, subnet in shown.items()),
         ledger=ledger(newest) if newest else None,
         family=_family(last),
-        elasticity=_elasticity(checkpoint.folder, lineage, controls) if lineage else None,
+        elasticity=elasticity,
         mixture_drawn={kind: num / total for kind, num in sorted(mixture.items())},
         mixture_configured=_configured(recipe.elastic) if recipe.elastic is not None else {},
         post=read_comparison(run / POST / EVALUATED),
@@ -417,6 +420,14 @@ def _elasticity(folder: Path, lineage: Lineage, controls: Sequence[Path]) -> Ela
     return Elasticity(
         lineage.receipt.flops, _ordinary_flops(model, recipe.train, recipe.train.num_positions), tuple(found.values())
     )
+
+
+def _check_used(controls: Sequence[Path], found: Sequence[Elasticity | None]) -> None:
+    """Raises `UserError`: ``controls`` were given, and no model in ``found`` is compared with them."""
+    if controls and all(each is None for each in found):
+        raise UserError(
+            "--control: only a network that pretrain or elasticize trained at several sizes has a control; leave it out"
+        )
 
 
 def _shape(model: ModelConfig) -> dict[str, Any]:

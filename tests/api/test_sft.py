@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from stretto.api.post import sft
-from stretto.api.report import report_command
+from stretto.api.report import cost, report_command, write_report
 from stretto.api.train import ADAPTER
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
@@ -124,6 +124,9 @@ def test_from_files_to_a_checkpoint_and_its_page(base: Path, chats: Path, tmp_pa
     assert all("loss/small" in row for row in logged)
     page = report_command(tmp_path / "run").read_text()
     assert "small" in page
+    for of in (cost, write_report):
+        with pytest.raises(UserError, match=r"^--control: only a network .* has a control; leave it out"):
+            of(tmp_path / "run", controls=[tmp_path / "nothing"])
     with pytest.raises(UserError, match="holds a run already; add --resume"):
         run(base, chats, tmp_path / "run")
 
