@@ -434,6 +434,8 @@ def search(
         raise UserError(
             f"{'--val' if val else '--val-fraction'}: needs --data; name the text to measure on, or leave it out"
         )
+    if heal_steps < 0:
+        raise UserError(f"--heal-steps {heal_steps}: must be 0 or more; 0 heals nothing")
     healing = None
     if heal_steps:
         keys = ("train.steps", "train.eval_every", "train.snapshot_every")

@@ -278,6 +278,7 @@ def test_a_path_that_no_system_takes(stretto: Run, tmp_path: Path) -> None:
         (("--max-active", "-0.5"), ("--max-active -0.5",)),
         (("--max-latency-ms", "0"), ("--max-latency-ms 0", "milliseconds")),
         (("--max-latency-ms", "inf"), ("--max-latency-ms inf",)),
+        (("--heal-steps", "-2"), ("--heal-steps -2: must be 0 or more",)),
     ],
 )
 def test_limits_that_are_none(stretto: Run, tmp_path: Path, limit: tuple[str, str], words: tuple[str, ...]) -> None:
