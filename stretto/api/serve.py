@@ -534,7 +534,7 @@ def _show(result: LoadResult) -> None:
     for column in ("", *(f"p{each}" for each in PERCENTILES)):
         table.add_column(column, justify="right" if column else "left")
     table.add_row("time to first token, ms", *(f"{value:,.2f}" for value in result.first_token_ms()))
-    table.add_row("between tokens, ms", *(f"{value:,.2f}" for value in result.between_tokens_ms()))
+    table.add_row("between tokens, ms (mean of a request)", *(f"{value:,.2f}" for value in result.between_tokens_ms()))
     wide_console().print(table)
     say(f"{result.tokens_per_s:,.0f} tokens/s, {result.requests_per_s:,.2f} requests/s")
     for reason, times in sorted(result.errors.items()):

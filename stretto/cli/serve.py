@@ -220,6 +220,8 @@ def bench_serve(
 ) -> None:
     """Send many requests to a server at once. Reports tokens per second, time to first token, and time between tokens.
 
+    The time between tokens is that of a request: the time after its first token, divided by the number of its other tokens.
+
     Args:
         source: Run or checkpoint to start a server for.
         url: URL of a running server to measure instead.

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, Self
 
 import httpx
@@ -157,10 +157,16 @@ class Seen:
     """Times of one request. Written by `run_load`."""
 
     first_token_s: float
-    gaps_s: tuple[float, ...]
-    """Times between tokens; the tokens of one chunk share its time."""
     num_tokens: int
     total_s: float
+
+    @property
+    def between_tokens_s(self) -> float | None:
+        """Mean time between the tokens; None: fewer than two tokens.
+
+        The single times cannot be measured here: tokens that the client reads together arrive at once.
+        """
+        return (self.total_s - self.first_token_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +191,8 @@ class LoadResult:
         return _percentiles_ms([each.first_token_s for each in self.seen])
 
     def between_tokens_ms(self) -> list[float]:
-        """Times between tokens in milliseconds, at `PERCENTILES`."""
-        return _percentiles_ms([gap for each in self.seen for gap in each.gaps_s])
+        """Mean times between tokens of the requests in milliseconds, at `PERCENTILES`."""
+        return _percentiles_ms([mean_s for each in self.seen if (mean_s := each.between_tokens_s) is not None])
 
 
 async def run_load(client: Client, load: Load) -> LoadResult:
@@ -223,9 +229,8 @@ async def _complete(client: Client, load: Load, number: int) -> Seen:
     )
     start = time.perf_counter()
     chunks = [(time.perf_counter(), num) async for piece in pieces if (num := len(piece.token_ids))]
-    gaps = [(now - last) / num for (last, _), (now, num) in pairwise(chunks) for _ in range(num)]
     first_s = chunks[0][0] - start if chunks else 0.0
-    return Seen(first_s, tuple(gaps), sum(num for _, num in chunks), time.perf_counter() - start)
+    return Seen(first_s, sum(num for _, num in chunks), time.perf_counter() - start)
 
 
 def _percentiles_ms(seconds: Sequence[float]) -> list[float]:
