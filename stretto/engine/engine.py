@@ -86,8 +86,8 @@ class Engine:
             integers: integer weights, as in `Runner`.
 
         Raises:
-            UserError: the cache would be smaller than one page, or the configured ``max_len`` is too large for it or for
-                batch-invariant attention.
+            UserError: the cache would be smaller than one page, or the configured ``max_len`` is too large for it, for
+                the network's positions, or for batch-invariant attention.
         """
         self.model, self.tokenizer, self.config, self.weight_version = model, tokenizer, config, weight_version
         assert config.tp == (1 if ranks is None else ranks.shard.num_ranks), f"tp {config.tp}, and other ranks"
@@ -397,8 +397,10 @@ class Engine:
 
 def _most_positions(config: EngineConfig, net: ModelConfig) -> int:
     """Largest length of prompt and completion together, whatever the cache holds. Raises UserError: ``config.max_len`` is larger than
-    batch-invariant attention takes."""
-    most = min(config.max_len or net.max_positions, net.max_positions)
+    the network's positions, or than batch-invariant attention takes."""
+    most = config.max_len or net.max_positions
+    if most > net.max_positions:
+        raise UserError(f"max_len: {most} tokens; the network has {net.max_positions} positions: lower it")
     if not config.batch_invariant:
         return most
     longest = exact.longest(config.page_size)

@@ -49,6 +49,7 @@ def copy(served_run: Path, tmp_path: Path) -> Path:
         ("--max-wait-s 0", ("--max-wait-s: must",)),
         ("--cache-memory 8XB", ("--cache-memory 8XB", "not a size")),
         ("--cache-memory 1KB", ("cache", "give the cache more")),
+        ("--max-len 100000", ("max_len: 100000 tokens; the network has", "lower it")),
         ("--cache-memory 40KB --max-len 200", ("max_len", "holds", "not 200")),
         ("--cache-memory 2MB --memory 1MB", ("memory", "would fit: a cache of")),
         ("--memory 8XB", ("--memory 8XB", "not a size")),
