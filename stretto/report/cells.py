@@ -42,7 +42,11 @@ def ends_text(found: Interval, form: Callable[[float], str]) -> str:
 
 
 def share_cell(found: Interval | None, note: str = "") -> Cell:
-    return NOTHING if found is None else Cell(percent(found.value), found.value, note or interval_text(found))
+    if found is None:
+        return NOTHING
+    if not math.isfinite(found.value):
+        return Cell("undetermined", note=note)
+    return Cell(percent(found.value), found.value, note or interval_text(found))
 
 
 def number_cell(value: float | None) -> Cell:

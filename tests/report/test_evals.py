@@ -250,6 +250,9 @@ def test_a_teacher_without_a_lead_is_told_not_hidden() -> None:
 def test_retention_of_a_zero_score_is_undetermined() -> None:
     few = [evaluation("a", {"sums": [0.0, 0.0, 1.0]}), evaluation("b", {"sums": [1.0, 0.0, 1.0]})]
     assert "undetermined" in printed(comparison_table(compare(few, {})))
+    none = [evaluation("a", {"sums": [0.0, 0.0]}), evaluation("b", {"sums": [1.0, 0.0]})]
+    text = printed(comparison_table(compare(none, {})))
+    assert "undetermined" in text and "nan" not in text.split()
 
 
 def test_the_share_of_a_lead_that_may_be_none_is_undetermined() -> None:
