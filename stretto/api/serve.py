@@ -166,6 +166,12 @@ def generate_command(source: Path, prompt: str, options: ServeOptions, sampling:
     opened, model = _open(source, options)
     assert model.tokenizer is not None
     ids = model.tokenizer.encode(prompt) or [model.tokenizer.eos_id]
+    room = opened.engine.max_len - len(ids)
+    if 0 < room < sampling.max_tokens:
+        _warn(
+            f"--max-tokens {sampling.max_tokens}: a context of {opened.engine.max_len} tokens, of which the prompt has {len(ids)}, "
+            f"leaves room for {room}; the continuation ends there"
+        )
     for piece in stream(opened.engine, ids, model.default.of(model.config), sampling):
         _say(piece, end="")
     _say("")
@@ -195,10 +201,15 @@ def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system
             return
         if not line.strip():
             continue
-        if line.strip() in ("/exit", "/quit"):
+        if line.rstrip() in ("/exit", "/quit"):
             return
-        if line.strip() == "/clear":
+        if line.rstrip() == "/clear":
             messages = messages[:num_first]
+            continue
+        if line.startswith("/"):
+            _say(
+                "commands: /clear forgets what was said, /exit or /quit ends; a line that begins with a space is no command"
+            )
             continue
         conversation = [*messages, Message(role="user", content=line)]
         try:

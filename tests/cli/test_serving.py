@@ -185,6 +185,22 @@ def test_generate(stretto: Run, served_run: Path, monkeypatch: pytest.MonkeyPatc
     assert generate(stretto, served_run, "--subnet", "full").out == full + "\n"
 
 
+def test_generate_says_where_the_context_ends(stretto: Run, served_run: Path) -> None:
+    assert "leaves room" not in generate(stretto, served_run).err
+    most = SERVED.max_positions
+    done = generate(stretto, served_run, "--max-tokens", 10 * most)
+    assert done.code == 0 and f"--max-tokens {10 * most}: a context of {most} tokens" in done.err
+
+
+def test_chat_answers_an_unknown_command_with_the_commands(
+    stretto: Run, served_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("/exti\n/help\n/exit\nhello\n"))
+    done = stretto("chat", served_run, "--temperature", 0, "--max-tokens", 2)
+    assert done.code == 0 and done.out.count("commands: /clear") == 2
+    assert done.out.endswith("no command\n> ")
+
+
 def test_generate_samples_by_seed(stretto: Run, served_run: Path) -> None:
     first, again, other = (
         generate(stretto, served_run, "--temperature", 1.0, "--seed", seed).out for seed in (1, 1, 2)
