@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.text import Text
 
-from stretto.report.style import Label, blank, colours, dress, log_ticks, place_labels, spread
+from stretto.report.style import Label, blank, colours, dress, log_ticks, name_ends, place_labels, spread, subtitle
 
 
 @pytest.mark.parametrize(("low", "high"), [(7e6, 7e6), (2.6e6, 5.2e6), (1e3, 1e12)])
@@ -43,3 +45,18 @@ def test_spread_keeps_order_distance_and_mean(values: list[float], gap: float) -
     apart = np.sort(values)
     if (np.diff(apart) >= gap).all():
         assert placed == pytest.approx(values)
+
+
+def test_names_at_the_ends_of_curves_stay_below_the_subtitle() -> None:
+    figure = blank(5.0, 3.0)
+    axes = dress(figure.subplots(), "Requests", "Step", "")
+    subtitle(axes, ["a long explanation that goes on beyond the frame of the picture"])
+    axes.set_ylim(0.0, 8.4)
+    ends = [Label(1.0, y, f"end {place}", "#000000") for place, y in enumerate((8.3, 0.0, 0.0, 0.0))]
+    name_ends((axes, ends))
+    figure.canvas.draw()
+    boxes = {text.get_text(): Text.get_window_extent(text) for text in axes.texts}
+    names = sorted((box for text, box in boxes.items() if text.startswith("end")), key=lambda box: box.y0)
+    (above,) = (box for text, box in boxes.items() if text.startswith("a long"))
+    assert names[-1].y1 <= above.y0
+    assert all(low.y1 <= high.y0 for low, high in pairwise(names))
