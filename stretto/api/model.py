@@ -101,7 +101,7 @@ class Sizes(Tabled, Mapping[str, Subnet]):
             for row in self.rows
         )
         columns = ("size", "layers", "experts", "top-k", "params", "share", "active", "FLOPs/token")
-        return Table("", columns, rows)
+        return Table("", columns, rows, note="FLOPs: forward, without those of attention, which grow with the context.")
 
 
 def _size(config: ModelConfig, name: str, subnet: Subnet) -> Size:

@@ -32,6 +32,8 @@ from stretto.subnets.search import SearchResult
 
 _EDGE_SHARE = 0.15
 """Share of a run, at its start, that may lie above the frame: the initial loss would flatten the rest of the curve."""
+_LEAST_INSIDE = 10
+"""Smallest number of points of each curve that the rest of the run must have for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,10 @@ class Curve:
         found = [name for name in names - {"train"} if len(self.series(f"loss/{name}")[0]) > 1]
         return tuple(sorted(found, key=lambda name: (name != "full", name)))
 
+    def losses(self) -> tuple[str, ...]:
+        """The names of `held_out`; ``train`` if the run is too short for them but logged its training loss at two steps or more."""
+        return self.held_out() or (("train",) if len(self.series("loss/train")[0]) > 1 else ())
+
 
 @dataclass(frozen=True, slots=True)
 class ReportData:
@@ -121,8 +127,9 @@ class ReportData:
     recipe: str = ""
 
     def curves(self) -> list[Curve]:
-        """The curves with a held-out loss."""
-        return [curve for curve in (self.pretraining, *self.healing) if curve is not None and curve.held_out()]
+        """The curves with a held-out loss, and the run's own with its training loss if it has no other."""
+        own = [self.pretraining] if self.pretraining is not None and self.pretraining.losses() else []
+        return own + [curve for curve in self.healing if curve.held_out()]
 
 
 def report_page(data: ReportData) -> Page:
@@ -152,7 +159,7 @@ def report_page(data: ReportData) -> Page:
         ),
         pictured(
             "training_curves", "Training",
-            "Line plot of held-out loss over training, one line for the full network and each anchor, healing beside it.",
+            "Line plot of the loss over training, one line for the full network and each anchor, healing beside it.",
             data if data.curves() else None,
             training_curves, curves_caption, *mixture,
         ),
@@ -191,7 +198,10 @@ def headline(data: ReportData) -> str:
 def size_table(data: ReportData) -> Table:
     """Cost and held-out loss of every size."""
     sizes, full = data.sizes, data.sizes[0]
-    notes = ["Loss: nats per token on held-out text. FLOPs and KV cache: per token."]
+    notes = [
+        "Loss: nats per token on held-out text. FLOPs: forward, per token, with attention to half of the training context."
+    ]
+    notes.append("KV cache: bytes per token in bf16.")
     if all(size.latency_ms is None for size in sizes):
         notes.append("Latency was not measured.")
     if all(size.healed_nll is None for size in sizes):
@@ -297,9 +307,9 @@ _Named = tuple[str, list[float], list[float]]
 
 
 def training_curves(data: ReportData) -> Figure:
-    """Held-out loss of the full network and every anchor over pre-training, and of every healed size in a second panel."""
+    """Loss of the full network and every anchor over pre-training, and of every healed size in a second panel."""
     curves = data.curves()
-    trained = [name for curve in curves for name in curve.held_out()]
+    trained = [name for curve in curves for name in curve.losses()]
     colour = style.colours([*(size.name for size in data.sizes), *trained])
     pretraining = data.pretraining if data.pretraining in curves else None
     healing = [curve for curve in curves if curve is not pretraining]
@@ -308,13 +318,16 @@ def training_curves(data: ReportData) -> Figure:
     places = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
     if pretraining is not None:
         title = STAGES.get(data.stage, "training").capitalize()
-        axes = style.dress(places[0], title, "Training tokens", "Held-out loss, nats per token")
-        lines = [(name, *pretraining.series(f"loss/{name}")) for name in pretraining.held_out()]
+        kind = _kind(pretraining)
+        axes = style.dress(places[0], title, "Training tokens", f"{kind}, nats per token")
+        lines = [(name, *pretraining.series(f"loss/{name}")) for name in pretraining.losses()]
         is_clipped = _plot(axes, lines, colour, _EDGE_SHARE)
-        style.subtitle(
-            axes,
-            ["sizes inside the elastic network", *(["the first losses lie above the frame"] if is_clipped else [])],
-        )
+        notes = [
+            "sizes inside the elastic network"
+            if pretraining.held_out()
+            else "of single steps, on the text they train on"
+        ]
+        style.subtitle(axes, [*notes, *(["the first losses lie above the frame"] if is_clipped else [])])
     if healing:
         y_name = "" if pretraining else "Held-out loss, nats per token"
         axes = style.dress(places[-1], "Healing", "Training tokens", y_name)
@@ -324,15 +337,21 @@ def training_curves(data: ReportData) -> Figure:
     return figure
 
 
+def _kind(curve: Curve) -> str:
+    return "Held-out loss" if curve.held_out() else "Training loss"
+
+
 def _plot(axes: Axes, lines: Sequence[_Named], colour: dict[str, str], edge: float) -> bool:
     """Draw curves with their names at the ends. Returns True if values in the first share ``edge`` of a curve lie above the frame."""
     lines = [line for line in lines if line[1]]
-    labels, settled = [], []
+    labels = []
     for name, x, y in lines:
         own, marker = colour.get(name, MUTED), "o" if len(x) <= 40 else ""
         axes.plot(x, y, color=own, linewidth=2.2, marker=marker, markersize=4.5, zorder=3)
         labels.append(Label(x[-1], y[-1], f"{name}  {numbers.loss(y[-1])}", own, name == "full"))
-        settled += [value for at, value in zip(x, y, strict=True) if at >= x[0] + edge * (x[-1] - x[0])]
+    late = [[value for at, value in zip(x, y, strict=True) if at >= x[0] + edge * (x[-1] - x[0])] for _, x, y in lines]
+    is_long = min(map(len, late)) >= _LEAST_INSIDE
+    settled = [value for (_, _, y), end in zip(lines, late, strict=True) for value in (end if is_long else y)]
     top, low = max(settled), min(min(y) for *_, y in lines)
     room = max(top - low, 1e-3)
     axes.set_ylim(low - 0.08 * room, top + 0.08 * room)
@@ -346,10 +365,10 @@ def curves_caption(data: ReportData) -> str:
     text = []
     for curve in data.curves():
         if curve is data.pretraining:
-            ends = [f"{name} {numbers.loss(curve.series(f'loss/{name}')[1][-1])}" for name in curve.held_out()]
-            at = curve.series(f"loss/{curve.held_out()[0]}")[0][-1]
+            ends = [f"{name} {numbers.loss(curve.series(f'loss/{name}')[1][-1])}" for name in curve.losses()]
+            at = curve.series(f"loss/{curve.losses()[0]}")[0][-1]
             stage = STAGES.get(data.stage, "training")
-            text.append(f"Held-out loss after {numbers.si(at)} tokens of {stage}: {', '.join(ends)}.")
+            text.append(f"{_kind(curve)} after {numbers.si(at)} tokens of {stage}: {', '.join(ends)}.")
         elif values := curve.series("loss/full")[1]:
             first = f"from {numbers.loss(values[0])} at its first evaluation to " if len(values) > 1 else "to "
             mark = ", on other held-out rows than pre-training: not comparable with it" if curve.is_other_text else ""

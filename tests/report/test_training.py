@@ -334,6 +334,21 @@ def test_curves_skip_what_is_not_finite_and_name_their_ends() -> None:
     assert figure.axes[0].get_xlabel() == "Training tokens"
 
 
+def test_a_run_without_a_held_out_loss_shows_its_training_loss() -> None:
+    rows = ({"step": 5, "loss/train": 7.25}, {"step": 10, "loss/train": 5.7}, {"step": 20, "loss/full": 5.0})
+    short = replace(BARE, pretraining=Curve("full", rows, 10.0), stage="sft")
+    figure = training_curves(short)
+    assert "train  5.700" in texts(figure) and figure.axes[0].get_ylabel() == "Training loss, nats per token"
+    assert curves_caption(short) == "Training loss after 100 tokens of fine-tuning: train 5.700."
+
+
+@pytest.mark.parametrize(("num_steps", "is_cut"), [(8, False), (40, True)])
+def test_only_a_long_run_lies_in_part_above_the_frame(num_steps: int, is_cut: bool) -> None:
+    rows = tuple({"step": step, "loss/full": 9.0 if step == 0 else 4.0} for step in range(num_steps))
+    figure = training_curves(replace(BARE, pretraining=Curve("full", rows, 10.0)))
+    assert (figure.axes[0].get_ylim()[1] < 9.0) == is_cut
+
+
 def test_healing_alone_has_one_panel() -> None:
     healing = (Curve("corner", ({"step": 0, "loss/full": 2.2}, {"step": 3, "loss/full": 2.0}), 10.0),)
     figure = training_curves(replace(BARE, healing=healing))
