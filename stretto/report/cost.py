@@ -8,6 +8,7 @@ from itertools import cycle, repeat
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from stretto.base import numbers
 from stretto.base.records import Elsewhere, Family, Ledger, Receipt
@@ -68,7 +69,8 @@ def ledger_table(ledger: Ledger, name: str = "") -> Table:
     shown = in_columns((*rows, *totals), None, None, _flops_alike, numbers.si_alike, numbers.durations_alike)
     columns = ("Stage", "Counts as", "FLOPs", "Tokens", "Device time", "Peak memory")
     title = f"Cost by stage: {name}" if name else "Cost by stage"
-    return Table(title, columns, shown[: len(rows)], shown[len(rows) :], num_words=2)
+    note = "Tokens: those that a loss was computed on; in SFT only the tokens of the answers."
+    return Table(title, columns, shown[: len(rows)], shown[len(rows) :], note, num_words=2)
 
 
 def _elsewhere(name: str, adopted: Elsewhere) -> tuple[Cell, ...]:
@@ -147,6 +149,7 @@ def cost_bars(ledger: Ledger | None, family: Family | None) -> Figure:
     title = "Cost with and without the parent"
     figure = style.blank(10.0, 1.9 + 0.95 * len(bars))
     axes = style.dress(figure.subplots(), title, f"{prefix}FLOPs executed", "", grid="x")
+    nameless: dict[tuple[str, str], Rectangle] = {}  # label and colour of parts that have no room for their name
     for place, ((_, parts), total) in enumerate(zip(bars, totals, strict=True)):
         left = 0.0
         for label, flops, colour in parts:
@@ -155,8 +158,16 @@ def cost_bars(ledger: Ledger | None, family: Family | None) -> Figure:
             if width > 0.0145 * largest * len(label):  # room for the text inside
                 look: dict[str, Any] = {"color": "white", "fontsize": TEXT_PT - 0.5, "parse_math": False}
                 axes.bar_label(bar, [label], label_type="center", **look)
+            elif flops:
+                nameless[label, colour] = bar[0]
             left += width
         axes.text(left + 0.012 * largest, place, numbers.si(total, "FLOPs"), va="center", fontsize=TEXT_PT, color=INK)
+    if nameless:
+        names = [label for label, _ in nameless]
+        place_above: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": 4, "frameon": False}
+        legend = axes.legend([*nameless.values()], names, fontsize=TEXT_PT - 0.5, labelcolor=INK, **place_above)
+        for text in legend.get_texts():
+            text.set_parse_math(False)
     axes.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=TEXT_PT, color=INK, parse_math=False)
     axes.spines["left"].set_visible(False)
     axes.invert_yaxis()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -21,6 +22,7 @@ import stretto
 from stretto.api.evaluate import _eval_folders, _named
 from stretto.api.stages import new_folder
 from stretto.base.errors import UserError
+from stretto.base.records import Receipt, new_lineage, write_lineage
 from stretto.base.track import read_metrics
 from stretto.cli.main import SECTIONS
 from stretto.engine.request import Completion, Sampling
@@ -288,6 +290,11 @@ def test_from_text_to_a_small_model(tmp_path: Path, text: Path) -> None:
     assert [each.folder for each in costs.models] == [made.source, healed.source], "an exported model is the same model"
     alone = costs.models[1].ledger.alone
     assert costs.family is not None and costs.family.rows[-1].own_flops == alone.flops > 0
+    tuned = shutil.copytree(made.folder, tmp_path / "tuned" / "checkpoint")
+    assert made.lineage is not None
+    receipt, counts = Receipt(stage="sft", device="cpu", flops=9), {"total_params": 1, "active_params": 1}
+    write_lineage(tuned, new_lineage(name="tuned", stage="sft", parents=(made.lineage,), receipt=receipt, **counts))
+    assert stretto.cost([made, tuned]).family is None, "a network of the parent's shape is no size of it"
     assert costs.models[0].elasticity is not None and costs.models[1].elasticity is None
     assert "Several sizes from one parent" in costs._repr_html_() and costs.plot().figure.axes
     assert "Cost by stage: run-extract-heal" in repr(costs) and "Cost by stage:" not in repr(stretto.cost(healed))

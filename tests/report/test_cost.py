@@ -126,6 +126,13 @@ def test_cost_bars_add_up() -> None:
     assert any("computed" in label.get_text() for label in figure.axes[0].get_yticklabels())
 
 
+def test_a_part_without_room_for_its_name_is_in_the_legend() -> None:
+    rows = (LedgerRow("p", "parent", receipt("pretrain", 9_990)), LedgerRow("h", "own", receipt("heal", 10)))
+    figure = cost_bars(Ledger(rows, receipt("heal", 10), receipt("pretrain + heal", 10_000)), None)
+    legend = figure.axes[0].get_legend()
+    assert legend is not None and [text.get_text() for text in legend.get_texts()] == ["heal"]
+
+
 def test_a_model_without_a_parent_has_one_bar() -> None:
     alone = receipt("pretrain", 900)
     figure = cost_bars(Ledger((LedgerRow("p", "own", alone),), alone, alone), None)
