@@ -171,7 +171,8 @@ def cost_table(found: Evaluation) -> Table:
         Cell(duration(cost.seconds), cost.seconds),
     )
     columns = ("Model", "Parameters", "Active", "FLOPs per token", "Tokens generated", "Time")
-    return Table("Cost", columns, (cells,))
+    note = "FLOPs: forward, with attention over half of a sample's length on average; of a harness, whose lengths are unknown, without attention."
+    return Table("Cost", columns, (cells,), note=note)
 
 
 def score_bars(found: Evaluation) -> Figure:
