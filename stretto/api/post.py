@@ -22,7 +22,7 @@ from stretto.api.train import (
     same_folder,
     write_result,
 )
-from stretto.base.config import Settings, overriding, read_recipe, validate_options
+from stretto.base.config import Settings, overriding, read_recipe, source_name, validate_options
 from stretto.base.errors import UserError, user_errors
 from stretto.base.paths import CHECKPOINT, checkpoint_folder, user_path
 from stretto.base.track import require_wandb, say
@@ -94,7 +94,8 @@ def sft(
         except UserError as error:
             if _is_sft_recipe(recipe):
                 raise UserError(
-                    "--data: missing; name the conversations to train on, or give a recipe of `stretto rl`, whose tasks have demonstrations"
+                    f"--data: missing; name the conversations that {source_name(recipe)} trains on, or give a recipe of `stretto rl`, "
+                    "whose tasks have demonstrations"
                 ) from None
             raise UserError(f"{error} (stretto sft without --data takes a recipe of `stretto rl`)") from None
         origin = None if model is None else checkpoint_folder(place(model))

@@ -64,9 +64,9 @@ def sft(
     options = without_launch(locals())
     if ranks is not None:
         launch(ranks, max_restarts, device)
+    result = stretto.sft(**options)
     from stretto.api.train import command_to_try
 
-    result = stretto.sft(**options)
     hint = f"stretto report {result.source}; " if data else ""
     say(f"checkpoint: {result.folder}\nnext: {hint}{command_to_try(result.source)}")
 

@@ -113,9 +113,9 @@ def adopt(
         parent_tokens: Training tokens of the source, for the ledger: 15e12. Default: unknown.
     """
     options = locals()
+    result = stretto.adopt(**options)
     from stretto.api.train import command_to_try
 
-    result = stretto.adopt(**options)
     for name, subnet in result.subnets.items():
         say(f"{name}: {subnet.label()}")
     say(
@@ -346,10 +346,10 @@ def quantise(
         chat: The records of --data are conversations, as for stretto sft.
     """
     options = locals()
-    from stretto.api.train import command_to_try
-
     check_exists(source)
     stretto.quantise(options.pop("source"), **options)
+    from stretto.api.train import command_to_try
+
     say(f"checkpoint: {out}\nnext: {command_to_try(out)}; stretto extract {out} --subnet PRESET -o SMALL")
 
 

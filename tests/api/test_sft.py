@@ -268,7 +268,7 @@ def test_domains_get_their_shares(base: Path, data: Path, tmp_path: Path) -> Non
 
 
 def test_what_cannot_be_done_is_refused(base: Path, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^--data: missing; name the conversations to train on"):
+    with pytest.raises(UserError, match=r"^--data: missing; name the conversations that .*sft.toml trains on"):
         sft("sft", base, out=tmp_path / "file", steps=2)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file: is a file, and the run needs a folder"):
