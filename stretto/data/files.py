@@ -91,11 +91,8 @@ def find_files(path: Path | str) -> Found:
     if path.is_file():
         return Found({"train": (_named(path),)}, LeftOut(), is_folder=False)
     if not path.exists():
-        hint = (
-            ""
-            if len(path.parts) > 1
-            else "; the name of a dataset on the Hub is OWNER/NAME, such as Salesforce/wikitext"
-        )
+        is_name = len(path.parts) == 1
+        hint = "; the name of a dataset on the Hub is OWNER/NAME, such as Salesforce/wikitext" if is_name else ""
         raise UserError(f"{path}: no such file or folder; check the path{hint}")
     if not path.is_dir():
         raise UserError(f"{path}: neither a file nor a folder; save the text in a file first")

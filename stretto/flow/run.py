@@ -59,7 +59,7 @@ from stretto.runtime.runtime import (
     RoleError,
     to_end,
 )
-from stretto.runtime.store import Store, has_folder, remove_local_folder
+from stretto.runtime.store import Store, complete_folders, remove_local_folder
 from stretto.text.tokenizer import load_tokenizer
 
 MOVED = "eval/kl_start"
@@ -275,7 +275,7 @@ def check_steps(recipe: RlRecipe, files: RunFiles) -> None:
     if files.is_shared:
         places = [str(place) for place in (files.run / SNAPSHOTS).glob("step-*")]
     else:
-        places = [place for place in files.remote.folders(SNAPSHOTS) if has_folder(files.remote, place)]
+        places = complete_folders(files.remote, SNAPSHOTS)
     num_done, steps = max((int(place.rpartition("step-")[2]) for place in places), default=0), recipe.train.steps
     if num_done > steps:
         raise UserError(f"{files.run}: train.steps: {steps} is less than the {num_done} steps that are done; raise it")
@@ -320,9 +320,9 @@ def sweep(folder: Path, store: Store, ledger: Ledger) -> None:
             remove(left)
     needed = {PurePath(location).name for location in ledger.kept_locations()}
     store.remove(name for name in store.names(GROUPS) if PurePath(name).name not in needed)
-    unfinished = {entry.ordinal for entry in ledger.state.alive.values() if entry.ref is None}
-    if not ledger.state.will_repeat:
-        unfinished = set()
+    unfinished = set[int]()
+    if ledger.state.will_repeat:
+        unfinished = {entry.ordinal for entry in ledger.state.alive.values() if entry.ref is None}
     for ordinal in logged_ordinals(store):
         if ordinal not in unfinished:
             remove_logs(store, ordinal)

@@ -14,7 +14,7 @@ import torch
 from stretto.base.paths import CHECKPOINT, remove
 from stretto.learning.recipe import SNAPSHOTS
 from stretto.learning.trainer import TrainerRole
-from stretto.runtime.store import RemoteStore, fetch_folder, has_folder, send_folder
+from stretto.runtime.store import RemoteStore, complete_folders, fetch_folder, send_folder
 from stretto.train.snapshot import read_meta
 
 _PARTS = "snapshot-parts"
@@ -93,5 +93,4 @@ class RemoteTrainer(TrainerRole):
 
     def _stored_snapshots(self) -> list[str]:
         """Names of the complete snapshots in the store, oldest first."""
-        names = [name.removeprefix(f"{SNAPSHOTS}/") for name in self._store.folders(SNAPSHOTS)]
-        return [name for name in names if has_folder(self._store, f"{SNAPSHOTS}/{name}")]
+        return [name.removeprefix(f"{SNAPSHOTS}/") for name in complete_folders(self._store, SNAPSHOTS)]

@@ -208,10 +208,7 @@ def name_ends(*panels: Ends) -> None:
         frame = axes.get_window_extent(canvas.get_renderer())
         ends = [float(axes.transData.transform((label.x, label.y))[1]) for label in labels]  # pixels, on any scale
         placed = spread(ends, gap)
-        low, high = (
-            frame.y0 + 0.2 * gap,
-            frame.y1 - 0.4 * gap,
-        )  # above the tick labels of the x axis, below a long subtitle
+        low, high = frame.y0 + 0.2 * gap, frame.y1 - 0.4 * gap  # above the x axis' tick labels, below a long subtitle
         for rank, (y, label) in enumerate(sorted(zip(placed, labels, strict=True), key=lambda pair: pair[0])):
             inside = max(min(y, high - (len(labels) - 1 - rank) * gap), low + rank * gap)
             at = (1.0, (inside - frame.y0) / frame.height)

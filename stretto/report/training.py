@@ -199,9 +199,9 @@ def size_table(data: ReportData) -> Table:
     """Cost and held-out loss of every size."""
     sizes, full = data.sizes, data.sizes[0]
     notes = [
-        "Loss: nats per token on held-out text. FLOPs: forward, per token, with attention to half of the training context."
+        "Loss: nats per token on held-out text. FLOPs: forward, per token, with attention to half of the training context.",
+        "KV cache: bytes per token in bf16.",
     ]
-    notes.append("KV cache: bytes per token in bf16.")
     if all(size.latency_ms is None for size in sizes):
         notes.append("Latency was not measured.")
     if all(size.healed_nll is None for size in sizes):

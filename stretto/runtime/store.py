@@ -413,6 +413,11 @@ def has_folder(store: Store, name: str) -> bool:
     return f"{name}/{_MANIFEST}" in store.names(name)
 
 
+def complete_folders(store: RemoteStore, place: str) -> list[str]:
+    """Names of the folders in ``place`` for which `has_folder` is true, in the order of `RemoteStore.folders`."""
+    return [name for name in store.folders(place) if has_folder(store, name)]
+
+
 def fetch_folder(store: Store, name: str, folder: Path) -> None:
     """Write the files of the store's folder ``name`` into ``folder``, which appears when it is complete.
     Raises UserError: the store has no such folder, or the disk is full. InfraError: the store does not answer."""
