@@ -19,8 +19,7 @@ from pathlib import Path
 
 from bench.common.killing import GROUP, HEAD, PROMPTS, RECIPE, STEPS, Kill, Killed
 from bench.common.measure import bench_parser, finish, table
-from bench.common.run_account import Account, num_other
-from bench.sync_equality import checksum
+from bench.common.run_account import Account, checksum, num_other
 from stretto.base.track import progress, wide_console
 
 KINDS = ("engine", "agent", "reward", "trainer", "job")

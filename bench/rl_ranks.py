@@ -23,8 +23,7 @@ from torch import Tensor
 
 from bench.common.killing import GROUP, HEAD, PROMPTS, RECIPE, STEPS, Killed
 from bench.common.measure import bench_parser, finish, table
-from bench.common.run_account import Account, num_other
-from bench.sync_equality import checksum
+from bench.common.run_account import Account, checksum, num_other
 from stretto.api.rl import made_start
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT

@@ -38,11 +38,10 @@ from pathlib import Path
 from bench.common.killing import POLL_S, RECIPE, STEPS, Killed
 from bench.common.measure import table
 from bench.common.nodes import ROLES, cluster
-from bench.common.run_account import Account, num_other
+from bench.common.run_account import Account, checksum, num_other
 from bench.common.s3 import s3_process
 from bench.common.soaked import KINDS, Soak
 from bench.rl_ranks import HEAD, RESTART_S
-from bench.sync_equality import checksum
 from stretto.base.track import progress, wide_console
 
 RESTARTS = 60

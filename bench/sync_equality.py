@@ -29,15 +29,14 @@ import psutil
 
 from bench.common.measure import bench_parser, finish, table
 from bench.common.plain_loop import run_plainly
+from bench.common.run_account import checksum
 from bench.common.s3 import s3_server
 from stretto.base.paths import CHECKPOINT
 from stretto.base.track import progress, read_metrics, wide_console
-from stretto.engine.runner import state_checksum
 from stretto.flow.launch import Job, SourceTables
 from stretto.flow.run import run_rl
 from stretto.learning.metrics import StepReport
 from stretto.learning.recipe import RlRecipe
-from stretto.model.checkpoint import read_checkpoint
 from stretto.post.sft import sft
 
 KILLED = ", killed"
@@ -179,11 +178,6 @@ class Killer:
 def _is_role(process: psutil.Process) -> bool:
     command = " ".join(process.cmdline())
     return "RoleActor" in command or "stretto.runtime" in command
-
-
-def checksum(folder: Path) -> str:
-    """Checksum of the final weights of a run."""
-    return state_checksum(read_checkpoint(folder / CHECKPOINT).model.state_dict())
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Record of the samples that an RL run trains on, read from its journal and its groups while it runs."""
+"""What an RL run trains on, read from its journal and its groups while it runs, and the checksum of the weights that it ends with."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ from pathlib import Path
 
 import numpy as np
 
-from stretto.base.paths import read_json
+from stretto.base.paths import CHECKPOINT, read_json
 from stretto.base.trajectory import Trajectory
+from stretto.engine.runner import state_checksum
 from stretto.flow.files import ID_FILE
 from stretto.flow.ledger import Event, read_events
 from stretto.learning.recipe import JOURNAL_FILE
 from stretto.learning.samples import load_group
+from stretto.model.checkpoint import read_checkpoint
 from stretto.runtime.store import UrlStore
 
 Key = tuple[int, int]
 """Ordinal of the group and number of the sample."""
+
+
+def checksum(run: Path) -> str:
+    """Checksum of the final weights of a run."""
+    return state_checksum(read_checkpoint(run / CHECKPOINT).model.state_dict())
 
 
 @dataclass(slots=True)

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from bench.common.plain_loop import run_plainly
-from bench.sync_equality import checksum, recipe, start_of, whole_run
+from bench.common.run_account import checksum
+from bench.sync_equality import recipe, start_of, whole_run
 from stretto.base.config import read_recipe, validate
 from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, RECIPES
