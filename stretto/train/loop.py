@@ -313,7 +313,7 @@ class Training:
             say(f"{self.stage}: resumes after step {self.step:,} of {train.steps:,}")
         if self.step == 0:
             self._rank(goes_on)
-            if self.stage == "heal" and self.job.held_out:
+            if self.stage in ("heal", "sft") and self.job.held_out:
                 self._log(log, {}, self._held_out_losses())
         while self.step < train.steps:
             with self.meter:

@@ -139,7 +139,7 @@ class TrainConfig(Config):
     compile: bool = False
     """Run the blocks through torch.compile; compilation takes about a minute on an H100."""
     eval_every: int = Field(default=200, gt=0)
-    """Steps between measurements of the held-out loss."""
+    """Steps between measurements of the held-out loss. Healing and SFT also measure it before their first step."""
     eval_rows: int = Field(default=64, gt=0)
     """Held-out rows on which a loss is measured."""
     snapshot_every: int = Field(default=200, gt=0)

@@ -120,7 +120,7 @@ def test_from_files_to_a_checkpoint_and_its_page(base: Path, chats: Path, tmp_pa
     assert done.lineage is not None and done.lineage.stage == "sft" and done.lineage.receipt.tokens > 0
     assert read_presets(made) == {"small": SMALL}
     logged = [row for row in read_metrics(tmp_path / "run") if "loss/full" in row]
-    assert [row["step"] for row in logged] == [3, 6] and logged[-1]["loss/full"] < logged[0]["loss/full"] - 0.1
+    assert [row["step"] for row in logged] == [0, 3, 6] and logged[-1]["loss/full"] < logged[0]["loss/full"] - 0.1
     assert all("loss/small" in row for row in logged)
     page = report_command(tmp_path / "run").read_text()
     assert "small" in page
