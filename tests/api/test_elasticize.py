@@ -353,6 +353,7 @@ def test_routers_that_only_rank_stay_fixed(
     assert fixes_routers(read_checkpoint(source).config, read_info(run).recipe)
 
 
+@pytest.mark.slow
 def test_pretraining_goes_on_from_a_checkpoint(
     stretto: Run, adopted: Callable[..., Path], recipe: Path, text: Path, tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ def test_ranks_share_the_rows_of_one(recipe: Path, text: Path, tmp_path: Path, w
     assert all(torch.equal(*pair) for pair in zip(ids(world), ids(1), strict=True))
 
 
+@pytest.mark.slow
 def test_healing_measures_on_the_rows_of_pre_training(
     stretto: Run, recipe: Path, healing: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

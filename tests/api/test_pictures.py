@@ -72,6 +72,7 @@ def test_a_random_network_keeps_everything_and_writes_six_fields(stretto: Comman
     assert not any("not valid JSON" in note for note in told["notes"]) and "corner" in told["subnet"]
 
 
+@pytest.mark.slow
 def test_the_suffix_is_the_default_of_a_model_that_was_not_trained_to_write(
     stretto: Command, roomy_run: Path, tmp_path: Path
 ) -> None:

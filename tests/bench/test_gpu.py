@@ -40,6 +40,7 @@ def test_the_mutant_fails_the_checks_that_pass_without_it() -> None:
         assert [gpu.outcome_of(case).holds for case in products] == [mutant is None] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["experts, int4", "residual", "rotation", "choice of experts, sigmoid"])
 def test_the_mutant_fails_the_checks_of_kernels(name: str) -> None:
     pytest.importorskip("triton")

@@ -113,6 +113,7 @@ def test_the_access_log_can_be_turned_off(
     assert seen == [expected]
 
 
+@pytest.mark.slow
 def test_a_server_that_python_started_logs_no_requests(
     served_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,6 +130,7 @@ def test_one_shape_serves_several_subnets(name: str, device: str) -> None:
 KERNELS = ["sigmoid, branches", "softmax with bias", "sinks and windows", "wide norm", "groups"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_compute_the_step(name: str) -> None:
     """Triton's kernels in its interpreter, or on a GPU."""

@@ -94,6 +94,7 @@ def test_two_ranks_choose_the_tokens_and_experts_of_one(name: str, tmp_path: Pat
         assert stats.cache_bytes < whole.cache_bytes or model.config.latent is not None
 
 
+@pytest.mark.slow
 def test_sizes_routes_preemption_prefix_cache_and_new_weights(tmp_path: Path) -> None:
     tight = {"num_pages": 40, "max_batch": 8}
     single = engine(network(), **tight)

@@ -69,6 +69,7 @@ def coverage(draw: Callable[[], dict[str, np.ndarray]], truth: float, bounds: tu
     return float(np.mean([each.low <= truth <= each.high for each in found]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_problems", [2, 5, 20, 60])
 def test_intervals_cover_the_true_score_with_any_number_of_problems(num_problems: int) -> None:
     rng = np.random.default_rng(num_problems)

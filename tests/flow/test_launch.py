@@ -168,6 +168,7 @@ def test_sources_that_are_judged_alike_share_a_pool(tmp_path: Path) -> None:
     with_roles(tmp_path, work)
 
 
+@pytest.mark.slow
 def test_a_stuck_verifier_makes_way_and_others_end_what_they_do(tmp_path: Path) -> None:
     async def work(roles: Roles) -> None:
         rewards = PooledRewards({"judge": roles.rewards["reward-x4"]}, 1.0)

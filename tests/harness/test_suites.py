@@ -86,6 +86,7 @@ def test_what_cannot_be_asked_is_told_in_a_line(tmp_path: Path, monkeypatch: pyt
         bfcl_python()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_baselines", [True, False])
 def test_a_suite_has_the_scores_of_trivial_baselines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_baselines: bool

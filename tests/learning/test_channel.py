@@ -113,6 +113,7 @@ def test_gloo_keeps_one_version_and_ends_with_the_channel() -> None:
         GlooChannel().fetch(versions[2])
 
 
+@pytest.mark.slow
 def test_an_engine_that_asks_and_dies_does_not_disturb_others() -> None:
     sender = GlooChannel(wait_s=2.0)  # for the engine that never comes
     version = sender.publish(1, STATE)

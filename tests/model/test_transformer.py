@@ -513,6 +513,7 @@ def test_routes_of_the_wrong_length_are_refused() -> None:
         model(small_ids(), model.config.full(), context(small_ids(), routing=Replay(random_routes()[:, :-1])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("is_narrowed", [False, True])
 def test_a_block_compiles_into_one_graph(layer: int, is_narrowed: bool) -> None:

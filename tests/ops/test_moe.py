@@ -229,6 +229,7 @@ def test_what_is_kept_for_the_backward_pass(dtype: torch.dtype) -> None:
     assert x.grad is not None and torch.isfinite(x.grad).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_in_one_piece_it_computes_the_same(dtype: torch.dtype) -> None:
     """With bf16 on a CPU, padding fills all places that could be needed. Outputs, and gradients of inputs and gates, to the bit."""

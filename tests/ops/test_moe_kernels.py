@@ -102,6 +102,7 @@ def test_no_tokens(on_triton: None) -> None:
     assert not any(grad.any() for grad in grads)
 
 
+@pytest.mark.slow
 def test_the_same_bits_every_time(on_triton: None) -> None:
     """The order of a token's neighbours changes no bit of it, nor does a second run."""
     x, gates, gate_up, down = _inputs(RAGGED, torch.bfloat16)

@@ -35,6 +35,7 @@ def test_a_turn_paints_what_stands_and_undo_shows_the_picture_of_then() -> None:
     assert first.dialogue.shown.picture.tobytes() == third.dialogue.shown.picture.tobytes()
 
 
+@pytest.mark.slow
 def test_what_is_painted_wrongly_is_painted_again_within_the_budget() -> None:
     request = "two red circles left of a blue square"
     seeds = range(0, 400, 8)

@@ -267,6 +267,7 @@ def test_an_evaluation_that_was_killed_goes_on(
     assert untimed(found) == untimed(read_evaluation(whole))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_an_evaluation_whose_engine_dies_ends_and_goes_on(
     model: Path, own: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

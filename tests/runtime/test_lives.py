@@ -110,6 +110,7 @@ def test_a_killed_process_is_replaced(stage: Stage) -> None:
     stage.run(work)
 
 
+@pytest.mark.slow
 @processes
 def test_large_arguments_are_there_at_every_restart(stage: Stage) -> None:
     async def work(runtime: Runtime) -> None:

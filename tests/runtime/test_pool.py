@@ -53,6 +53,7 @@ async def until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_it_grows_with_a_burst_and_shrinks_after_it() -> None:
     async def work(runtime: LocalRuntime) -> None:
         async with pool(runtime) as subject:
@@ -220,6 +221,7 @@ def test_workers_that_cannot_start_are_told_of() -> None:
     run(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [UserError("data.txt: no such file"), RoleDied("pool", "no memory")])
 def test_workers_that_cannot_be_added_are_not_tried_all_the_time(
     error: Exception, monkeypatch: pytest.MonkeyPatch

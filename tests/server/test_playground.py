@@ -80,6 +80,7 @@ def visit(browser: Any, server: Served) -> Iterator[Visit]:
     assert visit.messages == []
 
 
+@pytest.mark.slow
 def test_an_answer_streams_in_chat(visit: Visit) -> None:
     visit.send()
     page, body = visit.page, visit.bodies[-1]

@@ -136,6 +136,7 @@ def test_a_body_of_100_mb_gets_a_413(service: AsyncEngine, served: ServedModel, 
     run(service, served, work)
 
 
+@pytest.mark.slow
 def test_many_clients_that_come_and_go(service: AsyncEngine, served: ServedModel) -> None:
     async def work(client: Client, server: Any) -> None:
         async def one(number: int) -> int:

@@ -137,6 +137,7 @@ def test_ranges_are_apart(path: Path) -> None:
     assert held_out.problem(0).messages[0]["content"].startswith("Half of a half?")
 
 
+@pytest.mark.slow
 def test_an_endless_comparison_is_the_answers_fault_and_the_next_one_works(path: Path) -> None:
     with closing(MathSource("m", MathArgs(path=path, check_s=1.0))) as source:
 

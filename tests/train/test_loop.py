@@ -124,6 +124,7 @@ COMPACT: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", COMPACT)
 def test_runs_with_small_states_resume_to_the_bit_and_end_in_fp32(
     changes: dict[str, Any], make_run: Any, assert_same: Same
@@ -501,6 +502,7 @@ def test_the_loss_falls_and_the_teacher_is_paid_for(heal_in: Callable[..., Train
     assert any(not torch.equal(tensor, others[name]) for name, tensor in weights.items())
 
 
+@pytest.mark.slow
 def test_no_weight_on_the_teacher_is_no_teacher(heal_in: Callable[..., Trained], assert_same: Any) -> None:
     assert_same(heal_in("alone", teacher=False, ce_weight=0.3), heal_in("ignored", ce_weight=1.0))
 
