@@ -118,8 +118,9 @@ def adopt(
 
     for name, subnet in result.subnets.items():
         say(f"{name}: {subnet.label()}")
+    run = result.source
     say(
-        f"checkpoint: {result.folder}\nnext: {command_to_try(out)}; stretto elasticize {out} --data …; stretto search {out}"
+        f"checkpoint: {result.folder}\nnext: {command_to_try(run)}; stretto elasticize {run} --data …; stretto search {run}"
     )
 
 
@@ -347,10 +348,10 @@ def quantise(
     """
     options = locals()
     check_exists(source)
-    stretto.quantise(options.pop("source"), **options)
+    written = stretto.quantise(options.pop("source"), **options).source
     from stretto.api.train import command_to_try
 
-    say(f"checkpoint: {out}\nnext: {command_to_try(out)}; stretto extract {out} --subnet PRESET -o SMALL")
+    say(f"checkpoint: {written}\nnext: {command_to_try(written)}; stretto extract {written} --subnet PRESET -o SMALL")
 
 
 def export(

@@ -72,6 +72,16 @@ def test_the_next_command_can_be_run(stretto: Run, served_run: Path, tmp_path: P
         assert not stretto(*hints["quantise"].split()[1:], "--max-tokens", 2).code
 
 
+def test_the_next_command_names_the_folder_of_an_output_in_the_home_folder(
+    stretto: Run, served_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for command, options in (("quantise", ("--group", 16)), ("adopt", ("--order", "none"))):
+        result = stretto(command, served_run / CHECKPOINT, f"--out=~/{command}", *options)  # no shell expands this ~
+        assert not result.code, result
+        assert f"next: stretto chat {tmp_path / command}; " in result.out and "~" not in result.out
+
+
 @pytest.mark.parametrize(
     ("dtype", "method", "type_name"),
     [("int8", "rtn", "q8_0"), ("int4", "rtn", "q4_0"), ("int4", "gptq", "q4_0"), ("int4", "gptq", "q8_0")],
