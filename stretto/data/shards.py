@@ -427,12 +427,11 @@ def is_slight(folder: Path, *others: str) -> bool:
     return set(names) <= known and sum(path.suffix == _TOKENS for path in folder.iterdir()) <= 1
 
 
-def forget_unfinished(folder: Path) -> None:
-    """Delete the shards in the data folder ``folder``, which is unfinished, and the records of them."""
-    assert not (folder / MANIFEST).exists(), f"{folder} is a finished data folder"
-    for path in folder.iterdir():
-        if path.suffix in (_TOKENS, _INDEX) or path.name == _PROGRESS:
-            remove(path)
+def forget_shards(folder: Path) -> None:
+    """Delete the shards in the data folder ``folder``, finished or not, and the records of them. Other files stay."""
+    shards = [path for path in folder.iterdir() if path.suffix in (_TOKENS, _INDEX)]
+    for path in (*shards, folder / _PROGRESS, folder / MANIFEST):  # after a kill, the records still name the settings
+        remove(path)
 
 
 def _finish(

@@ -25,7 +25,7 @@ from stretto.data.shards import (
     Encoder,
     Manifest,
     MarkingEncoder,
-    forget_unfinished,
+    forget_shards,
     is_slight,
     read_manifest,
     read_settings,
@@ -119,6 +119,9 @@ def prepare_data(
             f"{tokenizer}: has {size:,} tokens, more than the network's vocabulary of {vocab_size:,}; name another tokenizer, or raise "
             "model.vocab_size in the recipe of a new network"
         )
+    fingerprint = text.encoder(load_tokenizer(tokenizer)).fingerprint()
+    for name in (VAL_FOLDER, *(f"{number:02d}" for number in raw)):
+        _forget_other_tokens(run / "data" / name, fingerprint, sources)
     val_hashes: set[int] = set()
     val = _prepare_val(run, tokenizer, text, [*raw.values()], val_hashes) if text.val is not None else None
     parts: list[Part] = []
@@ -140,7 +143,7 @@ def prepare_data(
         raise UserError(
             f"model.vocab_size: {vocab_size} is less than the tokenizer's {largest}; raise it in the recipe"
         )
-    if text.encoder(load_tokenizer(tokenizer)).fingerprint() != manifests[0].settings.tokenizer:
+    if fingerprint != manifests[0].settings.tokenizer:
         remedy = "name the files of the conversations" if text.is_chat else "remove --tokenizer"
         raise UserError(f"{tokenizer}: not the tokenizer that encoded {parts[0].path}; {remedy}")
     hashed = [f"{manifest.data_hash} {part.weight}" for manifest, part in zip(manifests, parts, strict=False)]
@@ -204,7 +207,7 @@ def _forget_unfinished(source: Source, out: Path, vocab_size: int) -> None:
     is_inside = Path(source.name).resolve().is_relative_to(out.resolve())
     if path.is_file() and not _is_same_request(read_json(path), now) and is_slight(out, TOKENIZER) and not is_inside:
         remove(out / TOKENIZER)
-        forget_unfinished(out)
+        forget_shards(out)
 
 
 def _own_tokenizer(folder: Path, sources: Sequence[Source], weights: Sequence[float], vocab_size: int) -> Path:
@@ -251,6 +254,15 @@ def _forget(data: Path, sources: Sequence[str]) -> None:
     for path in data.iterdir():
         if path.name in (TOKENIZER, VAL_FOLDER) or re.fullmatch(r"\d\d", path.name):
             remove(path)
+
+
+def _forget_other_tokens(folder: Path, fingerprint: str, sources: Sequence[str]) -> None:
+    """Delete the shards in ``folder`` of a run's own data if they are of another tokenizer than that of ``fingerprint``: an attempt that
+    never became a run wrote them."""
+    settings = read_settings(folder)
+    is_read = any(Path(source).resolve().is_relative_to(folder.resolve()) for source in sources)
+    if settings is not None and settings.tokenizer != fingerprint and not is_read:
+        forget_shards(folder)
 
 
 def _weighted(sources: Sequence[Source], weights: Sequence[float]) -> Iterator[Document]:

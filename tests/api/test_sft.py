@@ -321,3 +321,25 @@ def test_the_first_conversation_that_needs_a_template_is_refused_before_training
     with pytest.raises(UserError, match=f"{place}.*prompt and completion as strings"):
         run(bare, data, tmp_path / "run")
     assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_the_same_call_succeeds_once_the_chat_template_is_there(bare: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(bare, tmp_path / "m")
+    texts = [{"prompt": f"{number}+1=", "completion": f"{number + 1}"} for number in range(40)]
+    turns = [
+        [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
+        for row in texts
+    ]
+    files = {"texts": texts, "turns": [{"messages": messages} for messages in turns]}
+    for name, rows in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = [tmp_path / f"{name}.jsonl" for name in files]
+    for val in (None, str(data[1])):
+        named = data if val is None else data[:1]
+        out = tmp_path / f"run-{len(named)}"
+        (model / "chat_template.jinja").unlink(missing_ok=True)
+        with pytest.raises(UserError, match=r"the tokenizer has none; put a chat_template\.jinja beside"):
+            sft(recipe(), model, named, out, val=val, device="cpu")
+        (model / "chat_template.jinja").write_text(CHATML)
+        made = sft(recipe(), model, named, out, val=val, device="cpu").folder
+        assert read_checkpoint(made).lineage is not None

@@ -43,6 +43,18 @@ def test_what_is_read_is_not_deleted(tmp_path: Path) -> None:
     assert Path(own).exists()
 
 
+def test_tokens_of_another_tokenizer_are_made_anew_and_what_is_read_stays(tmp_path: Path) -> None:
+    run, source = tmp_path / "run", text(tmp_path / "a.txt", 50, 200)
+    tokenizers = [prepare_data(tmp_path / f"{size}", [source], None, size)[1] for size in (300, 310)]
+    prepare_data(run, [source], tokenizers[0], 400)
+    prepare_data(run, [source], tokenizers[1], 400)
+    assert read_manifest(run / "data" / "00").settings.tokenizer == load_tokenizer(tokenizers[1]).fingerprint()
+    own = Path(text(run / "data" / "00" / "own.txt", 50, 200))
+    with pytest.raises(UserError, match=r"data/00: tokenizer: was .* is now"):
+        prepare_data(run, [str(own)], tokenizers[0], 400)
+    assert own.exists() and read_manifest(run / "data" / "00").num_tokens
+
+
 def test_appended_text_keeps_the_tokenizer_of_a_data_folder(tmp_path: Path) -> None:
     source = Path(text(tmp_path / "a.txt", 50, 200))
     tokenise_data([str(source)], tmp_path / "data", None, 300)
