@@ -107,6 +107,7 @@ _JSON_KINDS = {
     float: "a number",
     list: "a list",
     dict: "an object",
+    type(None): "null",
 }
 
 
@@ -162,8 +163,8 @@ class Source:
 def open_source(path: Path | str, form: Form = Fields()) -> Source:
     """Open a file, a folder, or a Hugging Face dataset by folder or by name.
 
-    A name may include a configuration: ``wikitext:wikitext-2-raw-v1``. Only the splits ``train`` and ``validation`` of a dataset are
-    read.
+    A name may include a configuration: ``Salesforce/wikitext:wikitext-2-raw-v1``. Only the splits ``train`` and ``validation`` of a
+    dataset are read.
 
     Raises:
         UserError: no such source. Bad files are found during reading.
@@ -265,9 +266,9 @@ def _read_jsonl(file: Path, form: Form) -> Iterator[Document]:
         if line.isspace():
             continue
         if number == 1 and line.lstrip().startswith("["):
-            raise UserError(
-                f"{file}: line 1: a JSON array; write one object a line, for example: jq -c '.[]' {quote(str(file))} > NEW.jsonl"
-            )
+            unpack, plain = _unpacked(file)
+            remedy = f"{unpack}write one object a line, for example: jq -c '.[]' {plain} > NEW.jsonl"
+            raise UserError(f"{file}: line 1: a JSON array; {remedy}")
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -441,17 +442,23 @@ def _not_utf8(file: Path, line: int, error: UnicodeDecodeError) -> _NotTextError
     lines = [line for line in error.object[:_CHUNK_BYTES].splitlines() if not line.isascii()]
     sample = b"\n".join(lines)[: 1 << 16]
     best = charset_normalizer.from_bytes(sample, cp_isolation=_ENCODINGS).best()
-    looks, name = ("", "ENCODING") if best is None else (f", it looks like {best.encoding}", best.encoding)
+    name = "ENCODING" if best is None else best.encoding.replace("_", "-")  # iconv refuses koi8_r
+    looks = "" if best is None else f", it looks like {name}"
     problem = f"not UTF-8 (byte 0x{error.object[error.start]:02x}){looks}"
     return _NotTextError(f"not UTF-8{looks}", f"{file}: line {line}: {problem}; {_conversion(file, name)}")
 
 
 def _conversion(file: Path, encoding: str) -> str:
     """Remedy for a file in ``encoding``: the command that converts it."""
-    packed = file.suffix.lower() in COMPRESSIONS
-    plain = file.with_suffix("") if packed else file
-    command = f"iconv -f {encoding} -t utf-8 {quote(str(plain))} > NEW{plain.suffix}"
-    return f"{'unpack it, and ' if packed else ''}convert it: {command}"
+    unpack, plain = _unpacked(file)
+    return f"{unpack}convert it: iconv -f {encoding} -t utf-8 {plain} > NEW{kind_of(file)}"
+
+
+def _unpacked(file: Path) -> tuple[str, str]:
+    """For a command that reads ``file`` as it is without compression: what to do first, empty if nothing, and the quoted name."""
+    if file.suffix.lower() in COMPRESSIONS:
+        return "unpack it, and ", quote(str(file.with_suffix("")))
+    return "", quote(str(file))
 
 
 def _open(file: Path) -> Any:

@@ -73,6 +73,8 @@ def test_what_arrow_fills_with_nulls_is_not_there(tmp_path: Path) -> None:
         ({"messages": [USER, {"role": "asistant", "content": "x"}]}, r"messages: turn 1: role 'asistant' \(did you mean 'assistant'\?\)"),
         ({"messages": [USER, {"content": "x"}]}, "messages: turn 1: no role; it has content"),
         ({"messages": [USER, "Four."]}, "messages: turn 1: a text, not an object"),
+        ({"messages": [None]}, "messages: turn 0: null, not an object"),
+        ({"messages": "null"}, "messages: null, not a list"),
         ({"messages": [{"role": "user"}, ASSISTANT]}, "messages: turn 0: no content; add it"),
         ({"messages": [USER, {"role": "assistant"}]}, "messages: turn 1: no content and no tool_calls"),
         ({"messages": [{"role": "user", "content": 5}, ASSISTANT]}, "turn 0: content: a number, not a text; write a string"),

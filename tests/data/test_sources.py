@@ -145,24 +145,35 @@ def test_what_is_not_text_is_left_out_of_a_folder_and_refused_by_name(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("text", "encoding"),
+    ("text", "encoding", "looks"),
     [
-        ("我们在这里写一些中文文本，今天天气很好，大家都去公园散步了。\n", "gb18030"),
-        ("Grüße aus Köln, wo die Bäume blühen.\n", "latin-1"),
-        ("これは日本語のテキストです。文字コードの検出を試します。\n", "shift_jis"),
-        ("Привет, это русский текст для проверки.\n", "cp1251"),
+        ("我们在这里写一些中文文本，今天天气很好，大家都去公园散步了。\n", "gb18030", "gb18030"),
+        ("我們在這裡寫一些中文文字，今天天氣很好，大家都去公園散步了。\n", "big5", "big5"),
+        ("Grüße aus Köln, wo die Bäume blühen.\n", "latin-1", "cp1252"),  # which includes it
+        ("これは日本語のテキストです。文字コードの検出を試します。\n", "shift_jis", "shift-jis"),
+        ("これは日本語のテキストです。文字コードの検出を試します。\n", "euc_jp", "euc-jp"),
+        ("이것은 한국어로 쓴 글입니다. 문자 부호를 알아보는지 시험합니다.\n", "euc_kr", "euc-kr"),
+        ("Привет, это русский текст для проверки.\n", "cp1251", "cp1251"),
+        ("Привет, это русский текст для проверки.\n", "koi8_r", "koi8-r"),
     ],
 )
-def test_encodings_are_told_apart(tmp_path: Path, text: str, encoding: str) -> None:
+def test_encodings_are_told_apart(tmp_path: Path, text: str, encoding: str, looks: str) -> None:
     file = tmp_path / "a.txt"
-    file.write_bytes(b"plain words first\n" * 99 + text.encode(encoding))
-    looks = "cp1252" if encoding == "latin-1" else encoding  # which includes it
+    plain = "plain words first\n" * 99
+    file.write_bytes(plain.encode() + text.encode(encoding))
     with pytest.raises(
         UserError, match=rf"a\.txt: line 100: not UTF-8 .*looks like {looks}; convert it: iconv -f {looks} "
-    ):
+    ) as caught:
         list(read_files([file]))
+    _run_command(str(caught.value).partition("convert it: ")[2], tmp_path)
+    assert [document.text for document in read_files([tmp_path / "NEW.txt"])] == [plain + text]
     file.write_bytes(text.encode())
     assert [document.text for document in read_files([file])] == [text]
+
+
+def _run_command(command: str, folder: Path) -> None:
+    """Run a command that an error message named."""
+    subprocess.run(["bash", "-c", command], cwd=folder, check=True)
 
 
 def test_text_without_lines_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,6 +249,11 @@ def test_a_file_that_holds_no_plain_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "d.json").write_text('[{"text": "one"}]')
     with pytest.raises(UserError, match=r"d\.json: line 1: a JSON array; write one object a line"):
         list(open_source(tmp_path / "d.json").read("train"))
+    plain = tmp_path / "e.jsonl"
+    plain.with_suffix(".jsonl.gz").write_bytes(gzip.compress(b'[{"text": "one"}]'))
+    remedy = f"unpack it, and write one object a line, for example: jq -c '.[]' {plain} > NEW.jsonl"
+    with pytest.raises(UserError, match=re.escape(f"{plain}.gz: line 1: a JSON array; {remedy}") + "$"):
+        list(open_source(tmp_path / "e.jsonl.gz").read("train"))
 
 
 def test_saved_hugging_face_dataset(tmp_path: Path) -> None:
@@ -271,13 +287,26 @@ def test_a_name_without_an_owner_is_no_dataset(monkeypatch: pytest.MonkeyPatch, 
             open_source(name)
 
 
+def test_the_data_set_that_the_documentation_names_is_looked_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "index.md").read_text(encoding="utf-8")
+    assert open_source.__doc__ is not None
+    (example,) = set(re.findall(r"`([^`\s]*wikitext[^`\s]*)`", page + open_source.__doc__))
+    asked = []
+    monkeypatch.setattr(sources, "_open_dataset", lambda name, *_, **__: asked.append(name))
+    monkeypatch.chdir(tmp_path)
+    open_source(example)
+    assert asked == [example]
+
+
 def test_utf_16_is_named_with_a_command_that_converts_it(tmp_path: Path) -> None:
     path = tmp_path / "my text.txt"
     path.write_bytes("some text".encode("utf-16"))
     command = f"iconv -f utf-16 -t utf-8 '{path}' > NEW.txt"
     with pytest.raises(UserError, match=re.escape(f"{path}: line 1: UTF-16 text; convert it: {command}") + "$"):
         list(read_files([path]))
-    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    _run_command(command, tmp_path)
     assert [document.text for document in read_files([tmp_path / "NEW.txt"])] == ["some text"]
 
 
