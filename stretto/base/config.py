@@ -81,9 +81,7 @@ def read_recipe(
     else:
         tree = to_jsonable_python(recipe, fallback=_plain)
     tree |= given or {}
-    before_overrides = copy.deepcopy(tree)
-    for override in overrides:
-        _apply_override(tree, override)
+    before_overrides, tree = tree, overridden(tree, overrides)
     if dated := _dated_key(tree):
         raise UserError(
             f"{source}: {dated}: is a date or a time; write it as text in quotes{_origin(dated, overrides)}"
@@ -171,6 +169,14 @@ def _as_toml(key: str, value: Any) -> str:
     if not all(isinstance(item, str | int | float) for item in items):
         raise UserError(f"settings: {key}: needs a number, a text or a list of them, is {one_line(value, _MAX_SHOWN)}")
     return json.dumps(value, ensure_ascii=False)  # TOML writes these like JSON
+
+
+def overridden(tree: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """A copy of ``tree``, a recipe as plain data, with ``settings``. Raises `UserError`: a setting is none."""
+    changed = copy.deepcopy(dict(tree))
+    for override in listed_settings(settings):
+        _apply_override(changed, override)
+    return changed
 
 
 def overriding(settings: Settings, options: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from stretto.base.config import Config, Settings, read_recipe, read_tree, source_name, validate
+from stretto.base.config import Config, Settings, overridden, read_recipe, read_tree, source_name, validate
 from stretto.base.errors import UserError, user_errors
 from stretto.base.numbers import counted, size_in_bytes
 from stretto.base.paths import checkpoint_folder, read_json, user_path
@@ -212,7 +212,7 @@ def plan(
         raise UserError(
             f"{option}: only a plan of RL uses it, and {name} is no recipe of `stretto rl`; leave {option} out"
         )
-    tree = _tree(recipe)
+    tree = _tree(recipe) if model is not None else overridden(_tree(recipe), settings)  # which may give a [model]
     if "model" not in tree and (model is not None or "elastic" in tree):
         if sweep:
             raise UserError(f"--sweep: {name} is planned in its own layout, on one accelerator; leave --sweep out")

@@ -47,6 +47,10 @@ def test_json_has_all_figures_and_the_files_are_written(stretto: Run, tmp_path: 
         (["rl_gym", "--gpus", "1xH100", "--set", "trainer.ranks=2"], ("2 trainer ranks leave 0",)),
         (["elasticize", "--gpus", "1xH100"], ("--model: missing; name the run or checkpoint to elasticize",)),
         (
+            ["elasticize", "--gpus", "1xH100", "--model", "runs/x", "--set", "model.max_positions=64"],
+            ("model: unknown key (from the setting model.max_positions=64)",),
+        ),
+        (
             ["small", "--gpus", "8xH100", "--answer-tokens", "50"],
             ("--answer-tokens: only a plan of RL uses it", "leave"),
         ),
@@ -64,6 +68,19 @@ def test_the_hours_are_those_of_the_hardware(stretto: Run, tmp_path: Path, gpus:
     shown = stretto("plan", "small", "--gpus", gpus, "-o", page).out + page.read_text(encoding="utf-8")
     other = {"Core-hours": "GPU-hours", "GPU-hours": "Core-hours"}[hours]
     assert shown.count(hours) >= 3 and other not in shown, "table, headline and table of the page"
+
+
+def test_the_network_of_a_pre_training_recipe_may_come_from_settings(stretto: Run, recipe: Path) -> None:
+    model, rest = recipe.read_text().split("[elastic]", 1)
+    keys = [line.replace(" ", "") for line in model.splitlines() if "=" in line]
+    recipe.write_text(f"[elastic]{rest}")
+    settings = [word for key in keys for word in ("--set", f"model.{key}")]
+    planned = stretto("plan", recipe, "--gpus", "1xH100", *settings, "--json")
+    assert planned.code == 0, planned.err
+    tree = json.loads(planned.out)
+    assert tree["kind"] == "pretrain"
+    recipe.write_text(f"{model}[elastic]{rest}")
+    assert json.loads(stretto("plan", recipe, "--gpus", "1xH100", "--json").out) == tree
 
 
 def test_planning_imports_no_torch() -> None:
