@@ -75,6 +75,7 @@ from stretto.subnets.latency import LatencyTable
 from stretto.subnets.search import SearchOptions
 from stretto.subnets.search import search as search_subnets
 from stretto.subnets.space import SearchSpace
+from stretto.text import VOCAB_SIZE
 from stretto.train import stages
 from stretto.train.loop import Job
 from stretto.train.prepare import TextOptions, tokenise_data
@@ -82,8 +83,6 @@ from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe
 from stretto.train.run_folder import ADOPTED, RunInfo, read_info
 from stretto.train.step import metered
 
-VOCAB_SIZE = 8192
-"""Vocabulary size of the tokenizer that `tokenize` trains, unless one is given."""
 PathLike = str | os.PathLike[str]
 ModelLike = PathLike | Model
 """A run or checkpoint folder, or an opened `Model`."""
@@ -165,7 +164,7 @@ def tokenize(
         val_fraction: share of the data to hold out, 0 to 0.5; 0.01 by default, up to 0.1 of little text.
         text_field: field that holds the text in JSONL, CSV, Parquet and datasets.
         tokenizer: tokenizer.json or its folder; trained on the text by default.
-        vocab_size: vocabulary size of the tokenizer that is trained; 8,192 by default.
+        vocab_size: vocabulary size of the tokenizer that is trained; `stretto.text.VOCAB_SIZE` by default.
 
     Returns:
         ``out``, which ``data`` of other functions takes.

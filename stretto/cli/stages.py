@@ -35,6 +35,7 @@ from stretto.cli.options import (
     check_exists,
     say,
 )
+from stretto.text import VOCAB_SIZE
 
 
 def pretrain(
@@ -173,7 +174,7 @@ def tokenize(
     val_fraction: ValFraction = None,
     text_field: TextField = "text",
     tokenizer: Vocabulary = None,
-    vocab_size: Annotated[int | None, Option(show_default="8192")] = None,
+    vocab_size: Annotated[int | None, Option(show_default=str(VOCAB_SIZE))] = None,
 ) -> None:
     """Turn text into token shards in constant memory. Resumes when it is started again.
 
