@@ -36,7 +36,7 @@ from stretto.post.merge import merge as merge_checkpoints
 from stretto.post.sft import open_conversations, sft_conversations
 from stretto.text.chat import tool_form
 from stretto.text.tokenizer import load_tokenizer
-from stretto.train.prepare import TextOptions
+from stretto.train.prepare import TextOptions, require_outside
 from stretto.train.recipe import SftRecipe
 from stretto.train.run_folder import RunInfo
 
@@ -106,6 +106,8 @@ def sft(
     parsed = read_recipe(recipe, SftRecipe, overriding(settings, {"lora.rank": lora, "train.steps": steps}))
     resume = has_begun(folder, resume)
     text, ranks = TextOptions(held_out_path(val), val_fraction, is_chat=True), join(device, parsed.train.ep)
+    if not resume:
+        require_outside(folder, named, text)
     origin = checkpoint_folder(place(model)).resolve()
     adapters = None if adapter is None else user_path(adapter, "adapter")
     network = stored_for_training(origin)  # refuses a damaged checkpoint before text is tokenised

@@ -78,7 +78,7 @@ from stretto.subnets.space import SearchSpace
 from stretto.text import VOCAB_SIZE
 from stretto.train import stages
 from stretto.train.loop import Job
-from stretto.train.prepare import TextOptions, tokenise_data
+from stretto.train.prepare import TextOptions, require_outside, tokenise_data
 from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe
 from stretto.train.run_folder import ADOPTED, RunInfo, read_info
 from stretto.train.step import metered
@@ -231,6 +231,8 @@ def pretrain(
     default_family(parsed.network())  # raises an error before the training if no family can store the network
     ranks, named = join(device, parsed.train.ep), listed_data(data)
     text = TextOptions(held_out_path(val), val_fraction, text_field)
+    if not resume:
+        require_outside(folder, named, text)
     if given is not None and leaves_routers(parsed.model, parsed, folder, resume, ranks):
         parsed = parsed.with_fixed_routers()
     parsed = fit_memory(parsed, parsed.network(), ranks)
@@ -343,6 +345,8 @@ def elasticize(
     resume = has_begun(folder, resume, in_place)
     ranks, named = join(device, parsed.train.ep), listed_data(data)
     text = TextOptions(held_out_path(val), val_fraction, text_field)
+    if not resume and not in_place:
+        require_outside(folder, named, text)
 
     def begin() -> RunInfo:
         origin = kept_checkpoint(folder) if in_place else checkpoint_folder(place(source)).resolve()
@@ -576,6 +580,8 @@ def heal(
     if leaves_routers(student.config, parsed, run, resume, ranks):
         parsed = parsed.with_fixed_routers()
     text = TextOptions(held_out_path(val), val_fraction, text_field)
+    if not resume:
+        require_outside(run, named, text)
 
     def begin() -> RunInfo:
         if not resume:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from stretto.base import numbers
 from stretto.base.errors import UserError
+from stretto.base.paths import LOCK_FILE, RUN_FILE
 
 COMPRESSIONS = (".gz", ".xz", ".zst", ".bz2")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -82,7 +83,8 @@ def find_files(path: Path | str) -> Found:
     A folder is read either as records (JSONL, CSV, Parquet) or as loose text, whichever has more bytes: a README beside records is
     left out, and so are the fixtures of a repository. Three kinds of names decide the split: a record file whose name contains the
     word ``val``, ``test`` etc., a ``.txt`` file whose name starts with such a word and that has a ``train`` beside it, and a folder
-    of such a name beside a folder ``train``. ``test_parser.py`` is ordinary text. Identical files are read once.
+    of such a name beside a folder ``train``. ``test_parser.py`` is ordinary text. Identical files are read once. Folders of Stretto's own
+    runs are left out, so that a run below its text does not change the text.
 
     Raises:
         UserError: no such path, nothing readable, nothing to train on, or a folder without read permission.
@@ -129,7 +131,7 @@ def _named(file: Path) -> Path:
 
 
 def _walk(path: Path, left_out: LeftOut) -> Iterator[Path]:
-    """All files below ``path`` that are neither hidden nor empty, sorted by path."""
+    """All files below ``path`` that are neither hidden nor empty nor in the folder of a run, sorted by path."""
 
     def refuse(error: OSError) -> None:
         raise UserError(f"{error.filename}: cannot be opened: {error.strerror}; check its permissions") from None
@@ -142,6 +144,10 @@ def _walk(path: Path, left_out: LeftOut) -> Iterator[Path]:
             if is_hidden or folder.is_symlink():
                 folders.remove(name)
                 left_out.add("hidden" if is_hidden else "linked", _short(path, folder))
+        if {RUN_FILE, LOCK_FILE} <= {*names} and Path(place) != path:
+            folders.clear()
+            left_out.add("folders of runs", _short(path, Path(place)))
+            continue
         all_files += [Path(place, name) for name in names]
     for file in sorted(all_files):
         if file.name.startswith("."):

@@ -161,6 +161,17 @@ def check_enough(mixture: Mixture, train: TrainConfig) -> None:
         )
 
 
+def require_outside(out: Path, data: Sequence[str], text: TextOptions) -> None:
+    """Raises `UserError` if a source that is read lies in the output folder ``out``, among the files to write. Token data in ``out/data`` may:
+    a run made them."""
+    named = [("--data", argument, _split_weight(argument)[0]) for argument in data]
+    for option, argument, source in (*named, *([("--val", text.val, text.val)] if text.val else [])):
+        path, folder = Path(source).resolve(), out.resolve()
+        is_own = path.parent == folder / "data" and is_data_folder(source)
+        if path.exists() and path.is_relative_to(folder) and not is_own:
+            raise UserError(f"{option} {argument}: lies in the output folder {out}; name another output folder with -o")
+
+
 def is_data_folder(source: str) -> bool:
     """Whether `tokenise` wrote this folder. A ``data.json`` alone does not prove it."""
     folder = Path(source)
@@ -183,13 +194,14 @@ def tokenise_data(
     data: Sequence[str], out: Path, tokenizer: Path | None, vocab_size: int, text: TextOptions = AS_IT_IS
 ) -> Manifest:
     """Tokenise one source into the data folder ``out``, with ``tokenizer`` or one trained on the source. Raises `UserError`: bad data,
-    more than one source (a mixture consists of data folders), or another process is writing to the folder.
+    more than one source (a mixture consists of data folders), a source in ``out``, or another process is writing to the folder.
     """
     if len(data) != 1:
         raise UserError(
             f"--data: a data folder is made from one source, {len(data)} were named; "
             "tokenise each source into its own folder, all with the same --tokenizer"
         )
+    require_outside(out, data, text)
     source = open_source(data[0], text.form(data[0]))
     if text.val is not None:
         _val_source(text, [source])  # raises an error before a tokenizer is trained
@@ -204,8 +216,7 @@ def _forget_unfinished(source: Source, out: Path, vocab_size: int) -> None:
     """Delete what an attempt with other text, which never became a data folder, wrote into ``out``. An attempt that has finished several
     shards stays, and so does a folder that holds other files."""
     path, now = out / TOKENIZER / REQUEST_FILE, _request([source], [1.0], vocab_size)
-    is_inside = Path(source.name).resolve().is_relative_to(out.resolve())
-    if path.is_file() and not _is_same_request(read_json(path), now) and is_slight(out, TOKENIZER) and not is_inside:
+    if path.is_file() and not _is_same_request(read_json(path), now) and is_slight(out, TOKENIZER):
         remove(out / TOKENIZER)
         forget_shards(out)
 

@@ -40,6 +40,31 @@ def test_a_single_file_trains_and_says_what_was_held_out(stretto: Run, recipe: P
     assert TokenSet(data).num_tokens > 5 * TokenSet(data, "val").num_tokens > 100
 
 
+def test_a_run_is_not_written_among_the_text_that_it_reads(stretto: Run, recipe: Path, tmp_path: Path) -> None:
+    folder, other = write(tmp_path / "texts/book.txt", 400).parent, write(tmp_path / "other.txt", 400)
+    for command in (("pretrain", recipe), ("tokenize",)):
+        for data in (folder, folder / "book.txt"):
+            refused(stretto(*command, "--data", data, "-o", folder), f"--data {data}: lies in the output folder", "-o")
+        val = ("--data", other, "--val", folder / "book.txt")
+        refused(stretto(*command, *val, "-o", folder), f"--val {folder / 'book.txt'}: lies in the output folder")
+    assert [path.name for path in folder.iterdir()] == ["book.txt"]
+    tokens = tmp_path / "run/data/00"  # a run may read its own tokens
+    assert not stretto("tokenize", "--data", other, "-o", tokens, "--vocab-size", 320).code
+    assert not stretto("pretrain", recipe, "--data", tokens, "-o", tmp_path / "run", "--steps", 1).code
+
+
+def test_a_run_below_its_text_does_not_change_the_text(stretto: Run, recipe: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    lines = [json.dumps({"text": WORDS.format(number)}) for number in range(400)]
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    for name in ("one", "two"):
+        done = stretto("pretrain", recipe, "--data", folder, "-o", folder / "runs" / name, "--steps", 1)
+        assert done.code == 0, done.err
+    assert "1 folders of runs (runs/one)" in done.out
+    assert len({read_info(folder / "runs" / name).data_hash for name in ("one", "two")}) == 1
+
+
 @pytest.mark.slow
 def test_held_out_text_is_named(stretto: Run, recipe: Path, tmp_path: Path) -> None:
     book, other = write(tmp_path / "book.txt", 400), write(tmp_path / "other.txt", 50, "{} other words\n")

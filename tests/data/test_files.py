@@ -36,6 +36,14 @@ def test_records_split_by_whole_words_of_their_names(tmp_path: Path) -> None:
     assert "1 hidden (.hidden.jsonl)" in str(found.left_out)
 
 
+def test_folders_of_runs_are_left_out_unless_they_are_named(tmp_path: Path) -> None:
+    make(tmp_path, "a.txt", "own/run.json", "own/b.txt", "runs/x/run.json", "runs/x/report/c.html", "runs/x/.lock")
+    found = find_files(tmp_path)
+    assert names(tmp_path, found) == {"train": ["a.txt", "own/b.txt"]}
+    assert "1 folders of runs (runs/x)" in str(found.left_out)
+    assert names(tmp_path / "runs/x", find_files(tmp_path / "runs/x")) == {"train": ["report/c.html"]}
+
+
 def test_code_has_no_splits(tmp_path: Path) -> None:
     make(
         tmp_path,
