@@ -16,7 +16,7 @@ Invariants that make every sequence finish:
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from operator import attrgetter
 
@@ -64,6 +64,8 @@ class Scheduler:
         self.running: list[SequenceState] = []
         self._num_arrived = 0
         self._next_turn: dict[str, int] = {}  # by client
+        # Ranks of sequences that were cancelled before they used their turn, by client, until `_return_turns`.
+        self._unused: dict[str, list[tuple[int, int]]] = {}
         self._turn_served = 0  # the latest turn of a sequence that has left its place in the batch
         self._leaders: dict[
             bytes, SequenceState
@@ -78,6 +80,7 @@ class Scheduler:
         """
         self._check_fits(seq)
         assert seq.order[1] < 0, f"{seq.request.id}[{seq.index}] is added twice"
+        self._return_turns()
         seq.order = self._turn(seq.request.client), self._num_arrived
         self._num_arrived += 1
         if self.prefix_cache and self._num_shared(seq) and not seq.sampling.prompt_logprobs:
@@ -91,6 +94,7 @@ class Scheduler:
         Changes queues and page tables, and ``num_computed`` of admitted sequences (to the tokens found in the prefix cache) and of
         preempted ones (to 0). The caller must compute the chunks and call `computed` before the next plan.
         """
+        self._return_turns()
         displaced = self._displace()
         chunks: list[Chunk] = []
         sequences: list[SequenceState] = []
@@ -140,9 +144,10 @@ class Scheduler:
             self.running.remove(seq)
             self._turn_served = max(self._turn_served, seq.order[0])
         else:
-            self.waiting.remove(seq)
+            removed = self.waiting.pop(bisect_left(self.waiting, seq.order, key=_by_rank))
+            assert removed is seq, f"{seq.request.id}[{seq.index}] is not in the engine"
             if seq.num_preemptions == 0:
-                self._return_turn(seq)
+                self._unused.setdefault(seq.request.client, []).append(seq.order)
         self._release_followers(seq)
         if seq.finish_reason == "error":
             # torch also multiplies masked values, so one NaN token makes earlier tokens of its chunk NaN
@@ -156,6 +161,7 @@ class Scheduler:
             The preempted sequences, whose routes are still in ``lost_pages``: all running ones, or none with ``keep_cache``,
             where they continue with their keys and values of the old weights.
         """
+        self._return_turns()
         preempted = () if keep_cache else tuple(self.running)
         self._leaders.clear()
         for seq in self.running:
@@ -213,13 +219,19 @@ class Scheduler:
         self._next_turn[client] = turn + 1
         return turn
 
-    def _return_turn(self, seq: SequenceState) -> None:
-        """Move the later waiting sequences of a client forward by the turn of ``seq``, which left before any of it was computed."""
-        client = seq.request.client
-        self._next_turn[client] -= 1
-        for other in self.waiting:
-            if other.request.client == client and other.order > seq.order:
-                other.order = other.order[0] - 1, other.order[1]
+    def _return_turns(self) -> None:
+        """Move the waiting sequences of each client forward by one turn for every earlier sequence of that client that was cancelled
+        before any of it was computed. Done once for all that were cancelled since the last call, because a client may cancel thousands
+        between two steps."""
+        if not self._unused:
+            return
+        for client, ranks in self._unused.items():
+            self._next_turn[client] -= len(ranks)
+            ranks.sort()
+        for seq in self.waiting:
+            ranks = self._unused.get(seq.request.client, [])
+            seq.order = seq.order[0] - bisect_left(ranks, seq.order), seq.order[1]
+        self._unused.clear()
         self.waiting.sort(key=_by_rank)
 
     @property

@@ -442,6 +442,35 @@ def test_a_cancelled_sequence_that_was_computed_is_paid_for() -> None:
     assert second.order[0] == first.order[0] + 1, "the turn of a preempted sequence was used"
 
 
+def test_the_work_of_cancelling_grows_with_the_cancelled_sequences_not_with_their_square() -> None:
+    """The engine computes nothing while it removes what a client has cancelled, so thousands must not take seconds."""
+
+    class Counted(SequenceState):
+        num_reads = 0
+
+        def __getattribute__(self, name: str) -> object:
+            Counted.num_reads += 1
+            return super().__getattribute__(name)
+
+    def work(num: int, newest_first: bool) -> int:
+        loop = make(max_batch=1)
+        loop.scheduler.add(sequence([5], 4, client="steady"))
+        loop.step()
+        plain = [sequence([number], client="fickle") for number in range(num)]
+        waiting = [Counted(seq.request, seq.subnets) for seq in plain]
+        for seq in waiting:
+            loop.scheduler.add(seq)
+        Counted.num_reads = 0
+        for seq in waiting[:0:-1] if newest_first else waiting[:-1]:
+            loop.scheduler.finish(seq)
+        loop.scheduler.plan()
+        assert loop.scheduler.waiting == [waiting[0] if newest_first else waiting[-1]]
+        return Counted.num_reads
+
+    for newest_first in (False, True):
+        assert work(512, newest_first) < 16 * work(64, newest_first), "8 times as many were cancelled"
+
+
 def test_clients_that_came_once_are_forgotten_under_steady_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stretto.engine.scheduler._MOST_CLIENTS", 5)
     loop = make(num_pages=64, max_batch=2, max_step_tokens=16)
