@@ -118,7 +118,8 @@ def open_engine(
     share = _integer_share(served, served_integers, dtype)
     check_memory(folder, served, presets if cut is None else {}, config, dtype, available, routes, share)
     if memory_bytes is not None and config.cache_bytes is None:
-        spare = memory_bytes - _weight_bytes(served, served.full(), dtype, share) - logit_bytes(served, config)
+        weights = _weight_bytes(served, served.full(), dtype, share)
+        spare = memory_bytes - weights - logit_bytes(served, config, dtype)
         config = config.replace(cache_bytes=max(spare, _cache_bytes(served, config, dtype, routes)))
     with ExitStack() as stack:  # ends the other ranks after an error
         team = None

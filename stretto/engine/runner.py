@@ -45,10 +45,12 @@ CPU_SHARE, GPU_SHARE = 0.5, 0.9
 programs and the file cache; a GPU's memory only activations, as in vLLM."""
 
 
-def logit_bytes(network: ModelConfig, config: EngineConfig) -> int:
-    """Largest size of the fp32 logits of one step, whose tokens may all belong to prompts with requested log-probabilities, and of the
-    log-probabilities of one chunk of them."""
-    return 4 * network.vocab_size * (config.max_step_tokens + MOST_LOGITS)
+def logit_bytes(network: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
+    """Largest size of the logits of one step, whose tokens may all belong to prompts with requested log-probabilities. They are in fp32;
+    beside them are first the logits in ``dtype`` that torch computed, and later the log-probabilities of one chunk."""
+    num = config.max_step_tokens
+    narrow = 0 if dtype == torch.float32 else dtype.itemsize * num
+    return network.vocab_size * (4 * num + max(narrow, 4 * MOST_LOGITS))
 
 
 def pages_within(model: Transformer, config: EngineConfig, max_len: int, routes: bool) -> int:
@@ -69,7 +71,8 @@ def pages_within(model: Transformer, config: EngineConfig, max_len: int, routes:
         free = free_bytes(weight.device)
         if has_fp8_kernels(model.config, weight.device, Arithmetic(config.precision, config.batch_invariant)):
             free -= sum(each.numel() for each in model.blocks.parameters())  # bytes in FP8, beside the values
-        budget = min(int(share * free), max(free - logit_bytes(model.config, config), free // 2)) // num_sharing
+        most_logits = logit_bytes(model.config, config, weight.dtype)
+        budget = min(int(share * free), max(free - most_logits, free // 2)) // num_sharing
         if config.max_len is not None:  # configured, so the cache may exceed the share
             budget = max(budget, num_needed * page_bytes)
     num_pages = min(budget // page_bytes, 2 * config.max_batch * num_needed)
