@@ -133,7 +133,9 @@ def serve_rollout_command(source: Path, options: ServeOptions, settings: ServeSe
     with closing(open_socket(settings.host, settings.port)) as listening:
         network = read_config(folder)
         opened = partial(open_recording_engine, folder, config, str(device), routes=True)
-        with closing(EngineRole(opened, name="the server")) as role:
+        with _named_as_options():
+            role = EngineRole(opened, name="the server")
+        with closing(role):
             app = create_rollout_app(role, network, config.precision, settings)
             _say(f"{folder}: rollout engine in {config.precision}; it waits for weights")
             _run_server(app, listening, role.service)
@@ -300,6 +302,18 @@ def _engine_config(options: ServeOptions) -> EngineConfig:
     )
 
 
+@contextmanager
+def _named_as_options() -> Iterator[None]:
+    """Context in which an error of the engine about a field of `ServeOptions` names the option instead: ``--max-len`` for ``max_len``."""
+    try:
+        yield
+    except UserError as error:
+        field, _, problem = str(error).partition(": ")
+        if field not in ServeOptions.__annotations__:
+            raise
+        raise UserError(f"--{field.replace('_', '-')}: {problem}") from None
+
+
 def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedModel]:
     folder, device = checkpoint_folder(source), join(options.device).device
     dtype = _dtype(options, device)
@@ -322,7 +336,8 @@ def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedMode
         raise UserError("--latency-ms: needs --subnet auto, whose choice it limits; add it")
     if cut is not None:  # an extracted network has no other size
         presets = {}
-    opened = open_engine(source, config, device=device, dtype=dtype, memory_bytes=memory, cut=cut)
+    with _named_as_options():
+        opened = open_engine(source, config, device=device, dtype=dtype, memory_bytes=memory, cut=cut)
     default = SubnetChoice()
     if cut is None and options.subnet is not None:
         parse_subnet(options.subnet, opened.engine.network, presets)  # raises an error if the network has no such size
