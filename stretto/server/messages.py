@@ -434,11 +434,15 @@ class ToolUse:
         return {tool.function.name: tool.function.parameters or {} for tool in self.offered}
 
     def grammars(self) -> dict[str, dict[str, Any]]:
-        """JSON schemas that a grammar enforces, by the tools' names. Those of strict tools are closed: no other arguments. Where no
-        call is forced, tools that are not strict take any further argument."""
-        loose: dict[str, Any] = {} if self.forced else {"additionalProperties": True}
-        strict = {tool.function.name: tool.function.strict for tool in self.offered}
-        return {name: closed(schema) if strict[name] else loose | schema for name, schema in self.schemas().items()}
+        """JSON schemas that a grammar enforces, by the tools' names. Those of strict tools and of forced calls are closed: no other
+        arguments. Other calls take any further argument."""
+        strict = {tool.function.name: bool(tool.function.strict) for tool in self.offered}
+        return {
+            name: closed(schema, strict[name])
+            if self.forced or strict[name]
+            else {"additionalProperties": True} | schema
+            for name, schema in self.schemas().items()
+        }
 
 
 def tool_use(tools: Sequence[Tool], choice: ToolChoice | None) -> ToolUse:

@@ -1,4 +1,4 @@
-"""JSON schemas of tool parameters: the schema of one argument, and the closed schema of a strict function.
+"""JSON schemas of tool parameters: the schema of one argument, and the closed schema of a strict or forced function.
 
 Schemas come from clients and may be malformed. A value that is no schema counts as a schema without constraints.
 """
@@ -88,8 +88,9 @@ def alone(part: Schema, root: Schema) -> Schema:
     return {**moved(part), "$defs": {"whole": moved(root)}} if '"$ref"' in json.dumps(part) else part
 
 
-def closed(schema: Schema) -> dict[str, Any]:
-    """The parameters of a strict function: objects have no properties beyond those in their schema, unless the schema itself allows them."""
+def closed(schema: Schema, is_strict: bool) -> dict[str, Any]:
+    """The parameters of a function, where objects have no properties beyond those in their schema, unless the schema itself allows them.
+    Parameters that say nothing about properties allow none if ``is_strict``, and otherwise any."""
     budget = iter(range(_MAX_STEPS))
 
     def close(part: Any) -> Any:
@@ -108,7 +109,9 @@ def closed(schema: Schema) -> dict[str, Any]:
 
     found: dict[str, Any] = close(dict(schema))
     says = found.keys() & {"properties", "patternProperties", "$ref", "allOf", *_UNIONS}
-    return found if says else {"additionalProperties": False, **found, "type": "object", "properties": {}}
+    if says or not is_strict:
+        return found
+    return {"additionalProperties": False, **found, "type": "object", "properties": {}}
 
 
 def _is_several(schema: Schema) -> bool:

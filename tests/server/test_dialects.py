@@ -247,6 +247,33 @@ def test_a_strict_schema_holds_whatever_it_is_made_of(name: str, held: str) -> N
             assert told(read_answer(prompts.reader({"get.it-now": tree}, True), text)) == [("get.it-now", arguments)]
 
 
+NAMED = {"properties": {"a": NUMBER, "in": {"type": "object", "properties": {"b": NUMBER}}}}
+
+
+@pytest.mark.parametrize(
+    ("tree", "right", "wrong"),
+    [
+        (NAMED, [{"a": 1, "in": {"b": 2}}], [{"a": 1, "more": "x"}, {"a": 1, "in": {"b": 2, "more": "x"}}]),
+        ({**NAMED, "additionalProperties": True}, [{"a": 1, "more": "x"}], [{"a": 1, "in": {"more": "x"}}]),
+        ({"type": "object", "properties": {}}, [{}], [{"more": "x"}]),
+        ({"type": "object"}, [{}, {"more": "x"}], []),
+    ],
+)
+@pytest.mark.parametrize("name", ["hermes", "glm", "lfm2"])
+def test_a_forced_call_has_no_arguments_beyond_those_that_its_schema_names(
+    name: str, tree: dict[str, Any], right: list[dict[str, Any]], wrong: list[dict[str, Any]]
+) -> None:
+    """Otherwise a model that is not trained for calls adds one after the other, up to its last token."""
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": tree}})
+    tokenizer = tokenizer_of(TEMPLATES[name], True)
+    grammar = Prompts(tokenizer).grammar(tool_use([tool], "required"), None, parallel=False)
+    assert grammar is not None
+    for arguments in (*right, *wrong):
+        state = compiler_of(TEMPLATES[name], True).compile(grammar)
+        ids = [*tokenizer.encode_rendered(written(TEMPLATES[name], [("f", arguments)])), tokenizer.eos_id]
+        assert all(state.accept(token) for token in ids) is (arguments in right), arguments
+
+
 @pytest.mark.parametrize("name", ["hermes", "glm", "lfm2"])
 def test_a_function_beside_a_strict_one_takes_what_its_schema_allows(name: str) -> None:
     trees = {"f": (A, True), "g": ({"properties": {"b": NUMBER}}, None)}
