@@ -365,9 +365,9 @@ def _load(checkpoint: Checkpoint, name: str, subnet: Subnet, batches: tuple[Eval
 
 
 def _family(models: Sequence[tuple[Path, Lineage]]) -> Family | None:
-    """Cost of the parent and these sizes against training each size alone on the parent's tokens.
+    """Cost of the parent and these sizes against training each size alone on the parent's tokens. A model of the parent's shape is no size.
 
-    None if all have the parent's shape, if they have several parents, or if the parent's training was not measured.
+    None if there is no size, if they have several parents, or if the parent's training was not measured.
     """
     stages = {stage.run_id: stage for stage in distinct(stage for _, lineage in models for stage in history(lineage))}
     shared = frozenset().union(*(parents_of(lineage) for _, lineage in models))
@@ -379,11 +379,13 @@ def _family(models: Sequence[tuple[Path, Lineage]]) -> Family | None:
         return None
     together = shared | {origins[0].run_id}
     positions = sum(recipe.train.num_positions for run, recipe in recipes.items() if run in together)
-    shapes = [first.model, *(read_config(folder) for folder, _ in sizes)]
-    if all(_shape(shape) == _shape(first.model) for shape in shapes):  # SFT, merges and RL keep it
+    others = [(lineage, read_config(folder)) for folder, lineage in sizes]
+    others = [each for each in others if _shape(each[1]) != _shape(first.model)]  # SFT, merges and RL keep the shape
+    if not others:
         return None
-    alone_flops = [_ordinary_flops(shape, first.train, positions) for shape in shapes]
-    return family([origins[0], *(lineage for _, lineage in sizes)], alone_flops)
+    members = [(origins[0], first.model), *others]
+    alone_flops = [_ordinary_flops(model, first.train, positions) for _, model in members]
+    return family([lineage for lineage, _ in members], alone_flops)
 
 
 def _recipe_of(stage: Lineage) -> Recipe | ElasticizeRecipe | None:

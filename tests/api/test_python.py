@@ -295,6 +295,8 @@ def test_from_text_to_a_small_model(tmp_path: Path, text: Path) -> None:
     receipt, counts = Receipt(stage="sft", device="cpu", flops=9), {"total_params": 1, "active_params": 1}
     write_lineage(tuned, new_lineage(name="tuned", stage="sft", parents=(made.lineage,), receipt=receipt, **counts))
     assert stretto.cost([made, tuned]).family is None, "a network of the parent's shape is no size of it"
+    three = stretto.cost([made, tuned, healed])
+    assert three.family == costs.family, "nor is it one beside a real size"
     assert costs.models[0].elasticity is not None and costs.models[1].elasticity is None
     assert "Several sizes from one parent" in costs._repr_html_() and costs.plot().figure.axes
     assert "Cost by stage: run-extract-heal" in repr(costs) and "Cost by stage:" not in repr(stretto.cost(healed))
