@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle, repeat
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -14,7 +14,7 @@ from stretto.base import numbers
 from stretto.base.records import Elsewhere, Family, Ledger, Receipt
 from stretto.report import style
 from stretto.report.page import NOTHING, Cell, Table, in_columns
-from stretto.report.style import BLUE, GREEN, INK, ORANGE, PINK, SAND, SKY, TEXT_PT
+from stretto.report.style import INK, SERIES, TEXT_PT
 
 UNKNOWN = "unknown (adopted)"
 """Printed for the unknown training cost of an adopted checkpoint."""
@@ -126,46 +126,44 @@ def family_sentence(family: Family) -> str:
 
 
 _PARENT = "#56616f"
+_LEGEND_CHARS = 104
+"""Characters of a line of the legend."""
+_ENTRY_CHARS = 8
+"""Room beside a name in the legend, in characters: for the colour, and the distance to the next entry."""
+_Part = tuple[str, int, str]
+"""Name, FLOPs and colour of a part of a bar."""
 
 
 def cost_bars(ledger: Ledger | None, family: Family | None) -> Figure:
     """FLOPs of every stage: this model alone and with its parent, and a family of sizes against training each alone."""
-    bars: list[tuple[str, list[tuple[str, int, str]]]] = []  # name; label, FLOPs and colour of each part
-    if ledger is not None:
-        shades = {"parent": repeat(_PARENT), "own": cycle((ORANGE, GREEN, SKY, PINK, SAND))}
-        stages = [(row.role, (row.receipt.stage, row.receipt.flops, next(shades[row.role]))) for row in ledger.rows]
-        bars.append(("this model alone", [part for role, part in stages if role == "own"]))
-        if _has_parent(ledger):
-            bars.append(("with its parent", [part for _, part in stages]))
-    if family is not None:
-        num = numbers.counted(len(family.rows), "size")
-        parts = [(row.name, row.own_flops, shade) for row, shade in zip(family.rows, cycle((BLUE, SKY)))]
-        bars.append((f"{num} from\none parent", [("parent", family.parent_flops, _PARENT), *parts]))
-        parts = [(row.name, row.alone_flops, shade) for row, shade in zip(family.rows, cycle((BLUE, SKY)))]
-        bars.append((f"{num},\neach trained alone\n(computed)", parts))
+    bars = _bars(ledger, family)
     totals = [sum(flops for _, flops, _ in parts) for _, parts in bars]
     factor, prefix = numbers.scale_of(max(totals))
     largest = max(totals) / factor
+    has_room = {part: part[1] > 0.0145 * factor * largest * len(part[0]) for _, parts in bars for part in parts}
+    nameless = dict.fromkeys((name, colour) for (name, flops, colour), fits in has_room.items() if flops and not fits)
+    num_columns = max(1, _LEGEND_CHARS // (_ENTRY_CHARS + max((len(name) for name, _ in nameless), default=0)))
+    num_lines = -(-len(nameless) // num_columns)
     title = "Cost with and without the parent"
-    figure = style.blank(10.0, 1.9 + 0.95 * len(bars))
+    figure = style.blank(10.0, 1.9 + 0.95 * len(bars) + 0.27 * num_lines)
     axes = style.dress(figure.subplots(), title, f"{prefix}FLOPs executed", "", grid="x")
-    nameless: dict[tuple[str, str], Rectangle] = {}  # label and colour of parts that have no room for their name
     for place, ((_, parts), total) in enumerate(zip(bars, totals, strict=True)):
         left = 0.0
-        for label, flops, colour in parts:
+        for part in parts:
+            name, flops, colour = part
             width = flops / factor
             bar = axes.barh(place, width, left=left, height=0.56, color=colour, edgecolor="white", linewidth=1.5)
-            if width > 0.0145 * largest * len(label):  # room for the text inside
+            if has_room[part]:
                 look: dict[str, Any] = {"color": "white", "fontsize": TEXT_PT - 0.5, "parse_math": False}
-                axes.bar_label(bar, [label], label_type="center", **look)
-            elif flops:
-                nameless[label, colour] = bar[0]
+                axes.bar_label(bar, [name], label_type="center", **look)
             left += width
         axes.text(left + 0.012 * largest, place, numbers.si(total, "FLOPs"), va="center", fontsize=TEXT_PT, color=INK)
     if nameless:
-        names = [label for label, _ in nameless]
-        place_above: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": 4, "frameon": False}
-        legend = axes.legend([*nameless.values()], names, fontsize=TEXT_PT - 0.5, labelcolor=INK, **place_above)
+        keys = [Rectangle((0, 0), 1, 1, facecolor=colour) for _, colour in nameless]
+        below: dict[str, Any] = {"loc": "outside lower left", "ncols": num_columns, "frameon": False}
+        most = _LEGEND_CHARS - _ENTRY_CHARS
+        names = [name if len(name) <= most else f"{name[: most - 1]}…" for name, _ in nameless]
+        legend = figure.legend(keys, names, fontsize=TEXT_PT - 0.5, labelcolor=INK, **below)
         for text in legend.get_texts():
             text.set_parse_math(False)
     axes.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=TEXT_PT, color=INK, parse_math=False)
@@ -174,6 +172,37 @@ def cost_bars(ledger: Ledger | None, family: Family | None) -> Figure:
     axes.set_xlim(0, 1.17 * largest if largest else 1.0)
     style.ticks(axes.xaxis, numbers.short, 6)
     return figure
+
+
+def _bars(ledger: Ledger | None, family: Family | None) -> list[tuple[str, list[_Part]]]:
+    """Name and parts of every bar. A part has one colour in all bars: grey for the parent and shades of grey for its stages, and for
+    every other stage and every size a colour of its own."""
+    bars: list[tuple[str, list[_Part]]] = []
+    rows, sizes = () if ledger is None else ledger.rows, () if family is None else family.rows
+    num_parents = sum(row.role == "parent" for row in rows)
+    greys = iter(style.shades([_PARENT], num_parents))
+    colours = iter(style.shades(SERIES, len(rows) - num_parents + len(sizes)))
+    if ledger is not None:
+        num_runs = Counter(row.receipt.stage for row in rows)
+        stages = [
+            (
+                row.receipt.stage if num_runs[row.receipt.stage] == 1 else f"{row.receipt.stage}: {row.name}",
+                row.receipt.flops,
+                next(greys if row.role == "parent" else colours),
+            )
+            for row in rows
+        ]
+        own = [part for part, row in zip(stages, rows, strict=True) if row.role == "own"]
+        bars.append(("this model alone", own))
+        if _has_parent(ledger):
+            bars.append(("with its parent", stages))
+    if family is not None:
+        num, of_sizes = numbers.counted(len(sizes), "size"), [(row, next(colours)) for row in sizes]
+        parts = [(row.name, row.own_flops, colour) for row, colour in of_sizes]
+        bars.append((f"{num} from\none parent", [("parent", family.parent_flops, _PARENT), *parts]))
+        parts = [(row.name, row.alone_flops, colour) for row, colour in of_sizes]
+        bars.append((f"{num},\neach trained alone\n(computed)", parts))
+    return bars
 
 
 def adopted_sentence(name: str, adopted: Elsewhere) -> str:

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg, RendererAgg
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Colormap, LinearSegmentedColormap, Normalize
+from matplotlib.colors import Colormap, LinearSegmentedColormap, Normalize, to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patheffects import withStroke
@@ -51,6 +51,17 @@ def colours(names: Iterable[str]) -> dict[str, str]:
     """Colour of each size: `INK` for the full network, then `SERIES` in order."""
     others = [name for name in dict.fromkeys(names) if name != "full"]
     return {"full": INK} | {name: SERIES[place % len(SERIES)] for place, name in enumerate(others)}
+
+
+def shades(base: Sequence[str], num: int) -> list[str]:
+    """``num`` different colours: those of ``base``, then darker ones of the same hues. White text is legible in them if it is in ``base``."""
+    num_rounds = -(-num // len(base))
+    found = []
+    for place in range(num):
+        light = 1 - 0.75 * (place // len(base)) / num_rounds
+        red, green, blue = to_rgb(base[place % len(base)])
+        found.append(to_hex((light * red, light * green, light * blue)))
+    return found
 
 
 def blank(width_in: float, height_in: float) -> Figure:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from rich.console import Console
 
 from stretto.base.records import (
@@ -126,11 +128,51 @@ def test_cost_bars_add_up() -> None:
     assert any("computed" in label.get_text() for label in figure.axes[0].get_yticklabels())
 
 
+STAGES = ("elasticize", "extract", "heal", "sft", "rl", "online", "distill", "merge")
+LONG = "a-run-with-a-long-name-extract-heal"
+
+
+def many_parts(*names: str) -> Figure:
+    """Bars of many small stages, and of sizes with ``names``: none but the parents has room for its name in every bar."""
+    rows = (
+        LedgerRow("p", "parent", receipt("pretrain", 9_990)),
+        *(LedgerRow(n, "own", receipt(n, 10)) for n in STAGES),
+    )
+    sizes = Family(tuple(FamilyRow(name, 10, 4_000) for name in names), 9_990, False)
+    return cost_bars(Ledger(rows, receipt("x", 80), receipt("y", 10_070)), sizes)
+
+
 def test_a_part_without_room_for_its_name_is_in_the_legend() -> None:
     rows = (LedgerRow("p", "parent", receipt("pretrain", 9_990)), LedgerRow("h", "own", receipt("heal", 10)))
-    figure = cost_bars(Ledger(rows, receipt("heal", 10), receipt("pretrain + heal", 10_000)), None)
-    legend = figure.axes[0].get_legend()
-    assert legend is not None and [text.get_text() for text in legend.get_texts()] == ["heal"]
+    (legend,) = cost_bars(Ledger(rows, receipt("heal", 10), receipt("pretrain + heal", 10_000)), None).findobj(Legend)
+    assert isinstance(legend, Legend)
+    assert [text.get_text() for text in legend.get_texts()] == ["heal"]
+
+
+@pytest.mark.parametrize(
+    "names", [("small",), ("demo-extract-heal", "demo-half-heal"), (LONG, f"{LONG}-2", f"{LONG}-3"), (4 * LONG,)]
+)
+def test_the_legend_of_the_bars_lies_below_them_inside_the_picture(names: tuple[str, ...]) -> None:
+    figure = many_parts(*names)
+    figure.draw_without_rendering()
+    (legend,) = figure.findobj(Legend)
+    assert isinstance(legend, Legend)
+    axes, place, whole = figure.axes[0].get_tightbbox(), legend.get_window_extent(), figure.bbox
+    assert axes is not None and place.y1 <= axes.y0 and axes.height > 0.5 * whole.height
+    for box in (axes, *(text.get_window_extent() for text in legend.get_texts())):
+        assert whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 and box.y1 <= whole.y1
+
+
+def test_every_part_of_the_bars_has_its_own_colour() -> None:
+    figure = many_parts(LONG, "a", "b", "c", "d", "e")
+    (legend,) = figure.findobj(Legend)
+    assert isinstance(legend, Legend)
+    shown = [key.get_facecolor() for key in legend.get_patches()]
+    assert len(set(shown)) == len(shown) == len(STAGES) + 6
+    again = ("sft", "rl", "sft")
+    rows = tuple(LedgerRow(f"run-{place}", "own", receipt(stage, 10)) for place, stage in enumerate(again))
+    drawn = cost_bars(Ledger(rows, receipt("x", 30), receipt("x", 30)), None)
+    assert {"sft: run-0", "rl", "sft: run-2"} <= {text.get_text() for text in drawn.axes[0].texts}
 
 
 def test_a_model_without_a_parent_has_one_bar() -> None:
