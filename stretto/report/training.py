@@ -159,7 +159,7 @@ def report_page(data: ReportData) -> Page:
         ),
         pictured(
             "training_curves", "Training",
-            "Line plot of the loss over training, one line for the full network and each anchor, healing beside it.",
+            "Line plot of the loss over training tokens; each line ends with its name and its last loss.",
             data if data.curves() else None,
             training_curves, curves_caption, *mixture,
         ),
@@ -307,7 +307,8 @@ _Named = tuple[str, list[float], list[float]]
 
 
 def training_curves(data: ReportData) -> Figure:
-    """Loss of the full network and every anchor over pre-training, and of every healed size in a second panel."""
+    """Held-out loss of the full network and every anchor over training, or the training loss without one, and the held-out loss of every
+    healed size in a second panel."""
     curves = data.curves()
     trained = [name for curve in curves for name in curve.losses()]
     colour = style.colours([*(size.name for size in data.sizes), *trained])
@@ -322,12 +323,11 @@ def training_curves(data: ReportData) -> Figure:
         axes = style.dress(places[0], title, "Training tokens", f"{kind}, nats per token")
         lines = [(name, *pretraining.series(f"loss/{name}")) for name in pretraining.losses()]
         is_clipped = _plot(axes, lines, colour, _EDGE_SHARE)
-        notes = [
-            "sizes inside the elastic network"
-            if pretraining.held_out()
-            else "of single steps, on the text they train on"
-        ]
-        style.subtitle(axes, [*notes, *(["the first losses lie above the frame"] if is_clipped else [])])
+        is_inside = bool(pretraining.held_out())
+        note = (
+            "sizes inside the elastic network" if is_inside else "mean since the previous point, on the training text"
+        )
+        style.subtitle(axes, [note, *(["the first losses lie above the frame"] if is_clipped else [])])
     if healing:
         y_name = "" if pretraining else "Held-out loss, nats per token"
         axes = style.dress(places[-1], "Healing", "Training tokens", y_name)

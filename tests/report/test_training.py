@@ -340,6 +340,8 @@ def test_a_run_without_a_held_out_loss_shows_its_training_loss() -> None:
     figure = training_curves(short)
     assert "train  5.700" in texts(figure) and figure.axes[0].get_ylabel() == "Training loss, nats per token"
     assert curves_caption(short) == "Training loss after 100 tokens of fine-tuning: train 5.700."
+    assert "mean since the previous point, on the training text" in texts(figure)
+    assert "full network" not in drawn(short)["training_curves"].alt
 
 
 @pytest.mark.parametrize(("num_steps", "is_cut"), [(8, False), (40, True)])
