@@ -13,7 +13,7 @@ import torch
 
 from stretto.api.model import Model
 from stretto.api.pipeline import last_result
-from stretto.api.search import read_search
+from stretto.api.search import read_search, warn_if_far_off
 from stretto.api.stages import ModelLike, place
 from stretto.api.train import held_out
 from stretto.base.config import validate
@@ -276,6 +276,8 @@ def _sizes(
     config, path = checkpoint.config, run / LATENCY_FILE
     # the stored measurement, although this process may run on another machine or with other threads
     table = validate(LatencyTable, read_json(path), str(path)) if path.is_file() else None
+    if table is not None:
+        warn_if_far_off(path, table)
     with progress("evaluate sizes", len(subnets) * len(batches)) as advance:
         losses = evaluate_many(checkpoint.model, list(subnets.values()), batches, advance=advance)
     sizes = []

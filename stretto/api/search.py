@@ -81,11 +81,18 @@ def latency_command(run: Path, device: str = "auto") -> LatencyTable:
             f"{timing.workload.label()}: {full_ms:.3g} ms per step at full size; at the sizes that were measured to test them, "
             f"predictions were at most {timing.held_out_error:.1%} off"
         )
-    if max(timing.held_out_error for timing in table.timings) > MAX_TABLE_ERROR:
-        say(
-            "This table is too far off to search with, probably because the machine was busy: measure again when it is quiet"
-        )
+    warn_if_far_off(run / LATENCY_FILE, table)
     return table
+
+
+def warn_if_far_off(path: Path, table: LatencyTable) -> None:
+    """Print that the table at ``path`` is to be measured again, if its predictions are more than `MAX_TABLE_ERROR` off."""
+    error = max(timing.held_out_error for timing in table.timings)
+    if error > MAX_TABLE_ERROR:
+        say(
+            f"{path}: its predictions were wrong by up to {error:.1%}, too far off to search with, probably because the machine was "
+            "busy: measure again when it is quiet"
+        )
 
 
 def latency_errors(run: Path, device: str = "auto") -> dict[str, float]:
@@ -103,17 +110,22 @@ def latency_errors(run: Path, device: str = "auto") -> dict[str, float]:
 
 
 def kept_table(run: Path, network: Transformer, ranks: Ranks, needed: bool) -> LatencyTable | None:
-    """The latency table of ``run``. One that does not hold here is left out, which is printed, unless it is ``needed``."""
-    if not (run / LATENCY_FILE).is_file():
+    """The latency table of ``run``. One that does not hold here is left out, which is printed, unless it is ``needed``. Also printed: that
+    it is too far off."""
+    path = run / LATENCY_FILE
+    if not path.is_file():
         return None
     try:
-        return read_table(run / LATENCY_FILE, network)
+        table = read_table(path, network)
     except UserError as error:
         if needed:
             raise
         if ranks.is_first:
             say(f"searching without latency: {error}")
         return None
+    if ranks.is_first:
+        warn_if_far_off(path, table)
+    return table
 
 
 def parse_limits(max_total: float | None, max_active: float | None, max_latency_ms: float | None) -> Limits:

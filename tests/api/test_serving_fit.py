@@ -20,6 +20,7 @@ from stretto.engine.loading import least_bytes, open_engine
 from stretto.engine.request import EngineConfig
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.elastic import slice_integers
+from stretto.model.parallel import join
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, extracted_config
 from stretto.model.transformer import build
 from stretto.ops.int_weights import IntScheme
@@ -225,6 +226,9 @@ def test_a_latency_table_that_predicts_badly_is_to_be_measured_again(
         said = capsys.readouterr().out
         assert f"at the sizes that were measured to test them, predictions were at most {error:.1%} off" in said
         assert ("measure again when it is quiet" in said) == is_bad
+        kept = api_search.kept_table(run, read_checkpoint(run / CHECKPOINT).model, join("cpu"), needed=True)
+        said = capsys.readouterr().out
+        assert kept == table and ("too far off" in said and "measure again when it is quiet" in said) == is_bad
 
 
 def test_the_cost_of_a_search_goes_with_the_size_that_it_chose(served_run: Path, tmp_path: Path) -> None:
