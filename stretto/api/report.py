@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any
 
 import torch
 
-from stretto.api.model import Model
 from stretto.api.pipeline import last_result
 from stretto.api.search import read_search, warn_if_far_off
-from stretto.api.stages import ModelLike, place
+from stretto.api.stages import ModelLike, place, places
 from stretto.api.train import held_out
 from stretto.base.config import validate
 from stretto.base.errors import UserError, user_errors
@@ -149,23 +147,22 @@ class Costs(Tabled):
 
 
 @user_errors
-def cost(models: ModelLike | Sequence[ModelLike], *, controls: Sequence[ModelLike] = ()) -> Costs:
+def cost(models: ModelLike | Sequence[ModelLike], *, controls: ModelLike | Sequence[ModelLike] = ()) -> Costs:
     """What a model cost: alone, with its parents, and as a family against training each size separately.
 
     Args:
-        models: runs or checkpoints; several are a family. A model in several folders counts once.
-        controls: runs of a network of the same shape trained without smaller sizes, in addition to those in the folder of the run.
+        models: runs or checkpoints, one or several; several are a family. A model in several folders counts once.
+        controls: one or several runs of a network of the same shape trained without smaller sizes, in addition to those in the folder of the run.
 
     Raises:
         UserError: a checkpoint without a lineage, or a control of another shape.
     """
-    named = [models] if isinstance(models, str | os.PathLike | Model) else models
-    if not named:
+    folders, ordinary = places(models, "models"), places(controls, "controls")
+    if not folders:
         raise UserError("cost: no models; name at least one")
-    ordinary = [place(each) for each in controls]
     checkpoints: dict[str, tuple[Path, Lineage]] = {}
     costs: list[ModelCost] = []
-    for folder in map(place, named):
+    for folder in folders:
         checkpoint = checkpoint_folder(folder)
         lineage = read_lineage(checkpoint)
         if lineage.run_id not in checkpoints:
@@ -176,7 +173,7 @@ def cost(models: ModelLike | Sequence[ModelLike], *, controls: Sequence[ModelLik
 
 
 @user_errors
-def write_report(run: ModelLike, *, controls: Sequence[ModelLike] = ()) -> Path:
+def write_report(run: ModelLike, *, controls: ModelLike | Sequence[ModelLike] = ()) -> Path:
     """Draw the results of a run. Writes ``report/report.html`` and its pictures into the run folder.
 
     Args:
@@ -189,10 +186,10 @@ def write_report(run: ModelLike, *, controls: Sequence[ModelLike] = ()) -> Path:
     Raises:
         UserError: no such run, or one of another stage.
     """
-    folder = place(run)
+    folder, ordinary = place(run), places(controls, "controls")
     if not is_rl_run(folder):
-        return report_command(folder, controls=[place(each) for each in controls])
-    if controls:
+        return report_command(folder, controls=ordinary)
+    if ordinary:
         raise UserError(f"--control: {folder} is an RL run, which has no control; leave it out")
     return report_rl_run(folder)
 

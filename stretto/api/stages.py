@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -92,9 +92,20 @@ Data = PathLike | Sequence[PathLike]
 """Text: a file, a folder, or a Hugging Face dataset; several as a list, ``PATH@WEIGHT`` in a mixture."""
 
 
-def place(model: ModelLike) -> Path:
-    """The folder that ``model`` names."""
-    return model.source if isinstance(model, Model) else user_path(model, "model")
+def place(model: ModelLike, name: str = "model") -> Path:
+    """The folder of ``model``, an argument called ``name``. Raises `UserError`: it names no folder."""
+    if isinstance(model, Model):
+        return model.source
+    if not isinstance(model, str | os.PathLike):
+        raise UserError(f"{name}: {model!r}; needs a folder or an opened model")
+    return user_path(model, name)
+
+
+def places(models: ModelLike | Sequence[ModelLike], name: str) -> list[Path]:
+    """The folders of one model or of several. Raises `UserError`: one of them names no folder."""
+    if isinstance(models, str | os.PathLike | Model) or not isinstance(models, Iterable):
+        return [place(models, name)]
+    return [place(each, name) for each in models]
 
 
 def shown(model: ModelLike) -> str:

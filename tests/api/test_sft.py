@@ -127,6 +127,13 @@ def test_from_files_to_a_checkpoint_and_its_page(base: Path, chats: Path, tmp_pa
     for of in (cost, write_report):
         with pytest.raises(UserError, match=r"^--control: only a network .* has a control; leave it out"):
             of(tmp_path / "run", controls=[tmp_path / "nothing"])
+        with pytest.raises(UserError, match=r"^--control: only a network"):
+            of(tmp_path / "run", controls=str(tmp_path / "nothing"))
+        with pytest.raises(UserError, match=r"^controls: 5; needs a folder"):
+            of(tmp_path / "run", controls=5)  # type: ignore[arg-type]
+    for models in (5, [tmp_path / "run", 5]):
+        with pytest.raises(UserError, match=r"^models: 5; needs a folder"):
+            cost(models)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="holds a run already; add --resume"):
         run(base, chats, tmp_path / "run")
 
