@@ -34,7 +34,7 @@ from stretto.data.loader import key_of
 from stretto.evals.scores import MOST_INFRA
 from stretto.flow.agent import AgentRole, GroupFailed
 from stretto.flow.clients import Clients, RewardRequest
-from stretto.flow.launch import SourceTables
+from stretto.flow.launch import SourceTables, check_source
 from stretto.flow.reward import RewardRole
 from stretto.flow.rollout import EngineRole, open_rollout_engine
 from stretto.learning.dialogue import Dialogue
@@ -164,7 +164,7 @@ class Sampler:
                 # agent and verifier use their sources in different threads
                 opened[name] = stack.enter_context(tables.opened()), stack.enter_context(tables.opened())
                 for key, source in opened[name][0].items():
-                    source.validate()
+                    check_source(source, self._recipe(suite))
                     self.domains[key] = self._planned(name, suite, source)
             write_json(self._path.with_name(ASKED_FILE), asked)
             any_recipe = self._recipe(next(iter(self._suites.values())))

@@ -19,6 +19,7 @@ from stretto.base.trajectory import Outcome
 from stretto.data.conversations import ConversationForm
 from stretto.engine.engine import Engine
 from stretto.evals.scores import pass_at_k, pass_hat_k
+from stretto.flow import launch
 from stretto.learning.recipe import RlRecipe, SourceConfig
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.spec import SubnetChoice
@@ -31,6 +32,7 @@ from tests.engine.engines import CONFIG, network
 from tests.flow.agents import tokenizer
 
 OWN = '''
+import time
 from stretto.base.config import Config
 from stretto.base.trajectory import Outcome
 from stretto.tasks.task import Problem, Score, TaskSource
@@ -40,6 +42,7 @@ class Args(Config):
     broken: int = 0
     turns: bool = False
     long: int = -1
+    hangs: bool = False
     path: str = ""
 
 class Own(TaskSource):
@@ -55,6 +58,8 @@ class Own(TaskSource):
         return Problem(item, ({"role": "user", "content": f"{words}{item % 10}"},), "dogs" if item % 3 else "cats")
 
     def score(self, problem, answer):
+        if self.args.hangs:
+            time.sleep(40)
         if self.args.broken and problem.item % self.args.broken == 0 and answer.text not in ("", " \\n", "dogs", "cats"):
             if "no such answer" not in answer.text:
                 raise OSError("the judge is out")
@@ -348,6 +353,22 @@ def test_a_judge_that_fails_is_no_wrong_answer(model: Path, own: str, tmp_path: 
     assert "finished samples are kept" in str(caught.value)
     assert not (tmp_path / "out" / RESULT_FILE).exists()
     assert 0 < len(read(tmp_path / "out")) < 36
+
+
+def test_a_task_whose_check_never_ends_is_named(
+    model: Path, own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_CHECK_S", 0.5)
+    usual = suite_samples.Sampler._recipe
+
+    def hasty(sampling: suite_samples.Sampler, suite: SuiteConfig) -> RlRecipe:
+        recipe = usual(sampling, suite)
+        return recipe.replace(runtime=recipe.runtime.replace(rewards=recipe.runtime.rewards.replace(deadline_s=0.5)))
+
+    monkeypatch.setattr(suite_samples.Sampler, "_recipe", hasty)
+    with pytest.raises(UserError, match=r"sources\.even: item 0: score\(\) has not returned after 0\.5 s"):
+        run(model, suite(own, hangs=True), tmp_path / "out")
+    assert not (tmp_path / "out" / SAMPLES_FILE).exists()
 
 
 def test_few_failures_are_told(
