@@ -42,21 +42,25 @@ def scale_of(value: float) -> tuple[float, str]:
 def si(value: float, unit: str = "") -> str:
     """Three significant digits with an SI prefix: ``12.3M``; with a unit, ``4.56 GFLOPs``."""
     factor, prefix = scale_of(value)
-    digits = f"{value:g}" if factor == 1 and value == int(value) else rounded(value / factor)
-    return f"{digits}{' ' if unit else ''}{prefix}{unit}"
+    return f"{_scaled(value, factor)}{' ' if unit else ''}{prefix}{unit}"
 
 
 def si_alike(values: Sequence[float], unit: str = "") -> list[str]:
-    """The numbers of a column, all with the SI prefix of the largest: ``2.04 TFLOPs``, ``0.405 TFLOPs``, ``0``.
+    """The numbers of a column, all with the SI prefix of the smallest above 0: ``2,040 GFLOPs``, ``405 GFLOPs``, ``0``.
 
-    A number below a thousandth of that prefix keeps its own prefix.
+    Each has its own prefix if the largest would have more than five digits before the point.
     """
-    factor, prefix = scale_of(max(map(abs, values), default=0.0))
+    found = [abs(value) for value in values if value]
+    factor, prefix = scale_of(min(found, default=0.0))
+    if max(found, default=0.0) >= 99_999.5 * factor:
+        return [si(value, unit) if value else "0" for value in values]
     suffix = f"{' ' if unit else ''}{prefix}{unit}"
-    return [
-        f"{rounded(value / factor)}{suffix}" if abs(value) >= 1e-3 * factor else si(value, unit) if value else "0"
-        for value in values
-    ]
+    return [f"{_scaled(value, factor)}{suffix}" if value else "0" for value in values]
+
+
+def _scaled(value: float, factor: float) -> str:
+    """``value / factor`` in at least three significant digits; a whole number without a prefix in all its digits."""
+    return f"{value:,.0f}" if factor == 1 and value == int(value) else rounded(value / factor)
 
 
 def params(value: float) -> str:

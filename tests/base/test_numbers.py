@@ -46,9 +46,11 @@ def test_tiny_numbers_keep_their_power_and_zero_is_exact() -> None:
 
 
 def test_the_numbers_of_a_column_have_one_form() -> None:
-    assert numbers.si_alike([2.04e12, 4.05e11, 0], "FLOPs") == ["2.04 TFLOPs", "0.405 TFLOPs", "0"]
+    assert numbers.si_alike([2.04e12, 4.05e11, 0], "FLOPs") == ["2,040 GFLOPs", "405 GFLOPs", "0"]
     assert numbers.si_alike([7e21, 65_200], "FLOPs") == ["7.00 ZFLOPs", "65.2 kFLOPs"]
-    assert numbers.si_alike([1_690_000, 880_000]) == ["1.69M", "0.880M"]
+    assert numbers.si_alike([1_690_000, 880_000]) == ["1,690k", "880k"]
+    assert numbers.si_alike([14_437, 939, 5]) == ["14,437", "939", "5"]
+    assert numbers.si_alike([99_999, 1]) == ["99,999", "1"] and numbers.si_alike([100_000, 0, 1]) == ["100k", "0", "1"]
     assert numbers.durations_alike([5.1, 96.0]) == ["0 min 05 s", "1 min 36 s"]
     assert numbers.durations_alike([5.14, 24.4]) == ["5.1 s", "24.4 s"]
     assert numbers.durations_alike([7200.0, 60.0]) == ["2 h 00 min", "0 h 01 min"]
