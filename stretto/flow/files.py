@@ -16,6 +16,7 @@ from stretto.base.paths import CHECKPOINT, read_json, remove, write_json
 from stretto.learning.recipe import GROUPS, LOGS, WEIGHTS, RlRecipe
 from stretto.runtime.store import (
     FolderStore,
+    IncompleteError,
     RemoteStore,
     Store,
     UrlStore,
@@ -64,7 +65,11 @@ class RunFiles:
         with (self.folder_here() / f"{_START}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # several roles of a machine start at the same time
             if not here.exists():
-                fetch_folder(self.store, _START, here)
+                try:
+                    fetch_folder(self.store, _START, here)
+                except IncompleteError:
+                    self.remote.remove_folder(_START)  # so that the driver sends it again with --resume
+                    raise
         return here
 
     def finish(self) -> None:

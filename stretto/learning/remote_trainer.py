@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from stretto.base.paths import CHECKPOINT, remove
+from stretto.base.track import say
 from stretto.learning.recipe import SNAPSHOTS
 from stretto.learning.trainer import TrainerRole
-from stretto.runtime.store import RemoteStore, complete_folders, fetch_folder, send_folder
-from stretto.train.snapshot import read_meta
+from stretto.runtime.store import IncompleteError, RemoteStore, complete_folders, fetch_folder, send_folder
+from stretto.train.snapshot import is_whole, read_meta
 
 _PARTS = "snapshot-parts"
 """Folder of the store with the parts of snapshots that ranks on other machines than the first rank's wrote."""
@@ -45,26 +46,43 @@ class RemoteTrainer(TrainerRole):
             kept = {each.name for each in self._snapshots.folder.glob("step-*")}
             for name in self._stored_snapshots():
                 if name not in kept:
-                    self._store.remove_folder(f"{SNAPSHOTS}/{name}")
-                    for part in self._stored_parts(name):
-                        self._store.remove_folder(part)
+                    self._remove_stored(name)
         return path
 
     def resume(self) -> dict[str, Any] | None:
-        """Fetches the newest complete snapshot of the store before; a snapshot on this disk may be of another machine's past. If the
-        store has lost its snapshots, that one is used nevertheless: the ledger goes on from any of them."""
-        stored, token = self._ranks.first(lambda: (self._stored_snapshots()[-1:], secrets.token_hex(8)))
-        if not stored and self._have_one_snapshot():
-            return super().resume()
-        fetched = self._run / "fetched"
-        with (self._run / "fetched.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one rank fetches for all of its machine
-            if not fetched.exists() or fetched.read_text() != token:
-                remove(self._snapshots.folder)
-                for name in stored:
-                    self._fetch(name)
-                fetched.write_text(token)
+        """Fetches the newest snapshot that the store has whole before; a snapshot on this disk may be of another machine's past. If
+        the store has lost its snapshots, that one is used nevertheless: the ledger goes on from any of them."""
+        while True:
+            stored, token = self._ranks.first(lambda: (self._stored_snapshots()[-1:], secrets.token_hex(8)))
+            if not stored and self._have_one_snapshot():
+                break
+            is_lost = not self._replace_snapshots(stored, token)
+            if not self._ranks.sum(torch.tensor(int(is_lost), device=self._ranks.device)):
+                break
+            if self._ranks.is_first:
+                say(f"{self._stage}: the store has lost a part of the snapshot {stored[0]}; an earlier one is used")
+                self._remove_stored(stored[0])
         return super().resume()
+
+    def _replace_snapshots(self, stored: list[str], token: str) -> bool:
+        """Replace the snapshots on this machine's disk by ``stored``: one name in the store, or none. One rank does so for all of its
+        machine, which have the same ``token``. False: the store has not the whole snapshot; those on the disk are unchanged."""
+        fetched, new = self._run / "fetched", self._run / "fetching"
+        with (self._run / "fetched.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if fetched.exists() and fetched.read_text() == token:
+                return True
+            remove(new)
+            new.mkdir()
+            try:
+                if not all([self._fetch(name, new) for name in stored]):
+                    return False
+                remove(self._snapshots.folder)
+                new.rename(self._snapshots.folder)
+            finally:
+                remove(new)
+            fetched.write_text(token)
+            return True
 
     def _have_one_snapshot(self) -> bool:
         """Whether all ranks have the same newest snapshot on their disks."""
@@ -72,15 +90,25 @@ class RemoteTrainer(TrainerRole):
         steps = self._ranks.gather(torch.tensor([read_meta(path).step if path else -1], device=self._ranks.device))
         return bool((steps >= 0).all() and (steps == steps[0]).all())
 
-    def _fetch(self, name: str) -> None:
-        """Fetch the snapshot ``name`` with all its parts."""
-        path, part_path = self._snapshots.folder / name, self._snapshots.folder / "part"
-        fetch_folder(self._store, f"{SNAPSHOTS}/{name}", path)
+    def _fetch(self, name: str, folder: Path) -> bool:
+        """Fetch the snapshot ``name`` with all its parts into ``folder``. False: the store has lost something of it."""
+        path, part_path = folder / name, folder / "part"
+        try:
+            fetch_folder(self._store, f"{SNAPSHOTS}/{name}", path)
+            for part in self._stored_parts(name):
+                fetch_folder(self._store, part, part_path)
+                for file in part_path.iterdir():
+                    file.rename(path / file.name)
+                remove(part_path)
+        except IncompleteError:
+            return False
+        return is_whole(path)
+
+    def _remove_stored(self, name: str) -> None:
+        """Delete the snapshot ``name`` and its parts from the store."""
+        self._store.remove_folder(f"{SNAPSHOTS}/{name}")
         for part in self._stored_parts(name):
-            fetch_folder(self._store, part, part_path)
-            for file in part_path.iterdir():
-                file.rename(path / file.name)
-            remove(part_path)
+            self._store.remove_folder(part)
 
     def _stored_parts(self, name: str) -> list[str]:
         """Names in the store of the parts of the snapshot ``name``."""

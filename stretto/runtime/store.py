@@ -48,6 +48,10 @@ Buffer = bytes | memoryview
 T = TypeVar("T")
 
 
+class IncompleteError(UserError):
+    """A folder of the store lacks its manifest, or a part of one of its files."""
+
+
 class Store(Protocol):
     """Files by name. Implementations are picklable and may be used from several threads."""
 
@@ -420,18 +424,23 @@ def complete_folders(store: RemoteStore, place: str) -> list[str]:
 
 def fetch_folder(store: Store, name: str, folder: Path) -> None:
     """Write the files of the store's folder ``name`` into ``folder``, which appears when it is complete.
-    Raises UserError: the store has no such folder, or the disk is full. InfraError: the store does not answer."""
-    try:
-        manifest = json.loads(store.read(f"{name}/{_MANIFEST}"))
-        with replacing(folder) as partial:
-            for number, (relative, num_bytes) in enumerate(manifest.items()):
-                path = partial / relative
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("wb") as file:
-                    for place in range(-(-num_bytes // CHUNK_BYTES)):
-                        file.write(store.read(f"{name}/{number:06d}-{place:06d}"))
-    except FileNotFoundError as error:
-        raise UserError(f"store: {store.describe(name)}: incomplete: {error}; continue with --resume") from None
+    Raises IncompleteError: the store has not the whole folder. UserError: the disk is full. InfraError: the store does not answer."""
+
+    def read(part: str) -> bytes:
+        try:
+            return store.read(f"{name}/{part}")
+        except FileNotFoundError:
+            problem = f"store: {store.describe(name)}: incomplete: {part} is missing"
+            raise IncompleteError(f"{problem}; continue with --resume") from None
+
+    manifest = json.loads(read(_MANIFEST))
+    with replacing(folder) as partial:
+        for number, (relative, num_bytes) in enumerate(manifest.items()):
+            path = partial / relative
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                for place in range(-(-num_bytes // CHUNK_BYTES)):
+                    file.write(read(f"{number:06d}-{place:06d}"))
 
 
 def local_folder(run: str) -> Path:

@@ -236,6 +236,14 @@ def read_meta(path: Path) -> SnapshotMeta:
         raise UserError(f"{path / META}: not a snapshot of this version: {str(error).splitlines()[0]}") from None
 
 
+def is_whole(path: Path) -> bool:
+    """Whether the snapshot in ``path`` has the files of all ranks that wrote it."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    parts = FileSystemReader(path).read_metadata().storage_data.values()
+    return all((path / name).exists() for name in {part.relative_path for part in parts})
+
+
 def _owned(model: Transformer, optimizers: Sequence[Optimizer]) -> list[tuple[Optimizer, Tensor, str]]:
     """Every parameter for which an optimiser has state, with optimiser and name."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}

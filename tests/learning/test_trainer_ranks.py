@@ -18,7 +18,7 @@ from stretto.base.errors import UserError
 from stretto.learning.remote_trainer import RemoteTrainer
 from stretto.learning.trainer import TrainerRole
 from stretto.model.parallel import Ranks, join
-from stretto.runtime.store import UrlStore
+from stretto.runtime.store import UrlStore, send_folder
 from tests.flow.policies import checkpoint, recipe
 from tests.learning.rank_worker import PLAN
 from tests.learning.test_trainer import refs_of
@@ -117,6 +117,33 @@ def test_a_store_that_lost_its_snapshots_does_not_take_the_one_on_the_disk_with_
     again.version = 4
     again.save({"step": 4})
     assert UrlStore(url, "run").folders("snapshots") == ["snapshots/step-0000004"]
+
+
+def test_a_snapshot_of_which_the_store_lost_a_part_is_passed_over(tmp_path: Path) -> None:
+    start, folder, url = checkpoint(tmp_path / "start"), tmp_path / "machine", (tmp_path / "store").as_uri()
+    folder.mkdir()
+    store, stored = UrlStore(url, "run"), tmp_path / "store" / "run" / "snapshots"
+
+    def trainer() -> RemoteTrainer:
+        return RemoteTrainer(PLAN, folder, start, ranks=join("cpu"), store=store)
+
+    first = trainer()
+    first.resume()
+    for step in (1, 2, 3):
+        first.version = step
+        first.save({"step": step})
+    without_file = tmp_path / "without-file"
+    shutil.copytree(folder / "snapshots" / "step-0000002", without_file)
+    next(without_file.glob("__0_*")).unlink()  # as if the part of another rank had vanished
+    store.remove_folder("snapshots/step-0000002")
+    send_folder(store, without_file, "snapshots/step-0000002")
+    (stored / "step-0000003" / "000001-000000").unlink()
+    assert trainer().resume() == {"step": 1}
+    assert store.folders("snapshots") == ["snapshots/step-0000001"]
+    (stored / "step-0000001" / "000000-000000").unlink()
+    assert trainer().resume() == {"step": 1}, "the one on the disk"
+    assert store.folders("snapshots") == []
+    assert sorted(path.name for path in folder.iterdir()) == ["fetched", "fetched.lock", "snapshots"]
 
 
 def test_rows_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from stretto.base.errors import InfraError, UserError
 from stretto.runtime import store as module
 from stretto.runtime.store import (
     FolderStore,
+    IncompleteError,
     RemoteStore,
     Store,
     UrlStore,
@@ -126,6 +127,10 @@ def test_chunks_and_folders_travel(store: RemoteStore, tmp_path: Path, monkeypat
     for path in sent.rglob("*"):
         if path.is_file():
             assert (tmp_path / "fetched" / path.relative_to(sent)).read_bytes() == path.read_bytes()
+    store.remove(["snapshots/step-1/000000-000002"])
+    with pytest.raises(IncompleteError, match="snapshots/step-1: incomplete: 000000-000002 is missing; continue with"):
+        fetch_folder(store, "snapshots/step-1", tmp_path / "fetched")
+    assert sorted(path.name for path in tmp_path.glob("fetched/*")) == ["below", "empty"], "unchanged"
     store.remove_folder("snapshots/step-1")
     assert not has_folder(store, "snapshots/step-1")
     with pytest.raises(UserError, match="snapshots/step-1: incomplete"):
