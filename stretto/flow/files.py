@@ -28,7 +28,7 @@ from stretto.runtime.store import (
 )
 
 ID_FILE = "store.json"
-"""In the run folder: the id under which the run's files lie in the store."""
+"""In the run folder: the id under which the run's files lie in the store, and whether the run has ended, and its files are deleted."""
 _START = "start"
 
 
@@ -80,6 +80,9 @@ class RunFiles:
             return
         remove(self.run / CHECKPOINT)
         fetch_folder(self.store, CHECKPOINT, self.run / CHECKPOINT)
+        write_json(
+            self.run / ID_FILE, {"id": self.id, "has_ended": True}
+        )  # before a kill can leave a part of the files
         self.remote.destroy()
         remove_local_folder(self.id)
 
@@ -103,7 +106,8 @@ def open_files(recipe: RlRecipe, run: Path, start: Path) -> RunFiles:
     if recipe.store == "file":
         return RunFiles(FolderStore(run), "", run, start)
     path = run / ID_FILE
-    id = read_json(path)["id"] if path.exists() else secrets.token_hex(6)
+    known = read_json(path) if path.exists() else {"id": secrets.token_hex(6)}
+    id = known["id"]
     store: RemoteStore
     if recipe.store == "ray":
         from stretto.runtime.ray_store import open_ray_store
@@ -112,12 +116,11 @@ def open_files(recipe: RlRecipe, run: Path, start: Path) -> RunFiles:
     else:
         store = UrlStore(recipe.store, id)
         store.check()
-    has_start = has_folder(store, _START)
-    if path.exists() and not has_start and (run / CHECKPOINT).exists():
+    if known.get("has_ended"):
         raise UserError(
             f"{run}: this run has ended, and its store was emptied; begin another run with its checkpoint: --model {run}"
         )
     write_json(path, {"id": id})
-    if not has_start:
+    if not has_folder(store, _START):
         send_folder(store, start, _START)
     return RunFiles(store, id, run, start)

@@ -45,7 +45,7 @@ from stretto.learning.weights import fetch, publish
 from stretto.ops import matmul
 from stretto.runtime.local import open_runtime
 from stretto.runtime.runtime import RoleError
-from stretto.runtime.store import FolderStore, remove_local_folder, send_folder
+from stretto.runtime.store import FolderStore, UrlStore, remove_local_folder, send_folder
 from tests.flow.policies import recipe as policy_recipe
 
 
@@ -265,6 +265,29 @@ def test_a_run_that_is_over_in_a_store_leaves_nothing_and_is_not_resumed(tmp_pat
     assert (run_folder / "checkpoint" / "config.json").exists() and not any(bucket.iterdir()) and not here.exists()
     with pytest.raises(UserError, match=r"run: this run has ended, and its store was emptied; .* --model"):
         open_files(recipe, run_folder, start)
+
+
+def test_a_run_that_was_killed_while_its_store_was_emptied_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, run_folder, bucket = tmp_path / "start", tmp_path / "run", tmp_path / "bucket"
+    for folder in (start, run_folder):
+        folder.mkdir()
+    (start / "config.json").write_text("{}")
+    recipe = policy_recipe(store=bucket.as_uri())
+    files = open_files(recipe, run_folder, start)
+    send_folder(files.remote, start, "checkpoint")
+
+    def killed(store: UrlStore) -> None:
+        (bucket / files.id / "start" / "000000-000000").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(UrlStore, "destroy", killed)
+        files.finish()
+    with pytest.raises(UserError, match=r"run: this run has ended, and its store was emptied; .* --model"):
+        open_files(recipe, run_folder, start)
+    remove_local_folder(files.id)
 
 
 def test_a_start_checkpoint_of_which_the_store_lost_a_part_is_sent_again(tmp_path: Path) -> None:
