@@ -117,6 +117,7 @@ def open_files(recipe: RlRecipe, run: Path, start: Path) -> RunFiles:
         store = UrlStore(recipe.store, id)
         store.check()
     if known.get("has_ended"):
+        store.destroy()  # opening it wrote there, and a kill may have left files
         raise UserError(
             f"{run}: this run has ended, and its store was emptied; begin another run with its checkpoint: --model {run}"
         )

@@ -265,6 +265,7 @@ def test_a_run_that_is_over_in_a_store_leaves_nothing_and_is_not_resumed(tmp_pat
     assert (run_folder / "checkpoint" / "config.json").exists() and not any(bucket.iterdir()) and not here.exists()
     with pytest.raises(UserError, match=r"run: this run has ended, and its store was emptied; .* --model"):
         open_files(recipe, run_folder, start)
+    assert not any(bucket.iterdir())
 
 
 def test_a_run_that_was_killed_while_its_store_was_emptied_has_ended(
@@ -287,6 +288,7 @@ def test_a_run_that_was_killed_while_its_store_was_emptied_has_ended(
         files.finish()
     with pytest.raises(UserError, match=r"run: this run has ended, and its store was emptied; .* --model"):
         open_files(recipe, run_folder, start)
+    assert not any(bucket.iterdir()), "the refused resume deletes what the kill left"
     remove_local_folder(files.id)
 
 
