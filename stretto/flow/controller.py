@@ -211,6 +211,7 @@ class Controller:
         chosen = {ordinal for ordinals in self.state.batches.values() for ordinal in ordinals}
         refs = [ref for ref in self.ledger.ready_groups() if ref.ordinal not in chosen]
         self.ledger.record("forgotten", durable=True, ordinals=[ref.ordinal for ref in refs])
+        self._unneeded += [ref.location for ref in refs]
         return len(refs)
 
     def next_batch(self) -> tuple[GroupRef, ...] | None:

@@ -311,8 +311,10 @@ def test_what_was_sampled_with_weights_that_are_not_made_again_is_sampled_again(
     again = resumed(tmp_path, cut)
     assert again.repeats and again.forget_undone() == 0
     again.vanished([3])
+    stored = {ref.ordinal: ref.location for ref in again.ledger.ready_groups()}
     assert again.forget_undone() == 4
-    assert again.forget_undone() == 0
+    assert again.unneeded() == [stored[ordinal] for ordinal in (2, 4, 5, 6)], "no step will read their files"
+    assert again.forget_undone() == 0 and again.unneeded() == []
     assert [entry.ordinal for entry in again.state.alive.values() if entry.ref is not None] == [0, 1]
     assert batch(again) == [0, 1], "the first step is repeated"
     twice = resumed(tmp_path, cut)

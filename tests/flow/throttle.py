@@ -164,8 +164,8 @@ class Run:
             self._logs = {}
             first = self._controller.version + len(ledger.state.batches)
             self.result.batches, self._weights = self.result.batches[:first], self._weights[: first + 1]
-        self._controller.forget_undone()
         self._stored &= ledger.kept_locations()
+        self._controller.forget_undone()
         self._boot()
 
     def _lose(self) -> None:
@@ -261,6 +261,7 @@ class Run:
         gone = set(controller.unneeded())
         assert gone.isdisjoint(each.location for each in controller.ledger.ready_groups()), "a file that a step needs"
         self._stored -= gone
+        assert self._stored <= controller.ledger.kept_locations(), "a file that no step needs stays"
         self._lose()
         self._idle_since = self.now
 
