@@ -44,7 +44,7 @@ from stretto.runtime.runtime import (
 from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.registry import open_source
 from stretto.tasks.session import schemas
-from stretto.tasks.task import TaskSource, close_sources
+from stretto.tasks.task import ScoreTimeoutError, TaskSource, close_sources
 from stretto.text.chat import tool_form
 from stretto.text.similar import embeddings
 from stretto.text.tokenizer import Tokenizer
@@ -137,12 +137,15 @@ class SourceTables:
 
     @contextmanager
     def opened(self) -> Iterator[dict[str, TaskSource]]:
-        """Context with open sources, which are closed at the end."""
+        """Context with open sources, which are closed at the end, unless a score() of theirs still runs then."""
         sources = self()
-        try:
-            yield sources
-        finally:
-            close_sources(sources.values())
+        with ExitStack() as stack:
+            stack.callback(close_sources, sources.values())
+            try:
+                yield sources
+            except ScoreTimeoutError:
+                stack.pop_all()
+                raise
 
 
 def check_sources(
@@ -194,8 +197,7 @@ def check_sources(
 
 def check_source(source: TaskSource, recipe: RlRecipe) -> None:
     """`TaskSource.validate`, in which a verdict may take as long as in the run, and at least `_CHECK_S`. Raises UserError."""
-    source.check_s = max(_CHECK_S, recipe.runtime.rewards.deadline_s)
-    source.validate()
+    source.validate(limit_s=max(_CHECK_S, recipe.runtime.rewards.deadline_s))
 
 
 class _Device:

@@ -34,6 +34,11 @@ _FAR_ITEM = 1_000_003
 """Item that `validate` tries in an endless source: a generator with a finite list would fail hours into a run."""
 
 
+class ScoreTimeoutError(UserError):
+    """`TaskSource.score` took longer than `TaskSource.validate` allows. It goes on in a thread that ends with the process, and still uses
+    its source and the sandbox, which therefore cannot be closed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One problem. Written by its source; the same for the same item on every machine."""
@@ -156,8 +161,6 @@ class TaskSource(ABC):
     judge over the network, and its methods are thread-safe."""
     verdict_s: float = 0.0
     """The source's own time limit of a verdict, seconds; shorter than the caller's. 0: no limit."""
-    check_s: float | None = None
-    """Longest time of one `score` in `validate`, seconds; None: no limit. Set by the caller of `validate`."""
     variants: int = 1
     """Number of consecutive items that ask one problem in different ways. Their answers count as samples of one problem."""
 
@@ -227,14 +230,16 @@ class TaskSource(ABC):
     def close(self) -> None:  # noqa: B027 - most sources hold no resources
         """Release the source's resources."""
 
-    def validate(self, num: int = 8) -> None:
+    def validate(self, num: int = 8, limit_s: float | None = None) -> None:
         """Try ``num`` problems: a problem's gold answer must be correct; an empty answer and a nonsense answer must not.
 
         The gold answer of another problem may sometimes be correct (yes or no; a puzzle with many solutions), but not every time.
         A graded source is tried on one problem: nonsense earns less than the gold answer, if there is one, and an empty answer nothing.
+        ``limit_s``: longest time of one `score`, seconds; None: no limit.
 
         Raises:
             UserError: names the source and the item.
+            ScoreTimeoutError: names them too; the source must not be closed.
         """
         if self.at_once < 1:
             raise UserError(f"sources.{self.name}: at_once: must be at least 1, is {self.at_once}")
@@ -246,31 +251,31 @@ class TaskSource(ABC):
             items = sorted({index * self.num_items // num for index in range(num)})
         problems = [self.tried(item) for item in items]
         if not self.is_verifiable:
-            self._check_judge(next((problem for problem in problems if problem.gold), problems[0]))
+            self._check_judge(next((problem for problem in problems if problem.gold), problems[0]), limit_s)
             return
         for problem in problems:
             right = self._attributed(problem.item, "demonstration", partial(self.right_answer, problem))
-            own = self._scored(problem, right)
+            own = self._scored(problem, right, limit_s)
             if not own.ok:
                 why = own.outcome.value + (f": {own.detail}" if own.detail else "")
                 raise self._bad(problem.item, f"its own gold answer {_short(problem.gold)} is refused ({why})")
             for wrong in ("", " \n", _GARBAGE):
-                score = self._scored(problem, Answer(wrong))
+                score = self._scored(problem, Answer(wrong), limit_s)
                 if score.ok or score.reward >= own.reward:
                     kind = "an empty answer" if not wrong.strip() else f"the answer {_short(wrong)}"
                     raise self._bad(problem.item, f"{kind} is accepted (reward {score.reward:g})")
         wrongs = [self.wrong_answer(problem) for problem in problems]
         pairs = [(at, (at + 1) % len(problems)) for at in range(len(problems))]
         pairs = [(at, other) for at, other in pairs if wrongs[at] != wrongs[other]]
-        if pairs and all([self._scored(problems[at], wrongs[other]).ok for at, other in pairs]):
+        if pairs and all([self._scored(problems[at], wrongs[other], limit_s).ok for at, other in pairs]):
             problem, other = (problems[place] for place in pairs[0])
             raise self._bad(problem.item, f"the gold answer of item {other.item}, {_short(other.gold)}, is accepted")
 
-    def _check_judge(self, problem: Problem) -> None:
-        empty, rubbish = self._scored(problem, Answer("")), self._scored(problem, Answer(_GARBAGE))
+    def _check_judge(self, problem: Problem, limit_s: float | None) -> None:
+        empty, rubbish = (self._scored(problem, Answer(text), limit_s) for text in ("", _GARBAGE))
         if empty.ok or empty.reward > 0:
             raise self._bad(problem.item, f"an empty answer earns {empty.reward:g}")
-        if problem.gold and (own := self._scored(problem, Answer(problem.gold))).reward <= rubbish.reward:
+        if problem.gold and (own := self._scored(problem, Answer(problem.gold), limit_s)).reward <= rubbish.reward:
             said = f"earns {rubbish.reward:g}, its own gold answer {own.reward:g}"
             raise self._bad(problem.item, f"the answer {_short(_GARBAGE)} {said}")
 
@@ -287,23 +292,23 @@ class TaskSource(ABC):
             raise self._bad(item, "problem() gives another problem when it is asked again")
         return problem
 
-    def _scored(self, problem: Problem, answer: Answer) -> Score:
-        score = self._attributed(problem.item, "score", lambda: self._timed_score(problem, answer))
+    def _scored(self, problem: Problem, answer: Answer, limit_s: float | None) -> Score:
+        work = partial(self.score, problem, answer)
+        score = self._attributed(problem.item, "score", lambda: self._in_time(problem.item, work, limit_s))
         if fault := score_fault(score):
             raise self._bad(problem.item, f"on {_short(answer.text)}, {fault}")
         if score.outcome is Outcome.INFRA:
             raise self._bad(problem.item, f"on {_short(answer.text)}, score() could not do its work: {score.detail}")
         return score
 
-    def _timed_score(self, problem: Problem, answer: Answer) -> Score:
-        """`score`. Raises `UserError`: it took longer than ``check_s``; it then goes on in its thread, which ends with the process."""
-        if self.check_s is None:
-            return self.score(problem, answer)
+    def _in_time(self, item: int, work: Callable[[], Score], limit_s: float | None) -> Score:
+        """The score of ``item`` that ``work`` returns. Raises `ScoreTimeoutError`: it took longer than ``limit_s``."""
+        if limit_s is None:
+            return work()
         result: Future[Score] = Future()
-        work = partial(self.score, problem, answer)
         threading.Thread(target=_report, args=(result, work), name="score", daemon=True).start()
-        if not wait([result], self.check_s).done:
-            raise self._bad(problem.item, f"score() has not returned after {self.check_s:g} s")
+        if not wait([result], limit_s).done:
+            raise ScoreTimeoutError(str(self._bad(item, f"score() has not returned after {limit_s:g} s")))
         return result.result()
 
     def _attributed(self, item: int, method: str, call: Callable[[], Any]) -> Any:

@@ -15,7 +15,7 @@ import torch
 from stretto.api import rl as api_rl
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome, WeightVersion
-from stretto.flow import rollout
+from stretto.flow import launch, rollout
 from stretto.flow.agent import AgentRole
 from stretto.flow.clients import PooledRewards, RemoteRewards, RewardRequest, Verifiers, connect
 from stretto.flow.files import open_files
@@ -26,6 +26,7 @@ from stretto.flow.launch import (
     Roles,
     SourceTables,
     TrainerLost,
+    check_source,
     make_factories,
     spread,
     start_roles,
@@ -103,6 +104,35 @@ def test_the_trainer_sends_weights_from_the_address_of_its_machine(
     assert version.location.startswith("gloo://127.0.0.2:")
     fetched = open_channel("gloo", files.store, job.folder).fetch(version)
     assert all(torch.equal(fetched[name], each) for name, each in trainer._model.state_dict().items())
+
+
+STUCK = """
+import threading
+from stretto.tasks.task import Problem, TaskSource
+
+class Stuck(TaskSource):
+    num_items = 8
+    def problem(self, item):
+        return Problem(item, ({"role": "user", "content": str(item)},), str(item))
+    def score(self, problem, answer):
+        threading.Event().wait()
+    def close(self):
+        raise RuntimeError("Cannot close a running event loop")
+"""
+
+
+def test_a_source_is_not_closed_while_its_score_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.py").write_text(STUCK)
+    monkeypatch.setattr(launch, "_CHECK_S", 0.1)
+    short = recipe(rewards={"min": 1, "max": 3, "deadline_s": 0.1})
+    tables = SourceTables({"own": SourceConfig(kind=f"{tmp_path / 'own.py'}:Stuck")}, SandboxConfig())
+    with (
+        pytest.raises(UserError, match=r"sources.own: item 0: score\(\) has not returned after 0.1 s; correct"),
+        tables.opened() as sources,
+    ):
+        check_source(sources["own"], short)
+    with pytest.raises(RuntimeError, match="Cannot close"), tables.opened():
+        pass  # at any other end it is closed
 
 
 def test_each_role_has_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

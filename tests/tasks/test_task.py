@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,6 +24,7 @@ from stretto.tasks.task import (
     Problem,
     Range,
     Score,
+    ScoreTimeoutError,
     TaskSource,
     Tool,
     ask,
@@ -56,6 +58,26 @@ def refusal(source: TaskSource) -> str:
 
 def test_a_good_source_passes() -> None:
     Doubles().validate()
+    Doubles().validate(limit_s=60.0)
+
+
+def test_a_score_that_takes_too_long_is_named() -> None:
+    end = threading.Event()
+
+    class Slow(Doubles):
+        def score(self, problem: Problem, answer: Answer) -> Score:
+            end.wait()
+            return super().score(problem, answer)
+
+    class SlowJudge(Slow):
+        is_verifiable = False
+
+    for source in (Slow(), SlowJudge()):
+        with pytest.raises(
+            ScoreTimeoutError, match=r"^sources.doubles: item 0: score\(\) has not returned after 0.1 s; "
+        ):
+            source.validate(limit_s=0.1)
+    end.set()
 
 
 def test_a_gold_answer_that_is_refused_is_named() -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
@@ -180,14 +180,14 @@ class SheetsSource(SessionSource):
         with closing(self.open(problem)) as session:
             return recorded(session, (turn, {"role": "assistant", "content": problem.gold}))
 
-    def validate(self, num: int = 8) -> None:
+    def validate(self, num: int = 8, limit_s: float | None = None) -> None:
         """As `TaskSource.validate`; SpreadsheetBench has no solutions, so only its own answers are tried, which must be correct."""
         if self.num_items is None:
-            return super().validate(num)
+            return super().validate(num, limit_s)
         for item in range(0, len(self._records), -(-len(self._records) // num)):
             task = self.task(item)
             ends = [book.having(right) for book, right in zip(task.books, task.answers, strict=True)]
-            if not (score := self.verdict(task, ends)).ok:
+            if not (score := self._in_time(item, partial(self.verdict, task, ends), limit_s)).ok:
                 raise self._bad(item, f"its own answer is refused ({score.detail})")
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import zipfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.session import Diverged, recorded, replay, use
-from stretto.tasks.task import Answer, Problem
+from stretto.tasks.task import Answer, Problem, ScoreTimeoutError
 from stretto.tasks.worlds import workbook
 from stretto.tasks.worlds.sheet_tasks import Kind, make_task
 from stretto.tasks.worlds.sheets import SheetsArgs, SheetsSource, _dumped
@@ -228,6 +229,16 @@ def benchmark(folder: Path, *names: str) -> Path:
     ]
     (folder / "dataset.json").write_text(json.dumps(told))
     return folder
+
+
+def test_a_verdict_on_spreadsheetbench_has_the_time_limit_of_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, end = source(path=benchmark(tmp_path, "1-1")), threading.Event()
+    monkeypatch.setattr(world, "verdict", lambda task, ends: end.wait(10.0))
+    with pytest.raises(ScoreTimeoutError, match=r"item 0: score\(\) has not returned after 0.1 s"):
+        world.validate(limit_s=0.1)
+    end.set()
 
 
 def test_spreadsheetbench_is_judged_on_all_of_its_workbooks(tmp_path: Path) -> None:
