@@ -85,9 +85,11 @@ class RemoteTrainer(TrainerRole):
             return True
 
     def _have_one_snapshot(self) -> bool:
-        """Whether all ranks have the same newest snapshot on their disks."""
+        """Whether all ranks have the same newest snapshot on their disks, each with the files of all ranks: `save` leaves on the first
+        rank's machine a snapshot without those of other machines."""
         path = self._snapshots.latest()
-        steps = self._ranks.gather(torch.tensor([read_meta(path).step if path else -1], device=self._ranks.device))
+        step = read_meta(path).step if path and is_whole(path) else -1
+        steps = self._ranks.gather(torch.tensor([step], device=self._ranks.device))
         return bool((steps >= 0).all() and (steps == steps[0]).all())
 
     def _fetch(self, name: str, folder: Path) -> bool:

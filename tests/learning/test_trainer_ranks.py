@@ -117,6 +117,9 @@ def test_a_store_that_lost_its_snapshots_does_not_take_the_one_on_the_disk_with_
     again.version = 4
     again.save({"step": 4})
     assert UrlStore(url, "run").folders("snapshots") == ["snapshots/step-0000004"]
+    shutil.rmtree(tmp_path / "store" / "run")
+    next((folder / "snapshots" / "step-0000004").glob("__0_*")).unlink()  # as if the disk of another rank had it
+    assert trainer().resume() is None, "a snapshot without the files of all ranks is none"
 
 
 def test_a_snapshot_of_which_the_store_lost_a_part_is_passed_over(tmp_path: Path) -> None:
