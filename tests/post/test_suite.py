@@ -107,7 +107,7 @@ class Rooms(SessionSource):
         return Problem(item, ({"role": "user", "content": f"door {item % 4}"},), "there")
     def open(self, problem, seed=None):
         return Room(problem)
-    def validate(self, num=8):
+    def validate(self, num=8, limit_s=None):
         for item in range(self.num_items):
             assert self.score(self.problem(item), Answer("there", opens(item % 4))).ok
     def baselines(self, problem):
