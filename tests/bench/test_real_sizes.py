@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,6 @@ from stretto.model.upcycle import upcycled_config, upcycled_presets
 from stretto.text.chat import CHATML
 from stretto.text.tokenizer import train_tokenizer
 
-ROOT = Path(real_sizes.__file__).parents[1]
 DENSE = ModelConfig(
     vocab_size=64, hidden_size=32, num_layers=8, num_heads=2, num_kv_heads=2, head_dim=16, dense_layers=tuple(range(8)),
     dense_intermediate_size=256, num_experts=1, top_k=1, expert_intermediate_size=8, tie_embeddings=True, max_positions=64,
@@ -82,7 +78,9 @@ def test_controls_at_equal_flops_wait_for_the_elastic_run_and_share_its_cost(tmp
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_small_version_runs_and_its_record_prints_the_same(tmp_path: Path) -> None:
+def test_a_small_version_runs_and_its_record_prints_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = [" ".join(f"line {number}: {number * number}." for number in range(at, at + 200)) for at in range(400)]
     (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
     train_tokenizer(iter(lines[:20]), 300, CHATML).save(tmp_path / "tokenizer")
@@ -94,31 +92,25 @@ def test_a_small_version_runs_and_its_record_prints_the_same(tmp_path: Path) -> 
         family="glm4_moe",
         tokenizer_dir=tmp_path / "tokenizer",
     )
-    command = [sys.executable, "-m", "bench.real_sizes"]
-    options = [
-        "--data",
-        tmp_path / "text.jsonl",
-        "--tokens",
-        "8e3",
-        "--eval-rows",
-        "16",
-        "--rates",
-        "1",
-        "--record",
-        tmp_path / "record.json",
-    ]
-    done = run([*command, tmp_path / "out", "--model", tmp_path / "model", *options])
-    assert (
-        done.returncode in (0, 1) and "neurons-corner" in done.stdout and "missing: run the command" not in done.stdout
-    ), done.stderr
-    resumed = run([*command, tmp_path / "out", "--model", tmp_path / "model", *options])
-    assert resumed.returncode == done.returncode, resumed.stderr
-    again = run([*command, tmp_path / "record.json", "--report"])
-    assert again.returncode == done.returncode and again.stdout and again.stdout in done.stdout
+    record = tmp_path / "record.json"
+    command = [tmp_path / "out", "--model", tmp_path / "model", "--data", tmp_path / "text.jsonl", "--record", record]
+    command += ["--tokens", "8e3", "--eval-rows", "16", "--rates", "1", "--set", "train.seq_len=64"]
 
+    def called(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["real_sizes", *map(str, arguments)])
+        code = 0
+        try:
+            real_sizes.main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return code, *capsys.readouterr()
 
-def run(command: Sequence[object]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, check=False)
+    code, printed, errors = called(*command)
+    assert code in (0, 1) and "neurons-corner" in printed and "missing: run the command" not in printed, errors
+    resumed, _, errors = called(*command)
+    assert resumed == code, errors
+    again, shown, _ = called(record, "--report")
+    assert again == code and shown and shown in printed
 
 
 def test_each_way_of_pruning_keeps_at_most_the_parameters_of_its_size() -> None:
