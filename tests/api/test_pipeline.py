@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import rich
 
@@ -19,6 +20,7 @@ from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
 from stretto.base.records import read_lineage
+from stretto.learning.recipe import JOURNAL_FILE
 from stretto.post.pipeline import PipelineRecipe, plan
 from tests.api.conftest import Run
 from tests.flow.policies import checkpoint as small_checkpoint
@@ -166,24 +168,24 @@ def test_an_evaluation_without_its_page_is_not_done(pipeline: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_killed_anywhere_it_goes_on_to_the_same_student(stretto: Run, pipeline: Path, tmp_path: Path) -> None:
-    whole = in_few_processes(pipeline, tmp_path / "whole.json")
-    assert stretto("run", whole, "-o", tmp_path / "a").code == 0
-    command = [sys.executable, "-m", "stretto", "run", str(pipeline), "-o"]
-    folder = tmp_path / "b"
-    for delay_s in (5.0, 9.0, 14.0):
-        process = subprocess.Popen([*command, str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+@pytest.mark.timeout(900)  # two pipelines, and three that are killed
+def test_killed_in_any_stage_it_goes_on_to_the_same_student(stretto: Run, pipeline: Path, tmp_path: Path) -> None:
+    in_few_processes(pipeline, pipeline)
+    assert stretto("run", pipeline, "-o", tmp_path / "a").code == 0
+    command, folder = [sys.executable, "-m", "stretto", "run", str(pipeline), "-o", str(tmp_path / "b")], tmp_path / "b"
+    for begun in ("sft", f"experts/flip/{JOURNAL_FILE}", f"distill/{JOURNAL_FILE}"):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         before = {name: each for name, each in state(folder).items() if each.has_ended}
-        try:
-            process.wait(delay_s)
-        except subprocess.TimeoutExpired:
-            os.kill(process.pid, signal.SIGKILL)  # its step's process ends by itself, and so do that one's
-            process.wait()
+        while process.poll() is None and not (folder / begun).exists():
+            time.sleep(0.05)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL, f"it was over before {begun}"
+        assert children and not psutil.wait_procs(children, timeout=60)[1], (
+            "its step's process ends by itself, with its own"
+        )
         assert before.items() <= state(folder).items(), "a stage that had ended was done again"
-    for _ in range(20):  # until the last step's processes have seen that they are alone
-        done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False)
-        if "is running in it" not in done.stderr:
-            break
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     hashes = [read_lineage(checkpoint_folder(tmp_path / each / "distill")).weights_hash for each in "ab"]
     assert hashes[0] == hashes[1]
@@ -209,6 +211,7 @@ def test_an_expert_that_diverges_is_tried_again_and_does_not_keep_the_others(
     stretto: Run, pipeline: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "out"
+    in_few_processes(pipeline, pipeline)
     domains = expert(pipeline, "flip", optim={"lr": 1e30, "clip_norm": 1e30})
     told = stretto("run", changed(pipeline, domains=domains), "-o", folder, "--until", "experts")
     assert told.code == 2 and "experts/flip diverged; correct that" in told.err
