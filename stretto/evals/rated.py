@@ -164,15 +164,20 @@ def measure_ratings(path: Path, rated: Sequence[RatedText], states_ND: Tensor) -
     )
     of_author = [np.flatnonzero([each.author == author for each in rated]) for author in authors]
     draws = group_draws(of_author, rng)
-    found = np.array(
-        [[scipy.stats.spearmanr(each[draw], ratings_N[draw]).statistic for each in values] for draw in draws]
-    )
+    found = np.array([[_rank_correlation(each[draw], ratings_N[draw]) for each in values] for draw in draws])
 
     def interval(values_R: np.ndarray) -> Interval:
-        low, high = np.nanquantile(values_R[1:], (TAIL, 1 - TAIL))
+        low, high = np.quantile(values_R[1:], (TAIL, 1 - TAIL))
         return Interval(float(values_R[0]), float(low), float(high))
 
     return Ratings(
         file=path.name, sha256=file_sha256(path), num_texts=len(rated), num_authors=len(authors), correlation=interval(found[:, 0]),
         above_words=interval(found[:, 0] - found[:, 1]), above_zlib=interval(found[:, 0] - found[:, 2]),
     )  # fmt: skip
+
+
+def _rank_correlation(left_N: np.ndarray, right_N: np.ndarray) -> float:
+    """Spearman's rank correlation. 0 if all values of one side are equal, as the lengths of texts may be: they rank nothing."""
+    if np.ptp(left_N) == 0 or np.ptp(right_N) == 0:
+        return 0.0
+    return float(scipy.stats.spearmanr(left_N, right_N).statistic)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from stretto.base.errors import UserError
 from stretto.evals.ranker import open_judge, open_reader, save_rating_judge
 from stretto.evals.rated import RatedText, Ratings, measure_ratings, read_rated, train_rating_head
+from stretto.text.similar import words
 from tests.evals.judges import network
 from tests.text.books import books
 
@@ -63,6 +65,16 @@ def test_a_planted_rating_is_found_on_other_authors_and_noise_is_not(tmp_path: P
     )
     # independent ranks of N texts correlate by 1/√N in standard deviation; the folds add little
     assert abs(found.correlation.value) < 4 / NUM**0.5 and not found.is_above and "do not use it" in found.scope
+
+
+def test_texts_of_one_length_do_not_spoil_a_good_judge(tmp_path: Path) -> None:
+    """The number of words then ranks nothing: its correlation counts as 0."""
+    states_ND = states()
+    longer = written(tmp_path / "r.jsonl", lambda at: 5 + float(states_ND[at, 3]))[:120]
+    rated = [replace(each, text=" ".join(words(each.text)[:10])) for each in longer]
+    found = measure_ratings(tmp_path / "r.jsonl", rated, states_ND[:120])
+    assert found.above_words == found.correlation and found.correlation.low > 0.8
+    assert found.is_above and "do not use it" not in found.scope
 
 
 def test_an_authors_own_level_is_no_evidence(tmp_path: Path) -> None:
