@@ -19,8 +19,8 @@ from stretto.base.errors import UserError
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 """Folder of the shipped recipes."""
-RUN_FILE, CHECKPOINT = "run.json", "checkpoint"
-"""Names in a run folder: the file with the run's recipe, and the folder of its checkpoint."""
+RUN_FILE, RECIPE_FILE, CHECKPOINT = "run.json", "recipe.json", "checkpoint"
+"""Names in a run folder: the file with the run's recipe (the second is that of an RL run), and the folder of its checkpoint."""
 LATENCY_FILE = "latency.json"
 """Name of the latency table in the folder of the run or checkpoint that was measured."""
 _PARTIAL = ".{name}.{token}.partial"
@@ -57,7 +57,7 @@ def checkpoint_folder(path: Path | str) -> Path:
     for folder in (path, path / CHECKPOINT):
         if (folder / "config.json").is_file():
             return folder
-    if (path / RUN_FILE).is_file():
+    if (path / RUN_FILE).is_file() or (path / RECIPE_FILE).is_file():
         raise UserError(f"{path}: {CHECKPOINT}: this run has none yet; finish it with --resume")
     raise UserError(f"{path}: config.json: no such file; name a run or a Hugging Face checkpoint folder")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import InfraError, UserError
-from stretto.base.paths import read_json
+from stretto.base.paths import RECIPE_FILE, read_json
 from stretto.base.trajectory import WeightVersion
 from stretto.flow.agent import TOOL_SLOTS, AgentRole, Wait, check_room
 from stretto.flow.clients import Verifiers, connect
@@ -26,7 +26,7 @@ from stretto.flow.files import RunFiles
 from stretto.flow.prompts import Prompts, plan_prompts
 from stretto.flow.reward import RewardRole
 from stretto.learning.dialogue import Dialogue, teacher_dialogues
-from stretto.learning.recipe import RECIPE_FILE, WEIGHTS, RlRecipe, SourceConfig
+from stretto.learning.recipe import WEIGHTS, RlRecipe, SourceConfig
 from stretto.learning.roles import NeedsConfig, PoolConfig, Precision, PrecisionConfig, SandboxConfig
 from stretto.model.spec import ModelConfig
 from stretto.runtime.pool import ElasticPool, Limits

@@ -15,7 +15,7 @@ from pathlib import Path, PurePath
 
 from stretto.base.config import check_unchanged, completed
 from stretto.base.errors import InfraError, UserError
-from stretto.base.paths import CHECKPOINT, claimed, read_json, remove, write_json, write_text
+from stretto.base.paths import CHECKPOINT, RECIPE_FILE, claimed, read_json, remove, write_json, write_text
 from stretto.base.track import read_metrics
 from stretto.flow.controller import Controller, Limits, default_window
 from stretto.flow.driver import Driver
@@ -42,7 +42,6 @@ from stretto.learning.recipe import (
     JOURNAL_FILE,
     LAYOUT,
     OLD_JOURNAL_FILE,
-    RECIPE_FILE,
     SNAPSHOTS,
     START_FILE,
     STEERING,

@@ -32,8 +32,8 @@ ChannelKind = Literal["store", "gloo"]
 SNAPSHOTS, WEIGHTS, GROUPS, LOGS, START = "snapshots", "weights", "groups", "tokens", "sft"
 """Folders of a run, beside `stretto.base.paths.CHECKPOINT`: trainer states, published versions, finished groups, token logs,
 and the start, if the run trained it."""
-RECIPE_FILE, START_FILE = "recipe.json", "start.json"
-"""The run's recipe, and the checkpoint with which it began."""
+START_FILE = "start.json"
+"""The checkpoint with which the run began."""
 JOURNAL_FILE, OLD_JOURNAL_FILE = "groups.sqlite", "groups.jsonl"
 STATUS_FILE, SPANS_FILE, TRACE_FILE = "status.json", "spans.jsonl", "trace.json"
 """Outputs for monitoring, beside the files of `stretto.base.track`."""

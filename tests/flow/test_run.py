@@ -22,7 +22,7 @@ from bench.common.killing import GROUP, PROMPTS, RECIPE, STEPS, Killed
 from bench.common.run_account import Account
 from stretto.base.config import read_recipe
 from stretto.base.errors import InfraError, UserError
-from stretto.base.paths import read_json, write_json
+from stretto.base.paths import RECIPE_FILE, read_json, write_json
 from stretto.base.trajectory import GroupRef, Task, WeightVersion
 from stretto.engine.engine import Engine
 from stretto.engine.request import Event
@@ -38,7 +38,7 @@ from stretto.flow.prompts import plan_prompts
 from stretto.flow.run import Result, check_recipe, check_steps, in_order, opened, run_rl, sweep, take_up
 from stretto.learning import channel
 from stretto.learning.metrics import StepReport
-from stretto.learning.recipe import JOURNAL_FILE, RECIPE_FILE, RlRecipe
+from stretto.learning.recipe import JOURNAL_FILE, RlRecipe
 from stretto.learning.samples import log_name
 from stretto.learning.trainer import TrainerRole
 from stretto.learning.weights import fetch, publish

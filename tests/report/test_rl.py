@@ -10,9 +10,9 @@ import pytest
 import stretto
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
-from stretto.base.paths import RECIPES, write_json, write_text
+from stretto.base.paths import RECIPE_FILE, RECIPES, write_json, write_text
 from stretto.flow.log import Span, Trace
-from stretto.learning.recipe import JOURNAL_FILE, RECIPE_FILE, RlRecipe
+from stretto.learning.recipe import JOURNAL_FILE, RlRecipe
 from stretto.report.page import Section, render, write_page
 from stretto.report.rl import (
     RlData,
