@@ -21,7 +21,7 @@ from stretto.api.stages import ModelLike, PathLike, new_folder, place, shown
 from stretto.base.config import validate_options
 from stretto.base.endpoint import served_name
 from stretto.base.errors import UserError, user_errors
-from stretto.base.paths import CHECKPOINT, checkpoint_folder, claimed, sized, user_path, write_json
+from stretto.base.paths import CHECKPOINT, checkpoint_folder, claimed, model_name, sized, user_path, write_json
 from stretto.base.track import say, wide_console
 from stretto.data.sources import open_source
 from stretto.evals.writing import Similarity
@@ -321,8 +321,7 @@ def _similar() -> Similarity:
 
 def _title(source: Path, subnet: str | None) -> str:
     """Name of the run or checkpoint, and of the size."""
-    resolved = source.resolve()
-    name = resolved.parent.name if resolved.name == CHECKPOINT else resolved.name
+    name = model_name(source)
     return f"{name}:{subnet}" if subnet else name
 
 

@@ -24,7 +24,7 @@ from stretto.api.search import BEST, export_command, named_subnet, read_search
 from stretto.base.config import first_problem, validate
 from stretto.base.errors import UserError, check_text, user_errors
 from stretto.base.numbers import params, si
-from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, expanded, user_cache, user_path
+from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, expanded, model_name, user_cache, user_path
 from stretto.base.records import Lineage
 from stretto.engine.engine import Engine, stream
 from stretto.engine.loading import DTYPES, generation_ends, open_engine
@@ -236,7 +236,7 @@ class Model:
     @property
     def name(self) -> str:
         """Name of the run, or of the checkpoint folder outside a run."""
-        return (self.run or self.folder).resolve().name
+        return model_name(self.folder)
 
     @property
     def subnets(self) -> Sizes:

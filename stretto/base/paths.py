@@ -62,6 +62,12 @@ def checkpoint_folder(path: Path | str) -> Path:
     raise UserError(f"{path}: config.json: no such file; name a run or a Hugging Face checkpoint folder")
 
 
+def model_name(path: Path | str) -> str:
+    """Name of the model at ``path``: that of its folder, or of the run if the folder is a run's checkpoint."""
+    folder = Path(path).resolve()
+    return folder.parent.name if folder.name == CHECKPOINT else folder.name
+
+
 def sized(text: str) -> tuple[Path, str]:
     """Path and size of an argument PATH or PATH:SIZE; the size is empty where none is given. A path that exists may contain a colon."""
     path, colon, size = ("", "", "") if Path(text).exists() else text.rpartition(":")

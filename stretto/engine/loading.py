@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from stretto.base.errors import UserError
-from stretto.base.paths import RUN_FILE, checkpoint_folder, read_json
+from stretto.base.paths import checkpoint_folder, model_name, read_json
 from stretto.base.records import Lineage
 from stretto.engine.engine import Engine
 from stretto.engine.forward_cpu import fits_kernels
@@ -59,7 +59,7 @@ class OpenedEngine:
     folder: Path
     """Folder of the checkpoint."""
     name: str
-    """Name of the run, or of the folder if it belongs to no run."""
+    """As `model_name`."""
     integers: Mapping[str, IntWeight]
     """Weights of the network in service that the engine holds as integers only, on the meta device."""
 
@@ -144,9 +144,8 @@ def open_engine(
             integers=integers,
         )
         stack.pop_all()
-    name = folder.parent.name if (folder.parent / RUN_FILE).is_file() else folder.resolve().name
     subnets = {"full": model.config.full(), **{name: choice.of(model.config) for name, choice in presets.items()}}
-    return OpenedEngine(engine, subnets, checkpoint.lineage, folder, name, served_integers)
+    return OpenedEngine(engine, subnets, checkpoint.lineage, folder, model_name(folder), served_integers)
 
 
 def held_integers(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import stretto
 from stretto.base.errors import UserError
 from stretto.engine.forward_torch import KvPool
 from stretto.engine.loading import generation_ends, open_engine
@@ -49,10 +50,25 @@ def test_a_run_and_its_checkpoint_open_alike(run_folder: Path) -> None:
     assert alone.tokens == expected[0]
 
 
+def test_a_run_of_rl_has_its_name_for_every_reader(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder has no run.json."""
+    (run_folder / "run.json").rename(run_folder / "recipe.json")
+    try:
+        monkeypatch.chdir(run_folder)
+        for path in (run_folder, run_folder / "checkpoint", Path("."), Path("checkpoint")):
+            assert open_engine(path, EngineConfig(**SIZES), library=TORCH).name == "tiny"
+            assert stretto.load(path).name == "tiny"
+    finally:
+        (run_folder / "recipe.json").rename(run_folder / "run.json")
+
+
 def test_what_cannot_be_opened(run_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"config.json: no such file"):
         open_engine(tmp_path)
     (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(UserError, match="finish it with --resume"):
+        open_engine(tmp_path)
+    (tmp_path / "run.json").rename(tmp_path / "recipe.json")  # as a run of `stretto rl` has it
     with pytest.raises(UserError, match="finish it with --resume"):
         open_engine(tmp_path)
     half = tmp_path / "half"
