@@ -150,17 +150,20 @@ async def run_agent(
         messages.append(message)
         await call_tools(turn, message)
     num_forced = len(turns)
+    phase: Phase = "think"
     try:
         while True:
             left = options.tokens - reserved - sum(turn.num_written for turn in turns)
             if left <= 0 or len(turns) - num_forced >= options.turns - 1:
                 ended = Ending.TOKENS if left <= 0 else Ending.TURNS
                 break
-            turn, message = await ask("think", left, schemas)
-            if not turn.calls and options.answer not in (None, options.think):
+            turn, message = await ask(phase, left, schemas)
+            if phase == "think" and not turn.calls and options.answer not in (None, options.think):
                 # The size that calls tools is done: the other size answers, and may call tools, too.
                 turns.append(replace(turn, is_draft=True))
-                turn, message = await ask("answer", left + reserved - turn.num_written, schemas)
+                phase = "answer"
+                continue
+            phase = "think"
             messages.append(message)
             if not turn.calls:
                 turns.append(replace(turn, phase="answer"))

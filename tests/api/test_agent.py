@@ -61,8 +61,11 @@ def ran(
         if "error" in turn:
             return JSONResponse(turn, 400)
         spent = {"subnet": body.get("elastic", "full"), "flops": 1e6 * (10 if body.get("elastic") == "full" else 1)}
-        usage = {"prompt_tokens": 50, "completion_tokens": 8, "elastic": spent}
-        return JSONResponse({"choices": [{"message": {"role": "assistant", **turn}}], "usage": usage})
+        num_written = min(turn.get("num_written", 8), body["max_tokens"])
+        usage = {"prompt_tokens": 50, "completion_tokens": num_written, "elastic": spent}
+        finish = "length" if num_written < turn.get("num_written", 0) else "stop"
+        choice = {"message": {"role": "assistant", **turn}, "finish_reason": finish}
+        return JSONResponse({"choices": [choice], "usage": usage})
 
     desk = Desk((reader := Reader(CORPUS, most=3, words=8)).tools, reader)
 
@@ -144,6 +147,18 @@ def test_out_of_budget_it_answers_with_what_it_has(options: dict[str, Any], ende
     assert "tools" not in asked[-1] and asked[-1]["messages"][-1]["role"] == "user"
     allowed = options.get("tokens", 4096)
     assert all(body["max_tokens"] <= allowed - 8 * place for place, body in enumerate(asked))
+
+
+@pytest.mark.parametrize("long", [SEARCHED[0], SEARCHED[3]])
+def test_two_sizes_share_one_budget(long: dict[str, Any]) -> None:
+    """The size that answers fills what it may write, with a call or with a text that is cut: the reserve is still there."""
+    replies = [SEARCHED[3], long | {"num_written": 99}, SEARCHED[3] | {"num_written": 99}]
+    run, asked, _ = ran(replies, tokens=32, think="corner", answer="full")
+    assert [body["max_tokens"] for body in asked] == [24, 16, 8]
+    assert (sum(turn.num_written for turn in run.turns), run.ended) == (32, Ending.TOKENS)
+    assert "tools" not in asked[-1] and asked[-1]["elastic"] == "full"
+    run, asked, _ = ran([SEARCHED[3]] * 2, turns=2, think="corner", answer="full")
+    assert len(run.turns) == 2 and "tools" not in asked[-1], "the second turn is the last"
 
 
 def test_a_context_that_is_full_ends_the_run_and_a_busy_server_does_not() -> None:
