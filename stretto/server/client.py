@@ -57,8 +57,9 @@ class Client:
     def __init__(
         self, url: str, api_key: str | None = None, *, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
+        """``url``: address of the server, with or without the ``/v1`` of its API."""
         self._http = httpx.AsyncClient(
-            base_url=url,
+            base_url=url.rstrip("/").removesuffix("/v1"),
             headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
             timeout=httpx.Timeout(600.0, connect=10.0),
             limits=_NO_LIMIT,  # a load generator must not queue requests inside itself

@@ -95,6 +95,16 @@ def test_errors_are_counted_by_what_they_say(connect: Any) -> None:
     assert result.errors[reason] == 2 and reason.startswith("400") and "9999" in reason
 
 
+@pytest.mark.parametrize("url", ["http://test", "http://test/", "http://test/v1", "http://test/v1/"])
+def test_an_address_may_end_in_v1(url: str) -> None:
+    async def ask() -> Any:
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, json=str(request.url)))
+        async with Client(url, transport=transport) as client:
+            return await client.get("/v1/models")
+
+    assert asyncio.run(ask()) == "http://test/v1/models"
+
+
 @pytest.mark.parametrize("answer", ["<p>hello</p>", "[]", '{"choices": []}', '{"choices": [{"message": "hello"}]}'])
 def test_what_is_no_chat_api_is_a_failure(answer: str) -> None:
     async def ask() -> Any:
