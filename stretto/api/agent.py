@@ -23,7 +23,7 @@ from rich.markup import escape
 
 from stretto.api.serve import ServeOptions, check_url, environment_keys, served_here
 from stretto.base.config import Config
-from stretto.base.errors import UserError, check_text, nearest
+from stretto.base.errors import UserError, nearest
 from stretto.base.paths import write_text
 from stretto.base.track import progress, say, wide_console
 from stretto.report.transcript import (
@@ -60,6 +60,8 @@ _MIN_TOKENS = 16
 """Smallest ``max_tokens`` that a turn is reduced to when the context has too little room."""
 _BUSY, _TRIES = (429, 503), 5
 """Statuses of a busy server, and the number of requests until it counts as a failure."""
+_ABOUT_SIZE = "elastic: "
+"""Beginning of the server's messages about the size that a request names."""
 _ANSWER_NOW = "The budget is used up. Answer now, with what you have."
 _PLAN = "Before you use a tool, say in a few lines what has to be found, and in which order."
 
@@ -87,7 +89,9 @@ class AgentOptions(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.votes > 1 and self.temperature == 0:
-            raise ValueError(f"votes: {self.votes} runs at temperature 0 are all the same; give a temperature")
+            raise ValueError(
+                f"--votes {self.votes}: runs at temperature 0 are all the same; give a --temperature above 0"
+            )
         return self
 
 
@@ -127,17 +131,24 @@ async def run_agent(
         first_query: query of a search that is made before the model's first turn; empty: none.
 
     Raises:
-        ApiFailure: the server refuses the prompt, or stays busy. httpx.TransportError: no server answers.
+        ApiFailure: the server refuses the prompt, or stays busy. httpx.TransportError: no server answers. UserError: it refuses a size.
     """
     messages, turns = [dict(message) for message in prompt], list[Turn]()
     reserved, ended = options.tokens // _ANSWER_PART, Ending.ANSWER
     schemas = [tool.schema() for tool in tools]
 
     async def ask(phase: Phase, max_tokens: int, schemas: Sequence[Mapping[str, Any]]) -> tuple[Turn, dict[str, Any]]:
-        size = options.answer if phase == "answer" and options.answer is not None else options.think
+        is_answer = phase == "answer" and options.answer is not None
+        size = options.answer if is_answer else options.think
         body = {"model": endpoint.model, "messages": messages, "temperature": options.temperature, "seed": seed}
         body |= ({"tools": schemas} if schemas else {}) | ({"elastic": size} if size else {})
-        return _turn(await _completion(endpoint.client, body, max_tokens), phase)
+        try:
+            return _turn(await _completion(endpoint.client, body, max_tokens), phase)
+        except ApiFailure as failure:
+            if size and failure.message.startswith(_ABOUT_SIZE):
+                problem = failure.message.removeprefix(_ABOUT_SIZE)
+                raise UserError(f"--{'answer' if is_answer else 'think'} {size}: {problem}") from None
+            raise
 
     async def call_tools(turn: Turn, message: Mapping[str, Any]) -> None:
         tell(", ".join(f"{call.name} {' '.join(map(str, (call.arguments or {}).values()))}" for call in turn.calls))
@@ -282,9 +293,6 @@ def agent_command(
         UserError: bad input, a server that refuses or does not answer, no answer within the budget, or no opened document where
             the options require one.
     """
-    check_text(question, "the question")
-    if not question.strip():
-        raise UserError("stretto agent: QUESTION: is empty; write a question")
     if server is not None:
         check_url(server, "--server")
     if (model is None) == (server is None):

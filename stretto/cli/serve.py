@@ -8,6 +8,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from stretto.base.errors import UserError, check_text
 from stretto.cli.options import Device, OptionalOut, Source, check_exists
 
 Model = Annotated[Path | None, Option(help="Run or checkpoint to load in this process.")]
@@ -171,15 +172,19 @@ def agent(
         out: File to write the transcript to: .json for JSON, else HTML.
         seed: Random seed of the first run; later runs count up.
     """
+    check_text(question, "the question")
+    if not question.strip():
+        raise UserError("agent: the question is empty; write one")
     if model is not None:
         check_exists(model)
     from stretto.api.agent import AgentOptions, agent_command
     from stretto.api.serve import ServeOptions
-    from stretto.base.config import validate
+    from stretto.base.config import validate_options
 
     values = {"turns": budget_turns, "tokens": budget_tokens, "votes": votes, "temperature": temperature, "seed": seed}
     others = {"think": think, "answer": answer, "must_search": must_search, "require_source": require_source}
-    options = validate(AgentOptions, values | others, "stretto agent: --budget-*, --votes")
+    names = {"turns": "--budget-turns", "tokens": "--budget-tokens"}
+    options = validate_options(AgentOptions, values | others, names)
     serving = ServeOptions(device=device, dtype=dtype, max_batch=max(1, votes))
     agent_command(question, model, server, tools, options, plan=plan, out=out, serving=serving)
 

@@ -245,9 +245,12 @@ def test_the_command_on_a_random_network(stretto: Command, served_run: Path, tmp
         (("--tools", "python=3"), ("takes no value",)),
         (("--tools", "search={empty}"), ("nothing to search",)),
         (("--tools", "search=/nowhere"), ("no such file or folder",)),
-        (("--votes", 3), ("temperature",)),
-        (("--budget-turns", 0), ("turns",)),
-        (("--think", "haf"), ("did you mean 'half'",)),
+        (("--votes", 3), ("--votes 3", "--temperature")),
+        (("--votes", 0), ("stretto: --votes: must be greater than 0, is 0",)),
+        (("--budget-turns", 0), ("stretto: --budget-turns: must be greater than 0, is 0",)),
+        (("--budget-tokens", 0), ("stretto: --budget-tokens: must be greater than or equal to 4, is 0",)),
+        (("--think", "haf"), ("--think haf: no preset 'haf'", "did you mean 'half'")),
+        (("--answer", "haf"), ("--answer haf: no preset 'haf'", "did you mean 'half'")),
         (("--server", "http://127.0.0.1:9"), ("either --model FOLDER or --server",)),
         (("--must-search",), ("--must-search: no documents to search",)),
         (("--require-source",), ("--require-source: no documents to search",)),
@@ -265,7 +268,8 @@ def test_what_cannot_be_asked(stretto: Command, served_run: Path, tmp_path: Path
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         refused(stretto("agent", "Who?", "--server", f"http://127.0.0.1:{free.getsockname()[1]}"), "no server answers")
-    refused(stretto("agent", " ", "--model", served_run), "QUESTION: is empty")
+    for question in ("", " "):
+        refused(stretto("agent", question, "--model", served_run), "agent: the question is empty; write one")
     refused(stretto("agent", "Who? " * 400, "--model", served_run), "tokens")
     shutil.copytree(served_run / "checkpoint", tmp_path / "bare")
     (tmp_path / "bare/chat_template.jinja").unlink()

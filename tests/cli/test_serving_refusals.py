@@ -165,4 +165,4 @@ def test_loads_that_cannot_be(stretto: Run, served_run: Path) -> None:
 def test_a_server_address_that_is_none(stretto: Run) -> None:
     refused(stretto("agent", "Who?", "--server", "ftp://x"), "--server ftp://x", "not the address of an HTTP server")
     refused(stretto("bench-serve", "--url", "ftp://x"), "--url ftp://x", "not the address of an HTTP server")
-    refused(stretto("agent", " ", "--server", "http://127.0.0.1:1"), "QUESTION", "is empty")
+    refused(stretto("agent", " ", "--server", "http://127.0.0.1:1"), "agent: the question is empty")
