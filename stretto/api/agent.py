@@ -157,7 +157,7 @@ async def run_agent(
     if first_query:
         function = {"name": "search", "arguments": json.dumps({"query": first_query})}
         calls = [{"id": "first-search", "type": "function", "function": function}]
-        turn, message = _turn({"choices": [{"message": {"tool_calls": calls}}]}, "think")
+        turn, message = _turn({"choices": [{"message": {"tool_calls": calls}}]}, "search")
         messages.append(message)
         await call_tools(turn, message)
     num_forced = len(turns)

@@ -15,7 +15,8 @@ from stretto.base.numbers import si
 from stretto.base.paths import write_text
 from stretto.report.page import NOTHING, Cell, Page, Section, Table, render
 
-Phase = Literal["think", "answer"]
+Phase = Literal["search", "think", "answer"]
+"""The first is the agent's own search for the question, before the model's first turn."""
 
 
 class Ending(StrEnum):
@@ -51,7 +52,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of the model. Written by the agent loop."""
+    """One turn of the model, or the agent's own search. Written by the agent loop."""
 
     phase: Phase
     size: str
@@ -104,7 +105,7 @@ def spent(turns: Sequence[Turn]) -> float | None:
 
 
 def phase_table(runs: Sequence[Run]) -> Table:
-    """Cost of each phase over all runs."""
+    """Cost of the model's turns in each phase over all runs."""
 
     def row(name: str, turns: Sequence[Turn]) -> tuple[Cell, ...]:
         flops = spent(turns)
@@ -119,7 +120,7 @@ def phase_table(runs: Sequence[Run]) -> Table:
             NOTHING if flops is None else Cell(si(flops), flops),
         )
 
-    turns = [turn for run in runs for turn in run.turns]
+    turns = [turn for run in runs for turn in run.turns if turn.phase != "search"]
     phases = {name: [turn for turn in turns if turn.phase == name] for name in ("think", "answer")}
     rows = tuple(row(name, some) for name, some in phases.items() if some)
     columns = ("Phase", "Turns", "Read", "Cached", "Written", "FLOPs")
@@ -132,10 +133,11 @@ def write_transcript(path: Path, question: str, model: str, runs: Sequence[Run],
     `UserError`: the page cannot be written."""
     facts = [f"{len(runs)} runs, {num_agreed} with this answer"] if len(runs) > 1 else []
     facts += [NO_SOURCE] if chosen.num_opened == 0 else []
+    first = 0 if chosen.turns and chosen.turns[0].phase == "search" else 1
     sections = [
         Section("question", "Question", text=question),
         Section("cost", "Cost", tables=(phase_table(runs),)),
-        *(_turn(number, turn, chosen) for number, turn in enumerate(chosen.turns, start=1)),
+        *(_turn(number, turn, chosen) for number, turn in enumerate(chosen.turns, start=first)),
         *(
             Section(
                 _anchor(chosen, each.id), f"[{each.id}] {each.title}", samples=(("", "", each.text or "never opened"),)
@@ -183,6 +185,8 @@ def _turn(number: int, turn: Turn, run: Run) -> Section:
     kind = ", ".join(call.name for call in turn.calls) or ("draft of the answer" if turn.is_draft else "answer")
     size = f" at {turn.size}" if turn.size else ""
     heading, text = f"Turn {number}: {kind}", f"{turn.num_written} tokens{size}"
+    if turn.phase == "search":
+        heading, text = "Search for the question", "Made by the agent before the model's first turn."
     return Section(f"turn-{number}", heading, text=text, samples=tuple(samples))
 
 

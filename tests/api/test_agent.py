@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from stretto.api import agent
 from stretto.api.agent import AgentOptions, Desk, Endpoint, run_agent, voted
-from stretto.report.transcript import NO_ANSWER, NO_SOURCE, Ending, Run, Source, write_transcript
+from stretto.report.transcript import NO_ANSWER, NO_SOURCE, Ending, Run, Source, phase_table, write_transcript
 from stretto.server.client import ApiFailure, Client
 from stretto.tasks.corpus import Corpus, Document, Reader
 from tests.api.conftest import Run as Command
@@ -106,7 +106,7 @@ def test_it_calls_until_it_answers() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"turns": 1}])
-def test_a_search_for_the_question_comes_before_the_first_turn(options: dict[str, Any]) -> None:
+def test_a_search_for_the_question_comes_before_the_first_turn(options: dict[str, Any], tmp_path: Path) -> None:
     run, asked, desk = ran([{"content": "Vik"}], "Where is the bridge at Ens?", **options)
     call_turn, result = asked[0]["messages"][1:3]
     assert call_turn["tool_calls"][0]["function"]["name"] == "search"
@@ -114,6 +114,11 @@ def test_a_search_for_the_question_comes_before_the_first_turn(options: dict[str
     assert run.turns[0].calls[0].result == result["content"] and run.messages[0] == call_turn
     assert (run.text, len(asked), len(run.turns), desk.reader and desk.reader.opened) == ("Vik", 1, 2, [])
     assert asked[0]["max_tokens"] == (4096 if options else 3072)
+    table = phase_table([run])
+    assert [[cell.text for cell in row[:2]] for row in (*table.rows, *table.totals)] == [["answer", "1"], ["All", "1"]]
+    write_transcript(tmp_path / "page.html", "Where?", "tiny", [run], run, 1)
+    page = (tmp_path / "page.html").read_text()
+    assert "Turn 1: answer" in page and "Turn 2" not in page and "Search for the question" in page
 
 
 def test_bad_calls_are_told_to_the_model() -> None:
