@@ -99,6 +99,13 @@ def check_exists(model: Path) -> None:
         checkpoint_folder(model)
 
 
+def check_ending(out: Path, *endings: str) -> None:
+    """Raises UserError if the file ``out`` to write has none of ``endings``."""
+    if out.suffix not in endings:
+        problem = "is a folder; name a file that ends" if out.is_dir() else "must end"
+        raise UserError(f"--out {out}: {problem} in {' or '.join(endings)}")
+
+
 def say(text: str) -> None:
     """Print ``text`` on the first rank; under torchrun the other ranks would repeat it."""
     if os.environ.get("RANK", "0") == "0":

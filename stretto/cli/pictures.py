@@ -7,7 +7,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from stretto.cli.options import Device, OptionalOut, Out
+from stretto.cli.options import Device, OptionalOut, Out, check_ending
 from stretto.cli.serve import Model, PromptWriter, ServedDtype, ServedSubnet, Server, Temperature
 
 Prompt = Annotated[str, Argument(help="Description of the picture, in English.", show_default=False)]
@@ -76,7 +76,7 @@ def paint(
 
     Args:
         size: Width and height in pixels: 1024x1024. Default: the prompt's, or 512x512.
-        out: PNG file to write.
+        out: File to write (.png).
         images: Largest number of pictures to try until one passes the checks.
         lora: Adapter: NAME or NAME@WEIGHT.
         control: Control picture, KIND=FILE: canny=reference.png.
@@ -86,6 +86,7 @@ def paint(
         as_is: Send the prompt unchanged, in any language, and check nothing.
         seed: Random seed of the first picture; later ones count up.
     """
+    check_ending(out, ".png")
     from stretto.api.pictures import Writer, paint_command, parse_control, parse_lora, parse_size
     from stretto.api.serve import ServeOptions
     from stretto.base.errors import UserError

@@ -9,7 +9,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from stretto.base.errors import UserError, check_text
-from stretto.cli.options import Device, OptionalOut, Source, check_exists
+from stretto.cli.options import Device, OptionalOut, Source, check_ending, check_exists
 
 Model = Annotated[Path | None, Option(help="Run or checkpoint to load in this process.")]
 Server = Annotated[str | None, Option(help="URL of a running server to use instead of --model.")]
@@ -169,12 +169,14 @@ def agent(
         plan: Ask for a plan before the first tool call.
         must_search: Search for the question before the model's first turn. Default: on with a search tool.
         require_source: End with exit code 2 when no document was opened.
-        out: File to write the transcript to: .json for JSON, else HTML.
+        out: File to write the transcript to: a page (.html) or a record (.json).
         seed: Random seed of the first run; later runs count up.
     """
     check_text(question, "the question")
     if not question.strip():
         raise UserError("agent: the question is empty; write one")
+    if out is not None:
+        check_ending(out, ".html", ".json")
     if model is not None:
         check_exists(model)
     from stretto.api.agent import AgentOptions, agent_command

@@ -32,6 +32,7 @@ from stretto.cli.options import (
     ValFraction,
     Vocabulary,
     Wandb,
+    check_ending,
     check_exists,
     say,
 )
@@ -440,8 +441,8 @@ def plan(
         as_json: Print all figures as JSON.
     """
     options = locals()
-    if out is not None and out.suffix not in (".png", ".html"):
-        raise UserError(f"--out {out}: must end in .png or .html")
+    if out is not None:
+        check_ending(out, ".png", ".html")
     from stretto.base.config import validate_options
     from stretto.planner.rl import Workload
 

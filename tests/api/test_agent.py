@@ -256,6 +256,7 @@ def test_the_command_on_a_random_network(stretto: Command, served_run: Path, tmp
         (("--budget-tokens", 0), ("stretto: --budget-tokens: must be greater than or equal to 4, is 0",)),
         (("--think", "haf"), ("--think haf: no preset 'haf'", "did you mean 'half'")),
         (("--answer", "haf"), ("--answer haf: no preset 'haf'", "did you mean 'half'")),
+        (("-o", "{empty}/answer.pdf"), ("answer.pdf: must end in .html or .json",)),
         (("--server", "http://127.0.0.1:9"), ("either --model FOLDER or --server",)),
         (("--must-search",), ("--must-search: no documents to search",)),
         (("--require-source",), ("--require-source: no documents to search",)),

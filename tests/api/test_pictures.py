@@ -236,6 +236,7 @@ def test_a_picture_that_cannot_be_written_or_painted_is_told_in_a_line(
 
     monkeypatch.setattr(Renderer, "paint", fails)
     refused(stretto("paint", "a cube", "-o", tmp_path), "is a folder")  # before anything is painted
+    refused(stretto("paint", "a cube", "-o", tmp_path / "a.txt"), "a.txt: must end in .png")
     refused(stretto("paint", "a cube", "-o", tmp_path / "a.png"), "painting failed: it failed at node 3: no memory")
 
 
