@@ -41,7 +41,8 @@ TIME_COLOURS = LinearSegmentedColormap.from_list("time", ["#123a63", "#1f78a8", 
 HALO = withStroke(linewidth=3.5, foreground="white")
 """Keeps text legible on grid lines."""
 LABEL_PT, TEXT_PT = 12.5, 12.0
-_TITLE: dict[str, Any] = {"fontsize": 15.0, "fontweight": "bold", "color": INK, "parse_math": False}
+_TITLE: dict[str, Any] = {"y": 1.0, "fontsize": 15.0, "fontweight": "bold", "color": INK, "parse_math": False}
+"""Without ``y``, matplotlib would measure all tick labels at every drawing, to move titles above ticks on the upper side; no figure has such ticks."""
 
 Form = Callable[[float], str]
 """Format of a value."""
@@ -204,31 +205,36 @@ def spread(values: Sequence[float], gap: float) -> list[float]:
 
 Ends = tuple[Axes, Sequence[Label]]
 """A panel and the labels at the ends of its curves."""
+_AT_END: dict[str, Any] = {"xycoords": "axes fraction", "va": "center", "annotation_clip": False}
 
 
 def name_ends(*panels: Ends) -> None:
     """Write labels at the right ends of curves, outside the axes, moved apart if curves end close together.
 
-    Call it once per figure, with all panels, after everything is drawn: the layout is computed once.
+    Call it once per figure, with all panels, after everything is drawn: the layout is computed here, and not again when the figure is saved.
     """
+    # the layout needs the widths of the labels, and their heights need the layout
+    notes = [[label.write(axes, (1.0, 0.5), (8, 0), **_AT_END) for label in labels] for axes, labels in panels]
     canvas = _laid_out(panels[0][0])
     gap = 1.35 * TEXT_PT * canvas.figure.dpi / 72.0
-    for axes, labels in panels:
+    for (axes, labels), written in zip(panels, notes, strict=True):
         if not labels:
             continue
         frame = axes.get_window_extent(canvas.get_renderer())
         ends = [float(axes.transData.transform((label.x, label.y))[1]) for label in labels]  # pixels, on any scale
         placed = spread(ends, gap)
         low, high = frame.y0 + 0.2 * gap, frame.y1 - 0.4 * gap  # above the x axis' tick labels, below a long subtitle
-        for rank, (y, label) in enumerate(sorted(zip(placed, labels, strict=True), key=lambda pair: pair[0])):
+        for rank, (y, note) in enumerate(sorted(zip(placed, written, strict=True), key=lambda pair: pair[0])):
             inside = max(min(y, high - (len(labels) - 1 - rank) * gap), low + rank * gap)
-            at = (1.0, (inside - frame.y0) / frame.height)
-            label.write(axes, at, (8, 0), xycoords="axes fraction", va="center", annotation_clip=False)
+            note.xy = (1.0, (inside - frame.y0) / frame.height)
+    canvas.figure.set_layout_engine("none")
 
 
 def _laid_out(axes: Axes) -> FigureCanvasAgg:
     """The canvas of the figure after its layout was computed."""
     canvas = axes.figure.canvas
     assert isinstance(canvas, FigureCanvasAgg), canvas
-    canvas.figure.draw_without_rendering()
+    layout = canvas.figure.get_layout_engine()
+    assert layout is not None
+    layout.execute(canvas.figure)
     return canvas

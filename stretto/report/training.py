@@ -26,7 +26,7 @@ from stretto.report.search import (
     load_caption,
     search_caption,
 )
-from stretto.report.style import MUTED, Label
+from stretto.report.style import MUTED, Ends, Label
 from stretto.subnets.candidate import pareto_front
 from stretto.subnets.search import SearchResult
 
@@ -317,12 +317,14 @@ def training_curves(data: ReportData) -> Figure:
     widths = [1.55, 1.0] if pretraining and healing else [1.0]
     figure = style.blank(10.0, 5.8)
     places = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
+    ends: list[Ends] = []
     if pretraining is not None:
         title = STAGES.get(data.stage, "training").capitalize()
         kind = _kind(pretraining)
         axes = style.dress(places[0], title, "Training tokens", f"{kind}, nats per token")
         lines = [(name, *pretraining.series(f"loss/{name}")) for name in pretraining.losses()]
-        is_clipped = _plot(axes, lines, colour, _EDGE_SHARE)
+        ends.append((axes, _plot(axes, lines, colour, _EDGE_SHARE)))
+        is_clipped = max(max(y) for *_, y in lines) > axes.get_ylim()[1]
         is_inside = bool(pretraining.held_out())
         note = (
             "sizes inside the elastic network" if is_inside else "mean since the previous point, on the training text"
@@ -331,9 +333,11 @@ def training_curves(data: ReportData) -> Figure:
     if healing:
         y_name = "" if pretraining else "Held-out loss, nats per token"
         axes = style.dress(places[-1], "Healing", "Training tokens", y_name)
-        _plot(axes, [(curve.name, *curve.series("loss/full")) for curve in healing], colour, edge=0.0)
+        healed = [(curve.name, *curve.series("loss/full")) for curve in healing]
+        ends.append((axes, _plot(axes, healed, colour, edge=0.0)))
         is_other_text = any(curve.is_other_text for curve in healing)
         style.subtitle(axes, ["extracted sizes, trained alone", *["other held-out rows"] * is_other_text])
+    style.name_ends(*ends)
     return figure
 
 
@@ -341,8 +345,8 @@ def _kind(curve: Curve) -> str:
     return "Held-out loss" if curve.held_out() else "Training loss"
 
 
-def _plot(axes: Axes, lines: Sequence[_Named], colour: dict[str, str], edge: float) -> bool:
-    """Draw curves with their names at the ends. Returns True if values in the first share ``edge`` of a curve lie above the frame."""
+def _plot(axes: Axes, lines: Sequence[_Named], colour: dict[str, str], edge: float) -> list[Label]:
+    """Draw curves and return the labels at their ends. Values in the first share ``edge`` of a curve may lie above the frame."""
     lines = [line for line in lines if line[1]]
     labels = []
     for name, x, y in lines:
@@ -357,8 +361,7 @@ def _plot(axes: Axes, lines: Sequence[_Named], colour: dict[str, str], edge: flo
     axes.set_ylim(low - 0.08 * room, top + 0.08 * room)
     axes.margins(x=0.02)
     style.ticks(axes.xaxis, numbers.si)
-    style.name_ends((axes, labels))
-    return max(max(y) for *_, y in lines) > axes.get_ylim()[1]
+    return labels
 
 
 def curves_caption(data: ReportData) -> str:

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.text import Text
 
+from stretto.report.page import to_png
 from stretto.report.style import Label, blank, colours, dress, log_ticks, name_ends, place_labels, spread, subtitle
 
 
@@ -60,3 +63,27 @@ def test_names_at_the_ends_of_curves_stay_below_the_subtitle() -> None:
     (above,) = (box for text, box in boxes.items() if text.startswith("a long"))
     assert names[-1].y1 <= above.y0
     assert all(low.y1 <= high.y0 for low, high in pairwise(names))
+
+
+def test_a_figure_with_names_at_its_curves_is_laid_out_once_and_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    for owner, name in ((ConstrainedLayoutEngine, "execute"), (Figure, "draw")):
+        exact = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, exact=exact, name=name: (seen.append(name), exact(*args)))
+    axes = dress(blank(5.0, 3.0).subplots(), "Reward", "Step", "")
+    axes.plot([0, 1], [0, 1])
+    name_ends((axes, [Label(1.0, 1.0, "trained  1.0")]))
+    to_png(axes.figure)
+    assert seen == ["execute", "draw"]
+
+
+def test_a_saved_name_ends_inside_its_figure_and_beside_its_curve() -> None:
+    figure = blank(5.0, 3.0)
+    axes = dress(figure.subplots(), "Reward", "Step", "")
+    axes.plot([0, 1], [0, 1])
+    name_ends((axes, [Label(1.0, 0.7, "a name of more than a few characters")]))
+    to_png(figure)
+    box = Text.get_window_extent(axes.texts[0])
+    assert axes.get_window_extent().x1 < box.x0 < box.x1 <= figure.bbox.x1
+    end = float(axes.transData.transform((1.0, 0.7))[1])
+    assert box.y0 < end < box.y1
