@@ -107,6 +107,9 @@ def test_three_turns_a_comparison_and_undo_in_a_browser(address: str) -> None:
             page.locator("#versions li").nth(number - 1).wait_for()
         ledger = page.locator("#ledger li").all_inner_texts()
         assert ledger[:3] == ["2 red circles", "1 green square", "1 yellow triangle"]
+        current = page.locator("#versions button[aria-current]")
+        assert current.count() == 1 and current.locator("img").get_attribute("alt") == "Version 3"
+        assert current.evaluate("each => getComputedStyle(each).opacity") == "1"
         page.locator("#versions button").nth(0).click()
         assert page.locator("#pair figure").count() == 2
         shown: Any = page.evaluate(

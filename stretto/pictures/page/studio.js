@@ -26,8 +26,10 @@ function show(state) {
   $("pair").replaceChildren(...pair.map(number => figure(state, number)));
   $("versions").replaceChildren(...state.versions.map((version, number) => {
     const pick = node("button", { type: "button" }, node("img", { src: `pictures/${number}.png`, alt: `Version ${number + 1}` }));
-    pick.setAttribute("aria-pressed", String(number === compared));
-    pick.disabled = number === state.shown;
+    if (number === state.shown) {
+      pick.disabled = true;
+      pick.setAttribute("aria-current", "true");
+    } else pick.setAttribute("aria-pressed", String(number === compared));
     pick.addEventListener("click", () => { compared = number === compared ? null : number; show(state); });
     return node("li", {}, pick);
   }));
