@@ -35,6 +35,8 @@ from stretto.server.server import open_socket
 from stretto.tasks.shapes.ledger import Ledger, describe
 
 BACKENDS = ("renderer", "diffusers", "comfy")
+_PLACES = {"diffusers": ("a folder", "FOLDER"), "comfy": ("an address", "http://127.0.0.1:8188")}
+"""What follows the name of a backend, and an example."""
 _SIZE = re.compile(r"(\d{1,5})[x×](\d{1,5})")
 
 
@@ -220,9 +222,17 @@ def open_verifier(named: str | None) -> Iterator[Verifiers]:
 
 
 def open_backend(named: str, device: str) -> Backend:
-    """The backend ``renderer``, ``diffusers:FOLDER`` or ``comfy:URL``. Raises `UserError`: unknown backend, or a package is missing."""
+    """The backend ``renderer``, ``diffusers:FOLDER`` or ``comfy:URL``.
+
+    Raises `UserError`: unknown backend, no folder or address, or a package is missing.
+    """
     kind, _, place = named.partition(":")
-    if kind not in BACKENDS or (kind == "renderer") == bool(place):
+    if kind == "renderer" and place:
+        raise UserError(f"--backend {named}: write renderer, without ':{place}'")
+    if kind in _PLACES and not place:
+        what, example = _PLACES[kind]
+        raise UserError(f"--backend {kind}: needs {what}; write {kind}:{example}")
+    if kind not in BACKENDS:
         known = "renderer, diffusers:FOLDER, comfy:http://127.0.0.1:8188"
         raise UserError(f"--backend {named}: unknown backend{nearest(kind, BACKENDS)}; one of {known}")
     if kind == "renderer":

@@ -34,7 +34,12 @@ class Renderer:
                 raise UserError(
                     f"renderer: {what.removesuffix('s')}: the renderer does not support it; leave it out, or choose another backend"
                 )
-        ledger = drawable(read(request.prompt))
+        wanted = read(request.prompt)
+        try:
+            ledger = drawable(wanted)
+        except UserError as error:
+            remedy = "for other pictures than coloured shapes, use --backend diffusers:FOLDER or comfy:URL"
+            raise UserError(f"{error}; {remedy}") from None
         meant = self._misread(ledger, request.seed)
         if request.base is not None and request.mask is not None:
             image = _edited(ledger, meant, request.base, request.mask, request.seed)
