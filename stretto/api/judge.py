@@ -16,7 +16,7 @@ from torch import Tensor
 from stretto.base.config import validate, validate_options
 from stretto.base.endpoint import served_name
 from stretto.base.errors import UserError
-from stretto.base.numbers import duration, percent
+from stretto.base.numbers import counted, duration, percent
 from stretto.base.paths import checkpoint_folder, remove, replacing
 from stretto.base.track import progress, say, wide_console
 from stretto.evals.ranker import (
@@ -57,8 +57,9 @@ def damaged_passages(
     originals, least = passages(books, part, num, seed), min(num, _MIN_PASSAGES)
     authors = {passage.author for passage in originals}
     if len(originals) < least or len(authors) < 2:
+        found = f"{counted(len(originals), 'passage')} by {counted(len(authors), 'author')} of the part {part!r}"
         raise UserError(
-            f"--data: {len(originals)} passages by {len(authors)} authors of the part {part!r}, needed are {least} by two; name more books"
+            f"--data: {found}; at least {counted(least, 'passage')} by two authors are needed; name more books"
         )
     return originals, damaged(originals, part, seed)
 
@@ -135,12 +136,16 @@ def calibrate_command(
 
     Raises `UserError`: bad input, or the judge does not answer.
     """
-    originals, copies = damaged_passages(read_books(data), "held_out", num, seed)
+
+    def read() -> tuple[list[Passage], list[dict[str, str]]]:  # after the judge was found
+        return damaged_passages(read_books(data), "held_out", num, seed)
+
     if judge.startswith(("http://", "https://")):
         with tempfile.TemporaryDirectory() as folder:  # an empty cache, so that every comparison is made now
             settings = {"url": judge, "model": name or served_name(judge), "cache": str(Path(folder) / "cache")}
             config = validate(EndpointConfig, settings, judge)
             with closing(EndpointJudge(config, "calibrate")) as endpoint:
+                originals, copies = read()
 
                 def prefer(prompt: str, first: str, second: str) -> float:
                     problem = Problem(0, ({"role": "user", "content": prompt},), "", {"rubric": [_CRITERION]})
@@ -150,6 +155,7 @@ def calibrate_command(
                 trust = calibrate(prefer, originals, copies, config.at_once)
     else:
         first_wins = open_judge(Path(judge), join(device).device).first_wins
+        originals, copies = read()
         _announce(first_wins, originals)
         trust = calibrate(first_wins, originals, copies)
     wide_console().print(trust_table(trust, judge))

@@ -146,8 +146,8 @@ def measure_ratings(path: Path, rated: Sequence[RatedText], states_ND: Tensor) -
     """
     authors = sorted({each.author for each in rated})
     if len(rated) < MIN_TEXTS or len(authors) < MIN_AUTHORS:
-        needed = f"needed are {MIN_TEXTS} texts by {MIN_AUTHORS} authors"
-        raise UserError(f"--rated {path}: {len(rated)} texts by {len(authors)} authors, {needed}; add rated texts")
+        needed = f"at least {MIN_TEXTS} texts by {MIN_AUTHORS} authors are needed"
+        raise UserError(f"--rated {path}: {len(rated)} texts by {len(authors)} authors; {needed}; add rated texts")
     rng = np.random.default_rng(0)
     place = dict(zip(authors, rng.permutation(len(authors)).tolist(), strict=True))
     fold_N = np.array([place[each.author] % _FOLDS for each in rated])

@@ -45,12 +45,14 @@ def test_what_is_refused(stretto: Run, library: Path, tmp_path: Path) -> None:
     few = tmp_path / "few.jsonl"
     few.write_text(library.read_text().partition("\n")[0])
     model, out = network(tmp_path), tmp_path / "judge"
-    refused(stretto("judge", "train", model, "--data", few, "-o", out), "--data: ", "passages by", "name more books")
+    needed = "at least 16 passages by two authors are needed; name more books"
+    refused(stretto("judge", "train", model, "--data", few, "-o", out), "--data: ", "passages by", needed)
     refused(stretto("judge", "train", model, "--data", library, "-o", out, "--part", "all"), "--part all: unknown")
     for both in ((), ("--data", library, "--rated", library)):
         refused(stretto("judge", "train", model, "-o", out, *both), "either --data", "or --rated")
     refused(stretto("judge", "train", model, "--rated", library, "-o", out), "record 1: needs 'text', 'author'")
-    refused(stretto("judge", "calibrate", tmp_path, "--data", library), "judge.json: no such file")
+    for data in (library, few):
+        refused(stretto("judge", "calibrate", tmp_path, "--data", data), "judge.json: no such file")
     (tmp_path / "judges" / "another").mkdir(parents=True)
     told = ("judge", "train", model, "--data", library, "-o")
     for folder in (tmp_path / "judges", "."):
@@ -58,7 +60,8 @@ def test_what_is_refused(stretto: Run, library: Path, tmp_path: Path) -> None:
     refused(stretto(*told, out, "--passages", "-1"), "--passages")
     refused(stretto("judge", "calibrate", "http://h:port/v1", "--name", "x", "--data", library), "Invalid port")
     gone = "http://127.0.0.1:9/v1"
-    refused(stretto("judge", "calibrate", gone, "--data", library), gone, "cannot list its models")
+    for data in (library, few):
+        refused(stretto("judge", "calibrate", gone, "--data", data), gone, "cannot list its models")
     refused(
         stretto("eval", model, "--suite", "writing", "--judge", gone, "-o", tmp_path / "e"), "cannot list its models"
     )

@@ -91,7 +91,8 @@ def test_an_authors_own_level_is_no_evidence(tmp_path: Path) -> None:
 
 def test_too_few_ratings_and_equal_ratings_are_refused(tmp_path: Path) -> None:
     rated, states_ND = written(tmp_path / "r.jsonl", float), states()
-    with pytest.raises(UserError, match=r"--rated .*: 99 texts by 30 authors, needed are 100 texts by 5 authors"):
+    needed = "at least 100 texts by 5 authors are needed"
+    with pytest.raises(UserError, match=rf"--rated .*: 99 texts by 30 authors; {needed}"):
         measure_ratings(tmp_path / "r.jsonl", rated[:99], states_ND[:99])
     with pytest.raises(UserError, match="all ratings are equal"):
         train_rating_head(states_ND, torch.ones(NUM))
