@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from stretto.api.model import Model, load
@@ -204,8 +205,7 @@ class Server:
         return f"{self.url}/v1"
 
 
-@contextmanager
-def serve(model: ModelLike, *flags: str, port: int = 0) -> Iterator[Server]:
+def serve(model: ModelLike, *flags: str, port: int = 0) -> AbstractContextManager[Server]:
     """Serve a checkpoint at every size in a process of its own, until the block ends.
 
     Args:
@@ -213,7 +213,14 @@ def serve(model: ModelLike, *flags: str, port: int = 0) -> Iterator[Server]:
         port: 0: any free port.
 
     Raises:
-        UserError: the server did not start; its own message stands above.
+        UserError: ``model`` is no checkpoint; where the block begins: the server did not start.
     """
-    with serving(place(model), *flags, "--port", str(port)) as (url, _):
+    source = place(model)
+    checkpoint_folder(source)  # refused here, before a process is started
+    return _served(source, *flags, "--port", str(port))
+
+
+@contextmanager
+def _served(source: Path, *flags: str) -> Iterator[Server]:
+    with serving(source, *flags) as (url, _):
         yield Server(url)

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import venv
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -312,6 +312,14 @@ def _run(command: list[str], log: Path, label: str, **environ: str) -> int:
         return subprocess.run(command, stdout=file, stderr=file, env=environment, check=False).returncode
 
 
+def _copy(lines: IO[str] | None, kept: deque[str]) -> None:
+    """Copy ``lines`` to stderr of this process, and the last one to ``kept``."""
+    for line in lines or ():
+        sys.stderr.write(line)
+        sys.stderr.flush()
+        kept.append(line)
+
+
 @contextmanager
 def serving(
     source: Path,
@@ -329,19 +337,28 @@ def serving(
         log: file for the server's stderr; None: stderr of this process.
 
     Raises:
-        UserError: the server did not start.
+        UserError: the server did not start; the message ends with the last line of its stderr, or names ``log``.
     """
     program = ("-m", "stretto.cli.step", str(os.getpid())) if program is None else program
     command = [sys.executable, *program, "serve", str(source), "--port", "0", "--no-access-log", *flags]
     keys = ("STRETTO_API_KEYS", "STRETTO_ADMIN_KEY")
     environment = {name: value for name, value in os.environ.items() if name not in keys} | dict(environ or {})
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as process:
+    kept: deque[str] = deque(maxlen=1)
+    stderr = subprocess.PIPE if log is None else log
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=stderr, text=True, errors="replace", env=environment
+    ) as process:
+        copying = Thread(target=_copy, args=(process.stderr, kept), daemon=True)
+        copying.start()
         try:
             assert process.stdout is not None
             with progress(f"open {source}"):
                 url = next((line.split()[-1] for line in process.stdout if line.startswith(SERVING)), None)
-            if url is None:
-                raise UserError(f"{source}: its server did not start (exit code {process.wait()}); see above")
+                if url is None:
+                    code = process.wait()
+                    copying.join(timeout=5)  # a process that the server started may hold its stderr open
+                    reason = f"{log.name} says why" if log else "".join(kept).removeprefix("stretto: ").strip()
+                    raise UserError(f"{source}: its server did not start (exit code {code}): {reason}")
             yield url, process
         finally:
             process.terminate()

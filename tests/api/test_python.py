@@ -417,3 +417,8 @@ def test_folders_of_compared_models_do_not_collide(tmp_path: Path) -> None:
     (tmp_path / "eval.json").touch()
     with pytest.raises(UserError, match="contains an evaluation, whose report would be replaced"):
         stretto.compare([tmp_path], tmp_path)
+
+
+def test_serve_refuses_a_folder_without_a_checkpoint_when_it_is_called(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.json: no such file"):
+        stretto.serve(tmp_path)

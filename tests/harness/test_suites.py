@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import select
 import signal
 import subprocess
@@ -140,10 +141,16 @@ def test_bfcls_own_questions_and_checker_score_the_trivial_baselines(
 
 
 @pytest.mark.slow
-def test_a_server_that_does_not_start(tmp_path: Path) -> None:
-    log = (tmp_path / "log").open("w")
-    with pytest.raises(UserError, match="its server did not start"), serving(tmp_path, log=log):
+def test_a_server_that_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failed, problem = r"its server did not start \(exit code 2\): ", f"{tmp_path}: config.json: no such file"
+    with pytest.raises(UserError, match=failed + re.escape(problem)), serving(tmp_path):
         pass
+    said = capsys.readouterr()
+    assert f"stretto: {problem}" in said.err and f"open {tmp_path}: stopped" in said.out and "done" not in said.out
+    log = tmp_path / "log"
+    with log.open("w") as file, pytest.raises(UserError, match=f"{failed}{log} says why"), serving(tmp_path, log=file):
+        pass
+    assert problem in log.read_text()
 
 
 PARENT = """
