@@ -350,7 +350,7 @@ def compared_answers(found: Comparison) -> Table:
 
 
 def domain_lines(found: Comparison) -> Figure:
-    """Score of each domain over the models; the score of the domain's teacher is dashed."""
+    """Score of each domain over the models; lines join a model with the stage before it, and the score of the domain's teacher is dashed."""
     figure = style.blank(10.0, 5.6)
     axes = style.dress(figure.subplots(), "Scores by domain", "", "score, %", grid="y")
     ends = []
@@ -358,16 +358,18 @@ def domain_lines(found: Comparison) -> Figure:
         colour, x = SERIES[place % len(SERIES)], np.arange(len(scores)) + 0.03 * place
         y = np.array([100 * score.value for score in scores])
         spread = np.array([[score.value - score.low, score.high - score.value] for score in scores]).T * 100
-        axes.errorbar(x, y, spread, color=colour, marker="o", linewidth=2.0, elinewidth=1.0, capsize=3)
+        axes.errorbar(x, y, spread, color=colour, fmt="o", elinewidth=1.0, capsize=3)
+        for model, before in enumerate(found.previous):
+            if before is not None:
+                axes.plot(x[[before, model]], y[[before, model]], color=colour, linewidth=2.0)
         if name in found.teachers:
             axes.axhline(100 * found.teachers[name][1].value, color=colour, linewidth=1.0, linestyle=(0, (5, 4)))
         ends.append(Label(x[-1], y[-1], name, colour))
     axes.set_xticks(range(len(found.models)), found.models, fontsize=LABEL_PT, color=INK, parse_math=False)
     axes.margins(x=0.08)
-    style.subtitle(
-        axes,
-        [f"bars: {percent(LEVEL)} confidence intervals", *(["dashed: the domain's teacher"] if found.teachers else [])],
-    )
+    is_staged = any(before is not None for before in found.previous)
+    notes = [f"bars: {percent(LEVEL)} confidence intervals", *["lines: from the stage before"] * is_staged]
+    style.subtitle(axes, [*notes, *(["dashed: the domain's teacher"] if found.teachers else [])])
     style.name_ends((axes, ends))
     return figure
 
@@ -420,7 +422,7 @@ def domains_section(found: Comparison) -> Section:
         "Scores by domain",
         f"{comparison_headline(found)} {found.refusal}".strip(),
         lambda: domain_lines(found),
-        "Line plot of each domain's score over the models, with 95 % confidence intervals; the teacher's score is dashed.",
+        "Plot of each domain's score over the models, with 95 % confidence intervals; the teacher's score is dashed.",
         (comparison_table(found), *stages, compared_answers(found)),
     )
 

@@ -299,10 +299,15 @@ def plot(axes: Axes, data: RlData, panel: Panel) -> Ends:
         style.ticks(axes.yaxis, panel.form, 6, steps=[1, 2, 5, 10], integer=panel.bound is not None)
         if panel.zero and min(values, default=0.0) >= 0:
             axes.set_ylim(bottom=0.0)
-        if panel.top is not None:
-            axes.set_ylim(top=max(panel.top, 1.08 * max(values, default=0.0)))
+        top = panel.top
+        if top is None and values and not any(values):
+            top = 1.0  # of zeros alone, matplotlib would show a range of 0.05
+        if top is not None:
+            axes.set_ylim(top=max(top, 1.08 * max(values, default=0.0)))
     axes.set_xlim(0, max([1, *(row["step"] for row in data.rows)]))
     style.ticks(axes.xaxis, si, 6, integer=True)
+    if any(line.kind == "points" for line, *_ in found):
+        axes.tick_params(pad=10)  # diamonds on the edge do not touch the tick labels
     style.subtitle(axes, notes)
     return axes, labels
 

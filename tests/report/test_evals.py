@@ -224,6 +224,21 @@ def test_the_comparison_of_domains(tmp_path: Path) -> None:
     assert {"sums", "words"} <= labels
 
 
+@pytest.mark.parametrize(
+    ("previous", "joined"), [([None, None, None], []), ([None, 0, None], [(0, 1)]), ([None, 0, 0], [(0, 1), (0, 2)])]
+)
+def test_lines_join_a_model_with_the_stage_before_it_alone(
+    previous: list[int | None], joined: list[tuple[int, int]]
+) -> None:
+    scores = {name: [1.0] * 20 for name in START}
+    found = compare([evaluation("a", START), evaluation("b", LOW), evaluation("c", scores)], {})
+    axes = domain_lines(replace(found, previous=previous)).axes[0]
+    lines = [each for each in axes.lines if each.get_linestyle() == "-"]
+    ends = [tuple(round(float(x)) for x in each.get_xdata()) for each in lines]  # type: ignore[union-attr]
+    assert ends == joined * len(START)
+    assert any("stage before" in text.get_text() for text in axes.texts) == bool(joined)
+
+
 def test_a_page_of_one_evaluation(tmp_path: Path) -> None:
     page = write_page(evaluation_page(evaluation("tiny", START)), tmp_path)
     assert (page.parent / "scores.png").stat().st_size > 5000

@@ -148,6 +148,12 @@ def test_metrics_that_are_missing_leave_their_curves_out() -> None:
         assert "None" not in section.text
 
 
+def test_a_run_without_reward_has_an_axis_from_0_to_1() -> None:
+    rows = tuple({"step": step, "reward/mean": 0.0, "eval/reward": 0.0} for step in (1, 2))
+    draw = pictures(replace(DATA, rows=rows))["reward"].draw
+    assert draw is not None and draw().axes[0].get_ylim() == (0.0, 1.0)
+
+
 def test_the_curve_between_the_values_is_their_running_mean() -> None:
     assert smoothed([2.0]).tolist() == [2.0]
     values = np.arange(60.0)
