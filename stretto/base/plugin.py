@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import traceback
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,22 @@ def error_line(error: Exception) -> str:
     """An exception on one line; with its class, unless it is an error of imports, files or syntax."""
     text = one_line(error)
     return text if isinstance(error, ImportError | OSError | SyntaxError) else f"{type(error).__name__}: {text}"
+
+
+def line_of(error: BaseException, owner: type) -> str:
+    """`` (FILE:LINE)``: the last line that ran before ``error`` in the module of the user's class ``owner``; empty: none did, or the class
+    is Stretto's."""
+    if owner.__module__.startswith("stretto."):
+        return ""
+    lines = [
+        (Path(frame.f_code.co_filename), line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__") == owner.__module__
+    ]
+    if not lines:
+        return ""
+    path, line = lines[-1]
+    return f" ({path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{line})"
 
 
 def _module(place: str) -> Any:

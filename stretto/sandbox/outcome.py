@@ -70,7 +70,7 @@ class ToolResult:
 
     text: str
     """Text for the model."""
-    outcome: Outcome
+    outcome: Outcome = Outcome.OK
     sandbox_s: float = 0.0
     """Processor seconds in the sandbox."""
 

@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 
 from stretto.base.config import validate
 from stretto.base.errors import UserError, nearest
-from stretto.base.plugin import error_line, load_named
+from stretto.base.plugin import error_line, line_of, load_named
 from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.briefs import BriefsSource
 from stretto.tasks.choice import ChoiceSource
@@ -68,7 +68,7 @@ def open_source(name: str, source: SourceLike, sandbox: Sandbox | None = None) -
     except UserError:
         raise
     except Exception as error:  # a task source may be a user's code
-        problem = f"{source.kind!r} cannot be made: {error_line(error)}"
+        problem = f"{source.kind!r} cannot be made: {error_line(error)}{line_of(error, kind)}"
         raise UserError(f"sources.{name}: kind: {problem}; correct its constructor") from error
 
 

@@ -22,6 +22,7 @@ from pydantic import Field
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError, one_line
+from stretto.base.plugin import line_of
 from stretto.base.trajectory import Outcome, StepReward
 from stretto.data.sources import read_rows
 from stretto.sandbox.isolate import Sandbox
@@ -317,7 +318,8 @@ class TaskSource(ABC):
         except UserError:
             raise
         except Exception as error:
-            raise self._bad(item, f"{method}() raised {type(error).__name__}: {one_line(error)}") from error
+            problem = f"{method}() raised {type(error).__name__}: {one_line(error)}"
+            raise self._bad(item, problem + line_of(error, type(self))) from error
 
     def _bad(self, item: int, problem: str) -> UserError:
         return UserError(f"sources.{self.name}: item {item}: {problem}; correct the task or take it out of the recipe")

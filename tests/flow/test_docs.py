@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -9,11 +10,15 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
+import stretto
 from stretto.base.config import validate
+from stretto.base.track import read_metrics
 from stretto.base.trajectory import Outcome
 from stretto.learning.recipe import PRESETS, RewardConfig, RlRecipe, SourceConfig
 from stretto.post.pipeline import PipelineRecipe
+from stretto.sandbox.outcome import ToolResult
 from stretto.tasks.registry import KINDS, open_source
+from stretto.tasks.session import use
 from stretto.tasks.task import Answer, Range, Score
 from stretto.train.recipe import SftRecipe
 from tests.flow.extend import EXAMPLES, PARTS, Part, run
@@ -118,6 +123,42 @@ def test_the_example_tasks_are_sound(name: str) -> None:
     for place in (place for place, turn in enumerate(turns) if turn["role"] == "assistant"):
         told = source.reply(problem, turns[: place + 1])
         assert told == (turns[place + 1]["content"] if place + 1 < len(turns) else None)
+
+
+@pytest.fixture
+def lamps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The recipe of a world in docs/WORLDS.md; the current folder has the file of the page."""
+    page = GUIDE.with_name("WORLDS.md").read_text(encoding="utf-8")
+    (code,), (recipe,) = (re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL) for language in ("python", "toml"))
+    assert code == (EXAMPLES / "lamps.py").read_text(encoding="utf-8")
+    (tmp_path / "lamps.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    return tomllib.loads(recipe)
+
+
+def test_the_world_of_the_guide_is_sound(lamps: dict[str, Any]) -> None:
+    (table,) = validate(RlRecipe, lamps, "docs/WORLDS.md").sources.values()
+    for args in ({}, {"lamps": 1}, {"lamps": 8}):
+        open_source("lamps", table.replace(args=args)).validate()
+    source = open_source("lamps", table)
+    problem = next(each for each in map(source.problem, range(100)) if each.payload["on"])
+    session = source.open(problem)
+    assert use(session.tools, "press", {"lamp": problem.payload["wanted"]}) == ToolResult("pressed")
+    assert not session.score(Answer("done")).ok, "another lamp is still on"
+    before = session.digest()
+    assert use(session.tools, "press", {"lamp": ["a"]}).outcome is Outcome.WRONG and session.digest() == before
+    for lamp in problem.payload["on"]:
+        use(session.tools, "press", {"lamp": lamp})
+    assert session.score(Answer("")).ok
+    assert use(session.tools, "look", {}) == ToolResult(f"on: {problem.payload['wanted']}")
+
+
+@pytest.mark.slow
+def test_the_world_of_the_guide_is_a_whole_run(lamps: dict[str, Any]) -> None:
+    settings = ["start.steps=2", "start.rows=2", "train.steps=2", "train.prompts=2", "train.eval_prompts=2"]
+    found = stretto.rl(lamps, out="out", settings=settings, device="cpu")
+    rows = [row for row in read_metrics(found.folder) if "reward/mean" in row]
+    assert len(rows) == 2 and all(math.isfinite(row["optim/grad_norm"]) for row in rows)
 
 
 @pytest.mark.slow

@@ -64,6 +64,30 @@ def test_a_class_of_ones_own_opens_from_a_file(tmp_path: Path) -> None:
     assert source.problem(2).gold == "say 2"
 
 
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("problem", r"item 0: problem\(\) raised ZeroDivisionError: division by zero \(own\.py:11\); correct the task"),
+        ("demonstration", r"item 0: demonstration\(\) raised TypeError: .* \(own\.py:11\); correct the task"),
+        ("__init__", r"cannot be made: ZeroDivisionError: division by zero \(own\.py:11\); correct its constructor"),
+    ],
+)
+def test_an_error_in_a_users_file_names_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, said: str
+) -> None:
+    wrong = "recorded(None, 3)" if method == "demonstration" else "1 / 0"  # the first one fails inside of stretto
+    lines = [
+        "from stretto.tasks.session import SessionSource, recorded", "from stretto.tasks.task import Problem, Score", "",
+        "class Own(SessionSource):", "    def problem(self, item):",
+        "        return Problem(item, ({'role': 'user', 'content': 'x'},), 'y')", "    def open(self, problem, seed=None):",
+        "        return None", "", f"    def {method}(self, *args):", f"        return {wrong}",
+    ]  # fmt: skip
+    (tmp_path / "own.py").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=said):
+        open_source("s", Table(kind="own.py:Own")).validate()
+
+
 def test_a_class_opens_from_a_module() -> None:
     opened = open_source("s", Table(kind="stretto.tasks.strings:StringsSource", args={"operation": "reverse"}))
     assert isinstance(opened, StringsSource)
