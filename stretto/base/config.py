@@ -79,7 +79,7 @@ def read_recipe(
     if isinstance(recipe, str | os.PathLike):
         tree = read_tree(Path(source))
     else:
-        tree = to_jsonable_python(recipe, fallback=_plain)
+        tree = plain_tree(recipe)
     tree |= given or {}
     before_overrides, tree = tree, overridden(tree, overrides)
     if dated := _dated_key(tree):
@@ -184,11 +184,22 @@ def overriding(settings: Settings, options: Mapping[str, Any]) -> list[str]:
     return [*listed_settings(settings), *(f"{key}={value}" for key, value in options.items() if value is not None)]
 
 
+def plain_tree(recipe: Mapping[str, Any] | Config) -> dict[str, Any]:
+    """A recipe object as plain data. A class or function in it is replaced by its name (`stretto.base.plugin.name_of`).
+    Raises `UserError`: something else in it has no name and no text."""
+    tree: dict[str, Any] = to_jsonable_python(recipe, fallback=_plain)
+    return tree
+
+
 def _plain(value: Any) -> Any:
     """Convert a value that pydantic cannot: other mappings than dicts, and classes and functions, which become their names."""
     if isinstance(value, Mapping):
         return dict(value)
-    return name_of(value) if callable(value) else str(value)
+    if callable(value):
+        return name_of(value)
+    if str(value) == object.__repr__(value):  # the class has no text of its own
+        raise UserError(f"recipe: contains an instance of {type(value).__name__}; give the class, not an instance")
+    return str(value)
 
 
 def find_recipe(name: Path | str) -> Path:

@@ -10,14 +10,14 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from stretto.base.errors import UserError, one_line
+from stretto.base.errors import UserError, nearest, one_line
 from stretto.base.paths import RECIPES
 
 
 def load_named(name: str, where: str) -> Any:
-    """The object called ``name``; None: its module has no such attribute. File paths are relative to the current folder.
+    """The object called ``name``. File paths are relative to the current folder.
 
-    Raises UserError, with a message that starts with ``where``: the module cannot be imported.
+    Raises UserError, with a message that starts with ``where``: the module cannot be imported, or has no such attribute.
     """
     place, _, attribute = name.rpartition(":")
     if place == "__main__" and not hasattr(sys.modules["__main__"], attribute):
@@ -26,10 +26,14 @@ def load_named(name: str, where: str) -> Any:
             f"FILE.py:{attribute} (in Jupyter, start its cell with %%writefile FILE.py)"
         )
     try:
-        return getattr(_module(place), attribute, None)
+        module = _module(place)
     except Exception as error:  # the import runs users' code, which may raise anything
         problem = f"cannot import {place!r}: {error_line(error)}"
         raise UserError(f"{where}: {problem}; check the name and what the file imports") from error
+    if not hasattr(module, attribute):
+        near = nearest(attribute, [each for each in vars(module) if not each.startswith("_")])
+        raise UserError(f"{where}: {place} has no {attribute!r}{near}; name what it defines")
+    return getattr(module, attribute)
 
 
 def name_of(thing: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
-from stretto.base.config import validate
+from stretto.base.config import Config, validate
 from stretto.base.errors import UserError, nearest
 from stretto.base.plugin import error_line, line_of, load_named
 from stretto.sandbox.isolate import Sandbox
@@ -61,8 +61,7 @@ def open_source(name: str, source: SourceLike, sandbox: Sandbox | None = None) -
     Raises:
         UserError: an unknown kind or argument, or an error that the source finds in its arguments.
     """
-    kind = source_kind(name, source.kind)
-    args = validate(kind.args_kind, source.args, f"sources.{name}.args")
+    kind, args = source_kind(name, source.kind), source_args(name, source)
     try:
         return kind(name, args, sandbox)
     except UserError:
@@ -70,6 +69,11 @@ def open_source(name: str, source: SourceLike, sandbox: Sandbox | None = None) -
     except Exception as error:  # a task source may be a user's code
         problem = f"{source.kind!r} cannot be made: {error_line(error)}{line_of(error, kind)}"
         raise UserError(f"sources.{name}: kind: {problem}; correct its constructor") from error
+
+
+def source_args(name: str, source: SourceLike) -> Config:
+    """The arguments of ``sources.{name}``. Raises `UserError`: an unknown kind or argument, or a wrong value."""
+    return validate(source_kind(name, source.kind).args_kind, source.args, f"sources.{name}.args")
 
 
 def source_kind(name: str, kind: str) -> type[TaskSource]:

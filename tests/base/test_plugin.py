@@ -22,7 +22,8 @@ def test_a_file_is_a_module_of_its_own_and_runs_once(tmp_path: Path) -> None:
     ]
     seen = load_named(f"{tmp_path / 'a' / 'mine.py'}:seen", "it")
     assert load_named(f"{tmp_path / 'a' / 'mine.py'}:seen", "it") is seen
-    assert load_named(f"{tmp_path / 'a' / 'mine.py'}:absent", "it") is None
+    with pytest.raises(UserError, match=r"^it: .*mine\.py has no 'sean' \(did you mean 'seen'\?\); name"):
+        load_named(f"{tmp_path / 'a' / 'mine.py'}:sean", "it")
     assert load_named("json:loads", "it")("[1]") == [1]
 
 

@@ -108,7 +108,11 @@ def test_a_class_opens_from_a_module() -> None:
         ("no.such.module:Thing", {}, r"cannot import 'no\.such\.module'"),
         ("none.py:Thing", {}, r"cannot import 'none\.py'"),
         ("stretto.tasks.strings:StringsArgs", {}, "no subclass of TaskSource"),
-        ("stretto.tasks.strings:Nothing", {}, "no subclass of TaskSource"),
+        (
+            "stretto.tasks.strings:StringSource",
+            {},
+            r"^sources\.s: kind: stretto\.tasks\.strings has no 'StringSource' \(did you mean 'StringsSource'\?\); name",
+        ),
     ],
 )
 def test_bad_recipes_are_one_line(kind: str, args: dict[str, object], said: str) -> None:
