@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -64,6 +65,10 @@ from stretto.report.page import Page, Plot, Table, Tabled, write_page
 from stretto.text.similar import embeddings, similarity_NN
 from stretto.text.tokenizer import load_tokenizer
 
+SuitesLike = str | Sequence[str] | Mapping[str, Any]
+"""Suites by name or file (docs/EVAL.md), or a mapping with the tables of a suite file or of an RL recipe. In a mapping, a source's
+``kind`` may be a `TaskSource` class."""
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Evaluated(Tabled):
@@ -105,7 +110,7 @@ class Compared(Tabled):
 @user_errors
 def evaluate(
     model: ModelLike,
-    suites: str | Sequence[str],
+    suites: SuitesLike,
     out: PathLike | None = None,
     *,
     subnet: str | Subnet | None = None,
@@ -120,7 +125,8 @@ def evaluate(
 
     Args:
         model: run or checkpoint.
-        suites: ``gym``, ``code``, ``writing``, ``math=FILE`` … (docs/EVAL.md), ``tau`` and ``bfcl`` (docs/HARNESSES.md), a TOML file, or an RL recipe.
+        suites: ``gym``, ``code``, ``writing``, ``math=FILE`` … (docs/EVAL.md), ``tau`` and ``bfcl`` (docs/HARNESSES.md), a TOML file, or an RL recipe; or a
+            mapping with the tables of such a file, in which a source's ``kind`` may be a `TaskSource` class.
         out: folder to write; called again, the evaluation resumes there. Beside the model's, with ``-eval`` added, by default.
         subnet: size to evaluate; the full network by default.
         presets: evaluate every named size and compare them with the full network; returns `Compared`.
@@ -133,11 +139,12 @@ def evaluate(
     Raises:
         UserError: no such suite or size, or a judge that may not be used.
     """
-    named = [suites] if isinstance(suites, str) else list(suites)
+    if not suites:
+        raise UserError("evaluate: no suites; name at least one")
     source, folder = place(model), new_folder(model, "eval") if out is None else user_path(out, "out")
     if isinstance(subnet, Subnet):
         subnet = _named(source, subnet)
-    theirs, ours = harness_names(named)
+    theirs, ours = ([], suites) if isinstance(suites, Mapping) else harness_names(_listed(suites))
     flags = {"--right": right, "--judge": judge, "--human": human}
     _refuse_unused(theirs, ours, flags | {"--embed": settings.get("embed")}, flags | {"--subnet": subnet}, presets)
     check_installed(theirs)
@@ -158,6 +165,10 @@ def evaluate(
     return Evaluated(folder, read_evaluation(folder))
 
 
+def _listed(suites: str | Sequence[str]) -> list[str]:
+    return [suites] if isinstance(suites, str) else list(suites)
+
+
 def _named(source: Path, subnet: Subnet) -> str:
     """Name of the size ``subnet`` of ``source``. Raises `UserError`: it has none."""
     name = next((name for name, each in Model(source).subnets.items() if each == subnet), None)
@@ -169,7 +180,11 @@ def _named(source: Path, subnet: Subnet) -> str:
 
 
 def _refuse_unused(
-    theirs: Sequence[str], ours: Sequence[str], answers: Mapping[str, Any], sizes: Mapping[str, Any], presets: bool
+    theirs: Sequence[str],
+    ours: Sequence[str] | Mapping[str, Any],
+    answers: Mapping[str, Any],
+    sizes: Mapping[str, Any],
+    presets: bool,
 ) -> None:
     """Raises `UserError`: an option that these suites do not use."""
     if presets and (unused := [flag for flag, value in sizes.items() if value is not None]):
@@ -182,10 +197,10 @@ def _refuse_unused(
 
 @user_errors
 def compare(
-    models: Sequence[ModelLike],
+    models: ModelLike | Sequence[ModelLike],
     out: PathLike | None = None,
     *,
-    suites: str | Sequence[str] = (),
+    suites: SuitesLike = (),
     teachers: Mapping[str, ModelLike] | Sequence[str] = (),
     reference: ModelLike | None = None,
     battle: bool = False,
@@ -195,9 +210,9 @@ def compare(
     """Compare models per domain: paired differences to a reference model, and to the teacher of each domain.
 
     Args:
-        models: evaluations, runs or checkpoints, ``PATH`` or ``PATH:SUBNET``.
+        models: an evaluation, run or checkpoint, ``PATH`` or ``PATH:SUBNET``, or several.
         out: folder to write; beside the first model's, with ``-compare`` added, by default.
-        suites: suites for models that were not evaluated yet.
+        suites: suites for models that were not evaluated yet, as of `evaluate`.
         teachers: by domain, for the normalised score: the share of the teacher's gain that each model recovers.
         reference: the model that the others are compared with; the first by default.
         battle: also compare answers in pairs by the LLM judge of a judged suite (win rate).
@@ -206,16 +221,17 @@ def compare(
     Raises:
         UserError: evaluations of different problems, or as `evaluate`.
     """
-    if not models:
+    listed = [models] if isinstance(models, str | os.PathLike | Model) else models
+    if not listed:
         raise UserError("compare: no models; name at least one")
-    folder = new_folder(str(shown(models[0])).partition(":")[0], "compare") if out is None else user_path(out, "out")
+    folder = new_folder(str(shown(listed[0])).partition(":")[0], "compare") if out is None else user_path(out, "out")
     if (folder / RESULT_FILE).is_file():
         raise UserError(
             f"{folder}: contains an evaluation, whose report would be replaced; name another folder with --out"
         )
     if isinstance(teachers, Mapping):
         teachers = [f"{name}={shown(each)}" for name, each in teachers.items()]
-    asked, named = options(**settings), [shown(each) for each in models]
+    asked, named = options(**settings), [shown(each) for each in listed]
     if battle and len(named) < 2:
         raise UserError(f"--battle: {named[0]} alone has no opponent; name two models or more")
     against = None if reference is None else shown(reference)
@@ -227,7 +243,7 @@ def compare(
         if not equals:
             raise UserError(f"--teacher {text}: names no domain; write DOMAIN={text}")
         taught[domain] = path
-    wanted = parse_suites([suites] if isinstance(suites, str) else suites)
+    wanted = parse_suites(suites if isinstance(suites, Mapping) else _listed(suites))
     kinds = [source.kind for suite in wanted.values() for source in suite.sources.values()]
     if battle and wanted and not any(kind == "judged" or ":" in kind for kind in kinds):
         raise UserError("--battle: no suite has a judged source; add --suite writing, or a suite of your own")

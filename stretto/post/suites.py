@@ -10,11 +10,12 @@ from typing import Any
 
 from pydantic import Field
 
-from stretto.base.config import Config, read_tree, validate
+from stretto.base.config import Config, plain_tree, read_tree, validate
 from stretto.base.errors import UserError, nearest
 from stretto.flow.launch import SourceTables
 from stretto.learning.recipe import RlRecipe, SourceConfig
 from stretto.learning.roles import SandboxConfig
+from stretto.tasks.registry import source_args
 from stretto.tasks.task import TaskSource
 
 SUITES = Path(__file__).with_name("suites.toml")
@@ -59,22 +60,21 @@ class EvalOptions(Config):
     max_batch: int = Field(default=64, gt=0)
 
 
-def parse_suites(named: Sequence[str], beside: Collection[str] = ()) -> dict[str, SuiteConfig]:
+def parse_suites(named: Sequence[str] | Mapping[str, Any], beside: Collection[str] = ()) -> dict[str, SuiteConfig]:
     """Suites by name. An element of ``named`` is ``NAME`` or ``NAME=DATA`` of a shipped suite, a TOML or JSON file with tables of suites, or
-    an RL recipe (its sources, and as many problems as it holds out), or several of them joined by commas.
+    an RL recipe (its sources, and as many problems as it holds out), or several of them joined by commas. A mapping has the content of such
+    a file; the ``kind`` of a source in it may be a class.
 
     Args:
         beside: further names that error messages offer.
 
     Raises:
-        UserError: no such suite or file, a suite without its data, or two suites or two domains with the same name.
+        UserError: no such suite or file, a suite without its data, a source with a wrong kind or argument, or two suites or two domains
+            with the same name.
     """
+    if isinstance(named, Mapping):
+        return _suites_in(plain_tree(named), "suites", "recipe", None)
     found: dict[str, SuiteConfig] = {}
-
-    def add(key: str, suite: SuiteConfig) -> None:
-        if found.setdefault(key, suite) != suite:
-            raise UserError(f"--suite: two suites are called {key}; rename one, or evaluate it into another folder")
-
     for text in ",".join(named).split(",") if named else ():
         name, _, data = text.partition("=")
         path = Path(name)
@@ -85,25 +85,55 @@ def parse_suites(named: Sequence[str], beside: Collection[str] = ()) -> dict[str
             raise UserError(
                 f"--suite {name}: no such suite{nearest(name, known)}; use {', '.join(known)}, or FILE.toml"
             )
-        if not tree:
-            raise UserError(f"--suite {name}: contains no suite; add a table [NAME.sources.DOMAIN]")
-        if "train" in tree:
-            recipe = validate(RlRecipe, tree, str(path))
-            limits = {key: getattr(recipe.rollout, key) for key in ("max_tokens", "max_turns", "temperature")}
-            num = -(-recipe.train.eval_prompts // len(recipe.sources))
-            add(path.stem, SuiteConfig(sources=recipe.sources, problems=num, sandbox=recipe.sandbox, **limits))
-            continue
-        for key in tree if is_file else [name]:
-            suite = validate(SuiteConfig, tree[key], f"{name}: {key}")
-            if suite.data and not data:
-                raise UserError(f"--suite {name}: needs its data: {name}=PATH, {suite.data}")
-            path_args = {"path": data} if data else {}
-            sources = {each: source.replace(args=source.args | path_args) for each, source in suite.sources.items()}
-            add(key, suite.replace(sources=sources))
-    names = Counter(name for suite in found.values() for name in suite.sources)
-    if twice := [name for name, num in names.items() if num > 1]:
-        raise UserError(f"--suite: {twice[0]}: two sources have this name; rename one")
+        new = _suites_in(tree if is_file else {name: tree[name]}, name, path.stem, data)
+        if twice := [key for key, suite in new.items() if found.get(key, suite) != suite]:
+            raise UserError(
+                f"--suite: two suites are called {twice[0]}; rename one, or evaluate it into another folder"
+            )
+        found |= new
+    _check_names(found, "--suite")
     return found
+
+
+def _suites_in(tree: Mapping[str, Any], place: str, title: str, data: str | None) -> dict[str, SuiteConfig]:
+    """The suites in the tables of ``tree``, or of an RL recipe, whose suite is called ``title``. Messages begin with ``place``.
+    ``data``: path of the data of suites that need some; empty: none was named; None: their sources have it."""
+    if not tree:
+        raise UserError(f"{place}: contains no suite; add a table [NAME.sources.DOMAIN]")
+    if "train" in tree:
+        recipe = validate(RlRecipe, tree, place)
+        limits = {key: getattr(recipe.rollout, key) for key in ("max_tokens", "max_turns", "temperature")}
+        num = -(-recipe.train.eval_prompts // len(recipe.sources))
+        _check_sources(recipe.sources, place)
+        return {title: SuiteConfig(sources=recipe.sources, problems=num, sandbox=recipe.sandbox, **limits)}
+    found = {}
+    for key in tree:
+        suite = validate(SuiteConfig, tree[key], f"{place}: {key}")
+        if suite.data and data == "":
+            raise UserError(f"--suite {place}: needs its data: {place}=PATH, {suite.data}")
+        path_args = {"path": data} if data else {}
+        sources = {each: source.replace(args=source.args | path_args) for each, source in suite.sources.items()}
+        found[key] = suite.replace(sources=sources)
+    _check_names(found, place)
+    for key, suite in found.items():
+        _check_sources(suite.sources, f"{place}: {key}")
+    return found
+
+
+def _check_sources(sources: Mapping[str, SourceConfig], place: str) -> None:
+    """Check kinds and arguments of ``sources``. Raises `UserError`, with a message that starts with ``place``."""
+    for name, source in sources.items():
+        judge = {"judge": "scripted"} if source.kind == "judged" else {}  # a judge may be named later, with --judge
+        try:
+            source_args(name, source.replace(args=judge | source.args))
+        except UserError as error:
+            raise UserError(f"{place}: {error}") from error
+
+
+def _check_names(suites: Mapping[str, SuiteConfig], place: str) -> None:
+    names = Counter(name for suite in suites.values() for name in suite.sources)
+    if twice := [name for name, num in names.items() if num > 1]:
+        raise UserError(f"{place}: {twice[0]}: two sources have this name; rename one")
 
 
 def samples_at(temperature: float, wanted: int | None, where: str) -> int:
@@ -136,5 +166,10 @@ def only_domains(suites: Mapping[str, SuiteConfig], domains: Collection[str]) ->
 def opened_sources(suites: Mapping[str, SuiteConfig]) -> Iterator[dict[str, TaskSource]]:
     """All sources of ``suites`` by name, open until the context ends."""
     with ExitStack() as stack:
-        tables = [SourceTables(suite.sources, suite.sandbox) for suite in suites.values()]
-        yield {name: source for table in tables for name, source in stack.enter_context(table.opened()).items()}
+        opened: dict[str, TaskSource] = {}
+        for name, suite in suites.items():
+            try:
+                opened |= stack.enter_context(SourceTables(suite.sources, suite.sandbox).opened())
+            except UserError as error:
+                raise UserError(f"suite {name}: {error}") from error
+        yield opened

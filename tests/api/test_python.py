@@ -19,14 +19,16 @@ import pytest
 import torch
 
 import stretto
-from stretto.api.evaluate import _eval_folders, _named
+from stretto.api.evaluate import Evaluated, _eval_folders, _named
 from stretto.api.stages import new_folder
+from stretto.base.config import Config
 from stretto.base.errors import UserError
 from stretto.base.records import Receipt, new_lineage, write_lineage
 from stretto.base.track import read_metrics
 from stretto.cli.main import SECTIONS
 from stretto.engine.request import Completion, Sampling
 from stretto.server.messages import Prompts
+from stretto.tasks.task import Answer, Problem, Score, TaskSource
 from tests.api.conftest import HEALING, RECIPE
 
 PROMPT = "line 3: 9"
@@ -161,6 +163,10 @@ def test_a_score_is_the_sum_of_log_probabilities(model: stretto.Model) -> None:
         (lambda m: stretto.compare([]), "no models"),
         (lambda m: stretto.merge("average", []), "no models"),
         (lambda m: stretto.rl({"sources": {"x": {"kind": lambda: 0}}}), "defined inside a function"),
+        (
+            lambda m: stretto.rl({"sources": {"x": {"kind": Ones("x", Config())}}}),
+            "an instance of Ones; give the class",
+        ),
     ],
 )
 def test_bad_input_is_one_line_with_the_remedy(model: stretto.Model, work: object, words: str) -> None:
@@ -400,6 +406,38 @@ def test_results_of_a_cached_model_are_not_written_into_the_cache(
     assert new_folder(tmp_path / "stretto/models/tiny-0123", "heal") == Path("runs/tiny-0123-heal")
     snapshot = tmp_path / "huggingface/hub/models--Qwen--Tiny/snapshots/0123"
     assert new_folder(snapshot, "heal") == Path("runs/Tiny-heal")
+
+
+class Ones(TaskSource):
+    def problem(self, item: int) -> Problem:
+        return Problem(item, ({"role": "user", "content": f"line {item}:"},), gold=str(item % 7))
+
+    def score(self, problem: Problem, answer: Answer) -> Score:
+        return Score.of(answer.text.strip() == problem.gold)
+
+
+def test_a_suite_may_be_a_mapping_with_a_class(served_run: Path, tmp_path: Path) -> None:
+    suites: dict[str, Any] = {"mine": {"sources": {"ones": {"kind": Ones}}, "problems": 2, "max_tokens": 3}}
+    found = stretto.evaluate(served_run, suites, tmp_path / "one", samples=1, device="cpu")
+    assert isinstance(found, Evaluated) and list(found.scores) == ["ones"]
+    assert found.result.asked["suites"]["mine"]["sources"]["ones"]["kind"] == f"{__name__}:Ones"
+    both = stretto.compare([tmp_path / "one", served_run], tmp_path / "both", suites=suites, samples=1, device="cpu")
+    assert both.result.models == ["tiny", "tiny"]
+    for tree, said in (
+        ({"mine": {"sources": {"ones": {"kind": "strinks"}}}}, "^suites: mine: sources.ones: kind: no kind 'strinks'"),
+        ({"mine": {"sources": {"ones": {"kind": Ones}}, "problem": 3}}, "^suites: mine: problem: unknown key"),
+        ({"mine": {"sources": {"ones": {"kind": Ones("x", Config())}}}}, "an instance of Ones; give the class"),
+        ({}, "^evaluate: no suites; name at least one"),
+    ):
+        with pytest.raises(UserError, match=said):
+            stretto.evaluate(served_run, tree, tmp_path / "none")
+
+
+def test_one_model_may_be_compared_by_its_name(served_run: Path, tmp_path: Path) -> None:
+    suites = {"mine": {"sources": {"ones": {"kind": Ones}}, "problems": 2, "max_tokens": 3}}
+    for model in (str(served_run), served_run):
+        found = stretto.compare(model, tmp_path / "all", suites=suites, samples=1, device="cpu")
+        assert found.result.models == ["tiny"]
 
 
 def test_a_size_of_a_model_is_evaluated_by_its_object(served_run: Path) -> None:

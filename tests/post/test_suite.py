@@ -26,7 +26,7 @@ from stretto.model.spec import SubnetChoice
 from stretto.post import suite_samples
 from stretto.post.suite import RESULT_FILE, Evaluation, evaluate, read_evaluation, write_right_answers
 from stretto.post.suite_samples import SAMPLES_FILE, Sample
-from stretto.post.suites import EvalOptions, SuiteConfig, parse_suites
+from stretto.post.suites import EvalOptions, SuiteConfig, opened_sources, parse_suites
 from stretto.tasks.registry import open_source
 from tests.engine.engines import CONFIG, network
 from tests.flow.agents import tokenizer
@@ -469,11 +469,28 @@ def test_suites_that_are_none(named: str, words: str | None) -> None:
         parse_suites([named])
 
 
+def test_a_judge_may_be_named_later(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('[a.sources.x]\nkind = "judged"\n')  # the judge of --judge
+    assert parse_suites([str(tmp_path / "mine.toml")])["a"].sources["x"].args == {}
+
+
+def test_a_source_that_cannot_be_opened_is_named_with_its_suite(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('[a.sources.x]\nkind = "math"\nargs = { path = "absent.jsonl" }\n')
+    suites = parse_suites([str(tmp_path / "mine.toml")])
+    with pytest.raises(UserError, match=r"^suite a: .*absent\.jsonl"), opened_sources(suites):
+        pass
+
+
 def test_tables_that_are_no_suite(tmp_path: Path) -> None:
     for text, words in (
         ('[a]\nproblem = 3\n[a.sources.x]\nkind = "strings"\n', "a: problem: unknown key"),
         ("a = 3\n", r"mine.toml: a: must be a table, is 3"),
         ('[a.sources.x]\nkind="strings"\n[b.sources.x]\nkind="strings"\n', "x: two sources have this name"),
+        (
+            '[a.sources.x]\nkind="strings"\nargs={ operation="sort", lenght=3 }\n',
+            r"mine.toml: a: sources.x.args: lenght: unknown key \(did you mean 'length'\?\)",
+        ),
+        ('[a.sources.x]\nkind="strinks"\n', "mine.toml: a: sources.x: kind: no kind 'strinks'"),
         ("[", "not valid TOML"),
         ("", "contains no suite"),
     ):
