@@ -372,7 +372,9 @@ class TrainerRole:
                 )
             total += kl
             num += batch.num_targets
-        return float(self._ranks.sum(total)) / num
+        mean = float(self._ranks.sum(total)) / num
+        # The form `full` sums over the vocabulary, so only rounding makes it negative. In this order, NaN stays NaN.
+        return max(mean, 0.0)
 
     def write(self, folder: Path | str) -> None:
         """Write the policy as a checkpoint, with the start's tokenizer and a lineage.

@@ -272,6 +272,15 @@ def test_how_far_it_is_from_its_start(tmp_path: Path, start: Path) -> None:
     assert expected > 1e-3 and trainer.moved(made) == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize(("measured", "shown"), [(-3e-6, 0.0), (math.nan, math.nan)])
+def test_a_kl_below_zero_by_rounding_is_zero(
+    tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch, measured: float, shown: float
+) -> None:
+    trainer = role(tmp_path / "run", start)
+    monkeypatch.setattr("stretto.learning.trainer.taught_loss", lambda *_, **__: (torch.tensor(measured), None))
+    assert trainer.moved(groups(network())) == pytest.approx(shown, abs=0.0, nan_ok=True)
+
+
 def test_routes_of_another_network_are_one_line(tmp_path: Path, start: Path) -> None:
     made = groups(network())
     sample = made[2].trajectories[1]
