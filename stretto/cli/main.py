@@ -147,7 +147,10 @@ def main() -> None:
         error.show()  # type: ignore[attr-defined]  # prints the help of a command without arguments
         sys.exit(int(error.exit_code))
     if code == 130:
-        _fail("interrupted" + ("; a training run continues with --resume" if _resumes(sys.argv[1:]) else ""), 130)
+        remedy = (
+            "; a training run continues with --resume; `stretto report RUN` writes the report of a run that is done"
+        )
+        _fail("interrupted" + remedy * _resumes(sys.argv[1:]), 130)
     sys.exit(code or 0)
 
 

@@ -182,6 +182,7 @@ def test_ctrl_c_is_one_line_and_its_exit_code(stretto: Run, tiny: Path, finished
         run = tmp_path / "run"
         result = stretto("rl", tiny, "--out", run, *start, "--device", "cpu", *own(tmp_path, "interrupted"))
         assert result.code == 130 and result.err.count("\n") == 1 and "interrupted" in result.err, result
+        assert "; `stretto report RUN` writes the report of a run that is done" in result.err
         assert not run.exists()
 
 
