@@ -67,7 +67,7 @@ def main() -> None:
         many_descriptors(options.descriptors),
         Sandbox(LIMITS, level=level, workers=options.workers, python=options.python) as sandbox,
     ):
-        console.print(f"{sandbox.isolation}; {options.descriptors:,} descriptors open", soft_wrap=True)
+        console.print(f"sandbox: {sandbox.isolation}; {options.descriptors:,} descriptors open", soft_wrap=True)
         failures = Hostilities(sandbox, options.rounds, options.seed).run(console)
         with descriptors_left_open(), Sandbox(LIMITS, level=sandbox.isolation.level, python=options.python) as control:
             num_out = num_escapes(control)

@@ -56,9 +56,10 @@ def one_line(value: object, most: int | None = None) -> str:
     return " ".join(str(value).split())[:most]
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """``" (did you mean 'x'?)"`` for the known name closest to ``name``, or an empty string."""
-    match = difflib.get_close_matches(name[:_MAX_NAME_CHARS], list(known), n=1, cutoff=0.5)
+def nearest(name: str, known: Iterable[str], least: float = 0.6) -> str:
+    """``" (did you mean 'x'?)"`` for the known name closest to ``name``, or an empty string if none has a similarity of ``least``, by the
+    ratio of difflib."""
+    match = difflib.get_close_matches(name[:_MAX_NAME_CHARS], list(known), n=1, cutoff=least)
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 

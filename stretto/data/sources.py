@@ -482,4 +482,5 @@ def _lacks(place: str, name: str, fields: Iterable[Any]) -> str:
     remedy = "name the one that holds the text with --text-field"
     if "messages" in names:
         remedy = "conversations are read by stretto sft, and by stretto quantise with --chat"
-    return f"{place}: no field {name!r}{nearest(name, names)}; it has {existing}; {remedy}"
+    near = nearest(name, names, 0.5)  # `content` for `text`
+    return f"{place}: no field {name!r}{near}; it has {existing}; {remedy}"

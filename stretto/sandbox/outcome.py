@@ -116,4 +116,4 @@ class Isolation:
         extras = "seccomp filter" if self.has_filter else "no seccomp filter"
         extras += ", Landlock" * self.has_landlock + ", own user id" * self.own_uid
         memory = f"memory polled: {self.polled}" if self.polled else "memory limited by a cgroup"
-        return "; ".join((f"sandbox: {walls}", extras, memory, *self.missing))
+        return "; ".join((walls, extras, memory, *self.missing))

@@ -160,7 +160,7 @@ def test_a_config_is_frozen_and_replace_validates() -> None:
 
 def test_nearest_says_nothing_when_nothing_is_near() -> None:
     assert nearest("stesp", ["steps", "seed"]) == " (did you mean 'steps'?)"
-    assert nearest("zzz", ["steps", "seed"]) == ""
+    assert nearest("zzz", ["steps", "seed"]) == nearest("tiny", ["writing", "small"]) == ""
 
 
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
