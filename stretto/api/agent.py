@@ -402,7 +402,10 @@ def _desks(names: str) -> Iterator[Callable[[], Desk]]:
                 problem = "takes no value" if folder else "name what is searched: search=FOLDER"
                 raise UserError(f"--tools {entry}: {problem}")
             if name == "search":
-                corpus = Corpus(read_documents(Path(folder)))
+                try:
+                    corpus = Corpus(read_documents(Path(folder)))
+                except UserError as error:
+                    raise UserError(f"--tools {entry}: {error}") from None
             elif name == "python":
                 plain.append(text_tool("python", partial(run_python, resources.enter_context(Sandbox()))))
             else:

@@ -249,7 +249,7 @@ def test_the_command_on_a_random_network(stretto: Command, served_run: Path, tmp
         (("--tools", "search"), ("search=FOLDER",)),
         (("--tools", "python=3"), ("takes no value",)),
         (("--tools", "search={empty}"), ("nothing to search",)),
-        (("--tools", "search=/nowhere"), ("no such file or folder",)),
+        (("--tools", "search=/nowhere"), ("--tools search=/nowhere: /nowhere: no such file or folder",)),
         (("--votes", 3), ("--votes 3", "--temperature")),
         (("--votes", 0), ("stretto: --votes: must be greater than 0, is 0",)),
         (("--budget-turns", 0), ("stretto: --budget-turns: must be greater than 0, is 0",)),
