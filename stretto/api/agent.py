@@ -326,7 +326,7 @@ def agent_command(
         say(f"{num_agreed} of {len(runs)} runs say so", style="dim")
     console.print(phase_table(runs))
     if out is not None:
-        if out.suffix == ".json":
+        if out.suffix.lower() == ".json":
             record = transcript_record(question, name, runs, chosen, num_agreed)
             write_text(out, json.dumps(record, ensure_ascii=False, indent=1) + "\n")
         else:

@@ -65,7 +65,7 @@ def checkpoint_folder(path: Path | str) -> Path:
 def model_name(path: Path | str) -> str:
     """Name of the model at ``path``: that of its folder, or of the run if the folder is a run's checkpoint."""
     folder = Path(path).resolve()
-    return folder.parent.name if folder.name == CHECKPOINT else folder.name
+    return folder.parent.name or folder.name if folder.name == CHECKPOINT else folder.name
 
 
 def sized(text: str) -> tuple[Path, str]:

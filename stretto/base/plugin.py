@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,13 @@ def load_named(name: str, where: str) -> Any:
         )
     try:
         module = _module(place)
+        if hasattr(module, attribute):
+            return getattr(module, attribute)
     except Exception as error:  # the import runs users' code, which may raise anything
         problem = f"cannot import {place!r}: {error_line(error)}"
         raise UserError(f"{where}: {problem}; check the name and what the file imports") from error
-    if not hasattr(module, attribute):
-        near = nearest(attribute, [each for each in vars(module) if not each.startswith("_")])
-        raise UserError(f"{where}: {place} has no {attribute!r}{near}; name what it defines")
-    return getattr(module, attribute)
+    near = nearest(attribute, [each for each in vars(module) if not each.startswith("_")])
+    raise UserError(f"{where}: {place} has no {attribute!r}{near}; name what it defines")
 
 
 def name_of(thing: Any) -> str:
@@ -65,7 +66,9 @@ def line_of(error: BaseException, owner: type) -> str:
     if not lines:
         return ""
     path, line = lines[-1]
-    return f" ({path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{line})"
+    with suppress(ValueError, FileNotFoundError):  # elsewhere, or the current folder was deleted
+        path = path.relative_to(Path.cwd())
+    return f" ({path}:{line})"
 
 
 def _module(place: str) -> Any:

@@ -101,7 +101,7 @@ def check_exists(model: Path) -> None:
 
 def check_ending(out: Path, *endings: str) -> None:
     """Raises UserError if the file ``out`` to write has none of ``endings``."""
-    if out.suffix not in endings:
+    if out.suffix.lower() not in endings:
         problem = "is a folder; name a file that ends" if out.is_dir() else "must end"
         raise UserError(f"--out {out}: {problem} in {' or '.join(endings)}")
 

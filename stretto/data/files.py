@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stretto.base import numbers
 from stretto.base.errors import UserError
-from stretto.base.paths import LOCK_FILE, RUN_FILE
+from stretto.base.paths import LOCK_FILE, RECIPE_FILE, RUN_FILE
 
 COMPRESSIONS = (".gz", ".xz", ".zst", ".bz2")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -144,7 +144,7 @@ def _walk(path: Path, left_out: LeftOut) -> Iterator[Path]:
             if is_hidden or folder.is_symlink():
                 folders.remove(name)
                 left_out.add("hidden" if is_hidden else "linked", _short(path, folder))
-        if {RUN_FILE, LOCK_FILE} <= {*names} and Path(place) != path:
+        if LOCK_FILE in names and (RUN_FILE in names or RECIPE_FILE in names) and Path(place) != path:
             folders.clear()
             left_out.add("folders of runs", _short(path, Path(place)))
             continue

@@ -421,10 +421,10 @@ def _encoded(tokenizer: Encoder | MarkingEncoder, texts: Sequence[str], places: 
 
 
 def is_slight(folder: Path, *others: str) -> bool:
-    """Whether ``folder`` is unfinished, holds one shard at most, and nothing beside it but ``others``: seconds of work."""
+    """Whether ``folder`` holds the first shard of each split at most, and nothing beside them but ``others``: seconds of work."""
     known = {_PROGRESS, LOCK_FILE, *others}
     names = [path.name for path in folder.iterdir() if path.suffix not in (_TOKENS, _INDEX)]
-    return set(names) <= known and sum(path.suffix == _TOKENS for path in folder.iterdir()) <= 1
+    return set(names) <= known and not any(folder.glob(f"*-00001{_TOKENS}"))
 
 
 def forget_shards(folder: Path) -> None:

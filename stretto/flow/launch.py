@@ -137,7 +137,7 @@ class SourceTables:
 
     @contextmanager
     def opened(self) -> Iterator[dict[str, TaskSource]]:
-        """Context with open sources, which are closed at the end, unless a score() of theirs still runs then."""
+        """Context with open sources, which are closed at the end. They stay open after a `ScoreTimeoutError`: a score() still runs."""
         sources = self()
         with ExitStack() as stack:
             stack.callback(close_sources, sources.values())

@@ -15,7 +15,7 @@ import sys
 import venv
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -313,11 +313,13 @@ def _run(command: list[str], log: Path, label: str, **environ: str) -> int:
 
 
 def _copy(lines: IO[str] | None, kept: deque[str]) -> None:
-    """Copy ``lines`` to stderr of this process, and the last one to ``kept``."""
+    """Copy ``lines`` to stderr of this process, and the last one to ``kept``. A closed stderr is no reason to stop: the writer of the lines
+    would wait for a reader."""
     for line in lines or ():
-        sys.stderr.write(line)
-        sys.stderr.flush()
         kept.append(line)
+        with suppress(OSError, ValueError, AttributeError):  # closed, or None
+            sys.stderr.write(line)
+            sys.stderr.flush()
 
 
 @contextmanager
@@ -350,6 +352,7 @@ def serving(
     ) as process:
         copying = Thread(target=_copy, args=(process.stderr, kept), daemon=True)
         copying.start()
+        process.stderr = None  # the thread's: at the end, Popen would wait for every process that the server started and that has it open
         try:
             assert process.stdout is not None
             with progress(f"open {source}"):
@@ -358,7 +361,9 @@ def serving(
                     code = process.wait()
                     copying.join(timeout=5)  # a process that the server started may hold its stderr open
                     reason = f"{log.name} says why" if log else "".join(kept).removeprefix("stretto: ").strip()
-                    raise UserError(f"{source}: its server did not start (exit code {code}): {reason}")
+                    raise UserError(
+                        f"{source}: its server did not start (exit code {code}){f': {reason}' * bool(reason)}"
+                    )
             yield url, process
         finally:
             process.terminate()

@@ -15,7 +15,14 @@ from stretto.base.paths import CHECKPOINT, remove
 from stretto.base.track import say
 from stretto.learning.recipe import SNAPSHOTS
 from stretto.learning.trainer import TrainerRole
-from stretto.runtime.store import IncompleteError, RemoteStore, complete_folders, fetch_folder, send_folder
+from stretto.runtime.store import (
+    IncompleteError,
+    RemoteStore,
+    complete_folders,
+    fetch_folder,
+    has_folder,
+    send_folder,
+)
 from stretto.train.snapshot import is_whole, read_meta
 
 _PARTS = "snapshot-parts"
@@ -93,14 +100,20 @@ class RemoteTrainer(TrainerRole):
         return bool((steps >= 0).all() and (steps == steps[0]).all())
 
     def _fetch(self, name: str, folder: Path) -> bool:
-        """Fetch the snapshot ``name`` with all its parts into ``folder``. False: the store has lost something of it."""
+        """Fetch the snapshot ``name`` with all its parts into ``folder``. False: the store has lost something of it.
+
+        A killed attempt at the same step, with the ranks on other machines, may have left parts: some incomplete, some with files that the
+        snapshot itself has."""
         path, part_path = folder / name, folder / "part"
         try:
             fetch_folder(self._store, f"{SNAPSHOTS}/{name}", path)
             for part in self._stored_parts(name):
+                if not has_folder(self._store, part):
+                    continue
                 fetch_folder(self._store, part, part_path)
                 for file in part_path.iterdir():
-                    file.rename(path / file.name)
+                    if not (path / file.name).exists():
+                        file.rename(path / file.name)
                 remove(part_path)
         except IncompleteError:
             return False

@@ -9,7 +9,17 @@ from PIL import Image
 
 from stretto.base.errors import UserError
 from stretto.pictures.backend import PaintRequest, check_request
-from stretto.tasks.shapes.draw import Body, draw, drawable, looks_like, place, placed, see, unmet
+from stretto.tasks.shapes.draw import (
+    Body,
+    NoShapeError,
+    draw,
+    drawable,
+    looks_like,
+    place,
+    placed,
+    see,
+    unmet,
+)
 from stretto.tasks.shapes.ledger import Ledger, read
 
 _TRIES = 200
@@ -37,9 +47,8 @@ class Renderer:
         wanted = read(request.prompt)
         try:
             ledger = drawable(wanted)
-        except UserError as error:
-            remedy = "for other pictures than coloured shapes, use --backend diffusers:FOLDER or comfy:URL"
-            raise UserError(f"{error}; {remedy}") from None
+        except NoShapeError as error:
+            raise UserError(f"{error}; for other pictures, use --backend diffusers:FOLDER or comfy:URL") from None
         meant = self._misread(ledger, request.seed)
         if request.base is not None and request.mask is not None:
             image = _edited(ledger, meant, request.base, request.mask, request.seed)

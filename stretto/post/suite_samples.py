@@ -40,7 +40,7 @@ from stretto.flow.rollout import EngineRole, open_rollout_engine
 from stretto.learning.dialogue import Dialogue
 from stretto.learning.recipe import RlRecipe
 from stretto.model.spec import Subnet
-from stretto.post.suites import EvalOptions, SuiteConfig
+from stretto.post.suites import EvalOptions, SuiteConfig, named_suite
 from stretto.runtime.store import FolderStore
 from stretto.tasks.session import schemas
 from stretto.tasks.task import FIRST_REPORTED, Problem, TaskSource, spoken
@@ -161,11 +161,12 @@ class Sampler:
             opened = {}
             for name, suite in self._suites.items():
                 tables = SourceTables(suite.sources, suite.sandbox)
-                # agent and verifier use their sources in different threads
-                opened[name] = stack.enter_context(tables.opened()), stack.enter_context(tables.opened())
-                for key, source in opened[name][0].items():
-                    check_source(source, self._recipe(suite))
-                    self.domains[key] = self._planned(name, suite, source)
+                with named_suite(name):
+                    # agent and verifier use their sources in different threads
+                    opened[name] = stack.enter_context(tables.opened()), stack.enter_context(tables.opened())
+                    for key, source in opened[name][0].items():
+                        check_source(source, self._recipe(suite))
+                        self.domains[key] = self._planned(name, suite, source)
             write_json(self._path.with_name(ASKED_FILE), asked)
             any_recipe = self._recipe(next(iter(self._suites.values())))
             engine = EngineRole(partial(open_rollout_engine, any_recipe, self._folder, device), subnet=subnet)

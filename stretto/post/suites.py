@@ -16,7 +16,7 @@ from stretto.flow.launch import SourceTables
 from stretto.learning.recipe import RlRecipe, SourceConfig
 from stretto.learning.roles import SandboxConfig
 from stretto.tasks.registry import source_args
-from stretto.tasks.task import TaskSource
+from stretto.tasks.task import ScoreTimeoutError, TaskSource
 
 SUITES = Path(__file__).with_name("suites.toml")
 DEFAULT_SAMPLES = 4
@@ -168,8 +168,17 @@ def opened_sources(suites: Mapping[str, SuiteConfig]) -> Iterator[dict[str, Task
     with ExitStack() as stack:
         opened: dict[str, TaskSource] = {}
         for name, suite in suites.items():
-            try:
+            with named_suite(name):
                 opened |= stack.enter_context(SourceTables(suite.sources, suite.sandbox).opened())
-            except UserError as error:
-                raise UserError(f"suite {name}: {error}") from error
         yield opened
+
+
+@contextmanager
+def named_suite(name: str) -> Iterator[None]:
+    """Context in which a `UserError` about a source begins with the name of its suite."""
+    try:
+        yield
+    except ScoreTimeoutError:  # its class keeps the source open
+        raise
+    except UserError as error:
+        raise UserError(f"suite {name}: {error}") from error

@@ -118,7 +118,7 @@ def write_plan(plan: Plan, path: Path) -> None:
     """Write the figure (``.png``), or the page with it (``.html``). Raises `UserError`: the file cannot be written."""
     png = to_png(plan_figure(plan))
     with replacing(path) as temporary:
-        if path.suffix == ".png":
+        if path.suffix.lower() == ".png":
             temporary.write_bytes(png)
             return
         best = plan.best

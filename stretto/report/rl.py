@@ -300,7 +300,7 @@ def plot(axes: Axes, data: RlData, panel: Panel) -> Ends:
         if panel.zero and min(values, default=0.0) >= 0:
             axes.set_ylim(bottom=0.0)
         top = panel.top
-        if top is None and values and not any(values):
+        if top is None and panel.zero and values and not any(values):
             top = 1.0  # of zeros alone, matplotlib would show a range of 0.05
         if top is not None:
             axes.set_ylim(top=max(top, 1.08 * max(values, default=0.0)))

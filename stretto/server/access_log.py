@@ -85,7 +85,7 @@ def _has_room(stderr: TextIO) -> bool:
     """Whether ``stderr`` takes a line without blocking."""
     try:
         file = stderr.fileno()
-    except io.UnsupportedOperation:  # in memory
+    except (io.UnsupportedOperation, AttributeError):  # in memory, or an object that only writes
         return True
     if stat.S_ISFIFO(os.fstat(file).st_mode):
         unread = int.from_bytes(fcntl.ioctl(file, termios.FIONREAD, bytes(4)), sys.byteorder)

@@ -167,7 +167,7 @@ def require_outside(out: Path, data: Sequence[str], text: TextOptions) -> None:
     named = [("--data", argument, _split_weight(argument)[0]) for argument in data]
     for option, argument, source in (*named, *([("--val", text.val, text.val)] if text.val else [])):
         path, folder = Path(source).resolve(), out.resolve()
-        is_own = path.parent == folder / "data" and is_data_folder(source)
+        is_own = folder / "data" in (path, path.parent) and is_data_folder(source)
         if path.exists() and path.is_relative_to(folder) and not is_own:
             raise UserError(f"{option} {argument}: lies in the output folder {out}; name another output folder with -o")
 
@@ -269,10 +269,15 @@ def _forget(data: Path, sources: Sequence[str]) -> None:
 
 def _forget_other_tokens(folder: Path, fingerprint: str, sources: Sequence[str]) -> None:
     """Delete the shards in ``folder`` of a run's own data if they are of another tokenizer than that of ``fingerprint``: an attempt that
-    never became a run wrote them."""
+    never became a run wrote them. More than seconds of work stay, and are refused later."""
     settings = read_settings(folder)
     is_read = any(Path(source).resolve().is_relative_to(folder.resolve()) for source in sources)
-    if settings is not None and settings.tokenizer != fingerprint and not is_read:
+    if (
+        settings is not None
+        and settings.tokenizer != fingerprint
+        and not is_read
+        and is_slight(folder, MANIFEST, TOKENIZER)
+    ):
         forget_shards(folder)
 
 

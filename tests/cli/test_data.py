@@ -51,6 +51,9 @@ def test_a_run_is_not_written_among_the_text_that_it_reads(stretto: Run, recipe:
     tokens = tmp_path / "run/data/00"  # a run may read its own tokens
     assert not stretto("tokenize", "--data", other, "-o", tokens, "--vocab-size", 320).code
     assert not stretto("pretrain", recipe, "--data", tokens, "-o", tmp_path / "run", "--steps", 1).code
+    tokens = tmp_path / "other-run/data"
+    assert not stretto("tokenize", "--data", other, "-o", tokens, "--vocab-size", 320).code
+    assert not stretto("pretrain", recipe, "--data", tokens, "-o", tokens.parent, "--steps", 1).code
 
 
 def test_a_run_below_its_text_does_not_change_the_text(stretto: Run, recipe: Path, tmp_path: Path) -> None:

@@ -38,9 +38,10 @@ def test_records_split_by_whole_words_of_their_names(tmp_path: Path) -> None:
 
 def test_folders_of_runs_are_left_out_unless_they_are_named(tmp_path: Path) -> None:
     make(tmp_path, "a.txt", "own/run.json", "own/b.txt", "runs/x/run.json", "runs/x/report/c.html", "runs/x/.lock")
+    make(tmp_path, "runs/rl/recipe.json", "runs/rl/metrics.jsonl", "runs/rl/.lock", size=9000)
     found = find_files(tmp_path)
     assert names(tmp_path, found) == {"train": ["a.txt", "own/b.txt"]}
-    assert "1 folders of runs (runs/x)" in str(found.left_out)
+    assert "2 folders of runs (runs/x, …)" in str(found.left_out)
     assert names(tmp_path / "runs/x", find_files(tmp_path / "runs/x")) == {"train": ["report/c.html"]}
 
 

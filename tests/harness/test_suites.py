@@ -153,6 +153,24 @@ def test_a_server_that_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixt
     assert problem in log.read_text()
 
 
+LOUD = """
+import subprocess, sys, time
+sys.stderr.write("word " * 60_000 + "\\n")
+left = subprocess.Popen(["sleep", "1000"])
+open("left", "w").write(str(left.pid))
+print("serving at http://127.0.0.1:1", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_no_stderr_and_no_process_that_is_left_stops_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stderr", None)
+    with serving(tmp_path, program=("-c", LOUD)) as (url, _):
+        assert url == "http://127.0.0.1:1"
+    os.kill(int((tmp_path / "left").read_text()), signal.SIGKILL)  # it is there, with the server's stderr open
+
+
 PARENT = """
 import sys
 from pathlib import Path

@@ -149,6 +149,26 @@ def test_a_snapshot_of_which_the_store_lost_a_part_is_passed_over(tmp_path: Path
     assert sorted(path.name for path in folder.iterdir()) == ["fetched", "fetched.lock", "snapshots"]
 
 
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_parts_that_a_killed_attempt_left_change_no_snapshot(tmp_path: Path, is_complete: bool) -> None:
+    start, folder, url = checkpoint(tmp_path / "start"), tmp_path / "machine", (tmp_path / "store").as_uri()
+    folder.mkdir()
+    trainer = RemoteTrainer(PLAN, folder, start, ranks=join("cpu"), store=UrlStore(url, "run"))
+    trainer.resume()
+    trainer.save({"step": 0})
+    (saved,) = (folder / "snapshots").glob("step-*/__0_*")
+    before, old = saved.read_bytes(), tmp_path / "old"
+    old.mkdir()
+    (old / saved.name).write_bytes(b"of the attempt")
+    part = f"snapshot-parts/{saved.parent.name}-0"
+    send_folder(UrlStore(url, "run"), old, part)
+    if not is_complete:
+        UrlStore(url, "run").remove([f"{part}/manifest.json"])
+    again = RemoteTrainer(PLAN, folder, start, ranks=join("cpu"), store=UrlStore(url, "run"))
+    assert again.resume() == {"step": 0}
+    assert saved.read_bytes() == before and UrlStore(url, "run").folders("snapshots")
+
+
 def test_rows_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train.micro_rows: 2 rows cannot be shared by 3 ranks"):
         TrainerRole(recipe(), tmp_path, checkpoint(tmp_path / "start"), ranks=Ranks(0, 3, torch.device("cpu")))

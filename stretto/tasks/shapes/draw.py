@@ -71,16 +71,21 @@ class Body:
 Scene = tuple[Body, ...]
 
 
+class NoShapeError(UserError):
+    """A prompt names nothing that can be drawn."""
+
+
 def drawable(ledger: Ledger) -> Ledger:
     """The part of a ledger that consists of shapes and their relations, without the scene around them.
 
     Raises:
-        UserError: The ledger has no shape, or a shape with a colour, number or relation that cannot be drawn.
+        NoShapeError: The ledger has no shape.
+        UserError: A shape has a colour, number or relation that cannot be drawn.
     """
     things = tuple(thing for thing in ledger.things if thing.noun in FORMS)
     if not things:
         nouns = ", ".join(thing.noun for thing in ledger.things) or "nothing"
-        raise UserError(f"prompt: {nouns}: not a shape that can be drawn; ask for {', '.join(sorted(set(FORMS)))}")
+        raise NoShapeError(f"prompt: {nouns}: not a shape that can be drawn; ask for {', '.join(sorted(set(FORMS)))}")
     ids = {thing.id for thing in things}
     relations = tuple(each for each in ledger.relations if {each.subject, each.other} <= ids)
     for thing in things:
