@@ -420,11 +420,11 @@ def _encoded(tokenizer: Encoder | MarkingEncoder, texts: Sequence[str], places: 
     return [[*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(texts)]
 
 
-def is_slight(folder: Path, *others: str) -> bool:
-    """Whether ``folder`` holds the first shard of each split at most, and nothing beside them but ``others``: seconds of work."""
+def is_slight(folder: Path, *others: str, most: int = 1) -> bool:
+    """Whether ``folder`` holds at most ``most`` shards, and nothing beside them but ``others``: seconds of work."""
     known = {_PROGRESS, LOCK_FILE, *others}
     names = [path.name for path in folder.iterdir() if path.suffix not in (_TOKENS, _INDEX)]
-    return set(names) <= known and not any(folder.glob(f"*-00001{_TOKENS}"))
+    return set(names) <= known and sum(path.suffix == _TOKENS for path in folder.iterdir()) <= most
 
 
 def forget_shards(folder: Path) -> None:

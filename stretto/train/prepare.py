@@ -269,15 +269,12 @@ def _forget(data: Path, sources: Sequence[str]) -> None:
 
 def _forget_other_tokens(folder: Path, fingerprint: str, sources: Sequence[str]) -> None:
     """Delete the shards in ``folder`` of a run's own data if they are of another tokenizer than that of ``fingerprint``: an attempt that
-    never became a run wrote them. More than seconds of work stay, and are refused later."""
+    never became a run wrote them. More than a shard of each split stays, and is refused later."""
     settings = read_settings(folder)
     is_read = any(Path(source).resolve().is_relative_to(folder.resolve()) for source in sources)
-    if (
-        settings is not None
-        and settings.tokenizer != fingerprint
-        and not is_read
-        and is_slight(folder, MANIFEST, TOKENIZER)
-    ):
+    if settings is None or settings.tokenizer == fingerprint or is_read:
+        return
+    if is_slight(folder, MANIFEST, TOKENIZER, most=2):
         forget_shards(folder)
 
 

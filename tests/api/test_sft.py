@@ -254,9 +254,7 @@ def test_every_size_is_trained(base: Path, data: Path, tmp_path: Path) -> None:
     assert set(read_presets(made)) == {"small"}
     mixture = read_checkpoint(made).lineage.config["mixture"]  # type: ignore[union-attr]
     assert mixture["small"] > 0 and mixture["full"] > 0
-    lost = [
-        [row["loss/small"] for row in read_metrics(folder) if "loss/small" in row] for folder in (elastic, plain)
-    ]
+    lost = [[row["loss/small"] for row in read_metrics(folder) if "loss/small" in row] for folder in (elastic, plain)]
     assert lost[0][0] == lost[1][0] and lost[0][-1] < lost[1][-1]
 
 
