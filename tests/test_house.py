@@ -225,9 +225,8 @@ def command_lines() -> Iterator[str]:
         for each in command.params:
             name = each.name.upper() if each in arguments else ", ".join([*each.opts, *each.secondary_opts])
             is_shown = each.default is not None and each.default is not False and each.default not in ((), [])
-            named = getattr(
-                each, "show_default", None
-            )  # a text: the default of an option that is None if it is not given
+            # a text: the default of an option that is None if it is not given
+            named = getattr(each, "show_default", None)
             shown = named if isinstance(named, str) else each.default if is_shown else ""
             default = "required" if each.required else shown
             meaning = " ".join((each.help or "").split()).replace("|", "\\|")

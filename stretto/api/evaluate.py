@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ import torch
 
 from stretto.api.model import Model
 from stretto.api.search import named_subnet
-from stretto.api.stages import ModelLike, PathLike, new_folder, place, shown
+from stretto.api.stages import ModelLike, PathLike, new_folder, place, several, shown
 from stretto.base.config import validate_options
 from stretto.base.endpoint import served_name
 from stretto.base.errors import UserError, user_errors
@@ -221,7 +220,7 @@ def compare(
     Raises:
         UserError: evaluations of different problems, or as `evaluate`.
     """
-    listed = [models] if isinstance(models, str | os.PathLike | Model) else models
+    listed = several(models)
     if not listed:
         raise UserError("compare: no models; name at least one")
     folder = new_folder(str(shown(listed[0])).partition(":")[0], "compare") if out is None else user_path(out, "out")

@@ -103,9 +103,14 @@ def place(model: ModelLike, name: str = "model") -> Path:
 
 def places(models: ModelLike | Sequence[ModelLike], name: str) -> list[Path]:
     """The folders of one model or of several. Raises `UserError`: one of them names no folder."""
+    return [place(each, name) for each in several(models)]
+
+
+def several(models: ModelLike | Sequence[ModelLike]) -> list[ModelLike]:
+    """``models`` as a list, also if it is one model."""
     if isinstance(models, str | os.PathLike | Model) or not isinstance(models, Iterable):
-        return [place(models, name)]
-    return [place(each, name) for each in models]
+        return [models]
+    return list(models)
 
 
 def shown(model: ModelLike) -> str:

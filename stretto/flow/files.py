@@ -80,9 +80,8 @@ class RunFiles:
             return
         remove(self.run / CHECKPOINT)
         fetch_folder(self.store, CHECKPOINT, self.run / CHECKPOINT)
-        write_json(
-            self.run / ID_FILE, {"id": self.id, "has_ended": True}
-        )  # before a kill can leave a part of the files
+        # before a kill can leave a part of the files
+        write_json(self.run / ID_FILE, {"id": self.id, "has_ended": True})
         self.remote.destroy()
         remove_local_folder(self.id)
 

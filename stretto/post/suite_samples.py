@@ -40,7 +40,7 @@ from stretto.flow.rollout import EngineRole, open_rollout_engine
 from stretto.learning.dialogue import Dialogue
 from stretto.learning.recipe import RlRecipe
 from stretto.model.spec import Subnet
-from stretto.post.suites import EvalOptions, SuiteConfig, named_suite
+from stretto.post.suites import EvalOptions, SuiteConfig, errors_about
 from stretto.runtime.store import FolderStore
 from stretto.tasks.session import schemas
 from stretto.tasks.task import FIRST_REPORTED, Problem, TaskSource, spoken
@@ -161,7 +161,7 @@ class Sampler:
             opened = {}
             for name, suite in self._suites.items():
                 tables = SourceTables(suite.sources, suite.sandbox)
-                with named_suite(name):
+                with errors_about(f"suite {name}"):
                     # agent and verifier use their sources in different threads
                     opened[name] = stack.enter_context(tables.opened()), stack.enter_context(tables.opened())
                     for key, source in opened[name][0].items():

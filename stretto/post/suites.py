@@ -15,7 +15,7 @@ from stretto.base.errors import UserError, nearest
 from stretto.flow.launch import SourceTables
 from stretto.learning.recipe import RlRecipe, SourceConfig
 from stretto.learning.roles import SandboxConfig
-from stretto.tasks.registry import source_args
+from stretto.tasks.registry import checked_source
 from stretto.tasks.task import ScoreTimeoutError, TaskSource
 
 SUITES = Path(__file__).with_name("suites.toml")
@@ -124,10 +124,8 @@ def _check_sources(sources: Mapping[str, SourceConfig], place: str) -> None:
     """Check kinds and arguments of ``sources``. Raises `UserError`, with a message that starts with ``place``."""
     for name, source in sources.items():
         judge = {"judge": "scripted"} if source.kind == "judged" else {}  # a judge may be named later, with --judge
-        try:
-            source_args(name, source.replace(args=judge | source.args))
-        except UserError as error:
-            raise UserError(f"{place}: {error}") from error
+        with errors_about(place):
+            checked_source(name, source.replace(args=judge | source.args))
 
 
 def _check_names(suites: Mapping[str, SuiteConfig], place: str) -> None:
@@ -168,17 +166,17 @@ def opened_sources(suites: Mapping[str, SuiteConfig]) -> Iterator[dict[str, Task
     with ExitStack() as stack:
         opened: dict[str, TaskSource] = {}
         for name, suite in suites.items():
-            with named_suite(name):
+            with errors_about(f"suite {name}"):
                 opened |= stack.enter_context(SourceTables(suite.sources, suite.sandbox).opened())
         yield opened
 
 
 @contextmanager
-def named_suite(name: str) -> Iterator[None]:
-    """Context in which a `UserError` about a source begins with the name of its suite."""
+def errors_about(place: str) -> Iterator[None]:
+    """Context in which the message of a `UserError` about a source begins with ``place``."""
     try:
         yield
     except ScoreTimeoutError:  # its class keeps the source open
         raise
     except UserError as error:
-        raise UserError(f"suite {name}: {error}") from error
+        raise UserError(f"{place}: {error}") from error

@@ -61,7 +61,7 @@ def open_source(name: str, source: SourceLike, sandbox: Sandbox | None = None) -
     Raises:
         UserError: an unknown kind or argument, or an error that the source finds in its arguments.
     """
-    kind, args = source_kind(name, source.kind), source_args(name, source)
+    kind, args = checked_source(name, source)
     try:
         return kind(name, args, sandbox)
     except UserError:
@@ -71,9 +71,10 @@ def open_source(name: str, source: SourceLike, sandbox: Sandbox | None = None) -
         raise UserError(f"sources.{name}: kind: {problem}; correct its constructor") from error
 
 
-def source_args(name: str, source: SourceLike) -> Config:
-    """The arguments of ``sources.{name}``. Raises `UserError`: an unknown kind or argument, or a wrong value."""
-    return validate(source_kind(name, source.kind).args_kind, source.args, f"sources.{name}.args")
+def checked_source(name: str, source: SourceLike) -> tuple[type[TaskSource], Config]:
+    """The class of ``sources.{name}`` and its arguments. Raises `UserError`: an unknown kind or argument, or a wrong value."""
+    kind = source_kind(name, source.kind)
+    return kind, validate(kind.args_kind, source.args, f"sources.{name}.args")
 
 
 def source_kind(name: str, kind: str) -> type[TaskSource]:

@@ -250,13 +250,18 @@ def test_fewer_steps_than_a_stored_snapshot_has_are_refused(tmp_path: Path) -> N
         check_steps(policy_recipe(train__steps=1), files)
 
 
+def stored(folder: Path) -> tuple[RlRecipe, RunFiles]:
+    """A recipe and the files of its run in ``folder``: run folder, start checkpoint, and the bucket that is the store."""
+    for name in ("start", "run"):
+        (folder / name).mkdir()
+    (folder / "start" / "config.json").write_text("{}")
+    recipe = policy_recipe(store=(folder / "bucket").as_uri())
+    return recipe, open_files(recipe, folder / "run", folder / "start")
+
+
 def test_a_run_that_is_over_in_a_store_leaves_nothing_and_is_not_resumed(tmp_path: Path) -> None:
     start, run_folder, bucket = tmp_path / "start", tmp_path / "run", tmp_path / "bucket"
-    for folder in (start, run_folder):
-        folder.mkdir()
-    (start / "config.json").touch()
-    recipe = policy_recipe(store=bucket.as_uri())
-    files = open_files(recipe, run_folder, start)
+    recipe, files = stored(tmp_path)
     assert (files.start_here() / "config.json").exists()
     assert open_files(recipe, run_folder, start).id == files.id
     here = files.folder_here()
@@ -272,11 +277,7 @@ def test_a_run_that_was_killed_while_its_store_was_emptied_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, run_folder, bucket = tmp_path / "start", tmp_path / "run", tmp_path / "bucket"
-    for folder in (start, run_folder):
-        folder.mkdir()
-    (start / "config.json").write_text("{}")
-    recipe = policy_recipe(store=bucket.as_uri())
-    files = open_files(recipe, run_folder, start)
+    recipe, files = stored(tmp_path)
     send_folder(files.remote, start, "checkpoint")
 
     def killed(store: UrlStore) -> None:
@@ -294,11 +295,7 @@ def test_a_run_that_was_killed_while_its_store_was_emptied_has_ended(
 
 def test_a_start_checkpoint_of_which_the_store_lost_a_part_is_sent_again(tmp_path: Path) -> None:
     start, run_folder, bucket = tmp_path / "start", tmp_path / "run", tmp_path / "bucket"
-    for folder in (start, run_folder):
-        folder.mkdir()
-    (start / "config.json").write_text("{}")
-    recipe = policy_recipe(store=bucket.as_uri())
-    files = open_files(recipe, run_folder, start)
+    recipe, files = stored(tmp_path)
     (bucket / files.id / "start" / "000000-000000").unlink()
     with pytest.raises(UserError, match=r"start: incomplete: 000000-000000 is missing; continue with --resume"):
         open_files(recipe, run_folder, start).start_here()
