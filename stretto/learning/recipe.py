@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from stretto.base.config import Config
 from stretto.base.errors import nearest
@@ -64,13 +64,21 @@ STEERING = (
 """Other fields that a resumed run may change, with effect on the steps that follow. Its lineage lists the changes."""
 
 
-def _is_address(url: str) -> bool:
-    """Whether ``url`` has a host, and a port that is a number if it has one."""
+def _server_address(url: str) -> str:
+    """``url`` without a last ``/v1``, which clients of the API write. Raises ValueError: it is not the address of a server."""
+    address = url.rstrip("/").removesuffix("/v1")
     try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        parts = urlsplit(address)
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        return False
+        is_valid = False
+    if not is_valid or re.search(r"[\s?#]", address):
+        raise ValueError(f"{url!r} is not of the form http://HOST:PORT")
+    return address
+
+
+ServerAddress = Annotated[str, AfterValidator(_server_address)]
+"""``http://HOST:PORT``; a ``/v1`` at its end is removed."""
 
 
 class SourceConfig(Config):
@@ -124,7 +132,7 @@ class RolloutConfig(Config):
     """Tokens per request to an engine: the largest number of tokens of a sample that are lost with an engine."""
     engine: Literal["own", "stretto", "vllm", "sglang"] = "own"
     """``own``: engines that the run starts. The others are servers at ``address``: ``stretto serve --rollout``, vLLM, SGLang."""
-    address: tuple[str, ...] = ()
+    address: tuple[ServerAddress, ...] = ()
     """Addresses of the servers, or the only one: ``http://HOST:PORT``. The server must be able to read files of the run folder."""
     start_s: float = Field(default=30.0, gt=0)
     """Time for a server to answer at the start of the run, or again after it has stopped answering, in seconds."""
@@ -168,9 +176,6 @@ class RolloutConfig(Config):
             raise ValueError(
                 "keep_cache is for engines that the run starts; servers at an address compute keys again: leave it out"
             )
-        for address in self.address:
-            if not re.fullmatch(r"https?://[^/\s?#]+/?", address) or not _is_address(address):
-                raise ValueError(f"address: {address!r} is not of the form http://HOST:PORT")
         if self.address and self.engines != len(set(self.address)):
             num = len(set(self.address))
             raise ValueError(
@@ -295,9 +300,9 @@ class TeacherConfig(Config):
     both tokenizers are byte-level: the teacher then scores spans of text (`stretto.text.spans`)."""
     subnet: str = "full"
     """Subnet of that checkpoint: a preset (``corner``) or a size (``layers=8,experts=16,top_k=2``)."""
-    url: str | None = None
-    """Address of a server whose /v1/completions returns log-probabilities of the prompt (``echo``), without that path; for the
-    form ``sampled``. OPENAI_API_KEY is sent if it is set."""
+    url: ServerAddress | None = None
+    """Address of a server whose /v1/completions returns log-probabilities of the prompt (``echo``); for the form
+    ``sampled``. OPENAI_API_KEY is sent if it is set."""
     model: str | None = None
     """Name of the model on the server; None: the first model that the server lists."""
     domains: tuple[str, ...] | None = None
@@ -311,8 +316,6 @@ class TeacherConfig(Config):
     def _check(self) -> Self:
         if self.checkpoint is None and self.url is None:
             raise ValueError("name a checkpoint, or the url of a server")
-        if self.url is not None and not _is_address(self.url):
-            raise ValueError(f"url: {self.url!r} is not of the form http://HOST:PORT")
         if self.url is not None and (self.subnet, self.residence) != ("full", "resident"):
             raise ValueError("url: subnet and residence are of a checkpoint that is read here; leave them out")
         return self

@@ -92,7 +92,7 @@ def find_teachers(recipe: RlRecipe) -> None:
             folders[f"{where}.checkpoint"] = config.checkpoint
         else:
             try:
-                reply = httpx.get(f"{config.url.rstrip('/')}/v1/models", headers=key_header(), timeout=_FIND_S)
+                reply = httpx.get(f"{config.url}/v1/models", headers=key_header(), timeout=_FIND_S)
             except httpx.HTTPError as error:
                 problem = f"does not answer: {one_line(error)}; start the server, or correct the address"
                 raise UserError(f"{where}.url: {config.url}: {problem}") from None
@@ -304,7 +304,7 @@ class RemoteTeacher:
 
     def __init__(self, name: str, config: TeacherConfig, recipe: RlRecipe, tokenizer: Tokenizer | None, ranks: Ranks):
         """``tokenizer``: checked against the server's replies; None: not checked. Raises UserError: the server does not answer."""
-        self._where, self._url = f"distill.teachers.{name}: {config.url}", str(config.url).rstrip("/")
+        self._where, self._url = f"distill.teachers.{name}: {config.url}", str(config.url)
         self._failures, self._tokenizer, self._ranks = recipe.failures, tokenizer, ranks
         self._model = config.model or ranks.first(self._first_model)
 

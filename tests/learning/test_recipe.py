@@ -129,7 +129,7 @@ TEACHERS = {"digits": {"checkpoint": "a"}, "letters": {"checkpoint": "b"}}
         (
             {"form": "sampled", "teachers": {**TEACHERS, "digits": {"url": "http://teacher:80a0"}}},
             {},
-            "url: 'http://teacher:80a0' is not of the form http://HOST:PORT",
+            "'http://teacher:80a0' is not of the form http://HOST:PORT",
         ),
         ({"teachers": {"digits": {"url": "http://x", "subnet": "half"}}}, {}, "url: subnet and residence are of"),
         ({"form": "sampled", "entropy_aware": 1.0}, {}, "distill.entropy_aware: form 'sampled' does not know"),

@@ -37,7 +37,7 @@ class Server:
     """HTTP client of one server. Errors name the server and the remedy."""
 
     def __init__(self, address: str, engine: str):
-        self.address, self.where = address.rstrip("/"), f"rollout.address: {engine} at {address.rstrip('/')}"
+        self.address, self.where = address, f"rollout.address: {engine} at {address}"
         key = next(filter(None, os.environ.get("STRETTO_API_KEYS", "").split(",")), None)
         self._options: dict[str, Any] = {
             "base_url": self.address,
