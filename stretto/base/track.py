@@ -60,6 +60,8 @@ def progress(
     num_done, last_status = 0, ""
 
     def amount() -> str:
+        if total is None and not num_done:
+            return ""  # what cannot be counted
         shown = [size_in_bytes(num) if unit == "bytes" else f"{num:,}" for num in (num_done, total) if num is not None]
         return " of ".join(shown) + (f" {unit}" if unit != "bytes" and unit else "")
 
@@ -88,9 +90,10 @@ def progress(
             return
     ending = "stopped"
 
-    def print_line(prefix: str, *status: str) -> None:
-        seconds = time.perf_counter() - start
-        say(", ".join([f"{description}: {prefix}{amount()} in {seconds:.1f} s", *status]), console)
+    def print_line(ending: str, *status: str) -> None:
+        counted = ", ".join(filter(None, [ending, amount()]))
+        took = " in ".join(filter(None, [counted, f"{time.perf_counter() - start:.1f} s"]))
+        say(", ".join([f"{description}: {took}", *status]), console)
 
     say(f"{description} …", console)
     try:
@@ -98,7 +101,7 @@ def progress(
             yield count
         ending = "done"
     finally:
-        print_line(f"{ending}, ")  # after the last tick
+        print_line(ending)  # after the last tick
 
 
 @contextmanager

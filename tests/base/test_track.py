@@ -129,6 +129,16 @@ def test_progress_without_a_terminal_is_two_lines() -> None:
     assert end.startswith("counting: done, 3 of 3 in ")
 
 
+def test_progress_that_counts_nothing_has_only_a_time() -> None:
+    console = plain()
+    with progress("looking", console=console, pauses_s=(0.001,)):
+        while output(console).count("\n") < 2:
+            time.sleep(0.001)
+    start, tick, *_, end = output(console).splitlines()
+    assert start == "looking …"
+    assert re.fullmatch(r"looking: [\d.]+ s", tick) and re.fullmatch(r"looking: done in [\d.]+ s", end)
+
+
 @pytest.mark.parametrize("make", [plain, terminal])
 def test_progress_names_what_it_counts(make: Callable[[], Console]) -> None:
     console = make()
