@@ -179,6 +179,7 @@ class State:
 
 _HEAD = "opened"
 """Kind of the first row. Its number is that of the last event that was deleted from the journal."""
+_CREATE = "CREATE TABLE events (number INTEGER PRIMARY KEY, kind TEXT, facts TEXT)"
 _INSERT = "INSERT INTO events VALUES (?, ?, ?)"
 
 
@@ -210,6 +211,13 @@ class Ledger:
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)  # never used concurrently
 
     @classmethod
+    def in_memory(cls) -> Self:
+        """The ledger of a simulated run, whose journal no other process reads."""
+        ledger = cls(":memory:", State(), 0)
+        ledger._db.execute(_CREATE)
+        return ledger
+
+    @classmethod
     def start(cls, path: Path | str) -> Self:
         """The ledger of a new run. Raises UserError: there is a journal already, or it cannot be written."""
         if Path(path).exists():
@@ -217,7 +225,7 @@ class Ledger:
         # under a temporary name first, so that a journal that exists is complete
         with replacing(path) as partial, _writing(path), closing(sqlite3.connect(partial)) as db, db:
             db.execute("PRAGMA journal_mode = WAL")  # the file remembers it
-            db.execute("CREATE TABLE events (number INTEGER PRIMARY KEY, kind TEXT, facts TEXT)")
+            db.execute(_CREATE)
             db.execute(_INSERT, (0, _HEAD, "{}"))
         return cls(path, State(), 0)
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Task
@@ -68,9 +70,8 @@ class Prompts:
         while sum(self._before(deck + 1)) <= number:
             deck += 1
         before = self._before(deck)
-        nums = [after - earlier for after, earlier in zip(self._before(deck + 1), before, strict=True)]
-        cards = np.repeat(np.arange(len(nums)), nums)
-        dealt = cards[permute(np.arange(len(cards)), len(cards), key_of(self.seed, _SOURCE, phase, deck))]
+        nums = tuple(after - earlier for after, earlier in zip(self._before(deck + 1), before, strict=True))
+        dealt = _shuffled(nums, self.seed, phase, deck)
         at = number - sum(before)
         place = int(dealt[at])
         return place, before[place] + int((dealt[:at] == place).sum())
@@ -82,6 +83,13 @@ class Prompts:
     def _task(self, ordinal: int, place: int, item: int, group: int, purpose: int) -> Task:
         seed = key_of(self.seed, purpose, ordinal) >> 1
         return Task(ordinal, self.names[place], item, group, seed, self.max_tokens)
+
+
+@lru_cache(maxsize=16)
+def _shuffled(nums: tuple[int, ...], seed: int, phase: int, deck: int) -> NDArray[np.int64]:
+    """Indices of the sources of a deck in which they come ``nums`` times. Consecutive prompts are of the same deck."""
+    cards = np.repeat(np.arange(len(nums)), nums)
+    return cards[permute(np.arange(len(cards)), len(cards), key_of(seed, _SOURCE, phase, deck))]
 
 
 def plan_prompts(recipe: RlRecipe, num_items: Mapping[str, int | None]) -> Prompts:

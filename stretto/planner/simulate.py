@@ -9,12 +9,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-import tempfile
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 from stretto.base.trajectory import GroupRef, Task
 from stretto.flow.controller import Controller, Dispatch, Limits
@@ -96,21 +94,20 @@ class _Engine:
 
 def simulate(roles: Roles, seed: int = 0) -> Simulated:
     """Run ``roles`` to the last step of their limits."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = _Run(roles, Path(folder) / "groups.sqlite", seed)
-        try:
-            return run.play()
-        finally:
-            run.ledger.close()
+    run = _Run(roles, seed)
+    try:
+        return run.play()
+    finally:
+        run.ledger.close()
 
 
 class _Run:
     """State of a simulation: a clock, a heap of future events, and the queues of engines and verifiers."""
 
-    def __init__(self, roles: Roles, journal: Path, seed: int) -> None:
+    def __init__(self, roles: Roles, seed: int) -> None:
         assert roles.limits.num_steps is not None, "a simulation needs a last step"
         self.roles, self.now = roles, 0.0
-        self.ledger = Ledger.start(journal)
+        self.ledger = Ledger.in_memory()
         self._rng = random.Random(seed)
         self._controller = Controller(roles.limits, self._task, self.ledger, lambda: self.now)
         self._events: list[tuple[float, int, Callable[[], None]]] = []

@@ -332,6 +332,7 @@ def test_what_does_not_fit_is_refused(stretto: Run, adopted: Callable[..., Path]
     assert json.loads((run / "run.json").read_text())["stage"] == "adopt"
 
 
+@pytest.mark.slow
 def test_routers_that_only_rank_stay_fixed(
     stretto: Run, adopted: Callable[..., Path], recipe: Path, healing: Path, text: Path, tmp_path: Path
 ) -> None:

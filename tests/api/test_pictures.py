@@ -95,6 +95,7 @@ def test_the_suffix_is_the_default_of_a_model_that_was_not_trained_to_write(
     assert json.loads(stretto(*asked).out)["writer"] == "suffix"
 
 
+@pytest.mark.slow
 def test_a_server_says_whether_its_model_was_trained_to_write(stretto: Command, tmp_path: Path) -> None:
     (tmp_path / "v1").mkdir()
     (tmp_path / "v1" / "models").write_text('{"data": [{"id": "other"}]}')

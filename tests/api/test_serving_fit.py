@@ -89,6 +89,7 @@ def test_what_is_chosen_can_be_opened(served_run: Path) -> None:
         fit(served_run, needed - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "zeros"), [("int8", False), ("int4", True)])
 def test_integer_weights_count_as_integers(tmp_path: Path, dtype: str, zeros: bool) -> None:
     """Both in the plan and in the engine, which holds as many bytes as were planned, and not one of fp32 more."""

@@ -138,6 +138,7 @@ def test_from_files_to_a_checkpoint_and_its_page(base: Path, chats: Path, tmp_pa
         run(base, chats, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_while_its_first_snapshot_was_written_can_be_resumed(
     base: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +156,7 @@ def test_a_run_that_was_killed_while_its_first_snapshot_was_written_can_be_resum
     assert hashes[0] == hashes[1]
 
 
+@pytest.mark.slow
 def test_packing_changes_no_gradient(base: Path, data: Path, tmp_path: Path) -> None:
     """Rows of several conversations against every conversation alone: the same sum of gradients."""
     run(base, data, tmp_path / "run", "train.steps=1")
@@ -224,6 +226,7 @@ def test_adapters_are_trained_merged_and_kept(base: Path, data: Path, tmp_path: 
         run(base, data, tmp_path / "other", keep_adapter=True)
 
 
+@pytest.mark.slow
 def test_killed_adapters_go_on_to_the_bit(
     base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,6 +331,7 @@ def test_the_first_conversation_that_needs_a_template_is_refused_before_training
     assert not (tmp_path / "run" / "run.json").exists()
 
 
+@pytest.mark.slow
 def test_the_same_call_succeeds_once_the_chat_template_is_there(bare: Path, tmp_path: Path) -> None:
     model = shutil.copytree(bare, tmp_path / "m")
     texts = [{"prompt": f"{number}+1=", "completion": f"{number + 1}"} for number in range(40)]

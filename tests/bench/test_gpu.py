@@ -51,6 +51,7 @@ def test_the_mutant_fails_the_checks_of_kernels(name: str) -> None:
         assert outcome.holds is (mutant is None) and "error" not in outcome.values
 
 
+@pytest.mark.slow
 def test_decoding_is_measured_on_a_cpu() -> None:
     setting = Setting(torch.device("cpu"), "tiny", num_steps=1, num_requests=1)
     measured = {

@@ -85,6 +85,7 @@ def test_a_comparison_has_the_seeds_that_have_its_arms(capsys: pytest.CaptureFix
     assert "half, healed − scratch │ -0.0100" in shown
 
 
+@pytest.mark.slow
 def test_a_picture_has_the_arms_that_are_done(tmp_path: Path) -> None:
     everything = results(0.01)
     without = {name: each for name, each in everything.items() if not name.startswith(("heal-emo", "scratch-half"))}

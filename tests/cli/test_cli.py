@@ -53,6 +53,7 @@ def test_the_version_is_printed(stretto: Run) -> None:
     assert (done.code, done.out) == (0, f"stretto {__version__}\n")
 
 
+@pytest.mark.slow
 def test_output_that_cannot_be_written_is_one_line() -> None:
     for arguments in (["--version"], ["plan", "demo", "--gpus", "2xcpu"]):
         with open("/dev/full", "w") as full:

@@ -40,6 +40,7 @@ def test_a_single_file_trains_and_says_what_was_held_out(stretto: Run, recipe: P
     assert TokenSet(data).num_tokens > 5 * TokenSet(data, "val").num_tokens > 100
 
 
+@pytest.mark.slow
 def test_a_run_is_not_written_among_the_text_that_it_reads(stretto: Run, recipe: Path, tmp_path: Path) -> None:
     folder, other = write(tmp_path / "texts/book.txt", 400).parent, write(tmp_path / "other.txt", 400)
     for command in (("pretrain", recipe), ("tokenize",)):
@@ -56,6 +57,7 @@ def test_a_run_is_not_written_among_the_text_that_it_reads(stretto: Run, recipe:
     assert not stretto("pretrain", recipe, "--data", tokens, "-o", tokens.parent, "--steps", 1).code
 
 
+@pytest.mark.slow
 def test_a_run_below_its_text_does_not_change_the_text(stretto: Run, recipe: Path, tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()

@@ -90,6 +90,7 @@ def test_a_local_judge_as_a_reward_is_warned_of(stretto: Run, tmp_path: Path, ju
     assert "warning: sources.writing: judge:" not in said if warning is None else warning in said, done.out
 
 
+@pytest.mark.slow
 def test_a_judge_of_ratings_says_what_it_was_trained_on_and_is_served(
     stretto: Run, library: Path, tmp_path: Path
 ) -> None:

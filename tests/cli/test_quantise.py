@@ -20,6 +20,7 @@ from stretto.text.chat import CHATML
 from tests.api.conftest import PRESETS, Run, refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_one_file_serves_every_size(stretto: Run, served_run: Path, tmp_path: Path, dtype: str) -> None:
     quantised, small, exact = (tmp_path / name for name in ("quantised", "small", "exact"))
@@ -82,6 +83,7 @@ def test_the_next_command_names_the_folder_of_an_output_in_the_home_folder(
         assert f"next: stretto chat {tmp_path / command}; " in result.out and "~" not in result.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "method", "type_name"),
     [("int8", "rtn", "q8_0"), ("int4", "rtn", "q4_0"), ("int4", "gptq", "q4_0"), ("int4", "gptq", "q8_0")],

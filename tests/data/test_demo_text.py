@@ -13,6 +13,7 @@ from stretto.data.demo_text import EXERCISES, TEMPLATE, demo_documents
 from stretto.text.chat import render
 
 
+@pytest.mark.slow
 def test_domains_and_limits() -> None:
     pytest.importorskip("reasoning_gym")
     sizes: Counter[str] = Counter()

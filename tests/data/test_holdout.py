@@ -49,6 +49,7 @@ def test_of_few_or_uneven_documents_each_gives_its_end(sizes: list[int]) -> None
     assert choose_holdout(documents, 0.25).fraction == 0.25
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(st.text(max_size=300), st.floats(0.01, 0.5))
 def test_nothing_is_lost_at_a_cut(text: str, fraction: float) -> None:

@@ -68,6 +68,7 @@ def test_token_width_follows_the_vocabulary(tmp_path: Path, vocab_size: int, ite
     assert (document.itemsize, document[-1]) == (itemsize, vocab_size - 1)
 
 
+@pytest.mark.slow
 def test_bytes_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
     tokenizer = train_tokenizer((document.text for document in texts(50)), 300)
     for processes in (1, 3):
@@ -112,6 +113,7 @@ def test_split_by_hash_is_stable(tmp_path: Path) -> None:
     assert 40 < len(more) < 130  # 400 draws at 0.2: mean 80, five standard deviations of 8
 
 
+@pytest.mark.slow
 def test_only_what_is_missing_is_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2])  # workers import this file
     log = tmp_path / "log"

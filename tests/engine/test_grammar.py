@@ -220,6 +220,7 @@ def test_what_cannot_be_followed_is_refused_at_once(
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
+@pytest.mark.slow
 def test_reading_takes_no_longer_than_it_may(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stretto.engine.grammar.TRIAL_S", 0.3)
     parts = [{"type": "string", "pattern": f".*{chr(97 + at)}.{{{5 + at}}}x"} for at in range(20)]

@@ -149,6 +149,7 @@ def test_kernels_in_fp32_need_a_gpu_with_much_shared_memory() -> None:
     assert why_small(torch.bfloat16, 101_376) == why_small(torch.float32, 166_912) == ""
 
 
+@pytest.mark.slow
 def test_kernels_multiply_by_integers() -> None:
     pytest.importorskip("triton")
     model = with_noise(build(ModelConfig(**{**SHAPE, **EVEN, "num_shared_experts": 1}), seed=1))
@@ -200,6 +201,7 @@ EVEN: dict[str, Any] = {"hidden_size": 32, "expert_intermediate_size": 16, "rout
 """Sizes for which torch has a grouped product."""
 
 
+@pytest.mark.slow
 def test_a_step_asks_nothing_of_the_device() -> None:
     """Fake tensors have no values: a step whose operations depended on one would fail, as it would in a graph."""
     model = build(ModelConfig(**{**SHAPE, **EVEN, "sliding_layers": (1,), "sliding_window": 6}), seed=1)

@@ -116,6 +116,7 @@ def test_layout_and_the_order_of_two_change_nothing(local: LocalJudge, made: Mad
     assert 0 <= share <= 1 and empty == 0
 
 
+@pytest.mark.slow
 def test_a_long_answer_is_as_good_as_its_worst_window(local: LocalJudge, made: Made) -> None:
     one = made[3][0]
     long = " ".join([one.text] * 40)

@@ -77,6 +77,7 @@ def test_texts_of_one_length_do_not_spoil_a_good_judge(tmp_path: Path) -> None:
     assert found.is_above and "do not use it" not in found.scope
 
 
+@pytest.mark.slow
 def test_an_authors_own_level_is_no_evidence(tmp_path: Path) -> None:
     """States that name the author and a rating that only the author sets: nothing is learnt of another author."""
     level = np.random.default_rng(2).normal(size=30)
@@ -98,6 +99,7 @@ def test_too_few_ratings_and_equal_ratings_are_refused(tmp_path: Path) -> None:
         train_rating_head(states_ND, torch.ones(NUM))
 
 
+@pytest.mark.slow
 def test_a_judge_of_ratings_reads_the_whole_text_without_layout_and_company(tmp_path: Path) -> None:
     reader = open_reader(network(tmp_path), dtype=torch.float32)
     texts = [text[:1500] for _, text in books(3)] + [""]

@@ -187,6 +187,7 @@ def test_the_norm_of_a_teacher_is_one_and_of_the_start_nothing() -> None:
         assert found.value == pytest.approx(share) and share - 0.2 < found.low < share < found.high < share + 0.2
 
 
+@pytest.mark.slow
 def test_retention_covers_the_ratio_of_two_models() -> None:
     rng, num_covered = np.random.default_rng(4), 0
     for seed in range(200):

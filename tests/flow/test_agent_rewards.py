@@ -172,6 +172,7 @@ def test_what_is_left_of_a_group_is_judged_as_one(tmp_path: Path) -> None:
     assert [each.sample for each in group.trajectories] == [0, 1, 2] and source.seen == [list(TEXTS[:3])]
 
 
+@pytest.mark.slow
 def test_judging_what_is_left_of_a_group_ends_soon_after_the_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -181,6 +181,7 @@ def test_on_a_cluster_only_roles_that_reserve_a_gpu_have_one(
     assert devices == ("cpu",) and not capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_sources_that_are_judged_alike_share_a_pool(tmp_path: Path) -> None:
     async def work(roles: Roles) -> None:
         assert {name: pool.limits.slots for name, pool in roles.rewards.items()} == {"reward": 1, "reward-x4": 4}

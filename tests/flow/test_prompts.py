@@ -52,6 +52,7 @@ def test_a_source_too_small_to_hold_anything_out_is_refused() -> None:
         plan_prompts(RECIPE, {"many": None, "few": 5})
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     sources=st.lists(

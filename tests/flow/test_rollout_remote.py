@@ -175,6 +175,7 @@ def test_tokens_routes_and_versions_of_other_servers(kind: str, start: Path) -> 
     assert not (start.parent / "engine-0").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DOUBLES)
 def test_the_canary_catches_wrong_weights_and_the_old_ones_stay(kind: str, start: Path) -> None:
     async def work(remote: RemoteEngineRole) -> None:

@@ -193,6 +193,7 @@ runpy.run_module(module, run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(SERVER)

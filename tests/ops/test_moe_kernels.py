@@ -84,6 +84,7 @@ def test_fp8_products_are_those_of_the_same_rows_by_torch() -> None:
         assert error < 0.5 * rounding < 0.05, f"{name}: {error:.4f}, {rounding:.4f}"
 
 
+@pytest.mark.slow
 def test_frozen_inputs_cost_nothing(on_triton: None) -> None:
     x, gates, gate_up, down = _inputs(RAGGED, torch.float32)
     y = experts(x.detach(), RAGGED, gates, Experts(gate_up.detach(), down.detach()))

@@ -145,6 +145,7 @@ def test_a_truncated_file_does_not_look_like_a_server_that_is_away(tmp_path):
         assert comfy.paint(request(1)).size == (64, 64)
 
 
+@pytest.mark.slow
 def test_silent_sockets_and_lost_replies_change_nothing(tmp_path):
     with DoubleProcess(tmp_path, "--mute", "--lose-replies", "2") as double:
         comfy = painter(double)

@@ -198,6 +198,7 @@ def test_who_is_no_address_or_not_there_is_refused() -> None:
             EndpointVerifier(named)
 
 
+@pytest.mark.slow
 def test_each_has_its_part() -> None:
     with judging(lambda body: scored(0 if "door" in question(body) else 10)) as (url, asked):
         eyes = EndpointVerifier(url)

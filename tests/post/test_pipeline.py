@@ -148,6 +148,7 @@ def test_a_shipped_recipe_is_possible(name: str) -> None:
     assert plan(read_recipe(path, PipelineRecipe), str(path))
 
 
+@pytest.mark.slow
 def test_the_shipped_recipe_has_room_for_its_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts and answers of its sources, in the rows and the tokens that it gives them."""
     path = RECIPES / "pipeline.toml"

@@ -243,6 +243,7 @@ def test_a_start_without_a_network_trains_an_existing_one_further(
     assert now[written].mean() < was[written].mean() < 2.5  # goes on where the other ended
 
 
+@pytest.mark.slow
 def test_a_start_computes_in_the_dtype_that_it_is_told(sources: dict[str, TaskSource], tmp_path: Path) -> None:
     plain, weights = recipe(), {}
     assert plain.start is not None
@@ -320,6 +321,7 @@ def test_the_synchronous_loop_samples_trains_and_activates(start: Path, tmp_path
     )
 
 
+@pytest.mark.slow
 def test_the_tokenizer_knows_the_tools_that_every_prompt_offers() -> None:
     source = SourceConfig(kind="search", args={"documents": 6, "hops": [1]})
     opened = {"s": open_source("s", source)}

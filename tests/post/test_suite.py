@@ -198,6 +198,7 @@ def test_what_knows_nothing_is_scored_too(whole: Path) -> None:
     assert 0 < found["another"].value < 1
 
 
+@pytest.mark.slow
 def test_orders_of_one_problem_are_its_samples(model: Path, tmp_path: Path) -> None:
     lines = [{"question": f"{at}?", "options": ["b", "d", "f"], "answer": at % 3} for at in range(9)]
     (tmp_path / "q.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
@@ -339,6 +340,7 @@ def test_a_smaller_size_answers_otherwise_and_costs_less(model: Path, own: str, 
     assert texts[0] != texts[1]
 
 
+@pytest.mark.slow
 def test_greedy_samples_repeat(model: Path, own: str, tmp_path: Path) -> None:
     found = [run(model, suite(own), tmp_path / str(seed), samples=1, temperature=0.0, seed=seed) for seed in (0, 1)]
     assert found[0].domains["even"].values == found[1].domains["even"].values
@@ -371,6 +373,7 @@ def test_a_task_whose_check_never_ends_is_named(
     assert not (tmp_path / "out" / SAMPLES_FILE).exists()
 
 
+@pytest.mark.slow
 def test_few_failures_are_told(
     model: Path, own: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

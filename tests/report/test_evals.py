@@ -118,6 +118,7 @@ def test_the_table_states_temperature_samples_and_prompt_format() -> None:
     assert asked_table(evaluation("tiny", START, temperature=0.0)).rows[0][0].note == "greedy decoding"
 
 
+@pytest.mark.slow
 def test_each_stage_is_compared_with_the_stage_before_and_losses_are_said() -> None:
     scores = {"sft": START, "distill": BETTER, "online": {**BETTER, "sums": [0.25, 0.75, 0.5, 0.75] * 5}}
     stages = {"sft": ["s"], "distill": ["s", "d"], "online": ["s", "d", "o"]}

@@ -364,12 +364,14 @@ def test_pictures_are_opaque_on_white_and_wide_enough() -> None:
     assert (pixels[..., 3] == 1.0).all()
 
 
+@pytest.mark.slow
 def test_drawing_changes_no_global_setting() -> None:
     before = dict(matplotlib.rcParams)
     to_png(loss_against_compute(BARE))
     assert dict(matplotlib.rcParams) == before
 
 
+@pytest.mark.slow
 def test_names_are_never_read_as_formulas() -> None:
     bad = r"$\nosuchcommand{$"
     spent = Receipt(stage=bad, device="a CPU", flops=900)

@@ -42,6 +42,7 @@ def test_a_role_keeps_its_state_and_answers(stage: Stage) -> None:
     stage.run(work)
 
 
+@pytest.mark.slow
 @concurrent
 def test_async_methods_go_on_beside_a_sync_one(stage: Stage) -> None:
     async def work(runtime: Runtime) -> None:

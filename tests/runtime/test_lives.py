@@ -141,6 +141,7 @@ def test_a_role_that_hangs_is_restarted(stage: Stage) -> None:
     stage.run(work)
 
 
+@pytest.mark.slow
 @processes
 def test_a_restart_whose_constructor_fails_counts(stage: Stage, tmp_path: Path) -> None:
     async def work(runtime: Runtime) -> None:
@@ -203,6 +204,7 @@ def test_the_pause_has_a_limit() -> None:
     assert [again.next_pause_s() for _ in range(11)][-3:] == [25.6, 30.0, 30.0]
 
 
+@pytest.mark.slow
 @processes
 def test_the_call_after_one_that_met_a_death_waits_for_the_next_incarnation(stage: Stage) -> None:
     async def work(runtime: Runtime) -> None:

@@ -86,6 +86,7 @@ def test_what_a_role_started_goes_with_it(how: str, tmp_path: Path) -> None:
     wait_until_gone(pids)
 
 
+@pytest.mark.slow
 def test_roles_end_with_a_driver_that_is_killed(tmp_path: Path) -> None:
     program = """
         import asyncio, sys
@@ -120,6 +121,7 @@ def test_roles_end_with_a_driver_that_is_killed(tmp_path: Path) -> None:
     wait_until_gone(pids)
 
 
+@pytest.mark.slow
 def test_a_killed_role_comes_back_while_others_call_it(tmp_path: Path) -> None:
     """At random points: every call is answered, with its own answer, or fails with `RoleDied`; none hangs."""
 

@@ -257,6 +257,7 @@ FORGED = {
 """Invalid messages on a keeper's socket."""
 
 
+@pytest.mark.slow
 def test_a_reply_that_no_keeper_writes_is_a_lost_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A keeper that answers with the text of the program stands for a program that reached the socket."""
     code = tmp_path / "stretto" / "sandbox"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
 
 import httpx
+import pytest
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
@@ -49,6 +50,7 @@ def unread() -> Iterator[tuple[int, int]]:
         os.close(source)
 
 
+@pytest.mark.slow
 def test_a_pipe_that_nobody_reads_does_not_stop_the_server() -> None:
     app = new_app()
     with unread() as (source, target):

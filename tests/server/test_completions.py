@@ -175,6 +175,7 @@ def spelled(arguments: str) -> str:
     return re.escape(f'<tool_call>{{"name": "pick", "arguments": {arguments}}}</tool_call>').replace("/", "\\/")
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_cut_says_so_and_tells_nothing_of_an_unfinished_call(ask: Ask, tokenizer: Tokenizer) -> None:
     fields = {"tools": [TOOL], "regex": spelled('{"n": 1}') * 2}
     [whole] = chat(ask, **fields, max_tokens=240, return_token_ids=True)["choices"]
@@ -216,6 +217,7 @@ def test_cached_tokens_count_a_prompt_once(ask: Ask) -> None:
     assert 0 < usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
 
 
+@pytest.mark.slow
 def test_reasoning_is_told_apart(connect: Any, served: ServedModel, tokenizer: Tokenizer) -> None:
     """The prompt opens it, the answer closes it; a client sends it back, and the template decides what to show."""
     template = TEMPLATES["hermes"]

@@ -127,6 +127,7 @@ def test_a_judge_on_this_machine_answers_no_other_host_name() -> None:
         assert answer.status_code == status, settings
 
 
+@pytest.mark.slow
 def test_who_gave_up_waiting_is_not_answered() -> None:
     judge: Any = Slow(at_once=8)
     with in_thread(judge_server(judge)) as url, ThreadPoolExecutor() as pool:

@@ -99,6 +99,7 @@ def test_a_client_that_goes_away_aborts_its_request(service: AsyncEngine, served
     run(service, served, work)
 
 
+@pytest.mark.slow
 def test_a_client_that_stops_reading_is_cut(service: AsyncEngine, served: ServedModel) -> None:
     async def work(client: Client, server: Any) -> None:
         url = str(client._http.base_url)
@@ -200,6 +201,7 @@ def test_answers_leave_at_once(service: AsyncEngine, served: ServedModel) -> Non
     run(service, served, work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begun", [b"", b"POST /tokenize HTTP/1.1\r\nHost: local"])
 def test_a_connection_must_become_a_request(
     service: AsyncEngine, served: ServedModel, monkeypatch: pytest.MonkeyPatch, begun: bytes
@@ -325,6 +327,7 @@ def test_a_body_of_two_lengths_is_refused(service: AsyncEngine, served: ServedMo
     run(service, served, work)
 
 
+@pytest.mark.slow
 def test_an_engine_that_takes_nothing(service: AsyncEngine, served: ServedModel) -> None:
     async def work(client: Client, server: Any) -> None:
         stuck = asyncio.create_task(service.call(lambda engine: time.sleep(1.0)))

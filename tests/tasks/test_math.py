@@ -64,6 +64,7 @@ def test_what_is_no_plain_number_is_none(text: str) -> None:
     assert as_number(text) is None
 
 
+@pytest.mark.slow
 def test_both_layouts_validate(source: MathSource) -> None:
     source.validate()
     assert (source.num_items, source.problem(0).gold) == (5, "\\boxed{4}")
@@ -114,6 +115,7 @@ def test_without_a_solution_the_gold_answer_is_the_answer(tmp_path: Path) -> Non
     assert MathSource("m", MathArgs(path=tmp_path / "a.jsonl", worked=True)).problem(0).gold == "\\boxed{5}"
 
 
+@pytest.mark.slow
 def test_the_layouts_of_aime(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(
         'ID,Year,Question,Answer\n2024-I-1,2024,"Find m, n.",073\n2024-I-2,2024,Find n.,25\n'

@@ -45,6 +45,7 @@ DENSE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_it_begins_as_its_parent_whose_distribution_costs_nothing(
     elasticize_in: Callable[..., Trained], tmp_path: Path
 ) -> None:

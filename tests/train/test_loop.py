@@ -243,6 +243,7 @@ def test_the_layer_order_is_measured_and_comes_back(make_run: Any, assert_same: 
     assert all(last not in plan.subnet.layers for plan in plans if len(plan.subnet.layers) < 6)
 
 
+@pytest.mark.slow
 def test_smaller_sizes_learn_the_experts_that_are_ranked_first(make_run: Any, assert_same: Same) -> None:
     orders, asked = ((7, 6, 5, 4, 3, 2, 1, 0),) * 5, list[tuple[tuple[int, ...], ...] | None]()
 
@@ -286,6 +287,7 @@ def test_joint_narrowed_rows_at_full_depth_are_learnt_in_full_too(run: Any) -> N
     assert 1.3 * tokens < passes["full"] < 1.7 * tokens, "half of the rows are narrowed, and learnt again without that"
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_before_its_first_snapshot_begins_again(
     run: Any, reference: Trained, assert_same: Same, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -299,6 +301,7 @@ def test_a_run_that_was_killed_before_its_first_snapshot_begins_again(
     assert "pretrain: no snapshot yet; begins with the first step" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_finished_run_resumes_to_its_end(run: Any, assert_same: Same) -> None:
     assert_same(run(), run(resume=True))
 
@@ -324,6 +327,7 @@ def test_what_cannot_be_resumed_is_refused(run: Any, make_tokens: Callable[[int]
     assert sorted((run.folder / "snapshots").rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_a_resume_may_steer_and_tells_of_it(run: Any, reference: Trained) -> None:
     run()
     trained = run(resume=True, optim__lr=1e-3, train__steps=14)
@@ -350,6 +354,7 @@ def test_a_skipped_step_reads_its_rows_and_trains_on_none(make_run: Any, referen
     assert_same(trained, stopped(resume=True, train__skip_steps=[3]))
 
 
+@pytest.mark.slow
 def test_sigterm_writes_a_snapshot_and_ends_with_its_usual_code(
     run: Any, reference: Trained, assert_same: Same
 ) -> None:
@@ -391,6 +396,7 @@ def limit_file_size(folder: Path, num_bytes: int) -> Callable[[], None]:
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.slow
 def test_a_failed_snapshot_leaves_the_older_one(run: Any, reference: Trained, assert_same: Same) -> None:
     undo: list[Callable[[], None]] = []
 
@@ -431,6 +437,7 @@ def test_a_full_disk_leaves_the_older_snapshot(run: Any, reference: Trained, tmp
     assert_same(reference, run(resume=True))
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_at_the_last_good_snapshot(
     run: Any, reference: Trained, assert_same: Same
 ) -> None:

@@ -45,6 +45,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return codes
 
 
+@pytest.mark.slow
 def test_a_hang_prints_the_stacks_and_ends_the_process(ends: list[int], capfd: pytest.CaptureFixture[str]) -> None:
     def the_place_that_hangs() -> None:
         deadline_s = time.monotonic() + 30.0

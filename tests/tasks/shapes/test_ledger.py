@@ -206,6 +206,7 @@ SOUP = """a an the no some two 3 red blue and red-hot dog cats tea cup of orange
 sleeping , . ; ? photo painting that says big hot 'x' § " 12x40 it 64x64 building one both pair dozen quickly — ² ٣ 99999999999"""
 
 
+@pytest.mark.slow
 def test_any_words_are_read_or_refused_and_what_is_read_is_kept() -> None:
     rng, words = random.Random(0), SOUP.split()
     for _ in range(3000):

@@ -11,6 +11,7 @@ from stretto.tasks.shapes.source import ShapesArgs, ShapesSource, request_of, sa
 from stretto.tasks.task import Answer, Score
 
 
+@pytest.mark.slow
 def test_its_own_answers_are_right_and_others_are_not() -> None:
     ShapesSource("shapes", ShapesArgs()).validate(16)
     ShapesSource("shapes", ShapesArgs(things=3, count=4, pixels=72)).validate(100)

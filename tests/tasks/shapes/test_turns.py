@@ -126,6 +126,7 @@ SOUP = """make the a cube sphere cubes it one blue red green above left of undo 
 more add another cat dog it's "OPEN" text say 64x64 start over: . ; , then and please no dark x of in should be"""
 
 
+@pytest.mark.slow
 def test_any_turn_is_taken_or_asked_about_or_refused() -> None:
     rng, conversation = random.Random(0), after(START)
     for _ in range(3000):
