@@ -5,7 +5,8 @@
 
 Both networks have the same shape and weights. A step is forward, loss, backward, gradient clipping and fused AdamW on new rows, so that
 experts get different numbers of tokens each time, as in training. The default is what ``train.dtype = "auto"`` chooses. transformers
-uses SDPA attention, and the fastest of its expert implementations and of fp32 and bf16 autocast on this machine. All steps take turns in
+uses SDPA attention, and the fastest of its expert implementations, of fp32 and bf16 autocast, and of eager and compiled execution
+(torch.compile, which takes minutes the first time) on this machine. All steps take turns in
 one process, and a fixed matrix product before and after each shows whether other jobs slowed the machine; slow steps are dropped. Other
 jobs change processor time less than wall time.
 
@@ -47,6 +48,8 @@ from stretto.train.step import Distil, MicroBatch, optimisation_step
 
 EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "eager")
 """Those of transformers that need no optional kernels and copy no weights for each token."""
+COMPILED_IMPLEMENTATION = "grouped_mm"
+"""The one that is tried compiled, too: the other one loops over the experts, whose numbers of tokens change at each step."""
 OPTIM = OptimConfig(lr=1e-4)
 LEAST = 0.95
 """Lower limit of the default's tokens/s over those of fp32, by wall time."""
@@ -189,19 +192,25 @@ def _their_step(model: nn.Module, shape: Shape, dtype: torch.dtype) -> Step:
 
 
 def _their_fastest_step(model: Any, shape: Shape, console: Console) -> tuple[str, Step]:
-    """The fastest step of transformers by processor time, and its name: expert implementation and dtype."""
+    """The fastest step of transformers by processor time, and its name: expert implementation, dtype, and whether it is compiled."""
     dtypes = [torch.float32, torch.bfloat16] if multiplies_bf16(torch.device("cpu")) else [torch.float32]
-    found: dict[str, tuple[float, str, torch.dtype]] = {}
-    for implementation, dtype in product(EXPERTS_IMPLEMENTATIONS, dtypes):
-        model.set_experts_implementation(implementation)
-        samples = measure({"": _their_step(model, shape, dtype)}, 3, warm_up=1)[""]
-        seconds = median(sample.processor_s for sample in samples)
-        found[f"{implementation}, {str(dtype)[6:]}"] = seconds, implementation, dtype
-    best = min(found, key=found.__getitem__)
+    compiled = torch.compile(model)
+    settings = [(each, dtype, model, "") for each, dtype in product(EXPERTS_IMPLEMENTATIONS, dtypes)]
+    settings += [(COMPILED_IMPLEMENTATION, dtype, compiled, ", compiled") for dtype in dtypes]
+    found: dict[str, tuple[float, str, Step]] = {}
+    with progress("transformers' settings", len(settings)) as advance:
+        for implementation, dtype, network, note in settings:
+            name, step = f"{implementation}, {str(dtype)[6:]}{note}", _their_step(network, shape, dtype)
+            advance(0, name)
+            model.set_experts_implementation(implementation)
+            samples = measure({"": step}, 3, warm_up=2)[""]
+            found[name] = median(sample.processor_s for sample in samples), implementation, step
+            advance()
+    best = min(found, key=lambda name: found[name][0])
     for name, (seconds, *_) in found.items():
         console.print(f"transformers' {name}: {seconds / found[best][0]:.2f}x the step time of its fastest")
     model.set_experts_implementation(found[best][1])
-    return best, _their_step(model, shape, found[best][2])
+    return best, found[best][2]
 
 
 def _show(console: Console, rows: int, samples: dict[str, list[Sample]]) -> None:
