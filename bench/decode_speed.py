@@ -62,7 +62,7 @@ TUNING_TOKENS = 8
 HOPELESS = 2.0
 """A setting that took this many times the time of the fastest one is not tried again."""
 TRIES = 3
-"""Tries of a setting, of which the fastest counts, so that a peer does not lose by a slow moment of the machine."""
+"""Measurements of each setting. The fastest counts, so that a short disturbance of the machine does not decide."""
 
 
 class WorkerFailed(RuntimeError):  # noqa: N818 - the name states the event

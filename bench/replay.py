@@ -246,7 +246,7 @@ def _show_prediction(runs: Sequence[Mapping[str, Any]]) -> None:
 
 
 def finished_seeds(size: str, results: Results, rates: Mapping[str, float], first: int) -> list[int]:
-    """Reported seeds of which every arm has its runs, at its best rate and at the control's; none without `best_rates`."""
+    """Reported seeds with finished runs of every arm, at the arm's best rate and at the control's; empty without `best_rates`."""
     if not rates:
         return []
     found = {

@@ -32,9 +32,10 @@ from rich.console import Console
 
 from bench.common.measure import bench_parser, finish, table
 from stretto.base.track import progress
+from stretto.base.trajectory import Outcome
 from stretto.sandbox import isolate, walls
 from stretto.sandbox.isolate import PATIENCE, Sandbox, descendants
-from stretto.sandbox.outcome import Level, Limits, Outcome
+from stretto.sandbox.outcome import Level, Limits
 from tests.sandbox.hostile import HOSTILE, PREAMBLE, Bait, bait, many_descriptors
 
 LIMITS = Limits(wall_s=1.0, cpu_s=1.0, memory_bytes=256 << 20, output_bytes=1 << 16, processes=16, file_bytes=8 << 20)

@@ -116,7 +116,7 @@ TRAINED = (*MAXIMUM, *(f"scratch-{size}" for size in SIZES))
 SEARCHED = (*TRAINED, "continued")
 """Arms whose rates are searched."""
 ARMS = (*MAXIMUM, "scratch", "ordinary+", "continued", "heal", "experts", "criteria", "marginal")
-"""What --arms chooses from: an arm, or the arms whose names begin so."""
+"""Values of --arms. Each selects the arms whose names begin with it."""
 HEALED = ("heal-elastic", "heal-ordinary", "heal-emo")
 CONTROLS = (
     "ordinary-",
@@ -128,9 +128,9 @@ CONTROLS = (
     "experts-emo-",
     "criteria-",
 )
-"""What the names of runs begin with that train no smaller size, and do not depend on the FLOPs of one that does."""
+"""Prefixes of the names of runs that train no smaller size and whose number of steps does not depend on the FLOPs of a run that does."""
 PARTS_OF_ARMS = tuple(f"{arm}-{size}" for arm in ("scratch", *HEALED, "marginal") for size in SIZES)
-"""What --arms takes as well: the arms of one size."""
+"""Further values of --arms: the arms of one size."""
 
 
 @refusing()

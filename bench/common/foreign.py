@@ -34,7 +34,7 @@ class Draw:
     fields: dict[str, Any]
     """Fields of transformers' configuration class."""
     refused: str | None = None
-    """Field because of which the checkpoint must be refused; None: it must be read."""
+    """Field that makes the checkpoint unreadable, so that it must be refused; None: it must be read."""
     edits: dict[str, Any] = field(default_factory=dict)
     """Changes of config.json after saving."""
     is_sharded: bool = False

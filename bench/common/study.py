@@ -94,7 +94,7 @@ def recorded(
     settings that were added later: its runs had their defaults. Raises UserError: of another study.
 
     Args:
-        may_differ: says for a key of a recipe, of which nested ones are joined by dots, whether its value does not matter.
+        may_differ: whether the value of a recipe key may differ between the record and the study; nested keys are joined by dots.
     """
     if not path.exists():
         return {}
@@ -153,7 +153,7 @@ def carry_out(
     the others continue. If a process is killed, nothing more is started. `LOG_FILE` has the output of all runs.
 
     Args:
-        recorded: results of finished runs, of which ``out`` may lack the folders; such a run is repeated only if an unfinished one
+        recorded: results of finished runs. Their folders may be missing in ``out``; such a run is repeated only if an unfinished run
             needs its folder.
     """
     os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes; this process has read it already

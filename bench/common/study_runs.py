@@ -39,7 +39,7 @@ CONTINUED_RATE = 0.2
 RANKING_BATCHES = 4
 """Held-out batches by which layers and experts are ranked."""
 NUM_RANDOM = 10
-"""Random Subnets that are no anchors."""
+"""Random Subnets that are not anchors."""
 EXPERTS = (2 / 3, 1 / 2, 1 / 3)
 """Shares of the experts of `fewer_experts`."""
 

@@ -252,7 +252,7 @@ def _require_clear(out: Path) -> None:
         raise UserError(f"{out}: holds a {stage} run; choose another folder")
     for path in sorted(out.iterdir()) if out.is_dir() else ():
         if path.name not in (LOCK_FILE, RUN_FILE, ORDER_FILE, DATA) and not _is_partial(path):
-            raise UserError(f"{out}: holds {path.name}, which is no part of a run; choose a new folder")
+            raise UserError(f"{out}: holds {path.name}, which is not part of a run; choose a new folder")
 
 
 def _clear(out: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from stretto.api.model import Model
 from stretto.api.search import named_subnet
-from stretto.api.stages import ModelLike, PathLike, new_folder, place, several, shown
+from stretto.api.stages import ModelLike, PathLike, model_path, new_folder, several, shown
 from stretto.base.config import validate_options
 from stretto.base.endpoint import served_name
 from stretto.base.errors import UserError, user_errors
@@ -140,7 +140,7 @@ def evaluate(
     """
     if not suites:
         raise UserError("evaluate: no suites; name at least one")
-    source, folder = place(model), new_folder(model, "eval") if out is None else user_path(out, "out")
+    source, folder = model_path(model), new_folder(model, "eval") if out is None else user_path(out, "out")
     if isinstance(subnet, Subnet):
         subnet = _named(source, subnet)
     theirs, ours = ([], suites) if isinstance(suites, Mapping) else harness_names(_listed(suites))
@@ -228,36 +228,20 @@ def compare(
         raise UserError(
             f"{folder}: contains an evaluation, whose report would be replaced; name another folder with --out"
         )
-    if isinstance(teachers, Mapping):
-        teachers = [f"{name}={shown(each)}" for name, each in teachers.items()]
     asked, named = options(**settings), [shown(each) for each in listed]
     if battle and len(named) < 2:
         raise UserError(f"--battle: {named[0]} alone has no opponent; name two models or more")
     against = None if reference is None else shown(reference)
     if against is not None and against not in named:
         raise UserError(f"--reference {against}: not among the models; use the same name as there")
-    taught = {}
-    for text in teachers:
-        domain, equals, path = text.partition("=")
-        if not equals:
-            raise UserError(f"--teacher {text}: names no domain; write DOMAIN={text}")
-        taught[domain] = path
+    taught = _teachers_by_domain(teachers)
     wanted = parse_suites(suites if isinstance(suites, Mapping) else _listed(suites))
     kinds = [source.kind for suite in wanted.values() for source in suite.sources.values()]
     if battle and wanted and not any(kind == "judged" or ":" in kind for kind in kinds):
         raise UserError("--battle: no suite has a judged source; add --suite writing, or a suite of your own")
     if unknown := [domain for domain in taught if wanted and not only_domains(wanted, {domain})]:
         raise UserError(f"--teacher {unknown[0]}: no such domain in --suite")
-    places: dict[str, Path] = {}
-    for text in (*named, *taught.values()):
-        if wanted and not (Path(text) / RESULT_FILE).is_file():
-            checkpoint_folder(sized(text)[0])  # raises an error for a missing model before another one is evaluated
-    outs = _eval_folders([*named, *taught.values()], folder / "evals")
-    for text, out_of in outs.items():
-        # a teacher that is not among the models is evaluated on its domains only
-        own = {domain for domain, path in taught.items() if path == text}
-        missing = wanted if text in named else only_domains(wanted, own)
-        places[text] = _evaluated(text, missing, out_of, asked, device)
+    places = _all_evaluated(named, taught, wanted, folder / "evals", asked, device)
     found = {text: read_evaluation(path) for text, path in places.items()}
     guides = {domain: found[path] for domain, path in taught.items()}
     first, compared = 0 if against is None else named.index(against), [found[text] for text in named]
@@ -353,6 +337,40 @@ def _eval_folders(texts: Sequence[str], folder: Path) -> dict[str, Path]:
         if num[names[text]] > 1:
             names[text] += "-" + sha256(f"{path.resolve()}:{subnet}".encode()).hexdigest()[:8]
     return {text: folder / name for text, name in names.items()}
+
+
+def _teachers_by_domain(teachers: Mapping[str, ModelLike] | Sequence[str]) -> dict[str, str]:
+    """Names of the teachers by domain. Raises `UserError`: a text without a domain."""
+    if isinstance(teachers, Mapping):
+        return {domain: shown(teacher) for domain, teacher in teachers.items()}
+    taught = {}
+    for text in teachers:
+        domain, equals, path = text.partition("=")
+        if not equals:
+            raise UserError(f"--teacher {text}: names no domain; write DOMAIN={text}")
+        taught[domain] = path
+    return taught
+
+
+def _all_evaluated(
+    models: Sequence[str],
+    teachers: Mapping[str, str],
+    suites: Mapping[str, SuiteConfig],
+    folder: Path,
+    options: EvalOptions,
+    device: str,
+) -> dict[str, Path]:
+    """Folders of the evaluations of models and teachers, by the names of these. Missing evaluations are made below ``folder``."""
+    named = [*models, *teachers.values()]
+    for text in named:
+        if suites and not (Path(text) / RESULT_FILE).is_file():
+            checkpoint_folder(sized(text)[0])  # raises an error for a missing model before another one is evaluated
+    places = {}
+    for text, out in _eval_folders(named, folder).items():
+        # a teacher that is not among the models is evaluated on its domains only
+        own = {domain for domain, path in teachers.items() if path == text}
+        places[text] = _evaluated(text, suites if text in models else only_domains(suites, own), out, options, device)
+    return places
 
 
 def _evaluated(text: str, suites: Mapping[str, SuiteConfig], out: Path, options: EvalOptions, device: str) -> Path:

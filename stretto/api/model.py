@@ -517,7 +517,7 @@ def load(source: str | os.PathLike[str] | Model, *, device: str = "auto", dtype:
     named = user_path(source, "source")
     if (named / RUN_FILE).is_file() or (named / "config.json").is_file():
         return Model(named, device, dtype)
-    found = find_source(expanded(source, "source"))  # as it is spelled: ./a/b is no name on the hub
+    found = find_source(expanded(source, "source"))  # as it is spelled: ./a/b is not a name on the hub
     if found.is_dir():
         return Model(found, device, dtype)
     stat = found.stat()

@@ -30,7 +30,7 @@ import rich.table
 from pydantic import Field
 
 from stretto.api.model import Model, load
-from stretto.api.stages import ModelLike, PathLike, place, run_folder
+from stretto.api.stages import ModelLike, PathLike, model_path, run_folder
 from stretto.api.train import command_to_try
 from stretto.base.config import Config, Settings, differences, read_recipe, validate
 from stretto.base.errors import UserError, nearest, user_errors
@@ -151,7 +151,7 @@ def run(
         raise UserError(
             f"--model: the [sft.recipe.start.model] of {path} describes a new network, with which this pipeline begins; leave one out"
         )
-    start = checkpoint_folder(place(model)).resolve() if model is not None else None
+    start = checkpoint_folder(model_path(model)).resolve() if model is not None else None
     model_hash = "" if dry_run or start is None else known_hash(start)
     pipeline = Pipeline(folder, parsed, steps, start, device, model_hash)
     wanted = [step for step in steps if until is None or STAGES.index(step.stage) <= STAGES.index(until)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from stretto.api.model import Model, load
 from stretto.api.rl import RlRecipeLike, made_start
-from stretto.api.stages import Data, ModelLike, PathLike, held_out_path, listed_data, new_folder, place, run_folder
+from stretto.api.stages import Data, ModelLike, PathLike, held_out_path, listed_data, model_path, new_folder, run_folder
 from stretto.api.train import (
     ADAPTER,
     begun_run,
@@ -90,16 +90,8 @@ def sft(
         flags |= {"--keep-adapter": keep_adapter or None}
         if unused := [flag for flag, value in flags.items() if value is not None]:
             raise UserError(f"{unused[0]}: needs conversations; name some with --data, or leave {unused[0]} out")
-        try:
-            start = read_recipe(recipe, RlRecipe, overriding(settings, {"start.steps": steps}))
-        except UserError as error:
-            if _is_sft_recipe(recipe):
-                raise UserError(
-                    f"--data: missing; name the conversations that {source_name(recipe)} trains on, or give a recipe of `stretto rl`, "
-                    "whose tasks have demonstrations"
-                ) from None
-            raise UserError(f"{error} (stretto sft without --data takes a recipe of `stretto rl`)") from None
-        origin = None if model is None else checkpoint_folder(place(model))
+        start = _rl_recipe(recipe, overriding(settings, {"start.steps": steps}))
+        origin = None if model is None else checkpoint_folder(model_path(model))
         return load(made_start(start, folder, origin, device), device=device)
     if model is None:
         raise UserError("--model: missing; name the run or checkpoint to train")
@@ -109,7 +101,7 @@ def sft(
     text, ranks = TextOptions(held_out_path(val), val_fraction, is_chat=True), join(device, parsed.train.ep)
     if not resume:
         require_outside(folder, named, text)
-    origin = checkpoint_folder(place(model)).resolve()
+    origin = checkpoint_folder(model_path(model)).resolve()
     adapters = None if adapter is None else user_path(adapter, "adapter")
     network = stored_for_training(origin)  # refuses a damaged checkpoint before text is tokenised
     config, sizes = network.config, network.presets
@@ -145,6 +137,19 @@ def sft(
         presets = complete.elastic.anchors if complete.elastic is not None else sizes
         write_result(folder / CHECKPOINT, folder.name, info, trained, ranks, presets, network)
     return load(folder, device=device)
+
+
+def _rl_recipe(recipe: SftRecipeLike | RlRecipeLike, settings: Sequence[str]) -> RlRecipe:
+    """The RL recipe whose tasks give the demonstrations. Raises `UserError`: a bad recipe, or one of SFT, which needs ``--data``."""
+    try:
+        return read_recipe(recipe, RlRecipe, settings)
+    except UserError as error:
+        if _is_sft_recipe(recipe):
+            raise UserError(
+                f"--data: missing; name the conversations that {source_name(recipe)} trains on, or give a recipe of `stretto rl`, "
+                "whose tasks have demonstrations"
+            ) from None
+        raise UserError(f"{error} (stretto sft without --data takes a recipe of `stretto rl`)") from None
 
 
 def _is_sft_recipe(recipe: SftRecipeLike | RlRecipeLike) -> bool:
@@ -188,8 +193,8 @@ def merge(
     )
     folder = new_folder(models[0], "merge") if out is None else user_path(out, "out")
     require_new_checkpoint(folder, force)
-    origin = None if base is None else place(base)
-    return load(merge_checkpoints([place(model) for model in models], origin, folder, parsed))
+    origin = None if base is None else model_path(base)
+    return load(merge_checkpoints([model_path(model) for model in models], origin, folder, parsed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +218,9 @@ def serve(model: ModelLike, *flags: str, port: int = 0) -> AbstractContextManage
         port: 0: any free port.
 
     Raises:
-        UserError: ``model`` is no checkpoint; where the block begins: the server did not start.
+        UserError: ``model`` is not a checkpoint; where the block begins: the server did not start.
     """
-    source = place(model)
+    source = model_path(model)
     checkpoint_folder(source)  # refused here, before a process is started
     return _served(source, *flags, "--port", str(port))
 

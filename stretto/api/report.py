@@ -12,7 +12,7 @@ import torch
 
 from stretto.api.pipeline import last_result
 from stretto.api.search import read_search, warn_if_far_off
-from stretto.api.stages import ModelLike, place, places
+from stretto.api.stages import ModelLike, model_path, model_paths
 from stretto.api.train import held_out
 from stretto.base.config import validate
 from stretto.base.errors import UserError, user_errors
@@ -157,7 +157,7 @@ def cost(models: ModelLike | Sequence[ModelLike], *, controls: ModelLike | Seque
     Raises:
         UserError: a checkpoint without a lineage, or a control of another shape.
     """
-    folders, ordinary = places(models, "models"), places(controls, "controls")
+    folders, ordinary = model_paths(models, "models"), model_paths(controls, "controls")
     if not folders:
         raise UserError("cost: no models; name at least one")
     checkpoints: dict[str, tuple[Path, Lineage]] = {}
@@ -186,7 +186,7 @@ def write_report(run: ModelLike, *, controls: ModelLike | Sequence[ModelLike] = 
     Raises:
         UserError: no such run, or one of another stage.
     """
-    folder, ordinary = place(run), places(controls, "controls")
+    folder, ordinary = model_path(run), model_paths(controls, "controls")
     if not is_rl_run(folder):
         return report_command(folder, controls=ordinary)
     if ordinary:
@@ -288,7 +288,7 @@ def _sizes(
                 active_params=counts.active_params,
                 flops_per_token=counts.forward_flops(1, context / 2),
                 kv_bytes_per_token=counts.kv_elements * KV_BYTES,
-                latency_ms=table.predict_ms(config, subnet, table.timings[0].workload) if table else None,
+                latency_ms=table.predict_ms(subnet, table.timings[0].workload) if table else None,
                 nll=report.nll,
                 healed_nll=next((each.nll for each in healed if each.subnet == subnet), None),
             )
@@ -364,7 +364,7 @@ def _load(checkpoint: Checkpoint, name: str, subnet: Subnet, batches: tuple[Eval
 
 
 def _family(models: Sequence[tuple[Path, Lineage]]) -> Family | None:
-    """Cost of the parent and these sizes against training each size alone on the parent's tokens. A model of the parent's shape is no size.
+    """Cost of the parent and these sizes against training each size alone on the parent's tokens. A model of the parent's shape is not a size.
 
     None if there is no size, if they have several parents, or if the parent's training was not measured.
     """

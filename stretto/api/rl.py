@@ -11,7 +11,7 @@ import torch
 
 from stretto.api.model import Model, load
 from stretto.api.search import extract_command
-from stretto.api.stages import ModelLike, PathLike, place, run_folder, shown
+from stretto.api.stages import ModelLike, PathLike, model_path, run_folder, shown
 from stretto.api.train import command_to_try
 from stretto.base.config import (
     Settings,
@@ -107,7 +107,7 @@ def rl(
         UserError: a bad recipe, a task that fails its own check, or a run that cannot continue.
     """
     parsed, folder = _in_this_process(read_recipe(recipe, RlRecipe, settings)), run_folder(out, recipe, "rl")
-    start = None if model is None else place(model)
+    start = None if model is None else model_path(model)
     return RlRun(folder, _run(parsed, folder, start, resume=resume, device=device, wandb_project=wandb))
 
 
@@ -162,7 +162,7 @@ def online(
         UserError: as `rl`, or no source has a judge.
     """
     parsed, folder = _in_this_process(read_recipe(recipe, RlRecipe, settings)), run_folder(out, recipe, "online")
-    start = checkpoint_folder(place(model)) if model is not None else start_of(folder) if resume else None
+    start = checkpoint_folder(model_path(model)) if model is not None else start_of(folder) if resume else None
     parsed = _online_recipe(parsed, source_name(recipe), start, self_teacher)
     return RlRun(folder, _run(parsed, folder, start, resume=resume, device=device, wandb_project=wandb, stage="online"))
 
@@ -197,7 +197,7 @@ def distill(
         UserError: as `rl`, no teachers, or a teacher that does not fit the student.
     """
     named = [f"{name}={shown(each)}" for name, each in teachers.items()] if isinstance(teachers, Mapping) else teachers
-    student = None if model is None else place(model)
+    student = None if model is None else model_path(model)
     parents = parent_settings(student) if subnet is not None and student is not None and not named else []
     parsed = _in_this_process(
         read_recipe(recipe, RlRecipe, [*parents, *teacher_settings(named), *listed_settings(settings)])
@@ -333,7 +333,7 @@ def _online_recipe(recipe: RlRecipe, source: str, start: Path | None, self_teach
     teacher of all verifiable sources.
 
     Prints which sources have a judge and what keeps the policy near its start. Raises `UserError`: no source has a judge, or there
-    is no start.
+    is not a start.
     """
     is_verifiable = {name: source_kind(name, each.kind).is_verifiable for name, each in recipe.sources.items()}
     judged, verifiable = ([name for name, each in is_verifiable.items() if each is kind] for kind in (False, True))

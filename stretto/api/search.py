@@ -76,7 +76,7 @@ def latency_command(run: Path, device: str = "auto") -> LatencyTable:
     if table.num_uncertain:
         say(f"{table.num_uncertain} times were disturbed in every attempt; measure again when the machine is less busy")
     for timing in table.timings:
-        full_ms = table.predict_ms(model.config, model.config.full(), timing.workload)
+        full_ms = table.predict_ms(model.config.full(), timing.workload)
         say(
             f"{timing.workload.label()}: {full_ms:.3g} ms per step at full size; at the sizes that were measured to test them, "
             f"predictions were at most {timing.held_out_error:.1%} off"
@@ -110,8 +110,8 @@ def latency_errors(run: Path, device: str = "auto") -> dict[str, float]:
 
 
 def kept_table(run: Path, network: Transformer, ranks: Ranks, needed: bool) -> LatencyTable | None:
-    """The latency table of ``run``. One that does not hold here is left out, which is printed, unless it is ``needed``. Also printed: that
-    it is too far off."""
+    """The latency table of ``run``; None if there is none. A table of another machine or network is ignored with a note, or refused
+    if it is ``needed``. Prints a warning when the table's predictions are far off."""
     path = run / LATENCY_FILE
     if not path.is_file():
         return None

@@ -210,7 +210,7 @@ def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system
             continue
         if line.startswith("/"):
             _say(
-                "commands: /clear forgets what was said, /exit or /quit ends; a line that begins with a space is no command"
+                "commands: /clear forgets what was said, /exit or /quit ends; a line that begins with a space is not a command"
             )
             continue
         conversation = [*messages, Message(role="user", content=line)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -65,12 +65,14 @@ from stretto.base.paths import (
 )
 from stretto.base.records import Meter
 from stretto.base.track import require_wandb, say
+from stretto.evals.loss import EvalBatch
 from stretto.evals.loss import evaluate as loss_of
 from stretto.model.checkpoint import require_new_checkpoint, stores_integers
 from stretto.model.elastic import extract as cut_out
 from stretto.model.families import default_family
-from stretto.model.parallel import device_name, in_memory, join, stored, stored_for_training
+from stretto.model.parallel import Ranks, device_name, in_memory, join, stored, stored_for_training
 from stretto.model.spec import Subnet, named_subnets
+from stretto.model.transformer import Transformer
 from stretto.subnets.latency import LatencyTable
 from stretto.subnets.search import SearchOptions
 from stretto.subnets.search import search as search_subnets
@@ -92,7 +94,7 @@ Data = PathLike | Sequence[PathLike]
 """Text: a file, a folder, or a Hugging Face dataset; several as a list, ``PATH@WEIGHT`` in a mixture."""
 
 
-def place(model: ModelLike, name: str = "model") -> Path:
+def model_path(model: ModelLike, name: str = "model") -> Path:
     """The folder of ``model``, an argument called ``name``. Raises `UserError`: it names no folder."""
     if isinstance(model, Model):
         return model.source
@@ -101,9 +103,9 @@ def place(model: ModelLike, name: str = "model") -> Path:
     return user_path(model, name)
 
 
-def places(models: ModelLike | Sequence[ModelLike], name: str) -> list[Path]:
+def model_paths(models: ModelLike | Sequence[ModelLike], name: str) -> list[Path]:
     """The folders of one model or of several. Raises `UserError`: one of them names no folder."""
-    return [place(each, name) for each in several(models)]
+    return [model_path(each, name) for each in several(models)]
 
 
 def several(models: ModelLike | Sequence[ModelLike]) -> list[ModelLike]:
@@ -130,7 +132,7 @@ def held_out_path(val: str | None) -> str | None:
 
 
 def run_folder(out: PathLike | None, recipe: object, stage: str) -> Path:
-    """``out``, or ``runs/`` and the name of the recipe's file, or of the stage where the recipe is no file.
+    """``out``, or ``runs/`` and the name of the recipe's file, or of the stage where the recipe is not a file.
     Raises `UserError`: there is a file with that name."""
     name = Path(recipe).stem if isinstance(recipe, str | os.PathLike) else stage
     folder = Path("runs") / name if out is None else user_path(out, "out")
@@ -142,7 +144,7 @@ def run_folder(out: PathLike | None, recipe: object, stage: str) -> Path:
 def new_folder(model: ModelLike, stage: str) -> Path:
     """A folder beside the model's that does not exist yet: ``runs/demo-heal`` for ``runs/demo`` and ``heal``, then ``runs/demo-heal-2`` …
     A model in a cache or in a Python package has its results in ``runs/``."""
-    source = place(model).resolve()
+    source = model_path(model).resolve()
     base = source.with_name(f"{source.name}-{stage}")
     if _is_cached(source):
         is_snapshot = source.parent.name == "snapshots"  # of the hub: models--OWNER--NAME/snapshots/COMMIT
@@ -239,7 +241,7 @@ def pretrain(
     """
     require_wandb(wandb)
     folder = run_folder(out, recipe, "pretrain")
-    start = None if origin is None else place(origin)
+    start = None if origin is None else model_path(origin)
     given, resume = None, has_begun(folder, resume)
     if start is not None or resume:
         given = model_to_go_on_with(folder, start)
@@ -307,7 +309,7 @@ def adopt(
     parsed = validate(AdoptOptions, options | {"upcycling": conversion, "before": before}, "stretto adopt")
     named = user_path(source, "source")
     folder = Path("runs") / named.name if out is None else user_path(out, "out")
-    adopt_command(expanded(source, "source"), folder, parsed)  # as it is spelled: ./a/b is no name on the hub
+    adopt_command(expanded(source, "source"), folder, parsed)  # as it is spelled: ./a/b is not a name on the hub
     return load(folder)
 
 
@@ -357,7 +359,7 @@ def elasticize(
     """
     keys = {"trainable": trainable, "cached_logits": cache_logits, "train.steps": steps}
     parsed = read_recipe(recipe, ElasticizeRecipe, overriding(settings, keys))
-    folder, in_place = place(source) if out is None else user_path(out, "out"), out is None
+    folder, in_place = model_path(source) if out is None else user_path(out, "out"), out is None
     resume = has_begun(folder, resume, in_place)
     ranks, named = join(device, parsed.train.ep), listed_data(data)
     text = TextOptions(held_out_path(val), val_fraction, text_field)
@@ -365,10 +367,10 @@ def elasticize(
         require_outside(folder, named, text)
 
     def begin() -> RunInfo:
-        origin = kept_checkpoint(folder) if in_place else checkpoint_folder(place(source)).resolve()
+        origin = kept_checkpoint(folder) if in_place else checkpoint_folder(model_path(source)).resolve()
         network = stored_for_training(origin)  # refuses a damaged checkpoint before text is tokenised
         config = network.config
-        teacher_folder = None if teacher is None else check_teacher(config.vocab_size, place(teacher))
+        teacher_folder = None if teacher is None else check_teacher(config.vocab_size, model_path(teacher))
         is_fixed = leaves_routers(config, parsed, folder, resume, ranks)
         complete = parsed.for_network(config, network.presets, is_fixed)
         complete = fit_memory(complete, config, ranks)
@@ -404,9 +406,9 @@ def latency(model: ModelLike, *, device: str = "auto") -> LatencyTable:
     """Measure this machine's latency table for ``model`` and keep it in the folder of ``model``, for limits in milliseconds in `search`.
 
     Raises:
-        UserError: ``model`` is no run and no checkpoint.
+        UserError: ``model`` is neither a run nor a checkpoint.
     """
-    return latency_command(place(model), device)
+    return latency_command(model_path(model), device)
 
 
 @user_errors
@@ -436,7 +438,7 @@ def search(
         max_active: share of the active parameters, 0 to 1 (compute).
         max_latency_ms: milliseconds per decoding step; needs a table of `latency`.
         heal_steps: number of healing steps for each of the best few before the choice; 0: none.
-        heal_recipe: a recipe of healing, of which ``heal_steps`` overrides the number of steps.
+        heal_recipe: a recipe of healing; ``heal_steps`` overrides its number of steps.
         nested: drop layers in the order of training only.
         per_layer: let the number of experts differ between layers.
         val: held-out text in the forms of ``data``; a part of the data by default.
@@ -448,19 +450,14 @@ def search(
     Raises:
         UserError: ``model`` is not a run, or no sub-network meets the limits (the message names the nearest limits that can be met).
     """
-    run, limits, named = place(model), parse_limits(max_total, max_active, max_latency_ms), listed_data(data)
+    run, limits, named = model_path(model), parse_limits(max_total, max_active, max_latency_ms), listed_data(data)
     if not named and (val is not None or val_fraction is not None):
         raise UserError(
             f"{'--val' if val else '--val-fraction'}: needs --data; name the text to measure on, or leave it out"
         )
     if heal_steps < 0:
         raise UserError(f"--heal-steps {heal_steps}: must be 0 or more; 0 heals nothing")
-    healing = None
-    if heal_steps:
-        keys = ("train.steps", "train.eval_every", "train.snapshot_every")
-        healing = read_recipe(heal_recipe, HealRecipe, [f"{key}={heal_steps}" for key in keys])
-        if healing.train.ep > 1:
-            raise UserError(f"train.ep: {healing.train.ep}, and a search heals on one rank; set 1 in {heal_recipe}")
+    healing = _search_healing(heal_recipe, heal_steps) if heal_steps else None
     info, ranks = read_info(run), join(device)
     if isinstance(info.recipe, HealRecipe):
         raise UserError(
@@ -484,23 +481,6 @@ def search(
         batches = held_out(info, info.train, ranks)
         table = kept_table(run, network, ranks, needed=max_latency_ms is not None)
         meter = Meter("search", device_name(ranks.device), ranks.world)
-        numbers = itertools.count()
-
-        def healed_nll(subnet: Subnet) -> float:
-            """Held-out loss of ``subnet`` after healing in a folder of its own, nats per token."""
-            assert healing is not None and info.data_hash is not None
-            flops_before = meter.receipt().flops
-            loader = open_loader(info, healing.train, ranks)
-            folder = run / "search" / f"heal-{next(numbers):02d}"
-            job = Job(folder, loader, (), info.data_hash, ranks)
-            student = cut_out(network, subnet).float()  # as `heal` trains it, whatever the checkpoint stores
-            healed = stages.heal(healing, job, in_memory(student), in_memory(network))
-            ranks.first(lambda: remove(folder))  # its snapshot has weights and states of the optimiser
-            # the search's meter has counted the teacher's passes already: the teacher is the network that it watches
-            spent, counted = healed.meter.receipt(), meter.receipt().flops - flops_before
-            meter.add(flops=spent.flops - counted, tokens=spent.tokens)
-            return loss_of(healed.model, healed.model.config.full(), batches).nll
-
         space = SearchSpace.of(
             checkpoint.config,
             layers="nested" if nested else "free",
@@ -515,11 +495,51 @@ def search(
                 options=options,
                 presets=named_subnets(checkpoint.config, checkpoint.presets),
                 table=table,
-                heal=healed_nll if healing is not None else None,
+                heal=None if healing is None else _healer(healing, run, info, network, batches, ranks, meter),
             )
         record = SearchRecord(result=result, receipt=meter.receipt(), weights=weights)
         write_json(run / SEARCH_FILE, record.model_dump(mode="json"))
     return Search(result)
+
+
+def _search_healing(recipe: RecipeLike, num_steps: int) -> HealRecipe:
+    """The recipe of healing with ``num_steps`` steps. Raises `UserError`: a bad recipe, or one for several ranks."""
+    keys = ("train.steps", "train.eval_every", "train.snapshot_every")
+    healing = read_recipe(recipe, HealRecipe, [f"{key}={num_steps}" for key in keys])
+    if healing.train.ep > 1:
+        raise UserError(f"train.ep: {healing.train.ep}, and a search heals on one rank; set 1 in {recipe}")
+    return healing
+
+
+def _healer(
+    healing: HealRecipe,
+    run: Path,
+    info: RunInfo,
+    network: Transformer,
+    batches: Sequence[EvalBatch],
+    ranks: Ranks,
+    meter: Meter,
+) -> Callable[[Subnet], float]:
+    """A function that heals a copy of a Subnet in a folder of its own and returns its held-out loss, nats per token. ``meter`` counts
+    the cost."""
+    numbers = itertools.count()
+    assert info.data_hash is not None, "a run that can be searched has data"
+    data_hash = info.data_hash
+
+    def healed_nll(subnet: Subnet) -> float:
+        flops_before = meter.receipt().flops
+        loader = open_loader(info, healing.train, ranks)
+        folder = run / "search" / f"heal-{next(numbers):02d}"
+        student = cut_out(network, subnet).float()  # `heal` trains in fp32, in any storage type of the checkpoint
+        job = Job(folder, loader, (), data_hash, ranks)
+        healed = stages.heal(healing, job, in_memory(student), in_memory(network))
+        ranks.first(lambda: remove(folder))  # its snapshot has weights and states of the optimiser
+        # the search's meter has counted the teacher's passes already, because the teacher is the searched network
+        spent, counted = healed.meter.receipt(), meter.receipt().flops - flops_before
+        meter.add(flops=spent.flops - counted, tokens=spent.tokens)
+        return loss_of(healed.model, healed.model.config.full(), batches).nll
+
+    return healed_nll
 
 
 @user_errors
@@ -539,7 +559,9 @@ def extract(
         UserError: the model has no such size, ``out`` exists, or its logits differ by more than rounding.
     """
     folder = new_folder(model, "extract") if out is None else user_path(out, "out")
-    extract_command(place(model), subnet if isinstance(subnet, Subnet) else subnet or "full", folder, device, force)
+    extract_command(
+        model_path(model), subnet if isinstance(subnet, Subnet) else subnet or "full", folder, device, force
+    )
     return load(folder, device=device)
 
 
@@ -584,7 +606,7 @@ def heal(
     parsed = read_recipe(recipe, HealRecipe, overriding(settings, {"train.steps": steps}))
     run = out_folder.parent / f"{out_folder.name}.run"
     resume = has_begun(run, resume)
-    folder, teacher_place = checkpoint_folder(place(model)), None if teacher is None else place(teacher)
+    folder, teacher_place = checkpoint_folder(model_path(model)), None if teacher is None else model_path(teacher)
     teacher_folder = None if teacher_place is None else checkpoint_folder(teacher_place)
     for source in filter(None, (folder, teacher_folder)):
         require_apart(out_folder, source)
@@ -632,7 +654,7 @@ def quantise(
     device: str = "auto",
     force: bool = False,
 ) -> Model:
-    """Write a checkpoint with integer weights, of which every size is the quantised size (docs/QUANTISE.md).
+    """Write a checkpoint with integer weights. Each of its sizes has the same integers as that size quantised alone (docs/QUANTISE.md).
 
     Args:
         model: run or checkpoint whose weights are not integers.
@@ -658,5 +680,5 @@ def quantise(
         QuantiseOptions, {name: given[name] for name in QuantiseOptions.model_fields}, "stretto quantise"
     )
     folder = new_folder(model, options.dtype) if out is None else user_path(out, "out")
-    quantise_command(place(model), folder, options, listed_data(data), device, force)
+    quantise_command(model_path(model), folder, options, listed_data(data), device, force)
     return load(folder, device=device)

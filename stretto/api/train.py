@@ -181,7 +181,7 @@ def has_begun(run: Path, resume: bool, in_place: bool = False) -> bool:
     call this before they join, and so before rank 0 writes the record of the run.
 
     Args:
-        in_place: the run trains the checkpoint of an adopted run, whose record is no run to resume.
+        in_place: the run trains the checkpoint of an adopted run, whose record is not a run to resume.
     """
     return resume and (run / RUN_FILE).is_file() and not (in_place and read_info(run).stage == "adopt")
 

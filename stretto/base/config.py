@@ -44,7 +44,7 @@ class Config(BaseModel):
     """Base class of all configuration objects: frozen; unknown keys are errors."""
 
     command: ClassVar[str] = ""
-    """Name of the command that takes this recipe, for messages; empty where the class is no recipe."""
+    """Name of the command that takes this recipe, for messages; empty where the class is not a recipe."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
@@ -424,7 +424,7 @@ def _place(loc: Sequence[int | str], kind: type[BaseModel]) -> _Place:
     """The place that pydantic calls ``loc`` in a ``kind``."""
     path: list[str] = []
     union_at, member = None, None
-    # Types of the value at this place. Where it is a union, pydantic's next step names a member, which is no part of the path.
+    # Types of the value at this place. Where it is a union, pydantic's next step names a member, which is not part of the path.
     types = [_Member(kind)]
     for part in loc:
         if len(types) > 1:
@@ -448,9 +448,9 @@ def _named(members: Sequence[_Member], part: str) -> list[_Member]:
 def _nearest_member(errors: Sequence[ErrorDetails], kind: type[BaseModel]) -> list[ErrorDetails]:
     """The first error, or the unknown field beside a missing one that has a similar name.
 
-    Where the first error concerns a member of a union: the errors of that union that concern the nearest member, which is the one in
-    which an error lies deepest, then one whose type fits, then one that knows every field, then the one with the fewest errors. If
-    the type of every member is wrong, one error of each.
+    If the first error concerns a member of a union, the result is the errors of the nearest member. Members are compared by four
+    criteria, in this order: how deep an error lies, whether the type fits, whether every field is known, and the number of errors.
+    If no member's type fits, the result is one error of each member.
     """
     places = [_place(error["loc"], kind) for error in errors]
     first = places[0]

@@ -266,7 +266,7 @@ def run(
         first: First stage to repeat, with all after it: sft, experts, distill, online, controls or evaluate.
         until: Last stage to run.
         dry_run: Print commands, tokens, FLOPs and hours, and do nothing.
-        price: Price of one hour of a device, for --dry-run.
+        price: Price of one device for one hour, in any currency, for --dry-run. Default: no cost is printed.
     """
     options = locals()
     stretto.run(**options)

@@ -24,7 +24,7 @@ def rl(
     Reads a recipe; writes a run folder with metrics, snapshots, an execution trace, a report and a checkpoint.
 
     Args:
-        runtime: local or ray; short for --set runtime.kind.
+        runtime: Runtime: local (this machine) or ray (a Ray cluster); short for --set runtime.kind. Default: the recipe's.
         address: Address of the Ray cluster; short for --set runtime.address.
         device: Device: cpu, auto, or cuda (all GPUs: the trainer takes the first, the engines share the others).
     """

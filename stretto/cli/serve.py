@@ -31,7 +31,7 @@ PromptWriter = Annotated[
     str | None,
     Option(
         "--writer",
-        help="Who words prompts for pictures: suffix (neutral fixed phrases) or model. Default: suffix, or model for one trained on shapes.",
+        help="Writer of picture prompts: suffix (neutral fixed phrases) or model. Default: model if it was trained on shapes, otherwise suffix.",
     ),
 ]
 ServedDtype = Annotated[

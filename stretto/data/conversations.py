@@ -73,7 +73,7 @@ class ConversationForm:
         conversation = read_conversation(record, place)
         text = conversation.to_json() if any(conversation.is_learnt) else ""
         if not is_writable(text):
-            raise UserError(f"{place}: half of a surrogate pair, which is no character; remove it")
+            raise UserError(f"{place}: half of a surrogate pair, which is not a character; remove it")
         return Document(text, domain or self.domain, place)
 
 

@@ -280,7 +280,7 @@ class Engine:
         )
 
     def _time_out(self, now_s: float) -> list[Event]:
-        """End requests of which no choice got a place in the batch within ``max_wait_s``."""
+        """End requests whose choices all waited longer than ``max_wait_s`` for a place in the batch."""
         most_s = self.config.max_wait_s
         if most_s is None:
             return []

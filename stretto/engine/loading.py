@@ -36,7 +36,7 @@ from stretto.ops.int_weights import IntWeight
 from stretto.ops.matmul import Arithmetic
 from stretto.ops.memory import free_bytes, trim
 from stretto.ops.native import Library, Panels, load
-from stretto.text.tokenizer import load_tokenizer
+from stretto.text.tokenizer import Tokenizer, load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Data types of the weights in memory, by name."""
@@ -99,13 +99,8 @@ def open_engine(
             f"dtype: {str(dtype).removeprefix('torch.')}: batch_invariant needs fp32; leave one of the two out"
         )
     folder = checkpoint_folder(path)
-    network, presets = read_config(folder), read_presets(folder)
-    tokenizer = load_tokenizer(folder) if with_tokenizer else None
-    if tokenizer is not None and tokenizer.vocab_size > network.vocab_size:
-        raise UserError(
-            f"{folder / 'tokenizer.json'}: has {tokenizer.vocab_size} tokens, the network {network.vocab_size}; "
-            "use the tokenizer that the network was trained with"
-        )
+    network, presets = read_config(folder), read_presets(folder) if cut is None else {}
+    tokenizer = _fitting_tokenizer(folder, network) if with_tokenizer else None
     if config.tp > 1:
         _check_ranks(folder, config.tp, device, cut)
     available = free_bytes(device) // (config.tp if device.type == "cpu" else 1)
@@ -116,7 +111,7 @@ def open_engine(
     held = held_integers(folder, network, config, device, dtype, library)
     served_integers = held if cut is None else slice_integers(network, cut, held)
     share = _integer_share(served, served_integers, dtype)
-    check_memory(folder, served, presets if cut is None else {}, config, dtype, available, routes, share)
+    check_memory(folder, served, presets, config, dtype, available, routes, share)
     if memory_bytes is not None and config.cache_bytes is None:
         weights = _weight_bytes(served, served.full(), dtype, share)
         spare = memory_bytes - weights - logit_bytes(served, config, dtype)
@@ -131,8 +126,6 @@ def open_engine(
         checkpoint = read_checkpoint(folder, device=device, dtype=dtype, shard=shard, without=held)
         ranks = None if team is None else team.join()
         model, integers = read_part(checkpoint, cut, held)
-        if cut is not None:
-            presets = {}
         trim()
         end_ids = generation_ends(folder, model.config.vocab_size)
         engine = Engine(
@@ -146,6 +139,17 @@ def open_engine(
         stack.pop_all()
     subnets = {"full": model.config.full(), **{name: choice.of(model.config) for name, choice in presets.items()}}
     return OpenedEngine(engine, subnets, checkpoint.lineage, folder, model_name(folder), served_integers)
+
+
+def _fitting_tokenizer(folder: Path, network: ModelConfig) -> Tokenizer:
+    """The tokenizer of a checkpoint. Raises `UserError`: it is missing, or has more tokens than the network."""
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.vocab_size > network.vocab_size:
+        raise UserError(
+            f"{folder / 'tokenizer.json'}: has {tokenizer.vocab_size} tokens, the network {network.vocab_size}; "
+            "use the tokenizer that the network was trained with"
+        )
+    return tokenizer
 
 
 def held_integers(
@@ -257,14 +261,14 @@ def least_bytes(
     dtype: torch.dtype,
     held: Mapping[str, IntWeight] = MappingProxyType({}),
 ) -> int:
-    """Smallest memory for which `check_memory` raises no error: weights, of which ``held`` are integers, and the cache that ``config``
-    needs."""
+    """Smallest memory for which `check_memory` raises no error, in bytes: the weights and the cache that ``config`` needs. ``held``:
+    weights stored as integers."""
     share = _integer_share(network, held, dtype)
     return _weight_bytes(network, network.full(), dtype, share) + _cache_bytes(network, config, dtype, routes=True)
 
 
 def held_bytes(network: ModelConfig, dtype: torch.dtype, held: Mapping[str, IntWeight]) -> int:
-    """Bytes of the weights of ``network`` in an engine, of which ``held`` are integers."""
+    """Bytes of the weights of ``network`` in an engine. ``held``: weights stored as integers."""
     return round(count(network, network.full()).total_params * dtype.itemsize * _integer_share(network, held, dtype))
 
 

@@ -91,7 +91,7 @@ def signed(found: Interval) -> str:
 
 def read_rated(path: Path) -> list[RatedText]:
     """The texts of JSONL, CSV or Parquet with the fields text, author, rating and optionally prompt, or of HANNA's annotations. Ratings of
-    one text by several people are averaged. Raises `UserError`: a missing field, or a rating that is no finite number."""
+    one text by several people are averaged. Raises `UserError`: a missing field, or a rating that is not a finite number."""
     ratings = dict[tuple[str, str, str], list[float]]()
     for number, (record, _) in enumerate(read_rows([path]), 1):
         is_hanna = "Story" in record

@@ -496,7 +496,7 @@ class AgentRole:
                 for each, verdict in zip(samples, verdicts, strict=True)
             ]
             prompt = "\n".join(str(message.get("content") or "") for message in problem.messages)
-            # a verifiable problem asks for the gold answer, so copying it is no fault
+            # a verifiable problem asks for the gold answer, so copying it is not a fault
             reference = "" if group.source.is_verifiable else problem.gold
             verdicts = group_rewards(config, prompt, reference, answers)
         dialogues = self._teachers.get(task.source, {})

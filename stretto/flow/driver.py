@@ -25,7 +25,7 @@ from stretto.flow.launch import CALL_SLACK_S, Roles, TrainerLost
 from stretto.flow.log import Span, Trace
 from stretto.learning.metrics import StepReport
 from stretto.learning.recipe import RlRecipe
-from stretto.runtime.runtime import DeadlinePassed, RoleDied, RoleError, RuntimeFailure
+from stretto.runtime.runtime import DeadlinePassed, RoleDied, RoleError, RuntimeFailure, cancel_all
 from stretto.runtime.store import Store
 
 _GUARD_S = 0.2
@@ -73,9 +73,9 @@ class Driver:
             await self._engines_are_current()
             yield self
         finally:  # in this order: the first tasks start engine updates, and these dispatch groups
-            await _end(guarding, *filter(None, [self._reporting, self._publishing]))
+            await cancel_all([guarding, *filter(None, [self._reporting, self._publishing])])
             await self._engines.close()
-            await _end(*self._groups)
+            await cancel_all([*self._groups])
 
     async def run(self) -> None:
         """Train until the recipe's last step or its time limit; at the end all engines have the last weights.
@@ -274,12 +274,6 @@ class Driver:
         self._changed.set()
 
 
-async def _end(*tasks: asyncio.Task[None]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
 class EngineWeights:
     """Keeps every engine at the newest weights, also engines that die and restart. A restarted engine samples nothing before
     it has loaded them."""
@@ -323,7 +317,7 @@ class EngineWeights:
         return all(map(self._is_current, self._roles.engines))
 
     async def close(self) -> None:
-        await _end(*self._tasks.values())
+        await cancel_all([*self._tasks.values()])
 
     def _is_current(self, name: str) -> bool:
         return name in self._serving and self._serving[name][0] == self._weights.number

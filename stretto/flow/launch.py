@@ -40,6 +40,7 @@ from stretto.runtime.runtime import (
     RoleState,
     Runtime,
     RuntimeFailure,
+    cancel_all,
 )
 from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.registry import open_source
@@ -375,7 +376,7 @@ class Gang:
             await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
             errors = await self._errors(calls)
         finally:
-            await _cancelled(calls)
+            await cancel_all(calls)
         if not errors:
             return calls[0].result()
         for error in errors:
@@ -638,12 +639,5 @@ async def _together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
     try:
         return await asyncio.gather(*tasks)
     except BaseException:
-        await _cancelled(tasks)
+        await cancel_all(tasks)
         raise
-
-
-async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel those of ``tasks`` that have not ended, and wait for them."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

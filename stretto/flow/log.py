@@ -28,7 +28,7 @@ from stretto.flow.launch import CALL_SLACK_S, Job, Roles
 from stretto.flow.prompts import Prompts
 from stretto.learning.metrics import StepReport
 from stretto.learning.recipe import SPANS_FILE, STATUS_FILE, TRACE_FILE
-from stretto.runtime.runtime import Handle, RoleError, RuntimeFailure
+from stretto.runtime.runtime import Handle, RoleError, RuntimeFailure, cancel_all
 
 STATUS_EVERY_S = 1.0
 _SHOWN_WAITS = 5
@@ -332,9 +332,7 @@ class Logbook:
             finally:
                 tasks = [watch, *filter(None, [self._evaluation])]
                 self._evaluation = None
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await cancel_all(tasks)
                 # the error that ended the attempt is more useful than a full disk
                 with suppress(*(() if state == "done" else (UserError,))):
                     await self._write_status(state)

@@ -104,7 +104,7 @@ class _Guarded:
             return result
         except (InfraError, Diverged, UserError):
             raise
-        except (Exception, SystemExit) as error:  # an exception of the task is no answer for the model
+        except (Exception, SystemExit) as error:  # an exception of the task is not an answer for the model
             raise InfraError(f"{what} raised {type(error).__name__}: {error}") from error
         finally:
             if self._mark(is_busy=False):

@@ -313,7 +313,7 @@ def _run(command: list[str], log: Path, label: str, **environ: str) -> int:
 
 
 def _copy(lines: IO[str] | None, kept: deque[str]) -> None:
-    """Copy ``lines`` to stderr of this process, and the last one to ``kept``. A closed stderr is no reason to stop: the writer of the lines
+    """Copy ``lines`` to stderr of this process, and the last one to ``kept``. A closed stderr is not a reason to stop: the writer of the lines
     would wait for a reader."""
     for line in lines or ():
         kept.append(line)

@@ -130,7 +130,7 @@ def load_algorithm(name: str) -> Algorithm:
         return ALGORITHMS[name]
     function = load_named(name, "loss.advantage")
     if not callable(function):
-        raise UserError(f"loss.advantage: {name!r} is no function; name one after the colon")
+        raise UserError(f"loss.advantage: {name!r} is not a function; name one after the colon")
     algorithm: Algorithm = function
     return algorithm
 

@@ -454,7 +454,7 @@ class RewardConfig(Config):
             try:
                 re.compile(self.format)
             except re.error as error:
-                raise ValueError(f"format {self.format!r} is no regular expression: {error}") from None
+                raise ValueError(f"format {self.format!r} is not a regular expression: {error}") from None
         if self.contrast is not None and self.diversity is None:
             raise ValueError("contrast is a power of diversity, and there is none; give diversity")
         if self.model_fields_set <= {"same_at", "floor"}:
@@ -566,6 +566,18 @@ class RlRecipe(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_distill()
+        self._check_step()
+        self._check_loss()
+        self._check_places()
+        if strange := sorted(self.rewards.keys() - self.sources.keys()):
+            known = f"{nearest(strange[0], self.sources)}; there are {', '.join(self.sources)}"
+            raise ValueError(f"rewards.{strange[0]}: no such source{known}")
+        if taken := sorted({"policy", "reference"} & self.teachers.keys()):
+            raise ValueError(f"teachers.{taken[0]}: the name is taken; choose another")
+        return self
+
+    def _check_step(self) -> None:
+        """Sizes of a training step and of a sample."""
         if self.train.prompts % self.train.minibatches:
             raise ValueError(
                 f"train.prompts {self.train.prompts} is not a multiple of train.minibatches {self.train.minibatches}"
@@ -592,6 +604,8 @@ class RlRecipe(Config):
                 f"window {self.window} with staleness {self.staleness} and {self.train.prompts} prompts a step leaves too few "
                 f"groups for a step; set at most {widest}"
             )
+
+    def _check_loss(self) -> None:
         for field, name in (("loss.proximal", self.loss.proximal), ("replay", self.replay)):
             if name in ("recompute", "r2") and self.train.minibatches == 1:
                 raise ValueError(
@@ -602,6 +616,9 @@ class RlRecipe(Config):
             raise ValueError(
                 f"teachers: {self.loss.advantage!r} asks none; set loss.advantage to a function of your own, or leave them out"
             )
+
+    def _check_places(self) -> None:
+        """Where roles run, and where groups and weights are stored."""
         if self.runtime.kind == "local" and self.runtime.address != RuntimeConfig().address:
             raise ValueError("runtime.address: that of a Ray cluster; start with --runtime ray, or leave it out")
         if self.runtime.kind == "local" and self.resources != ResourcesConfig():
@@ -618,12 +635,6 @@ class RlRecipe(Config):
             raise ValueError("rollout.address: servers read the weights from the run folder; set store to 'file'")
         if self.channel == "gloo" and self.rollout.address:
             raise ValueError("rollout.address: servers read the weights from the run folder; set channel to 'store'")
-        if strange := sorted(self.rewards.keys() - self.sources.keys()):
-            known = f"{nearest(strange[0], self.sources)}; there are {', '.join(self.sources)}"
-            raise ValueError(f"rewards.{strange[0]}: no such source{known}")
-        if taken := sorted({"policy", "reference"} & self.teachers.keys()):
-            raise ValueError(f"teachers.{taken[0]}: the name is taken; choose another")
-        return self
 
     def _check_distill(self) -> None:
         distill, loss = self.distill, self.loss

@@ -427,7 +427,7 @@ def pack_routes(routes_PLK: np.ndarray, num_experts: int | None = None) -> bytes
 def unpack_routes(packed: bytes) -> np.ndarray:
     """Inverse of `pack_routes`. Raises ValueError: the bytes are not packed routes, or damaged."""
     if len(packed) < HEADER_BYTES or packed[:2] != _MARK:
-        raise ValueError(f"{len(packed)} bytes that are no packed routes")
+        raise ValueError(f"{len(packed)} bytes that are not packed routes")
     _, bits, itemsize, num_rows, num_experts, num_layers, num_slots, checksum = _ROUTES.unpack_from(packed)
     num_ids, body = num_rows * num_layers * num_slots, packed[HEADER_BYTES:]
     if len(body) != -(-num_ids * bits // 8) or zlib.crc32(body) != checksum:

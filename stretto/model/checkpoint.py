@@ -357,7 +357,7 @@ def _refuse_other_files(folder: Path) -> None:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.is_dir() or not any(fnmatch(path.name, pattern) for pattern in _OURS):
             raise UserError(
-                f"{folder}: would be replaced, and holds {path.name}, which is no part of a checkpoint; choose another folder"
+                f"{folder}: would be replaced, and holds {path.name}, which is not part of a checkpoint; choose another folder"
             )
 
 

@@ -147,13 +147,13 @@ class Dequantised:
         dtype, stored = self._inner.stored_as(name + CODES)
         if len(shape) != 2 or len(stored) != 2 or dtype != torch.int32:
             raise damaged(
-                self.path(name), name + CODES, f"{dtype} of shape {list(stored)} is no packed matrix in int32"
+                self.path(name), name + CODES, f"{dtype} of shape {list(stored)} is not a packed matrix in int32"
             )
         columns = stored[1]
         bits = 32 * columns // shape[1]
         if bits not in BITS:
             raise damaged(
-                self.path(name), name + CODES, f"{columns} columns for {shape[1]} inputs are no codes of 4 or 8 bits"
+                self.path(name), name + CODES, f"{columns} columns for {shape[1]} inputs are not codes of 4 or 8 bits"
             )
         self._compare(name + CODES, (shape[0], shape[1] * bits // 32))
         num_groups = self._inner.stored_as(name + SCALES)[1][-1]

@@ -435,7 +435,7 @@ def check_subnet(config: ModelConfig, subnet: Subnet) -> Subnet:
 
 
 def _why_not_grouped(config: ModelConfig, num_experts: int, top_k: int) -> str:
-    """The reason why a layer with groups cannot have ``num_experts`` experts of which a token chooses ``top_k``."""
+    """The reason why a layer with groups cannot have ``num_experts`` experts and choose ``top_k`` of them for a token."""
     num_groups, most = config.expert_groups, config.choosable(num_experts)
     if most:
         return f"top_k={top_k} is more than the {most} experts that a token's {config.top_groups} groups hold"

@@ -116,7 +116,7 @@ def why_emulated(weight_FD: Tensor, batch_invariant: bool) -> str:
     if tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2]) < (12, 9):
         return f"CUDA {torch.version.cuda} is older than 12.9"
     if weight_FD.shape[0] % BLOCK or weight_FD.shape[1] % BLOCK:
-        return f"{tuple(weight_FD.shape)} is no multiple of {BLOCK}"
+        return f"{tuple(weight_FD.shape)} is not a multiple of {BLOCK}"
     return ""
 
 

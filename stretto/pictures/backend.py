@@ -102,7 +102,7 @@ def check_request(backend: Backend, request: PaintRequest) -> None:
             raise UserError(f"--size: {field} {pixels} is more than {MOST_PIXELS}; ask for a smaller picture")
         if pixels <= 0 or pixels % backend.multiple:
             near = max(backend.multiple, round(pixels / backend.multiple) * backend.multiple)
-            raise UserError(f"--size: {field} {pixels} is no multiple of {backend.multiple}; {near} is the nearest")
+            raise UserError(f"--size: {field} {pixels} is not a multiple of {backend.multiple}; {near} is the nearest")
     if abs(request.seed) >= 2**63:
         raise UserError(f"--seed: {request.seed} has more than 64 bits; give a smaller number")
     if (request.base is None) != (request.mask is None):

@@ -164,7 +164,7 @@ def _unread(ledger: Ledger) -> tuple[str, ...]:
 
 
 def _spoken_of(ledger: Ledger, field: str) -> str:
-    """``field`` with "the" before things of which the request has one: "a quiet coffee shop" would be a second one."""
+    """``field`` with "the" before things that the request names once: "a quiet coffee shop" would ask for a second shop."""
     for thing in ledger.things:
         if thing.count == 1:
             field = re.sub(rf"\b(?:a|an) (?=(?:[\w-]+ ){{0,2}}{re.escape(thing.noun)}\b)", "the ", field)

@@ -210,7 +210,7 @@ def plan(
     if workload is not None and (given_too := workload.model_dump(exclude_defaults=True)):
         option = f"--{next(iter(given_too)).replace('_', '-')}"
         raise UserError(
-            f"{option}: only a plan of RL uses it, and {name} is no recipe of `stretto rl`; leave {option} out"
+            f"{option}: only a plan of RL uses it, and {name} is not a recipe of `stretto rl`; leave {option} out"
         )
     tree = _tree(recipe) if model is not None else overridden(_tree(recipe), settings)  # which may give a [model]
     if "model" not in tree and (model is not None or "elastic" in tree):

@@ -30,6 +30,7 @@ from stretto.runtime.runtime import (
     RoleState,
     Runtime,
     RuntimeFailure,
+    cancel_all,
 )
 
 _BEAT_S = 0.1
@@ -178,10 +179,7 @@ class ElasticPool:
     async def close(self) -> None:
         """End all workers; waiting callers get `RoleDied`."""
         self._fail(RoleDied(self.name, "the pool is closed"))
-        tasks = tuple(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tuple(self._tasks))
         workers = tuple(self._workers)
         await asyncio.gather(*(self._runtime.kill(worker.handle) for worker in workers if worker.is_up))
         for worker in workers:

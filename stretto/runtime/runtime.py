@@ -23,7 +23,7 @@ import math
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -40,6 +40,13 @@ _CALM_S, _PAUSE_S, _LONGEST_PAUSE_S = 10.0, 0.1, 30.0
 """Before the restart of a process that worked for less than _CALM_S there is a pause, which doubles each time."""
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel those of ``tasks`` that have not ended, and wait until all have. Their errors are dropped."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def to_end(work: Coroutine[Any, Any, T]) -> T:

@@ -256,7 +256,7 @@ def _end_all(keeper: Keeper, child: int) -> tuple[int, dict[str, Any]]:
         try:
             dead, status, used = os.wait4(-1, 0)
         except ChildProcessError:
-            assert ending is not None, f"program {child} is no child of this process"
+            assert ending is not None, f"program {child} is not a child of this process"
             return os.waitstatus_to_exitcode(ending), {"cpu_s": cpu_s, "max_rss_bytes": max_rss_bytes}
         if dead == child:
             ending = status

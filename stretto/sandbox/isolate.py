@@ -31,9 +31,10 @@ from pydantic import Field, ValidationError
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError
+from stretto.base.trajectory import Outcome
 from stretto.sandbox import cgroup, walls
 from stretto.sandbox.inside import HEAD, PIECE, children, send
-from stretto.sandbox.outcome import Finished, Isolation, Level, Limits, Outcome
+from stretto.sandbox.outcome import Finished, Isolation, Level, Limits
 
 START_S = 30.0
 """Time limit for a keeper to start, seconds."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Self
 
-from stretto.base.trajectory import Outcome as Outcome
+from stretto.base.trajectory import Outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ import sqlite3
 import time
 from collections.abc import Callable, Mapping
 
+from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
-from stretto.sandbox.outcome import Outcome, ToolResult
+from stretto.sandbox.outcome import ToolResult
 
 MAX_EXPRESSION = 500
 """Longest expression in characters, which also bounds the parser's depth."""
@@ -84,7 +85,7 @@ def _value(node: ast.expr) -> _Number:
 
 def _bounded(value: _Number) -> _Number:
     if not isinstance(value, int | float):
-        raise ValueError("the result is no real number")
+        raise ValueError("the result is not a real number")
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise ValueError(f"a number has more than {MAX_BITS} bits")
     if isinstance(value, float) and not math.isfinite(value):

@@ -446,7 +446,7 @@ class ToolUse:
 
 
 def tool_use(tools: Sequence[Tool], choice: ToolChoice | None) -> ToolUse:
-    """The tools that ``tool_choice`` allows, and whether it forces a call. Raises `FieldError` for names that are no tools."""
+    """The tools that ``tool_choice`` allows, and whether it forces a call. Raises `FieldError` for names that are not tools."""
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         raise FieldError("tools", "two tools have the same name")

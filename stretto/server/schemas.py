@@ -1,6 +1,6 @@
 """JSON schemas of tool parameters: the schema of one argument, and the closed schema of a strict or forced function.
 
-Schemas come from clients and may be malformed. A value that is no schema counts as a schema without constraints.
+Schemas come from clients and may be malformed. A value that is not a schema counts as a schema without constraints.
 """
 
 from __future__ import annotations

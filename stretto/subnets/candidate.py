@@ -121,7 +121,7 @@ class Scorer:
         latency_ms = None
         if self._table is not None:
             assert self._workload is not None
-            latency_ms = self._table.predict_ms(self.config, subnet, self._workload)
+            latency_ms = self._table.predict_ms(subnet, self._workload)
         size = count(self.config, subnet)
         return Candidate(
             subnet=subnet,

@@ -130,10 +130,9 @@ class LatencyTable(Config):
             f"latency table: {workload.label()} was not measured (only {measured}); run `stretto latency` again"
         )
 
-    def predict_ms(self, config: ModelConfig, subnet: Subnet, workload: Workload) -> float:
-        """Milliseconds of one step of ``subnet`` of ``config``. Raises `UserError`: the workload was not measured, or the Subnet is outside
-        the measured range.
-        """
+    def predict_ms(self, subnet: Subnet, workload: Workload) -> float:
+        """Milliseconds of one step of ``subnet``. Raises `UserError`: the workload was not measured, or the Subnet is outside the
+        measured range."""
         return self.timing(workload).predict_ms(subnet)
 
 
@@ -371,7 +370,7 @@ def check(
         Check(
             subnet=subnet,
             workload=workload,
-            predicted_ms=table.predict_ms(model.config, subnet, workload),
+            predicted_ms=table.predict_ms(subnet, workload),
             measured_ms=measured[workload][index],
         )
         for index, subnet in enumerate(subnets)

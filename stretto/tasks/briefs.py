@@ -46,7 +46,7 @@ class Constraints(Config):
     @model_validator(mode="after")
     def _in_order(self) -> Self:
         if self.words is not None and not 0 <= self.words[0] <= self.words[1]:
-            raise ValueError(f"words: {self.words[0]} to {self.words[1]} is no range; the fewest first")
+            raise ValueError(f"words: {self.words[0]} to {self.words[1]} is not a range; the fewest first")
         for name, entries in (("include", self.include), ("exclude", self.exclude)):
             if not all(map(str.strip, entries)):
                 raise ValueError(f"{name}: an entry is empty; leave it out")

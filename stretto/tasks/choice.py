@@ -124,7 +124,7 @@ def chosen_letter(text: str, form: AnswerFormat, options: Sequence[str]) -> str 
     folded = [option.casefold() for option in options]
     if match := _ALONE.fullmatch(found.text):
         letter = match[1].upper()
-    elif folded.count(found.text.casefold()) == 1:  # before the next: "E. coli" is no choice of E
+    elif folded.count(found.text.casefold()) == 1:  # before the next: "E. coli" is not a choice of E
         letter = LETTERS[folded.index(found.text.casefold())]
     elif match := _BEFORE_TEXT.match(found.text):
         letter = match[1]

@@ -245,7 +245,7 @@ class EndpointJudge:
                 with self._lock:
                     self._db.execute("INSERT OR REPLACE INTO judgements VALUES (?, ?)", (key, reply))
                 return value
-            why = f"it answered {one_line(reply[-200:])!r}, which is no judgement"
+            why = f"it answered {one_line(reply[-200:])!r}, which is not a judgement"
             again = "That does not end with the one line that was asked for. Give it now."
             messages = [messages[0], {"role": "assistant", "content": reply}, {"role": "user", "content": again}]
         raise JudgeFailed(f"the judge {config.model} at {config.url}: {why} ({config.retries + 1} tries)")
@@ -261,7 +261,7 @@ def _material(problem: Problem, texts: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request of `EndpointJudge`, parsed: for judges that are no language model. Written by `read_question`."""
+    """A request of `EndpointJudge`, parsed: for judges that are not a language model. Written by `read_question`."""
 
     prompt: str
     """The last message of the problem."""

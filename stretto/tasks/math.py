@@ -68,7 +68,7 @@ class ArithmeticSource(TaskSource):
     def score(self, problem: Problem, answer: Answer) -> Score:
         found = find_answer(answer.text, self.args.format)
         gold = as_number(find_answer(problem.gold, self.args.format).text)
-        assert gold is not None, f"gold {problem.gold!r} is no number"
+        assert gold is not None, f"gold {problem.gold!r} is not a number"
         return Score.of(as_number(found.text) == gold, {"marked": float(found.is_marked)})
 
 

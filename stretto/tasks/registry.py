@@ -86,7 +86,7 @@ def source_kind(name: str, kind: str) -> type[TaskSource]:
         raise UserError(f"sources.{name}: kind: {problem}; one of {known}, or file.py:Class")
     found = load_named(kind, f"sources.{name}: kind")
     if not (isinstance(found, type) and issubclass(found, TaskSource)):
-        raise UserError(f"sources.{name}: kind: {kind!r} is no subclass of TaskSource; name one after the colon")
+        raise UserError(f"sources.{name}: kind: {kind!r} is not a subclass of TaskSource; name one after the colon")
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
         raise UserError(f"sources.{name}: kind: {kind!r} lacks {', '.join(missing)}; write what is missing")
     return found

@@ -191,7 +191,9 @@ def _load(vf: Any, name: str, args: VerifiersArgs) -> list[Any]:
         taskset = vf.load_taskset(config)
         environment = vf.environment_class(args.id)
     except (ImportError, AttributeError, TypeError) as error:
-        raise UserError(f"{where}: id: {args.id!r} is no installed task set: {error}; install its package") from None
+        raise UserError(
+            f"{where}: id: {args.id!r} is not an installed task set: {error}; install its package"
+        ) from None
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         field = ".".join(map(str, problem["loc"]))

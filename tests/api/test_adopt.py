@@ -420,7 +420,7 @@ def test_a_tokenizer_that_does_not_match_the_embedding(
 def test_a_source_that_is_the_output_stays_as_it_was(stretto: Run, make: Make) -> None:
     source = make("qwen")
     before = {path: path.read_bytes() for path in source.iterdir()}
-    refused(stretto("adopt", source, "-o", source), "which is no part of a run; choose a new folder")
+    refused(stretto("adopt", source, "-o", source), "which is not part of a run; choose a new folder")
     assert {path: path.read_bytes() for path in source.iterdir()} == before
     adopted(stretto, source, source / "run", "--order", "none")
     assert read_checkpoint(source / "run/checkpoint").config == read_checkpoint(source).config

@@ -212,7 +212,7 @@ def test_the_latency_table_covers_the_named_sizes(
     monkeypatch.setattr(api_search, "measure", partial(measure, num_rounds=2, time_fn=lambda *_: 0.01))
     table = api_search.latency_command(tmp_path, "cpu")
     corner = presets["corner"].of(config)
-    assert table.predict_ms(config, corner, table.timings[0].workload) > 0
+    assert table.predict_ms(corner, table.timings[0].workload) > 0
 
 
 def test_a_latency_table_that_predicts_badly_is_to_be_measured_again(

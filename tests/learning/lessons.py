@@ -225,6 +225,13 @@ def stepped(
     return report, catch.caught
 
 
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Norm of the difference of two gradients over the norm of the first, over all parameters."""
+    assert one.keys() == other.keys()
+    difference = sum(float((grad - other[name]).square().sum()) for name, grad in one.items())
+    return (difference / sum(float(grad.square().sum()) for grad in one.values())) ** 0.5
+
+
 def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """Of two gradients: the largest, over the largest of their entries."""
     assert one.keys() == other.keys()

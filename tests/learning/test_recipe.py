@@ -187,7 +187,7 @@ def test_objects_and_mappings_make_the_same_recipe() -> None:
         ),
         ({"digits": {}}, "the table changes nothing"),
         ({"digits": {"same_at": 0.3}}, "the table changes nothing"),
-        ({"digits": {"format": "("}}, r"format '\(' is no regular expression"),
+        ({"digits": {"format": "("}}, r"format '\(' is not a regular expression"),
         ({"digits": {"diversity": "sound"}}, "'words', 'characters' or 'meaning'"),
     ],
 )

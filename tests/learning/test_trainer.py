@@ -37,7 +37,7 @@ from stretto.ops.native import training
 from stretto.runtime.store import FolderStore
 from stretto.train.step import NonFiniteError, StepResult, optimisation_step
 from tests.flow.policies import SHAPE, checkpoint, groups, network, recipe
-from tests.learning.lessons import Catch
+from tests.learning.lessons import Catch, distance
 
 
 @pytest.fixture
@@ -404,12 +404,6 @@ def gradient(
         model, [catch], batches, join("cpu"), clip_norm=1e9, balance_rate=0.0, dtype=torch.float32
     )
     return catch.caught, result, flat
-
-
-def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert one.keys() == other.keys()
-    difference = sum(float((grad - other[name]).square().sum()) for name, grad in one.items())
-    return (difference / sum(float(grad.square().sum()) for grad in one.values())) ** 0.5
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import shutil
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,6 +19,7 @@ from stretto.runtime.store import UrlStore, send_folder
 from tests.flow.policies import checkpoint, recipe
 from tests.learning.rank_worker import PLAN
 from tests.learning.test_trainer import refs_of
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SAME = 1e-6
@@ -29,27 +27,10 @@ SAME = 1e-6
 
 
 def launch(world: int, start: Path, refs: Path, out: Path, *store: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     out.mkdir()
-    workers = []
-    for rank in range(world):
-        place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
-        command = [
-            sys.executable,
-            str(Path(__file__).with_name("rank_worker.py")),
-            str(start),
-            str(refs),
-            str(out),
-            *store,
-        ]
-        environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
-        workers.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-    for worker in workers:
-        _, errors = worker.communicate(timeout=280)
-        assert worker.returncode == 0, errors
+    worker = str(Path(__file__).with_name("rank_worker.py"))
+    for done in run_ranks(world, [sys.executable, worker, *map(str, (start, refs, out)), *store]):
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

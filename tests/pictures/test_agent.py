@@ -161,7 +161,7 @@ class Coarse(Renderer):
     ("request_", "said"),
     [
         (PaintRequest(" ", 64, 64, 0), "empty"),
-        (PaintRequest("a cube", 100, 64, 0), "width 100 is no multiple of 16; 96"),
+        (PaintRequest("a cube", 100, 64, 0), "width 100 is not a multiple of 16; 96"),
         (PaintRequest("a cube", 64, 64_000, 0), "height 64000 is more than"),
         (PaintRequest("a cube", 64, 7, 0), "height 7 .*; 16 is the nearest"),
         (PaintRequest("a cube", 64, 64, 0, mask=Image.new("L", (64, 64))), "give both"),

@@ -66,7 +66,7 @@ def test_what_cannot_be_is_refused_in_a_line_and_nothing_is_sent(double):
             request(3, loras=(Lora("inc"),)),
             r"lora inc: the server has no adapter of that name \(did you mean 'ink'",
         ),
-        ("", PaintRequest("x", 1000, 64, 0), "width 1000 is no multiple of 16; 992"),
+        ("", PaintRequest("x", 1000, 64, 0), "width 1000 is not a multiple of 16; 992"),
         ("", PaintRequest(" ", 64, 64, 0), "prompt: it is empty"),
         ("?queue=0", request(3), "the queue is full: 0 requests wait, 0 are allowed"),
         ("?checkpoint=none", request(3), "checkpoint=none: the server has no checkpoint"),

@@ -118,7 +118,7 @@ def test_what_cannot_be_is_refused_in_a_line(backend: Diffusers, folder: Path, t
             asked(controls=(Control("canny", Image.new("RGB", (8, 8))),)),
             "control canny: ErnieImagePipeline supports no ControlNet",
         ),
-        (PaintRequest("x", 30, 32, 0), "width 30 is no multiple of 8; 32 is the nearest"),
+        (PaintRequest("x", 30, 32, 0), "width 30 is not a multiple of 8; 32 is the nearest"),
     ):
         with pytest.raises(UserError, match=problem):
             backend.paint(request)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,11 +13,11 @@ import pytest
 import uvicorn
 from starlette.testclient import TestClient
 
+from bench.common.server import in_thread
 from stretto.pictures.agent import PaintOptions, respond
 from stretto.pictures.renderer import Renderer
 from stretto.pictures.studio import Studio, create_studio
 from stretto.pictures.verify import ShapesVerifier
-from stretto.server.server import open_socket
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -74,14 +73,8 @@ def test_a_turn_that_cannot_be_kept_has_not_been(tmp_path: Path) -> None:
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    listening = open_socket("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(create_studio(made()), log_level="warning"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    server.should_exit = True
-    thread.join(30)
-    assert not thread.is_alive()
+    with in_thread(uvicorn.Server(uvicorn.Config(create_studio(made()), log_level="warning"))) as url:
+        yield url
 
 
 @pytest.mark.slow

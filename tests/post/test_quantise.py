@@ -152,7 +152,7 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
     ),
     "codes of another dtype": (
         lambda tensors: tensors.update({CODES: tensors[CODES].float()}),
-        r"lm_head\.weight_packed: torch\.float32 of shape \[300, 16\] is no packed matrix",
+        r"lm_head\.weight_packed: torch\.float32 of shape \[300, 16\] is not a packed matrix",
     ),
     "too few rows": (
         lambda tensors: tensors.update({CODES: tensors[CODES][:9].clone()}),

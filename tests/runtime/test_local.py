@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from stretto.base.errors import UserError
 from stretto.runtime.local import LocalRuntime, open_runtime
 from stretto.runtime.runtime import Placement, RoleDied, RoleState
 from tests.runtime.roles import Asker, Worker
+from tests.runtime.stages import is_running
 
 ROOT = Path(__file__).resolve().parents[2]
 FAST_S = 20.0
@@ -38,13 +38,6 @@ def run(work: Callable[[LocalRuntime], Awaitable[None]], folder: Path) -> None:
         patch.setattr(tempfile, "tempdir", str(folder))
         asyncio.run(main())
     assert list(folder.iterdir()) == [], "sockets go with their runtime"
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def wait_until_gone(pids: list[int]) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from stretto.base.trajectory import Outcome
 from stretto.sandbox import cgroup
 from stretto.sandbox.isolate import Sandbox
-from stretto.sandbox.outcome import Outcome
 from tests.sandbox.conftest import LIMITS
 
 

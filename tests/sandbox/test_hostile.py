@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from bench.sandbox import OF_DESCRIPTORS, descriptors_left_open, num_escapes
+from stretto.base.trajectory import Outcome
 from stretto.sandbox.inside import children
 from stretto.sandbox.isolate import Sandbox
-from stretto.sandbox.outcome import Outcome
 from tests.sandbox.conftest import LIMITS
 from tests.sandbox.hostile import HOSTILE, PREAMBLE, Bait, bait
 

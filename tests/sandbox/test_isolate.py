@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 
 from stretto.base.errors import UserError
+from stretto.base.trajectory import Outcome
 from stretto.sandbox import isolate
 from stretto.sandbox.inside import children
 from stretto.sandbox.isolate import Sandbox
-from stretto.sandbox.outcome import Isolation, Level, Limits, Outcome
+from stretto.sandbox.outcome import Isolation, Level, Limits
 from tests.sandbox.conftest import LIMITS
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
-from stretto.sandbox.outcome import Outcome
 from stretto.sandbox.tools import MAX_TEXT, TableTool, calculate, run_python, shorten
 
 FIXTURE = (

@@ -48,7 +48,7 @@ def test_our_server_judges(
             source.close()
             return [score.reward for score in scores]
 
-        with pytest.raises(JudgeFailed, match="which is no judgement"):  # a network that was never trained
+        with pytest.raises(JudgeFailed, match="which is not a judgement"):  # a network that was never trained
             compared({"max_tokens": 8})
         schema = {"enum": ["VERDICT: A", "VERDICT: B", "VERDICT: TIE"]}
         forced = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}

@@ -46,8 +46,8 @@ def test_a_planted_cost_is_solved_for_and_predicted(make_model):
     config = model.config
     for subnet in (config.full(), config.subnet(5, 4, 2), config.subnet(5, 3, 2), config.subnet(4, 5, 3)):
         ms = 7.0 + sum(0.1 * e + k for e, k in zip(subnet.experts, subnet.top_k, strict=True))
-        assert table.predict_ms(config, subnet, DECODE) == pytest.approx(ms)
-        assert table.predict_ms(config, subnet, PREFILL) == pytest.approx(2 * ms)
+        assert table.predict_ms(subnet, DECODE) == pytest.approx(ms)
+        assert table.predict_ms(subnet, PREFILL) == pytest.approx(2 * ms)
     assert table.timings[0].fixed_ms == pytest.approx(7.0)
     assert all(
         one.error == pytest.approx(0, abs=1e-9)
@@ -62,7 +62,7 @@ def test_dense_layers_are_predicted_whether_droppable_or_not(make_model, dense):
     for subnet in (config.full(), config.subnet(4, 2, 1), config.subnet(5, 4, 3)):
         num_dense = len(subnet.layers) - len(subnet.experts)
         ms = 7.0 + 4.0 * num_dense + sum(0.1 * e + k for e, k in zip(subnet.experts, subnet.top_k, strict=True))
-        assert table.predict_ms(config, subnet, DECODE) == pytest.approx(ms)
+        assert table.predict_ms(subnet, DECODE) == pytest.approx(ms)
 
 
 def test_layers_that_differ_in_experts_and_top_k_are_measured_and_predicted(make_model):
@@ -71,7 +71,7 @@ def test_layers_that_differ_in_experts_and_top_k_are_measured_and_predicted(make
     assert {(3, 3), (4, 2)} <= {(cell.experts, cell.top_k) for cell in table.timings[0].cells}
     for subnet in (config.full(), config.subnet(4), config.subnet(6, 3, 2), config.subnet(5, 2, 1)):
         ms = 7.0 + sum(0.1 * e + k for e, k in zip(subnet.experts, subnet.top_k, strict=True))
-        assert table.predict_ms(config, subnet, DECODE) == pytest.approx(ms)
+        assert table.predict_ms(subnet, DECODE) == pytest.approx(ms)
 
 
 def test_real_steps_of_the_engine_are_timed(make_model, monkeypatch):
@@ -152,9 +152,9 @@ def test_outside_the_measured_range_is_refused(make_model):
     model = make_model()
     table = measure(model, [4], [2], num_rounds=1, time_fn=planted_seconds)
     with pytest.raises(UserError, match="3 experts, top-2 lies outside the measured 4-6 experts, top-2-3"):
-        table.predict_ms(model.config, model.config.subnet(experts=3, top_k=2), DECODE)
+        table.predict_ms(model.config.subnet(experts=3, top_k=2), DECODE)
     with pytest.raises(UserError, match="prefill of 2 x 8 was not measured"):
-        table.predict_ms(model.config, model.config.full(), PREFILL)
+        table.predict_ms(model.config.full(), PREFILL)
 
 
 @pytest.mark.parametrize("name", [*SWITCHES, *LATENT, "all dense"])
@@ -224,7 +224,7 @@ def test_a_busy_machine_is_noticed_and_does_no_harm(make_model, monkeypatch):
     monkeypatch.setattr(timing._Samples, "_calibrate", calibrate)
     table = measure(model, [2], [1], num_rounds=8, time_fn=busy)
     assert 0 < table.num_disturbed < table.num_samples and table.num_uncertain == 0
-    assert table.predict_ms(model.config, model.config.full(), DECODE) == pytest.approx(7.0 + 6 * 3.6)
+    assert table.predict_ms(model.config.full(), DECODE) == pytest.approx(7.0 + 6 * 3.6)
 
 
 def test_a_network_that_was_never_timed_in_peace_is_counted(make_model, monkeypatch):

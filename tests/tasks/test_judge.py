@@ -260,7 +260,7 @@ def test_constraints_are_a_gate(tmp_path: Path) -> None:
         assert [each.reward for each in source(path, url, by="group").compare(made.problem(0), answers)] == [0, 1]
     assert not asked
     path.write_text(json.dumps({"prompt": "Write.", "constraints": {"words": [9, 3]}}))
-    with pytest.raises(UserError, match=r"record 1: constraints: .*9 to 3 is no range"):
+    with pytest.raises(UserError, match=r"record 1: constraints: .*9 to 3 is not a range"):
         source(path)
 
 
@@ -271,11 +271,11 @@ def test_constraints_are_a_gate(tmp_path: Path) -> None:
     ("said", "why"),
     [
         (lambda body: None, "Timeout"),
-        (lambda body: "Both are lovely.", "'Both are lovely.', which is no judgement"),
-        (lambda body: "SCORES: 1", "which is no judgement"),  # there are two criteria
-        (lambda body: "SCORES: 2 0", "which is no judgement"),  # more points than possible
-        (lambda body: "SCORES: 11 0", "which is no judgement"),
-        (lambda body: "SCORES: 1 1", "which is no judgement"),  # points for a fault
+        (lambda body: "Both are lovely.", "'Both are lovely.', which is not a judgement"),
+        (lambda body: "SCORES: 1", "which is not a judgement"),  # there are two criteria
+        (lambda body: "SCORES: 2 0", "which is not a judgement"),  # more points than possible
+        (lambda body: "SCORES: 11 0", "which is not a judgement"),
+        (lambda body: "SCORES: 1 1", "which is not a judgement"),  # points for a fault
         (lambda body: 503, "503"),
         (lambda body: 429, "429"),
     ],

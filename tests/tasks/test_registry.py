@@ -107,7 +107,7 @@ def test_a_class_opens_from_a_module() -> None:
         ("math", {}, r"^sources\.s\.args: path: "),
         ("no.such.module:Thing", {}, r"cannot import 'no\.such\.module'"),
         ("none.py:Thing", {}, r"cannot import 'none\.py'"),
-        ("stretto.tasks.strings:StringsArgs", {}, "no subclass of TaskSource"),
+        ("stretto.tasks.strings:StringsArgs", {}, "not a subclass of TaskSource"),
         (
             "stretto.tasks.strings:StringSource",
             {},

@@ -28,6 +28,7 @@ from stretto.train.step import (
     metered,
     optimisation_step,
 )
+from tests.learning.lessons import distance
 from tests.ops.references import chosen_logprobs_reference
 
 VOCAB, LENGTH = 41, 24
@@ -92,13 +93,6 @@ def step(
     catch = Catch(model)
     result = optimisation_step(model, [catch], batches, join("cpu"), clip_norm=clip, balance_rate=rate, dtype=dtype)
     return result, catch.caught
-
-
-def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Norm of the difference over the norm, over all parameters."""
-    assert one.keys() == other.keys()
-    difference = sum(float((grad - other[name]).square().sum()) for name, grad in one.items())
-    return (difference / sum(float(grad.square().sum()) for grad in one.values())) ** 0.5
 
 
 PACKINGS: dict[str, list[list[list[list[int]]]]] = {

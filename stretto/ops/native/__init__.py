@@ -156,48 +156,48 @@ def _compile(compiler: str, source: str, path: Path) -> str | None:
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
 
 
-def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+def c_fields(kind: type, names: str) -> list[tuple[str, type]]:
     return [(name, kind) for name in names.split()]
 
 
 class _Integers(ctypes.Structure):
-    _fields_ = _fields(_POINTER, "codes scales zeros") + _fields(ctypes.c_int64, "bits")
+    _fields_ = c_fields(_POINTER, "codes scales zeros") + c_fields(ctypes.c_int64, "bits")
 
 
 class _Shape(ctypes.Structure):
     _fields_ = (
-        _fields(_INT, "num_layers hidden num_heads num_kv_heads head_dim rotary_half vocab page_size")
-        + _fields(_INT, "num_moe_layers route_slots route_bytes softmax normalize is_bfloat16")
-        + _fields(_INT, "wide_norm expert_groups top_groups")
-        + _fields(_FLOAT, "eps scaling attention_scale qkv_clip alpha limit")
-        + _fields(ctypes.c_int64, "num_pages")
-        + _fields(_POINTER, "cosine sine embedding norm head keys values routes")
-        + _fields(_Integers, "int_head")
+        c_fields(_INT, "num_layers hidden num_heads num_kv_heads head_dim rotary_half vocab page_size")
+        + c_fields(_INT, "num_moe_layers route_slots route_bytes softmax normalize is_bfloat16")
+        + c_fields(_INT, "wide_norm expert_groups top_groups")
+        + c_fields(_FLOAT, "eps scaling attention_scale qkv_clip alpha limit")
+        + c_fields(ctypes.c_int64, "num_pages")
+        + c_fields(_POINTER, "cosine sine embedding norm head keys values routes")
+        + c_fields(_Integers, "int_head")
     )
 
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        _fields(_POINTER, "attention_norm qkv qkv_bias out out_bias q_norm k_norm sinks mlp_norm")
-        + _fields(_POINTER, "gate_up gate_up_bias down down_bias router router_bias")
-        + _fields(_POINTER, "shared_gate_up shared_gate_up_bias shared_down shared_down_bias bias rank")
-        + _fields(_INT, "num_experts inner shared_inner moe_row window unused")
-        + _fields(_Integers, " ".join(f"int_{name}" for name in INTEGERS))
+        c_fields(_POINTER, "attention_norm qkv qkv_bias out out_bias q_norm k_norm sinks mlp_norm")
+        + c_fields(_POINTER, "gate_up gate_up_bias down down_bias router router_bias")
+        + c_fields(_POINTER, "shared_gate_up shared_gate_up_bias shared_down shared_down_bias bias rank")
+        + c_fields(_INT, "num_experts inner shared_inner moe_row window unused")
+        + c_fields(_Integers, " ".join(f"int_{name}" for name in INTEGERS))
     )
 
 
 class _Choice(ctypes.Structure):
-    _fields_ = _fields(_INT, "active num_experts top_k branch")
+    _fields_ = c_fields(_INT, "active num_experts top_k branch")
 
 
 class _Step(ctypes.Structure):
-    _fields_ = _fields(_INT, "num_tokens num_logits num_threads write_routes") + _fields(
+    _fields_ = c_fields(_INT, "num_tokens num_logits num_threads write_routes") + c_fields(
         _POINTER, "token position table subnet pages choices logit_tokens logits"
     )
 
 
 class _Choose(ctypes.Structure):
-    _fields_ = _fields(_INT, "num_sequences vocab num_threads") + _fields(
+    _fields_ = c_fields(_INT, "num_sequences vocab num_threads") + c_fields(
         _POINTER, "logits position temperature seed chosen logprob"
     )
 

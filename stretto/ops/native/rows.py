@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from stretto.ops.native import _fields, training
+from stretto.ops.native import c_fields, training
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
 
@@ -25,23 +25,23 @@ _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
 
 class _Norm(ctypes.Structure):
     _fields_ = (
-        _fields(_INT, "num_rows width num_threads")
+        c_fields(_INT, "num_rows width num_threads")
         + [("eps", _FLOAT)]
-        + _fields(_POINTER, "x weight out scale grad_out grad_x grad_weight")
+        + c_fields(_POINTER, "x weight out scale grad_out grad_x grad_weight")
     )
 
 
 class _Rotation(ctypes.Structure):
     _fields_ = (
-        _fields(_INT, "num_rows length num_heads width half num_threads")
+        c_fields(_INT, "num_rows length num_heads width half num_threads")
         + [("sign", _FLOAT), ("x", _POINTER)]
-        + _fields(ctypes.c_int64, "by_row by_position by_head")
-        + _fields(_POINTER, "cosine sine out")
+        + c_fields(ctypes.c_int64, "by_row by_position by_head")
+        + c_fields(_POINTER, "cosine sine out")
     )
 
 
 class _Softmax(ctypes.Structure):
-    _fields_ = _fields(_INT, "num_rows width num_threads") + _fields(_POINTER, "logits kept lse")
+    _fields_ = c_fields(_INT, "num_rows width num_threads") + c_fields(_POINTER, "logits kept lse")
 
 
 RECORDS = (_Norm, _Rotation, _Softmax)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
-from stretto.ops.native import TRAINING, _fields, load
+from stretto.ops.native import TRAINING, c_fields, load
 
 MAX_WIDTH = 256
 """Largest width of an attention head: the width of a block in blocks.h."""
@@ -47,7 +47,7 @@ def kernels() -> ctypes.CDLL:
 
 
 class _Heads(ctypes.Structure):
-    _fields_ = _fields(_POINTER, "at") + _fields(ctypes.c_int64, "by_row by_head by_position")
+    _fields_ = c_fields(_POINTER, "at") + c_fields(ctypes.c_int64, "by_row by_head by_position")
 
     @classmethod
     def of(cls, x_BHTC: Tensor) -> _Heads:
@@ -57,29 +57,29 @@ class _Heads(ctypes.Structure):
 
 class _Attention(ctypes.Structure):
     _fields_ = (
-        _fields(_INT, "num_rows num_heads num_kv_heads length width num_threads")
+        c_fields(_INT, "num_rows num_heads num_kv_heads length width num_threads")
         + [("scale", _FLOAT), ("mask_rows", _INT), ("mask", _POINTER)]
-        + _fields(_Heads, "q k v out")
+        + c_fields(_Heads, "q k v out")
         + [("lse", _POINTER)]
-        + _fields(_Heads, "grad_out grad_q grad_k grad_v")
+        + c_fields(_Heads, "grad_out grad_q grad_k grad_v")
     )
 
 
 class _Experts(ctypes.Structure):
     _fields_ = (
-        _fields(_INT, "num_tokens top_k num_experts hidden inner num_threads")
-        + _fields(_POINTER, "token place end x gates gate_up down middle out grad_out")
-        + _fields(_POINTER, "grad_x grad_gates grad_gate_up grad_down")
+        c_fields(_INT, "num_tokens top_k num_experts hidden inner num_threads")
+        + c_fields(_POINTER, "token place end x gates gate_up down middle out grad_out")
+        + c_fields(_POINTER, "grad_x grad_gates grad_gate_up grad_down")
         + [("in_bf16", _INT)]
     )
 
 
 class _Product(ctypes.Structure):
     _fields_ = (
-        _fields(_INT, "rows columns depth num_threads")
-        + _fields(_POINTER, "a b")
-        + _fields(ctypes.c_int64, "a_stride b_stride")
-        + _fields(_INT, "a_by_row b_by_row")
+        c_fields(_INT, "rows columns depth num_threads")
+        + c_fields(_POINTER, "a b")
+        + c_fields(ctypes.c_int64, "a_stride b_stride")
+        + c_fields(_INT, "a_by_row b_by_row")
         + [("c", _POINTER), ("adds", _INT)]
     )
 

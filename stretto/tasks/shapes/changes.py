@@ -141,7 +141,7 @@ class Spoken:
 
 
 def spoken_of(ledger: Ledger, text: str) -> Iterator[Spoken]:
-    """The mentions of things of a ledger in a text; not of another one of a kind ("another cube"), nor with a colour that none has."""
+    """Mentions in a text of things that the ledger has. Skips new things ("another cube") and colours that no such thing has."""
     forms = {
         form: each.noun for each in ledger.things for form in (each.noun, plural(each.noun), each.noun.split()[-1])
     }
@@ -347,7 +347,7 @@ def _how_many(turn: Turn, found: re.Match[str]) -> Step | None:
 
 
 def _one_more(turn: Turn, found: re.Match[str]) -> Step | None:
-    """So many more of a thing of which nothing but the number is known, or of the thing last spoken of."""
+    """ "Two more cubes", or "one more" of the thing mentioned last. Only for things that the ledger describes by their number alone."""
     what = found["what"]
     spoken = list(spoken_of(turn.ledger, f"the {what}")) if what else []
     thing = spoken[0].thing if spoken else _it(turn) if not what else None
@@ -413,7 +413,7 @@ def _replaced(turn: Turn, found: re.Match[str]) -> Step | None:
 
 
 def _became(turn: Turn, found: re.Match[str]) -> Step | None:
-    """ "Make it a bedroom": another noun, where the phrase has one that is no colour or quality."""
+    """ "Make it a bedroom": another noun, where the phrase has one that is not a colour or quality."""
     other = re.fullmatch(r"an? (?:[\w-]+ )*?([\w-]+)", found["other"], re.I)
     if (
         other is None

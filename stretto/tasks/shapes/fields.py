@@ -1,7 +1,7 @@
 """Fields of an enhanced prompt: the subject as it was requested, and one field for each other aspect of a picture.
 
-A model writes them as JSON, if possible under the grammar of `schema`. The reward counts fields that the grammar would accept. A table lists the
-words of which a field needs one to count for its aspect.
+A model writes them as JSON, if possible under the grammar of `schema`. The reward counts fields that the grammar would accept. A field
+counts for its aspect if it contains a word of the table `ASPECTS`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ASPECTS: Final = {
     "composition": "composition|centered|foreground|symmetrical|balanced|framed|arranged|rule of thirds|negative space|diagonal|layered",
     "camera": "camera|shot|view|close-up|lens|angle|depth of field|focus|macro|perspective|bokeh",
 }  # fmt: skip
-"""Aspects, and the words of which a field of that aspect contains one."""
+"""Words by aspect. A field of an aspect must contain at least one of its words."""
 PLAIN: Final = {
     "scene": "fitting background",
     "style": "consistent style",

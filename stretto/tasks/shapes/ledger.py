@@ -260,76 +260,93 @@ class _Reader:
         self.request, self.known, self.next_id = request, known, first_id
         self.words = [word.lower().replace("’", "'") for word in _WORD.findall(request.plain)]
         self.at = 0
+        self.things, self.relations = list(known.things), list(known.relations)
+        self.absent, self.medium, self.unread = list(known.absent), list(known.medium), list[str]()
+        self.subject: int | None = None
+        """Thing that the next relation, copula or verb belongs to."""
+        self.opener: int | None = None
+        """First subject of the sentence: the cube of "a cube left of a ball and above a box"."""
+        self.pending: tuple[int, str] | None = None
+        """Subject and kind of a relation whose object follows."""
+        self.after_and = False
+        """Whether "and", "or" or a comma precedes the word."""
+        self.is_absent = False
+        """Whether the word before names an absent thing, so that "or" continues the list: "no cars or trees"."""
 
     def ledger(self) -> Ledger:
-        things = list(self.known.things)
-        relations = list(self.known.relations)
-        absent = list(self.known.absent)
-        medium = list(self.known.medium)
-        subject: int | None = None  # of the relation that follows
-        opener: int | None = None  # first subject of the sentence: "a cube left of a ball and above a box"
-        pending: tuple[int, str] | None = None
-        after_and = is_absent = False
-        unread: list[str] = []
         while self.at < len(self.words):
             word, before = self.words[self.at], self._peek(-1)
-            if word in ".;!?":
-                subject = opener = pending = None
+            if word in ("and", "or", ","):
+                self.after_and = True
+                self.is_absent &= word == "or"
                 self.at += 1
-            elif word in ("and", "or", ","):
-                after_and = True
-                is_absent &= word == "or"
-                self.at += 1
-                continue
-            elif kind := self._relation():
-                first = opener if after_and and opener is not None else subject
-                pending = (first, kind) if first is not None else None
-            elif word in COPULAS and subject is not None:
-                if before not in ("that", "which", "who") and opener is not None:
-                    subject = opener  # "the hat on the wall is red", but "a hat on a wall that is red"
-                self.at += 1
-                bind(things, subject, *self._predicate())
-            elif subject is not None and (verb := self._verb()):
-                if self._begins_phrase():
-                    pending = (subject, verb)
-                elif verb != "with":
-                    bind(things, subject, (), (verb,))
+            elif self._read_link(word, before):
+                self.after_and = self.is_absent = False
             elif (mention := self._phrase()) is not None:
-                if mention.noun.split()[-1] in MEDIA and self._peek() in ("of", "showing") and not things:
-                    medium.append(" ".join((*mention.qualities, *mention.colours, mention.noun)))
-                    self.at += 1
-                elif mention.is_absent or (is_absent and after_and):
-                    if mention.colours or mention.qualities:  # no red cars, but perhaps others
-                        unread.append(self.request.own)
-                    else:
-                        absent.append(mention.noun)
-                    subject = pending = None
-                    is_absent, after_and = True, False
-                    continue
-                else:
-                    if names_no_thing(*_head(mention.noun), bool(mention.colours)):
-                        pending = None
-                        continue
-                    if mention.noun == "one" and things:  # "a green apple next to a red one"
-                        mention.noun = [*things, *(each for each in things if each.colours)][-1].noun
-                    thing = refer(things, mention.noun, mention.colours) if mention.is_definite else None
-                    if thing is None:
-                        thing = Thing(self.next_id, mention.noun, mention.count)
-                        things.append(thing)
-                        self.next_id += 1
-                    # "the quiet shop" makes a known shop quiet
-                    bind(things, thing.id, mention.colours, mention.qualities)
-                    if pending is not None and pending[0] != thing.id:
-                        relations.append(Relation(pending[0], pending[1], thing.id))
-                    elif pending is None and before != "of":  # "the roof of the house is red"
-                        opener = thing.id
-                    if pending is None or pending[1] != "between":
-                        pending = None
-                    subject = thing.id
+                self._read_mention(mention, before)
             else:
+                self.after_and = self.is_absent = False
                 self.at += 1
-            after_and = is_absent = False
-        return self.request.ledger(self.known, things, relations, absent, medium, unread)
+        return self.request.ledger(self.known, self.things, self.relations, self.absent, self.medium, self.unread)
+
+    def _read_link(self, word: str, before: str) -> bool:
+        """Consume the end of a sentence, a preposition, a copula or a verb; False: there is none here."""
+        if word in ".;!?":
+            self.subject = self.opener = self.pending = None
+            self.at += 1
+        elif kind := self._relation():
+            first = self.opener if self.after_and and self.opener is not None else self.subject
+            self.pending = (first, kind) if first is not None else None
+        elif word in COPULAS and self.subject is not None:
+            if before not in ("that", "which", "who") and self.opener is not None:
+                self.subject = self.opener  # "the hat on the wall is red", but "a hat on a wall that is red"
+            self.at += 1
+            bind(self.things, self.subject, *self._predicate())
+        elif self.subject is not None and (verb := self._verb()):
+            if self._begins_phrase():
+                self.pending = (self.subject, verb)
+            elif verb != "with":
+                bind(self.things, self.subject, (), (verb,))
+        else:
+            return False
+        return True
+
+    def _read_mention(self, mention: _Mention, before: str) -> None:
+        """Record the medium, the absent thing or the thing that a noun phrase names. ``before``: the word before the phrase."""
+        if mention.noun.split()[-1] in MEDIA and self._peek() in ("of", "showing") and not self.things:
+            self.medium.append(" ".join((*mention.qualities, *mention.colours, mention.noun)))
+            self.at += 1
+        elif mention.is_absent or (self.is_absent and self.after_and):
+            if mention.colours or mention.qualities:  # no red cars, but perhaps others
+                self.unread.append(self.request.own)
+            else:
+                self.absent.append(mention.noun)
+            self.subject = self.pending = None
+            self.is_absent, self.after_and = True, False
+            return
+        elif names_no_thing(*_head(mention.noun), bool(mention.colours)):
+            self.pending = None
+            return
+        else:
+            self._add_thing(mention, before)
+        self.after_and = self.is_absent = False
+
+    def _add_thing(self, mention: _Mention, before: str) -> None:
+        if mention.noun == "one" and self.things:  # "a green apple next to a red one"
+            mention.noun = [*self.things, *(each for each in self.things if each.colours)][-1].noun
+        thing = refer(self.things, mention.noun, mention.colours) if mention.is_definite else None
+        if thing is None:
+            thing = Thing(self.next_id, mention.noun, mention.count)
+            self.things.append(thing)
+            self.next_id += 1
+        bind(self.things, thing.id, mention.colours, mention.qualities)  # "the quiet shop" makes a known shop quiet
+        if self.pending is not None and self.pending[0] != thing.id:
+            self.relations.append(Relation(self.pending[0], self.pending[1], thing.id))
+        elif self.pending is None and before != "of":  # "the roof of the house is red"
+            self.opener = thing.id
+        if self.pending is None or self.pending[1] != "between":
+            self.pending = None
+        self.subject = thing.id
 
     def _peek(self, offset: int = 0) -> str:
         return self.words[self.at + offset] if 0 <= self.at + offset < len(self.words) else ""

@@ -70,7 +70,7 @@ _PATTERNS: Final = tuple((re.compile(pattern, re.I), plain, False) for pattern, 
 
 
 def scoped(text: str) -> tuple[str, tuple[str, ...]]:
-    """``text`` as the readers may take it, and the sentences of which they do not see every word."""
+    """``text`` in words that the readers understand, and the sentences from which words were removed for that."""
     seen, unread = list[str](), list[str]()
     for sentence in re.split(r"(?<=[.;!?])\s+", text):
         plain = _NEITHER.sub(lambda found: "no " + re.sub(r",?\s*\b(?:n?or)\b", ", no", found[1]), sentence)

@@ -57,7 +57,7 @@ _PAINTS: Final = frozenset(["paint", "color", "colour", "dye"])
 _SHOWS: Final = frozenset(["depict", "show", "display", "feature", "reflect"])
 """Verbs whose subject is the noun before them, not a person further up."""
 _EVENTS: Final = frozenset(["do", "perform", "get", "lose"])
-"""Verbs whose object is no thing that a picture shows beside their subject: "doing a trick", "losing his balance"."""
+"""Verbs whose object is not a thing that a picture shows beside their subject: "doing a trick", "losing his balance"."""
 _WRITTEN: Final = frozenset(["word", "number", "saying", "text", "phrase"])
 """Nouns that stand for words to be rendered, which are checked as words."""
 _PEOPLE: Final = word_set(
@@ -293,7 +293,7 @@ class _Reader:
     # Clauses
 
     def _read_clause(self, verb: Any) -> None:
-        subjects = self._subjects(verb, verb.i)
+        subjects = self._subjects(verb)
         is_purpose = any(child.tag_ == "TO" for child in verb.children)
         objects = [id for child in verb.children if child.dep_ == "dobj" for id in self._listed(child)]
         if verb.dep_ == "relcl" and any(child.dep_ == "dobj" and child.tag_ == "WDT" for child in verb.children):
@@ -335,7 +335,7 @@ class _Reader:
         objects = [whole(child) for child in preposition.children if child.dep_ == "pobj"]
         others = [id for child in objects for id in self._listed(child)]
         if preposition.dep_ == "agent" and preposition.head.lower_ not in _PLACED:  # "carried by a man"
-            self._relate(others, gerund(preposition.head), self._subjects(preposition.head, preposition.i))
+            self._relate(others, gerund(preposition.head), self._subjects(preposition.head))
             return
         if (phrase := self._spoken(preposition)) is None:
             return
@@ -364,7 +364,7 @@ class _Reader:
         if anchor.lemma_ in _HAVING and owned is not None:  # "people who have a dog on a leash"
             return self._listed(owned)
         if anchor.dep_ == "dobj" and anchor.head.lemma_ in _EVENTS:  # "doing a trick on a board"
-            return self._subjects(anchor.head, start)
+            return self._subjects(anchor.head)
         found = self._owners(anchor, start)
         if anchor.dep_ == "pobj" and place.kind in _WAYS and anchor.i in self.ids:  # "through a room towards a cat"
             return self._owners(anchor.head.head, start) or found
@@ -411,7 +411,7 @@ class _Reader:
         return [id for each in tokens if (id := self.ids.get(each.i, _NOTHING)) != _NOTHING][:1]
 
     def _spoken(self, preposition: Any) -> Any | None:
-        """The longest spelling of a relation that ends with a preposition; None: it is no relation."""
+        """The longest spelling of a relation that ends with a preposition; None: it is not a relation."""
         for length in (5, 4, 3, 2, 1):
             start = preposition.i - length + 1
             phrase = self.doc[max(0, start) : preposition.i + 1]
@@ -502,15 +502,15 @@ class _Reader:
         return found
 
     def _owners(self, token: Any, at: int) -> list[int]:
-        """Things of which a clause or preposition at ``at`` below ``token`` speaks."""
+        """Things that a clause or preposition describes. It depends on ``token`` and begins at the word ``at``."""
         if token.i in self.ids or token.pos_ == "PRON":
             heads = [token, *(each for each in token.conjuncts if token.i < each.i < at)]
             return [id for each in heads if (id := self._thing(each)) is not None]
         if token.pos_ in ("VERB", "AUX"):
-            return self._subjects(token, at)
+            return self._subjects(token)
         if (id := self._thing(token)) is not None:
             return [id]
-        if token.pos_ in ("NOUN", "PROPN"):  # the portrait of "a portrait of a cat with a hat" is no thing
+        if token.pos_ in ("NOUN", "PROPN"):  # the portrait of "a portrait of a cat with a hat" is not a thing
             shown = [
                 each for child in token.children if child.lower_ == "of" and child.i < at for each in child.children
             ]
@@ -520,7 +520,8 @@ class _Reader:
         is_subject = token.dep_ in ("nsubj", "nsubjpass")  # of its head, which would come back to it
         return [] if token.head.i == token.i or is_subject else self._owners(token.head, at)
 
-    def _subjects(self, verb: Any, at: int) -> list[int]:
+    def _subjects(self, verb: Any) -> list[int]:
+        """Things that ``verb`` speaks of: those of its subject, else those that it inherits from the word it hangs on."""
         subject = next((child for child in reversed([*verb.lefts]) if child.dep_ in ("nsubj", "nsubjpass")), None)
         if subject is not None and verb.lemma_ in _SHOWS and verb.tag_ == "VBG" and verb.i - 1 in self.ids:
             held = next((each for each in subject.children if each.lower_ == "with" and each.i < verb.i), None)

@@ -106,7 +106,7 @@ def _told(conversation: Conversation, text: str) -> Told:
 
 
 def _answer(ledger: Ledger, asked: Question, text: str) -> str | None:
-    """The turn that an answer to a question stands for; empty: change nothing; None: the text is no answer, but a turn of its own."""
+    """The turn that an answer to a question stands for; empty: change nothing; None: the text is not an answer, but a turn of its own."""
     plain = re.sub(r",? please$", "", text.strip(" .!?"), flags=re.I)
     if found := _YES.match(plain):
         rest = plain[found.end() :].strip(" ,.!")
@@ -138,7 +138,7 @@ def _answer(ledger: Ledger, asked: Question, text: str) -> str | None:
 
 
 def _changed_by(conversation: Conversation, text: str) -> Told:
-    """The conversation after a turn that is no answer."""
+    """The conversation after a turn that is not an answer."""
     plain = bare(text.strip())
     if _UNDO.search(plain) and not list(spoken_of(conversation.now, plain)):
         found = re.search(rf"\b{NUMBER}\b", plain, re.I)

@@ -217,7 +217,7 @@ class SearchSession(Session):
         elif unread or uncited:
             why = f"cited and never opened: {unread[0]}" if unread else f"not cited: {uncited[0]}"
         elif precision < 0.5:
-            why = f"{len(astray)} of {len(cited)} cited documents are no evidence, {astray[0]} for example"
+            why = f"{len(astray)} of {len(cited)} cited documents are not evidence, {astray[0]} for example"
         return replace(Score.of(not why, parts, why), reward=0.0 if why else precision)
 
 

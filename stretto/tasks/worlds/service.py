@@ -208,7 +208,7 @@ class ServiceSource(SessionSource):
         return {name: recorded(ServiceSession(case), turns) for name, turns in policies.items()}
 
     def obliging(self, problem: Problem) -> tuple[Mapping[str, Any], ...]:
-        """An agent that does what the customer wants and ignores the policy. It knows the script, so it is no trivial baseline."""
+        """An agent that does what the customer wants and ignores the policy. It knows the script, so it is not a trivial baseline."""
         case = self._case(problem.item)
         return recorded(ServiceSession(case), _scripted_agent(case, heeds_policy=False))
 
@@ -265,7 +265,7 @@ def _id(draw: random.Random, length: int) -> str:
 
 
 def _of_part(part: Part, words: Sequence[str]) -> Sequence[str]:
-    """Every third word is held out. Both parts have all syllables at both places, as the number of syllables is no multiple of 3."""
+    """Every third word is held out. Both parts have all syllables at both places, as the number of syllables is not a multiple of 3."""
     return [word for place, word in enumerate(words) if (place % 3 == 2) is (part == "held_out")]
 
 

@@ -143,7 +143,7 @@ class SheetsSource(SessionSource):
         if find_spec("openpyxl") is None:
             raise UserError(f"{where}: kind: sheets needs openpyxl; pip install 'stretto[eval]'")
         if not 3 <= args.rows[0] <= args.rows[1] <= 10:
-            raise UserError(f"{where}.args: rows: {args.rows} is no range within 3 to 10")
+            raise UserError(f"{where}.args: rows: {args.rows} is not a range within 3 to 10")
         if "python" in args.tools and sandbox is None:
             raise UserError(f"{where}: tools: python runs programs; open it with a sandbox")
         self.recalculator = Recalculator(args.engine, f"{where}.args")
@@ -354,13 +354,13 @@ def _typed(content: Value) -> Value:
 
 
 def _dumped(book: Book, text: str) -> Book:
-    """The workbook that a program has saved, from its untrusted output. Raises `Refused`: the output is no valid workbook."""
+    """The workbook that a program has saved, from its untrusted output. Raises `Refused`: the output is not a valid workbook."""
     try:
         sheets, entries = json.loads(text)
         cells: dict[Place, Value] = {}
         for sheet, row, column, value, _ in entries:
             if not (sheet in sheets and isinstance(value, Value) and type(row) is int and type(column) is int):
-                raise Refused(f"{value!r} is no value of a cell")
+                raise Refused(f"{value!r} is not a value of a cell")
             if not (0 < row <= _SIZE[0] and 0 < column <= _SIZE[1]):
                 raise Refused(f"there is no row {row} or no column {column}")
             cells[sheet, row, column] = value

@@ -136,7 +136,7 @@ def area_of(book: Book, text: str, most: int = MAX_CELLS) -> list[Place]:
     if sheet not in book.sheets:
         raise Refused(f"there is no sheet {sheet!r}; there are {', '.join(book.sheets)}")
     if not _RANGE.fullmatch(area):
-        raise Refused(f"{text!r} is no range such as B2:C9")
+        raise Refused(f"{text!r} is not a range such as B2:C9")
     one, first, other, second = map(int, range_boundaries(area.upper()))
     (left, right), (top, bottom) = sorted((one, other)), sorted((first, second))  # C9:B2 is B2:C9
     if (right - left + 1) * (bottom - top + 1) > most:
@@ -179,9 +179,9 @@ def check_formula(book: Book, text: str) -> None:
     try:
         tokens = Tokenizer(text).items
     except (TokenizerError, IndexError) as error:
-        raise Refused(f"{text!r} is no formula: {error}") from None
+        raise Refused(f"{text!r} is not a formula: {error}") from None
     if sum((token.subtype == Token.OPEN) - (token.subtype == Token.CLOSE) for token in tokens):
-        raise Refused(f"{text!r} is no formula: its brackets do not match")
+        raise Refused(f"{text!r} is not a formula: its brackets do not match")
     for token in tokens:
         if token.type == Token.FUNC and token.subtype == Token.OPEN and token.value[:-1].upper() not in FUNCTIONS:
             raise Refused(f"there is no function {token.value[:-1]} here")
@@ -189,7 +189,7 @@ def check_formula(book: Book, text: str) -> None:
             match = _REFERENCE.fullmatch(token.value.upper())
             known = {name.upper() for name in book.sheets}
             if not match or ((name := match[1] or match[2]) and name.replace("''", "'") not in known):
-                raise Refused(f"{token.value!r} is no range of this workbook")
+                raise Refused(f"{token.value!r} is not a range of this workbook")
             if match[3] and match[4] and int(match[4]) - int(match[3]) > _MAX_ROWS:
                 raise Refused(f"{token.value!r} has more than {_MAX_ROWS} rows")
 

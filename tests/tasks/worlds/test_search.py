@@ -11,7 +11,7 @@ import pytest
 
 from stretto.base.config import validate
 from stretto.base.errors import UserError
-from stretto.sandbox.outcome import Outcome
+from stretto.base.trajectory import Outcome
 from stretto.tasks.corpus import Corpus, Document, Reader, citations, read_documents, supporting
 from stretto.tasks.session import Diverged, calling, recorded, use
 from stretto.tasks.task import Answer, Problem
@@ -87,7 +87,7 @@ def test_citing_everything_is_not_right_and_each_needless_citation_costs() -> No
     one_more = score([*chain, others[0]])
     assert one_more.ok and one_more.reward == one_more.parts["precision"] == pytest.approx(2 / 3)
     everything = score([*chain, *others])
-    assert not everything.ok and everything.reward == 0.0 and "are no evidence" in everything.detail
+    assert not everything.ok and everything.reward == 0.0 and "are not evidence" in everything.detail
 
 
 def test_only_so_many_documents_may_be_opened() -> None:
