@@ -104,7 +104,7 @@ def main() -> None:
             config = ModelConfig.model_validate(BASE | changes)
             prefix_keys = NUM_ANSWERS / (1 + NUM_ANSWERS) if name.startswith(PACKED) else None
             shape = config, layout, length, dtype, optim_of(optimiser)
-            rounds = training.has_matrix_unit()
+            rounds = training.has_bf16_kernels()
             predicted = training_memory(*shape, prefix_keys=prefix_keys, on_gpu=False, rounds=rounds).total
             measured = _measured(name, layout.ranks)
             error = predicted / measured - 1

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 def experts(x_ND: Tensor, chosen_NK: Tensor, gates_NK: Tensor, weights: Experts, backend: str | None = None) -> Tensor:
-    """Output [N, D] of SwiGLU experts, in autocast's dtype (fp32 where a CPU's matrix unit computes for it, see
+    """Output [N, D] of SwiGLU experts, in autocast's dtype (fp32 where the compiled kernels multiply in bf16, see
     `stretto.ops.native.training`); reference: ``tests/ops/references.py:experts_reference``.
 
     The K outputs of a token are added in the order of ``chosen_NK``, whatever the rest of the batch is. Gates multiply the input of the

@@ -185,7 +185,7 @@ def training_memory(
         taught: a chunk's logits of a teacher are in memory too.
         repeats: a micro-batch has several backward passes, so that gradients exist during the second.
         on_gpu: in fp32, CUDA's attention without a mask keeps all scores where query heads share a key head: no fused kernel has both.
-        rounds: products in bf16 of one rank round operands that stay in fp32, as on a CPU with a matrix unit
+        rounds: products in bf16 of one rank round operands that stay in fp32, as on a CPU with AMX or AVX512_BF16
             (`stretto.ops.native.training`).
 
     Rows of several documents attend by document, or through a mask [T, T] where `stretto.model.attention.Geometry.of` needs one.

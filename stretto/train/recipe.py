@@ -122,7 +122,7 @@ class TrainConfig(Config):
     """Seed of the weights, of the order of the data and of the sampled sizes."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype. ``auto``: on a GPU with bf16 units bf16 autocast, on a CPU the faster one, measured on the run's own
-    micro-batches. On a CPU with a matrix unit (AMX), bf16 keeps activations in fp32 and rounds the operands of products. A resumed run
+    micro-batches. On a CPU with AMX or AVX512_BF16, bf16 keeps activations in fp32 and rounds the operands of products. A resumed run
     keeps the dtype of the first start.
     """
     recompute: bool = False

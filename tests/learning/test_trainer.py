@@ -676,7 +676,7 @@ def test_weights_and_moments_are_in_fp32_when_the_step_computes_in_bf16(tmp_path
 
 def test_bf16_on_a_gpu_is_that_of_sft(tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Autocast with torch's own operators, in all passes of a step: they find the same, and what the rounded operators find within k3."""
-    monkeypatch.setattr(training, "has_matrix_unit", lambda: False)  # where a CPU's rounds less than a GPU
+    monkeypatch.setattr(training, "has_bf16_kernels", lambda: False)  # where a CPU's rounds less than a GPU
     reports = {}
     for is_gpu in (False, True):
         monkeypatch.setattr(matmul, "trains_in_bf16", lambda device, is_gpu=is_gpu: is_gpu)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ops.native import products
-from stretto.ops.native.training import has_matrix_unit
+from stretto.ops.native.training import has_bf16_kernels
 
 Close = Callable[[Tensor, Tensor, int], None]
 
@@ -88,8 +88,8 @@ def test_other_products_are_left_to_torch(onednn: list[tuple[int, ...]]) -> None
     products.linear(x[:1], weight)
     products.linear(x.double(), weight.double())
     with torch.autocast("cpu", torch.bfloat16):
-        in_bf16 = products.linear(x, weight)  # by the matrix unit, if there is one, with a result in fp32
-    assert in_bf16.dtype == (torch.float32 if has_matrix_unit() else torch.bfloat16)
+        in_bf16 = products.linear(x, weight)  # by the kernels, if they multiply in bf16, with a result in fp32
+    assert in_bf16.dtype == (torch.float32 if has_bf16_kernels() else torch.bfloat16)
     assert torch.equal(torch.compile(products.linear, backend="eager")(x, weight), F.linear(x, weight))
     assert products.linear(x[:0], weight).shape == (0, 33)
     assert not onednn

@@ -1,4 +1,4 @@
-"""Training's products in bf16 with the matrix unit (AMX): against torch in fp64 on rounded operands, and through whole layers."""
+"""Training's products in bf16 by the kernels (AMX or AVX512_BF16): against torch in fp64 on rounded operands, and through whole layers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ EPS = 2.0**-8
 
 @pytest.fixture(autouse=True)
 def matrix_unit(library: object) -> None:
-    if not training.has_matrix_unit():
-        pytest.skip("no matrix unit (AMX)")
+    if not training.has_bf16_kernels():
+        pytest.skip("no bf16 products (AMX, AVX512_BF16)")
 
 
 @pytest.fixture(autouse=True)

@@ -42,7 +42,7 @@ def test_the_parts_are_the_whole(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["plain", "norms and a shared expert", "dense", "many experts"])
 def test_kept_activations_are_those_of_autograd(name: str, dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "has_matrix_unit", lambda: False)  # which would keep fp32
+    monkeypatch.setattr(training, "has_bf16_kernels", lambda: False)  # which would keep fp32
     config = BASE.replace(**SHAPES[name], widths=())
     model, rows, length = build(config, 0), 8, 128
     ids_BT = torch.randint(config.vocab_size, (rows, length))

@@ -378,7 +378,7 @@ def compact_step(model: Transformer, batches: list[MicroBatch], clip: float, **s
 def test_a_step_on_split_weights_is_that_on_fp32_weights_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The products read the same bf16 numbers, and a weight's gradient in fp32 is the widened bf16 one."""
     monkeypatch.setattr(
-        training, "has_matrix_unit", lambda: False
+        training, "has_bf16_kernels", lambda: False
     )  # which gives a gradient in fp32 that is not rounded
     states = []
     for master in ("fp32", "split"):

@@ -1,5 +1,5 @@
-// Products with the matrix unit (AMX) for training: operands and results are in fp32, operands are rounded to bf16 when they are packed,
-// as torch's autocast rounds them, and sums are in fp32.
+// Products in bf16 for training, with the matrix unit (AMX) or, without one, with vectors (AVX512_BF16): operands and results are in fp32,
+// operands are rounded to bf16 when they are packed, as torch's autocast rounds them, and sums are in fp32.
 //
 // An element is a sum over k in rising order, TILE_DEPTH numbers at a time, so it depends on neither the other rows nor the number of
 // threads.
@@ -8,7 +8,8 @@
 #include "blocks.h"
 #include "tiles.h"
 
-#if defined(STRETTO_TILES)
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512BF16__)
+#define STRETTO_BF16
 
 namespace stretto {
 
@@ -85,6 +86,11 @@ struct Packed {
     size_t step;
 };
 
+#if defined(STRETTO_TILES)
+
+// Whether this process may multiply in bf16.
+inline bool has_bf16() { return has_tiles(); }
+
 // M × N tiles of c (+)= a · b. Tiles 0 to 3 are sums, 4 and 5 of the left operand, 6 and 7 of the right one.
 template <int M, int N, bool ADD>
 inline void tile_block(Packed a, Packed b, int num_tiles, float* c, size_t line) {
@@ -116,6 +122,49 @@ inline void tile_block(Packed a, Packed b, int num_tiles, float* c, size_t line)
     if constexpr (M > 1) tile_store<2>(below, bytes);
     if constexpr (M > 1 && N > 1) tile_store<3>(last, bytes);
 }
+
+#else
+
+inline bool has_bf16() { return true; }
+
+// STRIP rows and N tiles' columns of c (+)= a · b: with N = 2 the sums and a row of b fill two thirds of the registers.
+constexpr int STRIP = 8;
+template <int N, bool ADD>
+inline void strip(const bfloat16* a, Packed b, int num_tiles, float* c, size_t line) {
+    __m512 sums[STRIP][N];
+#pragma GCC unroll 8
+    for (int row = 0; row < STRIP; row++)
+#pragma GCC unroll 2
+        for (int n = 0; n < N; n++) sums[row][n] = ADD ? _mm512_loadu_ps(c + row * line + n * TILE_ROWS) : _mm512_setzero_ps();
+    for (int k = 0; k < num_tiles; k++, a += TILE_SIZE, b.at += TILE_SIZE) {
+        for (int pair = 0; pair < TILE_DEPTH; pair += 2) {
+            __m512bh columns[N];
+#pragma GCC unroll 2
+            for (int n = 0; n < N; n++) columns[n] = __m512bh(_mm512_loadu_si512(b.at + n * b.step + pair * TILE_ROWS));
+#pragma GCC unroll 8
+            for (int row = 0; row < STRIP; row++) {
+                int32_t both;
+                std::memcpy(&both, a + row * TILE_DEPTH + pair, sizeof both);
+#pragma GCC unroll 2
+                for (int n = 0; n < N; n++) sums[row][n] = _mm512_dpbf16_ps(sums[row][n], __m512bh(_mm512_set1_epi32(both)), columns[n]);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < STRIP; row++)
+#pragma GCC unroll 2
+        for (int n = 0; n < N; n++) _mm512_storeu_ps(c + row * line + n * TILE_ROWS, sums[row][n]);
+}
+
+// M × N tiles of c (+)= a · b.
+template <int M, int N, bool ADD>
+inline void tile_block(Packed a, Packed b, int num_tiles, float* c, size_t line) {
+    for (int m = 0; m < M; m++)
+        for (int row = 0; row < TILE_ROWS; row += STRIP)
+            strip<N, ADD>(a.at + m * a.step + row * TILE_DEPTH, b, num_tiles, c + (m * TILE_ROWS + row) * line, line);
+}
+
+#endif
 
 // The same for `rows` and `columns`, at most two tiles of each, which need not fill their tiles.
 template <bool ADD>
@@ -154,6 +203,12 @@ struct HalfBuffer {
     explicit HalfBuffer(size_t num) : buffer((num + 1) / 2), at(reinterpret_cast<bfloat16*>(buffer.at)) {}
 };
 
+}  // namespace stretto
+
+#else
+
+namespace stretto {
+inline bool has_bf16() { return false; }
 }  // namespace stretto
 
 #endif

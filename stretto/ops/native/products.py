@@ -1,6 +1,6 @@
 """Products of matrices on a CPU, by the fastest that the processor has.
 
-Under autocast to bf16, the compiled kernels multiply with the matrix unit of processors that have one (`stretto.ops.native.training`).
+Under autocast to bf16, the compiled kernels multiply where the processor has instructions for it (`stretto.ops.native.training`).
 In fp32 torch multiplies with MKL, which uses no AVX-512 on processors of other makers than Intel. There oneDNN, which torch also
 contains, is 2.2 times as fast (measured on Zen 5). Everything else is left to torch.
 

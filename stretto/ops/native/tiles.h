@@ -26,6 +26,39 @@ struct Span {
     bool is_alone;
 };
 
+#if defined(__AVX512F__)
+
+// Transposes a matrix of 16 × 16 numbers.
+inline void transpose(Vec r[16]) {
+#pragma GCC unroll 4
+    for (int at = 0; at < 16; at += 4) {  // squares of 4 by 4, within lanes of four
+        Vec a = __builtin_shufflevector(r[at], r[at + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+        Vec b = __builtin_shufflevector(r[at], r[at + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+        Vec c = __builtin_shufflevector(r[at + 2], r[at + 3], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+        Vec d = __builtin_shufflevector(r[at + 2], r[at + 3], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+        r[at] = __builtin_shufflevector(a, c, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+        r[at + 1] = __builtin_shufflevector(a, c, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+        r[at + 2] = __builtin_shufflevector(b, d, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+        r[at + 3] = __builtin_shufflevector(b, d, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    }
+    Vec to[16];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {  // then the squares are exchanged
+        Vec a = __builtin_shufflevector(r[i], r[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+        Vec b = __builtin_shufflevector(r[i], r[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+        Vec c = __builtin_shufflevector(r[i + 8], r[i + 12], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+        Vec d = __builtin_shufflevector(r[i + 8], r[i + 12], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+        to[i] = __builtin_shufflevector(a, c, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+        to[i + 4] = __builtin_shufflevector(b, d, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+        to[i + 8] = __builtin_shufflevector(a, c, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+        to[i + 12] = __builtin_shufflevector(b, d, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) r[i] = to[i];
+}
+
+#endif
+
 #if defined(STRETTO_TILES)
 
 // Whether the kernel lets this process use the matrix unit; requested once.
@@ -89,35 +122,6 @@ class Tiles {
     bool is_used;
     int num_tokens = 0;
 };
-
-// Transposes a matrix of 16 × 16 numbers.
-inline void transpose(Vec r[16]) {
-#pragma GCC unroll 4
-    for (int at = 0; at < 16; at += 4) {  // squares of 4 by 4, within lanes of four
-        Vec a = __builtin_shufflevector(r[at], r[at + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
-        Vec b = __builtin_shufflevector(r[at], r[at + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-        Vec c = __builtin_shufflevector(r[at + 2], r[at + 3], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
-        Vec d = __builtin_shufflevector(r[at + 2], r[at + 3], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-        r[at] = __builtin_shufflevector(a, c, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-        r[at + 1] = __builtin_shufflevector(a, c, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-        r[at + 2] = __builtin_shufflevector(b, d, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-        r[at + 3] = __builtin_shufflevector(b, d, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    }
-    Vec to[16];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {  // then the squares are exchanged
-        Vec a = __builtin_shufflevector(r[i], r[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
-        Vec b = __builtin_shufflevector(r[i], r[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-        Vec c = __builtin_shufflevector(r[i + 8], r[i + 12], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
-        Vec d = __builtin_shufflevector(r[i + 8], r[i + 12], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-        to[i] = __builtin_shufflevector(a, c, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-        to[i + 4] = __builtin_shufflevector(b, d, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-        to[i + 8] = __builtin_shufflevector(a, c, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-        to[i + 12] = __builtin_shufflevector(b, d, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) r[i] = to[i];
-}
 
 // Packs the tokens of a span for `tile_product`: one token as a row, several as [width / 2, TILE_TOKENS] pairs of channels.
 inline void pack_span(const float* const* x, Span span, int width, bfloat16* to) {
@@ -234,6 +238,7 @@ inline bool has_tiles() { return false; }
 class Tiles {
   public:
     explicit Tiles(bool) {}
+    void shape(int) {}
 };
 
 #endif

@@ -29,7 +29,7 @@ struct StrettoExperts {
     float* out;                               // [tokens, hidden]
     const float* grad_out;
     float *grad_x, *grad_gates, *grad_gate_up, *grad_down;  // null: not wanted
-    int32_t in_bf16;                                        // whether products are made by the matrix unit
+    int32_t in_bf16;                                        // whether products are made in bf16
 };
 }
 
@@ -59,9 +59,9 @@ struct WideProducts {
     void multiply_transposed(View a, int rows, int depth, View b, int width, float* c) { transposed_product<false>(a, rows, depth, b, width, c); }
 };
 
-#if defined(STRETTO_TILES)
+#if defined(STRETTO_BF16)
 
-// The same with the matrix unit. Views are row-major.
+// The same in bf16. Views are row-major.
 struct TileProducts {
     using Number = bfloat16;
     using Packing = HalfBuffer;
@@ -280,7 +280,7 @@ struct Layer {
 // Calls `run` with the layer in the arithmetic that it asks for.
 template <class Run>
 void with_layer(const StrettoExperts& shape, Run run) {
-#if defined(STRETTO_TILES)
+#if defined(STRETTO_BF16)
     if (shape.in_bf16) return run(Layer<TileProducts>(shape));
 #endif
     run(Layer<WideProducts>(shape));
@@ -298,8 +298,8 @@ void stretto_training_sizes(int32_t* sizes) {
     sizes[4] = sizeof(StrettoRotation);
     sizes[5] = sizeof(StrettoSoftmax);
 }
-// Whether this process may use the matrix unit, without which nothing may ask for products in bf16.
-int32_t stretto_training_in_bf16() { return stretto::has_tiles(); }
+// Whether anything may ask for products in bf16.
+int32_t stretto_training_in_bf16() { return stretto::has_bf16(); }
 void stretto_product(const StrettoProduct* shape) { stretto::matrix_product(*shape); }
 void stretto_norm_forward(const StrettoNorm* shape) { stretto::norm_forward(*shape); }
 void stretto_norm_backward(const StrettoNorm* shape) { stretto::norm_backward(*shape); }

@@ -1,4 +1,4 @@
-// A product of two matrices in fp32, rounded to bf16, with the matrix unit. The right operand is packed once, for all threads; each thread
+// A product of two matrices in fp32, rounded to bf16. The right operand is packed once, for all threads; each thread
 // packs parts of the left one that stay in its second-level cache.
 #pragma once
 
@@ -23,7 +23,7 @@ struct StrettoProduct {
 namespace stretto {
 namespace {
 
-#if defined(STRETTO_TILES)
+#if defined(STRETTO_BF16)
 
 constexpr int PANEL = 256;  // most rows of a task: with PART of depth, half a megabyte
 

@@ -1,7 +1,8 @@
 """Compiled forward and backward passes for training on a CPU (train.cpp): attention, the experts of a layer, and single products.
 
-All tensors are in fp32. Under autocast in bf16 a processor with a matrix unit (AMX) multiplies operands that are rounded to bf16, and
-sums in fp32: experts and linear layers then give fp32, where torch would give bf16. Attention multiplies in fp32.
+All tensors are in fp32. Under autocast in bf16 a processor with a matrix unit (AMX) or with products of vectors in bf16 (AVX512_BF16: AMD
+from Zen 4 on) multiplies operands that are rounded to bf16, and sums in fp32: experts and linear layers then give fp32, where torch would
+give bf16. Attention multiplies in fp32.
 
 Results are equal, to the bit, for every number of threads. Without a compiler torch computes instead, which `load` reports once.
 
@@ -152,20 +153,20 @@ def _attention_record(
     return _Attention(*sizes, *masked, *heads, lse.data_ptr(), *(_Heads.of(x) for x in grads))
 
 
-def has_matrix_unit() -> bool:
-    """Whether the kernels multiply with the matrix unit of this processor."""
+def has_bf16_kernels() -> bool:
+    """Whether the kernels multiply in bf16 on this processor, by AMX or by AVX512_BF16."""
     handle = library()
     return handle is not None and bool(handle.stretto_training_in_bf16())
 
 
 def rounds(*tensors: Tensor) -> bool:
-    """Whether products of these tensors are made by the matrix unit, with operands rounded to bf16."""
+    """Whether the kernels make products of these tensors in bf16, with rounded operands."""
     return (
         not torch.compiler.is_compiling()
         and torch.is_autocast_enabled("cpu")
         and torch.get_autocast_dtype("cpu") == torch.bfloat16
         and all(type(x) in (Tensor, Parameter) and x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
-        and has_matrix_unit()
+        and has_bf16_kernels()
     )
 
 
@@ -213,7 +214,7 @@ def experts_forward(
     Args:
         gates_S: by place.
         order: the token of each place and the place of each slot (int64), and the end of each expert's places (int32).
-        in_bf16: whether the matrix unit makes the products, from operands rounded to bf16.
+        in_bf16: whether the products are made in bf16, from rounded operands; needs `has_bf16_kernels`.
     """
     inputs = [tensor.contiguous() for tensor in (x_ND, gates_S, gate_up_EFD, down_EDI)]
     middle_SF, out_ND = x_ND.new_empty(len(gates_S), gate_up_EFD.shape[1]), torch.empty_like(inputs[0])
