@@ -75,8 +75,8 @@ def percent(share: float) -> str:
 
 
 def loss(nats: float) -> str:
-    """A loss in nats, with three decimals."""
-    return f"{nats:.3f}"
+    """A loss in nats, with three decimals and a typographic minus; one that rounds to zero has no sign."""
+    return f"{nats:z.3f}".replace("-", "−")
 
 
 def difference(nats: float) -> str:
@@ -88,14 +88,14 @@ def difference(nats: float) -> str:
 def size_in_bytes(value: float) -> str:
     """A number of bytes in binary units: ``768 B``, ``1.5 KiB``."""
     power = 0
-    while value >= 1000 and power < 4:
+    while value >= 999.5 and power < 4:  # as in `scale_of`
         value, power = value / 1024, power + 1
     return f"{trimmed(rounded(value))} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def duration(seconds: float) -> str:
     """A duration: ``3.20 ms``, ``8.2 s``, ``12 min 05 s``, ``3 h 20 min``."""
-    if 0 < seconds < 1:
+    if 0 < seconds < 0.9995:  # the number of milliseconds rounds to less than 1,000
         return f"{rounded(1e3 * seconds)} ms"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
@@ -108,11 +108,11 @@ def duration(seconds: float) -> str:
 def durations_alike(values: Sequence[float]) -> list[str]:
     """Durations of a column (seconds), all in the form of the longest: ``2 min 05 s``, ``0 min 05 s``; below a minute ``24.4 s``."""
     longest = max(values, default=0.0)
-    if longest >= 3600:
+    if longest >= 3599.5:
         return [f"{round(value) // 3600:,} h {round(value) // 60 % 60:02d} min" for value in values]
     if longest >= 59.95:
         return [f"{round(value) // 60} min {round(value) % 60:02d} s" for value in values]
-    return [f"{value:.1f} s" for value in values] if longest >= 1 else [duration(value) for value in values]
+    return [f"{value:.1f} s" for value in values] if longest >= 0.9995 else [duration(value) for value in values]
 
 
 def counted(number: int, noun: str) -> str:

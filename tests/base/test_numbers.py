@@ -22,7 +22,13 @@ from stretto.base import numbers
         (numbers.percent(0.0449), "4.5 %"),
         (numbers.difference(-0.0031), "−0.003"),
         (numbers.difference(-0.0001), "±0.000"),
+        (numbers.loss(-0.0001), "0.000"),
+        (numbers.loss(-0.0123), "−0.012"),
         (numbers.size_in_bytes(1536), "1.5 KiB"),
+        (numbers.size_in_bytes(999), "999 B"),
+        (numbers.size_in_bytes(999.96 * 1024), "0.977 MiB"),
+        (numbers.duration(0.9994), "999 ms"),
+        (numbers.duration(0.9999), "1.0 s"),
         (numbers.duration(59.96), "1 min 00 s"),
         (numbers.duration(12_000), "3 h 20 min"),
         (numbers.counted(1, "size"), "1 size"),
@@ -54,4 +60,6 @@ def test_the_numbers_of_a_column_have_one_form() -> None:
     assert numbers.durations_alike([5.1, 96.0]) == ["0 min 05 s", "1 min 36 s"]
     assert numbers.durations_alike([5.14, 24.4]) == ["5.1 s", "24.4 s"]
     assert numbers.durations_alike([7200.0, 60.0]) == ["2 h 00 min", "0 h 01 min"]
+    assert numbers.durations_alike([3599.7, 2.0]) == ["1 h 00 min", "0 h 00 min"]
+    assert numbers.durations_alike([0.5, 0.9999]) == ["0.5 s", "1.0 s"]
     assert numbers.si_alike([]) == [] and numbers.durations_alike([]) == []
