@@ -314,7 +314,7 @@ def _plan_elasticize(
         notes.append(line)
     dtype = computes_in(recipe, on_gpu=hardware.is_gpu)
     layout = Layout(1, 1, train.micro_rows, train.micro_batches, train.recompute)
-    forwards = (recipe.cached_logits is None) + train.recompute
+    forwards = float(recipe.cached_logits is None)  # of the teacher; `step_time` counts those of recomputing
     step = step_time(config, layout, train.seq_len, dtype, recipe.optim.name, hardware, extra_forwards=forwards)
     empty = Plan(name, "pretrain", cluster, config, dtype, train.steps, train.rows * train.seq_len, price)
     memory = peak(recipe, config, on_gpu=hardware.is_gpu)

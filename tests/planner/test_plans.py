@@ -129,15 +129,28 @@ def test_the_rl_sweep_tries_splits_between_trainer_and_engines() -> None:
     assert all(ranks + engines <= 8 for ranks, engines in splits)
 
 
+PADDED = ModelConfig(
+    vocab_size=512, hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, num_experts=8, top_k=2,
+    expert_intermediate_size=32, num_shared_experts=0, tie_embeddings=True,
+)  # fmt: skip
+"""A network that its family, glm4_moe, pads on the disk."""
+
+
 def test_a_run_is_planned_as_its_own_network(tmp_path: Path) -> None:
-    """glm4_moe pads it on the disk."""
-    config = ModelConfig(
-        vocab_size=512, hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, num_experts=8, top_k=2,
-        expert_intermediate_size=32, num_shared_experts=0, tie_embeddings=True,
-    )  # fmt: skip
-    write_checkpoint(tmp_path / "checkpoint", build(config, 0), config)
+    write_checkpoint(tmp_path / "checkpoint", build(PADDED, 0), PADDED)
     found = stretto.plan("elasticize", "1xH100", model=tmp_path, settings=["train.memory=auto"])
-    assert found.params == count(config, config.full()).total_params
+    assert found.params == count(PADDED, PADDED.full()).total_params
+
+
+def test_elasticizing_computes_one_pass_of_the_teacher_and_three_or_four_of_the_trained_network(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "checkpoint", build(PADDED, 0), PADDED)
+
+    def compute(*settings: str) -> float:
+        return stretto.plan("elasticize", "1xH100", model=tmp_path, settings=settings).best.step.compute
+
+    forward = compute("cached_logits=64") / 3
+    passes = [compute(), compute("train.recompute=true"), compute("train.recompute=true", "cached_logits=64")]
+    assert [each / forward for each in passes] == pytest.approx([4, 5, 4])
 
 
 def test_elasticizing_has_no_layouts_to_sweep(tmp_path: Path) -> None:
