@@ -10,18 +10,16 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from stretto.base.config import Config, Settings, overridden, read_recipe, read_tree, source_name, validate
+from stretto.base.config import Config, Settings, overridden, read_recipe, read_tree, source_name
 from stretto.base.errors import UserError, user_errors
 from stretto.base.numbers import counted, size_in_bytes
-from stretto.base.paths import checkpoint_folder, read_json, user_path
+from stretto.base.paths import checkpoint_folder, user_path
 from stretto.learning.recipe import RlRecipe
-from stretto.model.families import from_hf
-from stretto.model.headers import STRETTO_FILE
 from stretto.model.spec import ModelConfig, count
 from stretto.planner.fit import computes_in, fitted, peak
 from stretto.planner.hardware import Cluster, Dtype, parse_cluster
 from stretto.planner.memory import Layout, Memory, training_memory
-from stretto.planner.rl import RlRun, Workload
+from stretto.planner.rl import RlRun, Workload, network_of
 from stretto.planner.simulate import Simulated, simulate
 from stretto.planner.speed import StepTime, step_time
 from stretto.train.recipe import ElasticConfig, ElasticizeRecipe, Recipe
@@ -248,12 +246,7 @@ def _tree(recipe: Any) -> Mapping[str, Any]:
 
 
 def _read_network(model: str | os.PathLike[str]) -> ModelConfig:
-    folder = checkpoint_folder(user_path(model, "model"))
-    if (own := folder / STRETTO_FILE).is_file():  # config.json may pad the network to its family
-        tree = read_json(own)
-        return validate(ModelConfig, tree.get("config", {}) if isinstance(tree, dict) else {}, str(own))
-    path = folder / "config.json"
-    return from_hf(read_json(path), str(path))[0]
+    return network_of(checkpoint_folder(user_path(model, "model")))
 
 
 def _network(recipe: RlRecipe, name: str, model: str | os.PathLike[str] | None) -> ModelConfig:

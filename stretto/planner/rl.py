@@ -6,16 +6,18 @@ import math
 import random
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from statistics import NormalDist
 
 from pydantic import Field
 
-from stretto.base.config import Config
+from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder, read_json
 from stretto.flow.controller import Limits, default_window
 from stretto.learning.recipe import ADVANTAGES, RlRecipe
 from stretto.model.families import from_hf
+from stretto.model.headers import STRETTO_FILE
 from stretto.model.spec import ModelConfig, count
 from stretto.planner.hardware import HANDOVER, Cluster, Dtype
 from stretto.planner.memory import WIDE, Layout, Memory, engine_memory, training_memory
@@ -184,13 +186,22 @@ def _teachers(recipe: RlRecipe, config: ModelConfig) -> tuple[dict[str, ModelCon
         if each.url is not None or each.checkpoint is None:
             continue
         try:
-            path = checkpoint_folder(each.checkpoint) / "config.json"
+            folder = checkpoint_folder(each.checkpoint)
         except UserError:
             found[name] = config
             notes.append(f"Teacher {name} is not here: it is taken to be as large as the policy.")
         else:
-            found[name] = from_hf(read_json(path), str(path))[0]
+            found[name] = network_of(folder)
     return found, notes
+
+
+def network_of(folder: Path) -> ModelConfig:
+    """Network of a checkpoint folder. Raises `UserError`: no file describes it."""
+    if (own := folder / STRETTO_FILE).is_file():  # config.json may pad the network to its family
+        tree = read_json(own)
+        return validate(ModelConfig, tree.get("config", {}) if isinstance(tree, dict) else {}, str(own))
+    path = folder / "config.json"
+    return from_hf(read_json(path), str(path))[0]
 
 
 def _lognormal(rng: random.Random, mean: float) -> float:

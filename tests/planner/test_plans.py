@@ -214,8 +214,10 @@ def test_teachers_are_counted_by_their_own_size(tmp_path: Path) -> None:
     here = planned(large={**teacher, "checkpoint": str(tmp_path)})
     away = planned(away={**teacher, "checkpoint": str(tmp_path / "away")})
     served = planned(served={**teacher, "url": "http://10.0.0.1:8000"})
-    sizes = [found.best.memory.teacher * found.best.layout.ranks for found in (alone, served, here, away)]
-    assert sizes == [0, 0, *(4 * count(each, each.full()).total_params for each in (large, config))]
+    write_checkpoint(tmp_path / "padded", build(PADDED, 0), PADDED)
+    padded = planned(padded={**teacher, "checkpoint": str(tmp_path / "padded")})
+    sizes = [found.best.memory.teacher * found.best.layout.ranks for found in (alone, served, here, away, padded)]
+    assert sizes == [0, 0, *(4 * count(each, each.full()).total_params for each in (large, config, PADDED))]
     assert alone.best.step.compute == served.best.step.compute < away.best.step.compute < here.best.step.compute
     assert any("Teacher away is not here" in note for note in away.notes) and not any(
         "Teacher" in n for n in here.notes
