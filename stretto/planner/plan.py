@@ -16,8 +16,8 @@ from stretto.base.numbers import counted, size_in_bytes
 from stretto.base.paths import checkpoint_folder, user_path
 from stretto.learning.recipe import RlRecipe
 from stretto.model.spec import ModelConfig, count
-from stretto.planner.fit import computes_in, fitted, peak
-from stretto.planner.hardware import Cluster, Dtype, parse_cluster
+from stretto.planner.fit import Trained, computes_in, fitted, peak
+from stretto.planner.hardware import Cluster, Dtype, Hardware, parse_cluster
 from stretto.planner.memory import Layout, Memory, training_memory
 from stretto.planner.rl import RlRun, Workload, network_of
 from stretto.planner.simulate import Simulated, simulate
@@ -223,12 +223,29 @@ def plan(
             f"--model: {name} is a recipe of {Recipe.command}, which has its own [model]; leave --model out"
         )
     given = read_recipe(recipe, Recipe, settings)
-    train, is_gpu = given.train, cluster.hardware.is_gpu
-    is_bf16 = train.dtype == "bfloat16" or (train.dtype == "auto" and is_gpu)
-    dtype: Dtype = "bfloat16" if is_bf16 else "float32"
+    if given.train.memory is not None:
+        if cluster.num > 1:
+            one = f"1x{cluster.hardware.name}"
+            raise UserError(
+                f"--gpus {cluster}: train.memory chooses states for one rank; give {one}, or remove the key"
+            )
+        if sweep:
+            raise UserError("--sweep: train.memory chooses states for the recipe's own layout; leave --sweep out")
+    given, notes = _fitted(given, given.network(), cluster.hardware)
+    train, dtype = given.train, computes_in(given, on_gpu=cluster.hardware.is_gpu)
     tokens = train.rows * train.seq_len
-    empty = Plan(name, "pretrain", cluster, given.network(), dtype, train.steps, tokens, price)
+    empty = Plan(name, "pretrain", cluster, given.network(), dtype, train.steps, tokens, price, notes=notes)
     return _plan_pretrain(given, empty, sweep)
+
+
+def _fitted(recipe: Trained, config: ModelConfig, hardware: Hardware) -> tuple[Trained, tuple[str, ...]]:
+    """``recipe`` with the states that fit into its ``train.memory``, and the line about them; without that key, as it is."""
+    memory = recipe.train.memory
+    if memory is None:
+        return recipe, ()
+    available = hardware.usable if memory == "auto" else memory * 1e9
+    fitting, line = fitted(recipe, config, available, on_gpu=hardware.is_gpu)
+    return fitting, (line,)
 
 
 def _is_rl(recipe: Any) -> bool:
@@ -263,7 +280,7 @@ def _plan_pretrain(recipe: Recipe, empty: Plan, sweep: bool) -> Plan:
     """``empty`` with the recipe's own layout on all accelerators, or (``sweep``) with all that divide."""
     train, elastic, config, cluster = recipe.train, recipe.elastic, empty.network, empty.cluster
     layouts = [Layout(cluster.num, train.ep, train.micro_rows, train.micro_batches, train.recompute)]
-    notes = []
+    notes = [*empty.notes]
     if sweep:
         layouts = list(_pretrain_layouts(config, train.rows, cluster.num))
     else:
@@ -300,11 +317,8 @@ def _plan_elasticize(
     if cluster.num > 1:
         raise UserError(f"--gpus {cluster}: elasticizing is planned on one accelerator; give 1x{cluster.hardware.name}")
     train, hardware = recipe.train, cluster.hardware
-    notes = ["Smaller Subnets are counted as the full network: an upper bound of their time."]
-    if train.memory is not None:
-        available = hardware.usable if train.memory == "auto" else train.memory * 1e9
-        recipe, line = fitted(recipe, config, available, on_gpu=hardware.is_gpu)
-        notes.append(line)
+    recipe, chosen = _fitted(recipe, config, hardware)
+    notes = ["Smaller Subnets are counted as the full network: an upper bound of their time.", *chosen]
     dtype = computes_in(recipe, on_gpu=hardware.is_gpu)
     layout = Layout(1, 1, train.micro_rows, train.micro_batches, train.recompute)
     forwards = float(recipe.cached_logits is None)  # of the teacher; `step_time` counts those of recomputing

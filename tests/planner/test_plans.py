@@ -19,6 +19,7 @@ from stretto.model.checkpoint import write_checkpoint
 from stretto.model.families import default_family, from_hf, to_hf
 from stretto.model.spec import ModelConfig, count
 from stretto.model.transformer import build
+from stretto.planner.fit import fitted, peak
 from stretto.planner.hardware import HARDWARE, parse_cluster
 from stretto.planner.memory import Layout
 from stretto.planner.plan import Plan
@@ -55,6 +56,39 @@ def test_the_copy_for_snapshots_is_counted_where_it_lies() -> None:
     assert written["background"].peak - written["blocking"].peak == state > 0
     on_gpu = stretto.plan("small", "2xH100")
     assert on_gpu.best.memory.snapshot == 0 and any("host's memory" in note for note in on_gpu.notes)
+
+
+def test_a_plan_computes_in_the_data_type_of_the_run() -> None:
+    settings = ["optim.name=adamw", "optim.master=split", "optim.moments=bf16"]
+    assert stretto.plan("small", "1xcpu", settings=settings).dtype == "bfloat16"
+    assert stretto.plan("small", "1xcpu").dtype == "float32"
+    assert stretto.plan("small", "1xcpu", settings=["train.dtype=bfloat16"]).dtype == "bfloat16"
+
+
+def test_pretraining_is_planned_with_the_states_that_fit_into_its_memory() -> None:
+    wide = [
+        "model.hidden_size=2048", "model.num_experts=64", "model.expert_intermediate_size=1024", "model.num_layers=16",
+        "optim.name=adamw", "train.recompute=true", "train.micro_batches=1", "train.memory=auto",
+    ]  # fmt: skip
+    found = stretto.plan("small", "1xH100", settings=wide)
+    own = read_recipe("small", Recipe, wide)
+    fitting, line = fitted(own, own.network(), HARDWARE["H100"].usable, on_gpu=True)
+    assert fitting.optim.moments == "bf16" and line in found.notes
+    assert found.best.fits and found.best.peak == peak(fitting, own.network(), on_gpu=True).total
+
+
+@pytest.mark.parametrize(
+    ("gpus", "memory", "sweep", "words"),
+    [
+        ("1xcpu", "0.05", False, "train.memory: int8 moments.* need"),
+        ("2xH100", "auto", False, "--gpus 2xH100: train.memory"),
+        ("1xH100", "auto", True, "--sweep: train.memory"),
+    ],
+)
+def test_memory_that_a_run_would_refuse_is_refused(gpus: str, memory: str, sweep: bool, words: str) -> None:
+    settings = ["optim.name=adamw", "train.micro_batches=1", f"train.memory={memory}"]
+    with pytest.raises(UserError, match=words):
+        stretto.plan("small", gpus, sweep=sweep, settings=settings)
 
 
 def test_costs_are_of_all_accelerators() -> None:
