@@ -21,7 +21,7 @@ from stretto.planner.hardware import Cluster, Dtype, Hardware, parse_cluster
 from stretto.planner.memory import Layout, Memory, training_memory
 from stretto.planner.rl import RlRun, Workload, network_of
 from stretto.planner.simulate import Simulated, simulate
-from stretto.planner.speed import StepTime, step_time
+from stretto.planner.speed import PARTS, StepTime, step_time
 from stretto.train.recipe import ElasticConfig, ElasticizeRecipe, Recipe
 
 MOST_SIMULATED = 3
@@ -120,6 +120,8 @@ class Plan:
         used = {"share of products": hardware.share[self.dtype].source}
         if any(each.layout.ranks > 1 for each in self.predictions):
             used["share of links"] = ""
+        if any(PARTS["launches"] in each.step.parts for each in self.predictions):
+            used["launches of a training step"] = ""  # taken to be those of a decoding step
         if self.kind == "rl":
             used |= {"launches of a decoding step": hardware.layer_s.source, "bandwidth of decoding": ""}
         return used

@@ -18,6 +18,16 @@ UPDATE_BYTES = 52
 NEWTON_SCHULZ = 5
 """Iterations of Muon's orthogonalisation (`stretto.optim.build`)."""
 
+PARTS = {
+    "compute": "compute",
+    "weights": "memory bandwidth",
+    "gathers": "FSDP gathers",
+    "launches": "kernel launches",
+    "exchange": "all-to-all",
+    "update": "optimiser",
+}
+"""Names of the fields of `StepTime` in tables and figures."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
@@ -37,15 +47,20 @@ class StepTime:
     """Clipping and optimiser."""
 
     @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of the parts that add up to the step, by the names of `PARTS`: the longest of those that overlap, and the others."""
+        longest = max(("compute", "weights", "gathers", "launches"), key=lambda name: getattr(self, name))
+        return {PARTS[name]: getattr(self, name) for name in (longest, "exchange", "update")}
+
+    @property
     def total(self) -> float:
-        return max(self.compute, self.weights, self.gathers, self.launches) + self.exchange + self.update
+        return sum(self.parts.values())
 
     @property
     def limit(self) -> str:
         """Name of the part that takes the longest."""
-        names = {"compute": "compute", "weights": "memory bandwidth", "gathers": "FSDP gathers"}
-        names |= {"launches": "kernel launches", "exchange": "all-to-all", "update": "optimiser"}
-        return names[max(names, key=lambda name: getattr(self, name))]
+        parts = self.parts
+        return max(parts, key=lambda name: parts[name])
 
 
 def gather_s(num_bytes: float, group: int, in_node: int, hardware: Hardware) -> float:

@@ -116,10 +116,21 @@ def test_a_layout_that_cannot_be_divided_is_refused(gpus: str, settings: list[st
         stretto.plan("small", gpus, settings=settings)
 
 
+LARGE_STEPS = ["train.rows=4096", "train.micro_batches=1"]
+"""Settings under which computing takes longer than launching kernels."""
+
+
 def test_nothing_is_called_measured_that_was_not() -> None:
-    assert stretto.plan("small", "1xH100").is_measured
+    assert stretto.plan("small", "1xH100", settings=LARGE_STEPS).is_measured
     for gpus in ("1xB200", "2xH100", "1xMI300X"):
-        assert not stretto.plan("small", gpus).is_measured
+        assert not stretto.plan("small", gpus, settings=LARGE_STEPS).is_measured
+
+
+def test_a_step_as_long_as_its_launches_is_predicted() -> None:
+    found = stretto.plan("small", "1xH100")
+    assert found.best.limit == "kernel launches"
+    assert not found.is_measured and found.sources["launches of a training step"] == ""
+    assert "launches of a training step" not in stretto.plan("small", "1xH100", settings=LARGE_STEPS).sources
 
 
 def test_rl_names_the_part_that_limits() -> None:
@@ -229,7 +240,8 @@ def test_the_trainer_ranks_of_an_rl_recipe_count() -> None:
 
 
 def test_teachers_are_counted_by_their_own_size(tmp_path: Path) -> None:
-    """Two teachers of other sizes: one whose checkpoint is here, one that is not; and a server, which needs no memory here."""
+    """Teachers of other sizes: one whose checkpoint is here, one that its family pads, one that is not here; and a server, which needs
+    no memory here."""
     policy = read_recipe("rl_gym", RlRecipe)
     assert policy.start is not None and policy.start.model is not None
     config = policy.start.model
