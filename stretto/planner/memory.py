@@ -59,8 +59,10 @@ class Sizes:
     """Embedding, head and final norm: gathered for the whole pass."""
     replicated: int
     """Norms, biases and routers: whole on each rank."""
-    block: int
-    """Largest block's other weights without its routed experts: gathered while the block computes."""
+    dense_block: int
+    """Other weights of a block of ``dense_layers``, 0 without any: gathered while the block computes."""
+    moe_block: int
+    """Other weights of an MoE block without its routed experts, 0 without any: gathered too."""
     experts: int
     """One layer's routed experts: gathered too, but only a rank's share under expert parallelism."""
     matrix: int
@@ -84,8 +86,13 @@ def sizes(config: ModelConfig) -> Sizes:
     norms = 2 * hidden * config.num_layers
     others = total - outer - routers - norms - sum(config.experts_by_layer) * expert
     qkv = hidden * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    num_dense, num_moe = len(config.dense_layers), config.num_moe_layers
+    dense = 3 * hidden * config.dense_intermediate_size
+    shared = 3 * hidden * config.num_shared_experts * config.expert_intermediate_size
+    attention = (others - num_dense * dense - num_moe * shared) // config.num_layers
+    dense_block, moe_block = (attention + dense) * bool(num_dense), (attention + shared) * bool(num_moe)
     matrix = max(experts * 2 // 3, 2 * hidden * config.dense_intermediate_size, qkv)
-    return Sizes(outer, routers + norms, others // config.num_layers, experts, matrix, total)
+    return Sizes(outer, routers + norms, dense_block, moe_block, experts, matrix, total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +232,8 @@ def training_memory(
 
     outer = parts.outer * WIDE if ranks > 1 else 0.0
     # a block's weights and those of the next one, and its gradients before and during their sum in fp32
-    block = (parts.block + parts.experts / layout.ep) * (3 * each + WIDE) if ranks > 1 else 0.0
+    largest = max(parts.dense_block, parts.moe_block + parts.experts / layout.ep)
+    block = largest * (3 * each + WIDE) if ranks > 1 else 0.0
     backward = {
         "transient": num_tokens * bytes_of.temporary,
         "gathered": outer + block,

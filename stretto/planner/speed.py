@@ -131,7 +131,8 @@ def _gathers_s(config: ModelConfig, layout: Layout, dtype: Dtype, hardware: Hard
     parts, num_layers = sizes(config), config.num_layers
     ranks, copies, near = layout.ranks, layout.ranks // layout.ep, min(hardware.per_node, layout.ranks)
     width = 2 * BYTES[dtype] + WIDE
-    whole = width * parts.block * num_layers + 2 * WIDE * parts.outer
+    blocks = parts.dense_block * len(config.dense_layers) + parts.moe_block * config.num_moe_layers
+    whole = width * blocks + 2 * WIDE * parts.outer
     experts = width * parts.experts * config.num_moe_layers / layout.ep
     seconds = gather_s(whole, ranks, near, hardware) + gather_s(experts, copies, max(1, near // layout.ep), hardware)
     return seconds + 3 * num_layers * LATENCY_S * math.log2(ranks)

@@ -25,6 +25,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "norms and a shared expert": {"qk_norm": True, "num_shared_experts": 1},
     "dense": {"dense_layers": (0, 1, 2), "dense_intermediate_size": 48},
+    "one wide dense layer": {"dense_layers": (0,), "dense_intermediate_size": 512, "num_shared_experts": 1},
     "biases": {"expert_bias": True, "router_bias": True, "attention_bias": True, "mlp_bias": True},
     "many experts": {"num_experts": 16, "top_k": 4},
 }
@@ -34,9 +35,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_the_parts_are_the_whole(changes: dict[str, Any]) -> None:
     config = BASE.replace(**changes, widths=())
     parts, total = sizes(config), count(config, config.full()).total_params
-    others = config.num_layers * parts.block + config.num_moe_layers * parts.experts
+    others = len(config.dense_layers) * parts.dense_block + config.num_moe_layers * (parts.moe_block + parts.experts)
     assert parts.total == total
     assert abs(parts.outer + parts.replicated + others - total) < 0.02 * total  # biases are counted with the block
+
+
+def test_the_largest_block_is_gathered() -> None:
+    """With ep, a wide dense layer is larger than a rank's part of an MoE layer."""
+    config = BASE.replace(**SHAPES["one wide dense layer"], widths=())
+    wide = sum(each.numel() for each in build(config, 0).blocks[0].parameters() if each.dim() > 1)
+    memory = training_memory(config, Layout(8, 8, 8, 1), 16, "bfloat16", OptimConfig(lr=1))
+    assert memory.gathered == 4 * sizes(config).outer + wide * (3 * 2 + 4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
