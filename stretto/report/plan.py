@@ -21,7 +21,8 @@ _MEMORY = {
     "transient": "temporary", "gathered": "gathered", "exchanged": "all-to-all", "teacher": "teachers",
     "snapshot": "copy for snapshots", "cache": "KV cache",
 }  # fmt: skip
-_TIME = {"compute": "compute", "exchange": "all-to-all", "update": "optimiser", "wait": "waits for samples"}
+_SMALL = 0.05
+"""Share of an accelerator's memory below which bars would be too short to read beside it."""
 _COLOURS = (*SERIES, PINK, MUTED, "#7a5195", "#2f4b7c")
 
 
@@ -74,13 +75,17 @@ def plan_figure(plan: Plan) -> Figure:
     shown = plan.predictions[:MOST_SHOWN]
     figure = style.blank(15.0, 3.2 + 0.75 * len(shown))
     memory, time = figure.subplots(1, 2, sharey=True)
-    style.dress(memory, f"Memory of a rank, {plan.cluster}", "GiB", "", grid="x")
-    parts = [{label: getattr(each.memory, name) / 2**30 for name, label in _MEMORY.items()} for each in shown]
-    _bars(memory, parts)
-    memory.axvline(shown[0].available / 2**30, color=INK, linewidth=1.4, linestyle=(0, (3, 2)), zorder=4)
-    style.subtitle(
-        memory, ["dashed: what an accelerator has", "trainer" if plan.kind == "rl" else "the peak of a step"]
-    )
+    available = shown[0].available
+    is_small = max(each.memory.total for each in shown) < _SMALL * available
+    unit, name = (2**20, "MiB") if is_small else (2**30, "GiB")
+    style.dress(memory, f"Memory of a rank, {plan.cluster}", name, "", grid="x")
+    _bars(memory, [{label: getattr(each.memory, part) / unit for part, label in _MEMORY.items()} for each in shown])
+    limit = "dashed: what an accelerator has"
+    if is_small:
+        limit = f"an accelerator has {numbers.size_in_bytes(available)}"
+    else:
+        memory.axvline(available / unit, color=INK, linewidth=1.4, linestyle=(0, (3, 2)), zorder=4)
+    style.subtitle(memory, [limit, "trainer" if plan.kind == "rl" else "the peak of a step"])
     style.dress(time, "Time of a step", "seconds", "", grid="x")
     _bars(time, [_times(each) for each in shown])
     style.subtitle(time, ["measured efficiencies" if plan.is_measured else "predicted: not measured on this hardware"])
@@ -96,11 +101,7 @@ def _two_lines(each: Prediction) -> str:
 
 def _times(each: Prediction) -> dict[str, float]:
     """Seconds of a step by part; what overlaps with computing is not drawn, unless it takes longer."""
-    step = each.step
-    inner = {"compute": step.compute, "weights": step.weights, "FSDP gathers": step.gathers, "launches": step.launches}
-    longest = max(inner, key=lambda name: inner[name])
-    drawn = {longest: inner[longest], _TIME["exchange"]: step.exchange, _TIME["update"]: step.update}
-    return drawn | {_TIME["wait"]: max(0.0, each.step_s - step.total)}
+    return each.step.parts | {"waits for samples": max(0.0, each.step_s - each.step.total)}
 
 
 def _bars(axes: Axes, rows: list[dict[str, float]]) -> None:

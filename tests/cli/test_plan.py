@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from stretto.planner.plan import plan
+from stretto.report.plan import plan_figure
 from tests.api.conftest import Run, refused
 from tests.test_house import heavy_imports
 
@@ -81,6 +83,19 @@ def test_the_network_of_a_pre_training_recipe_may_come_from_settings(stretto: Ru
     assert tree["kind"] == "pretrain"
     recipe.write_text(f"{model}[elastic]{rest}")
     assert json.loads(stretto("plan", recipe, "--gpus", "1xH100", "--json").out) == tree
+
+
+def test_memory_is_drawn_at_the_scale_of_the_bars() -> None:
+    small, large = (
+        plan_figure(plan("small", "1xH100", settings=settings)).axes
+        for settings in ([], ["model.num_experts=512", "model.expert_intermediate_size=4096"])
+    )
+    needed, texts = plan("small", "1xH100").best.peak / 2**20, [each.get_text() for each in small[0].texts]
+    assert small[0].get_xlabel() == "MiB" and needed < small[0].get_xlim()[1] < 2 * needed
+    assert any("an accelerator has 70 GiB" in each for each in texts)
+    assert large[0].get_xlabel() == "GiB" and large[0].get_xlim()[1] > 70
+    legend = small[1].get_legend()
+    assert legend is not None and "kernel launches" in [each.get_text() for each in legend.get_texts()]
 
 
 def test_planning_imports_no_torch() -> None:
