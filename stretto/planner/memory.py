@@ -202,14 +202,13 @@ def training_memory(
     parts, each, bytes_of = sizes(config), BYTES[stored], layer_bytes(config, stored, layout.ep)
     ranks, num_tokens, num_layers = layout.ranks, layout.rows * length, config.num_layers
     is_mixed, is_packed = stored != "float32", prefix_keys is not None
-    has_scores = on_gpu and not is_mixed and not is_packed
     needs_mask = (
         dtype == "float32" or bool(config.sliding_layers) or config.attention_sinks or config.latent is not None
     )
     kept = bytes_of.kept
     if prefix_keys and not needs_mask:
         kept += each * 2 * config.num_kv_heads * config.head_dim * prefix_keys
-    if has_scores and config.num_heads != config.num_kv_heads:
+    if on_gpu and not is_mixed and not is_packed and config.num_heads != config.num_kv_heads:
         kept += WIDE * config.num_heads * length
     # without FSDP, autocast keeps a bf16 copy of each weight for the backward pass
     has_casts = is_mixed and ranks == 1 and optim.master == "fp32"
@@ -222,14 +221,7 @@ def training_memory(
     recomputed = layer if layout.recompute else 0.0
 
     vocabulary = config.vocab_size * config.hidden_size
-    num_chunk = chunk_tokens(config.vocab_size, on_gpu)
-    logits = float(min(num_chunk, num_tokens) * config.vocab_size)
-    if on_gpu or is_mixed:  # the last chunk's are freed after the next one's product
-        chunk = logits * (12 if is_mixed else 8) * (2 if taught else 1) / (2 if num_tokens <= num_chunk else 1)
-    else:  # all chunks' are in one place (`stretto.ops.logprob.Room`); with a teacher: its logits, and the differences
-        chunk = logits * WIDE * (3 if taught else 1)
-    head = vocabulary * WIDE + chunk + (vocabulary * each if is_mixed else 0)
-
+    head = _head_bytes(config, num_tokens, stored, taught, on_gpu)
     outer = parts.outer * WIDE if ranks > 1 else 0.0
     # a block's weights and those of the next one, and its gradients before and during their sum in fp32
     largest = max(parts.dense_block, parts.moe_block + parts.experts / layout.ep)
@@ -240,29 +232,45 @@ def training_memory(
         "exchanged": num_tokens * config.top_k * bytes_of.exchanged,
     }
 
-    held, is_muon = parts.held(ranks), optim.name == "muon"
-    matrices = (
-        parts.total - parts.outer - parts.replicated
-    ) / ranks  # those that Muon updates, or that compute in bf16
-    narrow = 0 if optim.master == "fp32" else WIDE - BYTES["bfloat16"]  # bytes that a gradient of theirs saves
-    weights = WIDE * held - (matrices * narrow if optim.master == "bf16_stochastic" else 0.0)
-    gradients, states = WIDE * held - matrices * narrow, held * _MOMENTS[optim.moments]
-    if is_muon:
-        states -= WIDE * matrices  # one moment
     one_by_one = optim.in_backward and not repeats
+    stored_parts = _stored(parts, optim, ranks)
+    gradients = stored_parts.gradients
     if one_by_one:  # on a CPU the norm of a gradient needs a copy in fp32
-        copied = WIDE if narrow and not on_gpu else 0
-        gradients = max(parts.matrix * (WIDE - narrow + copied), vocabulary * WIDE)
+        narrow = WIDE if optim.master == "fp32" else BYTES["bfloat16"]
+        copied = WIDE if narrow < WIDE and not on_gpu else 0
+        gradients = max(parts.matrix * (narrow + copied), vocabulary * WIDE)
     is_first = layout.micro_batches == 1 and not repeats
     early = vocabulary * WIDE if is_first and not one_by_one else gradients
     moments = (  # one of them is the peak: logits, the last block's backward pass, the first block's, the optimiser
         {"gradients": 0.0 if is_first else gradients, "activations": activations, "head": head, "gathered": outer},
         {"gradients": early, "activations": activations + recomputed} | backward,
         {"gradients": gradients, "activations": layer} | backward,
-        {"gradients": gradients, "transient": parts.matrix * WIDE * 4 if is_muon else 0.0},
+        {"gradients": gradients, "transient": parts.matrix * WIDE * 4 if optim.name == "muon" else 0.0},
     )
     peak = max(moments, key=lambda moment: sum(moment.values()))
-    return replace(Memory(weights, optimiser=states), **peak)
+    return replace(stored_parts, **peak)
+
+
+def _head_bytes(config: ModelConfig, num_tokens: int, dtype: Dtype, taught: bool, on_gpu: bool) -> float:
+    """Bytes of a chunk's logits and of the head's gradient before it is summed."""
+    is_mixed, vocabulary = dtype != "float32", config.vocab_size * config.hidden_size
+    num_chunk = chunk_tokens(config.vocab_size, on_gpu)
+    logits = float(min(num_chunk, num_tokens) * config.vocab_size)
+    if on_gpu or is_mixed:  # the last chunk's are freed after the next one's product
+        chunk = logits * (12 if is_mixed else 8) * (2 if taught else 1) / (2 if num_tokens <= num_chunk else 1)
+    else:  # all chunks' are in one place (`stretto.ops.logprob.Room`); with a teacher: its logits, and the differences
+        chunk = logits * WIDE * (3 if taught else 1)
+    return vocabulary * WIDE + chunk + (vocabulary * BYTES[dtype] if is_mixed else 0)
+
+
+def _stored(parts: Sizes, optim: OptimConfig, ranks: int) -> Memory:
+    """Weights, gradients and states of the optimiser on one rank."""
+    held = parts.held(ranks)
+    matrices = (parts.total - parts.outer - parts.replicated) / ranks  # updated by Muon, or stored in bf16
+    narrow = 0 if optim.master == "fp32" else WIDE - BYTES["bfloat16"]  # bytes saved per element of a gradient
+    states = held * _MOMENTS[optim.moments] - (WIDE * matrices if optim.name == "muon" else 0.0)  # Muon has one moment
+    weights = WIDE * held - (matrices * narrow if optim.master == "bf16_stochastic" else 0.0)
+    return Memory(weights, gradients=WIDE * held - matrices * narrow, optimiser=states)
 
 
 def engine_memory(
