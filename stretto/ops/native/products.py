@@ -100,10 +100,13 @@ def _is_for_onednn(num_rows: int, a: Tensor, b: Tensor) -> bool:
 
 
 def _onednn(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    """``a`` · ``b`` of matrices, also of transposed ones."""
-    a_MK, b_NK = (x if 1 in x.stride() and 0 not in x.stride() else x.contiguous() for x in (a_MK, b_KN.t()))
-    y_MN: Tensor = torch.ops.mkldnn._linear_pointwise(a_MK, b_NK, None, "none", [], "")
-    return y_MN
+    """``a`` · ``b`` of matrices, also of transposed ones. oneDNN copies a left operand whose rows are not contiguous, so a large one is the
+    right operand of the transposed product, whose result is transposed."""
+    is_transposed = a_MK.stride(1) != 1 and a_MK.numel() > 2 * b_KN.numel()
+    pair = (b_KN.t(), a_MK) if is_transposed else (a_MK, b_KN.t())
+    left, right = (x if 1 in x.stride() and 0 not in x.stride() else x.contiguous() for x in pair)
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
+    return y.t() if is_transposed else y
 
 
 class _Linear(torch.autograd.Function):
