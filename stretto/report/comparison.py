@@ -221,9 +221,9 @@ def comparison_table(found: Comparison) -> Table:
         rows.append((Cell(name), *map(share_cell, scores, notes), *last))
 
     def total(label: str, note: str, cells: Iterable[Cell]) -> tuple[Cell, ...]:
-        """A row with values for the models after the reference only."""
-        later = [cell if place > reference else NOTHING for place, cell in enumerate(cells)]
-        return (Cell(label, note=note), *later, *rest)
+        """A row with values for all models but the reference."""
+        others = [NOTHING if place == reference else cell for place, cell in enumerate(cells)]
+        return (Cell(label, note=note), *others, *rest)
 
     totals = [
         (Cell("Mean of domains"), *map(share_cell, found.means, _gains(found, found.mean_differences)), *rest),
@@ -394,7 +394,8 @@ def score_by_cost(found: Comparison) -> Figure:
 
 
 def comparison_headline(found: Comparison) -> str:
-    last = len(found.models) - 1
+    """The last model that is not the reference, against the reference."""
+    last = max((place for place in range(len(found.models)) if place != found.reference), default=found.reference)
     worst = found.differences[found.worst[last]][last]
     was, now = (percent(found.means[place].value) for place in (found.reference, last))
     headline = (

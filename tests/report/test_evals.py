@@ -193,8 +193,17 @@ def test_another_model_than_the_first_can_be_the_reference(tmp_path: Path) -> No
     assert found.norms[1:] == alone.norms and found.kept[1:] == alone.kept
     assert found.differences["sums"][0].value == pytest.approx(0.75) and found.differences["sums"][1].value == 0
     table = comparison_table(found)
-    assert [row[1].text for row in table.totals[1:5]] == ["–"] * 4  # the model before the reference has no retention
+    assert [row[2].text for row in table.totals[1:5]] == ["–"] * 4, "the reference has no retention of its own"
+    assert [row[1].text for row in table.totals[1:3]] == ["217 %", "words"], "of raw, the mean of 400 % and 33 %"
+    assert table.totals[3][1].value == pytest.approx(0.75 / 0.75)
     assert "to sft" in table.note and comparison_page(found).headline.startswith("rl scores 62 %, sft 50 %;")
+
+
+def test_the_headline_of_a_reference_that_is_last_names_the_model_before_it() -> None:
+    found = compare([evaluation("rl", BETTER), evaluation("sft", START)], {}, reference=1)
+    headline = comparison_page(found).headline
+    assert headline.startswith("rl scores 62 %, sft 50 %; its worst domain is words, −25.0 (")
+    assert "Significant differences: sums, words, of 2 domains." in headline
 
 
 def test_similarities_of_two_kinds_are_not_compared() -> None:
