@@ -353,9 +353,9 @@ def domain_lines(found: Comparison) -> Figure:
     """Score of each domain over the models; lines join a model with the stage before it, and the score of the domain's teacher is dashed."""
     figure = style.blank(10.0, 5.6)
     axes = style.dress(figure.subplots(), "Scores by domain", "", "score, %", grid="y")
-    ends = []
-    for place, (name, scores) in enumerate(found.scores.items()):
-        colour, x = SERIES[place % len(SERIES)], np.arange(len(scores)) + 0.03 * place
+    ends, colours = [], style.shades(SERIES, len(found.scores))
+    for place, ((name, scores), colour) in enumerate(zip(found.scores.items(), colours, strict=True)):
+        x = np.arange(len(scores)) + 0.03 * place
         y = np.array([100 * score.value for score in scores])
         spread = np.array([[score.value - score.low, score.high - score.value] for score in scores]).T * 100
         axes.errorbar(x, y, spread, color=colour, fmt="o", elinewidth=1.0, capsize=3)
@@ -380,8 +380,9 @@ def score_by_cost(found: Comparison) -> Figure:
     axes = style.dress(figure.subplots(), "Score over size", "FLOPs per token", "score, %")
     x, y = found.flops_per_token, [100 * mean.value for mean in found.means]
     order, ends = np.argsort(x), []
-    for place, (name, scores) in enumerate(found.scores.items()) if len(found.scores) > 1 else ():
-        each, colour = [100 * scores[model].value for model in order], SERIES[place % len(SERIES)]
+    domains = found.scores if len(found.scores) > 1 else {}
+    for (name, scores), colour in zip(domains.items(), style.shades(SERIES, len(domains)), strict=True):
+        each = [100 * scores[model].value for model in order]
         axes.plot([x[model] for model in order], each, color=colour, marker=".", linewidth=1.2, alpha=0.7)
         ends.append(Label(max(x), each[-1], name, colour))
     spread = [[100 * (mean.value - mean.low), 100 * (mean.high - mean.value)] for mean in found.means]

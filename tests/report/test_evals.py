@@ -19,6 +19,7 @@ from stretto.report.comparison import (
     comparison_page,
     comparison_table,
     domain_lines,
+    score_by_cost,
     stage_table,
 )
 from stretto.report.evals import answers_table, asked_table, baseline_table, cost_table, evaluation_page, score_table
@@ -247,6 +248,15 @@ def test_lines_join_a_model_with_the_stage_before_it_alone(
     ends = [tuple(round(float(x)) for x in each.get_xdata()) for each in lines]  # type: ignore[union-attr]
     assert ends == joined * len(START)
     assert any("stage before" in text.get_text() for text in axes.texts) == bool(joined)
+
+
+def test_every_domain_has_its_own_colour() -> None:
+    found = compared()
+    many = {f"domain {num}": scores for num, scores in enumerate(list(found.scores.values()) * 4)}
+    for draw in (domain_lines, score_by_cost):
+        labels = draw(replace(found, scores=many)).axes[0].texts
+        colours = {text.get_text(): text.get_color() for text in labels if text.get_text() in many}
+        assert len(colours) == len(set(colours.values())) == 8, draw.__name__
 
 
 def test_a_page_of_one_evaluation(tmp_path: Path) -> None:
