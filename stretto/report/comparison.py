@@ -72,7 +72,7 @@ class Comparison:
     """Normalised score of each model; None where it is not defined."""
     refusal: str
     """Why there is no normalised score; empty: there is one."""
-    flops_per_token: list[float]
+    active_params: list[int]
     flops_per_task: list[float]
     """Mean over domains, one per model."""
     num_infra: list[int]
@@ -160,7 +160,7 @@ def compare(
         teachers={name: (teachers[name].name, scores[name][-1]) for name in teachers},
         norms=norms,
         refusal=refusal,
-        flops_per_token=[model.cost.flops_per_token for model in models],
+        active_params=[model.cost.active_params for model in models],
         flops_per_task=[float(np.mean([model.domains[name].flops for name in names])) for model in models],
         num_infra=[sum(model.domains[name].num_infra for name in names) for model in models],
         omitted=[name for name in evaluated if name not in names],
@@ -375,10 +375,10 @@ def domain_lines(found: Comparison) -> Figure:
 
 
 def score_by_cost(found: Comparison) -> Figure:
-    """Score of each domain, and the mean of all, over the FLOPs per token."""
+    """Score of each domain, and the mean of all, over the number of active parameters."""
     figure = style.blank(9.0, 5.4)
-    axes = style.dress(figure.subplots(), "Score over size", "FLOPs per token", "score, %")
-    x, y = found.flops_per_token, [100 * mean.value for mean in found.means]
+    axes = style.dress(figure.subplots(), "Score over size", "active parameters", "score, %")
+    x, y = found.active_params, [100 * mean.value for mean in found.means]
     order, ends = np.argsort(x), []
     domains = found.scores if len(found.scores) > 1 else {}
     for (name, scores), colour in zip(domains.items(), style.shades(SERIES, len(domains)), strict=True):
@@ -431,7 +431,7 @@ def domains_section(found: Comparison) -> Section:
 
 def comparison_page(found: Comparison) -> Page:
     headline, sections = comparison_headline(found), [domains_section(found)]
-    if len(set(found.flops_per_token)) > 1:
+    if len(set(found.active_params)) > 1:
         sections.append(Section("cost", "Score over size", "", lambda: score_by_cost(found), "points"))
     if found.battles is not None:
         sections.append(Section("battles", "Win rates", tables=(battle_table(found.battles),)))

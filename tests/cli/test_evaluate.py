@@ -58,7 +58,7 @@ def test_eval_then_compare(served_run: Path, suite: Path, tmp_path: Path, strett
     assert "Scores by domain" in done.out
     compared = json.loads((both / "comparison.json").read_text())
     assert compared["models"] == ["tiny", "tiny:corner"]
-    assert compared["flops_per_token"][1] < compared["flops_per_token"][0]
+    assert compared["active_params"][1] < compared["active_params"][0]
     assert len(list((both / "evals").iterdir())) == 1
     taught = stretto(
         "compare", out, both / "evals" / next((both / "evals").iterdir()).name, "-o", both, "--teacher", f"sort={out}"

@@ -48,11 +48,13 @@ def domain(values: list[float | None], first: int = 0) -> DomainResult:
     )
 
 
-def evaluation(name: str, scores: dict[str, list[float | None]], flops: float = 1e6, **suite: object) -> Evaluation:
+def evaluation(
+    name: str, scores: dict[str, list[float | None]], active_params: int = 3_000_000, **suite: object
+) -> Evaluation:
     sources = {each: {"kind": "strings", "args": {"format": "tags"}} for each in scores}
     told = {"sources": sources, "problems": 9, "max_tokens": 4, "temperature": 0.0, "samples": 4}
     asked = {"suites": {"s": told | suite}, "prompt": "chat template"}
-    cost = Cost(9_000_000, 3_000_000, flops, 1000, 2000, 65.0)
+    cost = Cost(9_000_000, active_params, 1e6, 1000, 2000, 65.0)
     return Evaluation(
         name, asked, Interval(0.3, 0.2, 0.4), {key: domain(values) for key, values in scores.items()}, cost
     )
@@ -142,7 +144,7 @@ def test_each_stage_is_compared_with_the_stage_before_and_losses_are_said() -> N
 
 
 def compared() -> Comparison:
-    models = [evaluation("sft", START), evaluation("rl", BETTER, 2e6)]
+    models = [evaluation("sft", START), evaluation("rl", BETTER, 6_000_000)]
     return compare(models, {"sums": evaluation("expert", TEACHER)})
 
 
@@ -248,6 +250,17 @@ def test_lines_join_a_model_with_the_stage_before_it_alone(
     ends = [tuple(round(float(x)) for x in each.get_xdata()) for each in lines]  # type: ignore[union-attr]
     assert ends == joined * len(START)
     assert any("stage before" in text.get_text() for text in axes.texts) == bool(joined)
+
+
+def test_score_over_size_is_drawn_for_models_of_different_sizes() -> None:
+    models = [evaluation("sft", START), evaluation("rl", BETTER), evaluation("small", LOW, 1_000_000)]
+    longer = [replace(each, cost=replace(each.cost, flops_per_token=1e6 + place)) for place, each in enumerate(models)]
+    assert [section.slug for section in comparison_page(compare(longer[:2], {})).sections] == ["domains"]
+    assert [section.slug for section in comparison_page(compare(longer, {})).sections] == ["domains", "cost"]
+    axes = score_by_cost(compare(longer, {})).axes[0]
+    points = axes.lines[-1].get_xdata()
+    assert list(points) == [3_000_000, 3_000_000, 1_000_000], "answers of other lengths move no point"
+    assert axes.get_xlabel() == "active parameters"
 
 
 def test_every_domain_has_its_own_colour() -> None:
