@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,6 +44,10 @@ class Comparison:
     models: list[str]
     reference: int
     """Index of the reference model: the others are compared with it, and teachers were trained from it."""
+    num_problems: dict[str, int]
+    """Number of problems compared, by domain: those with a verdict for every model and the domain's teacher."""
+    num_evaluated: dict[str, int]
+    """Number of problems that any of the models was evaluated on, by domain."""
     scores: dict[str, list[Interval]]
     """Scores by domain, one per model."""
     differences: dict[str, list[Interval]]
@@ -63,9 +67,11 @@ class Comparison:
     mean_changes: list[Interval | None]
     """Paired difference of the means to the stage before, one per model."""
     answers: dict[str, list[float | None]]
-    """Mean over domains of each measure of answers, by name; None: its similarity is not that of the first model."""
+    """Mean over domains of each measure of answers, by name; None: its similarity is not that of the first model, or the model was
+    evaluated on other problems than those compared."""
     baselines: dict[str, tuple[str, Interval]]
-    """By domain: name and score of the best trivial baseline; domains without one are left out."""
+    """By domain: name and score of the best trivial baseline. Left out: domains without one, and those in which the reference, whose
+    evaluation it is from, was evaluated on other problems than those compared."""
     teachers: dict[str, tuple[str, Interval]]
     """By domain: name and score of its teacher."""
     norms: list[Norm | None]
@@ -73,8 +79,8 @@ class Comparison:
     refusal: str
     """Why there is no normalised score; empty: there is one."""
     active_params: list[int]
-    flops_per_task: list[float]
-    """Mean over domains, one per model."""
+    flops_per_task: list[float | None]
+    """Mean over domains, one per model; None: the model was evaluated on other problems than those compared."""
     num_infra: list[int]
     """Samples without a verdict (infrastructure errors), one number per model."""
     battles: Battles | None = None
@@ -112,13 +118,14 @@ def compare(
         )
     if absent := sorted(set(teachers) - set(names)):
         raise UserError(f"--teacher {absent[0]}: no such domain in all evaluations; they have {', '.join(names)}")
-    values = {}
+    values: dict[str, np.ndarray] = {}
+    common: dict[str, list[int]] = {}
     for name in names:
         rows = [*models, *([teachers[name]] if name in teachers else [])]
         for other in rows[1:]:
             _check_asked(name, rows[0], other)
         known = [dict(zip(each.domains[name].items, each.domains[name].values, strict=True)) for each in rows]
-        items = [item for item in known[0] if all(item in each for each in known)]
+        items = common[name] = [item for item in known[0] if all(item in each for each in known)]
         values[name] = judged(name, np.array([[each[item] for item in items] for each in known], np.float64))
     places = range(len(models))
     others = [place for place in places if place != reference]
@@ -136,6 +143,12 @@ def compare(
         except UserError as refused:
             refusal = str(refused)
 
+    def is_same(model: Evaluation, name: str) -> bool:
+        """Whether ``model`` was evaluated on no other problems of a domain than those compared."""
+        return len(model.domains[name].items) == len(common[name])
+
+    are_same = [all(is_same(model, name) for name in names) for model in models]
+
     def difference(domains: Sequence[str], place: int, other: int) -> Interval:
         gains = {name: values[name][place] - values[name][other] for name in domains}
         return mean_interval(gains, seed, bounds=(-1.0, 1.0))
@@ -146,6 +159,8 @@ def compare(
     return Comparison(
         models=[model.name for model in models],
         reference=reference,
+        num_problems={name: values[name].shape[1] for name in names},
+        num_evaluated={name: len({item for each in models for item in each.domains[name].items}) for name in names},
         scores={name: scores[name][: len(models)] for name in names},
         differences={name: [difference([name], place, reference) for place in places] for name in names},
         p_values=p_values,
@@ -155,13 +170,20 @@ def compare(
         previous=previous,
         changes={name: changes([name]) for name in names},
         mean_changes=changes(names),
-        answers={measure: _answers(measure, models, names) for measure in MEASURE_NAMES},
-        baselines={name: best for name in names if (best := strongest_baseline(models[reference].domains[name]))},
+        answers={measure: _answers(measure, models, names, are_same) for measure in MEASURE_NAMES},
+        baselines={
+            name: best
+            for name in names
+            if (best := strongest_baseline(models[reference].domains[name])) and is_same(models[reference], name)
+        },
         teachers={name: (teachers[name].name, scores[name][-1]) for name in teachers},
         norms=norms,
         refusal=refusal,
         active_params=[model.cost.active_params for model in models],
-        flops_per_task=[float(np.mean([model.domains[name].flops for name in names])) for model in models],
+        flops_per_task=[
+            float(np.mean([model.domains[name].flops for name in names])) if same else None
+            for model, same in zip(models, are_same, strict=True)
+        ],
         num_infra=[sum(model.domains[name].num_infra for name in names) for model in models],
         omitted=[name for name in evaluated if name not in names],
     )
@@ -184,12 +206,14 @@ def read_comparison(out: Path) -> Comparison | None:
     return read_result(path, Comparison, f"stretto compare … -o {out}") if path.is_file() else None
 
 
-def _answers(measure: str, models: Sequence[Evaluation], names: Sequence[str]) -> list[float | None]:
+def _answers(
+    measure: str, models: Sequence[Evaluation], names: Sequence[str], are_same: Sequence[bool]
+) -> list[float | None]:
     means: list[float | None] = []
-    for model in models:
+    for model, same in zip(models, are_same, strict=True):
         values = [own[measure] for name in names if measure in (own := measures_of(model.domains[name]))]
         is_like = measure not in ("vendi", "clusters") or model.asked.get("embed") == models[0].asked.get("embed")
-        means.append(float(np.mean(values)) if len(values) == len(names) and is_like else None)
+        means.append(float(np.mean(values)) if len(values) == len(names) and is_like and same else None)
     return means
 
 
@@ -218,7 +242,7 @@ def comparison_table(found: Comparison) -> Table:
     for name, scores in found.scores.items():
         notes = _gains(found, found.differences[name], found.p_values[name])
         last = [share_cell(each[name][1], each[name][0]) if name in each else NOTHING for each in beside.values()]
-        rows.append((Cell(name), *map(share_cell, scores, notes), *last))
+        rows.append((Cell(name, note=_problems(found, [name])), *map(share_cell, scores, notes), *last))
 
     def total(label: str, note: str, cells: Iterable[Cell]) -> tuple[Cell, ...]:
         """A row with values for all models but the reference."""
@@ -233,13 +257,29 @@ def comparison_table(found: Comparison) -> Table:
     if any(found.norms):
         totals.append(total("Normalised score", "share of the teachers' gain", map(_lead, found.norms)))
         totals.append(total("Worst normalised score", "and its domain", map(_least_lead, found.norms)))
-    totals.append((Cell("FLOPs per task"), *[Cell(si(each, "FLOPs"), each) for each in found.flops_per_task], *rest))
+    flops = [NOTHING if each is None else Cell(si(each, "FLOPs"), each) for each in found.flops_per_task]
+    totals.append((Cell("FLOPs per task"), *flops, *rest))
     totals.append((Cell("Infra errors"), *[Cell(f"{num}", num) for num in found.num_infra], *rest))
     columns = ("Domain", *found.models, *beside)
-    note = f"{INTERVALS} {INFRA} Differences are paired, in points, to {reference_name}; {STAR}: significant (permutation test, Holm)."
+    note = _compared_problems(found)
+    if None in found.flops_per_task:
+        note += " Trivial baselines, measures of answers and FLOPs of an evaluation with other problems are left out."
+    note += f" {INTERVALS} {INFRA} Differences are paired, in points, to {reference_name}; {STAR}: significant (permutation test, Holm)."
     if found.omitted:
         note += f" Omitted, because not all models were evaluated on them: {', '.join(found.omitted)}."
     return Table("Scores by domain", columns, tuple(rows), tuple(totals), f"{note} {found.refusal}".strip())
+
+
+def _problems(found: Comparison, names: Collection[str]) -> str:
+    """``4 of 20 problems``, or ``20 problems`` if all are compared."""
+    num, evaluated = (sum(counts[name] for name in names) for counts in (found.num_problems, found.num_evaluated))
+    return counted(num, "problem") if num == evaluated else f"{num:,} of {counted(evaluated, 'problem')}"
+
+
+def _compared_problems(found: Comparison) -> str:
+    """How many problems are compared, one sentence."""
+    text = f"Compared on {_problems(found, found.scores)}"
+    return f"{text}." if found.num_problems == found.num_evaluated else f"{text}: those with a score of every model."
 
 
 def _stage_measures(found: Comparison) -> dict[str, list[float | None]]:
@@ -403,6 +443,8 @@ def comparison_headline(found: Comparison) -> str:
         f"{found.models[last]} scores {now}, {found.models[found.reference]} {was}; its worst domain is {found.worst[last]}, "
         f"{signed_points(worst)} points."
     )
+    if found.num_problems != found.num_evaluated:
+        headline += f" {_compared_problems(found)}"
     if last != found.reference:
         headline += f" Significant differences: {', '.join(found.significant(last)) or 'no domain'}, of {counted(len(found.scores), 'domain')}."
     if (mean := found.norms[last]) is not None:

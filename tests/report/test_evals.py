@@ -286,6 +286,31 @@ def test_only_common_problems_and_domains_are_compared() -> None:
     assert found.norms == [None, None]
 
 
+def test_problems_that_are_left_out_are_counted_and_their_baselines_and_measures_too() -> None:
+    """An evaluation of all problems beside one of a few: both are compared on the few."""
+    few = {name: values[:4] for name, values in BETTER.items()}
+    models = [evaluation("a", START), evaluation("b", few)]
+    found = compare(models, {})
+    assert found.num_problems == {"sums": 4, "words": 4} and found.num_evaluated == {"sums": 20, "words": 20}
+    assert found.baselines == {}, "those of the reference are of 20 problems"
+    assert found.answers["vendi"] == [None, 2.5] and found.flops_per_task == [None, 0.0]
+    table = comparison_table(found)
+    assert [row[0].note for row in table.rows] == ["4 of 20 problems"] * 2
+    assert "Trivial baseline" not in table.columns and "of an evaluation with other problems are left out" in table.note
+    words = "Compared on 8 of 40 problems: those with a score of every model."
+    assert words in comparison_page(found).headline and words in table.note
+    assert compare(models, {}, reference=1).baselines.keys() == START.keys(), "the reference was asked no other ones"
+    whole = compare([models[0], evaluation("c", BETTER)], {})
+    assert [row[0].note for row in comparison_table(whole).rows] == ["20 problems"] * 2
+    assert comparison_table(whole).note.startswith("Compared on 40 problems. Intervals")
+    assert "ompared on" not in comparison_page(whole).headline
+    unscored = compare(
+        [models[0], evaluation("d", {"sums": [None, *BETTER["sums"][1:]], "words": BETTER["words"]})], {}
+    )
+    assert unscored.num_problems["sums"] == 19 and "are left out" not in comparison_table(unscored).note
+    assert unscored.baselines.keys() == START.keys()
+
+
 def test_a_teacher_without_a_lead_is_told_not_hidden() -> None:
     found = compare(
         [evaluation("sft", START), evaluation("rl", BETTER)], {"words": evaluation("bad", {"words": [0.0, 0.5] * 10})}
