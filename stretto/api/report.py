@@ -216,9 +216,6 @@ def gather(run: Path, controls: Sequence[Path] = ()) -> ReportData:
         shown[name] = subnets[name]
     models = _models(run, lineage)
     healed = _find_healed(models, batches, str(ranks.device))
-    # an extracted checkpoint that was healed counts once, as the healed one, whose cost includes the extraction
-    used = {parent.run_id for _, each in models for parent in each.parents}
-    last = [(folder, each) for folder, each in reversed(models) if each.parents and each.run_id not in used]
     newest = healed[-1].lineage if healed else lineage
     commands = [("Serve all sizes, with a web page", f"stretto serve {run}")]
     if (post_trained := last_result(run / POST)) is not None:
@@ -245,7 +242,7 @@ def gather(run: Path, controls: Sequence[Path] = ()) -> ReportData:
         kept=_kept(config, search.chosen.subnet) if search else None,
         loads=tuple(_load(checkpoint, name, subnet, batches) for name, subnet in shown.items()),
         ledger=ledger(newest) if newest else None,
-        family=_family(last),
+        family=_family([*reversed(models)]),
         elasticity=elasticity,
         mixture_drawn={kind: num / total for kind, num in sorted(mixture.items())},
         mixture_configured=_configured(recipe.elastic) if recipe.elastic is not None else {},
@@ -365,13 +362,15 @@ def _load(checkpoint: Checkpoint, name: str, subnet: Subnet, batches: tuple[Eval
 
 def _family(models: Sequence[tuple[Path, Lineage]]) -> Family | None:
     """Cost of the parent and these sizes against training each size alone on the parent's tokens. A model of the parent's shape is not a size.
+    A checkpoint and what was made of it, such as an extracted one and the healed one, are one size: the last one, whose cost includes the others.
 
     None if there is no size, if they have several parents, or if the parent's training was not measured.
     """
     stages = {stage.run_id: stage for stage in distinct(stage for _, lineage in models for stage in history(lineage))}
     shared = frozenset().union(*(parents_of(lineage) for _, lineage in models))
+    ancestors = {stage.run_id for _, lineage in models for stage in history(lineage) if stage.run_id != lineage.run_id}
     sizes = list({lineage.run_id: (folder, lineage) for folder, lineage in models if lineage.parents}.values())
-    sizes = [(folder, lineage) for folder, lineage in sizes if lineage.run_id not in shared]
+    sizes = [(folder, lineage) for folder, lineage in sizes if lineage.run_id not in ancestors]
     origins = [stage for stage in stages.values() if not stage.parents]
     recipes = {run: recipe for run, stage in stages.items() if (recipe := _recipe_of(stage)) is not None}
     if len(origins) != 1 or not sizes or not isinstance(first := recipes.get(origins[0].run_id), Recipe):

@@ -303,6 +303,12 @@ def test_from_text_to_a_small_model(tmp_path: Path, text: Path) -> None:
     assert stretto.cost([made, tuned]).family is None, "a network of the parent's shape is no size of it"
     three = stretto.cost([made, tuned, healed])
     assert three.family == costs.family, "nor is it one beside a real size"
+    beside = shutil.copytree(healed.folder, tmp_path / "chat" / "checkpoint")
+    write_lineage(beside, new_lineage(name="chat", stage="sft", parents=(healed.lineage,), receipt=receipt, **counts))
+    with_cut, with_chat = stretto.cost([made, small, healed]).family, stretto.cost([healed, beside, small]).family
+    assert with_cut == costs.family, "an extracted model and the healed one are one size"
+    assert with_chat is not None and [row.name for row in with_chat.rows][1:] == ["chat"], "nor is SFT of it another"
+    assert with_chat.rows[1].own_flops == alone.flops + receipt.flops
     assert costs.models[0].elasticity is not None and costs.models[1].elasticity is None
     assert "Several sizes from one parent" in costs._repr_html_() and costs.plot().figure.axes
     assert "Cost by stage: run-extract-heal" in repr(costs) and "Cost by stage:" not in repr(stretto.cost(healed))
