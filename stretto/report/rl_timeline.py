@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +25,9 @@ _MOST_LANES = 64
 """Largest number of groups that the detail shows side by side; more would be thinner than two pixels."""
 _GAP_SHARE = 0.1
 """Idle time, as a share of the run, that is cut out of the strip: the run was stopped."""
-_TRAINER = {"step": BLUE, "publish": GREEN, "snapshot": SAND, "wait": ORANGE}
+_STEP_SHARE, _VERSION_SHARE = 0.09, 0.035
+"""Least distance of two labels in the detail, as a share of its width: of steps, and of versions."""
+_TRAINER = {"start": MUTED, "step": BLUE, "publish": GREEN, "snapshot": SAND, "wait": ORANGE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +82,12 @@ def timeline_caption(spans: Sequence[Span]) -> str:
     times = sorted(span.seconds for span in spans if span.role == "agents")
     if not times:
         return "No group was dispatched."
-    return (
-        f"{counted(len(times), 'group')} dispatched; median duration {duration(times[len(times) // 2])}, longest "
-        f"{duration(times[-1])}. trace.json in the run folder holds all of them."
-    )
+    text = f"{counted(len(times), 'group')} dispatched; median duration {duration(times[len(times) // 2])}, longest {duration(times[-1])}. "
+    if starts := [span.seconds for span in spans if (span.role, span.name) == ("trainer", "start")]:
+        text += (
+            f"Shares and means are of all the time drawn, of which starts of the trainer took {duration(sum(starts))}. "
+        )
+    return f"{text}trace.json in the run folder holds all of them."
 
 
 def without_gaps(spans: Sequence[Span]) -> tuple[list[Span], list[Cut]]:
@@ -125,8 +131,13 @@ def covered(spans: Sequence[Span], edges: np.ndarray) -> np.ndarray:
 
 def _close_up(axes: Axes, spans: Sequence[Span], steps: Sequence[Span]) -> None:
     """Draw a bar per group in the colour of the step that trains it, below the trainer and the engines."""
-    first = max(0, min(len(steps) // 2, len(steps) - _CLOSE_STEPS))
-    shown = steps[first : first + _CLOSE_STEPS]
+    starts = [span.started_s for span in spans if (span.role, span.name) == ("trainer", "start")]
+    stretches: dict[int, list[Span]] = {}  # steps by the number of starts before them
+    for span in steps:
+        stretches.setdefault(bisect(starts, span.started_s), []).append(span)
+    longest = max(stretches.values(), key=len)
+    first = max(0, min(len(longest) // 2, len(longest) - _CLOSE_STEPS))
+    shown = longest[first : first + _CLOSE_STEPS]
     low, high = shown[0].started_s, shown[-1].finished_s
     low, high = low - 0.06 * (high - low), high + 0.02 * (high - low)
     inside = [span for span in spans if span.finished_s > low and span.started_s < high]
@@ -137,15 +148,26 @@ def _close_up(axes: Axes, spans: Sequence[Span], steps: Sequence[Span]) -> None:
     thick = num_lanes / 9  # of the trainer and the engines, in lanes
     top = thick * (0.9 + len(engines))
     rows = {name: thick * (0.5 + place) for place, name in enumerate(engines)}
+    labels_s: dict[str, float] = {}  # place of the last label, by role
+
+    def has_room(role: str, at_s: float, share: float) -> bool:
+        """Whether a label at ``at_s`` is far enough from the one before it, and has its place recorded."""
+        is_far = at_s - labels_s.get(role, -math.inf) > share * (high - low)
+        labels_s[role] = at_s if is_far else labels_s[role]
+        return is_far
+
     for span in inside:
         bar = [(span.started_s, span.seconds)]
         if span.role == "trainer":
-            _trainer_bar(axes, span, colour, (top, thick * 1.2))
+            is_named = span.name == "step" and _step(span) in colour
+            is_named = is_named and has_room(span.role, span.started_s + span.seconds / 2, _STEP_SHARE)
+            _trainer_bar(axes, span, colour, (top, thick * 1.2), is_named)
         elif span.role in rows:
             y = rows[span.role]
             axes.broken_barh(bar, (y, thick * 0.7), facecolor=INK, zorder=3)
             look: dict[str, Any] = {"va": "center", "fontsize": 9.5, "color": MUTED, "clip_on": True}
-            axes.text(span.finished_s, y + thick * 0.35, f" v{_fact(span, 'version')}", **look)
+            if has_room(span.role, span.finished_s, _VERSION_SHARE):
+                axes.text(span.finished_s, y + thick * 0.35, f" v{_fact(span, 'version')}", **look)
         elif span.lane < num_lanes:
             step = owner.get(_fact(span, "ordinal"))
             face, edge = (ABSENT, PALE) if step is None else (colour.get(step, PALE), "none")
@@ -160,11 +182,11 @@ def _close_up(axes: Axes, spans: Sequence[Span], steps: Sequence[Span]) -> None:
                     "hollow: dropped, or not trained yet", "v: version that an engine activates"])  # fmt: skip
 
 
-def _trainer_bar(axes: Axes, span: Span, colour: dict[int, str], row: tuple[float, float]) -> None:
+def _trainer_bar(axes: Axes, span: Span, colour: dict[int, str], row: tuple[float, float], is_named: bool) -> None:
     look: dict[str, Any] = {"facecolor": _TRAINER.get(span.name, "none"), "linewidth": 0.0}
     if span.name == "step":
         look = {"facecolor": colour.get(_step(span), PALE), "edgecolor": "white", "linewidth": 1.2}
-        if _step(span) in colour:
+        if is_named:
             words: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 10.5, "fontweight": "bold"}
             middle = (span.started_s + span.seconds / 2, row[0] + row[1] / 2)
             axes.text(*middle, f"step {_step(span)}", color=INK, path_effects=[HALO], clip_on=True, zorder=4, **words)

@@ -27,7 +27,7 @@ from stretto.report.rl import (
     smoothed,
     summary,
 )
-from stretto.report.rl_timeline import covered, timeline, without_gaps
+from stretto.report.rl_timeline import covered, timeline, timeline_caption, without_gaps
 
 STEPS = 12
 SOURCES = ("backward", "sums")
@@ -193,6 +193,33 @@ def test_steps_of_the_timeline_count_as_metrics_do() -> None:
     spans = [Span("trainer", "step", 10.0, 12.0, 0, {"step": 0, "ordinals": [5, 7]})]
     (*_, close_up) = timeline(spans).axes
     assert [text.get_text() for text in close_up.texts if "step 1" in text.get_text()] == ["step 1"]
+
+
+def restarted() -> list[Span]:
+    """Two steps, then a start of a minute, then three steps."""
+    found = [Span("trainer", "start", 0.0, 60.0), Span("trainer", "start", 64.0, 124.0)]
+    for step, start in enumerate((60.0, 62.0, 124.0, 126.0, 126.1)):
+        found.append(Span("trainer", "step", start, start + 2.0, 0, {"step": step, "ordinals": [step]}))
+        found.append(Span("engine-0", "activate", start + 1.8, start + 1.9, 0, {"version": step}))
+    return found
+
+
+def test_starts_of_the_trainer_are_drawn_with_their_share() -> None:
+    trainer = timeline(restarted()).axes[0]
+    assert "start  94 %" in [text.get_text() for text in trainer.texts]
+    assert "are of all the time drawn, of which starts of the trainer took 2 min 00 s." in timeline_caption(
+        spans()[1:] + restarted()
+    )
+    assert "starts" not in timeline_caption(spans())
+
+
+def test_the_steps_in_detail_are_between_two_starts_and_their_labels_apart() -> None:
+    (*_, close_up) = timeline(restarted()).axes
+    assert close_up.get_title(loc="left") == "Steps 3 to 5 in detail"
+    assert close_up.get_xlim()[0] > 123.0, "no start is stretched over the width"
+    words = [text.get_text().strip() for text in close_up.texts]
+    assert "step 3" in words and "step 4" in words and "step 5" not in words, "step 5 begins 0.1 s after step 4"
+    assert [word for word in words if word in ("v2", "v3", "v4")] == ["v2", "v3"]
 
 
 @pytest.fixture
