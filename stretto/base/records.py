@@ -41,7 +41,8 @@ class Receipt(Config):
     num_devices: int = Field(default=1, ge=1)
     """Devices used at once, over all ranks; a sum keeps the largest."""
     flops: int = Field(default=0, ge=0)
-    """Floating-point operations executed, over all devices; a multiply-add is two. An integer, because floats are not exact."""
+    """Floating-point operations of all devices, computed from shapes; a multiply-add is two. Attention is counted as if every row were
+    one document, so packed rows, whose documents attend to themselves alone, execute less. An integer, because floats are not exact."""
     tokens: int = Field(default=0, ge=0)
     """Tokens the stage trained on, without padding, counted each time they are used; tokens of evaluations are not counted."""
     device_s: float = Field(default=0.0, ge=0)

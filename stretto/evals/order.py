@@ -289,7 +289,7 @@ def _through(model: Transformer, layer: int, carried: _Carried, watch: Watch | N
 
 
 def _layer_flops(config: ModelConfig, layer: int, num_tokens: int, length: int) -> int:
-    """Forward FLOPs of one layer. Masked attention computes every score, as in training."""
+    """Forward FLOPs of one layer. Attention is counted as if every row were one document, as in training."""
     head = 2 * num_tokens * config.vocab_size * config.hidden_size
     return count(config, config.full([layer])).forward_flops(num_tokens, length) - head
 

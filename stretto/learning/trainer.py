@@ -260,6 +260,7 @@ class TrainerRole:
                 raise NonFiniteError(f"step {step + 1}: {error} in a new run, or try --resume") from None
             updated = time.perf_counter()
             shapes, counts = [micro.batch.tokens_BT.shape for micro in flat], count(config, config.full())
+            # attention as if every row were one document, as in `stretto.train.step`
             flops = sum(counts.forward_flops(rows * length, length) for rows, length in shapes)
             self._meter.add(flops=(scores + len(self._teachers)) * flops)
             num_samples, num_tokens = sum(ref.num_samples for ref in refs), sum(ref.num_tokens for ref in refs)

@@ -582,7 +582,8 @@ def parse_subnet(
 class Counts:
     """Sizes of a Subnet, derived from shapes. One multiply-add is two FLOPs.
 
-    A test compares them with the operations that a forward and backward pass executes, so the FLOPs of receipts are executed work.
+    A test compares them with the operations that a forward and backward pass executes on rows of one document. Attention on packed
+    rows executes fewer. The FLOPs of receipts count it as if every row were one document.
     """
 
     total_params: int

@@ -69,7 +69,10 @@ def ledger_table(ledger: Ledger, name: str = "") -> Table:
     shown = in_columns((*rows, *totals), None, None, _flops_alike, numbers.si_alike, numbers.durations_alike)
     columns = ("Stage", "Counts as", "FLOPs", "Tokens", "Device time", "Peak memory")
     title = f"Cost by stage: {name}" if name else "Cost by stage"
-    note = "Tokens: those that a loss was computed on; in SFT only the tokens of the answers."
+    note = (
+        "FLOPs: attention is counted as if every row were one document; packed rows execute less. "
+        "Tokens: those that a loss was computed on; in SFT only the tokens of the answers."
+    )
     return Table(title, columns, shown[: len(rows)], shown[len(rows) :], note, num_words=2)
 
 
@@ -146,7 +149,9 @@ def cost_bars(ledger: Ledger | None, family: Family | None) -> Figure:
     num_lines = -(-len(nameless) // num_columns)
     title = "Cost with and without the parent"
     figure = style.blank(10.0, 1.9 + 0.95 * len(bars) + 0.27 * num_lines)
-    axes = style.dress(figure.subplots(), title, f"{prefix}FLOPs executed", "", grid="x")
+    axes = style.dress(
+        figure.subplots(), title, f"{prefix}FLOPs, attention counted as if every row were one document", "", grid="x"
+    )
     for place, ((_, parts), total) in enumerate(zip(bars, totals, strict=True)):
         left = 0.0
         for part in parts:

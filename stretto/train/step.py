@@ -143,7 +143,8 @@ class StepResult:
     grad_norm: float
     """Global norm before clipping."""
     flops: int
-    """FLOPs of the model's matrix products, forward and backward, teachers and recomputation included."""
+    """FLOPs of the model's matrix products, forward and backward, teachers and recomputation included. Attention is counted as if every
+    row were one document; packed rows execute less."""
     counts: dict[int, Tensor] = field(default_factory=dict)
     """Tokens routed to each expert, padding excluded, by MoE row, [W, E]."""
     streams_N: list[Mapping[str, Tensor]] = field(default_factory=list)
@@ -200,7 +201,7 @@ def optimisation_step(
                 counts[row] = counts[row] + counts_WE if row in counts else counts_WE
             if batch.objective is not None:
                 streams_N.append(done.measured.streams_N)
-        flops += _executed_flops(model.config, batch, ranks.world)
+        flops += _step_flops(model.config, batch, ranks.world)
     for value in nll_by_kind.values():
         ranks.sum(value)
     counts = {row: ranks.sum(counts_WE) for row, counts_WE in counts.items()}
@@ -349,7 +350,7 @@ def _partly_taught(
     return Measured(loss, nll_N)
 
 
-def _executed_flops(config: ModelConfig, batch: MicroBatch, world: int) -> int:
+def _step_flops(config: ModelConfig, batch: MicroBatch, world: int) -> int:
     """FLOPs of the passes of all ranks: forward and backward of trained passes, forward of a teacher."""
     num_passes = 4 if batch.ctx.recompute else 3
     num_own, length = batch.ids_BT.shape
@@ -365,7 +366,8 @@ def _executed_flops(config: ModelConfig, batch: MicroBatch, world: int) -> int:
 
 
 def _forward_flops(config: ModelConfig, subnet: Subnet, num_rows: int, length: int) -> int:
-    """FLOPs of a forward pass. A masked Subnet computes router scores of all experts, and masked attention computes all scores."""
+    """FLOPs of a forward pass. A masked Subnet computes router scores of all experts. Attention is counted as if every row were one
+    document: all scores of the row. Kernels that attend by document execute less on packed rows."""
     return count(config, executed(config, subnet)).forward_flops(num_rows * length, length)
 
 
@@ -373,7 +375,8 @@ def _forward_flops(config: ModelConfig, subnet: Subnet, num_rows: int, length: i
 def metered(model: Transformer, meter: Meter) -> Iterator[None]:
     """Add the FLOPs of every forward pass of ``model`` inside this block to ``meter``: the cost of measurements outside of training steps.
 
-    No trained tokens are counted. The head is counted once per pass, whether or not it is applied.
+    No trained tokens are counted. The head is counted once per pass, whether or not it is applied. Attention is counted as if every row were
+    one document.
     """
 
     def add(module: Transformer, arguments: tuple[Any, ...], output: Any) -> None:

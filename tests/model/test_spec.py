@@ -373,7 +373,8 @@ def test_parameters_are_those_of_the_model(name: str, part: str) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("part", ["full", "cut"])
 @pytest.mark.parametrize("documents", [False, True])
-def test_forward_and_backward_execute_what_is_counted(name: str, part: str, documents: bool) -> None:
+def test_rows_of_one_document_execute_what_is_counted(name: str, part: str, documents: bool) -> None:
+    """With ``documents`` the one document of each row is numbered, and attention may be masked."""
     model = count_network(name)
     own = model if part == "full" else extract(model, small(model.config))
     counts, tokens = count(own.config, own.config.full()), ROWS * LENGTH
@@ -413,7 +414,7 @@ def test_a_sink_is_a_key_and_a_channel_more() -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_step_states_what_it_executed(name: str) -> None:
+def test_a_step_on_rows_of_one_document_states_what_it_executed(name: str) -> None:
     """Full and narrowed micro-batches, an anchor with its teacher, and another count_network as teacher."""
     model, parent = count_network(name), count_network("plain")
     config, ranks = model.config, join("cpu")

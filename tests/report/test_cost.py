@@ -56,6 +56,7 @@ def test_ledger_table_shows_cost_with_and_without_the_parent() -> None:
     whole = next(line for line in lines if "With its parent" in line)
     assert "5.20 kFLOPs" in alone and "1 min 01 s" in alone
     assert "65.2 kFLOPs" in whole and "2 min 02 s" in whole
+    assert "packed rows execute less" in ledger_table(LEDGER).note
 
 
 def test_a_model_from_scratch_has_no_row_for_a_parent() -> None:
@@ -126,6 +127,7 @@ def test_cost_bars_add_up() -> None:
     # the axis is in thousands, since the largest bar is
     assert [round(1000 * ends[place]) for place in range(4)] == [100, 1_000, 1_000, 700]
     assert any("computed" in label.get_text() for label in figure.axes[0].get_yticklabels())
+    assert figure.axes[0].get_xlabel() == "kFLOPs, attention counted as if every row were one document"
 
 
 STAGES = ("elasticize", "extract", "heal", "sft", "rl", "online", "distill", "merge")
