@@ -87,15 +87,15 @@ class Comparison:
     omitted: list[str] = field(default_factory=list)
     """Domains that not all models were evaluated on; nothing of them is compared."""
 
-    def significant(self, place: int) -> list[str]:
+    def significant(self, index: int) -> list[str]:
         """Domains in which a model differs significantly from the reference."""
-        return [name for name, each in self.p_values.items() if each[place] < 1 - LEVEL]
+        return [name for name, each in self.p_values.items() if each[index] < 1 - LEVEL]
 
     @property
     def worst(self) -> list[str]:
         """Domain with the smallest difference to the reference, one per model."""
         gains = self.differences
-        return [min(gains, key=lambda name: gains[name][place].value) for place in range(len(self.models))]
+        return [min(gains, key=lambda name: gains[name][index].value) for index in range(len(self.models))]
 
 
 def compare(
@@ -118,28 +118,16 @@ def compare(
         )
     if absent := sorted(set(teachers) - set(names)):
         raise UserError(f"--teacher {absent[0]}: no such domain in all evaluations; they have {', '.join(names)}")
-    values: dict[str, np.ndarray] = {}
-    common: dict[str, list[int]] = {}
-    for name in names:
-        rows = [*models, *([teachers[name]] if name in teachers else [])]
-        for other in rows[1:]:
-            _check_asked(name, rows[0], other)
-        known = [dict(zip(each.domains[name].items, each.domains[name].values, strict=True)) for each in rows]
-        items = common[name] = [item for item in known[0] if all(item in each for each in known)]
-        values[name] = judged(name, np.array([[each[item] for item in items] for each in known], np.float64))
-    places = range(len(models))
-    others = [place for place in places if place != reference]
-    tests = [(name, place) for name in names for place in others]
-    raw = [flip_p(values[name][place] - values[name][reference], seed=seed) for name, place in tests]
-    p_values = {name: [1.0] * len(models) for name in names}
-    for (name, place), p in zip(tests, holm(raw), strict=True):
-        p_values[name][place] = p
+    rows = {name: [*models, *filter(None, [teachers.get(name)])] for name in names}
+    common = {name: _common_items(name, rows[name]) for name in names}
+    values = {name: _common_values(name, rows[name], common[name]) for name in names}
+    indices = range(len(models))
     scores = {name: [mean_interval({name: x_P}, seed) for x_P in values_MP] for name, values_MP in values.items()}
-    previous, refusal = [_previous(place, models) for place in places], ""
+    previous, refusal = [_previous(index, models) for index in indices], ""
     norms: list[Norm | None] = [None] * len(models)
     if teachers:
         try:
-            norms = [norm(values, place, reference, dict.fromkeys(teachers, len(models)), seed) for place in places]
+            norms = [norm(values, index, reference, dict.fromkeys(teachers, len(models)), seed) for index in indices]
         except UserError as refused:
             refusal = str(refused)
 
@@ -149,12 +137,12 @@ def compare(
 
     are_same = [all(is_same(model, name) for name in names) for model in models]
 
-    def difference(domains: Sequence[str], place: int, other: int) -> Interval:
-        gains = {name: values[name][place] - values[name][other] for name in domains}
+    def difference(domains: Sequence[str], index: int, other: int) -> Interval:
+        gains = {name: values[name][index] - values[name][other] for name in domains}
         return mean_interval(gains, seed, bounds=(-1.0, 1.0))
 
     def changes(domains: Sequence[str]) -> list[Interval | None]:
-        return [None if before is None else difference(domains, place, before) for place, before in enumerate(previous)]
+        return [None if before is None else difference(domains, index, before) for index, before in enumerate(previous)]
 
     return Comparison(
         models=[model.name for model in models],
@@ -162,11 +150,11 @@ def compare(
         num_problems={name: values[name].shape[1] for name in names},
         num_evaluated={name: len({item for each in models for item in each.domains[name].items}) for name in names},
         scores={name: scores[name][: len(models)] for name in names},
-        differences={name: [difference([name], place, reference) for place in places] for name in names},
-        p_values=p_values,
-        means=[mean_interval({name: values[name][place] for name in names}, seed) for place in places],
-        mean_differences=[difference(names, place, reference) for place in places],
-        kept=[retention(values, place, reference, seed) for place in places],
+        differences={name: [difference([name], index, reference) for index in indices] for name in names},
+        p_values=_p_values(values, len(models), reference, seed),
+        means=[mean_interval({name: values[name][index] for name in names}, seed) for index in indices],
+        mean_differences=[difference(names, index, reference) for index in indices],
+        kept=[retention(values, index, reference, seed) for index in indices],
         previous=previous,
         changes={name: changes([name]) for name in names},
         mean_changes=changes(names),
@@ -189,9 +177,34 @@ def compare(
     )
 
 
-def _previous(place: int, models: Sequence[Evaluation]) -> int | None:
+def _common_items(domain: str, rows: Sequence[Evaluation]) -> list[int]:
+    """Problems that every row was asked, in the order of the first. Raises `UserError`: the domain's settings differ."""
+    for other in rows[1:]:
+        _check_asked(domain, rows[0], other)
+    shared = set.intersection(*(set(each.domains[domain].items) for each in rows))
+    return [item for item in rows[0].domains[domain].items if item in shared]
+
+
+def _common_values(domain: str, rows: Sequence[Evaluation], items: Sequence[int]) -> np.ndarray:
+    """Scores [row, problem] of ``items``; problems without a verdict in every row are left out."""
+    known = [dict(zip(each.domains[domain].items, each.domains[domain].values, strict=True)) for each in rows]
+    return judged(domain, np.array([[each[item] for item in items] for each in known], np.float64))
+
+
+def _p_values(values: Mapping[str, np.ndarray], num_models: int, reference: int, seed: int) -> dict[str, list[float]]:
+    """By domain, one p-value per model for its difference to the reference: sign-flip tests, corrected by Holm over all of them.
+    1 for the reference itself."""
+    tests = [(name, index) for name in values for index in range(num_models) if index != reference]
+    raw = [flip_p(values[name][index] - values[name][reference], seed=seed) for name, index in tests]
+    p_values = {name: [1.0] * num_models for name in values}
+    for (name, index), p in zip(tests, holm(raw), strict=True):
+        p_values[name][index] = p
+    return p_values
+
+
+def _previous(index: int, models: Sequence[Evaluation]) -> int | None:
     """Index of the nearest ancestor of a model among ``models``, by their lineages; None: there is none."""
-    ancestors = models[place].stages[:-1]
+    ancestors = models[index].stages[:-1]
     found = [
         (ancestors.index(each.stages[-1]), -at)
         for at, each in enumerate(models)
@@ -246,7 +259,7 @@ def comparison_table(found: Comparison) -> Table:
 
     def total(label: str, note: str, cells: Iterable[Cell]) -> tuple[Cell, ...]:
         """A row with values for all models but the reference."""
-        others = [NOTHING if place == reference else cell for place, cell in enumerate(cells)]
+        others = [NOTHING if index == reference else cell for index, cell in enumerate(cells)]
         return (Cell(label, note=note), *others, *rest)
 
     totals = [
@@ -290,7 +303,7 @@ def _stage_measures(found: Comparison) -> dict[str, list[float | None]]:
 
 def stage_table(found: Comparison) -> Table:
     """Change of every model against the stage before it: scores by domain, normalised score, and diversity of answers."""
-    stages = [(place, before) for place, before in enumerate(found.previous) if before is not None]
+    stages = [(index, before) for index, before in enumerate(found.previous) if before is not None]
 
     def row(label: str, gains: Sequence[Interval | None]) -> tuple[Cell, ...]:
         known = [gain for gain in gains if gain is not None]
@@ -300,15 +313,15 @@ def stage_table(found: Comparison) -> Table:
     totals = [row("Mean of domains", found.mean_changes)]
     for label, values in _stage_measures(found).items():
         cells = []
-        for place, before in stages:
-            old, new = values[before], values[place]
+        for index, before in stages:
+            old, new = values[before], values[index]
             if old is None or new is None:
                 cells.append(NOTHING)
             else:
                 cells.append(Cell(f"{rounded(old)} → {rounded(new)}", new - old))
         if any(cell is not NOTHING for cell in cells):
             totals.append((Cell(label), *cells))
-    columns = ("Domain", *(f"{found.models[place]} after {found.models[before]}" for place, before in stages))
+    columns = ("Domain", *(f"{found.models[index]} after {found.models[before]}" for index, before in stages))
     note = f"Scores: paired differences to the stage before, in points, with {percent(LEVEL)} confidence intervals."
     rows = tuple(row(name, gains) for name, gains in found.changes.items())
     return Table("Change by stage", columns, rows, tuple(totals), note)
@@ -317,19 +330,19 @@ def stage_table(found: Comparison) -> Table:
 def losses(found: Comparison) -> str:
     """Every loss against the stage before, in words: scores, normalised score and diversity. Empty without stages."""
     sentences = []
-    for place, before in enumerate(found.previous):
+    for index, before in enumerate(found.previous):
         if before is None:
             continue
-        gains = {name: each[place] for name, each in found.changes.items()}
+        gains = {name: each[index] for name, each in found.changes.items()}
         worse = [
             f"{name} {signed_points(gain)} points" for name, gain in gains.items() if gain and round(gain.value, 3) < 0
         ]
         for label, values in _stage_measures(found).items():
-            old, new = values[before], values[place]
+            old, new = values[before], values[index]
             if old is not None and new is not None and new < old and rounded(new) != rounded(old):
                 worse.append(f"{label} from {rounded(old)} to {rounded(new)}")
         if worse:
-            sentences.append(f"{found.models[place]} loses against {found.models[before]}: {'; '.join(worse)}.")
+            sentences.append(f"{found.models[index]} loses against {found.models[before]}: {'; '.join(worse)}.")
     if not sentences and any(before is not None for before in found.previous):
         sentences.append("No stage loses against the stage before.")
     return " ".join(sentences)
@@ -338,7 +351,7 @@ def losses(found: Comparison) -> str:
 def _gains(found: Comparison, gains: Sequence[Interval], p_values: Sequence[float] = ()) -> list[str]:
     stars = [f" {STAR}" if p < 1 - LEVEL else "" for p in p_values] or [""] * len(gains)
     texts = [f"{signed_points(gain)}{star}" for gain, star in zip(gains, stars, strict=True)]
-    return ["" if place == found.reference else text for place, text in enumerate(texts)]
+    return ["" if index == found.reference else text for index, text in enumerate(texts)]
 
 
 def battle_table(found: Battles) -> Table:
@@ -394,8 +407,8 @@ def domain_lines(found: Comparison) -> Figure:
     figure = style.blank(10.0, 5.6)
     axes = style.dress(figure.subplots(), "Scores by domain", "", "score, %", grid="y")
     ends, colours = [], style.shades(SERIES, len(found.scores))
-    for place, ((name, scores), colour) in enumerate(zip(found.scores.items(), colours, strict=True)):
-        x = np.arange(len(scores)) + 0.03 * place
+    for index, ((name, scores), colour) in enumerate(zip(found.scores.items(), colours, strict=True)):
+        x = np.arange(len(scores)) + 0.03 * index
         y = np.array([100 * score.value for score in scores])
         spread = np.array([[score.value - score.low, score.high - score.value] for score in scores]).T * 100
         axes.errorbar(x, y, spread, color=colour, fmt="o", elinewidth=1.0, capsize=3)
@@ -436,9 +449,9 @@ def score_by_cost(found: Comparison) -> Figure:
 
 def comparison_headline(found: Comparison) -> str:
     """The last model that is not the reference, against the reference."""
-    last = max((place for place in range(len(found.models)) if place != found.reference), default=found.reference)
+    last = max((index for index in range(len(found.models)) if index != found.reference), default=found.reference)
     worst = found.differences[found.worst[last]][last]
-    was, now = (percent(found.means[place].value) for place in (found.reference, last))
+    was, now = (percent(found.means[index].value) for index in (found.reference, last))
     headline = (
         f"{found.models[last]} scores {now}, {found.models[found.reference]} {was}; its worst domain is {found.worst[last]}, "
         f"{signed_points(worst)} points."
