@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from bench.common.delayed import KIND
-from bench.common.measure import finish, half_width, refusing, table
+from bench.common.measure import finish, refusing, shown_mean, table
 from bench.common.pictures import save_picture
-from bench.common.rl_curves import START, at_end, searched, start_once
+from bench.common.rl_curves import START, at_end, best_rate, searched, start_once
 from bench.common.study import Results, Run, carry_out, is_record, read_fields, recorded, study_parser, write_record
 from stretto.base.config import read_recipe
 from stretto.base.paths import RECIPES
@@ -119,9 +119,8 @@ class Curves:
         return {rate: self.results[run] for rate, run in names.items() if run in self.results}
 
     def best_rate(self, bound: int) -> float | None:
-        """The rate with the highest reward at the end on the seed of the search; None: not all are known."""
-        last = {rate: at_end(run) for rate, run in self.searched(bound).items()}
-        return max(last, key=lambda rate: last[rate]) if len(last) == len(self.rates) else None
+        """The rate that the search chose; None: not all of its runs are known."""
+        return best_rate(self.searched(bound), self.rates)
 
     def reported(self, bound: int) -> dict[int, Mapping[str, Any]]:
         """The runs at the best rate, by seed, without that of the search."""
@@ -137,7 +136,6 @@ class Curves:
 def main() -> None:
     parser = study_parser(__doc__, "curves of the reward")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4, 16], help="bounds; 0 is the control")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="the first one searches")
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES), help="learning rates of the search")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--median", type=float, default=0.1, help="median of the verdicts' times, seconds")
@@ -214,7 +212,7 @@ def report(curves: Curves, bounds: Sequence[int]) -> list[str]:
         by_time = [
             reward_at(ours, ours["ended_s"][-1]) - reward_at(other, ours["ended_s"][-1]) for ours, other in pairs
         ]
-        cells = ("", "") if bound == 0 else (_shown(by_samples, "+"), _shown(by_time, "+"))
+        cells = ("", "") if bound == 0 else (shown_mean(by_samples, "+"), shown_mean(by_time, "+"))
         shown.add_row(
             str(bound),
             f"{fmean(run['staleness_mean'] for run in own):.1f}",
@@ -222,8 +220,8 @@ def report(curves: Curves, bounds: Sequence[int]) -> list[str]:
             f"{fmean(rates):.0f}",
             f"{speeds[bound]:.2f}x",
             f"{fmean(run['waits'] for run in own):.0%}",
-            _shown([at_end(run) for run in own]),
-            _shown([run["held_out"] for run in own]),
+            shown_mean([at_end(run) for run in own]),
+            shown_mean([run["held_out"] for run in own]),
             *cells,
         )
         if bound and speeds[bound] >= AIM and fmean(by_time) <= 0:
@@ -232,10 +230,6 @@ def report(curves: Curves, bounds: Sequence[int]) -> list[str]:
     if max(speeds.values()) < AIM:
         failures.append(f"the fastest bound has {max(speeds.values()):.2f} times the control's speed, aim {AIM}")
     return failures
-
-
-def _shown(values: Sequence[float], sign: str = "") -> str:
-    return f"{fmean(values):{sign}.3f} ± {half_width(values):.3f}"
 
 
 def draw(curves: Curves, bounds: Sequence[int], path: Path) -> None:

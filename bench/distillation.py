@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common.measure import finish, half_width, refusing, table
+from bench.common.measure import NO_INTERVAL, finish, half_width, refusing, shown_mean, table
 from bench.common.pictures import draw_means, save_picture
 from bench.common.post_runs import HeldOut, imitate, learn, start
 from bench.common.skills import KIND
@@ -311,9 +311,8 @@ def seeded(recipe: RlRecipe, seed: int, factor: float = 1.0) -> RlRecipe:
 
 @refusing()
 def main() -> None:
-    parser = study_parser(__doc__, "differences by regime")
+    parser = study_parser(__doc__, "differences by regime", seeds=range(6))
     parser.add_argument("--regimes", choices=REGIMES, nargs="+", help="default: all, or those in the record")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4, 5], help="the first one is searched")
     parser.add_argument("--problems", type=int, default=400, help="held-out problems per domain")
     parser.add_argument(
         "--mutant", choices=("wrong-teachers",), help="each domain's teacher is another domain's expert"
@@ -387,8 +386,6 @@ def rows_of(plan: Plan, results: Results) -> dict[str, Row]:
 
 def report(plans: Sequence[Plan], results: Results, picture: Path | None = None) -> list[str]:
     """Print the tables of all regimes, and draw ``picture``. Returns what is missing, and whether distillation is behind."""
-    if any(len(plan.seeds) < 2 for plan in plans):
-        return ["--seeds: one seed is searched only; name a second one to report"]
     tables = {plan.name: rows_of(plan, results) for plan in plans}
     for plan in plans:
         _show_search(plan, results)
@@ -401,6 +398,8 @@ def report(plans: Sequence[Plan], results: Results, picture: Path | None = None)
     _show_regimes(compared, verdicts)
     if picture:
         draw(compared, picture)
+    if not any(verdicts.values()):
+        return [*missing, NO_INTERVAL]
     behind = [name for name, verdict in verdicts.items() if verdict == "behind"]
     if 2 * len(behind) >= len(verdicts):
         missing.append(
@@ -410,7 +409,9 @@ def report(plans: Sequence[Plan], results: Results, picture: Path | None = None)
 
 
 def _verdict(differences: Sequence[float]) -> str:
-    """Of the mean difference beside its 95 % interval."""
+    """Of the mean difference beside its 95 % interval; empty: one seed has no interval."""
+    if len(differences) < 2:
+        return ""
     mean = fmean(differences)
     return "level" if abs(mean) <= half_width(differences) else "ahead" if mean > 0 else "behind"
 
@@ -434,12 +435,12 @@ def _show_arms(plan: Plan, rows: Mapping[str, Row]) -> None:
     shown = table(title, "arm", "setting", *plan.domains, "mean", f"{OURS} minus it", "samples", "FLOPs")
     for arm, row in rows.items():
         means = list(map(float, row.scores_SD.mean(1)))
-        gain = _shown(rows[OURS].minus(row)) if OURS in rows and arm != OURS else ""
+        gain = shown_mean(rows[OURS].minus(row), "+") if OURS in rows and arm != OURS else ""
         shown.add_row(
             arm,
             row.setting,
             *(f"{score:.3f}" for score in row.scores_SD.mean(0)),
-            f"{fmean(means):.3f} ± {half_width(means):.3f}",
+            shown_mean(means),
             gain,
             f"{row.samples:,.0f}",
             f"{row.flops / 1e12:.2f}T",
@@ -453,14 +454,10 @@ def _show_regimes(compared: Mapping[str, Mapping[str, Row]], verdicts: Mapping[s
         f"score of {OURS}, and {OURS} minus each other arm", "regime", "what", OURS, *others, "beside mixed RL"
     )
     for name, rows in compared.items():
-        gains = (_shown(rows[OURS].minus(rows[arm])) if arm in rows else "" for arm in others)
+        gains = (shown_mean(rows[OURS].minus(rows[arm]), "+") if arm in rows else "" for arm in others)
         score = f"{float(rows[OURS].scores_SD.mean()):.3f}"
         shown.add_row(name, REGIMES[name].about, score, *gains, verdicts[name])
     wide_console().print(shown)
-
-
-def _shown(differences: Sequence[float]) -> str:
-    return f"{fmean(differences):+.3f} ± {half_width(differences):.3f}"
 
 
 def draw(compared: Mapping[str, Mapping[str, Row]], path: Path) -> None:

@@ -20,8 +20,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from bench.common.measure import finish, half_width, refusing, table
-from bench.common.rl_curves import START, at_end, searched, start_once
+from bench.common.measure import NO_INTERVAL, finish, half_width, refusing, shown_mean, table
+from bench.common.rl_curves import START, at_end, best_rate, searched, start_once
 from bench.common.study import Results, Run, carry_out, is_record, read_fields, recorded, study_parser, write_record
 from stretto.base.config import read_recipe
 from stretto.base.track import wide_console
@@ -64,8 +64,7 @@ class Study:
         """All runs that ``results`` make possible."""
         found = [Run(START, partial(start_once, read_recipe(RECIPE, RlRecipe, self.settings)))]
         for arm in ARMS:
-            is_complete = set(self.rates) <= of_seed(results, arm, self.seeds[0]).keys()
-            best = best_rate(results, arm, self.seeds[0]) if is_complete else None
+            best = best_rate(of_seed(results, arm, self.seeds[0]), self.rates)
             found += searched(partial(self.recipe, arm), partial(name, arm), self.rates, self.seeds, best, out)
         return found
 
@@ -74,7 +73,6 @@ class Study:
 def main() -> None:
     parser = study_parser(__doc__)
     parser.add_argument("--rates", type=float, nargs="+", default=[3e-4, 1e-3, 3e-3], help="rates of the search")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="the first one searches")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--staleness", type=int, default=4)
     _study(parser.parse_args())
@@ -105,12 +103,6 @@ def of_seed(results: Results, arm: str, seed: int) -> dict[float, dict[str, Any]
     return {float(run.removeprefix(start).removesuffix(end)): results[run] for run in names}
 
 
-def best_rate(results: Results, arm: str, first: int) -> float | None:
-    """The rate with the highest reward at the end on the seed of the search; None: no run is known."""
-    found = {rate: at_end(run) for rate, run in of_seed(results, arm, first).items()}
-    return max(found, key=lambda rate: found[rate]) if found else None
-
-
 def report(results: Results, first: int) -> list[str]:
     """Print the tables; returns the aims that are missed, or what is missing."""
     rates = sorted({rate for arm in ARMS for rate in of_seed(results, arm, first)})
@@ -119,7 +111,7 @@ def report(results: Results, first: int) -> list[str]:
         found = of_seed(results, arm, first)
         search.add_row(arm, *(f"{at_end(found[rate]):.3f}" if rate in found else "" for rate in rates))
     wide_console().print(search)
-    best = {arm: best_rate(results, arm, first) for arm in ARMS}
+    best = {arm: best_rate(of_seed(results, arm, first), rates) for arm in ARMS}
     others = sorted({int(run.rsplit("-", 1)[1]) for run in results if run != START} - {first})
     seeds = [seed for seed in others if all(best[arm] in of_seed(results, arm, seed) for arm in ARMS)]
     if not seeds:
@@ -134,22 +126,20 @@ def report(results: Results, first: int) -> list[str]:
         staleness = fmean(run["staleness_mean"] for run in own)
         rewards, held_out = ([at_end(run) for run in own], [run["held_out"] for run in own])
         shown.add_row(
-            arm, f"{best[arm]:g}", f"{fmean(speeds):.0f}", f"{staleness:.1f}", *map(_shown, (rewards, held_out))
+            arm, f"{best[arm]:g}", f"{fmean(speeds):.0f}", f"{staleness:.1f}", *map(shown_mean, (rewards, held_out))
         )
     wide_console().print(shown)
     speed = fmean(
         again["ended_s"][-1] / kept["ended_s"][-1] for again, kept in zip(runs["again"], runs["kept"], strict=True)
     )
     differences = [at_end(kept) - at_end(again) for again, kept in zip(runs["again"], runs["kept"], strict=True)]
-    print(f"kept over again: {speed:.2f}x the speed; reward {_shown(differences, '+')} at equal samples")
+    print(f"kept over again: {speed:.2f}x the speed; reward {shown_mean(differences, '+')} at equal samples")
     failures = [] if speed > 1 else [f"kept has {speed:.2f} times the speed of again"]
-    if fmean(differences) + half_width(differences) < 0:
-        failures.append(f"kept has {_shown(differences, '+')} of the reward of again")
+    if len(seeds) < 2:
+        failures.append(NO_INTERVAL)
+    elif fmean(differences) + half_width(differences) < 0:
+        failures.append(f"kept has {shown_mean(differences, '+')} of the reward of again")
     return failures
-
-
-def _shown(values: Sequence[float], sign: str = "") -> str:
-    return f"{fmean(values):{sign}.3f} ± {half_width(values):.3f}"
 
 
 if __name__ == "__main__":

@@ -37,11 +37,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.common.measure import finish, half_width, refusing, table
+from bench.common.measure import finish, refusing, shown_mean, table
 from bench.common.pictures import save_picture
 from bench.common.plain_loop import run_plainly
 from bench.common.predicted_routes import BEFORE_KL, PREDICTED_KL, PredictingTrainer
-from bench.common.rl_curves import at_end, fifth, start_once
+from bench.common.rl_curves import at_end, best_rate, fifth, start_once
 from bench.common.study import Results, Run, carry_out, is_record, read_fields, recorded, study_parser, write_record
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT
@@ -104,7 +104,7 @@ class Study:
             start = f"{size}-start"
             runs.append(Run(start, partial(start_once, self.recipe(size, CONTROL, RATES[0], self.seeds[0]))))
             for arm in ARMS:
-                chosen = {best_rate(results, size, each, self.seeds[0]) for each in (CONTROL, arm)} - {None}
+                chosen = {chosen_rate(results, size, each, self.seeds[0]) for each in (CONTROL, arm)} - {None}
                 wanted = [(rate, self.seeds[0]) for rate in RATES]
                 wanted += [(rate, seed) for rate in RATES if rate in chosen for seed in self.seeds[1:]]
                 noise = 0.0 if arm == CONTROL else self.noise
@@ -129,7 +129,6 @@ class Study:
 def main() -> None:
     parser = study_parser(__doc__, "curves of reward and mismatch")
     parser.add_argument("--sizes", choices=SIZES, nargs="+", default=list(SIZES))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="the first one searches")
     parser.add_argument("--noise", type=float, default=0.1)
     parser.add_argument("--jobs", type=int, default=2, help="parallel processes of one thread each")
     _study(parser.parse_args())
@@ -158,16 +157,15 @@ def name(size: str, arm: str, rate: float, seed: int) -> str:
     return f"{size}-{arm.replace(' ', '_')}-{rate:g}-{seed}"
 
 
-def best_rate(results: Results, size: str, arm: str, seed: int) -> float | None:
-    """The rate with the highest reward at the end on the seed of the search; None: not all are known."""
+def chosen_rate(results: Results, size: str, arm: str, seed: int) -> float | None:
+    """The rate that the search on ``seed`` chose; None: not all of its runs are known."""
     found = {rate: results.get(name(size, arm, rate, seed)) for rate in RATES}
-    last = {rate: at_end(run) for rate, run in found.items() if run is not None}
-    return max(last, key=lambda rate: last[rate]) if len(last) == len(RATES) else None
+    return best_rate({rate: run for rate, run in found.items() if run is not None}, RATES)
 
 
 def best_rates(results: Results, size: str, first: int) -> dict[str, float]:
-    """`best_rate` of every arm on the seed ``first``; empty: not all are known."""
-    found = {arm: rate for arm in ARMS if (rate := best_rate(results, size, arm, first)) is not None}
+    """`chosen_rate` of every arm on the seed ``first``; empty: not all are known."""
+    found = {arm: rate for arm in ARMS if (rate := chosen_rate(results, size, arm, first)) is not None}
     return found if len(found) == len(ARMS) else {}
 
 
@@ -229,7 +227,7 @@ def show(study: Study, size: str, results: Results) -> list[str]:
         if arm not in ("R3", CONTROL) and fmean(gains) <= 0:
             failures.append(f"{size}, R3: {fmean(gains):+.3f} of the reward of {arm}")
         k3 = fmean(fmean(run["k3"][: fifth(run)]) for run in at_common)
-        paired = "" if arm == "R3" else f"{fmean(gains):+.3f} ± {half_width(gains):.3f}"
+        paired = "" if arm == "R3" else shown_mean(gains, "+")
         shown.add_row(arm, f"{rate:g}", *_shown(best[arm]), paired, *_shown(at_common), f"{k3:.1e}")
     wide_console().print(shown)
     _show_prediction(best["PR2"])
@@ -260,7 +258,7 @@ def finished_seeds(size: str, results: Results, rates: Mapping[str, float], firs
 
 def _shown(runs: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     last = [at_end(run) for run in runs]
-    return f"{fmean(last):.3f} ± {half_width(last):.3f}", f"{sum(map(has_collapsed, runs))} of {len(runs)}"
+    return shown_mean(last), f"{sum(map(has_collapsed, runs))} of {len(runs)}"
 
 
 def draw(study: Study, results: Results, path: Path) -> None:

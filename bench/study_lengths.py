@@ -21,7 +21,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from rich.table import Table
 
-from bench.common.measure import bench_parser, finish, half_width, refusing, shown_half, table
+from bench.common.measure import bench_parser, finish, refusing, shown_mean, table
 from bench.common.pictures import draw_means, save_picture, sign_differences
 from bench.common.study import read_fields
 from bench.common.study_picture import Row
@@ -167,7 +167,7 @@ def _table(title: str, differences: Sequence[Difference], trainings: Sequence[Tr
 def _cell(values: Sequence[float]) -> str:
     if not values:
         return ""
-    return f"{fmean(values):+.3f} {shown_half(half_width(values), '± {:.3f} ')}({len(values)})"
+    return f"{shown_mean(values, '+')} ({len(values)})"
 
 
 def draw(trainings: Sequence[Training], path: Path) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median, stdev
+from statistics import fmean, median, stdev
 
 import torch
 from rich.table import Table
@@ -26,6 +26,9 @@ SLOW = 1.25
 """A sample is dropped if the matrix product beside it took this many times the product's shortest time."""
 CALIBRATION_SIZE = 1024
 """Rows and columns of the fixed fp32 matrix product."""
+
+NO_INTERVAL = "one reported seed has no interval, so no verdict: name another one in --seeds"
+"""What a study says whose verdict needs an interval."""
 
 Step = Callable[[], object]
 """The work that is timed."""
@@ -74,6 +77,11 @@ def half_width(values: Sequence[float]) -> float:
 def shown_half(half: float, form: str) -> str:
     """Half of an interval in a table; empty if it is infinite: a single value has none."""
     return form.format(half) if math.isfinite(half) else ""
+
+
+def shown_mean(values: Sequence[float], sign: str = "") -> str:
+    """Mean of ``values`` in a table, with half of its 95 % interval if there are several. ``sign``: of a format."""
+    return f"{fmean(values):{sign}.3f}{shown_half(half_width(values), ' ± {:.3f}')}"
 
 
 class Calibration:

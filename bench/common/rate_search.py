@@ -33,10 +33,7 @@ def searching_parser(
         picture: as of `study_parser`.
         parts: parts of arms that --arms takes as well.
     """
-    parser = study_parser(docstring, picture)
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[0, 1], help="the first one searches, the others are reported"
-    )
+    parser = study_parser(docstring, picture, seeds=(0, 1))
     parser.add_argument(
         "--rates",
         type=float,

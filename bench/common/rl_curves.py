@@ -68,6 +68,16 @@ def searched(
     ]
 
 
+def best_rate(runs: Mapping[float, Mapping[str, Any]], rates: Sequence[float]) -> float | None:
+    """The one of ``rates`` whose run has the highest reward at the end; None: not all of them have a run.
+
+    Args:
+        runs: those of the search by rate.
+    """
+    last = {rate: at_end(runs[rate]) for rate in rates if rate in runs}
+    return max(last, key=lambda rate: last[rate]) if last and len(last) == len(rates) else None
+
+
 def fifth(run: Mapping[str, Any]) -> int:
     """Number of steps of a fifth of a run."""
     return max(1, len(run["rewards"]) // FIFTH)

@@ -66,9 +66,40 @@ class Run:
     """Learning rate that a search chose for it. A finished run that had another one is refused."""
 
 
-def study_parser(docstring: str | None, picture: str = "") -> argparse.ArgumentParser:
-    """The parser of a study with the options that all studies share; ``picture``: what its --picture shows, if it has one."""
+class _Seeds(argparse.Action):
+    """Stores the seeds of a study. Raises UserError: none is left to report."""
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: Any, option_string: object = None
+    ) -> None:
+        refuse_one_seed(values, "--seeds")
+        setattr(namespace, self.dest, values)
+
+
+def refuse_one_seed(seeds: Sequence[int], where: str) -> None:
+    """Raises UserError: there is one seed, which searches, and none to report."""
+    if len(set(seeds)) < 2:
+        raise UserError(f"{where}: the first seed only searches; name a second one, which is reported")
+
+
+def study_parser(
+    docstring: str | None, picture: str = "", seeds: Sequence[int] = (0, 1, 2, 3)
+) -> argparse.ArgumentParser:
+    """The parser of a study with the options that all studies share.
+
+    Args:
+        picture: what its --picture shows, if it has one.
+        seeds: default of --seeds.
+    """
     parser = bench_parser(docstring)
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        nargs="+",
+        action=_Seeds,
+        default=list(seeds),
+        help="the first one searches, the others are reported",
+    )
     parser.add_argument(
         "out", type=Path, help="folder of the study, where finished runs are not repeated, or a file of --record"
     )
@@ -122,10 +153,12 @@ def is_record(out: Path) -> bool:
 
 
 def read_fields(path: Path, names: Iterable[str]) -> dict[str, Any]:
-    """The record ``path``. Raises UserError: it has not the fields ``names``."""
+    """The record ``path``. Raises UserError: it has not the fields ``names``, or a single seed."""
     record = read_json(path)
     if not isinstance(record, dict) or not set(names) <= record.keys():
         raise UserError(f"{path}: no record of this study; --record writes one")
+    if "seeds" in record:
+        refuse_one_seed(record["seeds"], f"{path}: seeds")
     return record
 
 

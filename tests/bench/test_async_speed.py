@@ -56,6 +56,12 @@ def test_verdicts_follow_speed_and_reward(asynchronous: float, seconds: float, m
     assert all(failure.startswith(start) for failure, start in zip(failures, missed, strict=True))
 
 
+def test_one_reported_seed_has_no_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {run: each for run, each in results(0.5, 2.0).results.items() if not run.endswith("-2")}
+    report(Curves(found, RATES, 0), (0, 4))
+    assert "inf" not in capsys.readouterr().out
+
+
 def test_only_the_controls_search_has_no_delays() -> None:
     delays = {
         (bound, seed): STUDY.recipe(bound, 1e-3, seed).sources["backward"].args["median_s"]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bench import distillation
+from bench.common.measure import NO_INTERVAL
 from bench.common.skills import Skill, SkillArgs
 from bench.distillation import BASE, CANDIDATES, EXISTING, REGIMES, Plan, all_runs, plans_of, rows_of
 from stretto.tasks.task import Answer
@@ -78,6 +79,13 @@ def test_the_verdict_follows_the_scores(mixed: float, num_behind: int) -> None:
     plans = plans_of(RECORD, [BASE], Path())
     failures = distillation.report(plans, results(plans, {distillation.OURS: 0.5, "mixed": mixed}))
     assert len(failures) == num_behind, failures
+
+
+def test_one_reported_seed_gives_no_interval_and_no_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    plans = plans_of({**RECORD, "seeds": (0, 1)}, [BASE], Path())
+    assert distillation.report(plans, results(plans, {distillation.OURS: 0.4, "mixed": 0.6})) == [NO_INTERVAL]
+    shown = capsys.readouterr().out
+    assert "inf" not in shown and "level" not in shown
 
 
 def test_what_is_not_done_is_named() -> None:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from bench.keep_cache import ARMS, Study, best_rate, name, report
+from bench.common.measure import NO_INTERVAL
+from bench.common.rl_curves import best_rate
+from bench.keep_cache import ARMS, Study, name, of_seed, report
 
 STUDY = Study((1e-3, 3e-3), (0, 1, 2), 10, 4, ())
 
@@ -39,7 +41,7 @@ def test_verdicts_follow_speed_and_reward(kept: float, seconds: float, missed: l
 
 def test_other_seeds_are_planned_once_the_search_is_complete(tmp_path: Any) -> None:
     done = results(0.5, 80.0)
-    assert best_rate(done, "kept", 0) == 3e-3
+    assert best_rate(of_seed(done, "kept", 0), STUDY.rates) == 3e-3
     searched = {run: found for run, found in done.items() if run.endswith("-0")}
     partly = {run: found for run, found in searched.items() if "0.003" not in run}
     assert {each.name for each in STUDY.runs(partly, tmp_path)} == {"start", *searched}
@@ -56,3 +58,9 @@ def test_the_arms_differ_in_the_keys_alone() -> None:
 def test_without_reported_seeds_the_report_says_what_is_missing() -> None:
     searched = {run: found for run, found in results(0.5, 80.0).items() if run.endswith("-0")}
     assert report(searched, 0) == ["no reported seed is complete: run the command again"]
+
+
+def test_one_reported_seed_gives_no_interval_and_no_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    two = {run: found for run, found in results(0.5, 80.0).items() if not run.endswith("-2")}
+    assert report(two, 0) == [NO_INTERVAL]
+    assert "inf" not in capsys.readouterr().out

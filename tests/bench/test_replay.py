@@ -57,6 +57,11 @@ def test_a_seed_that_is_not_finished_is_left_out_and_named() -> None:
     assert replay.show(STUDY, "small", found) == ["small: seeds 2: not finished"]
 
 
+def test_one_reported_seed_has_no_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    replay.show(STUDY, "small", {name: run for name, run in results({"R3": 0.6}).items() if not name.endswith("-2")})
+    assert "inf" not in capsys.readouterr().out
+
+
 def test_reported_runs_follow_the_search() -> None:
     found = {name: run for name, run in results({"R3": 0.6}).items() if name == "small-start" or name.endswith("-0")}
     planned = {run.name for run in STUDY.runs(found, Path())} - found.keys()

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from bench import study
+from bench import async_speed, distillation, keep_cache, real_sizes, replay, study
 from bench.common.rate_search import search, searched_before
 from bench.common.study import RESULT, Results, Run, _do, carry_out, is_record, without_lost, write_record
 from bench.common.study_picture import draw
@@ -241,6 +241,24 @@ def test_a_file_that_is_no_record_is_refused_in_one_line(tmp_path: Path) -> None
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(UserError, match="no record of this study"):
         study.read_record(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize("bench", [async_speed, distillation, keep_cache, real_sizes, replay, study])
+def test_a_study_of_one_seed_is_refused_before_it_starts(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["study", str(tmp_path / "out"), "--seeds", "3"])
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    told = "--seeds: the first seed only searches; name a second one, which is reported\n"
+    assert ended.value.code == 2 and capsys.readouterr().err == told
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_record_of_one_seed_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "one.json").write_text(json.dumps({"seeds": [0], "rates": [1], "mutant": None, "runs": {}}))
+    with pytest.raises(UserError, match=r"one\.json: seeds: the first seed only searches"):
+        study.read_record(tmp_path / "one.json")
 
 
 def test_a_missing_record_is_not_taken_for_a_folder(tmp_path: Path) -> None:
