@@ -325,10 +325,11 @@ def report(study: Arms, results: Results) -> list[str]:
     """Print the losses, and the differences paired by seed; return the aims that are missed. Each row has the seeds whose networks are
     done."""
     rows = rows_of(study, results)
-    missed = unfinished(sum(each is None for row in rows for each in row.values()))
+    names = ["original", *(f"{arm}-{seed}" for seed in study.seeds[1:] for arm in (*ARMS, "parent"))]
+    missed = unfinished([name for name in names if name not in results], isinstance(study, Study))
     original = results.get("original")
     if original is None or not any(row["elastic"] for row in rows):
-        return missed or ["the original is not measured: run the command again"]
+        return missed
     _show_networks(original, rows)
     shown = table(
         "elastic sizes beside the other networks", "difference, share of the original's bits", "mean", "± 95 %", "seeds"

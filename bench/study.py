@@ -409,21 +409,22 @@ def own_text(out: Path, recipe: Recipe) -> Path:
     return folder
 
 
-def rows_of(study: Arms, results: Results) -> tuple[list[Row], int]:
-    """Results of the reported seeds, and how many runs are missing."""
+def rows_of(study: Arms, results: Results) -> tuple[list[Row], list[str]]:
+    """Results of the reported seeds, and the names of the runs that are missing."""
     arms = [*MAXIMUM, "ordinary+", *PARTS_OF_ARMS]
     arms += [*(f"experts-{arm}" for arm in MAXIMUM), "criteria", *(["continued"] if not study.mutant else [])]
     rows: list[Row] = [
         {arm: found for arm in arms if (found := results.get(study.name(arm, seed))) is not None}
         for seed in study.reported
     ]
-    return rows, sum(arm not in row for row in rows for arm in arms)
+    names = [study.name(arm, seed) for seed in study.reported for arm in arms]
+    return rows, [name for name in names if name not in results]
 
 
 def report(study: Arms, results: Results) -> list[str]:
     """Print each comparison over the reported seeds that have its arms; return what is missing and the aims that are missed."""
-    rows, num_missing = rows_of(study, results)
-    missed = unfinished(num_missing)
+    rows, missing = rows_of(study, results)
+    missed = unfinished(missing, isinstance(study, Study))
     first = next((row["ordinary"] for row in rows if "ordinary" in row), None)
     if first is None:
         return missed

@@ -140,9 +140,12 @@ def recorded(
     return dict(record["runs"])
 
 
-def unfinished(num_missing: int) -> list[str]:
-    """What a report says first where reported runs are missing."""
-    return [f"{counted(num_missing, 'run')} missing: run the command again"] if num_missing else []
+def unfinished(missing: Sequence[str], can_go_on: bool) -> list[str]:
+    """What a report says first where the reported runs ``missing`` have no result. ``can_go_on``: it is of a folder, not of a record."""
+    if not missing:
+        return []
+    lacking = f"{counted(len(missing), 'run')}: {', '.join(missing)}"
+    return [f"{lacking}: missing; run the command again" if can_go_on else f"the record lacks {lacking}"]
 
 
 def is_record(out: Path) -> bool:

@@ -56,7 +56,10 @@ def test_a_size_must_beat_its_control_beyond_the_spread(gaps: tuple[float, ...],
     without = results(gaps)
     del without["layers-half-1"], without["flops-half-1"], without["flops-half-2"]
     failures = real_sizes.report(arms, without)
-    assert failures[0] == "3 runs missing: run the command again" and len(failures) == 2, "one seed has no interval"
+    lacking = "the record lacks 3 runs: flops-half-1, layers-half-1, flops-half-2"
+    assert failures[0] == lacking and len(failures) == 2, "one seed has no interval"
+    del without["original"]
+    assert real_sizes.report(arms, without) == [lacking.replace("3 runs: ", "4 runs: original, ")]
 
 
 def test_controls_at_equal_flops_wait_for_the_elastic_run_and_share_its_cost(tmp_path: Path) -> None:
@@ -106,7 +109,7 @@ def test_a_small_version_runs_and_its_record_prints_the_same(
         return code, *capsys.readouterr()
 
     code, printed, errors = called(*command)
-    assert code in (0, 1) and "neurons-corner" in printed and "missing: run the command" not in printed, errors
+    assert code in (0, 1) and "neurons-corner" in printed and "missing; run the command" not in printed, errors
     resumed, _, errors = called(*command)
     assert resumed == code, errors
     again, shown, _ = called(record, "--report")

@@ -77,8 +77,11 @@ def test_a_comparison_has_the_seeds_that_have_its_arms(capsys: pytest.CaptureFix
     for arm in ("ernie", "heal-emo-half", "experts-elastic", "criteria"):
         del found[f"{arm}-1"]
     failures = study.report(study.Arms((0, 1, 2), None, study.RATES), found)
-    lacking = 4 + len([name for name in results(0.0) if name.endswith("-1")])
-    assert failures[0] == f"{lacking} runs missing: run the command again" and len(failures) == 2
+    second = [name.replace("-1", "-2") for name in results(0.0) if name.endswith("-1")]
+    told, _, names = failures[0].partition(": ")
+    assert told == f"the record lacks {4 + len(second)} runs" and len(failures) == 2
+    first = {"ernie-1", "heal-emo-half-1", "experts-elastic-1", "criteria-1"}
+    assert set(names.split(", ")) == first | set(second)
     shown = " ".join(capsys.readouterr().out.split())
     assert "elastic full − ordinary, equal tokens │ +0.0250 │ │ ≤ 0.02 │ 1 │" in shown
     assert "ernie full" not in shown and "half, cut from emo" not in shown and "kept by" not in shown
@@ -94,6 +97,15 @@ def test_a_picture_has_the_arms_that_are_done(tmp_path: Path) -> None:
         draw(rows, list(study.SIZES), tmp_path / f"{name}.png")
     sizes = [(tmp_path / f"{name}.png").stat().st_size for name in ("all", "some", "none")]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3
+
+
+def test_a_folder_that_lacks_runs_can_go_on(tmp_path: Path) -> None:
+    recipe: Any = read_recipe(study.RECIPE, Recipe, [])
+    info: Any = None  # the report does not read it
+    found = results(0.01)
+    del found["criteria-1"]
+    planned = study.Study((0, 1), None, study.RATES, tmp_path, info, recipe, ())
+    assert study.report(planned, found) == ["1 run: criteria-1: missing; run the command again"]
 
 
 def test_only_the_chosen_arms_are_trained(tmp_path: Path) -> None:
