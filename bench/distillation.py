@@ -2,7 +2,7 @@
 
     python -m bench.distillation OUT --record FILE --minutes 60        run again to continue
     python -m bench.distillation FILE [--picture FILE.png]             print a record again
-    python -m bench.distillation OUT --regimes base --mutant wrong-teachers        must end in FAILED
+    python -m bench.distillation OUT --regimes base --mutant wrong-teachers        after that, for teachers of other domains
 
 A small mixture of experts learns skills that share nothing by SFT on examples of which half are wrong (`bench/distillation.toml`,
 `bench.common.skills`). Reinforcement learning then trains one expert per domain. Each arm makes one network:
@@ -14,14 +14,15 @@ mixed       RL on all domains at once, with the FLOPs of experts and distillatio
 
 The score is the share of right answers to held-out problems at temperature 1, mean over domains. The first seed chooses the settings of
 every arm, and of every expert, in every regime, on its own problems; the other seeds are reported. FLOPs include sampling and teachers. Exit code 1:
-``merged`` is behind mixed RL, by more than the 95 % interval, in half of the regimes or more, or an arm is not done.
+``merged`` is behind mixed RL, by more than the 95 % interval, in half of the regimes or more, or an arm is not done. With the mutant,
+exit code 1: its ``merged`` does not score less than the study's by more than the interval, so that the study would not notice wrong teachers.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean
@@ -138,6 +139,11 @@ class Plan:
     mutant: str | None
 
     @property
+    def study(self) -> Plan:
+        """The plan without the mutant, which is compared with it."""
+        return replace(self, mutant=None)
+
+    @property
     def regime(self) -> Regime:
         return REGIMES[self.name]
 
@@ -173,6 +179,8 @@ class Plan:
             sft = partial(start, seeded(self.recipes["sft"], seed), self._held_out(seed), "cpu")
             found.append(Run(self.run_name("sft", seed), sft))
             for arm, candidates in self.candidates.items():
+                if self.mutant and arm not in (*TAUGHT, *self.experts.values()):
+                    continue
                 winner = self.chosen(arm, results)
                 for setting in candidates if seed == self.seeds[0] else [winner] * (winner is not None):
                     assert setting is not None
@@ -345,8 +353,9 @@ def plans_of(record: Mapping[str, Any], regimes: Sequence[str], out: Path) -> li
 
 
 def all_runs(plans: Sequence[Plan], results: Results) -> list[Run]:
-    """The runs of all plans; shared ones once."""
-    return list({run.name: run for plan in plans for run in plan.runs(results)}.values())
+    """The runs of all plans, and of the studies with which mutants are compared; shared ones once."""
+    every = dict.fromkeys(each for plan in plans for each in (plan.study, plan))
+    return list({run.name: run for plan in every for run in plan.runs(results)}.values())
 
 
 # Shape letters of the figures: S reported seeds, D domains.
@@ -385,7 +394,10 @@ def rows_of(plan: Plan, results: Results) -> dict[str, Row]:
 
 
 def report(plans: Sequence[Plan], results: Results, picture: Path | None = None) -> list[str]:
-    """Print the tables of all regimes, and draw ``picture``. Returns what is missing, and whether distillation is behind."""
+    """Print the tables of all regimes, and draw ``picture``. Returns what is missing, and whether distillation is behind, or for a mutant,
+    whether it is not."""
+    if any(plan.mutant for plan in plans):
+        return [failure for plan in plans for failure in _show_mutant(plan, results)]
     tables = {plan.name: rows_of(plan, results) for plan in plans}
     for plan in plans:
         _show_search(plan, results)
@@ -406,6 +418,19 @@ def report(plans: Sequence[Plan], results: Results, picture: Path | None = None)
             f"distillation is behind mixed RL in {len(behind)} of {len(verdicts)} regimes: {', '.join(behind)}"
         )
     return missing
+
+
+def _show_mutant(plan: Plan, results: Results) -> list[str]:
+    """Print the score of a mutant's `OURS` minus the study's. Returns what is missing, or that it is not lower."""
+    mutant, ours = (rows_of(each, results).get(OURS) for each in (plan, plan.study))
+    if mutant is None or ours is None:
+        return [f"{plan.name}: not done yet: {OURS}"]
+    differences = mutant.minus(ours)
+    told = f"{plan.name}: {OURS} with {plan.mutant} minus {OURS}: {shown_mean(differences, '+')}"
+    print(told)
+    if len(differences) < 2:
+        return [NO_INTERVAL]
+    return [] if _verdict(differences) == "behind" else [f"{told}; must be lower by more than the interval"]
 
 
 def _verdict(differences: Sequence[float]) -> str:

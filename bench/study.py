@@ -2,7 +2,7 @@
 
     python -m bench.study OUT --tokens 2e5 --eval-rows 32             small version, on text of this Python's library
     python -m bench.study OUT --data FOLDER --network 8M --tokens 8e6 --seeds 0 1 2 3 --minutes 170      run again to continue
-    python -m bench.study OUT … --mutant no-anchors                  after that; must end in FAILED
+    python -m bench.study OUT … --mutant no-anchors                  after that: without training of smaller sizes
     python -m bench.study OUT … --arms elastic ordinary scratch-half  only these arms for now
     python -m bench.study OUT … --tokens 3e7 --rates-of FILE         rates that the search of a shorter study chose, by its record
     python -m bench.study OUT … --controls-of FILE                   another schedule of the smaller sizes, beside the controls of a record
@@ -28,7 +28,8 @@ and the same FLOPs in the tables, for less time. They start when that snapshot i
 
 The first seed searches the learning rate of every trained arm at a quarter of the tokens; while the chosen candidate is the lowest or the
 highest, the search goes on beyond it. The other seeds are reported; each row of the tables has the seeds that have its arms. One half
-of the held-out rows chooses rates, the other half is reported. Exit code 1: an aim is missed, or an arm is not done.
+of the held-out rows chooses rates, the other half is reported. Exit code 1: an aim is missed, or an arm is not done. With the mutant, exit
+code 1: half or corner is not `MUTANT_GAP` worse than trained alone, so that the study would not notice untrained sizes.
 """
 
 from __future__ import annotations
@@ -55,16 +56,7 @@ from bench.common.rate_search import (
     searched_before,
     searching_parser,
 )
-from bench.common.study import (
-    Results,
-    Run,
-    carry_out,
-    is_record,
-    read_fields,
-    read_results,
-    unfinished,
-    write_record,
-)
+from bench.common.study import Results, Run, carry_out, is_record, read_fields, read_results, unfinished, write_record
 from bench.common.study_picture import Row, draw
 from bench.common.study_runs import (
     CONTINUED_RATE,
@@ -106,6 +98,8 @@ EQUAL_TOKENS_AIM, EQUAL_FLOPS_AIM = 0.02, 0.03
 """Largest mean loss of the elastic network's full size minus that of an ordinary network, nats per token."""
 ZERO_SHOT_AIM, HEALED_AIM = 0.03, 0.0
 """Largest mean loss of a size, not healed and healed, minus that of its shape trained alone."""
+MUTANT_GAP = 0.1
+"""Least mean loss of half and of corner minus that of the shape trained alone, where no smaller size is trained."""
 HEAL_SHARE = 0.06
 """FLOPs of healing, as a share of the scratch control's."""
 BRANCHES = ("elastic", "ordinary+")
@@ -119,15 +113,8 @@ ARMS = (*MAXIMUM, "scratch", "ordinary+", "continued", "heal", "experts", "crite
 """Values of --arms. Each selects the arms whose names begin with it."""
 HEALED = ("heal-elastic", "heal-ordinary", "heal-emo")
 CONTROLS = (
-    "ordinary-",
-    "emo-",
-    "scratch-",
-    "heal-ordinary-",
-    "heal-emo-",
-    "experts-ordinary-",
-    "experts-emo-",
-    "criteria-",
-)
+    "ordinary-", "emo-", "scratch-", "heal-ordinary-", "heal-emo-", "experts-ordinary-", "experts-emo-", "criteria-",
+)  # fmt: skip
 """Prefixes of the names of runs that train no smaller size and whose number of steps does not depend on the FLOPs of a run that does."""
 PARTS_OF_ARMS = tuple(f"{arm}-{size}" for arm in ("scratch", *HEALED, "marginal") for size in SIZES)
 """Further values of --arms: the arms of one size."""
@@ -427,7 +414,7 @@ def report(study: Arms, results: Results) -> list[str]:
     missed = unfinished(missing, isinstance(study, Study))
     first = next((row["ordinary"] for row in rows if "ordinary" in row), None)
     if first is None:
-        return missed
+        return missed if not study.mutant else _mutant_misses(study.mutant, rows)
     title = f"{first['parameters'] / 1e6:.2f}M parameters, {first['tokens'] / 1e6:.2f}M tokens"
     shown = table(title, "nats, on held-out rows that chose nothing", "mean", "± 95 %", "aim", "seeds")
     compared = _Comparisons(rows, shown, missed)
@@ -439,6 +426,19 @@ def report(study: Arms, results: Results) -> list[str]:
     for each in (shown, _experts_table(rows), _criteria_table(rows)):
         if each.row_count:
             wide_console().print(each)
+    return _mutant_misses(study.mutant, rows) if study.mutant else missed
+
+
+def _mutant_misses(mutant: str, rows: Sequence[Row]) -> list[str]:
+    """The sizes that are not done with ``mutant``, or not so much worse than trained alone as they must be."""
+    missed = []
+    for size in ("half", "corner"):
+        values = in_seeds(rows, *minus("elastic", size, f"scratch-{size}"))
+        text = f"{size}, zero-shot − scratch, {mutant}"
+        if not values:
+            missed.append(f"{text}: not done in any reported seed")
+        elif fmean(values) <= MUTANT_GAP:
+            missed.append(f"{text}: {fmean(values):+.4f}, must be above {MUTANT_GAP:g}")
     return missed
 
 

@@ -104,6 +104,26 @@ def test_a_mutant_teaches_each_domain_by_anothers_expert() -> None:
     assert "expert-shift" in teachers["reverse"].checkpoint and "expert-reverse" in teachers["sort"].checkpoint
 
 
+@pytest.mark.parametrize(("mutant", "seen"), [(0.2, True), (0.5, False)])
+def test_a_mutant_must_score_less_than_the_study_also_where_mixed_rl_is_ahead(mutant: float, seen: bool) -> None:
+    plans = plans_of({**RECORD, "mutant": "wrong-teachers"}, [BASE], Path())
+    scores = {distillation.OURS: 0.5, "mixed": 0.6}
+    study = results([plan.study for plan in plans], scores)
+    assert distillation.report(plans, study) == ["base: not done yet: merged"]
+    failures = distillation.report(plans, study | results(plans, {**scores, distillation.OURS: mutant}))
+    assert len(failures) == (0 if seen else 1), failures
+    assert seen or "+0.000 ± 0.000; must be lower" in failures[0]
+
+
+def test_a_mutant_trains_its_students_beside_the_whole_study() -> None:
+    (plan,) = plans_of({**RECORD, "mutant": "wrong-teachers"}, [BASE], Path())
+    study = results([plan.study], {})
+    planned = {run.name for run in all_runs([plan], study)}
+    assert planned >= {run.name for run in all_runs([plan.study], study)}
+    mutants = {name.split("/")[2].split(" ")[0] for name in planned - study.keys()}
+    assert mutants == {"distil-wrong-teachers", "merged-wrong-teachers"}
+
+
 def test_a_judge_errs_in_its_share_of_the_verdicts_and_always_alike() -> None:
     sources = [Skill("sort", SkillArgs(skill="sort", error=error)) for error in (0.0, 0.25)]
     verdicts = [

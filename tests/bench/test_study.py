@@ -99,6 +99,17 @@ def test_a_picture_has_the_arms_that_are_done(tmp_path: Path) -> None:
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3
 
 
+@pytest.mark.parametrize(("gap", "missed"), [(0.2, []), (0.05, ["half", "corner"])])
+def test_untrained_sizes_must_be_much_worse_than_trained_alone(gap: float, missed: list[str]) -> None:
+    found = results(0.0)
+    elastic = found["elastic-1"]
+    mutant = elastic | {"report": {name: loss + gap for name, loss in elastic["report"].items()}}
+    arms = study.Arms((0, 1), "no-anchors", study.RATES)
+    failures = study.report(arms, found | {"elastic-no-anchors-1": mutant})
+    assert [each.split(",")[0] for each in failures] == missed, failures
+    assert study.report(arms, found)[0] == "half, zero-shot − scratch, no-anchors: not done in any reported seed"
+
+
 def test_a_folder_that_lacks_runs_can_go_on(tmp_path: Path) -> None:
     recipe: Any = read_recipe(study.RECIPE, Recipe, [])
     info: Any = None  # the report does not read it
