@@ -8,7 +8,8 @@ takes turns with the others in the fastest. A sample is the time of ``--tokens``
 token, so that prompt processing and the fixed cost of a call cancel. With ``--tokens 1`` a sample is the time to the first token, and
 rates count tokens of the prompt. A fixed matrix product before and after each sample shows whether other jobs slowed the machine; slow
 samples are dropped. Other jobs change processor time less than wall time. The last column is the number of prompts for which an engine
-gave the same tokens as Stretto. An engine that is not installed is left out, with a line that says how to install it.
+gave the same tokens as Stretto. An engine that is not installed is left out, with a line that says how to install it. Exit code 1: with
+float weights in fp32, an engine gave other tokens than Stretto for a prompt.
 
 With ``--integers``, our engine has integer weights, rounded to nearest, llama.cpp the same integers as Q8_0 or Q4_0 (with the embedding, which
 stays fp32 in ours), and the others their values. Batch 1 prints the rate at which our weights are read, beside that of a sum over a large tensor.
@@ -39,6 +40,7 @@ from bench.common.measure import (
     Sample,
     bench_parser,
     fastest_calibration,
+    finish,
     quiet,
     random_prompts,
     refusing,
@@ -203,12 +205,16 @@ def main() -> None:
         sizes = prepare(source, Path(temporary), options)
         workers = start(stack, source, sizes, options, console)
         prompts = random_prompts(sizes.max_batch, options.prompt, read_config(sizes.folder).vocab_size)
+        failures: list[str] = []
         for batch in options.batch or BATCHES:
             results = compare(workers, prompts[:batch], options.tokens, options.rounds)
             name = options.run.name if options.run else options.shape
             show(console, batch, options, results, f"{name}, batch {batch}, {options.integers or options.dtype}")
             if options.integers and batch == 1:
                 show_bandwidth(console, source, options, results[OURS])
+            if options.dtype == "float32" and not options.integers:
+                failures += other_tokens(results, batch)
+        finish(failures)
 
 
 def prepare(source: Path, folder: Path, options: argparse.Namespace) -> Options:
@@ -305,6 +311,15 @@ def compare(
         for name, rows in tokens.items()
     }
     return {name: Result(settings[name], samples[name], same[name]) for name in workers}
+
+
+def other_tokens(results: Mapping[str, Result], batch: int) -> list[str]:
+    """The engines whose tokens are not those of Stretto for each of the ``batch`` prompts."""
+    return [
+        f"{name}, batch {batch}: other tokens than {OURS} for {batch - result.num_same} of {batch} prompts; setting: {result.setting}"
+        for name, result in results.items()
+        if result.num_same < batch
+    ]
 
 
 def fastest_setting(

@@ -12,7 +12,8 @@ TRL's settings are first compared step by step in one process; the fastest by wa
 evaluation and snapshots are off. batched_mm is left out: it copies an expert's weights for every token and choice, and is tens of
 times slower. Stretto runs as shipped (one thread each for engine and trainer), and once synchronously (two threads for both, in
 turns). The first steps of a run, in which caches and pipelines fill, do not count. One engine measures the held-out rewards of all
-policies, on the same problems with the same seeds.
+policies, on the same problems with the same seeds. Exit code 1: advantages or the first step's gradient norm differ, or one of our ways
+is slower than `AIM` times TRL.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import torch
 from rich.console import Console
 
 import stretto
-from bench.common.measure import SLOW, Calibration, bench_parser, refusing, table, times
+from bench.common.measure import SLOW, Calibration, bench_parser, finish, refusing, table, times
 from stretto.api.rl import made_start
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
@@ -59,6 +60,10 @@ from stretto.sandbox.isolate import usage
 from stretto.tasks.task import Answer, TaskSource
 
 AIM = 3.0
+ADVANTAGE_LIMIT = 1e-5
+"""Largest difference of advantages: a few roundings in fp32 of values that are below the root of the group's size."""
+GRADIENT_LIMIT = 1e-4
+"""Largest relative difference of gradient norms: sums in fp32 in another order."""
 THEIRS = "TRL"
 OURS: Mapping[str, Sequence[str]] = {
     "stretto, asynchronous": ("staleness=4",),
@@ -226,10 +231,11 @@ def main() -> None:
         bench = Bench(
             recipe, options.recipe, settings, start, folder, python, options.steps, options.held_out, prompts, sources
         )
-        _compare(bench, options.rounds, wide_console())
+        finish(_compare(bench, options.rounds, wide_console()))
 
 
-def _compare(bench: Bench, rounds: int, console: Console) -> None:
+def _compare(bench: Bench, rounds: int, console: Console) -> list[str]:
+    """Run both sides in turn and print the tables; returns what does not agree, and the aims that are missed."""
     best = _fastest(bench, console)
     runs: dict[str, list[Measured]] = {name: [] for name in (*OURS, THEIRS)}
     with progress("runs in turn", rounds * len(runs) * bench.steps) as advance:
@@ -244,9 +250,9 @@ def _compare(bench: Bench, rounds: int, console: Console) -> None:
     versions = json.loads((bench.folder / f"{THEIRS}-0" / "versions.json").read_text())
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
     console.print(f"{THEIRS}: {packages}; {best}", soft_wrap=True)
-    _show_speed(runs, console)
+    too_slow = show_speed(runs, console)
     _show_rewards(runs, bench.held_out(bench.start), bench.num_held_out, console)
-    _show_agreement(bench, console)
+    return [*_show_agreement(bench, console), *too_slow]
 
 
 def _plain(start: Path, out: Path) -> Path:
@@ -365,7 +371,17 @@ def _rates(ticks: Sequence[Tick], num_samples: int) -> tuple[float, float]:
     return samples / (last.at_s - first.at_s), samples / (last.processor_s - first.processor_s)
 
 
-def _show_agreement(bench: Bench, console: Console) -> None:
+def disagreements(worst_advantage: float, ours: float, theirs: float) -> list[str]:
+    """What is not equal up to rounding. ``ours``, ``theirs``: gradient norms of the first step."""
+    found = []
+    if not worst_advantage <= ADVANTAGE_LIMIT:
+        found.append(f"advantages differ by {worst_advantage:.1e}, at most {ADVANTAGE_LIMIT:g}")
+    if not abs(ours - theirs) <= GRADIENT_LIMIT * theirs:
+        found.append(f"gradient norms are {ours:.6f} and {theirs:.6f}, relative difference at most {GRADIENT_LIMIT:g}")
+    return found
+
+
+def _show_agreement(bench: Bench, console: Console) -> list[str]:
     folder = bench.folder / f"{THEIRS}-0"
     rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     theirs = next(row["optim/grad_norm"] for row in read_metrics(folder))
@@ -376,16 +392,18 @@ def _show_agreement(bench: Bench, console: Console) -> None:
         f"gradient norm of the first step on the same samples: {ours:.6f} Stretto, {theirs:.6f} TRL",
         soft_wrap=True,
     )
+    return disagreements(worst, ours, theirs)
 
 
-def _show_speed(runs: Mapping[str, Sequence[Measured]], console: Console) -> None:
+def show_speed(runs: Mapping[str, Sequence[Measured]], console: Console) -> list[str]:
+    """Print samples per second; returns our ways that miss the aim."""
     every = [outcome for outcomes in runs.values() for outcome in outcomes]
     best_s = min(outcome.calibration_s for outcome in every)
     shown = table(
         "trained samples per second; medians over rounds",
         *("", "tokens per sample", "by wall", "over TRL", "by processor", "over TRL", "aim", "quiet runs"),
     )
-    theirs = runs[THEIRS]
+    theirs, missed = runs[THEIRS], []
     for name, outcomes in runs.items():
         pairs, ours = list(zip(outcomes, theirs, strict=True)), name != THEIRS
         wall = median(a.samples_per_s / b.samples_per_s for a, b in pairs)
@@ -400,7 +418,10 @@ def _show_speed(runs: Mapping[str, Sequence[Measured]], console: Console) -> Non
             f"≥ {AIM:.0f}x" if ours else "",
             f"{sum(each.calibration_s <= SLOW * best_s for each in outcomes)} of {len(outcomes)}",
         )
+        if ours and wall < AIM:
+            missed.append(f"{name}: {times(wall)} the speed of {THEIRS}, aim at least {AIM:g}x")
     console.print(shown)
+    return missed
 
 
 def _show_rewards(runs: Mapping[str, Sequence[Measured]], before: float, num_held_out: int, console: Console) -> None:
