@@ -6,7 +6,8 @@
     python -m bench.quantise RUN --memory
 
 Quantises the checkpoint of RUN (`stretto demo` writes one) in every way, and measures the held-out rows of the run. The difference to bf16 is
-taken token by token, so its interval is much narrower than that of a loss. Aims: int8 at most +0.005 nats per token, int4 with GPTQ at most
+taken token by token, so its interval is much narrower than that of a loss. Intervals are over documents, not over tokens, because the
+differences within a document are correlated. Aims: int8 at most +0.005 nats per token, int4 with GPTQ at most
 +0.05, at every preset; every tensor of an extracted preset equals the quantised tensor of the extracted preset to the bit (rounding to
 nearest), or the extracted values (GPTQ). A row of losses is measured with dequantised weights in fp32; the row "in the engine" below it, with
 the compiled kernels, which also quantise tokens to 8 bits. The aims hold for both.
@@ -42,7 +43,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from bench.common.measure import bench_parser, finish, random_prompts, refusing, table
+from bench.common.measure import bench_parser, finish, half_width, random_prompts, refusing, table
 from stretto.api.evaluate import compare
 from stretto.api.search import QuantiseOptions, extract_command, quantise_command
 from stretto.api.serve import fitting_subnet
@@ -109,7 +110,7 @@ def compare_losses(chosen: argparse.Namespace) -> list[str]:
     source = checkpoint_folder(chosen.run)
     network = read_checkpoint(source, dtype=torch.bfloat16)
     subnets = named_subnets(network.config, network.presets)
-    base = losses(network.model.float(), subnets, batches)
+    base, documents_N = losses(network.model.float(), subnets, batches), documents_of(batches)
     rows = table("Loss of integer weights above bf16, nats per token", "weights", "bytes", *subnets, "aim", "slices")
     rows.add_row("bf16", size_of(source, 0.5), *(f"{float(values.mean()):.4f}" for values in base.values()), "", "")
     failures = []
@@ -129,19 +130,27 @@ def compare_losses(chosen: argparse.Namespace) -> list[str]:
                 " in the engine": engine_losses(out, subnets, batches),
             }.items():
                 more = {name: found[name] - base[name] for name in subnets}
-                failures += _add_row(rows, f"{dtype} {method}{place}", size_of(out), more, aim, slices)
+                failures += _add_row(rows, f"{dtype} {method}{place}", size_of(out), more, documents_N, aim, slices)
     wide_console().print(rows)
-    num_tokens = len(next(iter(base.values())))
-    print(f"{num_tokens:,} held-out tokens of {chosen.run}; intervals are 95 % of the mean of paired differences")
+    num_documents = len(documents_N.unique())
+    print(
+        f"{len(documents_N):,} held-out tokens of {chosen.run} in {num_documents:,} documents; intervals are 95 %, over documents"
+    )
     return failures
 
 
 def _add_row(
-    rows: Table, weights: str, size: str, more: Mapping[str, Tensor], aim: float | None, slices: str
+    rows: Table,
+    weights: str,
+    size: str,
+    more: Mapping[str, Tensor],
+    documents_N: Tensor,
+    aim: float | None,
+    slices: str,
 ) -> list[str]:
-    """Add the means of the differences ``more`` [tokens] by preset; return those above ``aim``."""
+    """Add the means of the differences ``more`` [tokens] by preset; return those above ``aim``. ``documents_N``: as `documents_of`."""
     means = {name: float(each.mean()) for name, each in more.items()}
-    cells = [f"{mean:+.4f} ± {_half_width(more[name]):.4f}" for name, mean in means.items()]
+    cells = [f"{mean:+.4f} ± {half_over_documents(more[name], documents_N):.4f}" for name, mean in means.items()]
     rows.add_row(weights, size, *cells, "" if aim is None else f"≤ +{aim}", slices)
     return [
         f"{weights} {name}: {mean:+.4f}, the aim is {aim}"
@@ -202,6 +211,32 @@ def losses(model: Transformer, subnets: Mapping[str, Subnet], batches: Sequence[
             values.append(head_loss(hidden_ND, model.head_VD, batch.targets_BT.flatten()[is_target_N])[1].double())
         found[name] = torch.cat(values)
     return found
+
+
+def documents_of(batches: Sequence[EvalBatch]) -> Tensor:
+    """Number of the document of every held-out token, in the order of `losses`. The parts of a document in two rows count as two."""
+    found, num_rows = [], 0
+    for batch in batches:
+        documents_BT = batch.ctx.documents_BT
+        assert documents_BT is not None, "rows without documents"
+        rows_B1 = torch.arange(num_rows, num_rows + len(documents_BT))[:, None]
+        numbers_BT = rows_B1 * documents_BT.shape[1] + documents_BT  # a row has at most one document for each token
+        found.append(numbers_BT[batch.targets_BT != IGNORED])
+        num_rows += len(documents_BT)
+    return torch.cat(found)
+
+
+def half_over_documents(values_N: Tensor, documents_N: Tensor) -> float:
+    """Half of the 95 % confidence interval of the mean of ``values_N`` [tokens], where documents and not tokens are independent.
+
+    The interval of a ratio of means, linearised: that of the documents' sums of deviations from the mean over tokens.
+    """
+    place_N = documents_N.unique(return_inverse=True)[1]
+    num_documents = int(place_N.max()) + 1
+    sums_D = torch.zeros(num_documents, dtype=torch.double).index_add_(
+        0, place_N, (values_N - values_N.mean()).double()
+    )
+    return half_width((sums_D * num_documents / len(values_N)).tolist())
 
 
 def engine_losses(folder: Path, subnets: Mapping[str, Subnet], batches: Sequence[EvalBatch]) -> dict[str, Tensor]:
@@ -328,11 +363,6 @@ def _equal(one: Mapping[str, IntWeight], other: Mapping[str, IntWeight]) -> bool
         torch.equal(weight.codes, other[name].codes) and torch.equal(weight.scales, other[name].scales)
         for name, weight in one.items()
     )
-
-
-def _half_width(differences: Tensor) -> float:
-    """Half of the 95 % confidence interval of the mean over tokens."""
-    return 1.96 * float(differences.std()) / len(differences) ** 0.5
 
 
 def size_of(folder: Path, factor: float = 1.0) -> str:
