@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from bench import study
 from bench.common.study import write_record
-from bench.study_lengths import draw, missed, read_trainings
+from bench.study_lengths import draw, main, missed, read_trainings
 from stretto.base.errors import UserError
 
 
@@ -51,3 +53,40 @@ def test_records_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     write_record(tmp_path / "none.json", {"mutant": None, "seeds": [0, 1], "rates": [1]}, {})
     with pytest.raises(UserError, match=r"none\.json: runs: no ordinary network"):
         read_trainings([tmp_path / "none.json"])
+
+
+def test_the_table_of_the_documents_is_what_the_records_print(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    docs = Path(study.__file__).parents[1] / "docs"
+    monkeypatch.setattr(sys, "argv", ["study_lengths", *map(str, sorted(docs.glob("evidence/study_*.json")))])
+    with pytest.raises(SystemExit, match="1"):
+        main()
+    rows, headings = dict[tuple[float, ...], dict[str, str]](), list[str]()
+    for line in capsys.readouterr().out.splitlines():
+        cells = [cell.strip() for cell in re.split("[┃│]", line)[1:-1]]
+        if "┃" in line:
+            # a size has the same heading in two tables, which differ in the aim
+            headings = cells[4:]
+        elif cells:
+            rows.setdefault(_settings(*cells[:4]), {}).update(zip(headings, cells[4:], strict=True))
+    columns = ("equal tokens (≤ 0.02)", "equal executed FLOPs (≤ 0.03)")
+    columns += tuple(f"{size} (≤ {aim})" for size in ("half", "corner") for aim in ("0.03", "0"))
+    table = re.findall(r"^\| [\d.]+M \|.*\|$", (docs / "EVIDENCE.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(table) == len(rows) == 7
+    for line in table:
+        parameters, tokens, schedule, seeds, *stated = (cell.strip() for cell in line.split("|")[1:-1])
+        (per_parameter,) = re.findall(r"\((\d+)\)", tokens)
+        printed = rows[_settings(parameters, per_parameter, *schedule.split(", "))]
+        for column, cell in zip(columns, stated, strict=True):
+            shown, _, num_seeds = printed.get(column, "").removesuffix(")").partition(" (")
+            is_missed = bool(shown) and float(shown.split()[0]) > float(column.split()[-1][:-1])
+            expected = shown.replace("-", "−")
+            assert cell == (f"**{expected}**" if is_missed else expected), f"{parameters}, {tokens}: {column}"
+            assert num_seeds in seeds
+
+
+def _settings(parameters: str, per_parameter: str, starts_at: str, share: str) -> tuple[float, ...]:
+    """Parameters in millions, tokens per parameter, and schedule."""
+    millions = float(parameters[:-1]) * {"k": 1e-3, "M": 1.0}[parameters[-1]]
+    return round(millions, 2), round(float(per_parameter)), float(starts_at), float(share)
