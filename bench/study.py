@@ -26,10 +26,12 @@ marginal-*   the shape of each size alone, with the FLOPs that the size adds to 
 `elastic` and `ordinary+` begin with the steps that they share with `ordinary` of the same rate, from one of its snapshots: the same bits,
 and the same FLOPs in the tables, for less time. They start when that snapshot is there, not when the ordinary run has ended.
 
-The first seed searches the learning rate of every trained arm at a quarter of the tokens; while the chosen candidate is the lowest or the
-highest, the search goes on beyond it. The other seeds are reported; each row of the tables has the seeds that have its arms. One half
-of the held-out rows chooses rates, the other half is reported. Exit code 1: an aim is missed, or an arm is not done. With the mutant, exit
-code 1: half or corner is not `MUTANT_GAP` worse than trained alone, so that the study would not notice untrained sizes.
+The first seed searches the learning rate of every trained arm at a quarter of the tokens. The candidate nearest to the minimum of a parabola
+through their losses is chosen; while it is the lowest or the highest candidate, the search goes on beyond it. It does not go on where only
+the lowest measured loss lies at an end: the best rate may then lie beyond, which the table of the search shows. The other seeds are
+reported; each row of the tables has the seeds that have its arms. One half of the held-out rows chooses rates, the other half is reported.
+Exit code 1: an aim is missed, or an arm is not done. With the mutant, exit code 1: half or corner is not `MUTANT_GAP` worse than trained
+alone, so that the study would not notice untrained sizes.
 """
 
 from __future__ import annotations

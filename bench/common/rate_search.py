@@ -95,6 +95,7 @@ def search(arm: str, first: Sequence[float], results: Results) -> tuple[tuple[fl
 
     A search whose choice is an end of its candidates has not found a minimum. It leaves the other end out and goes on beyond the
     chosen one, by a factor of two: losses far from the minimum would bend the parabola. One or two candidates stay as they are.
+    A lowest loss at an end is no choice of that end, see `_chosen`: the search ends, although the best rate may lie beyond.
 
     Args:
         first: candidates to begin with.
