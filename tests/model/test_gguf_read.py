@@ -177,6 +177,7 @@ def refusal(folder: Path, tokenizer: Tokenizer, changes: dict[str, Any]) -> str:
         ),
         ({"qwen3moe__logit_scale": 0.5}, "qwen3moe.logit_scale: an unknown setting of qwen3moe"),
         ({"qwen3moe__expert_gating_func": 2}, "qwen3moe.expert_gating_func: 2 is not supported; qwen3moe has 1"),
+        ({"qwen3moe__attention__causal": False}, "attention.causal: False is not supported; qwen3moe has True"),
         ({"qwen3moe__rope__dimension_count": 12}, "rope.dimension_count: 12 of 24 channels"),
         ({"qwen3moe__embedding_length": None}, "hidden_size: missing"),
         ({"split__count": 2}, "one of 2 parts; name the first, …-00001-of-00002.gguf"),

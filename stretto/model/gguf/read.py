@@ -51,7 +51,7 @@ _LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 _PART = re.compile(r"(.+)-00001-of-(\d{5})\.gguf")
 _HARMLESS = {
     *("vocab_size", "rope.dimension_count", "rope.scaling.finetuned", "expert_shared_feed_forward_length"),
-    *("attention.value_length", "attention.causal", "tensor_data_layout"),
+    *("attention.value_length", "tensor_data_layout"),
 }
 """Metadata that is read in another place, that follows from tensors, or that has no effect."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -193,15 +193,16 @@ class GgufFile(ExitStack):
         scaling = {
             key.removeprefix("rope.scaling."): own.pop(key) for key in list(own) if key.startswith("rope.scaling.")
         }
+        given = {**architecture.given, "attention.causal": True}
         for key, value in own.items():
             if key in (*names, "rope.dimension_count", *OF_LATENT) and not isinstance(value, int | float):
                 text = f"{str(value)[:40]!r} is not a number; use a model that has one for all layers"
                 raise self._problem(prefix + key, text)
-            if key in architecture.given and value != architecture.given[key]:
-                text = f"{value!r} is not supported; {architecture.name} has {architecture.given[key]!r}"
+            if key in given and value != given[key]:
+                text = f"{value!r} is not supported; {architecture.name} has {given[key]!r}"
                 raise self._problem(prefix + key, text)
             is_known = key in names or (architecture.is_latent and key in OF_LATENT)
-            if not is_known and key not in architecture.given and key not in _HARMLESS:
+            if not is_known and key not in given and key not in _HARMLESS:
                 text = f"an unknown setting of {architecture.name}; use the original checkpoint"
                 raise self._problem(prefix + key, text)
         tree: dict[str, Any] = {
