@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import regex  # type: ignore[import-untyped]
@@ -163,10 +164,10 @@ def _ids_of(rust: tokenizers.Tokenizer, text: str) -> list[int]:
     return list(rust.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
 
-def load_tokenizer(path: Path | str) -> Tokenizer:
+def load_tokenizer(path: Path | str, settings: Mapping[str, Any] = MappingProxyType({})) -> Tokenizer:
     """Load a tokenizer.json, or a folder that contains one (any fast tokenizer of transformers).
 
-    tokenizer_config.json and chat_template.jinja beside it are read if they exist.
+    tokenizer_config.json and chat_template.jinja beside it are read if they exist; ``settings`` are used without a tokenizer_config.json.
 
     Raises:
         UserError: no such file, not a fast tokenizer, or no token ends a document.
@@ -178,7 +179,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         rust = tokenizers.Tokenizer.from_str(source.read_text(encoding="utf-8"))
     folder = source.parent
     place = folder / "tokenizer_config.json"
-    config = read_json(place) if place.is_file() else {}
+    config = read_json(place) if place.is_file() else dict(settings)
     if not isinstance(config, dict):
         raise UserError(f"{place}: not a JSON object; the file is damaged")
     template = _template(folder, config.pop("chat_template", None))

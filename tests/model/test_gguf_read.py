@@ -25,7 +25,7 @@ from stretto.model.gguf.read import GgufFile, gguf_file, packaged
 from stretto.model.gguf.write import write_gguf
 from stretto.model.streamed import StreamedState
 from stretto.model.weight_files import TensorFiles
-from stretto.text.tokenizer import Tokenizer
+from stretto.text.tokenizer import TURN_END, Tokenizer
 from tests.model.checkpoints import forget_ours
 from tests.model.test_gguf import NETWORKS, TEXTS, checkpoint, tokenizer
 
@@ -219,6 +219,23 @@ def test_a_tokenizer_that_is_not_known_is_refused_unless_it_lies_beside(
         assert problem in str(told.value) and "beside the file" in str(told.value)
         tokenizer.save(tmp_path)
         assert file.tokenizer().fingerprint() == tokenizer.fingerprint()
+
+
+def test_a_tokenizer_that_lies_beside_alone_keeps_the_end_token_and_the_template_of_the_file(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    checkpoint(tmp_path, tokenizer, **NETWORKS["qwen"])
+    write_gguf(tmp_path / "c", tmp_path / "c.gguf")
+    end = tokenizer.rust.token_to_id(TURN_END)
+    changes = {"tokenizer__ggml__eos_token_id": end, "tokenizer__ggml__pre": "viking"}
+    with GgufFile(edited(tmp_path / "c.gguf", tmp_path / "e.gguf", **changes)) as file:
+        (tmp_path / "tokenizer.json").write_text(tokenizer.rust.to_str())
+        read = file.tokenizer()
+        assert (read.eos_token, read.chat_template) == (TURN_END, tokenizer.chat_template)
+        assert read.named_id("pad_token") == tokenizer.named_id("pad_token")
+        assert [read.encode(text) for text in TEXTS] == [tokenizer.encode(text) for text in TEXTS]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": tokenizer.eos_token}))
+        assert file.tokenizer().eos_token == tokenizer.eos_token
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -38,7 +38,7 @@ from stretto.model.gguf.names import (
     Architecture,
     architecture_of,
 )
-from stretto.model.gguf.tokenizer import rebuild_tokenizer
+from stretto.model.gguf.tokenizer import named_settings, rebuild_tokenizer
 from stretto.model.spec import RopeScaling
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -307,11 +307,13 @@ class GgufFile(ExitStack):
     # --- tokenizer ----------------------------------------------------------------------------------------------------
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of a ``tokenizer.json`` beside the file, or else that of the file's metadata. Raises `UserError`: neither can
-        be read.
+        """The tokenizer of a ``tokenizer.json`` beside the file, or else that of the file's metadata. Without a tokenizer_config.json,
+        special tokens and chat template are those of the metadata. Raises `UserError`: neither can be read.
         """
         beside = self.file.with_name("tokenizer.json")
-        return load_tokenizer(beside) if beside.is_file() else rebuild_tokenizer(self.metadata, self.file)
+        if beside.is_file():
+            return load_tokenizer(beside, named_settings(self.metadata))
+        return rebuild_tokenizer(self.metadata, self.file)
 
     # --- tensors ------------------------------------------------------------------------------------------------------
 

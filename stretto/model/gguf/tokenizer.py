@@ -94,9 +94,8 @@ def rebuild_tokenizer(metadata: Mapping[str, Any], source: Path) -> Tokenizer:
     vocabulary = {
         token: index for index, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != TokenType.UNUSED
     }
-    named = {
-        name: _token(tokens, vocabulary, metadata.get(f"tokenizer.ggml.{key}_token_id")) for name, key in _NAMED.items()
-    }
+    settings = named_settings(metadata)
+    named = {name: settings[name] if settings.get(name) in vocabulary else None for name in _NAMED}
     added = [
         tokenizers.AddedToken(token, normalized=False, special=kind == TokenType.CONTROL)
         for token, kind in zip(tokens, types, strict=True)
@@ -130,13 +129,21 @@ def rebuild_tokenizer(metadata: Mapping[str, Any], source: Path) -> Tokenizer:
     return Tokenizer(rust, named["eos_token"], template, config)
 
 
+def named_settings(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens and chat template in a GGUF file's metadata, as in tokenizer_config.json. Invalid ones are left out."""
+    tokens, template = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.chat_template")
+    tokens = tokens if isinstance(tokens, list) else []
+    found = {name: _token(tokens, metadata.get(f"tokenizer.ggml.{key}_token_id")) for name, key in _NAMED.items()}
+    found["chat_template"] = template
+    return {name: value for name, value in found.items() if isinstance(value, str)}
+
+
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 """GGUF's name of a special token by the hub's."""
 
 
-def _token(tokens: list[str], vocabulary: Mapping[str, int], index: Any) -> str | None:
-    token = tokens[index] if isinstance(index, int) and 0 <= index < len(tokens) else None
-    return token if token in vocabulary else None
+def _token(tokens: list[Any], index: Any) -> Any:
+    return tokens[index] if isinstance(index, int) and 0 <= index < len(tokens) else None
 
 
 def _post_processor(bos: str | None, eos: str | None, vocabulary: Mapping[str, int]) -> dict[str, Any]:
