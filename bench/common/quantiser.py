@@ -92,6 +92,10 @@ KINDS: dict[str, Kind] = {
     "fp8": fp8((128, 128)),
     "fp8 in small blocks": fp8((16, 24)),
     "fp8 by tensor": fp8(None),
+    "fp8 by tensor, as AutoFP8 names the scales": Kind(
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        lambda name, values: _fp8(name, values, "_scale", tuple(values.shape[-2:])),
+    ),
     "fp8 of compressed-tensors by tensor": compressed("tensor"),
     "fp8 of compressed-tensors by channel": compressed("channel"),
     "fp8 of compressed-tensors in blocks": compressed("block"),

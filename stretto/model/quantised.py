@@ -6,6 +6,7 @@ Shape letters: E experts, R rows, C columns, r blocks of rows, c blocks of colum
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Protocol
@@ -79,6 +80,9 @@ class Dequantised:
     """The tensors of ``inner``, dequantised: quantised tensors are multiplied by their scales in fp32. Scales have no names here."""
 
     def __init__(self, inner: StoredSource, how: Quantisation) -> None:
+        others = [name for name in inner.names if name.endswith("_scale") and not name.endswith(_IGNORED)]
+        if how.scales == "_scale_inv" and others and not any(name.endswith(how.scales) for name in inner.names):
+            how = replace(how, scales="_scale")  # the name in AutoFP8, which also declares ``fp8``
         self._inner, self._how = inner, how
         endings = (CODES, SCALES, ZEROS, SHAPE) if how.is_packed else ("_blocks", "_scales")
         self._values = endings[0]
