@@ -35,6 +35,8 @@ from stretto.model.weight_files import TensorFiles, write_file
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 """Prefix that peft adds to transformers' names."""
+_INNER = ".base_layer"
+"""Suffix that peft adds to the name of the inner one of two nested adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ def pieces(config: ModelConfig, family: Family) -> Iterator[Piece]:
         if fused is not None:
             if stored.part[0] == 0 and rows.start in (None, 0):  # one adapter for all experts: that of the first one
                 module, _, leaf = fused.name.rpartition(".")
-                theirs = f"{module}.base_layer" if leaf == "gate_up_proj" else module  # peft nests the two adapters
+                theirs = f"{module}{_INNER}" if leaf == "gate_up_proj" else module  # peft nests the two adapters
                 yield Piece(stored.ours, slice(None), theirs, fused.name.split(".", 3)[3], "experts", stored)
             continue
         if stored.is_stacked or len(stored.shape) != 2 or not stored.name.endswith(".weight"):
@@ -218,9 +220,17 @@ def load_adapters(folder: Path, model: Transformer, family: Family, config: Lora
         UserError: a tensor has another shape, or a file is damaged.
     """
     experts = TABLES[family].stored_experts(model.config)
+    parameters = read_json(folder / CONFIG_FILE).get("target_parameters") or ()
     with TensorFiles(folder, WEIGHTS_FILE) as files, torch.no_grad():
+        is_nested = any(f"{_INNER}." in name for name in files.names)
+        is_alone = not is_nested and any(str(name).endswith("gate_up_proj") for name in parameters)
         for piece, a_RI, b_OR in _adapters(model, _chosen(model.config, family, config)):
-            name, rank = f"{_PREFIX}{piece.theirs}.lora_", a_RI.shape[-2]
+            theirs = piece.theirs
+            if (
+                is_alone and piece.kind == "experts"
+            ):  # peft then gives the adapter of gate and up the name of that of down
+                theirs = theirs.removesuffix(_INNER) if theirs.endswith(_INNER) else ""
+            name, rank = f"{_PREFIX}{theirs}.lora_", a_RI.shape[-2]
             if f"{name}A.weight" not in files.names:
                 continue
             if piece.kind == "experts":
