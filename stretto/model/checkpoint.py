@@ -362,8 +362,8 @@ def _refuse_other_files(folder: Path) -> None:
 
 
 def generation_settings(folder: Path, config: ModelConfig) -> dict[str, Any]:
-    """Contents of generation_config.json: the settings beside the tokenizer in ``folder``. By default, generation ends at the end of a
-    document and of a turn.
+    """Contents of generation_config.json: the settings beside the tokenizer in ``folder``. Without them, generation ends at the end of a
+    document, at the end of a turn, and at the end tokens in config.json.
 
     Raises UserError: the folder has no tokenizer, the tokenizer has more tokens than the embedding, or an id is not an integer.
     """
@@ -377,6 +377,9 @@ def generation_settings(folder: Path, config: ModelConfig) -> dict[str, Any]:
     named = (tokenizer.named_id("bos_token"), ends, tokenizer.named_id("pad_token"))
     found = {name: value for name, value in zip(_TOKEN_IDS, named, strict=True) if value is not None}
     path = folder / GENERATION_FILE
+    has_settings = path.is_file()
+    if not has_settings:
+        path = folder / "config.json"  # transformers takes the token ids from there
     own = read_json(path) if path.is_file() else {}
     if not isinstance(own, dict):
         raise UserError(f"{path}: not a JSON object; the file is damaged")
@@ -384,7 +387,11 @@ def generation_settings(folder: Path, config: ModelConfig) -> dict[str, Any]:
         value = own.get(name)
         ids = value if isinstance(value, list) and value else [value]
         if value is not None and any(type(index) is not int for index in ids):
-            raise UserError(f"{path}: {name}: {value!r} is not a token id; correct it, or remove the file")
+            raise UserError(f"{path}: {name}: {value!r} is not a token id; correct or remove it")
+    if not has_settings:
+        own = {name: own.get(name) for name in _TOKEN_IDS}
+        if (told := own["eos_token_id"]) is not None:
+            own["eos_token_id"] = list(dict.fromkeys([*(told if isinstance(told, list) else [told]), *ends]))
     return found | {name: value for name, value in own.items() if value is not None and name != "transformers_version"}
 
 

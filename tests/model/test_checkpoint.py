@@ -157,6 +157,24 @@ def test_the_tokenizer_travels_with_the_weights(tmp_path: Path) -> None:
     assert not (tmp_path / "d").exists()
 
 
+def test_ends_in_config_json_count_without_a_generation_config(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(iter(["some text to learn from"] * 3), 280)
+    model = network(**GLM)
+    tokenizer.save(tmp_path / "source")
+    config = tmp_path / "source" / "config.json"
+    config.write_text(json.dumps({"eos_token_id": [tokenizer.eos_id, 2], "pad_token_id": None}))
+    write_checkpoint(tmp_path / "c", model, model.config, tokenizer_dir=tmp_path / "source")
+    made = GenerationConfig.from_pretrained(tmp_path / "c")
+    assert (made.eos_token_id, made.pad_token_id) == ([tokenizer.eos_id, 2], tokenizer.eos_id)
+    (tmp_path / "source" / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+    write_checkpoint(tmp_path / "c", model, model.config, tokenizer_dir=tmp_path / "source")
+    assert GenerationConfig.from_pretrained(tmp_path / "c").eos_token_id == 5
+    (tmp_path / "source" / "generation_config.json").unlink()
+    edit_json(config, eos_token_id="end")
+    with pytest.raises(UserError, match=r"config\.json: eos_token_id: 'end' is not a token id; correct or remove it$"):
+        write_checkpoint(tmp_path / "c", model, model.config, tokenizer_dir=tmp_path / "source")
+
+
 def test_multi_token_prediction_layers_are_left_out(tmp_path: Path) -> None:
     model = network(**GLM)
     write_checkpoint(tmp_path / "c", model, model.config)
