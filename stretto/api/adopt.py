@@ -51,6 +51,7 @@ from stretto.evals.routing import LayerRouting
 from stretto.model.checkpoint import generation_settings, write_checkpoint
 from stretto.model.families import Family, remarks, stored_tensors
 from stretto.model.gguf.read import GgufFile, gguf_file, packaged
+from stretto.model.headers import WeightFiles
 from stretto.model.parallel import device_name
 from stretto.model.spec import ModelConfig, SubnetChoice, count, droppable_layers
 from stretto.model.streamed import StreamedNetwork, StreamedState
@@ -84,6 +85,8 @@ HUB_FILES = (
     "tokenizer.model",
 )
 """Files that are downloaded from the hub: weights, configuration and tokenizer, never code."""
+OTHER_FILES = ("*/*", "consolidated*")
+"""Those of them that are weights once more, in another format."""
 HASHED_BYTES = 1 << 24
 """Bytes that are read at a time while a file is hashed."""
 _HUB_NAME = r"[\w][\w.-]*/[\w][\w.-]*"
@@ -228,7 +231,7 @@ def _fetched(name: str) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=list(OTHER_FILES)))
     except errors.GatedRepoError:
         raise UserError(f"{name}: gated; accept its terms on the hub, then run `hf auth login`") from None
     except errors.RepositoryNotFoundError:
@@ -342,7 +345,10 @@ def _hashes(files: Sequence[Path]) -> Iterator[Callable[[], dict[str, str]]]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    return [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
+    if folder.is_file():
+        return [folder]
+    with WeightFiles(folder) as files:
+        return sorted(files.files)
 
 
 # --- orders -----------------------------------------------------------------------------------------------------------

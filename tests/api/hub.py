@@ -49,16 +49,17 @@ def hub(name: str, folder: Path, breaks_at: int | None = None) -> Iterator[tuple
             self.end_headers()
             if self.command == "HEAD":
                 return
-            asked.append(f"{path.name} from {first}" if first else path.name)
+            asked_for = path.relative_to(folder).as_posix()
+            asked.append(f"{asked_for} from {first}" if first else asked_for)
             if breaks_at is not None and len(content) > breaks_at and not broken:
-                broken.append(path.name)
+                broken.append(asked_for)
                 self.wfile.write(content[:breaks_at])
                 self.close_connection = True
                 return
             self.wfile.write(content[first:])
 
         def do_GET(self) -> None:
-            files = sorted(path.name for path in folder.iterdir())
+            files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
             if self.path.startswith(f"/api/models/{name}/revision/"):
                 siblings = [{"rfilename": each} for each in files]
                 self._json(
@@ -81,7 +82,7 @@ def hub(name: str, folder: Path, breaks_at: int | None = None) -> Iterator[tuple
                     ]
                 )
             elif self.path.startswith(f"/{name}/resolve/"):
-                path = folder / self.path.rpartition("/")[2]
+                path = folder / self.path.partition("/resolve/")[2].partition("/")[2]
                 self._file(path) if path.is_file() else self._json({}, 404, X_Error_Code="EntryNotFound")
             else:
                 self._json({"error": "Repository not found"}, 404, X_Error_Code="RepoNotFound")

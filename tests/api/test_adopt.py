@@ -114,7 +114,9 @@ def test_what_a_run_can_do_an_adopted_one_can(stretto: Run, make: Make, text: Pa
 
 def test_files_that_need_no_change_are_copied_and_others_are_not(stretto: Run, make: Make, tmp_path: Path) -> None:
     source = make("qwen")
+    (source / "consolidated.safetensors").write_bytes(b"the weights once more, as in Mistral's folders")
     adopted(stretto, source, tmp_path / "a", "--order", "none")
+    assert "consolidated.safetensors" not in read_lineage(tmp_path / "a/checkpoint").config["source_sha256"]
     files = {path.name: path.read_bytes() for path in source.glob("model-*")}
     assert len(files) > 2
     assert {path.name: path.read_bytes() for path in (tmp_path / "a/checkpoint").glob("model-*")} == files
@@ -279,6 +281,9 @@ def test_a_name_on_the_hub(make: Make, tmp_path: Path) -> None:
     """Real HTTP, to a stand-in: a connection that breaks, names that are not there, then the same without a network."""
     source = make("qwen")
     (source / "modeling.py").write_text("raise SystemExit('code was run')")
+    (source / "original").mkdir()  # as in gpt-oss; the next file is as in Mistral
+    for other in (source / "original" / "model.safetensors", source / "consolidated.safetensors"):
+        other.write_bytes(b"the weights once more")
     edit_json(source / "config.json", auto_map={"AutoModelForCausalLM": "modeling.Model"})
     with hub("owner/tiny", source, breaks_at=50_000) as (address, asked):
 
@@ -306,8 +311,9 @@ def test_a_name_on_the_hub(make: Make, tmp_path: Path) -> None:
         done = call("owner/tiny", "a")
         assert done.returncode == 0, done.stderr
         assert len([name for name in asked if name.endswith(".safetensors")]) == 1 + len(
-            list(source.glob("*.safetensors"))
+            list(source.glob("model*.safetensors"))
         )
+        assert not {"consolidated.safetensors", "original/model.safetensors"} & set(asked)
         assert "modeling.py" not in asked and "code to be run, which is never run" in done.stdout
         asked.clear()
         missing = call("owner/other", "c")
